@@ -1,0 +1,64 @@
+"""inflight: contracts that join any inference engine to any trainer, with weights that change while generation goes on.
+
+Importing this package loads neither torch nor an engine; names that need torch load it when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from inflight import errors, types, wire
+from inflight.contracts import (
+    InferenceEndpoint,
+    StreamingEndpoint,
+    Task,
+    TrainerWorker,
+    WeightReceiver,
+    WeightSender,
+)
+from inflight.http.client import HttpEndpoint
+
+if TYPE_CHECKING:
+    from inflight.losses.policy import grpo_loss, reinforce_loss
+    from inflight.rollouts.advantages import group_advantages
+    from inflight.weights.publish import WeightPublisher, publish_weights
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "HttpEndpoint",
+    "InferenceEndpoint",
+    "StreamingEndpoint",
+    "Task",
+    "TrainerWorker",
+    "WeightPublisher",
+    "WeightReceiver",
+    "WeightSender",
+    "__version__",
+    "errors",
+    "group_advantages",
+    "grpo_loss",
+    "publish_weights",
+    "reinforce_loss",
+    "types",
+    "wire",
+]
+
+_LOADED_ON_USE = {
+    "WeightPublisher": "inflight.weights.publish",
+    "publish_weights": "inflight.weights.publish",
+    "group_advantages": "inflight.rollouts.advantages",
+    "grpo_loss": "inflight.losses.policy",
+    "reinforce_loss": "inflight.losses.policy",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LOADED_ON_USE:
+        return getattr(importlib.import_module(_LOADED_ON_USE[name]), name)
+    raise AttributeError(f"module 'inflight' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

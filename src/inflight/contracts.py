@@ -1,0 +1,241 @@
+"""The contracts of inflight as Protocols, and nothing else.
+
+An endpoint is one inference server seen from outside: its methods are async. A worker is one trainer rank: its methods
+are sync and SPMD, every rank makes the same calls in the same order. Whoever satisfies these Protocols, and the
+sentences of docs/contract.md, can be joined to whoever else does.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from inflight.types import MicroBatch, StepResult, TaskItem, WeightBucket
+from inflight.wire import (
+    BucketSpec,
+    BucketTransfer,
+    Capabilities,
+    ChatCompletion,
+    ChatCompletionRequest,
+    CompletionChunk,
+    GenerateRequest,
+    GenerateResponse,
+    ProcessGroupSpec,
+    TensorSpec,
+    UpdateRef,
+    WeightUpdate,
+    WeightVersion,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+
+@runtime_checkable
+class InferenceEndpoint(Protocol):
+    """The whole of what inflight asks of an inference server.
+
+    States: JOINING -> READY(v) -> HELD(v) -> UPDATING(v to w) -> READY(w). A failure after the first byte was applied
+    leads to POISONED, where `generate` raises `PoisonedError`; the only ways out are a complete update or a restart.
+    Every method may raise `UnreachableError`, `DeadlineError` or `ProtocolError`, after which the state is unknown.
+    """
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Return what reports and errors call this endpoint: its URL, or a name unique in the process."""
+
+    @abstractmethod
+    async def capabilities(self) -> Capabilities:
+        """Return what this endpoint can do. Constant over its life."""
+
+    @abstractmethod
+    async def init_process_group(self, spec: ProcessGroupSpec) -> None:
+        """Join the group that weights travel in, leaving any earlier one; returns when all ranks have joined.
+
+        Pending until then, so that the sender joins concurrently. The run that owns the group is the only one whose
+        updates are accepted from now on. Raises `TransferError` if the group is not formed in ``spec.timeout_s``: the
+        endpoint then belongs to no group and serves as before.
+        """
+
+    @abstractmethod
+    async def request_weight_update(self, update: WeightUpdate) -> None:
+        """Accept an update and hold sampling as ``update.in_flight`` says; when this returns no token is being sampled.
+
+        Raises `UpdateRefusedError` if the manifest does not fit the model, the version is not newer, the run does not
+        own the group, another update is open, or the drain did not end before ``update.deadline_s``: the old weights
+        serve on and nothing may be sent.
+        """
+
+    @abstractmethod
+    async def receive_weights(self, bucket: BucketTransfer) -> None:
+        """Receive one bucket; pending while the sender sends it. Buckets come in order.
+
+        Raises `TransferError`, or `UpdateRefusedError` if no such update is open: see `abort_weight_update` for what
+        is true then.
+        """
+
+    @abstractmethod
+    async def commit_weight_update(self, ref: UpdateRef) -> WeightVersion:
+        """Switch to the new weights and resume: every later token is sampled from ``ref.version``.
+
+        Raises `UpdateRefusedError` if buckets are missing. A failure while applying raises `PoisonedError`.
+        """
+
+    @abstractmethod
+    async def abort_weight_update(self, ref: UpdateRef) -> WeightVersion:
+        """End the update. If no byte was applied the old weights serve on (READY), otherwise POISONED.
+
+        Idempotent: without an open update it returns the present version.
+        """
+
+    @abstractmethod
+    async def generate(self, request: GenerateRequest) -> GenerateResponse:
+        """Return the completions of one prompt: token ids, behaviour logprobs, version spans, finish reason.
+
+        Raises `InvalidRequestError` if the prompt does not fit. Cancelling the call ends the request on the endpoint.
+        """
+
+    @abstractmethod
+    async def chat_completion(self, request: ChatCompletionRequest) -> ChatCompletion:
+        """Return the OpenAI shape plus the facts of `generate`. Raises `UnsupportedError` if chat is not declared."""
+
+    @abstractmethod
+    async def weight_version(self) -> WeightVersion:
+        """Return which weights are served now, and the state."""
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Release what this object holds; a remote server goes on."""
+
+
+@runtime_checkable
+class StreamingEndpoint(InferenceEndpoint, Protocol):
+    """An endpoint that declares ``streaming``."""
+
+    @abstractmethod
+    def generate_stream(self, request: GenerateRequest) -> AsyncIterator[CompletionChunk]:
+        """Yield tokens as they are sampled; the last chunk of each completion carries its finish reason."""
+
+
+@runtime_checkable
+class TrainerWorker(Protocol):
+    """The whole of what inflight asks of one trainer rank. All ranks make the same calls in the same order."""
+
+    @property
+    @abstractmethod
+    def rank(self) -> int:
+        """Return this worker's rank, 0 <= rank < world_size. Rank 0 sends the weights."""
+
+    @property
+    @abstractmethod
+    def world_size(self) -> int:
+        """Return the number of ranks."""
+
+    @property
+    @abstractmethod
+    def version(self) -> int:
+        """Return the number of optimizer steps behind the present weights: the version a publish would carry."""
+
+    @abstractmethod
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        """Return trainer logprobs [T] of the packed targets: float32, differentiable, 0.0 where no target is.
+
+        Natural log, at each token's own temperature. Segments do not see each other. Float64 models return float64.
+        """
+
+    @abstractmethod
+    def backward(self, loss: torch.Tensor) -> None:
+        """Accumulate the gradient of a scalar: summed over ranks and micro-batches, never averaged.
+
+        Ranks without tokens pass a zero that depends on their parameters, as `forward` of any batch does.
+        """
+
+    @abstractmethod
+    def step(self) -> StepResult:
+        """Clip, update the parameters, advance the schedule, clear gradients; ``version`` grows by one.
+
+        Raises `NonFiniteError` on every rank if the gradient norm is not finite: parameters, optimizer, schedule and
+        version are then as before, gradients are cleared.
+        """
+
+    @abstractmethod
+    def parameter_specs(self) -> Sequence[TensorSpec]:
+        """Return checkpoint names, wire dtypes and full shapes in gather order. Never communicates."""
+
+    @abstractmethod
+    def gather_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
+        """Yield full tensors bucket by bucket, in the order of `parameter_specs`; collective: every rank exhausts it.
+
+        On rank 0 buckets hold tensors, on the others none. A yielded tensor is valid until the next one is asked for
+        and the one after it.
+        """
+
+    @abstractmethod
+    def save(self, path: Path) -> None:
+        """Write weights, optimizer, schedule and version, atomically; the directory is a loadable HF checkpoint too.
+
+        Raises `CheckpointError` on every rank; what was at ``path`` before is still whole.
+        """
+
+    @abstractmethod
+    def load(self, path: Path) -> None:
+        """Read what `save` wrote, on any number of ranks. Raises `CheckpointError`; nothing was loaded then."""
+
+
+@runtime_checkable
+class WeightSender(Protocol):
+    """The trainer's end of a transport. Used by rank 0 only; its blocking calls run outside the event loop."""
+
+    @abstractmethod
+    def specs(self, run_id: str, num_ranks: Sequence[int], timeout_s: float) -> list[ProcessGroupSpec]:
+        """Open a new group for endpoints that take ``num_ranks[i]`` ranks each; return the spec for each of them."""
+
+    @abstractmethod
+    def join(self) -> None:
+        """Join the group just opened; blocks until every rank has joined. Raises `TransferError` after the timeout."""
+
+    @abstractmethod
+    def send(self, bucket: WeightBucket, timeout_s: float) -> None:
+        """Send one bucket; blocks until it has left. Raises `TransferError`; the group is unusable then."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """End any pending call from another thread and give the group up. Idempotent."""
+
+
+@runtime_checkable
+class WeightReceiver(Protocol):
+    """One endpoint rank's end of a transport. Its blocking calls run outside the event loop."""
+
+    @abstractmethod
+    def join(self) -> None:
+        """Join the group; blocks until every rank has joined. Raises `TransferError` after the timeout."""
+
+    @abstractmethod
+    def receive(self, specs: Sequence[TensorSpec], timeout_s: float) -> list[torch.Tensor]:
+        """Return the tensors of one bucket, in order. Raises `TransferError`; the group is unusable then."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """End any pending call from another thread and give the group up. Idempotent."""
+
+
+@runtime_checkable
+class Task(Protocol):
+    """Problems and how to score an answer. Deterministic: item i is the same in every process."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Return the name that configurations use."""
+
+    @abstractmethod
+    def item(self, index: int) -> TaskItem:
+        """Return problem ``index``, for any index from 0; the order of training is the order of indices."""
+
+    @abstractmethod
+    def score(self, item: TaskItem, completion: str) -> float:
+        """Return the reward of a completion's text. Whatever it raises stops the run as a `TaskError`."""

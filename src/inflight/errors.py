@@ -1,0 +1,186 @@
+"""Every error that inflight raises; the class tells the state that is left behind.
+
+    InflightError
+    ├── ConfigError                  nothing was started, nothing was written
+    ├── UnsupportedError             the capability is not declared; nothing changed
+    ├── InvalidRequestError          this request was refused; the endpoint goes on as it was
+    ├── EndpointError                (carries the endpoint's URL)
+    │   ├── UnauthorizedError        the token was refused; nothing changed
+    │   ├── UnreachableError         no answer: the endpoint's state is unknown
+    │   ├── DeadlineError            no answer in time: the endpoint's state is unknown
+    │   ├── ProtocolError            the answer is not of this contract; its state is unknown
+    │   └── PoisonedError            weights are torn: only a complete update or a restart leads out
+    ├── UpdateError
+    │   ├── UpdateRefusedError       before any byte was sent: the old weights serve on
+    │   ├── UpdateAbortedError       before any byte was applied: the old weights serve on
+    │   ├── TransferError            the weight group is unusable and must be formed anew
+    │   └── PublishError             the report says, endpoint by endpoint, who serves what
+    ├── TrainerError
+    │   ├── NonFiniteError           loss or gradient is not finite; weights and optimizer are as before the step
+    │   ├── CheckpointError          nothing was loaded, or the previous checkpoint is still whole
+    │   └── WorkerDiedError          a trainer rank is gone; the last checkpoint is whole
+    └── TaskError                    a task could not be made or a reward could not be computed
+
+Errors are picklable, carry no secrets, and travel over HTTP by their ``code``. This module knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from inflight.types import PublishReport
+
+
+class InflightError(Exception):
+    """Root of every error raised on purpose by inflight."""
+
+    code: ClassVar[str] = "inflight_error"
+
+
+class ConfigError(InflightError):
+    """The user's input cannot be used; nothing was started and nothing was written."""
+
+    code = "config_error"
+
+
+class UnsupportedError(InflightError):
+    """The capability is not declared by this implementation; nothing changed."""
+
+    code = "unsupported"
+
+
+class InvalidRequestError(InflightError):
+    """The request breaks a rule of the contract and was refused; the endpoint goes on as it was."""
+
+    code = "invalid_request"
+
+
+class EndpointError(InflightError):
+    """A call on an endpoint failed; ``endpoint`` is its URL (or name), empty when raised inside of it."""
+
+    code = "endpoint_error"
+
+    def __init__(self, message: str, endpoint: str = "") -> None:
+        super().__init__(message, endpoint)
+        self.message = message
+        self.endpoint = endpoint
+
+    def __str__(self) -> str:
+        return f"{self.endpoint}: {self.message}" if self.endpoint else self.message
+
+
+class UnauthorizedError(EndpointError):
+    """The bearer token is missing or wrong; nothing changed."""
+
+    code = "unauthorized"
+
+
+class UnreachableError(EndpointError):
+    """The endpoint gave no answer (refused, reset, gone); its state is unknown."""
+
+    code = "unreachable"
+
+
+class DeadlineError(EndpointError):
+    """The endpoint did not answer before the deadline; its state is unknown."""
+
+    code = "deadline"
+
+
+class ProtocolError(EndpointError):
+    """The endpoint answered something that is not of this contract; its state is unknown."""
+
+    code = "protocol_error"
+
+
+class PoisonedError(EndpointError):
+    """The endpoint's weights are torn and it refuses to generate until a complete update or a restart."""
+
+    code = "poisoned"
+
+
+class UpdateError(InflightError):
+    """A weight update did not succeed."""
+
+    code = "update_error"
+
+
+class UpdateRefusedError(UpdateError):
+    """The endpoint refused the update before any byte was sent; the old weights serve on."""
+
+    code = "update_refused"
+
+
+class UpdateAbortedError(UpdateError):
+    """The update ended before any byte was applied; the old weights serve on."""
+
+    code = "update_aborted"
+
+
+class TransferError(UpdateError):
+    """The collective transfer failed; the weight group is unusable and must be formed anew."""
+
+    code = "transfer_failed"
+
+
+class PublishError(UpdateError):
+    """A publish did not reach every endpoint; ``report`` says who serves what."""
+
+    code = "publish_failed"
+
+    def __init__(self, message: str, report: PublishReport) -> None:
+        super().__init__(message, report)
+        self.message = message
+        self.report = report
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class TrainerError(InflightError):
+    """A trainer worker could not do what it was asked."""
+
+    code = "trainer_error"
+
+
+class NonFiniteError(TrainerError):
+    """The loss or the gradient is NaN or infinite; weights and optimizer are as before the step."""
+
+    code = "non_finite"
+
+
+class CheckpointError(TrainerError):
+    """A checkpoint could not be written or read; what was there before is still whole."""
+
+    code = "checkpoint_error"
+
+
+class WorkerDiedError(TrainerError):
+    """A trainer rank ended unexpectedly; the last checkpoint is whole."""
+
+    code = "worker_died"
+
+
+class TaskError(InflightError):
+    """A task could not be made, or its reward function raised."""
+
+    code = "task_error"
+
+
+def error_from_code(code: str, message: str, endpoint: str = "") -> InflightError:
+    """Return the error that ``code`` names, as raised on this side of a connection.
+
+    An unknown code gives an `EndpointError` that quotes it, so that a newer peer is never misread.
+    """
+    kinds = {kind.code: kind for kind in _all_kinds(InflightError)}
+    kind = kinds.get(code)
+    if kind is None or kind is PublishError:
+        return EndpointError(f"{message} (error code {code!r})", endpoint)
+    if issubclass(kind, EndpointError):
+        return kind(message, endpoint)
+    return kind(f"{endpoint}: {message}" if endpoint else message)
+
+
+def _all_kinds(root: type[InflightError]) -> list[type[InflightError]]:
+    return [root, *(kind for child in root.__subclasses__() for kind in _all_kinds(child))]

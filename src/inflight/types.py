@@ -1,0 +1,221 @@
+"""Values inside one process: frozen dataclasses, shared by the rooms of the house.
+
+Shape suffixes and legend: T packed tokens of one micro-batch. Tensors are named in annotations only; importing this
+module loads no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from inflight.wire import TensorSpec, UpdateTimings, VersionSpan
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Training data
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One finished completion with everything that training needs of it.
+
+    ``behaviour_logprobs`` (natural log) and ``version_spans`` speak of ``completion_token_ids`` only.
+    """
+
+    prompt_token_ids: Sequence[int]
+    completion_token_ids: Sequence[int]
+    behaviour_logprobs: Sequence[float]
+    version_spans: Sequence[VersionSpan]
+    finish_reason: str
+    reward: float
+    temperature: float
+
+    @property
+    def num_tokens(self) -> int:
+        """Training tokens: prompt and completion."""
+        return len(self.prompt_token_ids) + len(self.completion_token_ids)
+
+    def token_versions(self) -> list[int]:
+        """Version that sampled each completion token."""
+        return [span.version for span in self.version_spans for _ in range(span.start, span.end)]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The G completions of one prompt. ``item_index`` is the position of the prompt in the task's order."""
+
+    group_id: int
+    item_index: int
+    rollouts: Sequence[Rollout]
+    endpoint: str = ""
+
+    @property
+    def num_tokens(self) -> int:
+        """Training tokens of all completions."""
+        return sum(rollout.num_tokens for rollout in self.rollouts)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One completion ready for packing: advantages are known and over-age tokens are masked.
+
+    ``loss_mask`` and ``advantages`` have one entry per completion token. ``reference_logprobs`` likewise, if given.
+    """
+
+    rollout: Rollout
+    advantages: Sequence[float]
+    loss_mask: Sequence[bool]
+    reference_logprobs: Sequence[float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalCounts:
+    """Denominators over the whole optimizer step: all micro-batches of all ranks."""
+
+    num_tokens: int
+    """Tokens with a true loss mask."""
+    num_sequences: int
+    """Completions with at least one such token."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Packed tokens of one forward and backward on one rank, target-aligned.
+
+    Index t holds token t, and every per-token field at t speaks of token t as a target: its logprob is
+    log p(token t | earlier tokens of the same segment). The first token of a segment is never a target. Segments follow
+    one another without padding; their lengths are ``segment_lengths`` and sum to T.
+    """
+
+    token_ids_T: torch.Tensor
+    """int64 [T]"""
+    position_ids_T: torch.Tensor
+    """int64 [T], 0 at the start of each segment"""
+    segment_ids_T: torch.Tensor
+    """int64 [T], 0, 1, 2, ..."""
+    segment_lengths: tuple[int, ...]
+    loss_mask_T: torch.Tensor
+    """bool [T], true where the token is a target of the loss"""
+    behaviour_logprobs_T: torch.Tensor
+    """float32 [T], natural log, 0.0 where there is no target"""
+    advantages_T: torch.Tensor
+    """float32 [T]"""
+    temperature_T: torch.Tensor
+    """float32 [T], above 0"""
+    versions_T: torch.Tensor
+    """int64 [T], version that sampled the token, -1 in prompts"""
+    reference_logprobs_T: torch.Tensor | None = None
+    """float32 [T] under the frozen reference, or None"""
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return sum(self.segment_lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One optimizer step: the version of the weights after it, gradient norm before clipping, learning rate used."""
+
+    version: int
+    gradient_norm: float
+    learning_rate: float
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Weights on the move
+
+
+@dataclass(frozen=True, slots=True)
+class WeightBucket:
+    """Whole tensors in manifest order, gathered to full shape, in wire dtype. Ranks other than 0 hold none."""
+
+    index: int
+    specs: tuple[TensorSpec, ...]
+    tensors: tuple[torch.Tensor, ...]
+
+
+class Outcome(StrEnum):
+    """What became of one endpoint in one publish."""
+
+    APPLIED = "applied"
+    """It serves the new version."""
+    REFUSED = "refused"
+    """It refused before any byte was sent and serves the old version."""
+    ABORTED = "aborted"
+    """The update ended early and it serves the old version."""
+    TIMED_OUT = "timed_out"
+    """It did not answer in time: what it serves is unknown, do not route to it."""
+    UNREACHABLE = "unreachable"
+    """It is gone, or its answers make no sense: what it serves is unknown, do not route to it."""
+    POISONED = "poisoned"
+    """Its weights are torn and it refuses to generate."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointReport:
+    """One endpoint's part in one publish."""
+
+    endpoint: str
+    outcome: Outcome
+    serves: int | None
+    """Version served now, None if unknown or none."""
+    detail: str = ""
+    timings: UpdateTimings | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PublishSpans:
+    """Where the time of one publish went, in seconds, seen from the publisher.
+
+    ``hold_s`` runs from the first endpoint asked to hold to the last one released; ``gather_s`` and ``wire_s`` overlap;
+    ``load_s`` and ``first_token_s`` are the slowest endpoint's own figures.
+    """
+
+    gather_s: float
+    hold_s: float
+    wire_s: float
+    load_s: float
+    first_token_s: float | None
+    total_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PublishReport:
+    """Who serves what after a publish, and what it cost. ``applied_everywhere`` is the only meaning of success."""
+
+    run_id: str
+    version: int
+    size_bytes: int
+    endpoints: tuple[EndpointReport, ...]
+    spans: PublishSpans
+
+    @property
+    def applied_everywhere(self) -> bool:
+        """True when every endpoint serves the new version."""
+        return all(e.outcome is Outcome.APPLIED for e in self.endpoints)
+
+    def summary(self) -> str:
+        """One line that names every endpoint's outcome."""
+        parts = [f"{e.endpoint} {e.outcome}{f' ({e.detail})' if e.detail else ''}" for e in self.endpoints]
+        return f"version {self.version}: " + "; ".join(parts)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Tasks
+
+
+@dataclass(frozen=True, slots=True)
+class TaskItem:
+    """One problem: what is asked, one known good answer (if any), and whatever ``Task.score`` needs."""
+
+    index: int
+    prompt: str
+    answer: str | None = None
+    metadata: Mapping[str, object] = field(default_factory=dict)

@@ -1,0 +1,462 @@
+"""Messages between processes: the bodies of the contract over HTTP, as frozen pydantic models.
+
+No tensor crosses here and nothing is pickled. Unknown keys are refused, so that two sides never disagree in silence.
+The module knows nothing of HTTP, engines or trainers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from enum import StrEnum
+from itertools import pairwise
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+CONTRACT_EDITION = 1
+"""Edition of the contract; it grows when a peer of the previous edition would be misread."""
+
+DTYPE_SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+"""Wire dtypes of weights, and the size of one element in bytes."""
+
+
+class WireModel(BaseModel):
+    """Base of every message: immutable, and strict about unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class InFlightPolicy(StrEnum):
+    """What happens to running requests when weights change."""
+
+    KEEP = "keep"
+    """They pause and go on with the keys and values that older weights computed."""
+    RECOMPUTE = "recompute"
+    """They pause, and their keys and values are computed again under the new weights."""
+    DRAIN = "drain"
+    """They finish under the old weights; nothing new starts until the new ones are live."""
+    ABORT = "abort"
+    """They end at once with what they have, and finish reason ``abort``."""
+
+
+class EndpointState(StrEnum):
+    """States of an endpoint; `inflight.weights.session` holds the transitions."""
+
+    JOINING = "joining"
+    READY = "ready"
+    HELD = "held"
+    UPDATING = "updating"
+    POISONED = "poisoned"
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Weights
+
+
+class TensorSpec(WireModel):
+    """One tensor as it travels: checkpoint name, wire dtype (a key of `DTYPE_SIZES`), full unsharded shape."""
+
+    name: str = Field(min_length=1)
+    dtype: Literal["float64", "float32", "bfloat16", "float16"]
+    shape: tuple[Annotated[int, Field(ge=0)], ...]
+
+    @property
+    def num_elements(self) -> int:
+        """Number of elements; 1 for a scalar."""
+        return math.prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the tensor on the wire."""
+        return self.num_elements * DTYPE_SIZES[self.dtype]
+
+
+class Manifest(WireModel):
+    """Every tensor of one update, in the order in which they travel."""
+
+    tensors: tuple[TensorSpec, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _names_are_unique(self) -> Manifest:
+        names = [tensor.name for tensor in self.tensors]
+        if len(set(names)) != len(names):
+            twice = sorted({name for name in names if names.count(name) > 1})
+            raise ValueError(f"tensor names appear twice in the manifest: {twice[:5]}")
+        return self
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the whole update."""
+        return sum(tensor.size_bytes for tensor in self.tensors)
+
+    def digest(self) -> str:
+        """SHA-256 over names, dtypes and shapes in order: equal digests mean equal layouts."""
+        text = json.dumps([[t.name, t.dtype, list(t.shape)] for t in self.tensors], separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+class BucketSpec(WireModel):
+    """Tensors ``start <= i < stop`` of the manifest, sent as one message of ``size_bytes`` bytes.
+
+    The bytes are the tensors in manifest order, row-major, without gaps.
+    """
+
+    index: int = Field(ge=0)
+    start: int = Field(ge=0)
+    stop: int = Field(gt=0)
+    size_bytes: int = Field(ge=0)
+
+
+class ProcessGroupSpec(WireModel):
+    """How one endpoint joins the group that weights travel in.
+
+    The trainer is rank 0 and hosts the store. The endpoint's ranks are ``rank`` to ``rank + num_ranks - 1`` of
+    ``world_size``. The call returns once the group is formed, or fails after ``timeout_s`` seconds.
+    """
+
+    run_id: str = Field(min_length=1)
+    backend: Literal["gloo", "nccl"]
+    group_name: str = Field(min_length=1)
+    master_address: str
+    master_port: int = Field(ge=1, le=65535)
+    rank: int = Field(ge=1)
+    world_size: int = Field(ge=2)
+    timeout_s: float = Field(gt=0)
+
+
+class UpdateRef(WireModel):
+    """Names one update session: the version that it leads to, in the run that owns it."""
+
+    run_id: str = Field(min_length=1)
+    version: int = Field(ge=0)
+
+
+class WeightUpdate(WireModel):
+    """Announces an update: the only message that an endpoint may refuse, and nothing has been sent yet.
+
+    ``deadline_s`` bounds the preparation on the endpoint (draining, for instance). ``lease_s`` is how long the endpoint
+    stays held without hearing from the publisher: after that it releases itself, with the old weights if no byte was
+    applied.
+    """
+
+    run_id: str = Field(min_length=1)
+    version: int = Field(ge=0)
+    manifest: Manifest
+    buckets: tuple[BucketSpec, ...] = Field(min_length=1)
+    in_flight: InFlightPolicy
+    deadline_s: float = Field(gt=0)
+    lease_s: float = Field(gt=0)
+
+    @model_validator(mode="after")
+    def _buckets_cover_the_manifest(self) -> WeightUpdate:
+        edges = [0, *(bucket.stop for bucket in self.buckets)]
+        if edges[-1] != len(self.manifest.tensors) or any(
+            bucket.index != i or bucket.start != edges[i] or bucket.stop <= bucket.start
+            for i, bucket in enumerate(self.buckets)
+        ):
+            raise ValueError("buckets must cover the manifest's tensors in order, without gap or overlap")
+        for bucket in self.buckets:
+            size_bytes = sum(t.size_bytes for t in self.manifest.tensors[bucket.start : bucket.stop])
+            if size_bytes != bucket.size_bytes:
+                raise ValueError(f"bucket {bucket.index} says {bucket.size_bytes} bytes, its tensors have {size_bytes}")
+        return self
+
+    @property
+    def ref(self) -> UpdateRef:
+        """The name of this session."""
+        return UpdateRef(run_id=self.run_id, version=self.version)
+
+
+class BucketTransfer(WireModel):
+    """Asks the endpoint to receive one bucket now; pending while the sender sends it."""
+
+    run_id: str = Field(min_length=1)
+    version: int = Field(ge=0)
+    bucket_index: int = Field(ge=0)
+    timeout_s: float = Field(gt=0)
+
+
+class UpdateTimings(WireModel):
+    """What the last committed update cost on this endpoint, in seconds."""
+
+    held_s: float = Field(ge=0)
+    """From the moment sampling stopped to the moment it was allowed again."""
+    load_s: float = Field(ge=0)
+    """Applying the received tensors to the model."""
+    first_token_s: float | None = None
+    """From the end of the hold to the first token of the new version; None until one is sampled."""
+
+
+class WeightVersion(WireModel):
+    """Which weights an endpoint serves. ``run_id`` is None while it serves the checkpoint it was started from."""
+
+    state: EndpointState
+    version: int = Field(ge=0)
+    run_id: str | None = None
+    updating_to: int | None = None
+    num_running: int = Field(default=0, ge=0)
+    last_update: UpdateTimings | None = None
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Generation
+
+
+class SamplingParams(WireModel):
+    """How tokens are drawn. Filters apply in the order temperature, top-k, top-p, min-p.
+
+    ``temperature=0`` is greedy decoding. ``max_tokens=None`` means up to the end of the context. ``top_k=0``,
+    ``top_p=1`` and ``min_p=0`` switch a filter off. A ``seed`` makes completion i of the request depend on
+    (seed, i, weights) only, whatever else runs.
+    """
+
+    n: int = Field(default=1, ge=1, le=1024)
+    max_tokens: int | None = Field(default=None, ge=1)
+    temperature: float = Field(default=1.0, ge=0.0, le=100.0)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    top_k: int = Field(default=0, ge=0)
+    min_p: float = Field(default=0.0, ge=0.0, lt=1.0)
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+
+
+class VersionSpan(WireModel):
+    """Tokens ``start <= i < end`` of one completion were sampled from ``version``."""
+
+    version: int = Field(ge=0)
+    start: int = Field(ge=0)
+    end: int = Field(gt=0)
+
+    @model_validator(mode="after")
+    def _is_not_empty(self) -> VersionSpan:
+        if self.end <= self.start:
+            raise ValueError(f"version span {self.start}..{self.end} is empty")
+        return self
+
+
+class GenerateRequest(WireModel):
+    """Token ids in. ``request_id`` is chosen by the caller and unique among its running requests."""
+
+    request_id: str = Field(min_length=1, max_length=256)
+    prompt_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=1)
+    sampling: SamplingParams = SamplingParams()
+    stream: bool = False
+
+
+class Completion(WireModel):
+    """One sampled continuation.
+
+    ``logprobs[i]`` is the behaviour logprob of ``token_ids[i]``: natural log, of the distribution that it was sampled
+    from (temperature and filters included). Under greedy decoding, it is the log-softmax of the unscaled logits. Every
+    sampled token is listed, the end-of-sequence token and the tokens of a stop string too. Spans cover all tokens
+    without gap or overlap.
+    """
+
+    index: int = Field(ge=0)
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    version_spans: tuple[VersionSpan, ...]
+    finish_reason: Literal["stop", "length", "abort"]
+
+    @model_validator(mode="after")
+    def _lengths_agree(self) -> Completion:
+        if len(self.logprobs) != len(self.token_ids):
+            raise ValueError(f"{len(self.token_ids)} tokens but {len(self.logprobs)} logprobs")
+        check_spans(self.version_spans, len(self.token_ids))
+        return self
+
+
+class GenerateResponse(WireModel):
+    """The completions of one request, in the order of their index."""
+
+    request_id: str
+    completions: tuple[Completion, ...] = Field(min_length=1)
+
+
+class CompletionChunk(WireModel):
+    """New tokens of one streamed completion. ``start`` is the index of the first of them."""
+
+    request_id: str
+    index: int = Field(ge=0)
+    start: int = Field(ge=0)
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    version: int = Field(ge=0)
+    finish_reason: Literal["stop", "length", "abort"] | None = None
+
+
+def check_spans(spans: tuple[VersionSpan, ...], num_tokens: int) -> None:
+    """Raise ``ValueError`` unless the spans cover ``num_tokens`` tokens in order, without gap or overlap."""
+    edges = [0, *(span.end for span in spans)]
+    if edges[-1] != num_tokens or any(span.start != edge for span, edge in zip(spans, edges, strict=False)):
+        raise ValueError(f"version spans {[(s.version, s.start, s.end) for s in spans]} do not cover {num_tokens} tokens")
+    if any(later.version == earlier.version for earlier, later in pairwise(spans)):
+        raise ValueError("adjacent version spans name the same version")
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Chat: the OpenAI shape plus the same facts
+
+
+class ChatMessage(WireModel):
+    """One message of a conversation."""
+
+    role: str
+    content: str
+
+
+class ChatCompletionRequest(WireModel):
+    """Body of ``/v1/chat/completions``; a field that is not listed here is refused, never ignored."""
+
+    model: str
+    messages: tuple[ChatMessage, ...] = Field(min_length=1)
+    n: int = Field(default=1, ge=1, le=1024)
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    temperature: float = Field(default=1.0, ge=0.0, le=100.0)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    top_k: int = Field(default=0, ge=0)
+    min_p: float = Field(default=0.0, ge=0.0, lt=1.0)
+    stop: str | tuple[str, ...] | None = None
+    seed: int | None = None
+    stream: bool = False
+    logprobs: bool = False
+    user: str | None = None
+
+    def sampling(self) -> SamplingParams:
+        """The same request as sampling parameters."""
+        stop = (self.stop,) if isinstance(self.stop, str) else (self.stop or ())
+        return SamplingParams(
+            n=self.n,
+            max_tokens=self.max_completion_tokens or self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            stop=stop,
+            seed=self.seed,
+        )
+
+
+class ChatTokenLogprob(WireModel):
+    """Behaviour logprob of one sampled token in the OpenAI shape."""
+
+    token: str
+    logprob: float
+    bytes: tuple[int, ...] | None = None
+    top_logprobs: tuple[dict[str, Any], ...] = ()
+
+
+class ChatLogprobs(WireModel):
+    """Logprobs of one choice in the OpenAI shape."""
+
+    content: tuple[ChatTokenLogprob, ...]
+
+
+class ChatChoice(WireModel):
+    """One choice: the OpenAI shape, plus token ids, behaviour logprobs and version spans."""
+
+    index: int
+    message: ChatMessage
+    finish_reason: Literal["stop", "length", "abort"]
+    logprobs: ChatLogprobs | None = None
+    token_ids: tuple[int, ...]
+    token_logprobs: tuple[float, ...]
+    version_spans: tuple[VersionSpan, ...]
+
+
+class ChatUsage(WireModel):
+    """Token counts of one request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class ChatCompletion(WireModel):
+    """Answer of ``/v1/chat/completions``: the OpenAI shape plus the ids that the prompt was rendered to."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: tuple[ChatChoice, ...]
+    usage: ChatUsage
+    prompt_token_ids: tuple[int, ...]
+
+
+class ModelCard(WireModel):
+    """One served model in the OpenAI shape."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int = 0
+    owned_by: str = "inflight"
+
+
+class ModelList(WireModel):
+    """Answer of ``/v1/models``."""
+
+    object: Literal["list"] = "list"
+    data: tuple[ModelCard, ...]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Discovery
+
+
+class Capabilities(WireModel):
+    """What an endpoint can do; what is not declared here is refused when asked for."""
+
+    edition: int = CONTRACT_EDITION
+    engine: str
+    engine_version: str
+    model: str
+    vocab_size: int = Field(ge=1)
+    max_model_len: int = Field(ge=2)
+    """Longest sequence, prompt and completion together, in tokens."""
+    dtype: str
+    in_flight_policies: tuple[InFlightPolicy, ...]
+    transports: tuple[Literal["gloo", "nccl"], ...]
+    version_binding: Literal["spans", "first_token", "admission"]
+    logprob_kind: Literal["processed", "raw"]
+    num_ranks: int = Field(ge=1)
+    """Ranks that this endpoint takes in a weight group."""
+    max_concurrent_sequences: int = Field(ge=1)
+    streaming: bool
+    chat: bool
+    manifest_digest: str | None = None
+    """`Manifest.digest` of the weights that the endpoint accepts, in its own order; None if unknown."""
+
+
+class Health(WireModel):
+    """Answer of ``/health``; status 200 while ``ok``, else 503."""
+
+    ok: bool
+    state: EndpointState
+    version: int
+
+
+class Acknowledgement(WireModel):
+    """Empty success."""
+
+    ok: Literal[True] = True
+
+
+class ErrorDetail(WireModel):
+    """What happened, in the OpenAI shape; ``code`` names the class in `inflight.errors`."""
+
+    message: str
+    type: str = "inflight_error"
+    code: str
+    param: str | None = None
+
+
+class ErrorBody(WireModel):
+    """Body of every answer that is not a success."""
+
+    error: ErrorDetail
