@@ -18,6 +18,7 @@ from inflight.wire import (
     BucketTransfer,
     Capabilities,
     ChatCompletion,
+    ChatCompletionChunk,
     ChatCompletionRequest,
     CompletionChunk,
     GenerateRequest,
@@ -118,6 +119,10 @@ class StreamingEndpoint(InferenceEndpoint, Protocol):
     @abstractmethod
     def generate_stream(self, request: GenerateRequest) -> AsyncIterator[CompletionChunk]:
         """Yield tokens as they are sampled; the last chunk of each completion carries its finish reason."""
+
+    @abstractmethod
+    def chat_completion_stream(self, request: ChatCompletionRequest) -> AsyncIterator[ChatCompletionChunk]:
+        """Yield text as it is sampled, in the OpenAI shape. Raises `UnsupportedError` if chat is not declared."""
 
 
 @runtime_checkable

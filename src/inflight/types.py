@@ -207,6 +207,20 @@ class PublishReport:
         return f"version {self.version}: " + "; ".join(parts)
 
 
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counters of an engine since its start, and what is going on now."""
+
+    num_running: int
+    num_waiting: int
+    num_steps: int
+    num_tokens: int
+    num_prompt_tokens: int
+    num_finished: int
+    num_updates: int
+    held_s: float
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # Tasks
 

@@ -389,6 +389,34 @@ class ChatCompletion(WireModel):
     prompt_token_ids: tuple[int, ...]
 
 
+class ChatDelta(WireModel):
+    """What a streamed chunk adds to a message."""
+
+    role: str | None = None
+    content: str = ""
+
+
+class ChatChunkChoice(WireModel):
+    """New tokens of one streamed choice; ``version`` sampled them."""
+
+    index: int
+    delta: ChatDelta
+    finish_reason: Literal["stop", "length", "abort"] | None
+    token_ids: tuple[int, ...]
+    token_logprobs: tuple[float, ...]
+    version: int
+
+
+class ChatCompletionChunk(WireModel):
+    """One event of a streamed chat completion in the OpenAI shape."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: tuple[ChatChunkChoice, ...]
+
+
 class ModelCard(WireModel):
     """One served model in the OpenAI shape."""
 

@@ -1,1 +1,1 @@
-"""TODO."""
+"""The embedded engine: a whole inference server in a few files, correct and readable, fast on a laptop."""

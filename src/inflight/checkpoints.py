@@ -1,0 +1,83 @@
+"""Model directories: loading a causal language model and its tokenizer from local files, with errors that say why not.
+
+Nothing is downloaded and nothing is unpickled: weights are read from safetensors only.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from inflight.attention import check_model_is_supported
+from inflight.errors import ConfigError
+
+
+def load_config(path: Path) -> Any:
+    """Return the transformers config of a model directory. Raises `ConfigError` if it holds no supported causal LM."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if not path.is_dir():
+        raise ConfigError(f"model directory {str(path)!r} does not exist; give a directory with config.json and safetensors")
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"model directory {str(path)!r} has no config.json; is it a Hugging Face checkpoint?")
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+    except (ValueError, OSError, KeyError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{path / 'config.json'} cannot be read: {_first_line(error)}") from error
+    architectures = config.architectures or []
+    if type(config) not in AutoModelForCausalLM._model_mapping or not any("CausalLM" in a for a in architectures):
+        raise ConfigError(f"{str(path)!r} is no causal language model: architectures {architectures}, type {config.model_type!r}")
+    check_model_is_supported(config)
+    return config
+
+
+def load_causal_lm(
+    path: Path, *, attention: str, dtype: str | None = None, device: torch.device | str = "cpu"
+) -> torch.nn.Module:
+    """Return the model of a directory. ``attention`` is a registered attention function; ``dtype`` None: as stored."""
+    from transformers import AutoModelForCausalLM
+
+    config = load_config(path)
+    if not any(path.glob("*.safetensors")):
+        raise ConfigError(f"model directory {str(path)!r} has no *.safetensors; other weight formats are not read")
+    wanted = "auto" if dtype is None else getattr(torch, dtype)
+    try:
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=wanted,
+            attn_implementation=attention,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (ValueError, OSError, RuntimeError) as error:
+        raise ConfigError(f"the weights in {str(path)!r} cannot be loaded: {_first_line(error)}") from error
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if names := sorted(map(str, loading.get(kind, ()))):
+            raise ConfigError(f"the checkpoint {str(path)!r} does not fit its config: {kind} {names[:5]}")
+    return model.to(device)  # type: ignore[no-any-return]
+
+
+def load_tokenizer(path: Path) -> Any | None:
+    """Return the tokenizer of a model directory, None if there is none. Raises `ConfigError` if it is broken."""
+    from transformers import AutoTokenizer
+
+    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (ValueError, OSError, KeyError) as error:
+        raise ConfigError(f"the tokenizer in {str(path)!r} cannot be loaded: {_first_line(error)}") from error
+
+
+def max_model_len_of(config: Any) -> int:
+    """Return the longest sequence that the model's positions allow."""
+    return int(config.get_text_config().max_position_embeddings)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

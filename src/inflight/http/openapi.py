@@ -1,0 +1,73 @@
+"""The OpenAPI document of the contract, derived from the routes and the wire models.
+
+``python -m inflight.http.openapi`` prints it.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pydantic.json_schema import models_json_schema
+
+from inflight.http.routes import ROUTES, STATUS_OF_CODE, Route
+from inflight.wire import CONTRACT_EDITION, ErrorBody
+
+_REF = "#/components/schemas/{model}"
+
+
+def openapi_document() -> dict[str, Any]:
+    """Return the document as JSON-compatible values."""
+    models = {model for route in ROUTES for model in (route.request, route.response) if model is not None} | {ErrorBody}
+    ordered = sorted(models, key=lambda model: model.__name__)
+    _, schemas = models_json_schema([(model, "validation") for model in ordered], ref_template=_REF)
+    paths: dict[str, Any] = {}
+    for route in ROUTES:
+        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "inflight inference contract",
+            "version": str(CONTRACT_EDITION),
+            "description": "Token-in, token-out generation whose weights change between two token steps.",
+            "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
+        },
+        "paths": paths,
+        "components": {
+            "schemas": schemas["$defs"],
+            "securitySchemes": {"control": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _operation(route: Route) -> dict[str, Any]:
+    success: dict[str, Any] = {"description": "Success"}
+    if route.response is not None:
+        success["content"] = {"application/json": {"schema": {"$ref": _REF.format(model=route.response.__name__)}}}
+    else:
+        success["content"] = {"text/plain": {"schema": {"type": "string"}}}
+    failure = {"application/json": {"schema": {"$ref": _REF.format(model="ErrorBody")}}}
+    statuses = sorted({*STATUS_OF_CODE.values(), 500})
+    operation: dict[str, Any] = {
+        "operationId": route.operation,
+        "summary": route.summary,
+        "responses": {
+            "200": success,
+            **{str(status): {"description": "Error", "content": failure} for status in statuses},
+        },
+    }
+    if route.request is not None:
+        schema = {"$ref": _REF.format(model=route.request.__name__)}
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    if route.control:
+        operation["security"] = [{"control": []}]
+    return operation
+
+
+def main() -> None:
+    """Print the document."""
+    print(json.dumps(openapi_document(), indent=2, sort_keys=True))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""The routes of the contract, one record each; client, server and OpenAPI document are all derived from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from inflight import wire
+from inflight.wire import WireModel
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One route: what goes in (None: no body), what comes out, and whether it takes the control token."""
+
+    method: Literal["GET", "POST"]
+    path: str
+    operation: str
+    summary: str
+    request: type[WireModel] | None
+    response: type[WireModel] | None
+    control: bool = False
+
+
+CAPABILITIES = Route("GET", "/capabilities", "capabilities", "What this server can do", None, wire.Capabilities)
+WEIGHT_VERSION = Route(
+    "GET", "/weight_version", "weight_version", "Which weights are served now", None, wire.WeightVersion
+)
+INIT_PROCESS_GROUP = Route(
+    "POST",
+    "/init_process_group",
+    "init_process_group",
+    "Join the group that weights travel in; pending until it is formed",
+    wire.ProcessGroupSpec,
+    wire.Acknowledgement,
+    control=True,
+)
+REQUEST_WEIGHT_UPDATE = Route(
+    "POST",
+    "/request_weight_update",
+    "request_weight_update",
+    "Announce an update and hold sampling; the only call that may refuse",
+    wire.WeightUpdate,
+    wire.Acknowledgement,
+    control=True,
+)
+RECEIVE_WEIGHTS = Route(
+    "POST",
+    "/receive_weights",
+    "receive_weights",
+    "Receive one bucket; pending while the sender sends it",
+    wire.BucketTransfer,
+    wire.Acknowledgement,
+    control=True,
+)
+COMMIT_WEIGHT_UPDATE = Route(
+    "POST",
+    "/commit_weight_update",
+    "commit_weight_update",
+    "Switch to the new weights and resume",
+    wire.UpdateRef,
+    wire.WeightVersion,
+    control=True,
+)
+ABORT_WEIGHT_UPDATE = Route(
+    "POST",
+    "/abort_weight_update",
+    "abort_weight_update",
+    "End an update before it is committed",
+    wire.UpdateRef,
+    wire.WeightVersion,
+    control=True,
+)
+GENERATE = Route(
+    "POST",
+    "/v1/generate",
+    "generate",
+    "Token ids in; token ids, behaviour logprobs and version spans out (server-sent events when streaming)",
+    wire.GenerateRequest,
+    wire.GenerateResponse,
+)
+CHAT_COMPLETIONS = Route(
+    "POST",
+    "/v1/chat/completions",
+    "chat_completion",
+    "The OpenAI shape plus token ids, behaviour logprobs and version spans",
+    wire.ChatCompletionRequest,
+    wire.ChatCompletion,
+)
+MODELS = Route("GET", "/v1/models", "models", "The served model", None, wire.ModelList)
+HEALTH = Route("GET", "/health", "health", "200 while the server can generate or is being updated", None, wire.Health)
+METRICS = Route("GET", "/metrics", "metrics", "Prometheus metrics as text", None, None)
+
+ROUTES = (
+    CAPABILITIES,
+    WEIGHT_VERSION,
+    INIT_PROCESS_GROUP,
+    REQUEST_WEIGHT_UPDATE,
+    RECEIVE_WEIGHTS,
+    COMMIT_WEIGHT_UPDATE,
+    ABORT_WEIGHT_UPDATE,
+    GENERATE,
+    CHAT_COMPLETIONS,
+    MODELS,
+    HEALTH,
+    METRICS,
+)
+
+STATUS_OF_CODE = {
+    "invalid_request": 400,
+    "unsupported": 400,
+    "unauthorized": 401,
+    "update_refused": 409,
+    "update_aborted": 409,
+    "body_too_large": 413,
+    "transfer_failed": 502,
+    "poisoned": 503,
+    "unreachable": 503,
+    "deadline": 504,
+}
+"""HTTP status of each error code; every other one is 500."""

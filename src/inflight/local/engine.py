@@ -1,0 +1,422 @@
+"""The embedded engine: continuous batching over a transformers causal LM, whose weights change between token steps.
+
+One thread runs the loop: apply what others asked for, admit waiting sequences, one forward (a token for each running
+sequence and the prompts of new ones), draw, deliver. Everything that touches the model or a sequence happens in it.
+The engine knows nothing of HTTP, of process groups or of runs; it is told to hold, to load and to resume.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+import torch
+
+from inflight.errors import InflightError, InvalidRequestError
+from inflight.local.sampler import sample
+from inflight.local.slots import Slot, SlotStore, StepPlan
+from inflight.types import EngineStats
+from inflight.wire import Completion, GenerateRequest, InFlightPolicy, SamplingParams, VersionSpan
+
+T = TypeVar("T")
+FinishReason = Literal["stop", "length", "abort"]
+
+_MAX_PREFILL_TOKENS = 4096
+"""Prompt tokens in one forward: more would keep running sequences waiting."""
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One completion in the making."""
+
+    request: Request
+    index: int
+    uniform: Callable[[], float]
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    """(version, index of its first token), one per version."""
+    slot: Slot | None = None
+    finish_reason: FinishReason | None = None
+
+    def all_ids(self) -> list[int]:
+        """Prompt and tokens so far."""
+        return [*self.request.prompt_token_ids, *self.token_ids]
+
+    def completion(self) -> Completion:
+        """What the contract says of it, once finished."""
+        assert self.finish_reason is not None
+        ends = [*(start for _, start in self.spans[1:]), len(self.token_ids)]
+        spans = tuple(
+            VersionSpan.model_construct(version=version, start=start, end=end)
+            for (version, start), end in zip(self.spans, ends, strict=True)
+        )
+        return Completion.model_construct(
+            index=self.index,
+            token_ids=tuple(self.token_ids),
+            logprobs=tuple(self.logprobs),
+            version_spans=spans,
+            finish_reason=self.finish_reason,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request inside the engine; callbacks run in the engine's thread and must not block."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    max_tokens: int
+    on_finished: Callable[[list[Completion]], None]
+    on_token: Callable[[Sequence], None] | None
+    sequences: list[Sequence] = field(default_factory=list)
+    num_open: int = 0
+
+
+class Engine:
+    """Runs ``model`` (built with `ATTENTION_NAME`) for up to ``max_concurrent`` sequences. Call `start`, then `close`.
+
+    ``decode`` turns token ids into text and is needed for stop strings only. ``eos_token_ids`` end a completion.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        max_model_len: int,
+        max_concurrent: int,
+        eos_token_ids: Iterable[int] = (),
+        decode: Callable[[list[int]], str] | None = None,
+    ) -> None:
+        parameter = next(model.parameters())
+        self._model = model.eval()
+        self._head = model.get_output_embeddings()
+        self._device = parameter.device
+        self._store = SlotStore(model.config.get_text_config(), max_model_len, parameter.dtype, parameter.device)
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._decode = decode
+        self.max_model_len = max_model_len
+        self.max_concurrent = max_concurrent
+        self.vocab_size = int(self._head.weight.shape[0])
+        self._wake = threading.Condition()
+        self._commands: deque[Callable[[], None]] = deque()
+        self._waiting: deque[Sequence] = deque()
+        self._running: dict[Slot, Sequence] = {}
+        self._requests: dict[str, Request] = {}
+        self._version = 0
+        self._admitting = True
+        self._held_since: float | None = None
+        self._held_s = 0.0
+        self._resumed_at: float | None = None
+        self.first_token_s: float | None = None
+        self._on_drained: Callable[[], None] | None = None
+        self._num_steps = self._num_tokens = self._num_prompt_tokens = self._num_finished = self._num_updates = 0
+        self._closing = False
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="inflight-engine", daemon=True)
+
+    # ------------------------------------------------------------------------------------------------- any thread
+
+    def start(self) -> None:
+        """Start the engine's thread."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Abort what is running, end the thread and wait for it."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def call(self, command: Callable[[], T]) -> Future[T]:
+        """Run ``command`` in the engine's thread, between two token steps."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(command())
+            except BaseException as error:  # handed to the caller, whatever it is
+                future.set_exception(error)
+
+        with self._wake:
+            if self._closing or self._failure is not None:
+                future.set_exception(self._failure or InflightError("the engine is closed"))
+                return future
+            self._commands.append(run)
+            self._wake.notify()
+        return future
+
+    def submit(
+        self,
+        request: GenerateRequest,
+        on_finished: Callable[[list[Completion]], None],
+        on_token: Callable[[Sequence], None] | None = None,
+    ) -> Future[None]:
+        """Queue a request; the future raises `InvalidRequestError` if it does not fit.
+
+        ``on_finished`` is called once, in the engine's thread, when every completion has a finish reason.
+        """
+        admitted = Request(
+            request.request_id,
+            request.prompt_token_ids,
+            request.sampling,
+            self._max_tokens(request),
+            on_finished,
+            on_token,
+        )
+        return self.call(lambda: self._add(admitted))
+
+    def stats(self) -> EngineStats:
+        """Return the counters; a snapshot that may be one step old."""
+        held_since = self._held_since
+        return EngineStats(
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            num_steps=self._num_steps,
+            num_tokens=self._num_tokens,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_finished=self._num_finished,
+            num_updates=self._num_updates,
+            held_s=self._held_s + (time.monotonic() - held_since if held_since is not None else 0.0),
+        )
+
+    def _max_tokens(self, request: GenerateRequest) -> int:
+        """Tokens that a completion may have. Raises `InvalidRequestError` if the request cannot be served."""
+        num_prompt = len(request.prompt_token_ids)
+        if num_prompt >= self.max_model_len:
+            raise InvalidRequestError(
+                f"the prompt has {num_prompt} tokens, the context {self.max_model_len}: shorten the prompt"
+            )
+        max_tokens = request.sampling.max_tokens or self.max_model_len - num_prompt
+        if num_prompt + max_tokens > self.max_model_len:
+            raise InvalidRequestError(
+                f"the prompt's {num_prompt} tokens and max_tokens={max_tokens} exceed the context of "
+                f"{self.max_model_len}: ask for at most {self.max_model_len - num_prompt} tokens"
+            )
+        if (largest := max(request.prompt_token_ids)) >= self.vocab_size:
+            raise InvalidRequestError(f"prompt token id {largest} is outside of the vocabulary of {self.vocab_size}")
+        if request.sampling.stop and self._decode is None:
+            raise InvalidRequestError("stop strings need a tokenizer, and this server has none; use stop_token_ids")
+        return max_tokens
+
+    # -------------------------------------------------------------------------------------------- engine's thread
+
+    def _add(self, request: Request) -> None:
+        if request.request_id in self._requests:
+            raise InvalidRequestError(f"request id {request.request_id!r} is running already; choose another")
+        params = request.sampling
+        for index in range(params.n):
+            seed = f"{params.seed}:{index}" if params.seed is not None else None
+            request.sequences.append(Sequence(request, index, random.Random(seed).random))
+        request.num_open = params.n
+        self._requests[request.request_id] = request
+        self._waiting.extend(request.sequences)
+
+    def cancel(self, request_id: str) -> None:
+        """End a request with what it has, finish reason ``abort``. Engine's thread only; unknown ids are ignored."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._waiting = deque(s for s in self._waiting if s.request is not request)
+            for sequence in request.sequences:
+                self._finish(sequence, "abort")
+
+    def cancel_all(self) -> None:
+        """End every request with what it has. Engine's thread only."""
+        for request_id in list(self._requests):
+            self.cancel(request_id)
+
+    def hold(self, policy: InFlightPolicy, on_held: Callable[[], None]) -> None:
+        """Stop sampling as the policy says; ``on_held`` is called when no token will be sampled any more.
+
+        Engine's thread only. Under ``drain`` that is when the last running sequence has finished.
+        """
+        self._admitting = False
+        if policy is InFlightPolicy.ABORT:
+            for request in {id(s.request): s.request for s in self._running.values()}.values():
+                self.cancel(request.request_id)
+        if policy is InFlightPolicy.DRAIN and self._running:
+
+            def drained() -> None:
+                self._stop_sampling()
+                on_held()
+
+            self._on_drained = drained
+        else:
+            self._stop_sampling()
+            on_held()
+
+    def _stop_sampling(self) -> None:
+        if self._held_since is None:
+            self._held_since = time.monotonic()
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int, policy: InFlightPolicy) -> None:
+        """Replace the weights. Engine's thread, while held. Whatever it raises, the model is torn."""
+        parameters = dict(self._model.named_parameters())
+        with torch.no_grad():
+            for name, tensor in tensors:
+                parameters[name].copy_(tensor)
+        self._version = version
+        self._num_updates += 1
+        if policy is InFlightPolicy.RECOMPUTE:
+            for sequence in reversed(self._running.values()):
+                assert sequence.slot is not None
+                self._store.close(sequence.slot)
+                sequence.slot = None
+                self._waiting.appendleft(sequence)
+            self._running.clear()
+
+    def resume(self) -> float:
+        """Sample again; returns how long sampling was held, in seconds. Engine's thread only; idempotent."""
+        self._on_drained = None
+        self._admitting = True
+        if self._held_since is None:
+            return 0.0
+        held_s = time.monotonic() - self._held_since
+        self._held_s += held_s
+        self._held_since = None
+        self._resumed_at = time.monotonic()
+        self.first_token_s = None
+        return held_s
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._wake:
+                    while not (self._commands or self._closing or self._has_work()):
+                        self._wake.wait()
+                    if self._closing:
+                        break
+                    commands, self._commands = self._commands, deque()
+                for command in commands:
+                    command()
+                if self._has_work():
+                    self._step()
+                if self._on_drained is not None and not self._running:
+                    on_drained, self._on_drained = self._on_drained, None
+                    on_drained()
+        except BaseException as error:  # kept for every caller; the server reports it as unhealthy
+            self._failure = error
+            raise
+        finally:
+            self._end_everything()
+
+    def _end_everything(self) -> None:
+        with self._wake:
+            self._closing = True
+            commands, self._commands = self._commands, deque()
+        for command in commands:
+            command()
+        self.cancel_all()
+
+    def _has_work(self) -> bool:
+        return self._held_since is None and bool(self._running or (self._waiting and self._admitting))
+
+    @torch.inference_mode()
+    def _step(self) -> None:
+        for slot in list(self._running):
+            self._store.reserve(slot)
+        leaders, followers = self._admit()
+        slots = [sequence.slot for sequence in leaders if sequence.slot is not None]
+        ids = [sequence.all_ids() for sequence in leaders]
+        plan = StepPlan(self._store, slots, [len(i) for i in ids], self._device)
+        decoding = [self._running[slot] for slot in plan.decoding_slots]
+        packed = [sequence.token_ids[-1] for sequence in decoding] + [token for i in ids for token in i]
+        keep, position = list(range(len(decoding))), len(decoding)
+        for leader, its_ids in zip(leaders, ids, strict=True):
+            position += len(its_ids)
+            keep += [position - 1] * (1 + len(followers.get(leader, ())))
+        hidden = self._model.base_model(
+            input_ids=torch.tensor([packed], device=self._device),
+            position_ids=torch.tensor([plan.positions()], device=self._device),
+            use_cache=False,
+            step_plan=plan,
+        ).last_hidden_state[0]
+        if len(keep) != len(packed):
+            hidden = hidden[torch.tensor(keep, device=self._device)]
+        logits_BV = self._head(hidden)
+        plan.finish()
+        drawing = decoding + [s for leader in leaders for s in (leader, *followers.get(leader, ()))]
+        for leader in leaders:
+            assert leader.slot is not None
+            self._running[leader.slot] = leader
+            for follower in followers.get(leader, ()):
+                assert follower.slot is not None
+                self._store.copy(leader.slot, follower.slot)
+                self._running[follower.slot] = follower
+        uniforms = [sequence.uniform() for sequence in drawing]
+        tokens, logprobs = sample(logits_BV, [s.request.sampling for s in drawing], uniforms)
+        self._num_steps += 1
+        self._num_prompt_tokens += len(packed) - len(decoding)
+        self._num_tokens += len(drawing)
+        if self._resumed_at is not None:
+            self.first_token_s = time.monotonic() - self._resumed_at
+            self._resumed_at = None
+        for sequence, token, logprob in zip(drawing, tokens, logprobs, strict=True):
+            self._append(sequence, token, logprob)
+
+    def _admit(self) -> tuple[list[Sequence], dict[Sequence, list[Sequence]]]:
+        """Open slots for waiting sequences; those with the same ids follow the first one, which is prefilled alone."""
+        leaders: dict[tuple[int, ...], Sequence] = {}
+        followers: dict[Sequence, list[Sequence]] = {}
+        num_tokens, num_open = 0, len(self._running)
+        while self._admitting and self._waiting and num_open < self.max_concurrent:
+            sequence = self._waiting[0]
+            ids = tuple(sequence.all_ids())
+            if ids not in leaders:
+                if leaders and num_tokens + len(ids) > _MAX_PREFILL_TOKENS:
+                    break
+                num_tokens += len(ids)
+                leaders[ids] = sequence
+            else:
+                followers.setdefault(leaders[ids], []).append(sequence)
+            self._waiting.popleft()
+            sequence.slot = self._store.open(len(ids))
+            num_open += 1
+        return list(leaders.values()), followers
+
+    def _append(self, sequence: Sequence, token: int, logprob: float) -> None:
+        if not sequence.spans or sequence.spans[-1][0] != self._version:
+            sequence.spans.append((self._version, len(sequence.token_ids)))
+        sequence.token_ids.append(token)
+        sequence.logprobs.append(logprob)
+        request = sequence.request
+        params = request.sampling
+        if token in params.stop_token_ids or (token in self._eos_token_ids and not params.ignore_eos):
+            self._finish(sequence, "stop")
+        elif params.stop and self._hit_stop_string(sequence):
+            self._finish(sequence, "stop")
+        elif len(sequence.token_ids) >= request.max_tokens:
+            self._finish(sequence, "length")
+        elif request.on_token is not None:
+            request.on_token(sequence)
+
+    def _hit_stop_string(self, sequence: Sequence) -> bool:
+        assert self._decode is not None
+        longest = max(len(stop.encode()) for stop in sequence.request.sampling.stop)
+        tail = self._decode(sequence.token_ids[-(longest + 4) :])
+        return any(stop in tail for stop in sequence.request.sampling.stop)
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        if sequence.finish_reason is not None:
+            return
+        sequence.finish_reason = reason
+        if sequence.slot is not None:
+            self._running.pop(sequence.slot, None)
+            self._store.close(sequence.slot)
+            sequence.slot = None
+        request = sequence.request
+        if request.on_token is not None:
+            request.on_token(sequence)
+        request.num_open -= 1
+        self._num_finished += 1
+        if request.num_open == 0:
+            del self._requests[request.request_id]
+            request.on_finished([s.completion() for s in request.sequences])

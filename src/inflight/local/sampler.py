@@ -1,0 +1,68 @@
+"""Drawing tokens: temperature, top-k, top-p, min-p, and the logprob of what was drawn. Knows nothing of sequences.
+
+Shape suffixes: B rows (one per sequence), V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from inflight.wire import SamplingParams
+
+
+def sample(
+    logits_BV: torch.Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]
+) -> tuple[list[int], list[float]]:
+    """Return one token per row and its behaviour logprob.
+
+    Row b is drawn by inverting the cumulative distribution at ``uniforms[b]`` (0 <= u < 1), so that the draw depends on
+    its own logits and its own uniform only. Greedy rows (temperature 0) take the largest logit, and their logprob is
+    the log-softmax of the unscaled logits.
+    """
+    logits_BV = logits_BV.float()
+    if any(p.temperature not in (0.0, 1.0) for p in params):
+        temperature_B = logits_BV.new_tensor([p.temperature or 1.0 for p in params])
+        logits_BV = logits_BV / temperature_B[:, None]
+    greedy = [p.temperature == 0.0 for p in params]
+    if any(_filters(p) for p in params):
+        logits_BV = _filtered(logits_BV, params)
+    logprobs_BV = torch.log_softmax(logits_BV, dim=-1)
+    if all(greedy):
+        tokens_B = logits_BV.argmax(dim=-1)
+    else:
+        # Accumulated in float64: in float32 the tail of a large vocabulary would be lost.
+        cumulative_BV = torch.cumsum(logprobs_BV.exp().double(), dim=-1)
+        uniform_B = torch.tensor(uniforms, dtype=torch.float64, device=logits_BV.device)
+        threshold_B = uniform_B * cumulative_BV[:, -1]
+        tokens_B = torch.searchsorted(cumulative_BV, threshold_B[:, None], right=True)[:, 0]
+        tokens_B = tokens_B.clamp_(max=logits_BV.shape[-1] - 1)
+        if any(greedy):
+            tokens_B = torch.where(torch.tensor(greedy, device=logits_BV.device), logits_BV.argmax(dim=-1), tokens_B)
+    drawn_B = logprobs_BV.gather(1, tokens_B[:, None])[:, 0]
+    return tokens_B.tolist(), drawn_B.tolist()
+
+
+def _filters(params: SamplingParams) -> bool:
+    return params.temperature > 0 and (params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0)
+
+
+def _filtered(logits_BV: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """Set the logits outside of each row's kept set to -inf. The most likely token is always kept."""
+    logits_BV = logits_BV.clone()
+    for row, p in enumerate(params):
+        if not _filters(p):
+            continue
+        logits_V = logits_BV[row]
+        if 0 < p.top_k < logits_V.numel():
+            logits_V[logits_V < logits_V.topk(p.top_k).values[-1]] = -torch.inf
+        if p.top_p < 1.0:
+            sorted_V, order_V = logits_V.sort(descending=True)
+            probabilities_V = sorted_V.softmax(dim=-1)
+            before_V = probabilities_V.cumsum(dim=-1) - probabilities_V
+            logits_V[order_V[before_V >= p.top_p]] = -torch.inf
+        if p.min_p > 0.0:
+            probabilities_V = logits_V.softmax(dim=-1)
+            logits_V[probabilities_V < p.min_p * probabilities_V.max()] = -torch.inf
+    return logits_BV

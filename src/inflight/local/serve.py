@@ -1,0 +1,84 @@
+"""Serving the embedded engine over HTTP in this process, until told to stop."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import uvicorn
+
+from inflight.errors import ConfigError
+from inflight.http.server import create_app
+from inflight.local.endpoint import LocalEndpoint
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a listening socket. Raises `ConfigError` if the address cannot be had; port 0 takes any free one."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port, or 0 for any") from error
+    return listener
+
+
+def serve(
+    endpoint: LocalEndpoint,
+    listener: socket.socket,
+    *,
+    token: str,
+    ready_file: Path | None = None,
+    exit_with_stdin: bool = False,
+    on_ready: Callable[[str], None] | None = None,
+) -> None:
+    """Serve until SIGINT, SIGTERM or, if asked for, the end of standard input; then abort what runs and return.
+
+    When the server answers, ``ready_file`` gets ``{"url", "pid"}`` as JSON, whole or not at all.
+    """
+    host, port = listener.getsockname()[:2]
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    app = create_app(endpoint, token=token, stats=endpoint.stats)
+    config = uvicorn.Config(app, log_config=None, access_log=False, timeout_keep_alive=30, timeout_graceful_shutdown=5)
+    server = _Server(config, lambda: _announce(url, ready_file, on_ready))
+    if exit_with_stdin:
+        threading.Thread(target=_watch_stdin, args=(server,), daemon=True).start()
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    server.run(sockets=[listener])
+
+
+class _Server(uvicorn.Server):
+    """A uvicorn server that says when it answers."""
+
+    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_started = on_started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start, then say so."""
+        await super().startup(sockets)
+        self._on_started()
+
+
+def _announce(url: str, ready_file: Path | None, on_ready: Callable[[str], None] | None) -> None:
+    if ready_file is not None:
+        partial = ready_file.with_suffix(".partial")
+        partial.write_text(json.dumps({"url": url, "pid": os.getpid()}))
+        partial.replace(ready_file)
+    if on_ready is not None:
+        on_ready(url)
+
+
+def _watch_stdin(server: uvicorn.Server) -> None:
+    while sys.stdin.buffer.read(4096):
+        pass
+    server.should_exit = True

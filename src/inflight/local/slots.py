@@ -1,0 +1,242 @@
+"""Keys and values of running sequences, in slots grouped by length, and attention over them.
+
+Each arena holds sequences of up to ``capacity`` tokens; a sequence that outgrows one moves to the next, twice as large.
+Decoding attends arena by arena, so that a short sequence does not pay for the longest one. Knows nothing of requests.
+
+Shape suffixes: L layers, S slots, K key-value heads, Q query heads, C capacity, D head dimension, B decoding rows,
+T packed tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface
+
+from inflight.attention import SegmentPlan, segment_attention
+
+ATTENTION_NAME = "inflight_slots"
+
+_SMALLEST_CAPACITY = 64
+_FIRST_NUM_SLOTS = 8
+
+
+class Arena:
+    """Slots of one capacity; the occupied ones are always the first ``len(owners)``."""
+
+    def __init__(self, num_layers: int, num_kv_heads: int, capacity: int, head_dim: int, options: dict[str, Any]) -> None:
+        self.capacity = capacity
+        self.owners: list[Slot] = []
+        self._shape = (num_layers, 0, num_kv_heads, capacity, head_dim)
+        self._options = options
+        self.keys_LSKCD = torch.empty(self._shape, **options)
+        self.values_LSKCD = torch.empty(self._shape, **options)
+
+    def take(self, slot: Slot) -> None:
+        """Give the next row to a slot."""
+        row = len(self.owners)
+        if row == self.keys_LSKCD.shape[1]:
+            self.keys_LSKCD = self._grown(self.keys_LSKCD)
+            self.values_LSKCD = self._grown(self.values_LSKCD)
+        self.owners.append(slot)
+        slot.arena, slot.row = self, row
+
+    def free(self, slot: Slot) -> None:
+        """Take a slot's row back; the last row moves into the hole."""
+        last = self.owners.pop()
+        if last is not slot:
+            length = last.length
+            self.keys_LSKCD[:, slot.row, :, :length] = self.keys_LSKCD[:, last.row, :, :length]
+            self.values_LSKCD[:, slot.row, :, :length] = self.values_LSKCD[:, last.row, :, :length]
+            self.owners[slot.row] = last
+            last.row = slot.row
+
+    def _grown(self, tensor_LSKCD: torch.Tensor) -> torch.Tensor:
+        num_slots = tensor_LSKCD.shape[1]
+        shape = (self._shape[0], max(_FIRST_NUM_SLOTS, 2 * num_slots), *self._shape[2:])
+        grown_LSKCD = torch.empty(shape, **self._options)
+        grown_LSKCD[:, :num_slots] = tensor_LSKCD
+        return grown_LSKCD
+
+
+class Slot:
+    """Where one sequence's keys and values are; ``length`` positions are filled."""
+
+    __slots__ = ("arena", "length", "row")
+
+    def __init__(self) -> None:
+        self.arena: Arena
+        self.row = -1
+        self.length = 0
+
+
+class SlotStore:
+    """Keys and values of all running sequences of one model."""
+
+    def __init__(self, config: Any, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        options = {"dtype": dtype, "device": device}
+        capacities = []
+        capacity = _SMALLEST_CAPACITY
+        while capacity < max_model_len:
+            capacities.append(capacity)
+            capacity *= 2
+        capacities.append(max_model_len)
+        self.arenas = [Arena(config.num_hidden_layers, num_kv_heads, c, head_dim, options) for c in capacities]
+
+    def open(self, length: int) -> Slot:
+        """Return a slot with room for ``length`` positions and one more."""
+        slot = Slot()
+        self._arena_for(length + 1).take(slot)
+        return slot
+
+    def reserve(self, slot: Slot) -> None:
+        """Make room for one more position."""
+        if slot.length < slot.arena.capacity:
+            return
+        old, row, length = slot.arena, slot.row, slot.length
+        keys_LKCD = old.keys_LSKCD[:, row, :, :length].clone()
+        values_LKCD = old.values_LSKCD[:, row, :, :length].clone()
+        old.free(slot)
+        self._arena_for(length + 1).take(slot)
+        slot.arena.keys_LSKCD[:, slot.row, :, :length] = keys_LKCD
+        slot.arena.values_LSKCD[:, slot.row, :, :length] = values_LKCD
+
+    def copy(self, source: Slot, target: Slot) -> None:
+        """Fill ``target`` with what ``source`` holds; both have room for it."""
+        length = source.length
+        target.arena.keys_LSKCD[:, target.row, :, :length] = source.arena.keys_LSKCD[:, source.row, :, :length]
+        target.arena.values_LSKCD[:, target.row, :, :length] = source.arena.values_LSKCD[:, source.row, :, :length]
+        target.length = length
+
+    def close(self, slot: Slot) -> None:
+        """Give a slot back."""
+        slot.arena.free(slot)
+
+    def _arena_for(self, length: int) -> Arena:
+        return next((arena for arena in self.arenas if arena.capacity >= length), self.arenas[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class _ArenaRows:
+    """Decoding rows ``start <= b < stop`` of the packed batch: the first slots of one arena, in order."""
+
+    arena: Arena
+    start: int
+    stop: int
+    longest: int
+    positions_B: torch.Tensor
+    rows_B: torch.Tensor
+    visible_B11C: torch.Tensor | None
+
+
+class StepPlan:
+    """How one forward attends: first one token for each decoding slot, then whole segments to prefill.
+
+    Decoding rows come arena by arena, in the order of each arena's owners, and all of them take part.
+    """
+
+    def __init__(self, store: SlotStore, prefill: Sequence[Slot], lengths: Sequence[int], device: torch.device) -> None:
+        self._decoding: list[_ArenaRows] = []
+        self.decoding_slots: list[Slot] = []
+        for arena in store.arenas:
+            owners = [slot for slot in arena.owners if slot.length]
+            if not owners:
+                continue
+            start = len(self.decoding_slots)
+            self.decoding_slots += owners
+            positions = [slot.length for slot in owners]
+            positions_B = torch.tensor(positions, device=device)
+            longest = max(positions) + 1
+            visible_B11C = None
+            if min(positions) + 1 < longest:
+                visible_B11C = (torch.arange(longest, device=device) <= positions_B[:, None])[:, None, None]
+            rows_B = torch.arange(len(owners), device=device)
+            self._decoding.append(
+                _ArenaRows(arena, start, len(self.decoding_slots), longest, positions_B, rows_B, visible_B11C)
+            )
+        self._prefill = list(zip(prefill, lengths, strict=True))
+        self._segments = SegmentPlan.build(tuple(lengths), device) if prefill else None
+
+    def positions(self) -> list[int]:
+        """Position of every packed token."""
+        decoding = [slot.length for slot in self.decoding_slots]
+        return decoding + [position for _, length in self._prefill for position in range(length)]
+
+    def finish(self) -> None:
+        """Note that every layer has stored its keys and values."""
+        for slot in self.decoding_slots:
+            slot.length += 1
+        for slot, length in self._prefill:
+            slot.length = length
+
+    def attend(
+        self, layer: int, query_1QTD: torch.Tensor, key_1KTD: torch.Tensor, value_1KTD: torch.Tensor, scale: float | None
+    ) -> torch.Tensor:
+        """Store the keys and values of one layer and return the attention output [1, T, Q, D]."""
+        num_decoding = len(self.decoding_slots)
+        outputs = []
+        for part in self._decoding:
+            outputs.append(_decode(layer, part, query_1QTD, key_1KTD, value_1KTD, scale))
+        if self._segments is not None:
+            start = num_decoding
+            for slot, length in self._prefill:
+                stop = start + length
+                slot.arena.keys_LSKCD[layer, slot.row, :, :length] = key_1KTD[0, :, start:stop]
+                slot.arena.values_LSKCD[layer, slot.row, :, :length] = value_1KTD[0, :, start:stop]
+                start = stop
+            rest = slice(num_decoding, None)
+            outputs.append(
+                segment_attention(
+                    query_1QTD[:, :, rest], key_1KTD[:, :, rest], value_1KTD[:, :, rest], self._segments, scale
+                )
+            )
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+
+def _decode(
+    layer: int,
+    part: _ArenaRows,
+    query_1QTD: torch.Tensor,
+    key_1KTD: torch.Tensor,
+    value_1KTD: torch.Tensor,
+    scale: float | None,
+) -> torch.Tensor:
+    rows = slice(part.start, part.stop)
+    keys_SKCD, values_SKCD = part.arena.keys_LSKCD[layer], part.arena.values_LSKCD[layer]
+    keys_SKCD[part.rows_B, :, part.positions_B] = key_1KTD[0, :, rows].transpose(0, 1)
+    values_SKCD[part.rows_B, :, part.positions_B] = value_1KTD[0, :, rows].transpose(0, 1)
+    num_rows = part.stop - part.start
+    keys_BKCD, values_BKCD = keys_SKCD[:num_rows, :, : part.longest], values_SKCD[:num_rows, :, : part.longest]
+    num_kv_heads, head_dim = keys_SKCD.shape[1], keys_SKCD.shape[3]
+    # Queries that share a key-value head become the query positions of that head: no key is repeated in memory.
+    query_BKGD = query_1QTD[0, :, rows].transpose(0, 1).reshape(num_rows, num_kv_heads, -1, head_dim)
+    output_BKGD = F.scaled_dot_product_attention(
+        query_BKGD, keys_BKCD, values_BKCD, attn_mask=part.visible_B11C, scale=scale
+    )
+    return output_BKGD.reshape(1, num_rows, -1, head_dim)
+
+
+def register_slot_attention() -> None:
+    """Make `ATTENTION_NAME` known to transformers; models built with it take a ``step_plan`` keyword."""
+    AttentionInterface.register(ATTENTION_NAME, _attention)
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    *,
+    step_plan: StepPlan,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    layer: Any = module.layer_idx
+    return step_plan.attend(layer, query, key, value, scaling), None

@@ -1,0 +1,77 @@
+"""Tasks: any reasoning-gym dataset, or a factory of the user's own, behind the `Task` protocol."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from inflight.contracts import Task
+from inflight.errors import TaskError
+from inflight.types import TaskItem
+
+_NUM_ITEMS = 2**31 - 1
+_ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+def load_task(name: str, params: Mapping[str, Any], seed: int) -> Task:
+    """Return a task by name: a reasoning-gym dataset, or ``module:factory`` called with ``seed`` and ``params``.
+
+    Raises `TaskError` for an unknown name (with the nearest known one) and for parameters that the task refuses.
+    """
+    if ":" in name:
+        return _load_factory(name, params, seed)
+    return ReasoningGymTask(name, params, seed)
+
+
+class ReasoningGymTask:
+    """A reasoning-gym dataset; item i is its i-th procedurally generated problem under ``seed``.
+
+    The answer is what stands in the last ``<answer>`` tag, or the whole completion if there is none.
+    """
+
+    def __init__(self, name: str, params: Mapping[str, Any], seed: int) -> None:
+        try:
+            import reasoning_gym
+            from reasoning_gym.factory import DATASETS
+        except ImportError as error:
+            raise TaskError(f"task {name!r} needs reasoning-gym: pip install 'inflight[local]'") from error
+        if name not in DATASETS:
+            nearest = difflib.get_close_matches(name, DATASETS, n=3, cutoff=0.0)
+            raise TaskError(f"unknown task {name!r}; nearest reasoning-gym datasets: {', '.join(nearest)}")
+        self._name = name
+        try:
+            self._dataset = reasoning_gym.create_dataset(name, size=_NUM_ITEMS, seed=seed, **params)
+        except (TypeError, AssertionError, ValueError) as error:
+            raise TaskError(f"task {name!r} refuses its parameters {dict(params)}: {error}") from error
+
+    @property
+    def name(self) -> str:
+        """Name of the dataset."""
+        return self._name
+
+    def item(self, index: int) -> TaskItem:
+        """See `Task.item`."""
+        entry = self._dataset[index]
+        answer = entry.get("answer")
+        return TaskItem(index, entry["question"], None if answer is None else str(answer), {"entry": entry})
+
+    def score(self, item: TaskItem, completion: str) -> float:
+        """See `Task.score`."""
+        tagged = _ANSWER_TAG.findall(completion)
+        answer = (tagged[-1] if tagged else completion).strip()
+        return float(self._dataset.score_answer(answer, item.metadata["entry"]))
+
+
+def _load_factory(name: str, params: Mapping[str, Any], seed: int) -> Task:
+    module_name, _, factory_name = name.partition(":")
+    try:
+        factory = getattr(importlib.import_module(module_name), factory_name)
+        task = factory(seed=seed, **params)
+    except (ImportError, AttributeError, TypeError) as error:
+        raise TaskError(f"task {name!r} could not be made: {type(error).__name__}: {error}") from error
+    if not isinstance(task, Task):
+        raise TaskError(f"{name!r} made a {type(task).__name__}, which is no Task: it needs name, item and score")
+    return task
