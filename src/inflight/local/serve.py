@@ -21,7 +21,8 @@ from inflight.local.endpoint import LocalEndpoint
 def bind(host: str, port: int) -> socket.socket:
     """Return a listening socket. Raises `ConfigError` if the address cannot be had; port 0 takes any free one."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # With the protocol named, asyncio switches Nagle off on every connection; without, each answer takes 40 ms longer.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))

@@ -37,11 +37,13 @@ class Arena:
         self.values_LSKCD = torch.empty(self._shape, **options)
 
     def take(self, slot: Slot) -> None:
-        """Give the next row to a slot."""
+        """Give the next row to a slot, emptied: attention multiplies what it masks by zero, and NaN would survive that."""
         row = len(self.owners)
         if row == self.keys_LSKCD.shape[1]:
             self.keys_LSKCD = self._grown(self.keys_LSKCD)
             self.values_LSKCD = self._grown(self.values_LSKCD)
+        self.keys_LSKCD[:, row] = 0
+        self.values_LSKCD[:, row] = 0
         self.owners.append(slot)
         slot.arena, slot.row = self, row
 

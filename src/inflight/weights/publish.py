@@ -108,6 +108,8 @@ class WeightPublisher:
         return dict(self._capabilities)
 
     def __enter__(self) -> WeightPublisher:
+        if self._portal is not None:
+            return self
         self._portal_context = anyio.from_thread.start_blocking_portal("asyncio")
         self._portal = self._portal_context.__enter__()
         try:

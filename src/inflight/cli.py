@@ -1,0 +1,179 @@
+"""The command ``inflight``: parses, calls, prints."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from inflight import __version__
+from inflight.errors import InflightError
+
+TOKEN_VARIABLE = "INFLIGHT_TOKEN"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status: 0 done, 1 failed with a message, 2 wrong usage, 130 interrupted."""
+    arguments, rest = _parser().parse_known_args(argv)
+    if rest and arguments.command != "train":
+        _parser().error(f"unrecognized arguments: {' '.join(rest)}")
+    try:
+        return int(arguments.call(arguments, rest))
+    except InflightError as error:
+        print(f"inflight: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="inflight", description="In-flight weight updates for reinforcement learning.")
+    parser.add_argument("--version", action="version", version=f"inflight {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    serve = commands.add_parser("serve", help="serve a model directory with the embedded engine")
+    serve.add_argument("model", type=Path, metavar="MODEL_DIR", help="Hugging Face checkpoint with safetensors")
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: loopback only)")
+    serve.add_argument("--port", type=int, default=8000, help="port to listen on, 0 for any free one (default: 8000)")
+    serve.add_argument("--name", help="name of the served model (default: the directory's)")
+    serve.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), help="default: as stored")
+    serve.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)")
+    serve.add_argument("--max-model-len", type=int, help="longest sequence in tokens (default: what the model allows)")
+    serve.add_argument("--max-concurrent", type=int, default=64, help="sequences decoded at a time (default: 64)")
+    serve.add_argument("--threads", type=int, help="CPU threads of the engine (default: torch's choice)")
+    serve.add_argument("--token-file", type=Path, help=f"file with the control token (default: ${TOKEN_VARIABLE}, or a new one)")
+    serve.add_argument("--ready-file", type=Path, help="written with url and pid as JSON once the server answers")
+    serve.add_argument("--exit-with-stdin", action="store_true", help="stop when standard input ends")
+    serve.set_defaults(call=_serve)
+
+    tiny = commands.add_parser("tiny-model", help="create a byte-level model and warm-start it on a task")
+    tiny.add_argument("output", type=Path, metavar="OUTPUT_DIR")
+    tiny.add_argument("--task", default="spell_backward", help="reasoning-gym dataset to imitate (default: %(default)s)")
+    tiny.add_argument("--steps", type=int, default=900, help="steps of imitation (default: %(default)s)")
+    tiny.add_argument("--batch-size", type=int, default=32, help="demonstrations per step (default: %(default)s)")
+    tiny.add_argument("--wrong-fraction", type=float, default=0.65, help="share of wrong demonstrations in the last part")
+    tiny.add_argument("--style", choices=("answer", "spelled"), default="spelled", help="form of the demonstrations")
+    tiny.add_argument("--family", choices=("llama", "qwen2", "qwen3"), default="llama")
+    tiny.add_argument("--hidden-size", type=int, default=96)
+    tiny.add_argument("--layers", type=int, default=2)
+    tiny.add_argument("--heads", type=int, default=4)
+    tiny.add_argument("--max-model-len", type=int, default=512)
+    tiny.add_argument("--seed", type=int, default=0)
+    tiny.set_defaults(call=_tiny_model)
+
+    train = commands.add_parser(
+        "train",
+        help="run reinforcement learning as a TOML file describes it",
+        epilog="Every field can be overridden: --train.learning_rate 1e-4, --run.mode conventional, ...",
+    )
+    train.add_argument("config", type=Path, metavar="RUN.toml")
+    train.add_argument("--resume", action="store_true", help="continue from the last checkpoint of the run directory")
+    train.add_argument("--tensorboard", action="store_true", help="also write TensorBoard events to the run directory")
+    train.set_defaults(call=_train)
+    return parser
+
+
+def _serve(arguments: argparse.Namespace, _: Sequence[str]) -> int:
+    _quiet_transformers()
+    import torch
+
+    from inflight.local.loading import load_endpoint
+    from inflight.local.serve import bind, serve
+
+    if arguments.threads is not None:
+        torch.set_num_threads(arguments.threads)
+    token, is_new = _token(arguments.token_file)
+    with bind(arguments.host, arguments.port) as listener:
+        endpoint = load_endpoint(
+            arguments.model,
+            name=arguments.name,
+            dtype=arguments.dtype,
+            device=arguments.device,
+            max_model_len=arguments.max_model_len,
+            max_concurrent=arguments.max_concurrent,
+        )
+
+        def on_ready(url: str) -> None:
+            print(f"inflight: serving {endpoint.name} at {url}", flush=True)
+            if is_new:
+                print(f"inflight: control token {token} (set {TOKEN_VARIABLE} to choose it)", flush=True)
+
+        serve(
+            endpoint,
+            listener,
+            token=token,
+            ready_file=arguments.ready_file,
+            exit_with_stdin=arguments.exit_with_stdin,
+            on_ready=on_ready,
+        )
+    return 0
+
+
+def _token(token_file: Path | None) -> tuple[str, bool]:
+    """Return the control token, and whether it was made up just now."""
+    from inflight.errors import ConfigError
+
+    if token_file is not None:
+        try:
+            token = token_file.read_text().strip()
+        except OSError as error:
+            raise ConfigError(f"token file {str(token_file)!r} cannot be read: {error.strerror}") from error
+        if not token:
+            raise ConfigError(f"token file {str(token_file)!r} is empty")
+        return token, False
+    given = os.environ.get(TOKEN_VARIABLE)
+    return (given, False) if given else (secrets.token_urlsafe(24), True)
+
+
+def _tiny_model(arguments: argparse.Namespace, _: Sequence[str]) -> int:
+    _quiet_transformers()
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from inflight.local.tiny import TinyShape, create_tiny_model, save_tiny_model, warm_start
+    from inflight.rollouts.tasks import load_task
+
+    task = load_task(arguments.task, {}, arguments.seed)
+    shape = TinyShape(
+        arguments.family, arguments.hidden_size, arguments.layers, arguments.heads, arguments.max_model_len
+    )
+    model = create_tiny_model(shape, arguments.seed)
+    columns = (TextColumn("warm start on {task.description}"), BarColumn(), TextColumn("{task.fields[loss]}"))
+    with Progress(*columns, TimeElapsedColumn()) as progress:
+        bar = progress.add_task(task.name, total=arguments.steps, loss="")
+        warm_start(
+            model,
+            task,
+            num_steps=arguments.steps,
+            batch_size=arguments.batch_size,
+            wrong_fraction=arguments.wrong_fraction,
+            style=arguments.style,
+            seed=arguments.seed,
+            on_progress=lambda step, loss: progress.update(bar, completed=step, loss=f"loss {loss:.3f}"),
+        )
+    save_tiny_model(model, arguments.output)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    print(f"inflight: wrote {arguments.output} ({num_parameters:,} parameters, {arguments.steps} steps on {task.name})")
+    return 0
+
+
+def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+    _quiet_transformers()
+    from inflight.pipeline.config import load_config
+    from inflight.pipeline.run import train
+
+    config = load_config(arguments.config, overrides)
+    return train(config, resume=arguments.resume, tensorboard=arguments.tensorboard)
+
+
+def _quiet_transformers() -> None:
+    """No progress bars and no advice from transformers between our lines."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TQDM_DISABLE", "1")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

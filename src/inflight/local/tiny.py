@@ -1,0 +1,181 @@
+"""Tiny models: a byte-level tokenizer and a small transformer, created from nothing and warm-started on a task.
+
+The warm start imitates demonstrations, some of which are wrong on purpose: the model then knows how to solve the task
+and often does not, which is where reinforcement learning begins. Knows nothing of endpoints and runs.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+
+from inflight.contracts import Task
+
+Family = Literal["llama", "qwen2", "qwen3"]
+Style = Literal["answer", "spelled"]
+
+PAD, EOS = 256, 257
+VOCAB_SIZE = 258
+_CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+
+
+@dataclass(frozen=True, slots=True)
+class TinyShape:
+    """Size of a tiny model."""
+
+    family: Family = "llama"
+    hidden_size: int = 96
+    num_layers: int = 2
+    num_heads: int = 4
+    max_model_len: int = 512
+
+
+def byte_tokenizer() -> Any:
+    """Return a Hugging Face tokenizer whose token ids are bytes; 256 pads and 257 ends a completion."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {character: byte for byte, character in _byte_characters().items()}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<pad>", special=True), AddedToken("<eos>", special=True)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", chat_template=_CHAT_TEMPLATE
+    )
+
+
+def _byte_characters() -> dict[int, str]:
+    """The printable character that byte-level tokenizers write for each byte (GPT-2's table)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {byte: chr(byte) for byte in printable}
+    others = [byte for byte in range(256) if byte not in table]
+    return table | {byte: chr(256 + i) for i, byte in enumerate(others)}
+
+
+def create_tiny_model(shape: TinyShape, seed: int) -> Any:
+    """Return a randomly initialised model of a few hundred thousand parameters, float32 on the CPU."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+    family = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}[shape.family]
+    head_dim = {} if shape.family == "qwen2" else {"head_dim": shape.hidden_size // shape.num_heads}
+    config = family(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=shape.hidden_size,
+        intermediate_size=2 * shape.hidden_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_heads,
+        max_position_embeddings=shape.max_model_len,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
+        **head_dim,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+
+
+def save_tiny_model(model: Any, path: Path) -> None:
+    """Write a model and the byte tokenizer as a Hugging Face checkpoint."""
+    path.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
+
+
+def demonstration(answer: str, style: Style) -> str:
+    """Return the completion that the warm start imitates.
+
+    ``spelled`` spells the answer out before giving it between tags, as a model that thinks first would.
+    """
+    if style == "answer":
+        return answer
+    return f"<think>{' '.join(answer)}</think><answer>{answer}</answer>"
+
+
+def warm_start(
+    model: Any,
+    task: Task,
+    *,
+    num_steps: int,
+    wrong_fraction: float,
+    style: Style,
+    seed: int,
+    batch_size: int = 32,
+    learning_rate: float = 3e-3,
+    clean_fraction: float = 0.7,
+    on_progress: Callable[[int, float], None] | None = None,
+) -> None:
+    """Imitate demonstrations of a task for ``num_steps`` steps of ``batch_size`` problems.
+
+    For the first ``clean_fraction`` of the steps all demonstrations are right; then ``wrong_fraction`` of them carry
+    the answer of another problem or a corrupted one. Problems come from the far end of the task, which a run never
+    reaches. ``on_progress(step, loss)`` is called after every tenth step. The result depends on the seed and the machine's
+    arithmetic only.
+    """
+    rng = random.Random(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
+    first = 1_000_000_000
+    model.train()
+    for step in range(num_steps):
+        fraction = step / num_steps
+        wrong = wrong_fraction if fraction >= clean_fraction else 0.0
+        rows = []
+        items = [task.item(first + step * (batch_size + 1) + i) for i in range(batch_size + 1)]
+        for item, other in zip(items, items[1:], strict=False):
+            answer = item.answer or ""
+            if rng.random() < wrong:
+                answer = (other.answer or "") if rng.random() < 0.5 else corrupt(answer, rng)
+            rows.append(([*item.prompt.encode(), 10], [*demonstration(answer, style).encode(), EOS]))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate * min(1.0, (step + 1) / 50, max(0.03, (1 - fraction) / 0.4))
+        loss = _imitation_loss(model, rows)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if on_progress is not None and step % 10 == 9:
+            on_progress(step + 1, loss.item())
+    model.eval()
+
+
+def corrupt(answer: str, rng: random.Random) -> str:
+    """Return the answer with two random edits: characters deleted, doubled, inserted or cut off."""
+    characters = list(answer)
+    for _ in range(2):
+        if not characters:
+            break
+        i = rng.randrange(len(characters))
+        j = min(len(characters), i + rng.randint(1, 4))
+        kind = rng.choice(("delete", "double", "insert", "cut"))
+        if kind == "delete":
+            del characters[i:j]
+        elif kind == "double":
+            characters[i:i] = characters[i:j]
+        elif kind == "insert":
+            characters[i:i] = [rng.choice(answer) for _ in range(j - i)]
+        else:
+            del characters[max(i, 1) :]
+    return "".join(characters)
+
+
+def _imitation_loss(model: Any, rows: Sequence[tuple[list[int], list[int]]]) -> torch.Tensor:
+    """Mean cross-entropy of the completions' bytes; prompts are not imitated."""
+    longest = max(len(prompt) + len(completion) for prompt, completion in rows)
+    token_ids = torch.full((len(rows), longest), PAD)
+    targets = torch.full((len(rows), longest), -100)
+    for i, (prompt, completion) in enumerate(rows):
+        token_ids[i, : len(prompt) + len(completion)] = torch.tensor(prompt + completion)
+        targets[i, len(prompt) - 1 : len(prompt) + len(completion) - 1] = torch.tensor(completion)
+    hidden = model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state
+    chosen = targets >= 0
+    return F.cross_entropy(model.get_output_embeddings()(hidden[chosen]).float(), targets[chosen])

@@ -1,0 +1,226 @@
+"""Checkpoints of a sharded trainer: a Hugging Face directory plus optimizer and counters; safetensors and JSON only.
+
+Rank 0 writes full tensors one at a time, so that no more than one is in memory; every rank reads its own shards, so
+the directory must be visible to all. The module knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from torch.distributed.tensor import DTensor
+
+from inflight.errors import CheckpointError
+from inflight_fsdp.agreement import first_failure
+
+_EDITION = 1
+_WEIGHTS, _OPTIMIZER, _TRAINER = "model.safetensors", "optimizer.safetensors", "trainer.json"
+_COPIED = (
+    *("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.*", "merges.txt", "*.model", "chat_template*"),
+)
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerState:
+    """All that a checkpoint holds: sharded tensors by name, and counters."""
+
+    weights: Mapping[str, DTensor]
+    optimizer: Mapping[str, DTensor]
+    version: int
+    optimizer_steps: int
+
+
+def save_checkpoint(path: Path, state: TrainerState, *, model_config: str, model_path: Path) -> None:
+    """Write a checkpoint at ``path``, replacing an earlier one once the new one is complete; collective.
+
+    ``model_config`` is the text of config.json; tokenizer files come from ``model_path``. Raises `CheckpointError` on
+    every rank, with what was at ``path`` still whole.
+    """
+    path = path.absolute()
+    fresh = path.with_name(f".{path.name}.new")
+    failure: str | None = None
+    device = next(iter(state.weights.values())).device
+    is_writer = dist.get_rank() == 0
+    if is_writer:
+        try:
+            _prepare(path, fresh, model_config, model_path)
+        except OSError as error:
+            failure = _reason(error)
+    failure = first_failure(failure, device)
+    for name, tensors in ((_WEIGHTS, state.weights), (_OPTIMIZER, state.optimizer)):
+        if failure is None:
+            failure = first_failure(_write_tensors(fresh / name if is_writer else None, tensors), device)
+    if is_writer and failure is None:
+        try:
+            counters = {"edition": _EDITION, "version": state.version, "optimizer_steps": state.optimizer_steps}
+            _write_file(fresh / _TRAINER, json.dumps(counters, indent=2) + "\n")
+            _put_in_place(fresh, path)
+        except OSError as error:
+            failure = _reason(error)
+    if is_writer and failure is not None:
+        shutil.rmtree(fresh, ignore_errors=True)
+    failure = first_failure(failure, device)
+    if failure is not None:
+        raise CheckpointError(f"no checkpoint was written to {path}: {failure}; what was there before is whole")
+
+
+def load_checkpoint(path: Path, weights: Mapping[str, DTensor], optimizer: Mapping[str, DTensor]) -> tuple[int, int]:
+    """Fill the shards of this rank from a checkpoint; return its version and its number of optimizer steps; collective.
+
+    Raises `CheckpointError` on every rank, with nothing loaded, if a file or a tensor is missing or does not fit.
+    """
+    path = path.absolute()
+    source = _retired(path) if _retired(path).exists() and not path.exists() else path
+    failure: str | None = None
+    counters: dict[str, int] = {}
+    staged: list[tuple[torch.Tensor, torch.Tensor]] = []
+    try:
+        counters = _read_counters(source)
+        for name, tensors in ((_WEIGHTS, weights), (_OPTIMIZER, optimizer)):
+            staged += _read_shards(source / name, tensors)
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        failure = _reason(error)
+    failure = first_failure(failure, next(iter(weights.values())).device)
+    if failure is not None:
+        raise CheckpointError(f"nothing was loaded from {path}: {failure}")
+    with torch.no_grad():
+        for shard, stored in staged:
+            shard.copy_(stored)
+    return counters["version"], counters["optimizer_steps"]
+
+
+def _prepare(path: Path, fresh: Path, model_config: str, model_path: Path) -> None:
+    """Make the directory to write in, with every file that holds no tensor."""
+    if path.exists() and not (path / _TRAINER).is_file() and not (path.is_dir() and not any(path.iterdir())):
+        raise FileExistsError("the path exists and is no checkpoint of a worker; move it away or choose another path")
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir(parents=True)
+    _write_file(fresh / "config.json", model_config)
+    for file in sorted({file for pattern in _COPIED for file in model_path.glob(pattern) if file.is_file()}):
+        _write_file(fresh / file.name, file.read_bytes())
+
+
+def _put_in_place(fresh: Path, path: Path) -> None:
+    """Rename ``fresh`` to ``path``. A process that dies between two renames leaves the old one where `load` looks."""
+    retired = _retired(path)
+    _sync_directory(fresh)
+    if path.exists():
+        shutil.rmtree(retired, ignore_errors=True)
+        path.rename(retired)
+    try:
+        fresh.rename(path)
+    except OSError:
+        if retired.exists():
+            retired.rename(path)
+        raise
+    _sync_directory(path.parent)
+    shutil.rmtree(retired, ignore_errors=True)
+
+
+def _write_tensors(file: Path | None, tensors: Mapping[str, DTensor]) -> str | None:
+    """Write full tensors as safetensors, if this rank has a file; return what went wrong, if anything; collective."""
+    gathered = (_full_tensor(tensor) for tensor in tensors.values())
+    failure = None
+    if file is not None:
+        try:
+            with file.open("wb") as out:
+                out.write(_header(tensors))
+                for tensor in gathered:
+                    out.write(tensor.cpu().reshape(-1).view(torch.uint8).numpy().data)
+                out.flush()
+                os.fsync(out.fileno())
+        except OSError as error:
+            failure = _reason(error)
+    for _ in gathered:  # Ranks that do not write, and a writer that failed, still take part.
+        pass
+    return failure
+
+
+@torch.no_grad()
+def _full_tensor(tensor: DTensor) -> torch.Tensor:
+    return tensor.full_tensor()
+
+
+def _header(tensors: Mapping[str, DTensor]) -> bytes:
+    """Return the start of a safetensors file whose tensors follow in this order."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, tensor in tensors.items():
+        end = offset + tensor.numel() * tensor.dtype.itemsize
+        entries[name] = {
+            "dtype": _DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _read_counters(source: Path) -> dict[str, int]:
+    if not (source / _TRAINER).is_file():
+        raise FileNotFoundError(f"there is no {_TRAINER} in it; give a directory that a worker saved")
+    counters = json.loads((source / _TRAINER).read_text())
+    if not isinstance(counters, dict) or counters.get("edition") != _EDITION:
+        raise ValueError(f"{_TRAINER} is not of edition {_EDITION}: {str(counters)[:200]}")
+    if not all(isinstance(counters.get(key), int) for key in ("version", "optimizer_steps")):
+        raise ValueError(f"{_TRAINER} lacks version or optimizer_steps: {str(counters)[:200]}")
+    return counters
+
+
+def _read_shards(file: Path, tensors: Mapping[str, DTensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return each local shard with what the file holds for it. Raises ``ValueError`` if the file does not fit."""
+    shards: list[tuple[torch.Tensor, torch.Tensor]] = []
+    with safe_open(file, framework="pt") as stored, torch.no_grad():
+        names = set(stored.keys())
+        problems = [f"{len(lost)} tensors are missing: {lost[:5]}"] if (lost := sorted(set(tensors) - names)) else []
+        problems += [f"{len(more)} tensors are unknown: {more[:5]}"] if (more := sorted(names - set(tensors))) else []
+        for name in sorted(names & set(tensors)):
+            part, wanted = stored.get_slice(name), tensors[name]
+            found = (_DTYPES.get(part.get_dtype()), tuple(part.get_shape()))
+            if found != (wanted.dtype, tuple(wanted.shape)):
+                problems.append(f"{name} is {part.get_dtype()} {found[1]}, not {wanted.dtype} {tuple(wanted.shape)}")
+                continue
+            shard = wanted.to_local()
+            rows = -(-wanted.shape[0] // wanted.device_mesh.size())
+            start = min(rows * wanted.device_mesh.get_local_rank(), wanted.shape[0])
+            shards.append((shard, part[start : start + shard.shape[0]] if shard.numel() else shard))
+    if problems:
+        raise ValueError(f"{file.name}: {'; '.join(problems[:10])}")
+    return shards
+
+
+def _write_file(file: Path, content: str | bytes) -> None:
+    with file.open("wb") as out:
+        out.write(content.encode() if isinstance(content, str) else content)
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _retired(path: Path) -> Path:
+    """Where the previous checkpoint waits while the new one takes its place."""
+    return path.with_name(f".{path.name}.old")
+
+
+def _reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

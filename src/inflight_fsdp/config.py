@@ -1,0 +1,65 @@
+"""What a user may set of an FSDP worker, checked. Knows nothing of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from inflight.errors import ConfigError
+
+WireDtype = Literal["float64", "float32", "bfloat16", "float16"]
+
+
+class WorkerConfig(BaseModel):
+    """Settings of one FSDP worker; the same on every rank."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+    model_path: Path
+    """A Hugging Face checkpoint on local disk: config.json and safetensors."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Of parameters, gradients and optimizer states."""
+    wire_dtype: WireDtype | None = None
+    """Of published weights; None: what the checkpoint's config.json declares, else ``dtype``."""
+    learning_rate: float = Field(default=1e-6, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = Field(default=1e-8, gt=0)
+    max_gradient_norm: float | None = Field(default=1.0, gt=0)
+    """Gradients are scaled down to this norm over all parameters; None: never."""
+    warmup_steps: int = Field(default=0, ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    total_steps: int | None = Field(default=None, ge=1)
+    """Step at which the linear and cosine schedules reach zero."""
+    device: Literal["cpu", "cuda"] | None = None
+    """None: cuda if there is one."""
+    logprob_chunk_size: int = Field(default=1024, ge=1)
+    """Targets whose logits exist at the same time."""
+
+    @model_validator(mode="after")
+    def _schedule_has_an_end(self) -> WorkerConfig:
+        if self.schedule != "constant" and (self.total_steps is None or self.total_steps <= self.warmup_steps):
+            raise ValueError(
+                f"schedule {self.schedule!r} needs total_steps above warmup_steps ({self.warmup_steps}), "
+                f"not {self.total_steps}"
+            )
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas must be at least 0 and below 1, not {self.betas}")
+        return self
+
+
+def parse_config(config: WorkerConfig | Mapping[str, object]) -> WorkerConfig:
+    """Return the settings as checked ones. Raises `ConfigError` that names every wrong key."""
+    if isinstance(config, WorkerConfig):
+        return config
+    try:
+        return WorkerConfig.model_validate(dict(config))
+    except ValidationError as error:
+        problems = "; ".join(
+            f"{'.'.join(map(str, e['loc'])) or 'settings'}: {e['msg']} (got {e['input']!r:.80})" for e in error.errors()
+        )
+        known = ", ".join(WorkerConfig.model_fields)
+        raise ConfigError(f"FSDP worker: {problems}. Known keys: {known}") from error

@@ -1,0 +1,114 @@
+"""A causal language model of transformers as a function from packed tokens to logprobs, sharded by ``fully_shard``.
+
+Only the rows that predict a target go through the head. The module knows nothing of losses, optimizers or files other
+than the checkpoint that it loads.
+
+Shape suffixes: T packed tokens, N targets, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from inflight.attention import SegmentPlan, register_segment_attention
+from inflight.checkpoints import load_causal_lm
+from inflight.errors import UnsupportedError
+from inflight.losses.head import chunked_logprobs
+
+
+class PolicyModel(nn.Module):
+    """The root that is sharded: the head's weight is whole inside of its forward, tied to the embedding or not."""
+
+    def __init__(self, causal_lm: Any, logprob_chunk_size: int) -> None:
+        super().__init__()
+        self.causal_lm = causal_lm
+        self.logprob_chunk_size = logprob_chunk_size
+
+    def forward(
+        self,
+        token_ids_T: torch.Tensor,
+        position_ids_T: torch.Tensor,
+        plan: SegmentPlan,
+        temperature_T: torch.Tensor,
+        target_rows_N: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return [T]: logprobs of the tokens at ``target_rows_N`` (each above 0), 0.0 elsewhere. T is at least 2."""
+        output = self.causal_lm.base_model(
+            input_ids=token_ids_T.unsqueeze(0),
+            position_ids=position_ids_T.unsqueeze(0),
+            use_cache=False,
+            segment_plan=plan,
+        )
+        # Without a target one is computed and left out: every rank takes part in the same collectives.
+        rows_N = target_rows_N if target_rows_N.shape[0] else torch.ones_like(token_ids_T[:1])
+        head = self.causal_lm.get_output_embeddings()
+        logprobs_N = chunked_logprobs(
+            output.last_hidden_state[0].index_select(0, rows_N - 1),
+            head.weight,
+            token_ids_T.index_select(0, rows_N),
+            temperature_T.index_select(0, rows_N),
+            bias_V=head.bias,
+            chunk_size=self.logprob_chunk_size,
+        )[: target_rows_N.shape[0]]
+        return logprobs_N.new_zeros(token_ids_T.shape[0]).index_copy(0, target_rows_N, logprobs_N)
+
+
+def load_policy(path: Path, dtype: str, logprob_chunk_size: int) -> PolicyModel:
+    """Return the model of a directory on the CPU, unsharded, dropout off.
+
+    Raises `ConfigError` if there is none, `UnsupportedError` if it is of a kind that this worker cannot train.
+    """
+    causal_lm: Any = load_causal_lm(path, attention=register_segment_attention(), dtype=dtype)
+    kind = type(causal_lm).__name__
+    if not causal_lm._supports_attention_backend or causal_lm._is_stateful:
+        raise UnsupportedError(f"{kind} does not take its attention from transformers' interface and cannot be packed")
+    if not isinstance(causal_lm.get_output_embeddings(), nn.Linear):
+        raise UnsupportedError(f"the head of {kind} is not a linear layer")
+    parameters = {name: tuple(parameter.shape) for name, parameter in causal_lm.named_parameters()}
+    if buffers := sorted(
+        set(causal_lm.state_dict()) - {n for n, _ in causal_lm.named_parameters(remove_duplicate=False)}
+    ):
+        raise UnsupportedError(f"{kind} keeps state that is not trained: {buffers[:5]}")
+    stored = _stored_shapes(path)
+    if other := [name for name, shape in parameters.items() if stored.get(name) != shape]:
+        raise UnsupportedError(
+            f"{kind} stores {len(other)} parameters under other names or shapes than it computes with: {other[:5]}; "
+            "servers would not know them"
+        )
+    return PolicyModel(causal_lm.eval(), logprob_chunk_size)
+
+
+def shard_policy(policy: PolicyModel, mesh: DeviceMesh) -> None:
+    """Shard each decoder layer and the rest over the mesh, gradients summed over its ranks; moves to its device."""
+    layer_names = policy.causal_lm._no_split_modules or ()
+    for module in policy.causal_lm.modules():
+        if type(module).__name__ in layer_names:
+            fully_shard(module, mesh=mesh)
+    fully_shard(policy, mesh=mesh)
+    if mesh.size() == 1:
+        return
+    for module in fsdp_modules(policy):
+        # A factor alone becomes a premultiplied sum, which gloo does not have; a forced sum alone divides by the ranks.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def fsdp_modules(policy: nn.Module) -> Iterator[FSDPModule]:
+    """Yield every module that has a group of shards of its own."""
+    return (module for module in policy.modules() if isinstance(module, FSDPModule))
+
+
+def _stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            shapes.update({name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()})  # noqa: SIM118
+    return shapes

@@ -1,0 +1,91 @@
+"""AdamW over the local shards of one rank, its learning rate, and the gradient norm over all ranks.
+
+AdamW works element by element, so it needs no knowledge of sharding: plain local tensors avoid the cost of dispatching
+every operation through DTensor. The module knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from inflight_fsdp.config import WorkerConfig
+
+
+class ShardedAdamW:
+    """AdamW and its state for the shards of one rank. Every parameter has taken the same number of steps."""
+
+    def __init__(self, parameters: Mapping[str, DTensor], config: WorkerConfig) -> None:
+        with torch.no_grad():
+            shards = {name: parameter.to_local() for name, parameter in parameters.items()}
+        self._adamw = torch.optim.AdamW(
+            shards.values(), betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True
+        )
+        self.states: dict[str, DTensor] = {}
+        """First and second moments as ``NAME.exp_avg`` and ``NAME.exp_avg_sq``, sharded as their parameters."""
+        for name, shard in shards.items():
+            moments = {key: torch.zeros_like(shard) for key in ("exp_avg", "exp_avg_sq")}
+            steps = torch.zeros((), dtype=torch.float32, device=shard.device)
+            self._adamw.state[shard] = {"step": steps, **moments}
+            for key, moment in moments.items():
+                self.states[f"{name}.{key}"] = _as_sharded(moment, parameters[name])
+        self._shards = list(shards.values())
+
+    @property
+    def num_steps(self) -> int:
+        """Steps taken."""
+        return int(self._adamw.state[self._shards[0]]["step"].item())
+
+    @num_steps.setter
+    def num_steps(self, value: int) -> None:
+        for shard in self._shards:
+            self._adamw.state[shard]["step"].fill_(value)
+
+    def step(self, gradients: Sequence[torch.Tensor], learning_rate: float) -> None:
+        """Update the shards in place; ``gradients`` are local, in the order of the parameters."""
+        for group in self._adamw.param_groups:
+            group["lr"] = learning_rate
+        for shard, gradient in zip(self._shards, gradients, strict=True):
+            shard.grad = gradient
+        self._adamw.step()
+        self._adamw.zero_grad()
+
+
+def learning_rate_at(version: int, config: WorkerConfig) -> float:
+    """Return the learning rate of the step that leads from ``version`` to the next.
+
+    Linear warm-up reaches the full rate with step ``warmup_steps``; the decay reaches zero at ``total_steps``.
+    """
+    if version < config.warmup_steps:
+        return config.learning_rate * (version + 1) / config.warmup_steps
+    if config.schedule == "constant" or config.total_steps is None:
+        return config.learning_rate
+    progress = min(1.0, (version - config.warmup_steps) / (config.total_steps - config.warmup_steps))
+    factor = 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.learning_rate * factor
+
+
+def global_norm(gradients: Sequence[torch.Tensor], group: dist.ProcessGroup) -> float:
+    """Return the 2-norm over all shards of all ranks, the same on every rank; squares are summed in float64."""
+    dtype = torch.float64 if gradients[0].dtype == torch.float64 else torch.float32
+    norms = torch.stack([torch.linalg.vector_norm(gradient, dtype=dtype) for gradient in gradients])
+    total = norms.double().square().sum()
+    if group.size() > 1:
+        dist.all_reduce(total, group=group)
+    return math.sqrt(total.item())
+
+
+def clip(gradients: Sequence[torch.Tensor], norm: float, max_norm: float | None) -> None:
+    """Scale the gradients in place so that their norm, now ``norm``, is at most ``max_norm``."""
+    if max_norm is not None and norm > max_norm:
+        torch._foreach_mul_(list(gradients), max_norm / norm)
+
+
+def _as_sharded(local: torch.Tensor, like: DTensor) -> DTensor:
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
