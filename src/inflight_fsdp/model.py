@@ -50,7 +50,7 @@ class PolicyModel(nn.Module):
         # Without a target one is computed and left out: every rank takes part in the same collectives.
         rows_N = target_rows_N if target_rows_N.shape[0] else torch.ones_like(token_ids_T[:1])
         head = self.causal_lm.get_output_embeddings()
-        logprobs_N = chunked_logprobs(
+        logprobs_N: torch.Tensor = chunked_logprobs(
             output.last_hidden_state[0].index_select(0, rows_N - 1),
             head.weight,
             token_ids_T.index_select(0, rows_N),

@@ -20,39 +20,50 @@ class ShardedAdamW:
     """AdamW and its state for the shards of one rank. Every parameter has taken the same number of steps."""
 
     def __init__(self, parameters: Mapping[str, DTensor], config: WorkerConfig) -> None:
+        self._parameters = parameters
         with torch.no_grad():
-            shards = {name: parameter.to_local() for name, parameter in parameters.items()}
+            self._shards = [parameter.to_local() for parameter in parameters.values()]
         self._adamw = torch.optim.AdamW(
-            shards.values(), betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True
+            self._shards, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True
         )
-        self.states: dict[str, DTensor] = {}
+        self._states: dict[str, DTensor] = {}
+
+    @property
+    def states(self) -> Mapping[str, DTensor]:
         """First and second moments as ``NAME.exp_avg`` and ``NAME.exp_avg_sq``, sharded as their parameters."""
-        for name, shard in shards.items():
-            moments = {key: torch.zeros_like(shard) for key in ("exp_avg", "exp_avg_sq")}
-            steps = torch.zeros((), dtype=torch.float32, device=shard.device)
-            self._adamw.state[shard] = {"step": steps, **moments}
-            for key, moment in moments.items():
-                self.states[f"{name}.{key}"] = _as_sharded(moment, parameters[name])
-        self._shards = list(shards.values())
+        self._allocate()
+        return self._states
 
     @property
     def num_steps(self) -> int:
         """Steps taken."""
-        return int(self._adamw.state[self._shards[0]]["step"].item())
+        return int(self._adamw.state[self._shards[0]]["step"].item()) if self._states else 0
 
-    @num_steps.setter
-    def num_steps(self, value: int) -> None:
+    def set_num_steps(self, value: int) -> None:
+        """Go on as after ``value`` steps; the moments are the caller's to fill."""
+        self._allocate()
         for shard in self._shards:
             self._adamw.state[shard]["step"].fill_(value)
 
     def step(self, gradients: Sequence[torch.Tensor], learning_rate: float) -> None:
         """Update the shards in place; ``gradients`` are local, in the order of the parameters."""
+        self._allocate()
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate
         for shard, gradient in zip(self._shards, gradients, strict=True):
             shard.grad = gradient
         self._adamw.step()
         self._adamw.zero_grad()
+
+    def _allocate(self) -> None:
+        """Make the moments, once. A worker that never steps, a frozen reference say, pays no memory for them."""
+        if self._states:
+            return
+        for (name, parameter), shard in zip(self._parameters.items(), self._shards, strict=True):
+            moments = {key: torch.zeros_like(shard) for key in ("exp_avg", "exp_avg_sq")}
+            num_steps = torch.zeros((), dtype=torch.float32, device=shard.device)
+            self._adamw.state[shard] = {"step": num_steps, **moments}
+            self._states |= {f"{name}.{key}": _as_sharded(moment, parameter) for key, moment in moments.items()}
 
 
 def learning_rate_at(version: int, config: WorkerConfig) -> float:

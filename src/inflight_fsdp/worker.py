@@ -147,7 +147,8 @@ class FsdpWorker:
     def load(self, path: Path) -> None:
         """See `TrainerWorker.load`. Every rank reads its shards from ``path``; gradients are cleared."""
         version, num_steps = load_checkpoint(path, self._parameters, self._optimizer.states)
-        self._version, self._optimizer.num_steps = version, num_steps
+        self._optimizer.set_num_steps(num_steps)
+        self._version = version
         self._clear_gradients()
         self._forget_whole_parameters()
 

@@ -130,11 +130,11 @@ def warm_start(
         fraction = step / num_steps
         wrong = wrong_fraction if fraction >= clean_fraction else 0.0
         rows = []
-        items = [task.item(first + step * (batch_size + 1) + i) for i in range(batch_size + 1)]
-        for item, other in zip(items, items[1:], strict=False):
+        for i in range(batch_size):
+            item = task.item(first + step * batch_size + i)
             answer = item.answer or ""
             if rng.random() < wrong:
-                answer = (other.answer or "") if rng.random() < 0.5 else corrupt(answer, rng)
+                answer = corrupt(answer, rng)
             rows.append(([*item.prompt.encode(), 10], [*demonstration(answer, style).encode(), EOS]))
         for group in optimizer.param_groups:
             group["lr"] = learning_rate * min(1.0, (step + 1) / 50, max(0.03, (1 - fraction) / 0.4))
@@ -149,23 +149,12 @@ def warm_start(
 
 
 def corrupt(answer: str, rng: random.Random) -> str:
-    """Return the answer with two random edits: characters deleted, doubled, inserted or cut off."""
-    characters = list(answer)
-    for _ in range(2):
-        if not characters:
-            break
-        i = rng.randrange(len(characters))
-        j = min(len(characters), i + rng.randint(1, 4))
-        kind = rng.choice(("delete", "double", "insert", "cut"))
-        if kind == "delete":
-            del characters[i:j]
-        elif kind == "double":
-            characters[i:i] = characters[i:j]
-        elif kind == "insert":
-            characters[i:i] = [rng.choice(answer) for _ in range(j - i)]
-        else:
-            del characters[max(i, 1) :]
-    return "".join(characters)
+    """Return the answer with its beginning missing, or with a piece of its end once more in front of it."""
+    if len(answer) < 2:
+        return ""
+    if rng.random() < 0.5:
+        return answer[rng.randrange(1, len(answer)) :]
+    return answer[-rng.randint(1, min(3, len(answer) - 1)) :] + answer
 
 
 def _imitation_loss(model: Any, rows: Sequence[tuple[list[int], list[int]]]) -> torch.Tensor:

@@ -1,1 +1,21 @@
-"""TODO."""
+"""Rollouts between the servers and the trainer: tasks, advantages, staleness, the ledger, batches and their packing.
+
+Nothing here loads torch: the room works on plain numbers and on the records of `inflight.types`.
+"""
+
+from inflight.rollouts.advantages import AdvantageEstimator, group_advantages
+from inflight.rollouts.batching import BatchComposer
+from inflight.rollouts.ledger import Ledger
+from inflight.rollouts.packing import pack
+from inflight.rollouts.staleness import StalenessPolicy
+from inflight.rollouts.tasks import load_task
+
+__all__ = [
+    "AdvantageEstimator",
+    "BatchComposer",
+    "Ledger",
+    "StalenessPolicy",
+    "group_advantages",
+    "load_task",
+    "pack",
+]

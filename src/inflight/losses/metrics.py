@@ -1,0 +1,154 @@
+"""Metrics that stay exact over micro-batches and ranks, and what a loss returns.
+
+A mean is kept as its numerator and its denominator, both of which add; no mean of means is ever taken. The module knows
+nothing of losses, logging or process groups.
+
+Shape suffixes: T packed tokens, N targets (tokens with a true loss mask).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+_MAX_LOG_RATIO = 300.0
+"""Bound on the log ratios that metrics exponentiate: squares stay finite in float64, and so does a sum of 1e40 of them.
+Losses do not use it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A weighted mean as numerator and denominator; reduces by adding both."""
+
+    sum: float
+    weight: float
+
+    @property
+    def value(self) -> float:
+        """The mean; NaN without weight."""
+        return self.sum / self.weight if self.weight else math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class Maximum:
+    """The largest value seen; reduces by taking the larger one. NaN wins."""
+
+    value: float
+
+
+Metrics = Mapping[str, Metric | Maximum]
+
+
+@dataclass(frozen=True, slots=True)
+class LossOutput:
+    """A term of the loss, and metrics of it.
+
+    ``loss`` is a differentiable scalar. Terms of micro-batches and ranks add up to the loss of the optimizer step.
+    """
+
+    loss: torch.Tensor
+    metrics: Metrics
+
+
+def add_metrics(a: Metrics, b: Metrics) -> Metrics:
+    """Return the metrics of both parts together. A metric that one part lacks is that of the other."""
+    return {**a, **b, **{name: _add(a[name], b[name]) for name in a if name in b}}
+
+
+def metric_values(metrics: Metrics) -> dict[str, float]:
+    """Return the values to log, with ``effective_sample_size`` if ratios were counted. Call it after the reduction.
+
+    A metric without weight (no token was counted) is left out.
+    """
+    values = {name: m.value for name, m in metrics.items() if not (isinstance(m, Metric) and m.weight == 0)}
+    if "ratio_squared" in values:
+        values["effective_sample_size"] = effective_sample_size(metrics)
+    return values
+
+
+def effective_sample_size(metrics: Metrics) -> float:
+    """Return (sum w)^2 / (n sum w^2) of the raw ratios w of n tokens: 1 if all are equal, 1/n if one dwarfs the rest.
+
+    Ratios are never truncated here: under a tight cap those say 1 whatever the staleness.
+    """
+    return metrics["ratio"].value ** 2 / metrics["ratio_squared"].value
+
+
+def encode_metrics(metrics: Metrics) -> dict[str, list[float]]:
+    """Return the metrics as JSON values: ``[sum, weight]`` of a mean, ``[value]`` of a maximum."""
+    return {name: [m.sum, m.weight] if isinstance(m, Metric) else [m.value] for name, m in metrics.items()}
+
+
+def decode_metrics(encoded: Mapping[str, Sequence[float]]) -> Metrics:
+    """Return the metrics that `encode_metrics` took apart."""
+    return {name: Metric(*numbers) if len(numbers) == 2 else Maximum(*numbers) for name, numbers in encoded.items()}
+
+
+@torch.no_grad()
+def ratio_metrics(trainer_logprobs_N: torch.Tensor, behaviour_logprobs_N: torch.Tensor) -> Metrics:
+    """Return what the raw ratios w = exp(trainer - behaviour) of the targets say, in float64.
+
+    ``ratio`` and ``ratio_squared`` are the means of w and w^2 (see `effective_sample_size`), ``max_abs_log_ratio`` the
+    largest abs(log w). ``behaviour_kl_k1`` and ``behaviour_kl_k3`` estimate KL(behaviour || trainer) in nats per token:
+    means of -log w and of w - 1 - log w (http://joschu.net/blog/kl-approx.html). Log ratios are clamped to +-300 for
+    all but the maximum.
+    """
+    raw_N = trainer_logprobs_N.double() - behaviour_logprobs_N.double()
+    log_ratio_N = raw_N.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    ratio_N = log_ratio_N.exp()
+    k3_N = log_ratio_N.expm1() - log_ratio_N
+    means = {
+        "ratio": ratio_N,
+        "ratio_squared": ratio_N.square(),
+        "behaviour_kl_k1": -log_ratio_N,
+        "behaviour_kl_k3": k3_N,
+    }
+    return {**mean_metrics(means), "max_abs_log_ratio": _maximum(raw_N.abs())}
+
+
+@torch.no_grad()
+def staleness_metrics(
+    trainer_logprobs_T: torch.Tensor,
+    behaviour_logprobs_T: torch.Tensor,
+    versions_T: torch.Tensor,
+    loss_mask_T: torch.Tensor,
+    current_version: int,
+) -> Metrics:
+    """Return how old the targets are, in versions, and the mismatch of those that are not old at all.
+
+    ``lag`` and ``max_lag`` are mean and largest ``current_version - version`` of the targets. ``mismatch_k1`` and
+    ``mismatch_k3`` are KL(behaviour || trainer) as in `ratio_metrics`, over targets of lag 0 alone: what differing
+    numerics cost before staleness adds to it.
+    """
+    lag_N = (current_version - versions_T[loss_mask_T]).double()
+    fresh_T = loss_mask_T & (versions_T == current_version)
+    fresh = ratio_metrics(trainer_logprobs_T[fresh_T], behaviour_logprobs_T[fresh_T])
+    return {
+        **mean_metrics({"lag": lag_N}),
+        "max_lag": _maximum(lag_N),
+        "mismatch_k1": fresh["behaviour_kl_k1"],
+        "mismatch_k3": fresh["behaviour_kl_k3"],
+    }
+
+
+def mean_metrics(values: Mapping[str, torch.Tensor]) -> dict[str, Metric | Maximum]:
+    """Return the mean of each tensor, every element of weight 1; one transfer from the device for all."""
+    if not values:
+        return {}
+    sums = torch.stack([value_N.double().sum() for value_N in values.values()]).tolist()
+    return {name: Metric(s, value_N.numel()) for s, (name, value_N) in zip(sums, values.items(), strict=True)}
+
+
+def _maximum(values_N: torch.Tensor) -> Maximum:
+    return Maximum(values_N.max().item() if values_N.numel() else 0.0)
+
+
+def _add(a: Metric | Maximum, b: Metric | Maximum) -> Metric | Maximum:
+    if isinstance(a, Metric) and isinstance(b, Metric):
+        return Metric(a.sum + b.sum, a.weight + b.weight)
+    if isinstance(a, Maximum) and isinstance(b, Maximum):
+        return b if math.isnan(b.value) or b.value > a.value else a
+    raise TypeError(f"{a} and {b} reduce in different ways")

@@ -1,0 +1,122 @@
+"""Micro-batches: samples packed side by side on the target-aligned layout, and read at their targets.
+
+The module knows nothing of losses, and does not decide which samples go together.
+
+Shape suffixes: T packed tokens, N targets (tokens with a true loss mask).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from inflight.errors import InvalidRequestError, NonFiniteError
+from inflight.types import MicroBatch, Sample
+
+
+def collate(samples: Sequence[Sample], device: torch.device | str | None = None) -> MicroBatch:
+    """Return the samples packed in order, one segment each: prompt, then completion. No sample: `empty_micro_batch`.
+
+    A temperature of 0 (greedy) becomes 1, since behaviour logprobs are then of the unscaled logits. Values at masked
+    tokens become 0. Raises `InvalidRequestError` for a sample without prompt or whose fields differ in length.
+    """
+    if not samples:
+        return empty_micro_batch(device)
+    for index, sample in enumerate(samples):
+        _check(sample, index)
+    with_reference = [sample.reference_logprobs is not None for sample in samples]
+    if any(with_reference) != all(with_reference):
+        raise InvalidRequestError(
+            f"sample {with_reference.index(False)} has no reference_logprobs but others have: give all or none"
+        )
+    lengths = tuple(sample.rollout.num_tokens for sample in samples)
+
+    def per_token(
+        in_prompt: float, of_completion: Callable[[Sample], Sequence[float]], dtype: torch.dtype
+    ) -> torch.Tensor:
+        values = [
+            value
+            for sample in samples
+            for part in ([in_prompt] * len(sample.rollout.prompt_token_ids), of_completion(sample))
+            for value in part
+        ]
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    loss_mask_T = per_token(0, lambda s: s.loss_mask, torch.bool)
+
+    def at_targets(of_completion: Callable[[Sample], Sequence[float]]) -> torch.Tensor:
+        values_T = per_token(0.0, of_completion, torch.float32)
+        return torch.where(loss_mask_T, values_T, 0.0)
+
+    lengths_S = torch.tensor(lengths, device=device)
+    temperature_S = torch.tensor([sample.rollout.temperature or 1.0 for sample in samples], device=device)
+    segment_ids_T = torch.arange(len(samples), device=device).repeat_interleave(lengths_S)
+    token_ids = [t for s in samples for t in (*s.rollout.prompt_token_ids, *s.rollout.completion_token_ids)]
+    return MicroBatch(
+        token_ids_T=torch.tensor(token_ids, dtype=torch.int64, device=device),
+        position_ids_T=torch.cat([torch.arange(length, device=device) for length in lengths]),
+        segment_ids_T=segment_ids_T,
+        segment_lengths=lengths,
+        loss_mask_T=loss_mask_T,
+        behaviour_logprobs_T=at_targets(lambda s: s.rollout.behaviour_logprobs),
+        advantages_T=at_targets(lambda s: s.advantages),
+        temperature_T=temperature_S[segment_ids_T],
+        versions_T=per_token(-1, lambda s: s.rollout.token_versions(), torch.int64),
+        reference_logprobs_T=at_targets(lambda s: s.reference_logprobs or ()) if all(with_reference) else None,
+    )
+
+
+def empty_micro_batch(device: torch.device | str | None = None) -> MicroBatch:
+    """Return two tokens of which none is a target, for a rank that has run out of data.
+
+    Every rank must run the same forwards and backwards, or the collectives inside of them wait for each other. The loss
+    of this micro-batch is 0, its gradient is 0, and its metrics have no weight.
+    """
+    zeros_T = torch.zeros(2, device=device)
+    zero_ids_T = torch.zeros(2, dtype=torch.int64, device=device)
+    return MicroBatch(
+        token_ids_T=zero_ids_T,
+        position_ids_T=torch.arange(2, device=device),
+        segment_ids_T=zero_ids_T,
+        segment_lengths=(2,),
+        loss_mask_T=torch.zeros(2, dtype=torch.bool, device=device),
+        behaviour_logprobs_T=zeros_T,
+        advantages_T=zeros_T,
+        temperature_T=torch.ones(2, device=device),
+        versions_T=torch.full((2,), -1, device=device),
+        reference_logprobs_T=zeros_T,
+    )
+
+
+def finite_targets(values_T: torch.Tensor, loss_mask_T: torch.Tensor, name: str) -> torch.Tensor:
+    """Return the values [N] of the targets. Raises `NonFiniteError` if one is not finite; others may be anything."""
+    values_N = values_T[loss_mask_T]
+    wrong_N = ~values_N.isfinite()
+    if wrong_N.any():
+        first = int(wrong_N.nonzero()[0])
+        index = int(loss_mask_T.nonzero()[first])
+        raise NonFiniteError(
+            f"{int(wrong_N.sum())} of {len(values_N)} {name} at targets are not finite; the first is "
+            f"{values_N[first].item()} at packed token {index}: mask such tokens, or drop their samples"
+        )
+    return values_N
+
+
+def _check(sample: Sample, index: int) -> None:
+    if not sample.rollout.prompt_token_ids:
+        raise InvalidRequestError(f"sample {index} has no prompt: its first token has nothing to be predicted from")
+    num_tokens = len(sample.rollout.completion_token_ids)
+    fields = {
+        "behaviour_logprobs": sample.rollout.behaviour_logprobs,
+        "version_spans": sample.rollout.token_versions(),
+        "advantages": sample.advantages,
+        "loss_mask": sample.loss_mask,
+    }
+    if sample.reference_logprobs is not None:
+        fields["reference_logprobs"] = sample.reference_logprobs
+    for name, values in fields.items():
+        if len(values) != num_tokens:
+            raise InvalidRequestError(
+                f"sample {index} has {num_tokens} completion tokens but {name} speaks of {len(values)}"
+            )

@@ -1,0 +1,196 @@
+"""The actor: keeps every endpoint full with groups, scores them, and hands finished groups on.
+
+Work goes to the endpoint with the fewest running groups. An endpoint that fails is left out and its groups are issued
+again elsewhere; when none is left the actor stops with the reason. Knows nothing of trainers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from inflight.contracts import InferenceEndpoint, Task
+from inflight.errors import EndpointError, InflightError, TaskError
+from inflight.rollouts import Ledger
+from inflight.types import Group, Rollout, TaskItem
+from inflight.weights.threads import run_abandonable
+from inflight.wire import Completion, GenerateRequest, SamplingParams
+
+
+@dataclass(slots=True, eq=False)
+class _Seat:
+    """One endpoint and how many groups it may run."""
+
+    endpoint: InferenceEndpoint
+    capacity: int
+    running: set[asyncio.Task[None]] = field(default_factory=set)
+
+
+class Actor:
+    """Issues groups while ``may_issue()`` allows and a seat is free; calls ``on_group`` with each finished one.
+
+    ``tokenizer`` renders prompts (with its chat template, if it has one) and decodes completions.
+    """
+
+    def __init__(
+        self,
+        endpoints: dict[InferenceEndpoint, int],
+        task: Task,
+        tokenizer: Any,
+        sampling: SamplingParams,
+        ledger: Ledger,
+        *,
+        seed: int,
+        reward_timeout_s: float,
+        may_issue: Callable[[], bool],
+        on_group: Callable[[Group], None],
+    ) -> None:
+        self._seats = [_Seat(endpoint, max(1, limit // sampling.n)) for endpoint, limit in endpoints.items()]
+        self._task = task
+        self._tokenizer = tokenizer
+        self._sampling = sampling
+        self._ledger = ledger
+        self._seed = seed
+        self._reward_timeout_s = reward_timeout_s
+        self._may_issue = may_issue
+        self._on_group = on_group
+        self._changed = asyncio.Event()
+        self._failure: BaseException | None = None
+        self._num_issued = 0
+        self.lost: dict[str, str] = {}
+        """Endpoints that failed, and how."""
+
+    @property
+    def num_running(self) -> int:
+        """Groups that are being generated or scored."""
+        return sum(len(seat.running) for seat in self._seats)
+
+    def wake(self) -> None:
+        """Look again whether something may be issued."""
+        self._changed.set()
+
+    def lose(self, name: str, reason: str) -> None:
+        """Leave an endpoint out; its groups are issued again elsewhere. Fails the actor if it was the last one."""
+        seats = [seat for seat in self._seats if seat.endpoint.name == name]
+        for seat in seats:
+            self.lost[name] = reason
+            self._seats.remove(seat)
+            for running in seat.running:
+                running.cancel()
+        if seats and not self._seats:
+            causes = "; ".join(f"{lost}: {why}" for lost, why in self.lost.items())
+            self._fail(EndpointError(f"no inference server is left ({causes})"))
+        self.wake()
+
+    async def run(self) -> None:
+        """Issue groups for ever; raises what a reward function raised, or why no endpoint is left."""
+        try:
+            while self._failure is None:
+                self._changed.clear()
+                while (seat := self._free_seat()) is not None and self._may_issue():
+                    self._issue(seat)
+                await self._changed.wait()
+            raise self._failure
+        finally:
+            running = [task for seat in self._seats for task in seat.running]
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = self._failure or error
+        self.wake()
+
+    def _free_seat(self) -> _Seat | None:
+        free = [seat for seat in self._seats if len(seat.running) < seat.capacity]
+        return min(free, key=lambda seat: len(seat.running) / seat.capacity, default=None)
+
+    def _issue(self, seat: _Seat) -> None:
+        index = self._ledger.next_item()
+        self._num_issued += 1
+        running = asyncio.ensure_future(self._group(seat, index, self._num_issued))
+        seat.running.add(running)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            seat.running.discard(task)
+            if task.cancelled():
+                self._ledger.requeue(index)
+            elif (error := task.exception()) is not None:
+                self._ledger.requeue(index)
+                if isinstance(error, EndpointError):
+                    self.lose(seat.endpoint.name, error.message)
+                else:
+                    self._fail(error)
+            self.wake()
+
+        running.add_done_callback(ended)
+
+    async def _group(self, seat: _Seat, index: int, serial: int) -> None:
+        """Sample and score one group; what it raises says whether the endpoint or the task is to blame."""
+        try:
+            item = self._task.item(index)
+        except Exception as error:  # tasks are user code
+            raise TaskError(f"task {self._task.name!r} failed to make item {index}: {error!r}") from error
+        prompt_token_ids = self.render(item)
+        request = GenerateRequest(
+            request_id=f"item-{index}-{serial}",
+            prompt_token_ids=prompt_token_ids,
+            sampling=self._sampling.model_copy(update={"seed": _seed(self._seed, index)}),
+        )
+        response = await seat.endpoint.generate(request)
+        if any(completion.finish_reason == "abort" for completion in response.completions):
+            self._ledger.requeue(index)
+            return
+        rewards = await self._rewards(item, response.completions)
+        rollouts = [
+            Rollout(
+                prompt_token_ids=prompt_token_ids,
+                completion_token_ids=completion.token_ids,
+                behaviour_logprobs=completion.logprobs,
+                version_spans=completion.version_spans,
+                finish_reason=completion.finish_reason,
+                reward=reward,
+                temperature=self._sampling.temperature,
+            )
+            for completion, reward in zip(response.completions, rewards, strict=True)
+        ]
+        self._ledger.finish(index)
+        self._on_group(Group(serial, index, rollouts, seat.endpoint.name))
+
+    def render(self, item: TaskItem) -> tuple[int, ...]:
+        """Return the prompt of an item as token ids."""
+        if self._tokenizer.chat_template:
+            messages = [{"role": "user", "content": item.prompt}]
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return tuple(self._tokenizer(item.prompt)["input_ids"])
+
+    async def _rewards(self, item: TaskItem, completions: tuple[Completion, ...]) -> list[float]:
+        """Score in a thread, so that a slow reward function keeps nobody waiting; a hanging one is a `TaskError`."""
+
+        def score() -> list[float]:
+            texts = [
+                self._tokenizer.decode(list(completion.token_ids), skip_special_tokens=True)
+                for completion in completions
+            ]
+            return [float(self._task.score(item, text)) for text in texts]
+
+        try:
+            async with asyncio.timeout(self._reward_timeout_s):
+                return await run_abandonable(score, "inflight-reward")
+        except TimeoutError as error:
+            raise TaskError(
+                f"the reward of task {self._task.name!r}, item {item.index}, took longer than {self._reward_timeout_s:g} s"
+            ) from error
+        except InflightError:
+            raise
+        except Exception as error:  # rewards are user code
+            raise TaskError(f"the reward of task {self._task.name!r} raised on item {item.index}: {error!r}") from error
+
+
+def _seed(seed: int, index: int) -> int:
+    """A seed for one item of one run: the same item of the same run is sampled alike, whatever the order."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=6).digest())

@@ -1,0 +1,70 @@
+"""From finished groups to the messages of one optimizer step: advantages, staleness, packing, global counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from inflight.losses import LossPreset, collate, empty_micro_batch, global_counts
+from inflight.pipeline.channel import encode
+from inflight.pipeline.messages import message_of
+from inflight.rollouts import StalenessPolicy, group_advantages, pack
+from inflight.types import Group, Sample
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """The data of one optimizer step, and what it is made of."""
+
+    groups: Sequence[Group]
+    samples: Sequence[Sample]
+    version: int
+    """Version of the weights that the step starts from."""
+    token_lags: Sequence[int]
+    """Lag of every token that is trained on."""
+    num_stale_tokens: int
+    """Tokens that were too old and are masked."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Training tokens: prompts and completions."""
+        return sum(sample.rollout.num_tokens for sample in self.samples)
+
+
+def make_batch(groups: Sequence[Group], version: int, preset: LossPreset, staleness: StalenessPolicy) -> StepBatch:
+    """Return the samples of finished groups, for a step that starts from ``version``.
+
+    A completion whose tokens are all too old is left out.
+    """
+    samples, lags, num_stale = [], [], 0
+    for group in groups:
+        advantages = group_advantages([rollout.reward for rollout in group.rollouts], preset.advantages)
+        for rollout, advantage in zip(group.rollouts, advantages, strict=True):
+            versions = rollout.token_versions()
+            loss_mask = staleness.mask(versions, version)
+            lags += [version - v for v, kept in zip(versions, loss_mask, strict=True) if kept]
+            num_stale += loss_mask.count(False)
+            if any(loss_mask):
+                samples.append(Sample(rollout, [advantage] * len(versions), loss_mask))
+    return StepBatch(groups, samples, version, lags, num_stale)
+
+
+def frames_of(batch: StepBatch, max_tokens: int, num_ranks: int, *, publish: bool) -> list[bytes]:
+    """Return the message to each rank; all have the same number of micro-batches."""
+    counts = global_counts(batch.samples)
+    lengths = [sample.rollout.num_tokens for sample in batch.samples]
+    frames = []
+    for micro_batches in pack(lengths, max_tokens, num_ranks):
+        collated = [
+            collate([batch.samples[i] for i in indices]) if indices else empty_micro_batch()
+            for indices in micro_batches
+        ]
+        layouts, tensors = message_of(collated)
+        message = {
+            "type": "train",
+            "layouts": layouts,
+            "counts": {"num_tokens": counts.num_tokens, "num_sequences": counts.num_sequences},
+            "publish": publish,
+        }
+        frames.append(encode(message, tensors))
+    return frames

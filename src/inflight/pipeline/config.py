@@ -1,0 +1,200 @@
+"""The configuration of a run: one typed model, read from TOML, every field overridable on the command line."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import pydantic
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from inflight.errors import ConfigError
+from inflight.wire import InFlightPolicy
+
+
+class Section(BaseModel):
+    """Base of every section: immutable, unknown keys refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RunSection(Section):
+    """What kind of run, for how long, and where it is written."""
+
+    directory: Path
+    mode: Literal["pipeline", "conventional"] = "pipeline"
+    """``pipeline``: generation never stops. ``conventional``: generate for G optimizer steps, then train them."""
+    conventional_steps: int = Field(default=1, ge=1)
+    """G of the conventional mode."""
+    num_steps: int = Field(default=100, ge=1)
+    stop_at_reward: float | None = None
+    """End the run early once the mean reward over the last ten steps reaches this; None: never."""
+    seed: int = 0
+    checkpoint_every_steps: int = Field(default=50, ge=1)
+    keep_checkpoints: int = Field(default=2, ge=1)
+    start_timeout_s: float = Field(default=180.0, gt=0)
+    step_timeout_s: float = Field(default=900.0, gt=0)
+    """Longest wait for one batch of finished completions, or for one optimizer step."""
+
+
+class ModelSection(Section):
+    """The model that is trained and served."""
+
+    path: Path
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+class TaskSection(Section):
+    """The task: a reasoning-gym dataset by name, or ``module:factory``."""
+
+    name: str
+    params: dict[str, Any] = {}
+    reward_timeout_s: float = Field(default=60.0, gt=0)
+
+
+class SamplingSection(Section):
+    """How completions are sampled."""
+
+    group_size: int = Field(default=8, ge=2)
+    temperature: float = Field(default=1.0, gt=0.0)
+    max_tokens: int = Field(default=128, ge=1)
+
+
+class ServersSection(Section):
+    """The fleet: ``count`` embedded servers started by the run, or running ones by URL."""
+
+    count: int = Field(default=1, ge=1)
+    urls: tuple[str, ...] = ()
+    """Servers to attach to; when given, none is started. The control token is read from INFLIGHT_TOKEN."""
+    max_concurrent: int = Field(default=64, ge=1)
+    threads: int = Field(default=1, ge=1)
+    device: str | None = None
+    in_flight: InFlightPolicy = InFlightPolicy.KEEP
+    publish_deadline_s: float = Field(default=60.0, gt=0)
+    backend: Literal["gloo", "nccl"] = "gloo"
+    generate_timeout_s: float = Field(default=600.0, gt=0)
+
+
+class TrainSection(Section):
+    """The workers and their optimizer."""
+
+    worker: str = "fsdp"
+    """Entry point in the group ``inflight.workers``."""
+    num_ranks: int = Field(default=1, ge=1)
+    threads: int = Field(default=1, ge=1)
+    tokens_per_worker: int = Field(default=4096, ge=1)
+    """A step begins once this many training tokens (prompts and completions) have accumulated for each worker."""
+    max_tokens_per_micro_batch: int = Field(default=4096, ge=1)
+    learning_rate: float = Field(default=1e-4, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    max_gradient_norm: float = Field(default=1.0, gt=0)
+    warmup_steps: int = Field(default=0, ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    train_on_equal_rewards: bool = False
+    """Groups whose rewards are all equal have no advantage; by default they are counted but not trained on."""
+
+
+class LossSection(Section):
+    """Policy loss, advantages and staleness."""
+
+    preset: str = "pipelinerl_paper"
+    reference_kl: float = Field(default=0.0, ge=0)
+    max_lag: int = Field(default=8, ge=0)
+    """Largest lag, in versions, of a token that is trained on."""
+
+
+class RunConfig(Section):
+    """One run."""
+
+    run: RunSection
+    model: ModelSection
+    task: TaskSection
+    sampling: SamplingSection = SamplingSection()
+    servers: ServersSection = ServersSection()
+    train: TrainSection = TrainSection()
+    loss: LossSection = LossSection()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> RunConfig:
+        if self.sampling.group_size > self.servers.max_concurrent:
+            raise ValueError(
+                f"sampling.group_size {self.sampling.group_size} exceeds servers.max_concurrent "
+                f"{self.servers.max_concurrent}: a group would never run as a whole"
+            )
+        return self
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Training tokens of one optimizer step over all workers."""
+        return self.train.tokens_per_worker * self.train.num_ranks
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Return the configuration in a TOML file, with overrides such as ``["--train.learning_rate", "1e-4"]``.
+
+    Raises `ConfigError` that names the key, the value, and for an unknown key the nearest one. Relative paths are
+    taken from the current directory.
+    """
+    try:
+        values = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"configuration {str(path)!r} cannot be read: {error.strerror}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"configuration {str(path)!r} is not TOML: {error}") from error
+    for key, value in _pairs(overrides):
+        _set(values, key, value)
+    try:
+        return RunConfig.model_validate(values)
+    except pydantic.ValidationError as error:
+        raise ConfigError("; ".join(_explain(problem) for problem in error.errors(include_url=False))) from error
+
+
+def _pairs(overrides: Sequence[str]) -> list[tuple[str, str]]:
+    pairs, rest = [], list(overrides)
+    while rest:
+        flag = rest.pop(0)
+        if not flag.startswith("--"):
+            raise ConfigError(f"{flag!r} is no override; write --section.field value")
+        key, has_value, value = flag[2:].partition("=")
+        if not has_value:
+            if not rest:
+                raise ConfigError(f"override {flag} has no value")
+            value = rest.pop(0)
+        pairs.append((key, value))
+    return pairs
+
+
+def _set(values: dict[str, Any], key: str, text: str) -> None:
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *sections, name = key.split(".")
+    for section in sections:
+        values = values.setdefault(section, {})
+        if not isinstance(values, dict):
+            raise ConfigError(f"override --{key}: {section!r} is a value, not a section")
+    values[name] = value
+
+
+def _explain(problem: Any) -> str:
+    location = [str(part) for part in problem["loc"]]
+    key = ".".join(location)
+    if problem["type"] == "extra_forbidden":
+        known = _known_keys(location[:-1])
+        nearest = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.0)
+        prefix = "".join(f"{part}." for part in location[:-1])
+        return f"unknown key {key!r}; did you mean {prefix}{nearest[0]}?"
+    if problem["type"] == "missing":
+        return f"key {key!r} is missing"
+    return f"{key or 'configuration'}: {problem['msg']} (got {problem['input']!r})" if key else str(problem["msg"])
+
+
+def _known_keys(sections: Sequence[str]) -> list[str]:
+    model: Any = RunConfig
+    for section in sections:
+        model = model.model_fields[section].annotation
+    return list(model.model_fields)

@@ -1,0 +1,81 @@
+"""What a person sees while a run goes on: a live table on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+_LINE_EVERY_S = 5.0
+
+
+class Progress:
+    """Shows rows as they come. Call `close` before printing anything else."""
+
+    def __init__(self, num_steps: int) -> None:
+        self._num_steps = num_steps
+        self._console = Console()
+        self._live: Live | None = None
+        self._last_line = 0.0
+
+    def note(self, text: str) -> None:
+        """Print one line above the table."""
+        self._console.print(f"inflight: {text}", highlight=False, markup=False)
+
+    def step(self, row: Mapping[str, Any]) -> None:
+        """Show the row of a step."""
+        if self._console.is_terminal:
+            if self._live is None:
+                self._live = Live(console=self._console, refresh_per_second=4)
+                self._live.start()
+            self._live.update(self._table(row))
+        elif time.monotonic() - self._last_line > _LINE_EVERY_S or row["version"] == self._num_steps:
+            self._last_line = time.monotonic()
+            self.note("  ".join(f"{name} {value}" for name, value in self._facts(row)))
+
+    def close(self) -> None:
+        """Leave the terminal as it was found, with the last table on it."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def summary(self, summary: Mapping[str, Any], directory: Path) -> None:
+        """Print what came of the run and where it is written."""
+        first, last = _number(summary["first_reward"], ".3f"), _number(summary["last_reward"], ".3f")
+        self.note(
+            f"reward {first} -> {last} in {summary['elapsed_s']:.0f} s, {summary['version']} steps, "
+            f"{summary['num_samples']} completions, {summary['trained_tokens_per_s']:.0f} trained tokens/s"
+        )
+        self.note(
+            f"{summary['completions_with_three_or_more_versions']} completions were sampled from three or more weight "
+            f"versions; servers were held {100 * summary['held_share']:.2f} % of the time"
+        )
+        self.note(f"written to {directory}: summary.json, metrics.jsonl, checkpoints/, plots/")
+
+    def _table(self, row: Mapping[str, Any]) -> Table:
+        table = Table(show_header=True, header_style="bold")
+        for name, _ in self._facts(row):
+            table.add_column(name, justify="right")
+        table.add_row(*(value for _, value in self._facts(row)))
+        return table
+
+    def _facts(self, row: Mapping[str, Any]) -> list[tuple[str, str]]:
+        return [
+            ("step", f"{row['version']}/{self._num_steps}"),
+            ("reward", _number(row["reward"], ".3f")),
+            ("lag", f"{row['lag_mean']:.1f} (max {row['lag_max']})"),
+            ("ESS", _number(row.get("effective_sample_size"), ".3f")),
+            ("tokens/s", f"{row['completion_tokens_per_s']:.0f} sampled, {row['trained_tokens_per_s']:.0f} trained"),
+            ("held", f"{100 * row['held_share']:.2f} %"),
+            ("length", _number(row["completion_length"], ".0f")),
+            ("time", f"{row['time_s']:.0f} s"),
+        ]
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

@@ -1,0 +1,425 @@
+"""The run: one controller that starts servers and trainer ranks, feeds them, and writes down what happened.
+
+    task -> actor -> finished groups -> advantages -> staleness -> packing -> workers -> step -> publish -> servers
+
+Actor and trainer are concurrent: this process samples and scores while the ranks, processes of their own, train and
+publish. ``mode = "conventional"`` runs the same parts in turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import signal
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from inflight import __version__
+from inflight.checkpoints import load_config, load_tokenizer
+from inflight.errors import ConfigError, TrainerError, error_from_code
+from inflight.http.client import HttpEndpoint
+from inflight.losses import PRESETS, Metrics, add_metrics, decode_metrics, metric_values
+from inflight.pipeline.actor import Actor
+from inflight.pipeline.admission import PhasedAdmission, TokensPerGroup, pipeline_admission
+from inflight.pipeline.batches import StepBatch, frames_of, make_batch
+from inflight.pipeline.channel import Message, encode
+from inflight.pipeline.checkpoints import checkpoint_path, finish_checkpoint, latest_checkpoint
+from inflight.pipeline.config import RunConfig
+from inflight.pipeline.journal import Journal
+from inflight.pipeline.plots import plot_run
+from inflight.pipeline.processes import Rank, Server, ask, start_ranks, start_servers, watch_servers
+from inflight.pipeline.progress import Progress
+from inflight.rollouts import BatchComposer, Ledger, StalenessPolicy, load_task
+from inflight.types import Group
+from inflight.wire import SamplingParams
+
+T = TypeVar("T")
+
+_SAMPLE_S = 0.05
+"""How often the timeline notes what is running."""
+
+
+def train(config: RunConfig, *, resume: bool = False, tensorboard: bool = False) -> int:
+    """Run to the end, or until Ctrl-C; returns the exit status (0 done, 130 interrupted with everything saved).
+
+    Raises an `InflightError` that says what stopped the run; the last checkpoint is whole then.
+    """
+    return asyncio.run(_Run(config, resume=resume, tensorboard=tensorboard).run())
+
+
+class _Run:
+    """State of one run that outlives a step."""
+
+    def __init__(self, config: RunConfig, *, resume: bool, tensorboard: bool) -> None:
+        self._config = config
+        self._directory = config.run.directory
+        if config.loss.preset not in PRESETS:
+            raise ConfigError(f"unknown loss preset {config.loss.preset!r}; known: {', '.join(sorted(PRESETS))}")
+        self._preset = PRESETS[config.loss.preset]
+        self._task = load_task(config.task.name, config.task.params, config.run.seed)
+        load_config(config.model.path)
+        self._tokenizer = load_tokenizer(config.model.path)
+        if self._tokenizer is None:
+            raise ConfigError(f"model directory {str(config.model.path)!r} has no tokenizer")
+        self._checkpoint, state = self._open_directory(resume)
+        self._ledger = Ledger() if state is None else Ledger.from_json(state["ledger"])
+        self._journal = Journal(self._directory, None if state is None else state["journal"], tensorboard=tensorboard)
+        self._staleness = StalenessPolicy(config.loss.max_lag)
+        self._composer = BatchComposer(config.train.tokens_per_worker, config.train.num_ranks)
+        guess = config.sampling.group_size * (64 + config.sampling.max_tokens / 2)
+        self._tokens_per_group = TokensPerGroup(guess)
+        self._phase = PhasedAdmission(config.tokens_per_step * config.run.conventional_steps, self._tokens_per_group)
+        self._progress = Progress(config.run.num_steps)
+        self._version = 0
+        self._interrupted = asyncio.Event()
+        self._arrived = asyncio.Event()
+        self._servers: list[Server] = []
+        self._ranks: list[Rank] = []
+        self._endpoints: list[HttpEndpoint] = []
+        self._actor: Actor
+
+    def _open_directory(self, resume: bool) -> tuple[Path | None, dict[str, Any] | None]:
+        """Return where to load the workers from, and the run's saved state; both None in a new run."""
+        if resume:
+            return latest_checkpoint(self._directory)
+        if (self._directory / "metrics.jsonl").exists():
+            raise ConfigError(
+                f"{str(self._directory)!r} holds a run already: continue it with --resume, "
+                "or choose another directory with --run.directory"
+            )
+        try:
+            (self._directory / "checkpoints").mkdir(parents=True, exist_ok=True)
+            (self._directory / "logs").mkdir(exist_ok=True)
+            (self._directory / "config.json").write_text(self._config.model_dump_json(indent=2) + "\n")
+        except OSError as error:
+            raise ConfigError(f"run directory {str(self._directory)!r} cannot be made: {error.strerror}") from error
+        return None, None
+
+    async def run(self) -> int:
+        """Start everything, train, and stop everything, whatever happens."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._interrupt)
+        background: list[asyncio.Task[Any]] = []
+        try:
+            await self._unless_interrupted(self._start())
+            background = [
+                asyncio.create_task(call)
+                for call in (self._actor.run(), self._watch_servers(), self._note_what_runs())
+            ]
+            training = asyncio.create_task(self._train())
+            await asyncio.wait({training, *background}, return_when=asyncio.FIRST_COMPLETED)
+            failed = [task for task in background if task.done()]
+            if failed and not training.done():
+                training.cancel()
+                await asyncio.gather(training, return_exceptions=True)
+                await asyncio.gather(*failed)
+            await training
+        except asyncio.CancelledError:
+            pass
+        finally:
+            for task in background:
+                task.cancel()
+            await asyncio.gather(*background, return_exceptions=True)
+            await self._stop()
+        return self._finish()
+
+    def _interrupt(self) -> None:
+        if self._interrupted.is_set():
+            for child in (*self._ranks, *self._servers):
+                with contextlib.suppress(ProcessLookupError):
+                    child.process.kill()
+        self._interrupted.set()
+        self._progress.note("stopping after this step; Ctrl-C again stops at once")
+
+    async def _unless_interrupted(self, call: Awaitable[T]) -> T:
+        """Await a call, or be cancelled by Ctrl-C."""
+        calling, interrupted = asyncio.ensure_future(call), asyncio.ensure_future(self._interrupted.wait())
+        try:
+            await asyncio.wait({calling, interrupted}, return_when=asyncio.FIRST_COMPLETED)
+            if not calling.done():
+                raise asyncio.CancelledError
+            return calling.result()
+        finally:
+            interrupted.cancel()
+            calling.cancel()
+            await asyncio.gather(calling, return_exceptions=True)
+
+    # ------------------------------------------------------------------------------------------------ start and stop
+
+    async def _start(self) -> None:
+        config, logs = self._config, self._directory / "logs"
+        token = os.environ.get("INFLIGHT_TOKEN") or secrets.token_urlsafe(24)
+        self._progress.note("starting servers and trainers")
+        self._ranks = await start_ranks(config, logs, token)
+        if not config.servers.urls:
+            self._servers = await start_servers(config, logs, token, config.model.path)
+        urls = config.servers.urls or tuple(server.url for server in self._servers)
+        timeout_s = config.servers.generate_timeout_s
+        self._endpoints = [HttpEndpoint(url, token=token, generate_timeout_s=timeout_s) for url in urls]
+        capabilities = await asyncio.gather(*(endpoint.capabilities() for endpoint in self._endpoints))
+        for endpoint, can in zip(self._endpoints, capabilities, strict=True):
+            if config.servers.in_flight not in can.in_flight_policies:
+                raise ConfigError(f"{endpoint.name} does not declare the in-flight policy {config.servers.in_flight}")
+        self._actor = Actor(
+            {e: min(can.max_concurrent_sequences, config.servers.max_concurrent)
+             for e, can in zip(self._endpoints, capabilities, strict=True)},
+            self._task,
+            self._tokenizer,
+            SamplingParams(
+                n=config.sampling.group_size,
+                temperature=config.sampling.temperature,
+                max_tokens=config.sampling.max_tokens,
+            ),
+            self._ledger,
+            seed=config.run.seed,
+            reward_timeout_s=config.task.reward_timeout_s,
+            may_issue=self._admission(),
+            on_group=self._group_finished,
+        )
+        answer = await self._ask_all(self._start_message(urls), config.run.start_timeout_s)
+        self._version = answer["version"]
+        self._note_publish(answer)
+
+    def _admission(self) -> Callable[[], bool]:
+        if self._config.run.mode == "conventional":
+            return lambda: self._phase.may_issue(self._actor.num_running, self._composer.num_tokens)
+        return pipeline_admission(
+            self._staleness, self._config.tokens_per_step, self._tokens_per_group, lambda: self._ledger.outstanding
+        )
+
+    def _start_message(self, urls: tuple[str, ...]) -> Message:
+        config = self._config
+        return {
+            "type": "start",
+            "worker": config.train.worker,
+            "worker_settings": {
+                "model_path": str(config.model.path),
+                "dtype": config.model.dtype,
+                "wire_dtype": config.model.dtype,
+                "learning_rate": config.train.learning_rate,
+                "weight_decay": config.train.weight_decay,
+                "max_gradient_norm": config.train.max_gradient_norm,
+                "warmup_steps": config.train.warmup_steps,
+                "schedule": config.train.schedule,
+                "total_steps": config.run.num_steps,
+            },
+            "threads": config.train.threads,
+            "preset": config.loss.preset,
+            "reference_kl": config.loss.reference_kl,
+            "checkpoint": None if self._checkpoint is None else str(self._checkpoint),
+            "urls": list(urls),
+            "run_id": f"{self._directory.name}-{uuid.uuid4().hex[:8]}",
+            "backend": config.servers.backend,
+            "in_flight": config.servers.in_flight.value,
+            "publish_deadline_s": config.servers.publish_deadline_s,
+        }
+
+    async def _stop(self) -> None:
+        self._progress.close()
+        await asyncio.gather(*(endpoint.aclose() for endpoint in self._endpoints), return_exceptions=True)
+        for rank in self._ranks:
+            rank.channel.close()
+        await asyncio.gather(*(child.stop() for child in (*self._ranks, *self._servers)))
+
+    async def _watch_servers(self) -> None:
+        """Say which of our own servers died; the actor issues its work elsewhere, or fails if it was the last one."""
+        alive = list(self._servers)
+        while alive:
+            error = await watch_servers(alive)
+            alive = [server for server in alive if server.url != error.endpoint]
+            self._progress.note(str(error))
+            self._actor.lose(error.endpoint, error.message)
+        await asyncio.Event().wait()
+
+    async def _note_what_runs(self) -> None:
+        """Note for the timeline how many groups are running."""
+        while True:
+            now = time.time()
+            self._journal.event("running", now, now, num_groups=self._actor.num_running)
+            await asyncio.sleep(_SAMPLE_S)
+
+    def _finish(self) -> int:
+        steps_done = self._version
+        interrupted = self._interrupted.is_set()
+        summary = self._journal.summarize(
+            {
+                "version": self._version,
+                "mode": self._config.run.mode,
+                "task": self._task.name,
+                "interrupted": interrupted,
+                "ledger": self._ledger_counts(),
+                "inflight": __version__,
+                "config": json.loads(self._config.model_dump_json()),
+            }
+        )
+        self._journal.close()
+        plot_run(self._directory)
+        self._progress.summary(summary, self._directory)
+        if interrupted:
+            self._progress.note(f"stopped at version {steps_done}; continue with the same command and --resume")
+            return 130
+        return 0
+
+    # ------------------------------------------------------------------------------------------------------- steps
+
+    def _group_finished(self, group: Group) -> None:
+        self._journal.group_finished(group)
+        rewards = {rollout.reward for rollout in group.rollouts}
+        if len(rewards) == 1 and not self._config.train.train_on_equal_rewards and not self._config.loss.reference_kl:
+            self._tokens_per_group.add(0)
+            self._ledger.drop(group.item_index, "equal rewards")
+        else:
+            self._tokens_per_group.add(group.num_tokens)
+            self._composer.add(group)
+        self._arrived.set()
+
+    async def _train(self) -> None:
+        stepping = self._pipeline_steps if self._config.run.mode == "pipeline" else self._conventional_steps
+        last_saved = self._version
+        async for _ in stepping():
+            done = self._version >= self._config.run.num_steps or self._reward_reached() or self._interrupted.is_set()
+            if done or self._version - last_saved >= self._config.run.checkpoint_every_steps:
+                await self._save()
+                last_saved = self._version
+            if done:
+                return
+
+    def _reward_reached(self) -> bool:
+        target, reward = self._config.run.stop_at_reward, self._journal.recent_reward()
+        return target is not None and reward is not None and reward >= target
+
+    async def _pipeline_steps(self) -> Any:
+        """Train on the next batch as soon as it is there; the one after it is prepared meanwhile."""
+        batch = await self._next_batch(self._version)
+        while True:
+            preparing = asyncio.create_task(self._next_batch(self._version + 1))
+            try:
+                await self._step(batch, publish=True)
+                yield
+                batch = await preparing
+            finally:
+                preparing.cancel()
+
+    async def _conventional_steps(self) -> Any:
+        """Generate for G steps, wait for all of it, train G steps, publish."""
+        num_steps = self._config.run.conventional_steps
+        while True:
+            self._phase.begin()
+            self._actor.wake()
+            await self._until(lambda: self._composer.num_tokens >= self._config.tokens_per_step * num_steps)
+            self._phase.end()
+            await self._until(lambda: self._actor.num_running == 0)
+            for i in range(num_steps):
+                groups = self._composer.take()
+                if i == num_steps - 1:
+                    while self._composer.num_groups:
+                        groups += self._composer.take()
+                batch = make_batch(groups, self._version, self._preset, self._staleness)
+                await self._step(batch, publish=i == num_steps - 1)
+                yield
+
+    async def _next_batch(self, version: int) -> StepBatch:
+        """Wait for the tokens of one step; groups whose tokens are all too old are dropped and replaced."""
+        while True:
+            await self._until(self._composer.ready)
+            groups = self._composer.take()
+            batch = make_batch(groups, version, self._preset, self._staleness)
+            if batch.samples:
+                return batch
+            for group in groups:
+                self._ledger.drop(group.item_index, "stale")
+            self._actor.wake()
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        timeout_s = self._config.run.step_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not condition():
+                    self._arrived.clear()
+                    await self._unless_interrupted(self._arrived.wait())
+        except TimeoutError as error:
+            raise TrainerError(
+                f"no batch of {self._config.tokens_per_step} tokens came together within {timeout_s:g} s: "
+                f"{self._composer.num_tokens} tokens are finished, {self._actor.num_running} groups are running, "
+                f"ledger {self._ledger_counts()}. Are all rewards equal?"
+            ) from error
+
+    async def _step(self, batch: StepBatch, *, publish: bool) -> None:
+        frames = frames_of(
+            batch, self._config.train.max_tokens_per_micro_batch, len(self._ranks), publish=publish
+        )
+        answers = await self._ask(frames, self._config.run.step_timeout_s)
+        for group in batch.groups:
+            self._ledger.train(group.item_index)
+        self._version = answers[0]["version"]
+        self._journal.event("train", *answers[0]["train_span"])
+        metrics: Metrics = {}
+        for answer in answers:
+            metrics = add_metrics(metrics, decode_metrics(answer["metrics"]))
+        self._note_publish(answers[0])
+        row = self._journal.step(
+            self._version,
+            batch.token_lags,
+            batch.num_tokens,
+            {
+                **metric_values(metrics),
+                "gradient_norm": answers[0]["gradient_norm"],
+                "learning_rate": answers[0]["learning_rate"],
+                "num_step_tokens": batch.num_tokens,
+                "num_step_sequences": len(batch.samples),
+                "num_stale_tokens": batch.num_stale_tokens,
+                "groups_running": self._actor.num_running,
+                "groups_waiting": self._composer.num_groups,
+                "publish": answers[0].get("publish"),
+                "ledger": self._ledger_counts(),
+            },
+        )
+        self._progress.step(row)
+        self._actor.wake()
+        self._arrived.set()
+
+    def _note_publish(self, answer: Message) -> None:
+        if "publish" not in answer:
+            return
+        self._journal.event("publish", *answer["publish_span"], version=answer["publish"]["version"])
+        self._journal.held(answer["publish"]["held_s"])
+        for text in answer["lost"]:
+            self._progress.note(f"a server was left out: {text}")
+        for endpoint in self._endpoints:
+            if endpoint.name not in answer["endpoints"]:
+                self._actor.lose(endpoint.name, "it could not be brought to the new version")
+
+    async def _save(self) -> None:
+        """Write a checkpoint; in-flight and unused work is recorded in the ledger, to be issued again."""
+        path = checkpoint_path(self._directory, self._version)
+        await self._ask_all({"type": "save", "path": str(path)}, self._config.run.step_timeout_s)
+        state = {"ledger": self._ledger.to_json(), "journal": self._journal.state()}
+        finish_checkpoint(self._directory, self._version, state, self._config.run.keep_checkpoints)
+
+    def _ledger_counts(self) -> dict[str, Any]:
+        return {
+            "trained": self._ledger.num_trained,
+            "dropped": dict(self._ledger.num_dropped),
+            "requeued": self._ledger.num_requeued,
+            "outstanding": self._ledger.outstanding,
+        }
+
+    async def _ask_all(self, message: Message, timeout_s: float) -> Message:
+        return (await self._ask([encode(message)] * len(self._ranks), timeout_s))[0]
+
+    async def _ask(self, frames: list[bytes], timeout_s: float) -> list[Message]:
+        """Return every rank's answer; raises what a rank answered instead, in its own words."""
+        answers = await ask(self._ranks, frames, timeout_s)
+        for answer in answers:
+            if answer["type"] == "error":
+                raise error_from_code(answer["code"], answer["message"])
+        return answers
+
+

@@ -1,0 +1,55 @@
+"""When the trainer has enough: finished groups, cut into optimizer steps by their number of training tokens."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from inflight.errors import InvalidRequestError
+from inflight.types import Group
+
+
+class BatchComposer:
+    """Collects groups as they finish; a step is ready once the budget of training tokens of all workers is reached.
+
+    Steps are made of whole groups in the order of `add`, and are the shortest that reach the budget: what exceeds it
+    is less than one group.
+    """
+
+    def __init__(self, tokens_per_worker: int, num_workers: int) -> None:
+        self._tokens_per_step = tokens_per_worker * num_workers
+        self._groups: deque[Group] = deque()
+        self._num_tokens = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Training tokens (prompts and completions) that wait."""
+        return self._num_tokens
+
+    @property
+    def num_groups(self) -> int:
+        """Groups that wait."""
+        return len(self._groups)
+
+    def add(self, group: Group) -> None:
+        """Put a finished group at the end of the line."""
+        self._groups.append(group)
+        self._num_tokens += group.num_tokens
+
+    def ready(self) -> bool:
+        """Return whether the groups that wait fill an optimizer step."""
+        return self._num_tokens >= self._tokens_per_step
+
+    def take(self) -> list[Group]:
+        """Remove and return the groups of one step, oldest first. Raises `InvalidRequestError` if it is not ready."""
+        if not self.ready():
+            raise InvalidRequestError(
+                f"a step needs {self._tokens_per_step} training tokens and {self._num_tokens} wait: ask ready() first"
+            )
+        step: list[Group] = []
+        step_tokens = 0
+        while step_tokens < self._tokens_per_step:
+            group = self._groups.popleft()
+            step.append(group)
+            step_tokens += group.num_tokens
+        self._num_tokens -= step_tokens
+        return step

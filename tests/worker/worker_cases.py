@@ -1,0 +1,132 @@
+"""Tiny models, packed batches and a plain loss for the tests of the worker; seeded: every rank makes the same."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from inflight.types import MicroBatch
+from inflight_fsdp import FsdpWorker
+
+VOCAB = 64
+FAMILIES = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+
+
+def write_model(path: Path, family: str = "qwen3", *, tied: bool = True, vocab_size: int = VOCAB) -> Path:
+    """Write a random model of two layers whose weights are large enough for its distributions to be uneven."""
+    make_config, make_model = FAMILIES[family]
+    torch.manual_seed(7)
+    config = make_config(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        tie_word_embeddings=tied,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=None,
+        dtype=torch.float64,
+    )
+    model = make_model(config).double()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(path)
+    return path
+
+
+def make_batch(lengths: tuple[int, ...], seed: int, *, vocab_size: int = VOCAB, targets: bool = True) -> MicroBatch:
+    """Return packed segments with a mask that has holes, advantages of both signs, and mixed temperatures."""
+    random = torch.Generator().manual_seed(seed)
+    num_tokens = sum(lengths)
+    positions_T = torch.cat([torch.arange(length) for length in lengths]) if lengths else torch.arange(0)
+    mask_T = (torch.rand(num_tokens, generator=random) < 0.7) & (positions_T > 0) & torch.tensor(targets)
+    return MicroBatch(
+        token_ids_T=torch.randint(vocab_size, (num_tokens,), generator=random),
+        position_ids_T=positions_T,
+        segment_ids_T=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.int64)),
+        segment_lengths=lengths,
+        loss_mask_T=mask_T,
+        behaviour_logprobs_T=torch.where(mask_T, -2.0 * torch.rand(num_tokens, generator=random), 0.0),
+        advantages_T=torch.randn(num_tokens, generator=random),
+        temperature_T=0.5 + torch.rand(num_tokens, generator=random),
+        versions_T=torch.where(mask_T, 0, -1),
+    )
+
+
+def part_of(batch: MicroBatch, segments: range) -> MicroBatch:
+    """Return some neighbouring segments of a batch as a batch of their own."""
+    edges = [0, *itertools.accumulate(batch.segment_lengths)]
+    rows = slice(edges[segments.start], edges[segments.stop])
+    return MicroBatch(
+        token_ids_T=batch.token_ids_T[rows],
+        position_ids_T=batch.position_ids_T[rows],
+        segment_ids_T=batch.segment_ids_T[rows] - segments.start,
+        segment_lengths=batch.segment_lengths[segments.start : segments.stop],
+        loss_mask_T=batch.loss_mask_T[rows],
+        behaviour_logprobs_T=batch.behaviour_logprobs_T[rows],
+        advantages_T=batch.advantages_T[rows],
+        temperature_T=batch.temperature_T[rows],
+        versions_T=batch.versions_T[rows],
+    )
+
+
+def policy_loss(logprobs_T: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+    """Return a plain sum over targets that is not linear in the logprobs."""
+    ratio_T = torch.exp(logprobs_T - batch.behaviour_logprobs_T)
+    return -torch.where(batch.loss_mask_T, ratio_T * batch.advantages_T, 0.0).sum() / 16
+
+
+def accumulate(worker: FsdpWorker, batches: list[MicroBatch]) -> None:
+    """Forward and backward over the micro-batches."""
+    for batch in batches:
+        worker.backward(policy_loss(worker.forward(batch), batch))
+
+
+def settings(model_path: Path, **others: object) -> dict[str, object]:
+    """Return the settings of a float64 worker on the CPU whose first moments, once saved, are the gradients."""
+    return {
+        "model_path": str(model_path),
+        "dtype": "float64",
+        "wire_dtype": "float64",
+        "device": "cpu",
+        "learning_rate": 1e-2,
+        "betas": (0.0, 0.0),
+        "max_gradient_norm": None,
+        "logprob_chunk_size": 5,
+        **others,
+    }
+
+
+def saved_gradients(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Return the gradients of the last step of a worker of `settings`: with beta 0 the first moment is the gradient."""
+    states = load_file(checkpoint / "optimizer.safetensors")
+    return {name.removesuffix(".exp_avg"): state for name, state in states.items() if name.endswith(".exp_avg")}
+
+
+def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
+    """Assert that both have the same names and that no element differs by more, relative to the largest of all."""
+    assert found.keys() == expected.keys()
+    expected = {name: value.detach() for name, value in expected.items()}
+    scale = max(float(value.abs().max()) for value in expected.values())
+    for name, value in expected.items():
+        difference = float((found[name] - value).abs().max()) / scale
+        assert difference < tolerance, f"{name} differs by {difference:.1e} of {scale:.1e}"
+
+
+def file_bytes(directory: Path) -> dict[str, bytes]:
+    """Return the content of every file under a directory."""
+    return {str(f.relative_to(directory)): f.read_bytes() for f in sorted(directory.rglob("*")) if f.is_file()}
