@@ -18,9 +18,10 @@ def first_failure(failure: str | None, device: torch.device) -> str | None:
     text = (failure or "").encode()[:_MESSAGE_BYTES]
     mine = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
     mine[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-    everyone = torch.zeros(dist.get_world_size() * _MESSAGE_BYTES, dtype=torch.uint8, device=device)
-    dist.all_gather_into_tensor(everyone, mine.to(device))
-    for rank, message in enumerate(everyone.cpu().view(-1, _MESSAGE_BYTES)):
+    mine = mine.to(device)
+    everyone = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    for rank, message in enumerate(everyone):
         if message[0]:
             words = bytes(message.tolist()).rstrip(b"\0").decode(errors="ignore")
             return words if rank == dist.get_rank() else f"rank {rank}: {words}"

@@ -13,8 +13,14 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, Gemma2Config, Gemma2ForCausalLM
-from worker_cases import (
-    FAMILIES,
+
+from inflight.contracts import TrainerWorker
+from inflight.errors import CheckpointError, ConfigError, NonFiniteError, TrainerError, UnsupportedError
+from inflight.weights.buckets import plan_buckets
+from inflight_fsdp import FsdpWorker, WorkerConfig, create_worker
+from inflight_fsdp.optimizer import learning_rate_at
+from tests.models import FAMILIES, make_model
+from tests.worker.worker_cases import (
     VOCAB,
     accumulate,
     assert_close,
@@ -24,24 +30,13 @@ from worker_cases import (
     policy_loss,
     saved_gradients,
     settings,
-    write_model,
 )
-
-from inflight.contracts import TrainerWorker
-from inflight.errors import CheckpointError, ConfigError, NonFiniteError, TrainerError, UnsupportedError
-from inflight.weights.buckets import plan_buckets
-from inflight_fsdp import FsdpWorker, WorkerConfig, create_worker
-from inflight_fsdp.optimizer import learning_rate_at
 
 LENGTHS = (9, 4, 17, 1, 6, 40)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def write_model(path, family="qwen3", *, tied=True):
+    return make_model(path, family, tied=tied, dtype=torch.float64, tokenizer=False)
 
 
 @pytest.fixture(scope="module")

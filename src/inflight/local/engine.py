@@ -339,7 +339,7 @@ class Engine:
             use_cache=False,
             step_plan=plan,
         ).last_hidden_state[0]
-        if len(keep) != len(packed):
+        if keep != list(range(len(packed))):
             hidden = hidden[torch.tensor(keep, device=self._device)]
         logits_BV = self._head(hidden)
         plan.finish()

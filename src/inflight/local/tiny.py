@@ -149,12 +149,10 @@ def warm_start(
 
 
 def corrupt(answer: str, rng: random.Random) -> str:
-    """Return the answer with its beginning missing, or with a piece of its end once more in front of it."""
-    if len(answer) < 2:
-        return ""
-    if rng.random() < 0.5:
-        return answer[rng.randrange(1, len(answer)) :]
-    return answer[-rng.randint(1, min(3, len(answer) - 1)) :] + answer
+    """Return the answer without some of its first half or, one time in four, with its last character put in front."""
+    if rng.random() < 0.25:
+        return answer[-1:] + answer
+    return answer[rng.randint(1, max(1, len(answer) // 2)) :]
 
 
 def _imitation_loss(model: Any, rows: Sequence[tuple[list[int], list[int]]]) -> torch.Tensor:

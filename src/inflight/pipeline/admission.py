@@ -27,13 +27,23 @@ class TokensPerGroup:
 
 
 def pipeline_admission(
-    staleness: StalenessPolicy, tokens_per_step: int, tokens_per_group: TokensPerGroup, outstanding: Callable[[], int]
+    staleness: StalenessPolicy,
+    tokens_per_step: int,
+    tokens_per_group: TokensPerGroup,
+    num_outstanding: Callable[[], int],
+    num_waiting_tokens: Callable[[], int],
 ) -> Callable[[], bool]:
-    """Return the rule of the pipeline: issued and not yet trained groups stay within what the lag bound allows."""
+    """Return the rule of the pipeline, which keeps endpoints full as far as that does not make data old.
+
+    Issued and not yet trained groups stay within what the lag bound allows. Where generation is faster than training,
+    the bound alone would let every token wait until it is just not too old; so nothing is issued either while the
+    tokens of a whole step wait.
+    """
 
     def may_issue() -> bool:
         groups_per_step = tokens_per_step / tokens_per_group.mean()
-        return outstanding() < staleness.max_outstanding_groups(groups_per_step)
+        bound = staleness.max_outstanding_groups(groups_per_step)
+        return num_outstanding() < bound and num_waiting_tokens() < tokens_per_step
 
     return may_issue
 

@@ -43,7 +43,7 @@ class Journal:
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(str(directory / "tensorboard"))  # type: ignore[no-untyped-call]
+            self._writer = SummaryWriter(str(directory / "tensorboard"))
 
     def state(self) -> dict[str, Any]:
         """Return what a resumed run needs to go on counting."""

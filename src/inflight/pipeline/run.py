@@ -191,7 +191,11 @@ class _Run:
         if self._config.run.mode == "conventional":
             return lambda: self._phase.may_issue(self._actor.num_running, self._composer.num_tokens)
         return pipeline_admission(
-            self._staleness, self._config.tokens_per_step, self._tokens_per_group, lambda: self._ledger.outstanding
+            self._staleness,
+            self._config.tokens_per_step,
+            self._tokens_per_group,
+            lambda: self._ledger.outstanding,
+            lambda: self._composer.num_tokens,
         )
 
     def _start_message(self, urls: tuple[str, ...]) -> Message:

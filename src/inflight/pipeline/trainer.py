@@ -78,7 +78,12 @@ class Trainer:
         self._settings = message
         torch.set_num_threads(message["threads"])
         if int(os.environ["WORLD_SIZE"]) > 1:
-            dist.init_process_group(message["backend"], init_method=f"file://{os.environ['INFLIGHT_RENDEZVOUS']}")
+            dist.init_process_group(
+                message["backend"],
+                init_method=f"file://{os.environ['INFLIGHT_RENDEZVOUS']}",
+                rank=int(os.environ["RANK"]),
+                world_size=int(os.environ["WORLD_SIZE"]),
+            )
         factory = load_worker_factory(message["worker"])
         self._worker = factory(message["worker_settings"])
         if message["reference_kl"] > 0:

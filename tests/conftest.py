@@ -1,0 +1,51 @@
+"""Fixtures shared by all tests: tiny models made on the spot, and real server processes."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TQDM_DISABLE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.models import make_model
+from tests.servers import ServerProcess
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random two-layer Qwen3 checkpoint with untied head and the byte tokenizer, float32, context 1024."""
+    return make_model(tmp_path_factory.mktemp("model") / "tiny-qwen3")
+
+
+@pytest.fixture
+def start_server(tmp_path: Path) -> Iterator[Callable[..., ServerProcess]]:
+    """Start real ``inflight serve`` processes; all of them are killed at the end of the test."""
+    servers: list[ServerProcess] = []
+
+    def start(model: Path, *arguments: str) -> ServerProcess:
+        server = ServerProcess(model, tmp_path / f"server-{len(servers)}", *arguments)
+        servers.append(server)
+        server.wait_until_ready()
+        return server
+
+    yield start
+    for server in servers:
+        server.kill()
+
+
+@pytest.fixture(scope="session")
+def shared_server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """One real server for tests that leave it as they found it (no weight updates, no kills)."""
+    server = ServerProcess(model_dir, tmp_path_factory.mktemp("shared-server"))
+    server.wait_until_ready()
+    yield server
+    server.kill()

@@ -1,0 +1,114 @@
+"""Real ``inflight train`` processes for tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+CONFIG = """
+[run]
+directory = "{directory}"
+num_steps = 6
+checkpoint_every_steps = 3
+
+[model]
+path = "{model}"
+
+[task]
+name = "tests.run.tasks:count_letters"
+
+[sampling]
+group_size = 4
+max_tokens = 48
+
+[servers]
+max_concurrent = 32
+
+[train]
+tokens_per_worker = 600
+max_tokens_per_micro_batch = 512
+learning_rate = 1e-3
+"""
+ROOT = Path(__file__).parents[2]
+
+
+class RunProcess:
+    """A run in a process of its own."""
+
+    def __init__(self, directory: Path, model: Path, *overrides: str, environment: dict[str, str] | None = None) -> None:
+        self.directory = directory / "run"
+        config = directory / "run.toml"
+        directory.mkdir(parents=True, exist_ok=True)
+        config.write_text(CONFIG.format(directory=self.directory, model=model))
+        self.log = directory / "output.log"
+        with self.log.open("ab") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "inflight", "train", str(config), *overrides],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})},
+                start_new_session=True,
+            )
+
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def wait(self, timeout_s: float = 150.0) -> int:
+        """Return the exit status; a run that hangs fails the test with its output."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"the run hangs: {self.output()[-3000:]}") from None
+
+    def wait_for_steps(self, num_steps: int, timeout_s: float = 120.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while len(self.rows()) < num_steps:
+            assert self.process.poll() is None, self.output()
+            assert time.monotonic() < deadline, self.output()
+            time.sleep(0.05)
+
+    def rows(self) -> list[dict[str, Any]]:
+        path = self.directory / "metrics.jsonl"
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        return [json.loads(line) for line in lines]
+
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.directory / "summary.json").read_text())
+
+    def servers(self) -> list[int]:
+        """Process ids of the run's own servers."""
+        return [json.loads(path.read_text())["pid"] for path in sorted((self.directory / "logs").glob("server-*.json"))]
+
+    def interrupt(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(10)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def ends_within(pid: int, timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while is_alive(pid):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True

@@ -1,0 +1,48 @@
+"""Tasks of the tests' own, found as ``tests.run.tasks:NAME``."""
+
+from __future__ import annotations
+
+import time
+
+from inflight.types import TaskItem
+
+
+class CountLetters:
+    """Rewards the share of one letter in the completion: learnable by any model within a few steps."""
+
+    name = "count_letters"
+
+    def __init__(self, seed: int, fail_from: int | None = None, hang_from: int | None = None, prompt_tokens: int = 8) -> None:
+        self._fail_from = fail_from
+        self._hang_from = hang_from
+        self._prompt_tokens = prompt_tokens
+
+    def item(self, index: int) -> TaskItem:
+        return TaskItem(index, f"{index:0{self._prompt_tokens}d}")
+
+    def score(self, item: TaskItem, completion: str) -> float:
+        if self._fail_from is not None and item.index >= self._fail_from:
+            raise ZeroDivisionError("the reward function of the test fails on purpose")
+        if self._hang_from is not None and item.index >= self._hang_from:
+            time.sleep(3600)
+        return completion.count("e") / max(1, len(completion))
+
+
+def count_letters(**params: int) -> CountLetters:
+    return CountLetters(**params)
+
+
+class AlwaysZero:
+    """No completion is better than another."""
+
+    name = "always_zero"
+
+    def item(self, index: int) -> TaskItem:
+        return TaskItem(index, str(index))
+
+    def score(self, item: TaskItem, completion: str) -> float:
+        return 0.0
+
+
+def always_zero(seed: int) -> AlwaysZero:
+    return AlwaysZero()

@@ -1,0 +1,197 @@
+"""The run as its user sees it: real servers, real trainer ranks, real signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.models import make_model
+from tests.run.runs import RunProcess, ends_within
+from tests.servers import ServerProcess
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture
+def start_run(tmp_path: Path, model_dir: Path) -> Iterator[Callable[..., RunProcess]]:
+    runs: list[RunProcess] = []
+
+    def start(*overrides: str, model: Path = model_dir, environment: dict[str, str] | None = None) -> RunProcess:
+        runs.append(RunProcess(tmp_path, model, *overrides, environment=environment))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.kill()
+
+
+def test_pipeline_run_trains_publishes_every_step_and_writes_everything_down(
+    start_run: Callable[..., RunProcess],
+) -> None:
+    run = start_run("--tensorboard")
+    assert run.wait() == 0, run.output()
+    rows, summary = run.rows(), run.summary()
+    assert [row["version"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [row["publish"]["version"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert all(0 < row["effective_sample_size"] <= 1 + 1e-6 for row in rows)
+    assert all(row["lag_max"] <= 8 for row in rows)
+    assert rows[0]["mismatch_k3"] < 1e-4  # float32 on both sides: trainer and server agree at lag 0
+    assert summary["version"] == 6
+    assert not summary["interrupted"]
+    assert sum(summary["completions_by_num_versions"].values()) == summary["num_samples"]
+    assert sum(summary["completions_by_length"].values()) == summary["num_samples"]
+    assert 0 < summary["held_share"] < 1
+    ledger = summary["ledger"]
+    assert ledger["trained"] >= 6
+    for name in ("reward", "token_lag", "lengths", "timeline"):
+        assert (run.directory / "plots" / f"{name}.png").stat().st_size > 5000
+    assert list((run.directory / "tensorboard").iterdir())
+    assert json.loads((run.directory / "config.json").read_text())["run"]["num_steps"] == 6
+    assert all(ends_within(pid, 1.0) for pid in run.servers())
+    checkpoint = run.directory / "checkpoints" / "version-000006"
+    assert load_file(checkpoint / "model.safetensors")
+
+
+def test_conventional_run_is_on_policy_at_one_step_and_lags_by_steps_otherwise(
+    start_run: Callable[..., RunProcess],
+) -> None:
+    run = start_run("--run.mode", "conventional", "--run.conventional_steps", "2", "--run.num_steps", "4")
+    assert run.wait() == 0, run.output()
+    assert [(row["lag_mean"], row["lag_max"]) for row in run.rows()] == [(0, 0), (1, 1), (0, 0), (1, 1)]
+    assert [row["publish"] is not None for row in run.rows()] == [False, True, False, True]
+    assert set(run.summary()["completions_by_num_versions"]) == {"1"}
+
+
+def test_two_ranks_and_two_servers_train_together(start_run: Callable[..., RunProcess]) -> None:
+    run = start_run("--train.num_ranks", "2", "--servers.count", "2", "--run.num_steps", "3")
+    assert run.wait() == 0, run.output()
+    rows = run.rows()
+    assert [row["version"] for row in rows] == [1, 2, 3]
+    assert len(rows[-1]["publish"]["held_s"]) == 2
+
+
+def test_interrupt_saves_and_resume_goes_on_without_losing_or_repeating_items(
+    start_run: Callable[..., RunProcess],
+) -> None:
+    run = start_run("--run.num_steps", "100000")
+    run.wait_for_steps(4)
+    run.interrupt()
+    assert run.wait() == 130, run.output()
+    assert "--resume" in run.output()
+    stopped_at = run.rows()[-1]["version"]
+    assert run.summary()["interrupted"]
+    state = json.loads((run.directory / "checkpoints" / f"version-{stopped_at:06d}.json").read_text())
+    before = run.summary()["ledger"]
+    resumed = start_run("--run.num_steps", str(stopped_at + 2), "--resume")
+    assert resumed.wait() == 0, resumed.output()
+    rows = resumed.rows()
+    assert [row["version"] for row in rows] == list(range(1, stopped_at + 3))
+    assert rows[stopped_at]["num_samples"] > rows[stopped_at - 1]["num_samples"]
+    assert resumed.summary()["ledger"]["trained"] > before["trained"]
+    assert state["ledger"]
+
+
+def test_a_new_run_never_overwrites_an_old_one(start_run: Callable[..., RunProcess]) -> None:
+    run = start_run("--run.num_steps", "1")
+    assert run.wait() == 0, run.output()
+    again = start_run("--run.num_steps", "1")
+    assert again.wait() == 1
+    assert "holds a run already" in again.output()
+
+
+def test_killed_server_is_left_out_and_its_work_is_issued_again(start_run: Callable[..., RunProcess]) -> None:
+    run = start_run("--servers.count", "2", "--run.num_steps", "100000", "--servers.publish_deadline_s", "20")
+    run.wait_for_steps(3)
+    victim, survivor = run.servers()
+    os.kill(victim, signal.SIGKILL)
+    run.wait_for_steps(len(run.rows()) + 6)
+    assert len(run.rows()[-1]["publish"]["held_s"]) == 1
+    assert "was killed by signal 9" in run.output()
+    run.interrupt()
+    assert run.wait() == 130, run.output()
+    assert ends_within(survivor, 1.0)
+
+
+def test_the_last_server_dying_ends_the_run_and_says_which_and_how(start_run: Callable[..., RunProcess]) -> None:
+    run = start_run("--run.num_steps", "100000", "--servers.publish_deadline_s", "20")
+    run.wait_for_steps(3)
+    os.kill(run.servers()[0], signal.SIGKILL)
+    assert run.wait(60) == 1
+    assert "no inference server is left" in run.output()
+    assert "server-0 was killed by signal 9" in run.output()
+    assert (run.directory / "checkpoints" / "latest.json").exists()
+
+
+def test_killed_trainer_rank_ends_the_run_and_its_servers(start_run: Callable[..., RunProcess]) -> None:
+    run = start_run("--run.num_steps", "100000")
+    run.wait_for_steps(2)
+    children = Path(f"/proc/{run.process.pid}/task/{run.process.pid}/children").read_text().split()
+    commands = {int(pid): Path(f"/proc/{pid}/cmdline").read_text() for pid in children}
+    (trainer,) = [pid for pid, command in commands.items() if "inflight.pipeline.trainer" in command]
+    os.kill(trainer, signal.SIGKILL)
+    assert run.wait(60) == 1
+    assert "trainer-0 was killed by signal 9" in run.output()
+    assert all(ends_within(pid, 5.0) for pid in run.servers())
+
+
+def test_killed_run_takes_its_servers_and_trainers_with_it(start_run: Callable[..., RunProcess]) -> None:
+    run = start_run("--run.num_steps", "100000")
+    run.wait_for_steps(2)
+    children = Path(f"/proc/{run.process.pid}/task/{run.process.pid}/children").read_text().split()
+    run.kill()
+    assert len(children) == 2
+    assert all(ends_within(int(pid), 20.0) for pid in children)
+
+
+def test_reward_that_raises_ends_the_run_with_the_item_and_the_cause(start_run: Callable[..., RunProcess]) -> None:
+    run = start_run("--task.params", "{ fail_from = 9 }", "--run.num_steps", "100000")
+    assert run.wait(90) == 1
+    assert "raised on item" in run.output()
+    assert "ZeroDivisionError" in run.output()
+
+
+def test_reward_that_hangs_ends_the_run_at_its_deadline(start_run: Callable[..., RunProcess]) -> None:
+    run = start_run("--task.params", "{ hang_from = 9 }", "--task.reward_timeout_s", "2", "--run.num_steps", "100000")
+    assert run.wait(90) == 1
+    assert "took longer than 2 s" in run.output()
+
+
+def test_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(
+    start_run: Callable[..., RunProcess],
+) -> None:
+    run = start_run(
+        "--train.learning_rate", "1e30", "--run.num_steps", "100000", "--run.checkpoint_every_steps", "1"
+    )
+    assert run.wait(120) == 1
+    assert "inflight:" in run.output()
+    assert "Traceback" not in run.output()
+    pointer = json.loads((run.directory / "checkpoints" / "latest.json").read_text())
+    assert (run.directory / "checkpoints" / f"version-{pointer['version']:06d}" / "model.safetensors").exists()
+
+
+def test_server_of_another_model_is_refused_before_any_byte_is_sent(
+    start_run: Callable[..., RunProcess], start_server: Callable[..., ServerProcess], tmp_path: Path
+) -> None:
+    other = make_model(tmp_path / "other", hidden_size=48)
+    server = start_server(other)
+    run = start_run("--servers.urls", json.dumps([server.url]), environment={"INFLIGHT_TOKEN": "test-token"})
+    assert run.wait(90) == 1
+    assert "shapes differ" in run.output()
+
+
+def test_prompt_longer_than_the_context_ends_the_run_with_both_numbers(start_run: Callable[..., RunProcess]) -> None:
+    run = start_run("--task.params", "{ prompt_tokens = 1200 }")
+    assert run.wait(90) == 1
+    assert "the prompt has 1201 tokens, the context 1024" in run.output()
+
+
+def test_run_without_difference_in_rewards_says_so_at_its_deadline(start_run: Callable[..., RunProcess]) -> None:
+    run = start_run("--task.name", "tests.run.tasks:always_zero", "--run.step_timeout_s", "4")
+    assert run.wait(90) == 1
+    assert "Are all rewards equal?" in run.output()

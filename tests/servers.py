@@ -1,0 +1,58 @@
+"""Real ``inflight serve`` processes for tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+TOKEN = "test-token"
+
+
+class ServerProcess:
+    """A server in a process of its own, stopped with the test process at the latest."""
+
+    def __init__(self, model: Path, directory: Path, *arguments: str) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._ready_file = directory / "ready.json"
+        self._log = directory / "server.log"
+        command = [sys.executable, "-m", "inflight", "serve", str(model), "--port", "0", "--exit-with-stdin"]
+        command += ["--ready-file", str(self._ready_file), "--threads", "1", "--name", "tiny", *arguments]
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "INFLIGHT_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"},
+                start_new_session=True,
+            )
+        self.url = ""
+
+    def wait_until_ready(self, timeout_s: float = 90.0) -> None:
+        """Wait for the ready file; fail with the log if the server ends or the time is up."""
+        deadline = time.monotonic() + timeout_s
+        while not self._ready_file.exists():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(f"the server did not start: {self.log()}")
+            time.sleep(0.05)
+        self.url = json.loads(self._ready_file.read_text())["url"]
+
+    def log(self) -> str:
+        """Return what the server wrote."""
+        return self._log.read_text(errors="replace")
+
+    def stop_in_place(self) -> None:
+        """SIGSTOP: the process hangs with its sockets open."""
+        os.kill(self.process.pid, signal.SIGSTOP)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait."""
+        self.process.kill()
+        self.process.wait(timeout=10)
+        if self.process.stdin is not None:
+            self.process.stdin.close()

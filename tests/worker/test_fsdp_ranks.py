@@ -1,0 +1,140 @@
+"""Ranks that are processes of their own, joined by gloo, against one rank. Every wait has a deadline."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from inflight_fsdp import create_worker
+from tests.models import make_model
+from tests.worker.rank_program import ADAM, three_steps, whole_batch
+from tests.worker.worker_cases import accumulate, assert_close, file_bytes, saved_gradients, settings
+
+NUM_RANKS = 2
+DEADLINE_S = 100
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """Where two ranks have run every case of rank_program.py, next to what one rank makes of the same."""
+    path = tmp_path_factory.mktemp("ranks")
+    # An odd vocabulary: its rows cannot be shared out evenly.
+    make_model(path / "model", tied=True, vocab_size=259, dtype=torch.float64, tokenizer=False)
+    worker = create_worker(settings(path / "model", **ADAM))
+    (path / "one rank.json").write_text(json.dumps(three_steps(worker, 0, 1)))
+    worker.save(path / "one rank")
+    worker.close()
+    run_ranks(path)
+    return path
+
+
+def run_ranks(path: Path) -> None:
+    program = [sys.executable, "-W", "error", "-m", "tests.worker.rank_program", str(path)]
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    logs = [path / f"rank{rank}.log" for rank in range(NUM_RANKS)]
+    ranks = []
+    for rank, log in enumerate(logs):
+        with log.open("wb") as out:
+            arguments = [*program, str(rank), str(NUM_RANKS)]
+            ranks.append(subprocess.Popen(arguments, cwd=root, env=environment, stdout=out, stderr=subprocess.STDOUT))
+    deadline = time.monotonic() + DEADLINE_S
+    while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
+        if any(rank.poll() not in (None, 0) for rank in ranks):
+            deadline = min(deadline, time.monotonic() + 5)  # The others may wait for it in vain.
+        time.sleep(0.05)
+    for rank in ranks:
+        rank.kill()
+        rank.wait(10)
+    report = "\n".join(f"--- rank {i}\n{log.read_text()[-4000:]}" for i, log in enumerate(logs))
+    assert [rank.returncode for rank in ranks] == [0] * NUM_RANKS, report
+
+
+def seen_by(directory: Path, rank: int) -> dict:
+    return json.loads((directory / f"rank{rank}.json").read_text())
+
+
+@pytest.mark.parametrize("case", ["even", "all on rank 1", "several"])
+def test_two_ranks_give_the_gradient_of_one(directory, tmp_path, case):
+    worker = create_worker(settings(directory / "model"))
+    accumulate(worker, [whole_batch(1)])
+    worker.step()
+    worker.save(tmp_path / "whole")
+    worker.close()
+    # float64; sums are taken in another order
+    assert_close(saved_gradients(directory / "gradients" / case), saved_gradients(tmp_path / "whole"), 1e-10)
+
+
+def test_three_steps_on_two_ranks_equal_three_on_one(directory):
+    expected = json.loads((directory / "one rank.json").read_text())
+    for rank in range(NUM_RANKS):
+        for (norm, learning_rate), (expected_norm, expected_rate) in zip(
+            seen_by(directory, rank)["steps"], expected, strict=True
+        ):
+            assert norm == pytest.approx(expected_norm, rel=1e-10)
+            assert learning_rate == expected_rate
+    weights = (load_file(directory / name / "model.safetensors") for name in ("stepped/checkpoint", "one rank"))
+    assert_close(*weights, tolerance=1e-9)  # Adam divides by small second moments
+
+
+def test_gathered_weights_are_those_of_the_checkpoint_and_on_rank_0_only(directory):
+    weights = load_file(directory / "stepped" / "checkpoint" / "model.safetensors")
+    for rank in range(NUM_RANKS):
+        seen = seen_by(directory, rank)["gather"]
+        assert seen["bucket_specs"] == seen["specs"] == seen_by(directory, 0)["gather"]["specs"]
+        assert {name: tuple(shape) for name, shape in seen["specs"]} == {n: tuple(w.shape) for n, w in weights.items()}
+        assert len(seen["values"]) == (len(weights) if rank == 0 else 0)
+        for (name, _), values in zip(seen["specs"], seen["values"], strict=rank == 0):
+            assert torch.equal(torch.tensor(values, dtype=torch.float64), weights[name])
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_raises_on_all_and_changes_nothing(directory):
+    for rank in range(NUM_RANKS):
+        seen = seen_by(directory, rank)["non-finite"]
+        assert seen["error"][0] == "NonFiniteError"
+        assert seen["version"] == 3
+    assert file_bytes(directory / "non-finite" / "after") == file_bytes(directory / "non-finite" / "before")
+
+
+def test_a_full_disk_raises_on_all_ranks_and_leaves_the_previous_checkpoint_whole(directory):
+    for rank in range(NUM_RANKS):
+        seen = seen_by(directory, rank)["full disk"]
+        assert seen["error"][0] == "CheckpointError"
+        assert "File too large" in seen["error"][1]
+        assert seen["untouched"]
+
+
+def test_a_checkpoint_that_one_rank_cannot_read_is_loaded_by_none(directory):
+    errors = [seen_by(directory, rank)["broken"]["error"] for rank in range(NUM_RANKS)]
+    assert [error[0] for error in errors] == ["CheckpointError"] * NUM_RANKS
+    assert "rank 1: " in errors[0][1]
+    assert "there is no trainer.json" in errors[0][1]
+
+
+def test_a_model_that_one_rank_cannot_find_stops_all(directory):
+    for rank in range(NUM_RANKS):
+        error = seen_by(directory, rank)["missing model"]
+        assert error[0] == "ConfigError"
+        assert "nowhere" in error[1]
+
+
+def test_a_checkpoint_of_two_ranks_loads_on_one_bit_for_bit(directory, tmp_path):
+    worker = create_worker(settings(directory / "model", **ADAM))
+    worker.load(directory / "stepped" / "checkpoint")
+    assert worker.version == 3
+    worker.save(tmp_path / "again")
+    worker.close()
+    assert file_bytes(tmp_path / "again") == file_bytes(directory / "stepped" / "checkpoint")
+    assert not dist.is_initialized()
+
+
+def test_a_checkpoint_of_one_rank_loads_on_two_bit_for_bit(directory):
+    assert seen_by(directory, 0)["loaded version"] == 3
+    assert file_bytes(directory / "resharded") == file_bytes(directory / "one rank")
