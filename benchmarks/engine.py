@@ -16,12 +16,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from results import write_results
 from transformers import AutoModelForCausalLM
 
 from inflight.local.loading import load_endpoint
 from inflight.local.tiny import TinyShape, create_tiny_model, save_tiny_model
 from inflight.wire import GenerateRequest, SamplingParams
+from results import write_results
 
 NUM_REQUESTS, NUM_SLOTS, PROMPT_TOKENS, CAP = 256, 64, 16, 512
 

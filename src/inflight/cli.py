@@ -44,18 +44,23 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--max-model-len", type=int, help="longest sequence in tokens (default: what the model allows)")
     serve.add_argument("--max-concurrent", type=int, default=64, help="sequences decoded at a time (default: 64)")
     serve.add_argument("--threads", type=int, help="CPU threads of the engine (default: torch's choice)")
-    serve.add_argument("--token-file", type=Path, help=f"file with the control token (default: ${TOKEN_VARIABLE}, or a new one)")
+    serve.add_argument("--token-file", type=Path, help=f"file with the control token (default: ${TOKEN_VARIABLE}, or new)")
     serve.add_argument("--ready-file", type=Path, help="written with url and pid as JSON once the server answers")
     serve.add_argument("--exit-with-stdin", action="store_true", help="stop when standard input ends")
     serve.set_defaults(call=_serve)
 
     tiny = commands.add_parser("tiny-model", help="create a byte-level model and warm-start it on a task")
     tiny.add_argument("output", type=Path, metavar="OUTPUT_DIR")
-    tiny.add_argument("--task", default="spell_backward", help="reasoning-gym dataset to imitate (default: %(default)s)")
-    tiny.add_argument("--steps", type=int, default=900, help="steps of imitation (default: %(default)s)")
-    tiny.add_argument("--batch-size", type=int, default=32, help="demonstrations per step (default: %(default)s)")
-    tiny.add_argument("--wrong-fraction", type=float, default=0.65, help="share of wrong demonstrations in the last part")
-    tiny.add_argument("--style", choices=("answer", "spelled"), default="spelled", help="form of the demonstrations")
+    tiny.add_argument("--task", default="spell_backward", help="reasoning-gym dataset (default: %(default)s)")
+    tiny.add_argument("--steps", type=int, default=1400, help="steps of imitation (default: %(default)s)")
+    tiny.add_argument("--batch-size", type=int, default=16, help="demonstrations per step (default: %(default)s)")
+    tiny.add_argument(
+        "--wrong-fraction",
+        type=float,
+        default=0.6,
+        help="share of demonstrations that are wrong on purpose in the last part (default: %(default)s)",
+    )
+    tiny.add_argument("--style", choices=("answer", "grown"), default="grown", help="form of the demonstrations")
     tiny.add_argument("--family", choices=("llama", "qwen2", "qwen3"), default="llama")
     tiny.add_argument("--hidden-size", type=int, default=96)
     tiny.add_argument("--layers", type=int, default=2)

@@ -40,24 +40,26 @@ class PolicyModel(nn.Module):
         temperature_T: torch.Tensor,
         target_rows_N: torch.Tensor,
     ) -> torch.Tensor:
-        """Return [T]: logprobs of the tokens at ``target_rows_N`` (each above 0), 0.0 elsewhere. T is at least 2."""
+        """Return [T]: logprobs of the tokens at ``target_rows_N``, 0.0 elsewhere.
+
+        T is at least 1 and N may be 0: the result then depends on every parameter all the same, so that every rank
+        takes part in the same collectives.
+        """
         output = self.causal_lm.base_model(
             input_ids=token_ids_T.unsqueeze(0),
             position_ids=position_ids_T.unsqueeze(0),
             use_cache=False,
             segment_plan=plan,
         )
-        # Without a target one is computed and left out: every rank takes part in the same collectives.
-        rows_N = target_rows_N if target_rows_N.shape[0] else torch.ones_like(token_ids_T[:1])
         head = self.causal_lm.get_output_embeddings()
         logprobs_N: torch.Tensor = chunked_logprobs(
-            output.last_hidden_state[0].index_select(0, rows_N - 1),
+            output.last_hidden_state[0].index_select(0, target_rows_N - 1),
             head.weight,
-            token_ids_T.index_select(0, rows_N),
-            temperature_T.index_select(0, rows_N),
+            token_ids_T.index_select(0, target_rows_N),
+            temperature_T.index_select(0, target_rows_N),
             bias_V=head.bias,
             chunk_size=self.logprob_chunk_size,
-        )[: target_rows_N.shape[0]]
+        )
         return logprobs_N.new_zeros(token_ids_T.shape[0]).index_copy(0, target_rows_N, logprobs_N)
 
 

@@ -79,20 +79,15 @@ class FsdpWorker:
         """See `TrainerWorker.forward`. The logprobs are on the device of the batch, which may be another than ours."""
         lengths, token_ids_T = batch.segment_lengths, batch.token_ids_T
         position_ids_T, temperature_T = batch.position_ids_T, batch.temperature_T
-        target_rows_N = batch.loss_mask_T.nonzero().squeeze(1)
-        if batch.num_tokens < 2:  # Nothing to predict, but other ranks may have something.
-            lengths = (2,)
-            token_ids_T, position_ids_T, temperature_T = (
-                torch.zeros(2, dtype=torch.int64),
-                torch.arange(2),
-                torch.ones(2),
-            )
+        if not lengths:  # Other ranks may have something: take part in their collectives with a token of no segment.
+            lengths = (1,)
+            token_ids_T, position_ids_T, temperature_T = torch.tensor([0]), torch.tensor([0]), torch.tensor([1.0])
         logprobs_T: torch.Tensor = self._policy(
             token_ids_T.to(self._device),
             position_ids_T.to(self._device),
             SegmentPlan.build(lengths, self._device),
             temperature_T.to(self._device),
-            target_rows_N.to(self._device),
+            batch.loss_mask_T.nonzero().squeeze(1).to(self._device),
         )
         return logprobs_T[: batch.num_tokens].to(batch.token_ids_T.device)
 

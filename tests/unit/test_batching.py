@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inflight.errors import InvalidRequestError
@@ -20,6 +20,7 @@ def group(index, num_tokens):
 @given(
     sizes=st.lists(st.integers(1, 30), max_size=40), tokens_per_worker=st.integers(1, 50), num_workers=st.integers(1, 3)
 )
+@settings(deadline=None)
 def test_steps_are_the_shortest_prefixes_that_reach_the_budget(sizes, tokens_per_worker, num_workers):
     composer = BatchComposer(tokens_per_worker, num_workers)
     budget = tokens_per_worker * num_workers

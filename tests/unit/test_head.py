@@ -122,12 +122,17 @@ def test_gradients_of_bfloat16_are_accumulated_in_float32():
         torch.testing.assert_close(left.double(), right, rtol=2**-8, atol=1e-4)
 
 
-def test_autocast_does_not_lower_the_precision():
+def test_autocast_lowers_the_precision_neither_forward_nor_backward():
     given = inputs(torch.float32)
+    wide = {name: x.detach().double().requires_grad_() if x.requires_grad else x for name, x in given.items()}
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logprobs_N = chunked_logprobs(**given)
-    # float32: logits of order 5 at 2^-24; bfloat16 logits would be off by 1e-2.
-    torch.testing.assert_close(logprobs_N.double(), naive_logprobs(**given), rtol=0, atol=5e-6)
+        ours = gradients(logprobs_N, given, torch.ones(N))
+    expected_N = naive_logprobs(**wide)
+    # float32: values of order 5 at 2^-24, sums of 17; in bfloat16 they would be off by 1e-2.
+    torch.testing.assert_close(logprobs_N.double(), expected_N, rtol=0, atol=5e-6)
+    for left, right in zip(ours, gradients(expected_N, wide, torch.ones(N)), strict=True):
+        torch.testing.assert_close(left.double(), right, rtol=0, atol=2e-5)
 
 
 def test_logprobs_are_never_above_zero():

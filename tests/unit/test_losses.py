@@ -211,6 +211,14 @@ def test_token_weights_sum_to_what_the_aggregation_says():
     )
 
 
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "sequence_sum"])
+def test_step_without_targets_has_weights_of_zero(aggregation):
+    weights_T = token_weights(
+        torch.zeros(3, dtype=torch.bool), torch.tensor([0, 0, 1]), GlobalCounts(0, 0), aggregation
+    )
+    assert weights_T.tolist() == [0.0, 0.0, 0.0]
+
+
 @pytest.mark.parametrize("preset", PRESETS.values(), ids=PRESETS)
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 def test_poison_at_masked_positions_changes_nothing(preset, poison):

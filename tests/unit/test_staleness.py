@@ -6,7 +6,7 @@ import random
 from collections import deque
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inflight.rollouts import StalenessPolicy
@@ -15,6 +15,7 @@ from inflight.rollouts import StalenessPolicy
 @given(
     max_lag=st.integers(0, 10), versions=st.lists(st.integers(0, 50), max_size=20), trainer_version=st.integers(0, 50)
 )
+@settings(deadline=None)
 def test_tokens_above_the_largest_lag_are_masked_and_no_others(max_lag, versions, trainer_version):
     mask = StalenessPolicy(max_lag).mask(versions, trainer_version)
     assert mask == [not trainer_version - version > max_lag for version in versions]

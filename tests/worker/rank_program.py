@@ -121,6 +121,11 @@ def main(directory: Path, rank: int, world_size: int) -> None:
         accumulate(worker, my_share(case, rank))
         worker.step()
         worker.save(directory / "gradients" / case)
+    for dtype in ("float32", "bfloat16"):
+        worker = create_worker(settings(directory / "model", dtype=dtype))
+        accumulate(worker, my_share("even", rank))
+        worker.step()
+        worker.save(directory / "gradients" / dtype)
     worker = create_worker(settings(directory / "model", **ADAM))
     seen["steps"] = three_steps(worker, rank, world_size)
     seen["gather"] = gather_case(worker, directory / "stepped")

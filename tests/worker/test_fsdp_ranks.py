@@ -61,15 +61,29 @@ def seen_by(directory: Path, rank: int) -> dict:
     return json.loads((directory / f"rank{rank}.json").read_text())
 
 
-@pytest.mark.parametrize("case", ["even", "all on rank 1", "several"])
-def test_two_ranks_give_the_gradient_of_one(directory, tmp_path, case):
+@pytest.fixture(scope="module")
+def whole_gradients(directory):
+    """The gradients of one float64 rank that gets all segments in one micro-batch."""
     worker = create_worker(settings(directory / "model"))
     accumulate(worker, [whole_batch(1)])
     worker.step()
-    worker.save(tmp_path / "whole")
+    worker.save(directory / "gradients" / "whole")
     worker.close()
+    return saved_gradients(directory / "gradients" / "whole")
+
+
+@pytest.mark.parametrize("case", ["even", "all on rank 1", "several"])
+def test_two_ranks_give_the_gradient_of_one(directory, whole_gradients, case):
     # float64; sums are taken in another order
-    assert_close(saved_gradients(directory / "gradients" / case), saved_gradients(tmp_path / "whole"), 1e-10)
+    assert_close(saved_gradients(directory / "gradients" / case), whole_gradients, 1e-10)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.1)])
+def test_ranks_sum_gradients_of_narrower_dtypes_too(directory, whole_gradients, dtype, tolerance):
+    # Rounding of parameters and activations, 24 or 8 bits; an average would be off by half.
+    gradients = saved_gradients(directory / "gradients" / dtype)
+    assert {gradient.dtype for gradient in gradients.values()} == {getattr(torch, dtype)}
+    assert_close({name: gradient.double() for name, gradient in gradients.items()}, whole_gradients, tolerance)
 
 
 def test_three_steps_on_two_ranks_equal_three_on_one(directory):

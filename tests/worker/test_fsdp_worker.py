@@ -321,6 +321,18 @@ def test_a_loaded_worker_goes_on_as_the_saved_one(tmp_path, make_worker, stepped
     assert all(torch.equal(tensor, weights_of(other)[name]) for name, tensor in weights_of(stepped).items())
 
 
+def test_nothing_of_the_weights_before_a_load_is_used_after_it(tmp_path, make_worker, stepped):
+    stepped.save(tmp_path / "checkpoint")
+    worker, batch = make_worker(), make_batch(LENGTHS, seed=35)
+    accumulate(worker, [batch])
+    with torch.no_grad():
+        worker.forward(batch)
+        worker.load(tmp_path / "checkpoint")
+        assert torch.equal(worker.forward(batch), stepped.forward(batch))
+    with pytest.raises(TrainerError, match="without a gradient"):
+        worker.step()
+
+
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_a_checkpoint_is_a_hugging_face_model_without_pickles(tmp_path, make_worker, tied):
     path = write_model(tmp_path / "model", tied=tied)
@@ -376,6 +388,24 @@ def test_a_full_disk_leaves_the_previous_checkpoint_whole(tmp_path, stepped):
         assert stepped.version == 2
     finally:
         subprocess.run(["umount", str(disk)], check=True, timeout=10)
+
+
+def test_a_rename_that_fails_leaves_the_previous_checkpoint_whole(tmp_path, stepped, monkeypatch):
+    stepped.save(tmp_path / "checkpoint")
+    before = file_bytes(tmp_path)
+    accumulate(stepped, [make_batch(LENGTHS, seed=36)])
+    stepped.step()
+    rename = Path.rename
+
+    def failing_rename(source, target):
+        if source.name == ".checkpoint.new":
+            raise OSError("the disk went away")
+        return rename(source, target)
+
+    monkeypatch.setattr(Path, "rename", failing_rename)
+    with pytest.raises(CheckpointError, match="the disk went away"):
+        stepped.save(tmp_path / "checkpoint")
+    assert file_bytes(tmp_path) == before
 
 
 def test_a_death_between_the_two_renames_loses_nothing(tmp_path, stepped):

@@ -9,7 +9,14 @@ from typing import TypeVar
 import httpx
 import pydantic
 
-from inflight.errors import DeadlineError, EndpointError, InflightError, ProtocolError, UnreachableError, error_from_code
+from inflight.errors import (
+    DeadlineError,
+    EndpointError,
+    InflightError,
+    ProtocolError,
+    UnreachableError,
+    error_from_code,
+)
 from inflight.http import routes
 from inflight.http.routes import Route
 from inflight.wire import (

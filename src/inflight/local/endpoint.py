@@ -11,12 +11,19 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from inflight.contracts import WeightReceiver
-from inflight.errors import InvalidRequestError, PoisonedError, TransferError, UnsupportedError, UpdateRefusedError
+from inflight.errors import (
+    InvalidRequestError,
+    PoisonedError,
+    TransferError,
+    UnsupportedError,
+    UpdateAbortedError,
+    UpdateRefusedError,
+)
 from inflight.local.chat import ChatChunkWriter, ChatFormat, chat_completion_of
 from inflight.local.engine import Engine, Sequence
 from inflight.types import EngineStats
@@ -44,6 +51,8 @@ from inflight.wire import (
     WeightVersion,
 )
 
+T = TypeVar("T")
+
 
 class LocalEndpoint:
     """An endpoint around an `Engine`, which it starts and closes. Satisfies `StreamingEndpoint`.
@@ -66,7 +75,10 @@ class LocalEndpoint:
         self._session.joined()
         self._receiver: WeightReceiver | None = None
         self._staged: list[tuple[str, torch.Tensor]] = []
+        self._held: asyncio.Future[None] | None = None
+        self._applying: asyncio.Future[PoisonedError | None] | None = None
         self._lease: asyncio.TimerHandle | None = None
+        self._ending: asyncio.Future[None] | None = None
         self._last_timings: UpdateTimings | None = None
         engine.start()
 
@@ -107,11 +119,9 @@ class LocalEndpoint:
         """See `InferenceEndpoint.init_process_group`. An open update is aborted first."""
         if spec.backend == "nccl" and self._device.type != "cuda":
             raise UnsupportedError("the nccl backend needs a GPU, and this engine runs on the CPU; use gloo")
-        if self._session.update is not None:
-            await self._end_update()
-        if self._receiver is not None:
-            self._receiver.abort()
-        self._session.group_lost()
+        self._lose_group()
+        await self._end_open_update()
+        self._lose_group()  # another call may have come in between
         self._receiver = receiver = ProcessGroupReceiver(spec, self._device)
         try:
             await run_abandonable(receiver.join, "inflight-join")
@@ -125,35 +135,34 @@ class LocalEndpoint:
     async def request_weight_update(self, update: WeightUpdate) -> None:
         """See `InferenceEndpoint.request_weight_update`."""
         self._session.request(update)
+        self._last_timings = self._timings()
         self._staged = []
         self._renew_lease(update)
         try:
             async with asyncio.timeout(update.deadline_s):
                 await self._hold(update.in_flight)
         except BaseException as error:
-            await self._end_update()
+            running = self._engine.stats().num_running
+            await self._end_update(update)
             if isinstance(error, TimeoutError):
-                running = self._engine.stats().num_running
                 raise UpdateRefusedError(
                     f"update to version {update.version} refused: {running} requests were still running after "
                     f"{update.deadline_s:g} s of {update.in_flight}"
                 ) from error
             raise
+        if self._session.update is not update:
+            raise UpdateAbortedError(f"the update to version {update.version} was ended before sampling was held")
 
     async def receive_weights(self, bucket: BucketTransfer) -> None:
         """See `InferenceEndpoint.receive_weights`."""
         spec, tensors = self._session.begin_bucket(bucket)
         update, receiver = self._session.update, self._receiver
-        if update is None or receiver is None:
-            raise TransferError("no weight group is formed")
+        assert update is not None and receiver is not None  # losing the group ends the update
         self._renew_lease(update)
         try:
             arrived = await run_abandonable(lambda: receiver.receive(tensors, bucket.timeout_s), "inflight-receive")
         except BaseException:
-            receiver.abort()
-            self._session.group_lost()
-            if self._session.update is update:
-                await self._end_update()
+            await self._end_update(update)
             raise
         if self._session.update is not update:
             raise TransferError(f"the update to version {update.version} ended while bucket {spec.index} travelled")
@@ -162,10 +171,58 @@ class LocalEndpoint:
         self._renew_lease(update)
 
     async def commit_weight_update(self, ref: UpdateRef) -> WeightVersion:
-        """See `InferenceEndpoint.commit_weight_update`."""
+        """See `InferenceEndpoint.commit_weight_update`. Cancelling the call does not stop what it began."""
         update = self._session.begin_apply(ref)
         self._stop_lease()
         staged, self._staged = self._staged, []
+        self._applying = asyncio.ensure_future(self._apply(update, staged))
+        failure = await asyncio.shield(self._applying)
+        if failure is not None:
+            raise failure
+        return await self.weight_version()
+
+    async def abort_weight_update(self, ref: UpdateRef) -> WeightVersion:
+        """See `InferenceEndpoint.abort_weight_update`. A commit that has begun ends first, whole or poisoned."""
+        update = self._session.update
+        if update is not None:
+            if (ref.run_id, ref.version) != (update.run_id, update.version):
+                raise UpdateRefusedError(
+                    f"the open update is version {update.version} of run {update.run_id!r}, not version {ref.version}"
+                )
+            await self._end_open_update()
+        return await self.weight_version()
+
+    async def weight_version(self) -> WeightVersion:
+        """See `InferenceEndpoint.weight_version`. Raises `EndpointError` if the engine has failed."""
+        if (failure := self._engine.failure) is not None:
+            raise failure
+        update = self._session.update
+        return WeightVersion(
+            state=self._session.state,
+            version=self._session.version,
+            run_id=self._session.run_id,
+            updating_to=None if update is None else update.version,
+            num_running=self._engine.stats().num_running,
+            last_update=self._last_timings if update is not None else self._timings(),
+        )
+
+    def _timings(self) -> UpdateTimings | None:
+        """The last committed update's cost, with its first token once that was sampled."""
+        timings = self._last_timings
+        if timings is not None and timings.first_token_s is None:
+            timings = timings.model_copy(update={"first_token_s": self._engine.first_token_s})
+        return timings
+
+    async def _hold(self, policy: InFlightPolicy) -> None:
+        """Return when no token is being sampled any more, or when the update was ended meanwhile."""
+        loop = asyncio.get_running_loop()
+        self._held = held = loop.create_future()
+        engine = self._engine
+        await self._in_engine(lambda: engine.hold(policy, lambda: _call_in(loop, lambda: _settle(held))))
+        await held
+
+    async def _apply(self, update: WeightUpdate, staged: list[tuple[str, torch.Tensor]]) -> PoisonedError | None:
+        """Put the staged tensors into the model and sample from it again; a failure poisons and is returned."""
 
         def apply() -> UpdateTimings:
             started = time.monotonic()
@@ -174,71 +231,52 @@ class LocalEndpoint:
             return UpdateTimings(load_s=load_s, held_s=self._engine.resume())
 
         try:
-            self._last_timings = await asyncio.wrap_future(self._engine.call(apply))
-        except BaseException as error:
+            self._last_timings = await self._in_engine(apply)
+        except Exception as error:  # whatever it is, the model may hold a part of the update
             self._session.abort()
             self._engine.call(self._engine.cancel_all)
-            raise PoisonedError(f"applying version {update.version} failed: {error}") from error
+            return PoisonedError(f"applying version {update.version} failed: {type(error).__name__}: {error}")
         self._session.committed()
-        return await self.weight_version()
+        return None
 
-    async def abort_weight_update(self, ref: UpdateRef) -> WeightVersion:
-        """See `InferenceEndpoint.abort_weight_update`."""
-        update = self._session.update
-        if update is not None:
-            if (ref.run_id, ref.version) != (update.run_id, update.version):
-                raise UpdateRefusedError(
-                    f"the open update is version {update.version} of run {update.run_id!r}, not version {ref.version}"
-                )
-            await self._end_update()
-        return await self.weight_version()
+    async def _end_open_update(self) -> None:
+        """End the open update, if there is one; a commit that has begun runs to its end first."""
+        if self._applying is not None:
+            await asyncio.wait([self._applying])
+        if self._session.update is not None:
+            await self._end_update(self._session.update)
 
-    async def weight_version(self) -> WeightVersion:
-        """See `InferenceEndpoint.weight_version`."""
-        update = self._session.update
-        timings = self._last_timings
-        if timings is not None and timings.first_token_s is None:
-            timings = timings.model_copy(update={"first_token_s": self._engine.first_token_s})
-        return WeightVersion(
-            state=self._session.state,
-            version=self._session.version,
-            run_id=self._session.run_id,
-            updating_to=None if update is None else update.version,
-            num_running=self._engine.stats().num_running,
-            last_update=timings,
-        )
-
-    async def _hold(self, policy: InFlightPolicy) -> None:
-        loop = asyncio.get_running_loop()
-        held: asyncio.Future[None] = loop.create_future()
-
-        def on_held() -> None:
-            loop.call_soon_threadsafe(lambda: held.done() or held.set_result(None))
-
-        await asyncio.wrap_future(self._engine.call(lambda: self._engine.hold(policy, on_held)))
-        await held
-
-    async def _end_update(self) -> None:
-        """Drop what was staged and sample again from whole weights; nothing was applied before a commit."""
+    async def _end_update(self, update: WeightUpdate) -> None:
+        """If ``update`` is open, drop what was staged and sample again: nothing was applied before a commit."""
+        if self._session.update is not update:
+            return
         self._stop_lease()
         self._staged = []
-        if self._session.update is not None and self._session.state is EndpointState.UPDATING:
-            # A receive may be pending in a thread: its group cannot be used again.
-            if self._receiver is not None:
-                self._receiver.abort()
-            self._session.group_lost()
+        if self._session.state is EndpointState.UPDATING:
+            self._lose_group()  # a receive may be pending on it in a thread
         self._session.abort()
+        if self._held is not None:
+            _settle(self._held)
         if self._session.state is not EndpointState.POISONED:
-            await asyncio.wrap_future(self._engine.call(self._engine.resume))
+            await self._in_engine(self._engine.resume)
+
+    def _lose_group(self) -> None:
+        receiver, self._receiver = self._receiver, None
+        self._session.group_lost()
+        if receiver is not None:
+            receiver.abort()
+
+    async def _in_engine(self, command: Callable[[], T]) -> T:
+        """Return what ``command`` returns in the engine's thread; it runs even if the caller is cancelled."""
+        return await asyncio.shield(asyncio.wrap_future(self._engine.call(command)))
 
     def _renew_lease(self, update: WeightUpdate) -> None:
         self._stop_lease()
-        loop = asyncio.get_running_loop()
-        self._lease = loop.call_later(update.lease_s, lambda: loop.create_task(self._lease_ended(update)))
 
-    async def _lease_ended(self, update: WeightUpdate) -> None:
-        if self._session.update is update:
-            await self._end_update()
+        def end() -> None:
+            self._ending = asyncio.ensure_future(self._end_update(update))
+
+        self._lease = asyncio.get_running_loop().call_later(update.lease_s, end)
 
     def _stop_lease(self) -> None:
         if self._lease is not None:
@@ -257,14 +295,14 @@ class LocalEndpoint:
             if not finished.done():
                 finished.set_result(completions)
 
-        submitted = self._engine.submit(
+        admitted, submitted = self._engine.submit(
             request, lambda completions: _call_in(loop, lambda: settle(completions))
         )
         try:
             await asyncio.wrap_future(submitted)
             completions = await finished
         except asyncio.CancelledError:
-            self._engine.call(lambda: self._engine.cancel(request.request_id))
+            self._engine.call(lambda: self._engine.cancel(admitted))
             raise
         return GenerateResponse.model_construct(request_id=request.request_id, completions=tuple(completions))
 
@@ -289,13 +327,15 @@ class LocalEndpoint:
             )
             _call_in(loop, lambda: chunks.put_nowait(chunk))
 
-        submitted = self._engine.submit(request, lambda _: _call_in(loop, lambda: chunks.put_nowait(None)), on_token)
+        admitted, submitted = self._engine.submit(
+            request, lambda _: _call_in(loop, lambda: chunks.put_nowait(None)), on_token
+        )
         try:
             await asyncio.wrap_future(submitted)
             while (chunk := await chunks.get()) is not None:
                 yield chunk
         finally:
-            self._engine.call(lambda: self._engine.cancel(request.request_id))
+            self._engine.call(lambda: self._engine.cancel(admitted))
 
     async def chat_completion(self, request: ChatCompletionRequest) -> ChatCompletion:
         """See `InferenceEndpoint.chat_completion`."""
@@ -327,6 +367,11 @@ class LocalEndpoint:
         if self._receiver is not None:
             self._receiver.abort()
         await run_abandonable(self._engine.close, "inflight-close")
+
+
+def _settle(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 def _call_in(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from inflight.errors import InflightError, InvalidRequestError
+from inflight.errors import EndpointError, InflightError, InvalidRequestError
 from inflight.local.sampler import sample
 from inflight.local.slots import Slot, SlotStore, StepPlan
 from inflight.types import EngineStats
@@ -136,19 +136,28 @@ class Engine:
         if self._thread.is_alive():
             self._thread.join()
 
+    @property
+    def failure(self) -> EndpointError | None:
+        """What ended the engine's thread, None while it runs or was closed."""
+        if self._failure is None:
+            return None
+        return EndpointError(f"the engine failed ({self._failure!r}); restart the server")
+
     def call(self, command: Callable[[], T]) -> Future[T]:
-        """Run ``command`` in the engine's thread, between two token steps."""
+        """Run ``command`` in the engine's thread, between two token steps; cancelled before that, it never runs."""
         future: Future[T] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 future.set_result(command())
             except BaseException as error:  # handed to the caller, whatever it is
                 future.set_exception(error)
 
         with self._wake:
-            if self._closing or self._failure is not None:
-                future.set_exception(self._failure or InflightError("the engine is closed"))
+            if self._closing:
+                future.set_exception(self.failure or InflightError("the engine is closed"))
                 return future
             self._commands.append(run)
             self._wake.notify()
@@ -159,8 +168,8 @@ class Engine:
         request: GenerateRequest,
         on_finished: Callable[[list[Completion]], None],
         on_token: Callable[[Sequence], None] | None = None,
-    ) -> Future[None]:
-        """Queue a request; the future raises `InvalidRequestError` if it does not fit.
+    ) -> tuple[Request, Future[None]]:
+        """Queue a request; raises `InvalidRequestError` if it does not fit, the future if its id is in use.
 
         ``on_finished`` is called once, in the engine's thread, when every completion has a finish reason.
         """
@@ -172,7 +181,7 @@ class Engine:
             on_finished,
             on_token,
         )
-        return self.call(lambda: self._add(admitted))
+        return admitted, self.call(lambda: self._add(admitted))
 
     def stats(self) -> EngineStats:
         """Return the counters; a snapshot that may be one step old."""
@@ -220,18 +229,17 @@ class Engine:
         self._requests[request.request_id] = request
         self._waiting.extend(request.sequences)
 
-    def cancel(self, request_id: str) -> None:
-        """End a request with what it has, finish reason ``abort``. Engine's thread only; unknown ids are ignored."""
-        request = self._requests.get(request_id)
-        if request is not None:
+    def cancel(self, request: Request) -> None:
+        """End a request with what it has, finish reason ``abort``. Engine's thread only; ignored if it is not running."""
+        if self._requests.get(request.request_id) is request:
             self._waiting = deque(s for s in self._waiting if s.request is not request)
             for sequence in request.sequences:
                 self._finish(sequence, "abort")
 
     def cancel_all(self) -> None:
         """End every request with what it has. Engine's thread only."""
-        for request_id in list(self._requests):
-            self.cancel(request_id)
+        for request in list(self._requests.values()):
+            self.cancel(request)
 
     def hold(self, policy: InFlightPolicy, on_held: Callable[[], None]) -> None:
         """Stop sampling as the policy says; ``on_held`` is called when no token will be sampled any more.
@@ -240,9 +248,10 @@ class Engine:
         """
         self._admitting = False
         if policy is InFlightPolicy.ABORT:
-            for request in {id(s.request): s.request for s in self._running.values()}.values():
-                self.cancel(request.request_id)
-        if policy is InFlightPolicy.DRAIN and self._running:
+            started = [*self._running.values(), *(s for s in self._waiting if s.token_ids)]
+            for request in {id(s.request): s.request for s in started}.values():
+                self.cancel(request)
+        if policy is InFlightPolicy.DRAIN and self._has_started():
 
             def drained() -> None:
                 self._stop_sampling()
@@ -270,7 +279,7 @@ class Engine:
                 assert sequence.slot is not None
                 self._store.close(sequence.slot)
                 sequence.slot = None
-                self._waiting.appendleft(sequence)
+                self._waiting.appendleft(sequence)  # in front: `_may_admit` looks no further than the first
             self._running.clear()
 
     def resume(self) -> float:
@@ -286,6 +295,7 @@ class Engine:
         self.first_token_s = None
         return held_s
 
+    @torch.inference_mode()
     def _run(self) -> None:
         try:
             while True:
@@ -299,7 +309,7 @@ class Engine:
                     command()
                 if self._has_work():
                     self._step()
-                if self._on_drained is not None and not self._running:
+                if self._on_drained is not None and not self._has_started():
                     on_drained, self._on_drained = self._on_drained, None
                     on_drained()
         except BaseException as error:  # kept for every caller; the server reports it as unhealthy
@@ -314,12 +324,22 @@ class Engine:
             commands, self._commands = self._commands, deque()
         for command in commands:
             command()
+        for sequence in self._running.values():
+            sequence.slot = None  # nothing is stored any more, and what failed may have been the store
+        self._running.clear()
         self.cancel_all()
 
     def _has_work(self) -> bool:
-        return self._held_since is None and bool(self._running or (self._waiting and self._admitting))
+        return self._held_since is None and (bool(self._running) or self._may_admit())
 
-    @torch.inference_mode()
+    def _has_started(self) -> bool:
+        """Whether some sequence has tokens: it runs, or waits in front to be computed again."""
+        return bool(self._running) or bool(self._waiting and self._waiting[0].token_ids)
+
+    def _may_admit(self) -> bool:
+        """Whether the first waiting sequence may run now; while draining, only one that has started before."""
+        return bool(self._waiting) and (self._admitting or bool(self._waiting[0].token_ids))
+
     def _step(self) -> None:
         for slot in list(self._running):
             self._store.reserve(slot)
@@ -367,7 +387,7 @@ class Engine:
         leaders: dict[tuple[int, ...], Sequence] = {}
         followers: dict[Sequence, list[Sequence]] = {}
         num_tokens, num_open = 0, len(self._running)
-        while self._admitting and self._waiting and num_open < self.max_concurrent:
+        while self._may_admit() and num_open < self.max_concurrent:
             sequence = self._waiting[0]
             ids = tuple(sequence.all_ids())
             if ids not in leaders:
@@ -389,9 +409,7 @@ class Engine:
         sequence.logprobs.append(logprob)
         request = sequence.request
         params = request.sampling
-        if token in params.stop_token_ids or (token in self._eos_token_ids and not params.ignore_eos):
-            self._finish(sequence, "stop")
-        elif params.stop and self._hit_stop_string(sequence):
+        if token in params.stop_token_ids or (token in self._eos_token_ids and not params.ignore_eos) or (params.stop and self._hit_stop_string(sequence)):
             self._finish(sequence, "stop")
         elif len(sequence.token_ids) >= request.max_tokens:
             self._finish(sequence, "length")

@@ -23,8 +23,10 @@ def sample(
     """
     logits_BV = logits_BV.float()
     if any(p.temperature not in (0.0, 1.0) for p in params):
-        temperature_B = logits_BV.new_tensor([p.temperature or 1.0 for p in params])
-        logits_BV = logits_BV / temperature_B[:, None]
+        # The largest logit becomes 0 first, so that no temperature makes two of them infinite.
+        smallest = torch.finfo(torch.float32).tiny
+        temperature_B = logits_BV.new_tensor([max(p.temperature or 1.0, smallest) for p in params])
+        logits_BV = (logits_BV - logits_BV.amax(dim=-1, keepdim=True)) / temperature_B[:, None]
     greedy = [p.temperature == 0.0 for p in params]
     if any(_filters(p) for p in params):
         logits_BV = _filtered(logits_BV, params)

@@ -48,12 +48,11 @@ class Arena:
         slot.arena, slot.row = self, row
 
     def free(self, slot: Slot) -> None:
-        """Take a slot's row back; the last row moves into the hole."""
+        """Take a slot's row back; the last row moves into the hole, its empty part too (see `take`)."""
         last = self.owners.pop()
         if last is not slot:
-            length = last.length
-            self.keys_LSKCD[:, slot.row, :, :length] = self.keys_LSKCD[:, last.row, :, :length]
-            self.values_LSKCD[:, slot.row, :, :length] = self.values_LSKCD[:, last.row, :, :length]
+            self.keys_LSKCD[:, slot.row] = self.keys_LSKCD[:, last.row]
+            self.values_LSKCD[:, slot.row] = self.values_LSKCD[:, last.row]
             self.owners[slot.row] = last
             last.row = slot.row
 

@@ -1,7 +1,8 @@
 """Tiny models: a byte-level tokenizer and a small transformer, created from nothing and warm-started on a task.
 
-The warm start imitates demonstrations, some of which are wrong on purpose: the model then knows how to solve the task
-and often does not, which is where reinforcement learning begins. Knows nothing of endpoints and runs.
+The warm start imitates demonstrations, some of which are wrong on purpose: the model's most likely completion is then
+mostly right and its samples are mostly not, which is where reinforcement learning begins. Knows nothing of endpoints
+and runs.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from inflight.contracts import Task
 
 Family = Literal["llama", "qwen2", "qwen3"]
-Style = Literal["answer", "spelled"]
+Style = Literal["answer", "grown"]
 
 PAD, EOS = 256, 257
 VOCAB_SIZE = 258
@@ -95,32 +96,33 @@ def save_tiny_model(model: Any, path: Path) -> None:
 def demonstration(answer: str, style: Style) -> str:
     """Return the completion that the warm start imitates.
 
-    ``spelled`` spells the answer out before giving it between tags, as a model that thinks first would.
+    ``grown`` first writes the ends of the answer, each one character longer than the last (``s us nus``), then the
+    answer between tags. Every end copies the one before it, which gives copying dense practice.
     """
     if style == "answer":
         return answer
-    return f"<think>{' '.join(answer)}</think><answer>{answer}</answer>"
+    ends = " ".join(answer[i:] for i in reversed(range(len(answer))))
+    return f"<think>{ends}</think><answer>{answer}</answer>"
 
 
 def warm_start(
     model: Any,
     task: Task,
     *,
-    num_steps: int,
-    wrong_fraction: float,
-    style: Style,
+    num_steps: int = 1400,
+    wrong_fraction: float = 0.6,
+    style: Style = "grown",
     seed: int,
-    batch_size: int = 32,
+    batch_size: int = 16,
     learning_rate: float = 3e-3,
-    clean_fraction: float = 0.7,
+    clean_fraction: float = 0.8,
     on_progress: Callable[[int, float], None] | None = None,
 ) -> None:
     """Imitate demonstrations of a task for ``num_steps`` steps of ``batch_size`` problems.
 
-    For the first ``clean_fraction`` of the steps all demonstrations are right; then ``wrong_fraction`` of them carry
-    the answer of another problem or a corrupted one. Problems come from the far end of the task, which a run never
-    reaches. ``on_progress(step, loss)`` is called after every tenth step. The result depends on the seed and the machine's
-    arithmetic only.
+    For the first ``clean_fraction`` of the steps all demonstrations are right; then ``wrong_fraction`` of them lead to
+    a corrupted answer. Problems come from the far end of the task, which a run never reaches. ``on_progress(step,
+    loss)`` is called after every tenth step. The result depends on the seed and the machine's arithmetic only.
     """
     rng = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
@@ -139,7 +141,7 @@ def warm_start(
         for group in optimizer.param_groups:
             group["lr"] = learning_rate * min(1.0, (step + 1) / 50, max(0.03, (1 - fraction) / 0.4))
         loss = _imitation_loss(model, rows)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -149,7 +151,11 @@ def warm_start(
 
 
 def corrupt(answer: str, rng: random.Random) -> str:
-    """Return the answer without some of its first half or, one time in four, with its last character put in front."""
+    """Return the answer without some of its first half or, one time in four, with its last character put in front.
+
+    Either error is one of when to stop, and moves every character: it leaves what the model knows about the answer's
+    characters intact, and scores next to nothing where a score compares position by position.
+    """
     if rng.random() < 0.25:
         return answer[-1:] + answer
     return answer[rng.randint(1, max(1, len(answer) // 2)) :]

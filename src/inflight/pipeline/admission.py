@@ -32,6 +32,7 @@ def pipeline_admission(
     tokens_per_group: TokensPerGroup,
     num_outstanding: Callable[[], int],
     num_waiting_tokens: Callable[[], int],
+    is_idle: Callable[[], bool],
 ) -> Callable[[], bool]:
     """Return the rule of the pipeline, which keeps endpoints full as far as that does not make data old.
 
@@ -43,7 +44,7 @@ def pipeline_admission(
     def may_issue() -> bool:
         groups_per_step = tokens_per_step / tokens_per_group.mean()
         bound = staleness.max_outstanding_groups(groups_per_step)
-        return num_outstanding() < bound and num_waiting_tokens() < tokens_per_step
+        return num_waiting_tokens() < tokens_per_step and (num_outstanding() < bound or is_idle())
 
     return may_issue
 

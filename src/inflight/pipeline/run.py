@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from inflight import __version__
 from inflight.checkpoints import load_config, load_tokenizer
-from inflight.errors import ConfigError, TrainerError, error_from_code
+from inflight.errors import ConfigError, InflightError, TrainerError, error_from_code
 from inflight.http.client import HttpEndpoint
 from inflight.losses import PRESETS, Metrics, add_metrics, decode_metrics, metric_values
 from inflight.pipeline.actor import Actor
@@ -77,6 +77,7 @@ class _Run:
         self._phase = PhasedAdmission(config.tokens_per_step * config.run.conventional_steps, self._tokens_per_group)
         self._progress = Progress(config.run.num_steps)
         self._version = 0
+        self._training = False
         self._interrupted = asyncio.Event()
         self._arrived = asyncio.Event()
         self._servers: list[Server] = []
@@ -102,10 +103,21 @@ class _Run:
         return None, None
 
     async def run(self) -> int:
-        """Start everything, train, and stop everything, whatever happens."""
+        """Start everything, train, stop everything, and write the summary, whatever happens."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._interrupt)
+        try:
+            with contextlib.suppress(asyncio.CancelledError):  # Ctrl-C before the first step, or between two
+                await self._start_and_train()
+        except InflightError as error:
+            await self._stop()
+            self._finish(failure=str(error))
+            raise
+        await self._stop()
+        return self._finish(failure=None)
+
+    async def _start_and_train(self) -> None:
         background: list[asyncio.Task[Any]] = []
         try:
             await self._unless_interrupted(self._start())
@@ -115,20 +127,15 @@ class _Run:
             ]
             training = asyncio.create_task(self._train())
             await asyncio.wait({training, *background}, return_when=asyncio.FIRST_COMPLETED)
-            failed = [task for task in background if task.done()]
-            if failed and not training.done():
+            if not training.done():
                 training.cancel()
                 await asyncio.gather(training, return_exceptions=True)
-                await asyncio.gather(*failed)
+                await asyncio.gather(*(task for task in background if task.done()))
             await training
-        except asyncio.CancelledError:
-            pass
         finally:
             for task in background:
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
-            await self._stop()
-        return self._finish()
 
     def _interrupt(self) -> None:
         if self._interrupted.is_set():
@@ -196,6 +203,7 @@ class _Run:
             self._tokens_per_group,
             lambda: self._ledger.outstanding,
             lambda: self._composer.num_tokens,
+            lambda: not self._training and self._actor.num_running == 0,
         )
 
     def _start_message(self, urls: tuple[str, ...]) -> Message:
@@ -249,8 +257,8 @@ class _Run:
             self._journal.event("running", now, now, num_groups=self._actor.num_running)
             await asyncio.sleep(_SAMPLE_S)
 
-    def _finish(self) -> int:
-        steps_done = self._version
+    def _finish(self, failure: str | None) -> int:
+        """Write the summary and the plots; returns the exit status."""
         interrupted = self._interrupted.is_set()
         summary = self._journal.summarize(
             {
@@ -258,6 +266,7 @@ class _Run:
                 "mode": self._config.run.mode,
                 "task": self._task.name,
                 "interrupted": interrupted,
+                "failure": failure,
                 "ledger": self._ledger_counts(),
                 "inflight": __version__,
                 "config": json.loads(self._config.model_dump_json()),
@@ -266,10 +275,11 @@ class _Run:
         self._journal.close()
         plot_run(self._directory)
         self._progress.summary(summary, self._directory)
-        if interrupted:
-            self._progress.note(f"stopped at version {steps_done}; continue with the same command and --resume")
-            return 130
-        return 0
+        if failure is None and not interrupted:
+            return 0
+        if (self._directory / "checkpoints" / "latest.json").exists():
+            self._progress.note("continue from the last checkpoint with the same command and --resume")
+        return 130
 
     # ------------------------------------------------------------------------------------------------------- steps
 
@@ -359,7 +369,9 @@ class _Run:
         frames = frames_of(
             batch, self._config.train.max_tokens_per_micro_batch, len(self._ranks), publish=publish
         )
+        self._training = True
         answers = await self._ask(frames, self._config.run.step_timeout_s)
+        self._training = False
         for group in batch.groups:
             self._ledger.train(group.item_index)
         self._version = answers[0]["version"]

@@ -30,6 +30,8 @@ class UpdateSession:
         self._group_run_id: str | None = None
         self._update: WeightUpdate | None = None
         self._num_received = 0
+        self._receiving = False
+        self._applying = False
         self._torn = False
 
     @property
@@ -71,11 +73,14 @@ class UpdateSession:
             raise UpdateRefusedError(f"update to version {update.version} refused: {reason}")
         self._update = update
         self._num_received = 0
+        self._receiving = False
         self._state = EndpointState.HELD
 
     def begin_bucket(self, transfer: BucketTransfer) -> tuple[BucketSpec, Sequence[TensorSpec]]:
         """HELD or UPDATING -> UPDATING; returns the bucket and its tensors. Buckets come in order, each once."""
         update = self._open_update(transfer.run_id, transfer.version)
+        if self._receiving:
+            raise UpdateRefusedError(f"bucket {self._num_received} is still being received; offer one bucket at a time")
         if transfer.bucket_index != self._num_received:
             raise UpdateRefusedError(
                 f"bucket {transfer.bucket_index} was offered, bucket {self._num_received} of {len(update.buckets)} is next"
@@ -83,39 +88,53 @@ class UpdateSession:
         if transfer.bucket_index >= len(update.buckets):
             raise UpdateRefusedError(f"all {len(update.buckets)} buckets were received already")
         self._state = EndpointState.UPDATING
+        self._receiving = True
         bucket = update.buckets[transfer.bucket_index]
         return bucket, update.manifest.tensors[bucket.start : bucket.stop]
 
     def bucket_received(self) -> None:
         """The bucket last begun has arrived whole."""
+        assert self._receiving
+        self._receiving = False
         self._num_received += 1
 
     def begin_apply(self, ref: UpdateRef) -> WeightUpdate:
-        """Return the update to apply: from here on a failure poisons. Raises if it is not open or not complete."""
+        """Return the update to apply: from here on a failure poisons. Raises if it is not open or not complete.
+
+        Once it returned, `committed` or `abort` says how applying ended.
+        """
         update = self._open_update(ref.run_id, ref.version)
+        if self._applying:
+            raise UpdateRefusedError(f"version {ref.version} is being applied already")
         if self._num_received != len(update.buckets):
             raise UpdateRefusedError(
                 f"version {ref.version} cannot be committed: {self._num_received} of {len(update.buckets)} buckets arrived"
             )
-        self._torn = True
+        self._applying = True
         return update
 
     def committed(self) -> None:
         """UPDATING -> READY(w): every tensor was applied."""
-        assert self._update is not None
+        assert self._update is not None and self._applying
         self._version, self._run_id = self._update.version, self._update.run_id
         self._update = None
+        self._applying = False
         self._torn = False
         self._state = EndpointState.READY
 
     def abort(self) -> None:
         """End the open update, if any: READY with the old weights if no byte was applied, POISONED otherwise."""
         self._update = None
+        self._torn = self._torn or self._applying
+        self._applying = False
         if self._state in (EndpointState.HELD, EndpointState.UPDATING):
             self._state = EndpointState.POISONED if self._torn else EndpointState.READY
 
     def refuse_if_poisoned(self) -> None:
-        """Raise `PoisonedError` if there are no whole weights to sample from."""
+        """Raise `PoisonedError` if there are no whole weights to sample from, now or when the hold ends.
+
+        While an update is applied to whole weights nothing is wrong yet: a request that comes then waits.
+        """
         if self._torn:
             raise PoisonedError(
                 f"weights are torn: an update after version {self._version} failed while it was applied. "
