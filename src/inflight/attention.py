@@ -127,6 +127,7 @@ def check_model_is_supported(config: Any) -> None:
 
     The head is computed outside of the model, so logits that are scaled or capped are refused too.
     """
+    config = getattr(config, "text_config", None) or config
     name = getattr(config, "model_type", type(config).__name__)
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedError(f"{name} is an encoder-decoder; only decoders can be trained")

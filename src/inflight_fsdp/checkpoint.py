@@ -22,7 +22,9 @@ from inflight.errors import CheckpointError
 from inflight_fsdp.agreement import first_failure
 
 _EDITION = 1
-_WEIGHTS, _OPTIMIZER, _TRAINER = "model.safetensors", "optimizer.safetensors", "trainer.json"
+_WEIGHTS, _TRAINER = "model.safetensors", "trainer.json"
+_OPTIMIZER = "trainer/optimizer.safetensors"
+"""In a directory of its own: inference servers take every safetensors file next to config.json for weights."""
 _COPIED = (
     *("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.*", "merges.txt", "*.model", "chat_template*"),
@@ -105,7 +107,7 @@ def _prepare(path: Path, fresh: Path, model_config: str, model_path: Path) -> No
     if path.exists() and not (path / _TRAINER).is_file() and not (path.is_dir() and not any(path.iterdir())):
         raise FileExistsError("the path exists and is no checkpoint of a worker; move it away or choose another path")
     shutil.rmtree(fresh, ignore_errors=True)
-    fresh.mkdir(parents=True)
+    (fresh / _OPTIMIZER).parent.mkdir(parents=True)
     _write_file(fresh / "config.json", model_config)
     for file in sorted({file for pattern in _COPIED for file in model_path.glob(pattern) if file.is_file()}):
         _write_file(fresh / file.name, file.read_bytes())
@@ -114,6 +116,7 @@ def _prepare(path: Path, fresh: Path, model_config: str, model_path: Path) -> No
 def _put_in_place(fresh: Path, path: Path) -> None:
     """Rename ``fresh`` to ``path``. A process that dies between two renames leaves the old one where `load` looks."""
     retired = _retired(path)
+    _sync_directory((fresh / _OPTIMIZER).parent)
     _sync_directory(fresh)
     if path.exists():
         shutil.rmtree(retired, ignore_errors=True)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from inflight.attention import SegmentPlan
 from inflight.checkpoints import load_config
-from inflight.errors import ConfigError, InflightError, NonFiniteError, TrainerError
+from inflight.errors import ConfigError, NonFiniteError, TrainerError
 from inflight.types import MicroBatch, StepResult, WeightBucket
 from inflight.wire import DTYPE_SIZES, BucketSpec, TensorSpec
 from inflight_fsdp.agreement import first_failure
@@ -177,13 +177,13 @@ class FsdpWorker:
 
 def _load_on_every_rank(config: WorkerConfig, device: torch.device) -> tuple[PolicyModel, str]:
     """Return the unsharded model and the wire dtype, or raise on every rank what failed on one."""
-    error: InflightError | None = None
+    error: Exception | None = None
     try:
         policy = load_policy(config.model_path, config.dtype, config.logprob_chunk_size)
         declared = str(load_config(config.model_path).dtype).removeprefix("torch.")
-    except InflightError as caught:
+    except Exception as caught:  # Whatever it is, the other ranks must not wait for this one.
         error = caught
-    failure = first_failure(None if error is None else str(error), device)
+    failure = first_failure(None if error is None else f"{type(error).__name__}: {error}", device)
     if error is not None:
         raise error
     if failure is not None:

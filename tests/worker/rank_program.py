@@ -51,8 +51,9 @@ def my_share(case: str, rank: int) -> list[MicroBatch]:
 def three_steps(worker: FsdpWorker, rank: int, world_size: int) -> list[tuple[float, float]]:
     results = []
     for step in range(3):
-        segments = [i for i in range(len(LENGTHS)) if i % world_size == rank]
-        accumulate(worker, [part_of(whole_batch(10 + step), range(i, i + 1)) for i in segments])
+        # Ranks without a segment left take part with a batch of none.
+        starts = range(rank, -(-len(LENGTHS) // world_size) * world_size, world_size)
+        accumulate(worker, [part_of(whole_batch(10 + step), range(len(LENGTHS))[i : i + 1]) for i in starts])
         result = worker.step()
         results.append((result.gradient_norm, result.learning_rate))
     return results
@@ -83,7 +84,7 @@ def full_disk_case(worker: FsdpWorker, directory: Path, rank: int) -> dict[str, 
     before = file_bytes(directory) if rank == 0 else {}
     three_steps(worker, rank, worker.world_size)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    sizes = sorted(f.stat().st_size for f in (directory / "checkpoint").iterdir())
+    sizes = sorted(f.stat().st_size for f in (directory / "checkpoint").rglob("*.safetensors"))
     dist.barrier()
     if rank == 0:
         resource.setrlimit(resource.RLIMIT_FSIZE, ((sizes[-1] + sizes[-2]) // 2, limits[1]))

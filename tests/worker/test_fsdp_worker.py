@@ -342,10 +342,9 @@ def test_a_checkpoint_is_a_hugging_face_model_without_pickles(tmp_path, make_wor
     accumulate(worker, [make_batch(LENGTHS, seed=9)])
     worker.step()
     worker.save(tmp_path / "deep" / "checkpoint")
-    names = {file.name for file in (tmp_path / "deep" / "checkpoint").iterdir()}
-    assert names == {
+    assert file_bytes(tmp_path / "deep" / "checkpoint").keys() == {
         *("config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"),
-        *("model.safetensors", "optimizer.safetensors", "trainer.json"),
+        *("model.safetensors", "trainer.json", "trainer/optimizer.safetensors"),
     }
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "deep" / "checkpoint")
     assert model.dtype == torch.float64
@@ -438,7 +437,7 @@ BREAKAGES = {
     "no trainer.json": (lambda path: (path / "trainer.json").unlink(), "no trainer.json"),
     "another edition": (lambda path: (path / "trainer.json").write_text('{"edition": 99}'), "edition 1"),
     "no json": (lambda path: (path / "trainer.json").write_text("{"), "JSONDecodeError"),
-    "no optimizer": (lambda path: (path / "optimizer.safetensors").unlink(), "optimizer.safetensors"),
+    "no optimizer": (lambda path: (path / "trainer" / "optimizer.safetensors").unlink(), "optimizer.safetensors"),
     "truncated": (
         lambda path: (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:-1]),
         "SafetensorError",
@@ -448,7 +447,7 @@ BREAKAGES = {
         r"1 tensors are missing: \['model.norm.weight'\]",
     ),
     "extra tensor": (
-        lambda path: rewrite(path / "optimizer.safetensors", lambda t: t.update(extra=torch.zeros(1))),
+        lambda path: rewrite(path / "trainer" / "optimizer.safetensors", lambda t: t.update(extra=torch.zeros(1))),
         r"1 tensors are unknown: \['extra'\]",
     ),
     "other shape": (

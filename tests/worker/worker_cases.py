@@ -80,7 +80,7 @@ def settings(model_path: Path, **others: object) -> dict[str, object]:
 
 def saved_gradients(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Return the gradients of the last step of a worker of `settings`: with beta 0 the first moment is the gradient."""
-    states = load_file(checkpoint / "optimizer.safetensors")
+    states = load_file(checkpoint / "trainer" / "optimizer.safetensors")
     return {name.removesuffix(".exp_avg"): state for name, state in states.items() if name.endswith(".exp_avg")}
 
 

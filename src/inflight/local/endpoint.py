@@ -67,7 +67,9 @@ class LocalEndpoint:
         self._dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
         self._device = next(model.parameters()).device
         specs = tuple(
-            TensorSpec(name=n, dtype=str(p.dtype).removeprefix("torch."), shape=tuple(p.shape))
+            TensorSpec.model_validate(
+                {"name": n, "dtype": str(p.dtype).removeprefix("torch."), "shape": tuple(p.shape)}
+            )
             for n, p in model.named_parameters()
         )
         self._manifest = Manifest(tensors=specs)

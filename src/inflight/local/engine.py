@@ -55,7 +55,7 @@ class Sequence:
         ends = [*(start for _, start in self.spans[1:]), len(self.token_ids)]
         spans = tuple(
             VersionSpan.model_construct(version=version, start=start, end=end)
-            for (version, start), end in zip(self.spans, ends, strict=True)
+            for (version, start), end in zip(self.spans, ends, strict=False)  # without a token there is no span
         )
         return Completion.model_construct(
             index=self.index,

@@ -1,15 +1,15 @@
 """Publishing: gather from the workers, move, commit on the endpoints, and a statement of who serves what.
 
-One publish is a `_Session`: the training thread gathers and hands buckets over; all that speaks to endpoints runs in the
-publisher's event loop, which also ends the session there as soon as anything fails, so that no endpoint is held for the
-rest of the gathering. This module knows the Protocols only, no engine and no trainer.
+One publish is a `_Session`: the training thread gathers and hands buckets over; all that speaks to endpoints runs in
+the publisher's event loop, which ends the session by itself as soon as anything fails, so that no endpoint is held for
+the rest of the gathering. This module knows the Protocols only, no engine and no trainer.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Literal
@@ -22,7 +22,6 @@ from inflight.errors import (
     PoisonedError,
     PublishError,
     TrainerError,
-    TransferError,
     UnsupportedError,
     UpdateRefusedError,
 )
@@ -134,6 +133,7 @@ class _Session:
         self._failed = False
         self._committing = False
         self._reports: dict[str, EndpointReport] = {}
+        self._num_gathered = 0
         self._gather_s = 0.0
         self._wire_s = 0.0
         self._hold_started: float | None = None
@@ -153,18 +153,25 @@ class _Session:
             if not self._failed:
                 self._publisher.run(self._commit)
         except BaseException as error:
-            if self._pending is not None:
-                self._pending.cancel()
-            self._problem = f"{type(error).__name__} in the trainer"
-            self._publisher.run(self._end)
+            if self._hold_started is not None:
+                if self._pending is not None:
+                    self._pending.cancel()
+                self._problem = f"{type(error).__name__} in the trainer"
+                self._publisher.run(self._end)
             raise
         return self._report()
 
     def _gather(self, gathered: Iterator[WeightBucket]) -> WeightBucket | None:
-        """Return the next bucket, None after the last. Raises `TrainerError` if it is not the one that was announced."""
+        """Return the next bucket, None after the last. Raises `TrainerError` if it is not what was announced."""
         started = time.monotonic()
         bucket = next(gathered, None)
         self._gather_s += time.monotonic() - started
+        num_announced = len(self._update.buckets)
+        if bucket is None and self._num_gathered != num_announced:
+            raise TrainerError(f"the worker yielded {self._num_gathered} buckets, {num_announced} were asked for")
+        if bucket is not None:
+            _check(bucket, self._num_gathered, self._update)
+            self._num_gathered += 1
         return bucket
 
     def _join_group(self) -> None:
@@ -183,7 +190,6 @@ class _Session:
 
     def _push(self, bucket: WeightBucket) -> None:
         """Send a bucket while the next is gathered; waits for the one before."""
-        _check(bucket, self._update)
         self._wait_for_pending()
         if not self._failed:
             self._pending = self._publisher.start(self._transfer, bucket)
@@ -198,7 +204,10 @@ class _Session:
 
     async def _request(self) -> None:
         """Ask every endpoint to hold; one refusal ends the session, since nothing has been sent."""
-        calls = [asyncio.ensure_future(self._ask(e, e.request_weight_update(self._update))) for e in self._endpoints]
+        calls = [
+            asyncio.ensure_future(self._ask(e, lambda e: e.request_weight_update(self._update)))
+            for e in self._endpoints
+        ]
         _, pending = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
         if pending:
             await asyncio.wait(pending, timeout=_REFUSAL_GRACE_S)
@@ -207,11 +216,11 @@ class _Session:
         if self._failures:
             await self._end()
 
-    async def _ask(self, endpoint: InferenceEndpoint, call: Awaitable[object]) -> None:
+    async def _ask(self, endpoint: InferenceEndpoint, call: Callable[[InferenceEndpoint], Awaitable[object]]) -> None:
         """Await one endpoint's answer within the deadline; a failure is noted under its name, and raised."""
         try:
             async with asyncio.timeout(self._remaining_s()):
-                await call
+                await call(endpoint)
         except TimeoutError as error:
             late = DeadlineError("gave no answer before the publish's deadline", endpoint.name)
             self._failures.setdefault(endpoint.name, late)
@@ -228,7 +237,9 @@ class _Session:
         transfer = BucketTransfer(
             run_id=ref.run_id, version=ref.version, bucket_index=bucket.index, timeout_s=timeout_s
         )
-        receiving = [asyncio.ensure_future(self._ask(e, e.receive_weights(transfer))) for e in self._endpoints]
+        receiving = [
+            asyncio.ensure_future(self._ask(e, lambda e: e.receive_weights(transfer))) for e in self._endpoints
+        ]
         send = run_abandonable(lambda: self._publisher.sender.send(bucket, timeout_s), "inflight-send")
         calls = [asyncio.ensure_future(send), *receiving]
         try:
@@ -247,7 +258,7 @@ class _Session:
     async def _commit(self) -> None:
         """Switch every endpoint; one that fails does not keep the others from switching."""
         self._committing = True
-        calls = [asyncio.ensure_future(self._ask(e, self._commit_one(e))) for e in self._endpoints]
+        calls = [asyncio.ensure_future(self._ask(e, self._commit_one)) for e in self._endpoints]
         await asyncio.wait(calls)
         self._hold_s = time.monotonic() - (self._hold_started or self._started)
         _raise_what_is_no_answer(calls)
@@ -342,14 +353,14 @@ class _Session:
         )
 
 
-async def _cancelled(calls: list[asyncio.Future[None]]) -> None:
+async def _cancelled(calls: Sequence[asyncio.Future[None]]) -> None:
     """Cancel what is still pending, and return when all have ended."""
     for call in calls:
         call.cancel()
     await asyncio.gather(*calls, return_exceptions=True)
 
 
-def _raise_what_is_no_answer(calls: list[asyncio.Future[None]]) -> None:
+def _raise_what_is_no_answer(calls: Sequence[asyncio.Future[None]]) -> None:
     """Raise the first error that is not an endpoint's or transport's own way to fail."""
     for call in calls:
         error = None if call.cancelled() else call.exception()
@@ -357,9 +368,11 @@ def _raise_what_is_no_answer(calls: list[asyncio.Future[None]]) -> None:
             raise error
 
 
-def _check(bucket: WeightBucket, update: WeightUpdate) -> None:
-    """Raise `TrainerError` unless the bucket holds the tensors that were announced."""
-    announced = update.buckets[bucket.index]
+def _check(bucket: WeightBucket, index: int, update: WeightUpdate) -> None:
+    """Raise `TrainerError` unless the bucket is number ``index`` and holds the tensors that were announced for it."""
+    if bucket.index != index or index >= len(update.buckets):
+        raise TrainerError(f"the worker yielded bucket {bucket.index}, bucket {index} of {len(update.buckets)} is next")
+    announced = update.buckets[index]
     specs: tuple[TensorSpec, ...] = update.manifest.tensors[announced.start : announced.stop]
     found = [(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for tensor in bucket.tensors]
     wanted = [(spec.shape, str(spec.dtype)) for spec in specs]

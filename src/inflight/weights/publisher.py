@@ -121,7 +121,7 @@ class WeightPublisher:
             self._portal_context.__exit__(None, None, None)
 
     def remove(self, name: str) -> None:
-        """Leave an endpoint out from now on; the group is formed anew by the next publish. Unknown names are ignored."""
+        """Leave an endpoint out from now on; the next publish forms the group anew. Unknown names are ignored."""
         self._removed += [endpoint for endpoint in self._endpoints if endpoint.name == name]
         self._endpoints = tuple(endpoint for endpoint in self._endpoints if endpoint.name != name)
         self._group_is_usable = False

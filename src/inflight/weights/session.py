@@ -83,7 +83,8 @@ class UpdateSession:
             raise UpdateRefusedError(f"bucket {self._num_received} is still being received; offer one bucket at a time")
         if transfer.bucket_index != self._num_received:
             raise UpdateRefusedError(
-                f"bucket {transfer.bucket_index} was offered, bucket {self._num_received} of {len(update.buckets)} is next"
+                f"bucket {transfer.bucket_index} was offered, "
+                f"bucket {self._num_received} of {len(update.buckets)} is next"
             )
         if transfer.bucket_index >= len(update.buckets):
             raise UpdateRefusedError(f"all {len(update.buckets)} buckets were received already")
@@ -108,14 +109,16 @@ class UpdateSession:
             raise UpdateRefusedError(f"version {ref.version} is being applied already")
         if self._num_received != len(update.buckets):
             raise UpdateRefusedError(
-                f"version {ref.version} cannot be committed: {self._num_received} of {len(update.buckets)} buckets arrived"
+                f"version {ref.version} cannot be committed: "
+                f"{self._num_received} of {len(update.buckets)} buckets arrived"
             )
         self._applying = True
         return update
 
     def committed(self) -> None:
         """UPDATING -> READY(w): every tensor was applied."""
-        assert self._update is not None and self._applying
+        assert self._update is not None
+        assert self._applying
         self._version, self._run_id = self._update.version, self._update.run_id
         self._update = None
         self._applying = False

@@ -1,4 +1,4 @@
-"""Blocking calls that can be left behind: run in a daemon thread, awaited with a deadline, abandoned on cancellation."""
+"""Blocking calls that can be left behind: each runs in a daemon thread, which is abandoned on cancellation."""
 
 from __future__ import annotations
 

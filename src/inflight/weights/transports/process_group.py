@@ -1,26 +1,30 @@
 """Weights by one broadcast per bucket over a private gloo or NCCL group; torch's default group is never touched.
 
-The sender is rank 0 and hosts the store, which binds to the given address only. Gloo cannot interrupt a pending
-operation, so each carries its own timeout and its caller must be able to leave it behind (see
-`inflight.weights.threads`); NCCL operations end when the group is aborted.
+The sender is rank 0 and hosts the store, which binds to the given address only; taking the store down ends every join
+that is still pending, on either side. Gloo cannot interrupt a pending operation, so each carries its own timeout and
+its caller must be able to leave it behind (see `inflight.weights.threads`); NCCL operations end when the group is
+aborted.
 """
 
 from __future__ import annotations
 
+import os
 import socket
+import threading
 import uuid
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 
 from inflight.errors import TransferError
 from inflight.types import WeightBucket
 from inflight.weights.session import transfer_failed
 from inflight.wire import ProcessGroupSpec, TensorSpec
 
+dist: Any = torch.distributed  # its stubs leave out the stores and Gloo's options
 Backend = Literal["gloo", "nccl"]
 
 
@@ -31,53 +35,63 @@ class ProcessGroupSender:
         self._backend: Backend = backend
         self._address = address
         self._device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
-        self._store: Any = None
+        self._lock = threading.Lock()
+        self._hosted: Any = None
+        self._opened: ProcessGroupSpec | None = None
         self._group: Any = None
-        self._group_name = ""
-        self._world_size = 0
-        self._timeout_s = 0.0
 
     def specs(self, run_id: str, num_ranks: Sequence[int], timeout_s: float) -> list[ProcessGroupSpec]:
         """See `WeightSender.specs`. Raises `TransferError` if the address cannot be bound."""
         self.abort()
-        self._group_name = f"inflight-{uuid.uuid4().hex[:12]}"
-        self._world_size = 1 + sum(num_ranks)
-        self._timeout_s = timeout_s
         try:
-            listener = socket.socket(socket.AF_INET6 if ":" in self._address else socket.AF_INET)
-            listener.bind((self._address, 0))
-            listener.listen(128)
-            port = listener.getsockname()[1]
-            self._store = dist.TCPStore(
-                self._address,
-                port,
-                is_master=True,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=timeout_s),
-                master_listen_fd=listener.detach(),
-            )
+            family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
+            with socket.socket(family) as listener:
+                listener.bind((self._address, 0))
+                listener.listen(128)
+                port = listener.getsockname()[1]
+                hosted = dist.TCPStore(
+                    self._address,
+                    port,
+                    is_master=True,
+                    wait_for_workers=False,
+                    timeout=timedelta(seconds=timeout_s),
+                    master_listen_fd=os.dup(listener.fileno()),
+                )
         except (OSError, RuntimeError) as error:
             raise transfer_failed(error, f"hosting the weight group's store on {self._address}") from error
         ranks = [1 + sum(num_ranks[:i]) for i in range(len(num_ranks))]
-        return [
+        specs = [
             ProcessGroupSpec(
                 run_id=run_id,
                 backend=self._backend,
-                group_name=self._group_name,
+                group_name=f"inflight-{uuid.uuid4().hex[:12]}",
                 master_address=self._address,
                 master_port=port,
                 rank=rank,
-                world_size=self._world_size,
+                world_size=1 + sum(num_ranks),
                 timeout_s=timeout_s,
             )
             for rank in ranks
         ]
+        name = specs[0].group_name
+        specs = [spec.model_copy(update={"group_name": name}) for spec in specs]
+        with self._lock:
+            self._hosted, self._opened = hosted, specs[0]
+        return specs
 
     def join(self) -> None:
         """See `WeightSender.join`."""
-        self._group = _form_group(
-            self._backend, self._store, self._group_name, 0, self._world_size, self._address, self._timeout_s
-        )
+        with self._lock:
+            opened = self._opened
+        if opened is None:
+            raise TransferError("no weight group is open")
+        group = _join(opened, 0, self._address)
+        with self._lock:
+            if self._opened is opened:
+                self._group = group
+                return
+        group.abort()
+        raise TransferError("the weight group was given up while it was formed")
 
     def send(self, bucket: WeightBucket, timeout_s: float) -> None:
         """See `WeightSender.send`. A return means that the bytes left; that they arrived, only the receiver knows."""
@@ -88,7 +102,8 @@ class ProcessGroupSender:
 
     def abort(self) -> None:
         """See `WeightSender.abort`."""
-        group, self._group, self._store = self._group, None, None
+        with self._lock:
+            group, self._group, self._hosted, self._opened = self._group, None, None, None
         if group is not None:
             group.abort()
 
@@ -99,6 +114,8 @@ class ProcessGroupReceiver:
     def __init__(self, spec: ProcessGroupSpec, device: torch.device | None = None) -> None:
         self._spec = spec
         self._device = torch.device("cpu") if spec.backend == "gloo" else (device or torch.device("cuda"))
+        self._lock = threading.Lock()
+        self._given_up = False
         self._group: Any = None
 
     def join(self) -> None:
@@ -106,15 +123,15 @@ class ProcessGroupReceiver:
         spec = self._spec
         try:
             local_address = _address_towards(spec.master_address, spec.master_port)
-            store = dist.TCPStore(
-                spec.master_address, spec.master_port, is_master=False, timeout=timedelta(seconds=spec.timeout_s)
-            )
-        except (OSError, RuntimeError) as error:
-            where = f"{spec.master_address}:{spec.master_port}"
-            raise transfer_failed(error, f"reaching the weight group's store at {where}") from error
-        self._group = _form_group(
-            spec.backend, store, spec.group_name, spec.rank, spec.world_size, local_address, spec.timeout_s
-        )
+        except OSError as error:
+            raise transfer_failed(error, f"finding the way to {spec.master_address}") from error
+        group = _join(spec, spec.rank, local_address)
+        with self._lock:
+            if not self._given_up:
+                self._group = group
+                return
+        group.abort()
+        raise TransferError("the weight group was given up while it was formed")
 
     def receive(self, specs: Sequence[TensorSpec], timeout_s: float) -> list[torch.Tensor]:
         """See `WeightReceiver.receive`."""
@@ -126,7 +143,8 @@ class ProcessGroupReceiver:
 
     def abort(self) -> None:
         """See `WeightReceiver.abort`."""
-        group, self._group = self._group, None
+        with self._lock:
+            group, self._group, self._given_up = self._group, None, True
         if group is not None:
             group.abort()
 
@@ -150,31 +168,40 @@ def unpack(flat: torch.Tensor, specs: Sequence[TensorSpec]) -> list[torch.Tensor
     return tensors
 
 
-def _form_group(
-    backend: Backend, store: Any, name: str, rank: int, world_size: int, address: str, timeout_s: float
-) -> Any:
-    timeout = timedelta(seconds=timeout_s)
-    prefixed = dist.PrefixStore(name, store)
+def _join(spec: ProcessGroupSpec, rank: int, address: str) -> Any:
+    """Return the group that ``spec`` describes, joined as ``rank`` from the local ``address``."""
+    timeout = _timeout(spec.timeout_s)
+    where = f"{spec.master_address}:{spec.master_port}"
     try:
-        if backend == "nccl":
+        store = dist.TCPStore(spec.master_address, spec.master_port, is_master=False, timeout=timeout)
+    except (OSError, RuntimeError) as error:
+        raise transfer_failed(error, f"reaching the weight group's store at {where}") from error
+    prefixed = dist.PrefixStore(spec.group_name, store)
+    try:
+        if spec.backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
-            return dist.ProcessGroupNCCL(prefixed, rank, world_size, options)
+            return dist.ProcessGroupNCCL(prefixed, rank, spec.world_size, options)
         gloo_options = dist.ProcessGroupGloo._Options()
         gloo_options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
         gloo_options._timeout = timeout
-        return dist.ProcessGroupGloo(prefixed, rank, world_size, gloo_options)
+        return dist.ProcessGroupGloo(prefixed, rank, spec.world_size, gloo_options)
     except RuntimeError as error:
-        raise transfer_failed(error, f"rank {rank} joining the weight group of {world_size} ranks") from error
+        raise transfer_failed(error, f"rank {rank} joining the weight group of {spec.world_size} ranks") from error
 
 
 def _broadcast(group: Any, flat: torch.Tensor, timeout_s: float, what: str) -> None:
     try:
-        group.broadcast(flat, 0, timedelta(seconds=timeout_s)).wait()
+        group.broadcast(flat, 0, _timeout(timeout_s)).wait()
         if flat.is_cuda:
             torch.cuda.current_stream(flat.device).synchronize()
     except RuntimeError as error:
         raise transfer_failed(error, what) from error
+
+
+def _timeout(timeout_s: float) -> timedelta:
+    """Return a timeout of at least a millisecond: Gloo counts in whole ones, and takes 0 for no timeout at all."""
+    return timedelta(seconds=max(timeout_s, 0.001))
 
 
 def _address_towards(address: str, port: int) -> str:

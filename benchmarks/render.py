@@ -1,0 +1,109 @@
+"""Renders docs/performance.md and the plots in docs/images from benchmarks/results."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+from results import read_results
+
+from inflight.pipeline.plots import smoothed
+
+DOCS = Path(__file__).parents[1] / "docs"
+IMAGES = DOCS / "images"
+COLOURS = {"pipeline": "#8250df", "conventional G=1": "#1f6feb"}
+
+
+def plot_learning(runs: Sequence[dict[str, Any]]) -> None:
+    """Reward against samples of pipeline and conventional G=1 on the same seeds, and the ESS of both."""
+    figure, axes = plt.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
+    for run in runs:
+        mode = run["mode"]
+        if mode not in COLOURS:
+            continue
+        samples, times, rewards, ess = zip(*run["curve"], strict=True)
+        known = [i for i, reward in enumerate(rewards) if reward is not None]
+        curve = smoothed([rewards[i] for i in known])
+        style = {"color": COLOURS[mode], "alpha": 0.8, "label": mode if run["seed"] == 0 else None}
+        axes[0].plot([samples[i] for i in known], curve, **style)
+        axes[1].plot([times[i] for i in known], curve, **style)
+        axes[2].plot(range(1, len(ess) + 1), ess, **style)
+    for axis, label in zip(axes, ("completions sampled", "seconds", "optimizer step"), strict=True):
+        axis.set_xlabel(label)
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("mean reward (ten steps)")
+    axes[1].set_ylabel("mean reward (ten steps)")
+    axes[2].set_ylabel("effective sample size, raw ratios")
+    axes[0].legend(loc="lower right")
+    figure.savefig(IMAGES / "learning.png", dpi=120)
+    plt.close(figure)
+
+
+def engine_table(rows: Sequence[dict[str, Any]]) -> str:
+    lines = [
+        "| model | lengths | tokens, longest | engine, tokens/s | `generate`, tokens/s | ratio: median (min to max) |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {r['model']} | {r['lengths']} | {r['num_tokens']:,}, {r['longest']} | {r['engine_tokens_per_s']:,.0f} | "
+        f"{r['generate_tokens_per_s']:,.0f} | **{r['ratio_median']:.2f}** ({r['ratio_min']:.2f} to {r['ratio_max']:.2f}) |"
+        for r in rows
+    ]
+    return "\n".join(lines)
+
+
+def modes_table(result: dict[str, Any]) -> str:
+    lines = [
+        "| mode | trained tokens/s | pipeline over it: median (min to max) | share of time in the trainer | held | lag mean, max "
+        "| mean ESS |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    modes = list(dict.fromkeys(run["mode"] for run in result["runs"]))
+    for mode in modes:
+        runs = [run for run in result["runs"] if run["mode"] == mode]
+        mean = {
+            key: statistics.fmean(run[key] for run in runs)
+            for key in ("trained_tokens_per_s", "train_share", "held_share", "lag_mean", "ess_mean")
+        }
+        ratio = result["ratios"].get(mode)
+        text = "" if ratio is None else f"**{ratio['median']:.2f}** ({ratio['min']:.2f} to {ratio['max']:.2f})"
+        lines.append(
+            f"| {mode} | {mean['trained_tokens_per_s']:,.0f} | {text} | {100 * mean['train_share']:.0f} % | "
+            f"{100 * mean['held_share']:.2f} % | {mean['lag_mean']:.1f}, {max(run['lag_max'] for run in runs)} | "
+            f"{mean['ess_mean']:.3f} |"
+        )
+    return "\n".join(lines)
+
+
+def conditions(record: dict[str, Any]) -> str:
+    machine, versions = record["machine"], record["versions"]
+    packages = ", ".join(f"{name} {number}" for name, number in versions.items())
+    return f"{record['date']}, {machine['processor']}, {machine['cores']} cores, Python {machine['python']}, {packages}."
+
+
+def main() -> None:
+    IMAGES.mkdir(exist_ok=True)
+    engine, pipeline = read_results("engine"), read_results("pipeline")
+    result = pipeline["rows"]
+    plot_learning(result["runs"])
+    template = (Path(__file__).parent / "performance.template.md").read_text()
+    page = (
+        template.replace("{{engine_table}}", engine_table(engine["rows"]))
+        .replace("{{engine_conditions}}", conditions(engine))
+        .replace("{{modes_table}}", modes_table(result))
+        .replace("{{pipeline_conditions}}", conditions(pipeline))
+        .replace("{{steps}}", str(result["steps"]))
+        .replace("{{seeds}}", str(len({run["seed"] for run in result["runs"]})))
+    )
+    (DOCS / "performance.md").write_text(page)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""The examples, executed as their readers would."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.servers import TOKEN, ServerProcess
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_own_loop_example_publishes_every_step(model_dir: Path, start_server: Callable[..., ServerProcess]) -> None:
+    server = start_server(model_dir)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "own_loop.py"), str(model_dir), server.url],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "INFLIGHT_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"version (\d+):", done.stdout) == ["1", "2", "3", "4", "5"]

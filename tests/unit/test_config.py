@@ -1,0 +1,91 @@
+"""The configuration of a run: overrides, and errors that name the key, the value and what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from inflight.errors import ConfigError, TaskError
+from inflight.pipeline.config import load_config
+from inflight.rollouts import load_task
+
+MINIMAL = '[run]\ndirectory = "runs/x"\n[model]\npath = "models/x"\n[task]\nname = "spell_backward"\n'
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(MINIMAL)
+    return path
+
+
+def test_every_kind_of_value_can_be_overridden(config_file: Path) -> None:
+    config = load_config(
+        config_file,
+        ["--train.learning_rate", "3e-5", "--run.mode=conventional", "--servers.urls", '["http://a", "http://b"]']
+        + ["--task.params", "{ max_word_len = 5 }", "--train.train_on_equal_rewards", "true"],
+    )
+    assert config.train.learning_rate == 3e-5
+    assert config.run.mode == "conventional"
+    assert config.servers.urls == ("http://a", "http://b")
+    assert config.task.params == {"max_word_len": 5}
+    assert config.train.train_on_equal_rewards
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["--train.learning_rat", "1"], "unknown key 'train.learning_rat'; did you mean train.learning_rate?"),
+        (["--trian.learning_rate", "1"], "unknown key 'trian'; did you mean train?"),
+        (["--sampling.group_size", "1"], "sampling.group_size: Input should be greater than or equal to 2 (got 1)"),
+        (["--run.mode", "asynchronous"], "run.mode: Input should be 'pipeline' or 'conventional' (got 'asynchronous')"),
+        (["--train.learning_rate", "fast"], "(got 'fast')"),
+        (["--train.learning_rate"], "override --train.learning_rate has no value"),
+        (["learning_rate=1"], "is no override; write --section.field value"),
+        (["--run.directory.name", "x"], "'directory' is a value, not a section"),
+        (["--servers.max_concurrent", "4"], "a group would never run as a whole"),
+    ],
+)
+def test_wrong_overrides_are_named_with_what_to_write_instead(
+    config_file: Path, overrides: list[str], expected: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(config_file, overrides)
+    assert expected in str(refused.value)
+
+
+def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        load_config(tmp_path / "nowhere.toml")
+    broken = tmp_path / "broken.toml"
+    broken.write_text("[run\n")
+    with pytest.raises(ConfigError, match="is not TOML"):
+        load_config(broken)
+    empty = tmp_path / "empty.toml"
+    empty.write_text("")
+    with pytest.raises(ConfigError, match="key 'run' is missing; key 'model' is missing; key 'task' is missing"):
+        load_config(empty)
+
+
+def test_reasoning_gym_tasks_are_deterministic_and_score_their_own_answers() -> None:
+    task, again = load_task("spell_backward", {"max_word_len": 5}, 3), load_task("spell_backward", {"max_word_len": 5}, 3)
+    for index in (0, 7, 1_000_000_000):
+        item = task.item(index)
+        assert item.prompt == again.item(index).prompt
+        assert item.answer is not None
+        assert task.score(item, item.answer) == 1.0
+        assert task.score(item, f"<think>hm</think><answer>{item.answer}</answer>") == 1.0
+        assert task.score(item, "<answer></answer>") == 0.0
+    assert load_task("spell_backward", {}, 4).item(0).prompt != load_task("spell_backward", {}, 5).item(0).prompt
+
+
+def test_unknown_tasks_and_parameters_are_named_with_the_nearest_known() -> None:
+    with pytest.raises(TaskError, match=r"unknown task 'spel_backward'; nearest reasoning-gym datasets: spell_backward"):
+        load_task("spel_backward", {}, 0)
+    with pytest.raises(TaskError, match="refuses its parameters"):
+        load_task("spell_backward", {"word_size": 3}, 0)
+    with pytest.raises(TaskError, match="could not be made"):
+        load_task("nowhere:task", {}, 0)
+    with pytest.raises(TaskError, match="is no Task"):
+        load_task("builtins:dict", {}, 0)

@@ -1,0 +1,67 @@
+"""What the documentation shows is what is executed elsewhere, and what it links to exists."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import textwrap
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from inflight.http.openapi import openapi_document
+from inflight.pipeline.config import load_config
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+EXAMPLES = [path.read_text() for path in sorted((ROOT / "examples").glob("*.py"))]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_in_the_docs_is_part_of_an_example_that_a_test_executes(page: Path) -> None:
+    for block in blocks(page, "python"):
+        assert any(textwrap.dedent(block) in textwrap.dedent(text) or block in text for text in EXAMPLES), block
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_in_the_docs_are_understood(page: Path) -> None:
+    for block in blocks(page, "sh"):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = line.split()
+            if words[:2] == ["inflight", "train"]:
+                overrides = [word for word in words[3:] if word not in ("--resume", "--tensorboard")]
+                load_config(ROOT / words[2], overrides)
+            elif words[:1] == ["make"]:
+                assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), line
+            elif words[:1] == ["inflight"]:
+                answer = subprocess.run(
+                    [sys.executable, "-m", "inflight", words[1], "--help"], capture_output=True, text=True, timeout=60
+                )
+                flags = [word for word in words if word.startswith("--")]
+                assert answer.returncode == 0
+                assert all(flag in answer.stdout for flag in flags), line
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_in_the_docs_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_openapi_document_is_current() -> None:
+    checked_in = json.loads((ROOT / "docs" / "openapi.json").read_text())
+    assert checked_in == json.loads(json.dumps(openapi_document())), "run: make docs"
+
+
+def test_every_example_configuration_is_valid() -> None:
+    for path in (ROOT / "examples").glob("*.toml"):
+        assert load_config(path).model_dump()
+        assert tomllib.loads(path.read_text())
