@@ -66,9 +66,7 @@ def main() -> None:
                 runs.append(run_once(mode, seed, arguments.steps, arguments.model, target))
                 row = {key: value for key, value in runs[-1].items() if key != "curve"}
                 print(json.dumps(row), flush=True)
-    speed = {
-        (run["mode"], run["seed"]): run["trained_tokens_per_s"] for run in runs
-    }
+    speed = {(run["mode"], run["seed"]): run["trained_tokens_per_s"] for run in runs}
     ratios = {}
     for mode in MODES:
         if mode != "pipeline":

@@ -53,7 +53,8 @@ def engine_table(rows: Sequence[dict[str, Any]]) -> str:
     ]
     lines += [
         f"| {r['model']} | {r['lengths']} | {r['num_tokens']:,}, {r['longest']} | {r['engine_tokens_per_s']:,.0f} | "
-        f"{r['generate_tokens_per_s']:,.0f} | **{r['ratio_median']:.2f}** ({r['ratio_min']:.2f} to {r['ratio_max']:.2f}) |"
+        f"{r['generate_tokens_per_s']:,.0f} | **{r['ratio_median']:.2f}** "
+        f"({r['ratio_min']:.2f} to {r['ratio_max']:.2f}) |"
         for r in rows
     ]
     return "\n".join(lines)
@@ -61,8 +62,8 @@ def engine_table(rows: Sequence[dict[str, Any]]) -> str:
 
 def modes_table(result: dict[str, Any]) -> str:
     lines = [
-        "| mode | trained tokens/s | pipeline over it: median (min to max) | share of time in the trainer | held | lag mean, max "
-        "| mean ESS |",
+        "| mode | trained tokens/s | pipeline over it: median (min to max) | share of time in the trainer "
+        "| held | lag mean, max | mean ESS |",
         "|---|---|---|---|---|---|---|",
     ]
     modes = list(dict.fromkeys(run["mode"] for run in result["runs"]))
@@ -85,7 +86,9 @@ def modes_table(result: dict[str, Any]) -> str:
 def conditions(record: dict[str, Any]) -> str:
     machine, versions = record["machine"], record["versions"]
     packages = ", ".join(f"{name} {number}" for name, number in versions.items())
-    return f"{record['date']}, {machine['processor']}, {machine['cores']} cores, Python {machine['python']}, {packages}."
+    return (
+        f"{record['date']}, {machine['processor']}, {machine['cores']} cores, Python {machine['python']}, {packages}."
+    )
 
 
 def main() -> None:

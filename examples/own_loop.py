@@ -1,8 +1,8 @@
 """GRPO in your own loop: an inference server, a trainer, and weights that change while the server goes on.
 
-    inflight tiny-model models/tiny
-    INFLIGHT_TOKEN=secret inflight serve models/tiny
-    INFLIGHT_TOKEN=secret python examples/own_loop.py models/tiny http://127.0.0.1:8000
+inflight tiny-model models/tiny
+INFLIGHT_TOKEN=secret inflight serve models/tiny
+INFLIGHT_TOKEN=secret python examples/own_loop.py models/tiny http://127.0.0.1:8000
 """
 
 import asyncio

@@ -20,7 +20,9 @@ def load_config(path: Path) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if not path.is_dir():
-        raise ConfigError(f"model directory {str(path)!r} does not exist; give a directory with config.json and safetensors")
+        raise ConfigError(
+            f"model directory {str(path)!r} does not exist; give a directory with config.json and safetensors"
+        )
     if not (path / "config.json").is_file():
         raise ConfigError(f"model directory {str(path)!r} has no config.json; is it a Hugging Face checkpoint?")
     try:
@@ -29,7 +31,9 @@ def load_config(path: Path) -> Any:
         raise ConfigError(f"{path / 'config.json'} cannot be read: {_first_line(error)}") from error
     architectures = config.architectures or []
     if type(config) not in AutoModelForCausalLM._model_mapping or not any("CausalLM" in a for a in architectures):
-        raise ConfigError(f"{str(path)!r} is no causal language model: architectures {architectures}, type {config.model_type!r}")
+        raise ConfigError(
+            f"{str(path)!r} is no causal language model: architectures {architectures}, type {config.model_type!r}"
+        )
     check_model_is_supported(config)
     return config
 

@@ -30,7 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="inflight", description="In-flight weight updates for reinforcement learning.")
+    parser = argparse.ArgumentParser(
+        prog="inflight", description="In-flight weight updates for reinforcement learning."
+    )
     parser.add_argument("--version", action="version", version=f"inflight {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -44,7 +46,9 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--max-model-len", type=int, help="longest sequence in tokens (default: what the model allows)")
     serve.add_argument("--max-concurrent", type=int, default=64, help="sequences decoded at a time (default: 64)")
     serve.add_argument("--threads", type=int, help="CPU threads of the engine (default: torch's choice)")
-    serve.add_argument("--token-file", type=Path, help=f"file with the control token (default: ${TOKEN_VARIABLE}, or new)")
+    serve.add_argument(
+        "--token-file", type=Path, help=f"file with the control token (default: ${TOKEN_VARIABLE}, or new)"
+    )
     serve.add_argument("--ready-file", type=Path, help="written with url and pid as JSON once the server answers")
     serve.add_argument("--exit-with-stdin", action="store_true", help="stop when standard input ends")
     serve.set_defaults(call=_serve)

@@ -293,7 +293,9 @@ def check_spans(spans: tuple[VersionSpan, ...], num_tokens: int) -> None:
     """Raise ``ValueError`` unless the spans cover ``num_tokens`` tokens in order, without gap or overlap."""
     edges = [0, *(span.end for span in spans)]
     if edges[-1] != num_tokens or any(span.start != edge for span, edge in zip(spans, edges, strict=False)):
-        raise ValueError(f"version spans {[(s.version, s.start, s.end) for s in spans]} do not cover {num_tokens} tokens")
+        raise ValueError(
+            f"version spans {[(s.version, s.start, s.end) for s in spans]} do not cover {num_tokens} tokens"
+        )
     if any(later.version == earlier.version for earlier, later in pairwise(spans)):
         raise ValueError("adjacent version spans name the same version")
 

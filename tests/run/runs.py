@@ -41,7 +41,9 @@ ROOT = Path(__file__).parents[2]
 class RunProcess:
     """A run in a process of its own."""
 
-    def __init__(self, directory: Path, model: Path, *overrides: str, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, directory: Path, model: Path, *overrides: str, environment: dict[str, str] | None = None
+    ) -> None:
         self.directory = directory / "run"
         config = directory / "run.toml"
         directory.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,9 @@ class CountLetters:
 
     name = "count_letters"
 
-    def __init__(self, seed: int, fail_from: int | None = None, hang_from: int | None = None, prompt_tokens: int = 8) -> None:
+    def __init__(
+        self, seed: int, fail_from: int | None = None, hang_from: int | None = None, prompt_tokens: int = 8
+    ) -> None:
         self._fail_from = fail_from
         self._hang_from = hang_from
         self._prompt_tokens = prompt_tokens

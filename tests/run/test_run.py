@@ -165,9 +165,7 @@ def test_reward_that_hangs_ends_the_run_at_its_deadline(start_run: Callable[...,
 def test_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(
     start_run: Callable[..., RunProcess],
 ) -> None:
-    run = start_run(
-        "--train.learning_rate", "1e30", "--run.num_steps", "100000", "--run.checkpoint_every_steps", "1"
-    )
+    run = start_run("--train.learning_rate", "1e30", "--run.num_steps", "100000", "--run.checkpoint_every_steps", "1")
     assert run.wait(120) == 1
     assert "inflight:" in run.output()
     assert "Traceback" not in run.output()

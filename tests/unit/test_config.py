@@ -23,8 +23,7 @@ def config_file(tmp_path: Path) -> Path:
 def test_every_kind_of_value_can_be_overridden(config_file: Path) -> None:
     config = load_config(
         config_file,
-        ["--train.learning_rate", "3e-5", "--run.mode=conventional", "--servers.urls", '["http://a", "http://b"]']
-        + ["--task.params", "{ max_word_len = 5 }", "--train.train_on_equal_rewards", "true"],
+        ["--train.learning_rate", "3e-5", "--run.mode=conventional", "--servers.urls", '["http://a", "http://b"]', "--task.params", "{ max_word_len = 5 }", "--train.train_on_equal_rewards", "true"],
     )
     assert config.train.learning_rate == 3e-5
     assert config.run.mode == "conventional"
@@ -69,7 +68,10 @@ def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
 
 
 def test_reasoning_gym_tasks_are_deterministic_and_score_their_own_answers() -> None:
-    task, again = load_task("spell_backward", {"max_word_len": 5}, 3), load_task("spell_backward", {"max_word_len": 5}, 3)
+    task, again = (
+        load_task("spell_backward", {"max_word_len": 5}, 3),
+        load_task("spell_backward", {"max_word_len": 5}, 3),
+    )
     for index in (0, 7, 1_000_000_000):
         item = task.item(index)
         assert item.prompt == again.item(index).prompt
@@ -81,7 +83,9 @@ def test_reasoning_gym_tasks_are_deterministic_and_score_their_own_answers() -> 
 
 
 def test_unknown_tasks_and_parameters_are_named_with_the_nearest_known() -> None:
-    with pytest.raises(TaskError, match=r"unknown task 'spel_backward'; nearest reasoning-gym datasets: spell_backward"):
+    with pytest.raises(
+        TaskError, match=r"unknown task 'spel_backward'; nearest reasoning-gym datasets: spell_backward"
+    ):
         load_task("spel_backward", {}, 0)
     with pytest.raises(TaskError, match="refuses its parameters"):
         load_task("spell_backward", {"word_size": 3}, 0)

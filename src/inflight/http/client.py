@@ -20,6 +20,7 @@ from inflight.errors import (
 from inflight.http import routes
 from inflight.http.routes import Route
 from inflight.wire import (
+    Acknowledgement,
     BucketTransfer,
     Capabilities,
     ChatCompletion,
@@ -126,18 +127,25 @@ class HttpEndpoint:
         return await self._call(routes.WEIGHT_VERSION, None, WeightVersion, self._control_timeout_s)
 
     async def health(self, timeout_s: float = 5.0) -> Health:
-        """Return the server's health. Raises `PoisonedError` and the like when it is not well."""
-        return await self._call(routes.HEALTH, None, Health, timeout_s)
+        """Return the server's health; ``ok`` is false while it cannot generate."""
+        return await self._call(routes.HEALTH, None, Health, timeout_s, statuses=(200, 503))
 
     async def aclose(self) -> None:
         """Close the connections; the server goes on."""
         await self._client.aclose()
 
     async def _send(self, route: Route, body: WireModel, timeout_s: float) -> None:
-        await self._exchange(route, body, timeout_s)
+        await self._call(route, body, Acknowledgement, timeout_s)
 
-    async def _call(self, route: Route, body: WireModel | None, answer: type[Response], timeout_s: float) -> Response:
-        content = await self._exchange(route, body, timeout_s)
+    async def _call(
+        self,
+        route: Route,
+        body: WireModel | None,
+        answer: type[Response],
+        timeout_s: float,
+        statuses: tuple[int, ...] = (200,),
+    ) -> Response:
+        content = await self._exchange(route, body, timeout_s, statuses)
         try:
             return answer.model_validate_json(content)
         except pydantic.ValidationError as error:
@@ -146,20 +154,22 @@ class HttpEndpoint:
                 f"{route.method} {route.path} answered no {answer.__name__}: {problem['msg']} at {problem['loc']}", self.name
             ) from error
 
-    async def _exchange(self, route: Route, body: WireModel | None, timeout_s: float) -> bytes:
-        """Return the body of a successful answer; the one place where lower errors become ours."""
+    async def _exchange(
+        self, route: Route, body: WireModel | None, timeout_s: float, statuses: tuple[int, ...]
+    ) -> bytes:
+        """Return the body of an answer of one of ``statuses``; here and in `_events` lower errors become ours."""
         content = None if body is None else body.model_dump_json()
         try:
             async with (
                 asyncio.timeout(timeout_s),
                 self._client.stream(route.method, route.path, content=content, headers=self._headers(route)) as response,
             ):
-                answer = await self._read(response)
+                answer = b"".join([part async for part in self._parts(response)])
         except TimeoutError as error:
             raise self._deadline(route, timeout_s) from error
         except httpx.HTTPError as error:
-            raise self._unreachable(route, error) from error
-        if response.status_code != 200:
+            raise self._failed(route, error) from error
+        if response.status_code not in statuses:
             raise self._error(route, response.status_code, answer)
         return answer
 
@@ -172,23 +182,30 @@ class HttpEndpoint:
                 self._client.stream(route.method, route.path, content=content, headers=self._headers(route)) as response,
             ):
                 if response.status_code != 200:
-                    raise self._error(route, response.status_code, await self._read(response))
-                async for line in response.aiter_lines():
-                    if line.startswith("data: ") and line != "data: [DONE]":
-                        yield self._event(line.removeprefix("data: "), kind)
+                    answer = b"".join([part async for part in self._parts(response)])
+                    raise self._error(route, response.status_code, answer)
+                rest = b""
+                async for part in self._parts(response):
+                    *lines, rest = (rest + part).split(b"\n")
+                    for line in lines:
+                        if line == b"data: [DONE]":
+                            return
+                        if line.startswith(b"data: "):
+                            yield self._event(line.removeprefix(b"data: "), kind)
+                raise ProtocolError(f"{route.method} {route.path} answered a stream that ends early", self.name)
         except TimeoutError as error:
             raise self._deadline(route, self._generate_timeout_s) from error
         except httpx.HTTPError as error:
-            raise self._unreachable(route, error) from error
+            raise self._failed(route, error) from error
 
-    async def _read(self, response: httpx.Response) -> bytes:
-        parts, size_bytes = [], 0
+    async def _parts(self, response: httpx.Response) -> AsyncIterator[bytes]:
+        """Yield the body piece by piece, up to the bound."""
+        size_bytes = 0
         async for part in response.aiter_bytes():
             size_bytes += len(part)
             if size_bytes > self._max_response_bytes:
                 raise ProtocolError(f"the answer is longer than {self._max_response_bytes} bytes", self.name)
-            parts.append(part)
-        return b"".join(parts)
+            yield part
 
     def _headers(self, route: Route) -> dict[str, str]:
         headers = {"content-type": "application/json"}
@@ -196,21 +213,26 @@ class HttpEndpoint:
             headers["authorization"] = f"Bearer {self._token}"
         return headers
 
-    def _event(self, data: str, kind: type[Response]) -> Response:
+    def _event(self, data: bytes, kind: type[Response]) -> Response:
         try:
             return kind.model_validate_json(data)
         except pydantic.ValidationError as error:
             try:
                 detail = ErrorBody.model_validate_json(data).error
             except pydantic.ValidationError:
-                raise ProtocolError(f"the stream carries no {kind.__name__}: {data[:200]!r}", self.name) from error
+                text = data[:200].decode(errors="replace")
+                raise ProtocolError(f"the stream carries no {kind.__name__}: {text!r}", self.name) from error
             raise error_from_code(detail.code, detail.message, self.name) from None
 
     def _deadline(self, route: Route, timeout_s: float) -> EndpointError:
         return DeadlineError(f"{route.method} {route.path} gave no answer within {timeout_s:g} s", self.name)
 
-    def _unreachable(self, route: Route, error: httpx.HTTPError) -> EndpointError:
+    def _failed(self, route: Route, error: httpx.HTTPError) -> EndpointError:
         cause = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        # A connection that was closed early is a RemoteProtocolError too; nothing but its text tells it apart.
+        is_closed = "closed" in str(error) or "disconnected" in str(error)
+        if isinstance(error, httpx.DecodingError) or (isinstance(error, httpx.RemoteProtocolError) and not is_closed):
+            return ProtocolError(f"{route.method} {route.path} answered no HTTP ({cause})", self.name)
         return UnreachableError(f"{route.method} {route.path} failed ({cause}); is the server running?", self.name)
 
     def _error(self, route: Route, status: int, content: bytes) -> InflightError:

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from inflight.http.routes import ROUTES, STATUS_OF_CODE, Route
+from inflight.http.routes import REFUSED_STATUSES, ROUTES, STATUS_OF_CODE, Route
 from inflight.wire import CONTRACT_EDITION, ErrorBody
 
 _REF = "#/components/schemas/{model}"
@@ -47,7 +47,7 @@ def _operation(route: Route) -> dict[str, Any]:
     else:
         success["content"] = {"text/plain": {"schema": {"type": "string"}}}
     failure = {"application/json": {"schema": {"$ref": _REF.format(model="ErrorBody")}}}
-    statuses = sorted({*STATUS_OF_CODE.values(), 500})
+    statuses = sorted({*STATUS_OF_CODE.values(), *REFUSED_STATUSES, 500})
     operation: dict[str, Any] = {
         "operationId": route.operation,
         "summary": route.summary,

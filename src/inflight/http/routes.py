@@ -112,10 +112,12 @@ STATUS_OF_CODE = {
     "unauthorized": 401,
     "update_refused": 409,
     "update_aborted": 409,
-    "body_too_large": 413,
     "transfer_failed": 502,
     "poisoned": 503,
     "unreachable": 503,
     "deadline": 504,
 }
 """HTTP status of each error code; every other one is 500."""
+
+REFUSED_STATUSES = (404, 405, 413)
+"""Further statuses of ``invalid_request``: no such route, no such method, a body that is too long."""

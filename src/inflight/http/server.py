@@ -16,7 +16,8 @@ import pydantic
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route as StarletteRoute
 
@@ -40,13 +41,10 @@ from inflight.wire import (
 )
 
 Body = TypeVar("Body", bound=WireModel)
+T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
-
-
-class _BodyTooLargeError(InflightError):
-    code = "body_too_large"
 
 
 def create_app(
@@ -71,14 +69,14 @@ def create_app(
     async def generate(request: Request) -> Response:
         body = await _body(request, GenerateRequest, max_body_bytes)
         if body.stream:
-            return _events(_streaming(endpoint).generate_stream(body))
-        return await _unless_client_leaves(request, endpoint.generate(body))
+            return await _events(request, _streaming(endpoint).generate_stream(body))
+        return _json(await _unless_client_leaves(request, endpoint.generate(body)))
 
     async def chat(request: Request) -> Response:
         body = await _body(request, ChatCompletionRequest, max_body_bytes)
         if body.stream:
-            return _events(_streaming(endpoint).chat_completion_stream(body))
-        return await _unless_client_leaves(request, endpoint.chat_completion(body))
+            return await _events(request, _streaming(endpoint).chat_completion_stream(body))
+        return _json(await _unless_client_leaves(request, endpoint.chat_completion(body)))
 
     async def models(_: Request) -> Response:
         capabilities = await endpoint.capabilities()
@@ -122,12 +120,17 @@ def create_app(
                 return await control(request, route)
             except InflightError as error:
                 return _error(error)
+            except ClientDisconnect:
+                return Response(status_code=499)  # nobody reads it
 
         return StarletteRoute(route.path, handle, methods=[route.method], name=route.operation)
 
     app_routes = [mounted(route) for route in routes.ROUTES]
     app_routes.append(StarletteRoute("/openapi.json", openapi, methods=["GET"]))
-    return Starlette(routes=app_routes, lifespan=lifespan, exception_handlers={Exception: _unexpected, 404: _not_found})
+    handlers: dict[Any, Any] = {Exception: _unexpected, HTTPException: _refused}
+    app = Starlette(routes=app_routes, lifespan=lifespan, exception_handlers=handlers)
+    app.router.redirect_slashes = False
+    return app
 
 
 def _check_token(request: Request, token: str) -> None:
@@ -142,7 +145,7 @@ async def _body(request: Request, kind: type[Body], max_body_bytes: int) -> Body
     async for part in request.stream():
         size_bytes += len(part)
         if size_bytes > max_body_bytes:
-            raise _BodyTooLargeError(f"the body of {request.url.path} is longer than {max_body_bytes} bytes")
+            raise HTTPException(413, f"the body of {request.url.path} is longer than {max_body_bytes} bytes")
         parts.append(part)
     try:
         return kind.model_validate_json(b"".join(parts))
@@ -160,8 +163,8 @@ def _streaming(endpoint: InferenceEndpoint) -> StreamingEndpoint:
     return endpoint
 
 
-async def _unless_client_leaves(request: Request, call: Awaitable[WireModel]) -> Response:
-    """Answer with what ``call`` returns; cancel it when the client disconnects."""
+async def _unless_client_leaves(request: Request, call: Awaitable[T]) -> T:
+    """Return what ``call`` returns; when the client disconnects, cancel it and raise `ClientDisconnect`."""
     answering = asyncio.ensure_future(call)
 
     async def watch() -> None:
@@ -172,15 +175,19 @@ async def _unless_client_leaves(request: Request, call: Awaitable[WireModel]) ->
     try:
         await asyncio.wait({answering, watching}, return_when=asyncio.FIRST_COMPLETED)
         if answering.done():
-            return _json(answering.result())
-        return Response(status_code=499)  # nobody reads it
+            return answering.result()
+        raise ClientDisconnect
     finally:
         answering.cancel()
         watching.cancel()
 
 
-def _events(chunks: AsyncIterator[WireModel]) -> Response:
+async def _events(request: Request, chunks: AsyncIterator[WireModel]) -> Response:
+    """Answer with server-sent events. What is raised before the first of them is raised here, later it is an event."""
+    first = await _unless_client_leaves(request, anext(chunks))
+
     async def lines() -> AsyncIterator[str]:
+        yield f"data: {first.model_dump_json()}\n\n"
         try:
             async for chunk in chunks:
                 yield f"data: {chunk.model_dump_json()}\n\n"
@@ -203,9 +210,13 @@ def _error(error: InflightError) -> Response:
     return _json(_error_body(error), STATUS_OF_CODE.get(error.code, 500))
 
 
-async def _not_found(request: Request, _: Exception) -> Response:
-    known = ", ".join(f"{route.method} {route.path}" for route in routes.ROUTES)
-    return _json(_error_body(InvalidRequestError(f"{request.method} {request.url.path} is no route; known: {known}")), 404)
+async def _refused(request: Request, error: HTTPException) -> Response:
+    """Answer what is refused without reaching a handler's endpoint: unknown routes, long bodies."""
+    message = error.detail
+    if error.status_code in (404, 405):
+        known = ", ".join(f"{route.method} {route.path}" for route in routes.ROUTES)
+        message = f"{request.method} {request.url.path} is no route; known: {known}"
+    return _json(_error_body(InvalidRequestError(message)), error.status_code)
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:

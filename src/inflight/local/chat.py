@@ -7,6 +7,8 @@ import uuid
 from dataclasses import dataclass
 from typing import Any
 
+import pydantic
+
 from inflight.errors import InvalidRequestError
 from inflight.wire import (
     ChatChoice,
@@ -40,12 +42,17 @@ class ChatFormat:
         except Exception as error:  # templates raise what they like
             raise InvalidRequestError(f"the chat template refused the messages: {error}") from error
         token_ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return GenerateRequest(
-            request_id=f"chatcmpl-{uuid.uuid4().hex}",
-            prompt_token_ids=tuple(token_ids),
-            sampling=request.sampling(),
-            stream=request.stream,
-        )
+        try:
+            return GenerateRequest(
+                request_id=f"chatcmpl-{uuid.uuid4().hex}",
+                prompt_token_ids=tuple(token_ids),
+                sampling=request.sampling(),
+                stream=request.stream,
+            )
+        except pydantic.ValidationError as error:
+            problem = error.errors(include_url=False, include_context=False)[0]
+            where = ".".join(map(str, problem["loc"]))
+            raise InvalidRequestError(f"{where}: {problem['msg']} (got {problem['input']!r})") from error
 
     def text(self, completion: Completion, stop: tuple[str, ...]) -> str:
         """Return the completion's text without special tokens, cut before the first stop string."""

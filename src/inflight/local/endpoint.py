@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from inflight.contracts import WeightReceiver
 from inflight.errors import (
     InvalidRequestError,
     PoisonedError,
@@ -75,7 +74,7 @@ class LocalEndpoint:
         self._manifest = Manifest(tensors=specs)
         self._session = UpdateSession(specs)
         self._session.joined()
-        self._receiver: WeightReceiver | None = None
+        self._receiver: ProcessGroupReceiver | None = None
         self._staged: list[tuple[str, torch.Tensor]] = []
         self._held: asyncio.Future[None] | None = None
         self._applying: asyncio.Future[PoisonedError | None] | None = None
@@ -138,7 +137,8 @@ class LocalEndpoint:
         """See `InferenceEndpoint.request_weight_update`."""
         self._session.request(update)
         self._last_timings = self._timings()
-        self._staged = []
+        if self._receiver is not None:
+            self._receiver.recycle()
         self._renew_lease(update)
         try:
             async with asyncio.timeout(update.deadline_s):
@@ -347,9 +347,11 @@ class LocalEndpoint:
 
     async def chat_completion_stream(self, request: ChatCompletionRequest) -> AsyncIterator[ChatCompletionChunk]:
         """See `StreamingEndpoint.chat_completion_stream`."""
-        chat = self._chat_format()
-        writer = ChatChunkWriter(chat, request)
-        async for chunk in self.generate_stream(self.chat_request(request)):
+        generate_request = self.chat_request(request)
+        if request.logprobs:
+            raise InvalidRequestError("logprobs=true cannot be streamed; every chunk carries token_logprobs")
+        writer = ChatChunkWriter(self._chat_format(), request)
+        async for chunk in self.generate_stream(generate_request):
             yield writer.write(chunk)
 
     def chat_request(self, request: ChatCompletionRequest) -> GenerateRequest:

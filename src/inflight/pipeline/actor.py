@@ -183,7 +183,8 @@ class Actor:
                 return await run_abandonable(score, "inflight-reward")
         except TimeoutError as error:
             raise TaskError(
-                f"the reward of task {self._task.name!r}, item {item.index}, took longer than {self._reward_timeout_s:g} s"
+                f"the reward of task {self._task.name!r}, item {item.index}, "
+                f"took longer than {self._reward_timeout_s:g} s"
             ) from error
         except InflightError:
             raise

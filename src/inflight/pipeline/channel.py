@@ -1,4 +1,4 @@
-"""Messages between the run and its trainer ranks: JSON and tensors (safetensors) over a socket pair. Nothing is pickled.
+"""Messages between the run and its trainer ranks: JSON and safetensors over a socket pair. Nothing is pickled.
 
 A frame is two little-endian 64-bit lengths, then a JSON object, then a safetensors file (empty if there is no tensor).
 """

@@ -36,7 +36,9 @@ def finish_checkpoint(directory: Path, version: int, state: Mapping[str, Any], k
         partial.replace(pointer)
     except OSError as error:
         raise CheckpointError(f"the run's state cannot be written to {directory}: {error.strerror}") from error
-    versions = sorted(int(path.name.removeprefix("version-")) for path in (directory / "checkpoints").glob("version-*/"))
+    versions = sorted(
+        int(path.name.removeprefix("version-")) for path in (directory / "checkpoints").glob("version-*/")
+    )
     for old in [v for v in versions if v < version][: -keep + 1 or None]:
         shutil.rmtree(checkpoint_path(directory, old), ignore_errors=True)
         state_path(directory, old).unlink(missing_ok=True)
@@ -49,7 +51,9 @@ def latest_checkpoint(directory: Path) -> tuple[Path, dict[str, Any]]:
         version = json.loads(pointer.read_text())["version"]
         state: dict[str, Any] = json.loads(state_path(directory, version).read_text())
     except FileNotFoundError as error:
-        raise ConfigError(f"{str(directory)!r} has no checkpoint to resume from ({error.filename} is missing)") from error
+        raise ConfigError(
+            f"{str(directory)!r} has no checkpoint to resume from ({error.filename} is missing)"
+        ) from error
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"the checkpoint in {str(directory)!r} cannot be read: {error}") from error
     return checkpoint_path(directory, version), state

@@ -89,7 +89,7 @@ class Journal:
         return statistics.fmean(self._held_s.values()) / max(1e-9, self.elapsed_s())
 
     def step(self, version: int, lags: Sequence[int], num_tokens: int, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Write the row of one optimizer step and return it. Rewards are those of all groups finished since the last."""
+        """Write the row of one optimizer step and return it; rewards are those of groups finished since the last."""
         rewards = [rollout.reward for group in self._since for rollout in group.rollouts]
         lengths = [len(rollout.completion_token_ids) for group in self._since for rollout in group.rollouts]
         self._since = []

@@ -1,4 +1,4 @@
-"""Server and trainer processes of a run: started with what they need, watched, and stopped with everything they started.
+"""Server and trainer processes of a run: started, watched, and stopped with everything they started.
 
 Each ends by itself when the run dies, because its input ends. Their output goes to files; errors quote the last lines.
 """

@@ -22,19 +22,20 @@ from typing import Any, TypeVar
 
 from inflight import __version__
 from inflight.checkpoints import load_config, load_tokenizer
-from inflight.errors import ConfigError, InflightError, TrainerError, error_from_code
+from inflight.errors import ConfigError, InflightError, TrainerError
 from inflight.http.client import HttpEndpoint
 from inflight.losses import PRESETS, Metrics, add_metrics, decode_metrics, metric_values
 from inflight.pipeline.actor import Actor
 from inflight.pipeline.admission import PhasedAdmission, TokensPerGroup, pipeline_admission
 from inflight.pipeline.batches import StepBatch, frames_of, make_batch
-from inflight.pipeline.channel import Message, encode
+from inflight.pipeline.channel import Message
 from inflight.pipeline.checkpoints import checkpoint_path, finish_checkpoint, latest_checkpoint
 from inflight.pipeline.config import RunConfig
 from inflight.pipeline.journal import Journal
 from inflight.pipeline.plots import plot_run
-from inflight.pipeline.processes import Rank, Server, ask, start_ranks, start_servers, watch_servers
+from inflight.pipeline.processes import Server, start_servers, watch_servers
 from inflight.pipeline.progress import Progress
+from inflight.pipeline.trainer_group import TrainerGroup
 from inflight.rollouts import BatchComposer, Ledger, StalenessPolicy, load_task
 from inflight.types import Group
 from inflight.wire import SamplingParams
@@ -81,7 +82,7 @@ class _Run:
         self._interrupted = asyncio.Event()
         self._arrived = asyncio.Event()
         self._servers: list[Server] = []
-        self._ranks: list[Rank] = []
+        self._trainers = TrainerGroup(config, [])
         self._endpoints: list[HttpEndpoint] = []
         self._actor: Actor
 
@@ -122,8 +123,7 @@ class _Run:
         try:
             await self._unless_interrupted(self._start())
             background = [
-                asyncio.create_task(call)
-                for call in (self._actor.run(), self._watch_servers(), self._note_what_runs())
+                asyncio.create_task(call) for call in (self._actor.run(), self._watch_servers(), self._note_what_runs())
             ]
             training = asyncio.create_task(self._train())
             await asyncio.wait({training, *background}, return_when=asyncio.FIRST_COMPLETED)
@@ -139,7 +139,7 @@ class _Run:
 
     def _interrupt(self) -> None:
         if self._interrupted.is_set():
-            for child in (*self._ranks, *self._servers):
+            for child in (*self._trainers.ranks, *self._servers):
                 with contextlib.suppress(ProcessLookupError):
                     child.process.kill()
         self._interrupted.set()
@@ -164,7 +164,7 @@ class _Run:
         config, logs = self._config, self._directory / "logs"
         token = os.environ.get("INFLIGHT_TOKEN") or secrets.token_urlsafe(24)
         self._progress.note("starting servers and trainers")
-        self._ranks = await start_ranks(config, logs, token)
+        self._trainers = await TrainerGroup.spawn(config, logs, token)
         if not config.servers.urls:
             self._servers = await start_servers(config, logs, token, config.model.path)
         urls = config.servers.urls or tuple(server.url for server in self._servers)
@@ -175,8 +175,10 @@ class _Run:
             if config.servers.in_flight not in can.in_flight_policies:
                 raise ConfigError(f"{endpoint.name} does not declare the in-flight policy {config.servers.in_flight}")
         self._actor = Actor(
-            {e: min(can.max_concurrent_sequences, config.servers.max_concurrent)
-             for e, can in zip(self._endpoints, capabilities, strict=True)},
+            {
+                e: min(can.max_concurrent_sequences, config.servers.max_concurrent)
+                for e, can in zip(self._endpoints, capabilities, strict=True)
+            },
             self._task,
             self._tokenizer,
             SamplingParams(
@@ -190,7 +192,8 @@ class _Run:
             may_issue=self._admission(),
             on_group=self._group_finished,
         )
-        answer = await self._ask_all(self._start_message(urls), config.run.start_timeout_s)
+        run_id = f"{self._directory.name}-{uuid.uuid4().hex[:8]}"
+        answer = await self._trainers.load_and_connect(urls, run_id, self._checkpoint)
         self._version = answer["version"]
         self._note_publish(answer)
 
@@ -206,39 +209,10 @@ class _Run:
             lambda: not self._training and self._actor.num_running == 0,
         )
 
-    def _start_message(self, urls: tuple[str, ...]) -> Message:
-        config = self._config
-        return {
-            "type": "start",
-            "worker": config.train.worker,
-            "worker_settings": {
-                "model_path": str(config.model.path),
-                "dtype": config.model.dtype,
-                "wire_dtype": config.model.dtype,
-                "learning_rate": config.train.learning_rate,
-                "weight_decay": config.train.weight_decay,
-                "max_gradient_norm": config.train.max_gradient_norm,
-                "warmup_steps": config.train.warmup_steps,
-                "schedule": config.train.schedule,
-                "total_steps": config.run.num_steps,
-            },
-            "threads": config.train.threads,
-            "preset": config.loss.preset,
-            "reference_kl": config.loss.reference_kl,
-            "checkpoint": None if self._checkpoint is None else str(self._checkpoint),
-            "urls": list(urls),
-            "run_id": f"{self._directory.name}-{uuid.uuid4().hex[:8]}",
-            "backend": config.servers.backend,
-            "in_flight": config.servers.in_flight.value,
-            "publish_deadline_s": config.servers.publish_deadline_s,
-        }
-
     async def _stop(self) -> None:
         self._progress.close()
         await asyncio.gather(*(endpoint.aclose() for endpoint in self._endpoints), return_exceptions=True)
-        for rank in self._ranks:
-            rank.channel.close()
-        await asyncio.gather(*(child.stop() for child in (*self._ranks, *self._servers)))
+        await asyncio.gather(self._trainers.stop(), *(server.stop() for server in self._servers))
 
     async def _watch_servers(self) -> None:
         """Say which of our own servers died; the actor issues its work elsewhere, or fails if it was the last one."""
@@ -366,11 +340,10 @@ class _Run:
             ) from error
 
     async def _step(self, batch: StepBatch, *, publish: bool) -> None:
-        frames = frames_of(
-            batch, self._config.train.max_tokens_per_micro_batch, len(self._ranks), publish=publish
-        )
+        train = self._config.train
+        frames = frames_of(batch, train.max_tokens_per_micro_batch, train.num_ranks, publish=publish)
         self._training = True
-        answers = await self._ask(frames, self._config.run.step_timeout_s)
+        answers = await self._trainers.train(frames)
         self._training = False
         for group in batch.groups:
             self._ledger.train(group.item_index)
@@ -414,8 +387,7 @@ class _Run:
 
     async def _save(self) -> None:
         """Write a checkpoint; in-flight and unused work is recorded in the ledger, to be issued again."""
-        path = checkpoint_path(self._directory, self._version)
-        await self._ask_all({"type": "save", "path": str(path)}, self._config.run.step_timeout_s)
+        await self._trainers.save(checkpoint_path(self._directory, self._version))
         state = {"ledger": self._ledger.to_json(), "journal": self._journal.state()}
         finish_checkpoint(self._directory, self._version, state, self._config.run.keep_checkpoints)
 
@@ -426,16 +398,3 @@ class _Run:
             "requeued": self._ledger.num_requeued,
             "outstanding": self._ledger.outstanding,
         }
-
-    async def _ask_all(self, message: Message, timeout_s: float) -> Message:
-        return (await self._ask([encode(message)] * len(self._ranks), timeout_s))[0]
-
-    async def _ask(self, frames: list[bytes], timeout_s: float) -> list[Message]:
-        """Return every rank's answer; raises what a rank answered instead, in its own words."""
-        answers = await ask(self._ranks, frames, timeout_s)
-        for answer in answers:
-            if answer["type"] == "error":
-                raise error_from_code(answer["code"], answer["message"])
-        return answers
-
-

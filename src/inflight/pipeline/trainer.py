@@ -27,6 +27,9 @@ from inflight.pipeline.messages import micro_batches_of
 from inflight.types import GlobalCounts, MicroBatch, Outcome, PublishReport
 from inflight.weights.publish import WeightPublisher, publish_weights
 
+_PUBLISH_ATTEMPTS = 3
+"""A fleet that lost a member, or was left torn by it, is brought to the present version by publishing again."""
+
 
 def load_worker_factory(name: str) -> Callable[[Mapping[str, object]], TrainerWorker]:
     """Return the factory registered under ``inflight.workers``. Raises `ConfigError` with the known names."""
@@ -153,10 +156,9 @@ class Trainer:
         started = time.time()
         lost: list[str] = []
         while True:
-            report, try_again = self._publish_once()
-            if not try_again:
+            report, failed = self._publish_once(may_fail=len(lost) < _PUBLISH_ATTEMPTS - 1)
+            if not failed:
                 break
-            assert report is None or self._publisher is not None
             lost.append("" if report is None else report.summary())
         if report is None:
             return {}
@@ -179,10 +181,10 @@ class Trainer:
             "lost": lost,
         }
 
-    def _publish_once(self) -> tuple[PublishReport | None, bool]:
-        """Return the report (rank 0 only), and on every rank whether to publish again to who is left."""
+    def _publish_once(self, *, may_fail: bool) -> tuple[PublishReport | None, bool]:
+        """Return the report (rank 0 only), and on every rank whether it failed and is to be tried again."""
         assert self._worker is not None
-        report, try_again = None, False
+        report, failed = None, False
         try:
             report = publish_weights(
                 self._worker,
@@ -191,22 +193,23 @@ class Trainer:
                 deadline_s=self._settings["publish_deadline_s"],
             )
         except PublishError as error:
-            if not self._left_out(error.report):
+            if not (may_fail and self._can_go_on(error.report)):
                 raise
-            report, try_again = error.report, True
+            report, failed = error.report, True
         if self._worker.world_size > 1:
-            agreed = torch.tensor(int(try_again))
+            agreed = torch.tensor(int(failed))
             dist.broadcast(agreed, 0)
-            try_again = bool(agreed)
-        return report, try_again
+            failed = bool(agreed)
+        return report, failed
 
-    def _left_out(self, report: PublishReport) -> bool:
-        """Remove the endpoints that are gone; true if that leaves others to publish to."""
+    def _can_go_on(self, report: PublishReport) -> bool:
+        """Remove the endpoints that are gone; true if others are left and none of them refused."""
         assert self._publisher is not None
-        gone = [e.endpoint for e in report.endpoints if e.outcome in (Outcome.UNREACHABLE, Outcome.TIMED_OUT)]
-        for name in gone:
-            self._publisher.remove(name)
-        return bool(gone and self._publisher.endpoints)
+        for endpoint in report.endpoints:
+            if endpoint.outcome in (Outcome.UNREACHABLE, Outcome.TIMED_OUT):
+                self._publisher.remove(endpoint.endpoint)
+        refused = any(endpoint.outcome is Outcome.REFUSED for endpoint in report.endpoints)
+        return bool(self._publisher.endpoints) and not refused
 
 
 def main() -> None:

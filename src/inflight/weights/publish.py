@@ -162,16 +162,17 @@ class _Session:
         return self._report()
 
     def _gather(self, gathered: Iterator[WeightBucket]) -> WeightBucket | None:
-        """Return the next bucket, None after the last. Raises `TrainerError` if it is not what was announced."""
+        """Return the next bucket, packed, None after the last. Raises `TrainerError` if it is not what was announced."""
         started = time.monotonic()
         bucket = next(gathered, None)
-        self._gather_s += time.monotonic() - started
         num_announced = len(self._update.buckets)
         if bucket is None and self._num_gathered != num_announced:
             raise TrainerError(f"the worker yielded {self._num_gathered} buckets, {num_announced} were asked for")
         if bucket is not None:
             _check(bucket, self._num_gathered, self._update)
             self._num_gathered += 1
+            bucket = self._publisher.packer.packed(bucket)
+        self._gather_s += time.monotonic() - started
         return bucket
 
     def _join_group(self) -> None:

@@ -18,6 +18,7 @@ import anyio.from_thread
 from inflight.contracts import InferenceEndpoint, WeightSender
 from inflight.errors import ConfigError, DeadlineError, TransferError, UnsupportedError
 from inflight.http.client import HttpEndpoint
+from inflight.weights.packing import Packer
 from inflight.weights.threads import run_abandonable
 from inflight.weights.transports.process_group import ProcessGroupSender
 from inflight.wire import Capabilities
@@ -52,6 +53,7 @@ class WeightPublisher:
             raise ConfigError(f"endpoints are named twice: {', '.join(twice)}; each takes its own ranks of the group")
         self.run_id = run_id
         self.sender = sender
+        self.packer = Packer()
         self._endpoints = tuple(endpoints)
         self._removed: list[InferenceEndpoint] = []
         self._connect_timeout_s = connect_timeout_s
@@ -157,6 +159,7 @@ class WeightPublisher:
     def lose_group(self) -> None:
         """Give the group up, ending what is pending on it; the next publish forms it anew. Any thread may call it."""
         self._group_is_usable = False
+        self.packer = Packer()  # a send that was left behind may still read the buffers
         self.sender.abort()
 
     async def _ask_capabilities(self) -> None:

@@ -21,6 +21,7 @@ import torch.distributed
 
 from inflight.errors import TransferError
 from inflight.types import WeightBucket
+from inflight.weights.packing import pack, unpack
 from inflight.weights.session import transfer_failed
 from inflight.wire import ProcessGroupSpec, TensorSpec
 
@@ -95,10 +96,11 @@ class ProcessGroupSender:
 
     def send(self, bucket: WeightBucket, timeout_s: float) -> None:
         """See `WeightSender.send`. A return means that the bytes left; that they arrived, only the receiver knows."""
-        if self._group is None:
+        group = self._group
+        if group is None:
             raise TransferError("no weight group is formed")
         flat = pack(bucket.tensors).to(self._device)
-        _broadcast(self._group, flat, timeout_s, f"sending bucket {bucket.index}")
+        _broadcast(group, flat, timeout_s, f"sending bucket {bucket.index}")
 
     def abort(self) -> None:
         """See `WeightSender.abort`."""
@@ -109,7 +111,11 @@ class ProcessGroupSender:
 
 
 class ProcessGroupReceiver:
-    """One endpoint rank's end; satisfies `WeightReceiver`. Tensors arrive on the CPU (gloo) or on ``device`` (NCCL)."""
+    """One endpoint rank's end; satisfies `WeightReceiver`. Tensors arrive on the CPU (gloo) or on ``device`` (NCCL).
+
+    Memory on the CPU is kept from one update to the next, see `recycle`: pages that the system hands out anew would
+    lengthen the hold by more than half.
+    """
 
     def __init__(self, spec: ProcessGroupSpec, device: torch.device | None = None) -> None:
         self._spec = spec
@@ -117,6 +123,8 @@ class ProcessGroupReceiver:
         self._lock = threading.Lock()
         self._given_up = False
         self._group: Any = None
+        self._free: list[torch.Tensor] = []
+        self._lent: list[torch.Tensor] = []
 
     def join(self) -> None:
         """See `WeightReceiver.join`."""
@@ -135,11 +143,26 @@ class ProcessGroupReceiver:
 
     def receive(self, specs: Sequence[TensorSpec], timeout_s: float) -> list[torch.Tensor]:
         """See `WeightReceiver.receive`."""
-        if self._group is None:
+        group = self._group
+        if group is None:
             raise TransferError("no weight group is formed")
-        flat = torch.empty(sum(spec.size_bytes for spec in specs), dtype=torch.uint8, device=self._device)
-        _broadcast(self._group, flat, timeout_s, "receiving a bucket")
+        flat = self._buffer(sum(spec.size_bytes for spec in specs))
+        _broadcast(group, flat, timeout_s, "receiving a bucket")
         return unpack(flat, specs)
+
+    def recycle(self) -> None:
+        """Take back the memory of all tensors returned so far: coming ones will lie there."""
+        self._free, self._lent = self._lent, []
+
+    def _buffer(self, size_bytes: int) -> torch.Tensor:
+        fitting = [i for i, buffer in enumerate(self._free) if buffer.numel() == size_bytes]
+        if fitting:
+            flat = self._free.pop(fitting[0])
+        else:
+            flat = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
+        if not flat.is_cuda:  # CUDA memory is cached by torch already
+            self._lent.append(flat)
+        return flat
 
     def abort(self) -> None:
         """See `WeightReceiver.abort`."""
@@ -147,25 +170,6 @@ class ProcessGroupReceiver:
             group, self._group, self._given_up = self._group, None, True
         if group is not None:
             group.abort()
-
-
-def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the bytes of the tensors one after another, uint8 [sum of sizes]; no copy if there is only one."""
-    flats = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
-    return flats[0] if len(flats) == 1 else torch.cat(flats)
-
-
-def unpack(flat: torch.Tensor, specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
-    """Return the tensors that `pack` joined: views, except where a mix of dtypes left one misaligned."""
-    tensors, offset = [], 0
-    for spec in specs:
-        dtype = getattr(torch, spec.dtype)
-        part = flat[offset : offset + spec.size_bytes]
-        if part.storage_offset() % dtype.itemsize:
-            part = part.clone()
-        tensors.append(part.view(dtype).reshape(spec.shape))
-        offset += spec.size_bytes
-    return tensors
 
 
 def _join(spec: ProcessGroupSpec, rank: int, address: str) -> Any:

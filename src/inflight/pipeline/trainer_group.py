@@ -1,0 +1,81 @@
+"""The trainer ranks as the run sees them: one group that is started, fed, told to save, and stopped."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+from inflight.errors import error_from_code
+from inflight.pipeline.channel import Message, encode
+from inflight.pipeline.config import RunConfig
+from inflight.pipeline.processes import Rank, ask, start_ranks
+
+
+class TrainerGroup:
+    """All ranks of one run. Every call asks all of them; what a rank answers instead is raised in its own words."""
+
+    def __init__(self, config: RunConfig, ranks: Sequence[Rank]) -> None:
+        self._config = config
+        self.ranks = ranks
+
+    @classmethod
+    async def spawn(cls, config: RunConfig, logs: Path, token: str) -> TrainerGroup:
+        """Start the processes; they load nothing yet."""
+        return cls(config, await start_ranks(config, logs, token))
+
+    async def load_and_connect(self, urls: Sequence[str], run_id: str, checkpoint: Path | None) -> Message:
+        """Load model (or checkpoint), form the weight group, bring the servers to the present weights.
+
+        Returns rank 0's version and publish report.
+        """
+        config = self._config
+        train = config.train
+        message = {
+            "type": "start",
+            "worker": train.worker,
+            "worker_settings": {
+                "model_path": str(config.model.path),
+                "dtype": config.model.dtype,
+                "wire_dtype": config.model.dtype,
+                "learning_rate": train.learning_rate,
+                "weight_decay": train.weight_decay,
+                "max_gradient_norm": train.max_gradient_norm,
+                "warmup_steps": train.warmup_steps,
+                "schedule": train.schedule,
+                "total_steps": config.run.num_steps,
+            },
+            "threads": train.threads,
+            "preset": config.loss.preset,
+            "reference_kl": config.loss.reference_kl,
+            "checkpoint": None if checkpoint is None else str(checkpoint),
+            "urls": list(urls),
+            "run_id": run_id,
+            "backend": config.servers.backend,
+            "in_flight": config.servers.in_flight.value,
+            "publish_deadline_s": config.servers.publish_deadline_s,
+        }
+        timeout_s = config.run.start_timeout_s + config.servers.publish_deadline_s
+        return (await self._ask([encode(message)] * len(self.ranks), timeout_s))[0]
+
+    async def train(self, frames: Sequence[bytes]) -> list[Message]:
+        """Take one optimizer step on each rank's frame; returns every rank's answer."""
+        return await self._ask(frames, self._config.run.step_timeout_s)
+
+    async def save(self, path: Path) -> None:
+        """Write a checkpoint of the workers."""
+        message = encode({"type": "save", "path": str(path)})
+        await self._ask([message] * len(self.ranks), self._config.run.step_timeout_s)
+
+    async def stop(self) -> None:
+        """End the ranks' input and wait for them to end."""
+        for rank in self.ranks:
+            rank.channel.close()
+        await asyncio.gather(*(rank.stop() for rank in self.ranks))
+
+    async def _ask(self, frames: Sequence[bytes], timeout_s: float) -> list[Message]:
+        answers = await ask(self.ranks, frames, timeout_s)
+        for answer in answers:
+            if answer["type"] == "error":
+                raise error_from_code(answer["code"], answer["message"])
+        return answers
