@@ -24,7 +24,7 @@ SEGMENT_ATTENTION = "inflight_segments"
 
 _MAX_PADDING = 1.25
 """A segment joins a class if the longest one there is at most this many times longer. Finer classes cost more calls;
-between 1.1 and 1.5 there is nothing to choose on a CPU, and 2 is a fifth slower."""
+between 1.1 and 1.5 there is nothing to choose on a CPU, and 2 is a fifth slower or worse."""
 _SMALL = 32
 """Segments up to this length share one class: the kernels work on blocks of this size anyway."""
 

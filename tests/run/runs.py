@@ -42,16 +42,23 @@ class RunProcess:
     """A run in a process of its own."""
 
     def __init__(
-        self, directory: Path, model: Path, *overrides: str, environment: dict[str, str] | None = None
+        self,
+        directory: Path,
+        model: Path,
+        *overrides: str,
+        environment: dict[str, str] | None = None,
+        max_file_bytes: int | None = None,
     ) -> None:
         self.directory = directory / "run"
         config = directory / "run.toml"
         directory.mkdir(parents=True, exist_ok=True)
         config.write_text(CONFIG.format(directory=self.directory, model=model))
         self.log = directory / "output.log"
+        # A limit on file sizes, inherited by every child, fails writes as a full disk does.
+        limit = [] if max_file_bytes is None else ["prlimit", f"--fsize={max_file_bytes}"]
         with self.log.open("ab") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "inflight", "train", str(config), *overrides],
+                [*limit, sys.executable, "-m", "inflight", "train", str(config), *overrides],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

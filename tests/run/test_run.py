@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -22,8 +23,8 @@ pytestmark = pytest.mark.timeout(300)
 def start_run(tmp_path: Path, model_dir: Path) -> Iterator[Callable[..., RunProcess]]:
     runs: list[RunProcess] = []
 
-    def start(*overrides: str, model: Path = model_dir, environment: dict[str, str] | None = None) -> RunProcess:
-        runs.append(RunProcess(tmp_path, model, *overrides, environment=environment))
+    def start(*overrides: str, model: Path = model_dir, **settings: Any) -> RunProcess:
+        runs.append(RunProcess(tmp_path, model, *overrides, **settings))
         return runs[-1]
 
     yield start
@@ -193,3 +194,33 @@ def test_run_without_difference_in_rewards_says_so_at_its_deadline(start_run: Ca
     run = start_run("--task.name", "tests.run.tasks:always_zero", "--run.step_timeout_s", "4")
     assert run.wait(90) == 1
     assert "Are all rewards equal?" in run.output()
+
+
+def test_full_disk_ends_the_run_with_what_could_not_be_written(start_run: Callable[..., RunProcess]) -> None:
+    run = start_run("--run.checkpoint_every_steps", "1", max_file_bytes=65536)
+    assert run.wait(90) == 1
+    assert "checkpoint" in run.output()
+    assert "File too large" in run.output()
+    assert "Traceback" not in run.output()
+    assert not list((run.directory / "checkpoints").glob("version-*"))
+
+
+@pytest.mark.parametrize("policy", ["recompute", "drain", "abort"])
+def test_every_in_flight_policy_trains(start_run: Callable[..., RunProcess], policy: str) -> None:
+    run = start_run("--servers.in_flight", policy, "--run.num_steps", "4", "--sampling.max_tokens", "200")
+    assert run.wait() == 0, run.output()
+    rows, summary = run.rows(), run.summary()
+    assert [row["publish"]["version"] for row in rows] == [1, 2, 3, 4]
+    assert rows[0]["mismatch_k3"] < 1e-4  # float32 on both sides
+    if policy in ("drain", "abort"):
+        assert set(summary["completions_by_num_versions"]) == {"1"}
+    if policy == "abort":
+        assert summary["ledger"]["requeued"] > 0
+
+
+def test_reference_kl_is_zero_at_the_start_and_then_measured(start_run: Callable[..., RunProcess]) -> None:
+    run = start_run("--loss.reference_kl", "0.05", "--run.num_steps", "3")
+    assert run.wait() == 0, run.output()
+    first, *_, last = [row["reference_kl_k3"] for row in run.rows()]
+    assert abs(first) < 1e-6  # float32: the same weights on both sides
+    assert last > 10 * abs(first)

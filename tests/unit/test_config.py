@@ -21,10 +21,11 @@ def config_file(tmp_path: Path) -> Path:
 
 
 def test_every_kind_of_value_can_be_overridden(config_file: Path) -> None:
-    config = load_config(
-        config_file,
-        ["--train.learning_rate", "3e-5", "--run.mode=conventional", "--servers.urls", '["http://a", "http://b"]', "--task.params", "{ max_word_len = 5 }", "--train.train_on_equal_rewards", "true"],
-    )
+    overrides = """
+        --train.learning_rate|3e-5|--run.mode=conventional|--servers.urls|["http://a", "http://b"]
+        |--task.params|{ max_word_len = 5 }|--train.train_on_equal_rewards|true
+    """
+    config = load_config(config_file, [word.strip() for word in overrides.split("|")])
     assert config.train.learning_rate == 3e-5
     assert config.run.mode == "conventional"
     assert config.servers.urls == ("http://a", "http://b")

@@ -184,15 +184,16 @@ class HttpEndpoint:
                 if response.status_code != 200:
                     answer = b"".join([part async for part in self._parts(response)])
                     raise self._error(route, response.status_code, answer)
-                rest = b""
+                rest, is_done = b"", False
                 async for part in self._parts(response):
                     *lines, rest = (rest + part).split(b"\n")
                     for line in lines:
                         if line == b"data: [DONE]":
-                            return
-                        if line.startswith(b"data: "):
+                            is_done = True
+                        elif line.startswith(b"data: "):
                             yield self._event(line.removeprefix(b"data: "), kind)
-                raise ProtocolError(f"{route.method} {route.path} answered a stream that ends early", self.name)
+                if not is_done:
+                    raise ProtocolError(f"{route.method} {route.path} answered a stream that ends early", self.name)
         except TimeoutError as error:
             raise self._deadline(route, self._generate_timeout_s) from error
         except httpx.HTTPError as error:

@@ -7,12 +7,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from inflight.errors import CheckpointError
+
 _COLOURS = {"reward": "#1f6feb", "train": "#2da44e", "publish": "#cf222e", "generate": "#8250df"}
 _TIMELINE_S = 10.0
 
 
 def plot_run(directory: Path) -> list[Path]:
-    """Draw the plots of a run directory into ``plots/``; returns the files, none if the run made no step."""
+    """Draw the plots of a run directory into ``plots/``; returns the files, none if the run made no step.
+
+    A full disk raises `CheckpointError`.
+    """
     rows = _lines(directory / "metrics.jsonl")
     if not rows:
         return []
@@ -21,13 +26,18 @@ def plot_run(directory: Path) -> list[Path]:
     matplotlib.use("Agg")
     summary = json.loads((directory / "summary.json").read_text())
     target = directory / "plots"
-    target.mkdir(exist_ok=True)
-    return [
-        _plot_reward(rows, target / "reward.png"),
-        _plot_histogram(summary["tokens_by_lag"], "token lag in versions", "trained tokens", target / "token_lag.png"),
-        _plot_lengths(rows, summary["completions_by_length"], target / "lengths.png"),
-        _plot_timeline(_lines(directory / "events.jsonl"), rows, target / "timeline.png"),
-    ]
+    try:
+        target.mkdir(exist_ok=True)
+        return [
+            _plot_reward(rows, target / "reward.png"),
+            _plot_histogram(
+                summary["tokens_by_lag"], "token lag in versions", "trained tokens", target / "token_lag.png"
+            ),
+            _plot_lengths(rows, summary["completions_by_length"], target / "lengths.png"),
+            _plot_timeline(_lines(directory / "events.jsonl"), target / "timeline.png"),
+        ]
+    except OSError as error:
+        raise CheckpointError(f"plots cannot be written to {target}: {error.strerror}") from error
 
 
 def smoothed(values: Sequence[float], window: int = 10) -> list[float]:
@@ -83,7 +93,7 @@ def _plot_lengths(rows: Sequence[dict[str, Any]], counts: dict[str, int], path: 
     return _save(figure, path)
 
 
-def _plot_timeline(events: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]], path: Path) -> Path:
+def _plot_timeline(events: Sequence[dict[str, Any]], path: Path) -> Path:
     """A few seconds from the middle of the run: how many groups are running, and what the trainer does."""
     import matplotlib.pyplot as plt
 

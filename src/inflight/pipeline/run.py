@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from inflight import __version__
 from inflight.checkpoints import load_config, load_tokenizer
-from inflight.errors import ConfigError, InflightError, TrainerError
+from inflight.errors import CheckpointError, ConfigError, InflightError, TrainerError
 from inflight.http.client import HttpEndpoint
 from inflight.losses import PRESETS, Metrics, add_metrics, decode_metrics, metric_values
 from inflight.pipeline.actor import Actor
@@ -113,7 +113,8 @@ class _Run:
                 await self._start_and_train()
         except InflightError as error:
             await self._stop()
-            self._finish(failure=str(error))
+            with contextlib.suppress(CheckpointError):  # the first failure is the one to tell
+                self._finish(failure=str(error))
             raise
         await self._stop()
         return self._finish(failure=None)

@@ -1,4 +1,4 @@
-"""The bytes of a bucket: its tensors one after another, row-major and without gaps. Knows nothing of how they travel."""
+"""The bytes of a bucket: its tensors one after another, row-major, without gaps. Knows nothing of how they travel."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from inflight.wire import TensorSpec
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the bytes of the tensors one after another, uint8 [sum of sizes]; no copy if they lie like that already."""
+    """Return the bytes of the tensors one after another, uint8 [sum of sizes]; no copy if they lie so already."""
     joined = _joined([tensor for tensor in tensors if tensor.nbytes])
     return torch.cat(_flats(tensors)) if joined is None else joined
 

@@ -162,7 +162,7 @@ class _Session:
         return self._report()
 
     def _gather(self, gathered: Iterator[WeightBucket]) -> WeightBucket | None:
-        """Return the next bucket, packed, None after the last. Raises `TrainerError` if it is not what was announced."""
+        """Return the next bucket, packed; None after the last. Raises `TrainerError` if it was not announced so."""
         started = time.monotonic()
         bucket = next(gathered, None)
         num_announced = len(self._update.buckets)

@@ -1,0 +1,202 @@
+"""The endpoint's state machine against a plain model of it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from inflight.errors import PoisonedError, UpdateRefusedError
+from inflight.weights.buckets import plan_buckets
+from inflight.weights.session import UpdateSession
+from inflight.wire import BucketTransfer, EndpointState, InFlightPolicy, Manifest, TensorSpec, UpdateRef, WeightUpdate
+
+SPECS = tuple(TensorSpec(name=f"t{i}", dtype="float32", shape=(2,)) for i in range(3))
+WRONG = (*SPECS[:2], TensorSpec(name="t2", dtype="float32", shape=(3,)))
+RUNS = st.sampled_from(["run-a", "run-b"])
+VERSIONS = st.integers(0, 4)
+
+
+def update_to(version: int, run_id: str = "run-a", specs: tuple[TensorSpec, ...] = SPECS) -> WeightUpdate:
+    return WeightUpdate(
+        run_id=run_id,
+        version=version,
+        manifest=Manifest(tensors=specs),
+        buckets=plan_buckets(specs, 8),
+        in_flight=InFlightPolicy.KEEP,
+        deadline_s=1,
+        lease_s=1,
+    )
+
+
+class Endpoint(RuleBasedStateMachine):
+    """``model_*`` is what is true of the weights; the session must know it, and refuse what does not fit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.session = UpdateSession(SPECS)
+        self.session.joined()
+        self.model_weights: tuple[str | None, int] | None = (None, 0)  # None: torn
+        self.owner: str | None = None
+        self.open: WeightUpdate | None = None
+        self.arrived = 0
+        self.receiving = False
+        self.applying = False
+
+    def visible(self) -> tuple[object, ...]:
+        s = self.session
+        return s.state, s.version, s.run_id, s.update
+
+    def refused(self, call: object) -> None:
+        before = self.visible()
+        with pytest.raises(UpdateRefusedError):
+            call()  # type: ignore[operator]
+        assert self.visible() == before
+
+    @rule(run=RUNS)
+    @precondition(lambda self: self.open is None)
+    def form_group(self, run: str) -> None:
+        self.session.group_formed(run)
+        self.owner = run
+
+    @rule()
+    @precondition(lambda self: self.open is None)
+    def lose_group(self) -> None:
+        self.session.group_lost()
+        self.owner = None
+
+    @rule(run=RUNS, version=VERSIONS, fits=st.booleans())
+    def request(self, run: str, version: int, fits: bool) -> None:
+        update = update_to(version, run, SPECS if fits else WRONG)
+        served = self.model_weights or (self.session.run_id, self.session.version)
+        allowed = self.open is None and fits and self.owner == run and not (served[0] == run and version < served[1])
+        if not allowed:
+            self.refused(lambda: self.session.request(update))
+            return
+        self.session.request(update)
+        self.open, self.arrived, self.receiving = update, 0, False
+
+    @rule(run=RUNS, version=VERSIONS, index=st.integers(0, 3), right=st.booleans())
+    def begin_bucket(self, run: str, version: int, index: int, right: bool) -> None:
+        if right and self.open is not None:
+            run, version, index = self.open.run_id, self.open.version, self.arrived
+        transfer = BucketTransfer(run_id=run, version=version, bucket_index=index, timeout_s=1)
+        is_open = self.open is not None and (run, version) == (self.open.run_id, self.open.version)
+        if not is_open or self.receiving or index != self.arrived or self.arrived == 3:
+            self.refused(lambda: self.session.begin_bucket(transfer))
+            return
+        bucket, specs = self.session.begin_bucket(transfer)
+        assert (bucket.index, tuple(specs)) == (index, SPECS[index : index + 1])
+        self.receiving = True
+
+    @rule()
+    @precondition(lambda self: self.receiving)
+    def bucket_received(self) -> None:
+        self.session.bucket_received()
+        self.receiving, self.arrived = False, self.arrived + 1
+
+    @rule(run=RUNS, version=VERSIONS, right=st.booleans())
+    def begin_apply(self, run: str, version: int, right: bool) -> None:
+        if right and self.open is not None:
+            run, version = self.open.run_id, self.open.version
+        ref = UpdateRef(run_id=run, version=version)
+        is_open = self.open is not None and ref == self.open.ref
+        if not is_open or self.arrived != 3 or self.applying:
+            self.refused(lambda: self.session.begin_apply(ref))
+            return
+        assert self.session.begin_apply(ref) is self.open
+        self.applying = True
+
+    @rule()
+    @precondition(lambda self: self.applying)
+    def committed(self) -> None:
+        assert self.open is not None
+        self.session.committed()
+        self.model_weights = (self.open.run_id, self.open.version)
+        self.open, self.applying = None, False
+
+    @rule()
+    def abort(self) -> None:
+        before = self.visible()
+        self.session.abort()
+        if self.open is None:
+            assert self.visible() == before
+        if self.applying:
+            self.model_weights = None
+        self.open, self.receiving, self.applying = None, False, False
+
+    @invariant()
+    def state_is_what_is_true(self) -> None:
+        s = self.session
+        assert s.update is self.open
+        if self.open is not None:
+            assert s.state in (EndpointState.HELD, EndpointState.UPDATING)
+            assert (s.state is EndpointState.HELD) == (self.arrived == 0 and not self.receiving)
+        else:
+            assert s.state is (EndpointState.POISONED if self.model_weights is None else EndpointState.READY)
+        if self.model_weights is not None:
+            assert (s.run_id, s.version) == self.model_weights
+
+    @invariant()
+    def generation_is_refused_only_from_torn_weights(self) -> None:
+        if self.model_weights is None:
+            with pytest.raises(PoisonedError):
+                self.session.refuse_if_poisoned()
+        else:
+            self.session.refuse_if_poisoned()
+
+
+Endpoint.TestCase.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+test_any_sequence_of_calls_leaves_the_state_that_is_true = Endpoint.TestCase
+
+
+def test_a_joining_endpoint_refuses_updates() -> None:
+    session = UpdateSession(SPECS)
+    session.group_formed("run-a")
+    with pytest.raises(UpdateRefusedError, match="joining"):
+        session.request(update_to(1))
+    assert session.state is EndpointState.JOINING
+
+
+def receive_all(session: UpdateSession, update: WeightUpdate) -> None:
+    session.request(update)
+    for index in range(3):
+        session.begin_bucket(
+            BucketTransfer(run_id=update.run_id, version=update.version, bucket_index=index, timeout_s=1)
+        )
+        session.bucket_received()
+
+
+def test_the_version_served_may_be_published_again_but_no_older_one() -> None:
+    session = UpdateSession(SPECS)
+    session.joined()
+    session.group_formed("run-a")
+    for version in (2, 2):
+        receive_all(session, update_to(version))
+        session.begin_apply(update_to(version).ref)
+        session.committed()
+    with pytest.raises(UpdateRefusedError, match="version 2 of this run is served already"):
+        session.request(update_to(1))
+    session.group_formed("run-b")
+    with pytest.raises(UpdateRefusedError, match="does not own"):
+        session.request(update_to(3))
+    session.request(update_to(0, "run-b"))
+
+
+def test_a_poisoned_endpoint_stays_so_through_an_aborted_update_and_is_healed_by_a_complete_one() -> None:
+    session = UpdateSession(SPECS)
+    session.joined()
+    session.group_formed("run-a")
+    receive_all(session, update_to(1))
+    session.begin_apply(update_to(1).ref)
+    session.abort()
+    assert session.state is EndpointState.POISONED
+    session.request(update_to(2))
+    session.abort()
+    assert session.state is EndpointState.POISONED
+    receive_all(session, update_to(2))
+    session.begin_apply(update_to(2).ref)
+    session.committed()
+    assert (session.state, session.version) == (EndpointState.READY, 2)
+    session.refuse_if_poisoned()
