@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from inflight import __version__
-from inflight.errors import InflightError
+from inflight.errors import ConfigError, InflightError
 
 TOKEN_VARIABLE = "INFLIGHT_TOKEN"
 
@@ -92,9 +92,13 @@ def _serve(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     from inflight.local.loading import load_endpoint
     from inflight.local.serve import bind, serve
 
-    if arguments.threads is not None:
-        torch.set_num_threads(arguments.threads)
     token, is_new = _token(arguments.token_file)
+    if arguments.ready_file is not None and not arguments.ready_file.parent.is_dir():
+        raise ConfigError(f"ready file {str(arguments.ready_file)!r} cannot be written: its directory does not exist")
+    if arguments.threads is not None:
+        if arguments.threads < 1:
+            raise ConfigError(f"--threads must be at least 1, not {arguments.threads}")
+        torch.set_num_threads(arguments.threads)
     with bind(arguments.host, arguments.port) as listener:
         endpoint = load_endpoint(
             arguments.model,
@@ -123,18 +127,20 @@ def _serve(arguments: argparse.Namespace, _: Sequence[str]) -> int:
 
 def _token(token_file: Path | None) -> tuple[str, bool]:
     """Return the control token, and whether it was made up just now."""
-    from inflight.errors import ConfigError
-
     if token_file is not None:
         try:
-            token = token_file.read_text().strip()
+            token, source = token_file.read_text(errors="replace").strip(), f"token file {str(token_file)!r}"
         except OSError as error:
             raise ConfigError(f"token file {str(token_file)!r} cannot be read: {error.strerror}") from error
         if not token:
-            raise ConfigError(f"token file {str(token_file)!r} is empty")
-        return token, False
-    given = os.environ.get(TOKEN_VARIABLE)
-    return (given, False) if given else (secrets.token_urlsafe(24), True)
+            raise ConfigError(f"{source} is empty")
+    else:
+        token, source = os.environ.get(TOKEN_VARIABLE, ""), f"${TOKEN_VARIABLE}"
+        if not token:
+            return secrets.token_urlsafe(24), True
+    if not all("!" <= character <= "~" for character in token):
+        raise ConfigError(f"{source} holds characters that no HTTP header can carry; use printable ASCII, no spaces")
+    return token, False
 
 
 def _tiny_model(arguments: argparse.Namespace, _: Sequence[str]) -> int:

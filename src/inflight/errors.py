@@ -16,7 +16,7 @@
     │   ├── TransferError            the weight group is unusable and must be formed anew
     │   └── PublishError             the report says, endpoint by endpoint, who serves what
     ├── TrainerError
-    │   ├── NonFiniteError           loss or gradient is not finite; weights and optimizer are as before the step
+    │   ├── NonFiniteError           loss, gradient or sampled logprobs are not finite; nothing was changed by it
     │   ├── CheckpointError          nothing was loaded, or the previous checkpoint is still whole
     │   └── WorkerDiedError          a trainer rank is gone; the last checkpoint is whole
     └── TaskError                    a task could not be made or a reward could not be computed
@@ -145,7 +145,7 @@ class TrainerError(InflightError):
 
 
 class NonFiniteError(TrainerError):
-    """The loss or the gradient is NaN or infinite; weights and optimizer are as before the step."""
+    """Loss, gradient or sampled logprobs are NaN or infinite; weights and optimizer are as before the step."""
 
     code = "non_finite"
 

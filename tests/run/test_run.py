@@ -163,12 +163,11 @@ def test_reward_that_hangs_ends_the_run_at_its_deadline(start_run: Callable[...,
     assert "took longer than 2 s" in run.output()
 
 
-def test_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(
-    start_run: Callable[..., RunProcess],
-) -> None:
-    run = start_run("--train.learning_rate", "1e30", "--run.num_steps", "100000", "--run.checkpoint_every_steps", "1")
+def test_loss_that_is_not_finite_stops_the_run_and_names_the_step(start_run: Callable[..., RunProcess]) -> None:
+    settings = ("--run.mode", "conventional", "--run.conventional_steps", "2", "--run.checkpoint_every_steps", "1")
+    run = start_run("--train.learning_rate", "1e30", "--run.num_steps", "100000", *settings)
     assert run.wait(120) == 1
-    assert "inflight:" in run.output()
+    assert "of step 2 is nan" in run.output()
     assert "Traceback" not in run.output()
     pointer = json.loads((run.directory / "checkpoints" / "latest.json").read_text())
     assert (run.directory / "checkpoints" / f"version-{pointer['version']:06d}" / "model.safetensors").exists()

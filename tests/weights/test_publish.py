@@ -111,7 +111,7 @@ def test_a_publish_reports_every_endpoint_and_where_the_time_went(
         assert endpoint.timings is not None
         assert endpoint.timings.load_s <= endpoint.timings.held_s <= spans.hold_s
     completion = running.result(timeout=30).completions[0]
-    assert [span.version for span in completion.version_spans] == [weight_version(two_servers[0]).version - 1, 1][-2:]
+    assert [span.version for span in completion.version_spans] == [0, 1]
     for server in two_servers:
         assert_serves(server, 1)
         assert logprobs(server) == pytest.approx([-math.log(258)] * 6, abs=1e-6)
@@ -236,13 +236,6 @@ def test_a_run_that_does_not_own_the_group_is_refused(two_servers: Servers, mode
     with pytest.raises(UpdateRefusedError, match="does not own the weight group"):
         ask(two_servers[0].url, lambda e: e.request_weight_update(announcement(tensors, "stranger", 9)))
     assert_serves(two_servers[0], 1)
-
-
-def test_without_a_group_nothing_is_accepted(start_server: Callable[..., ServerProcess], model_dir: Path) -> None:
-    server = start_server(model_dir)
-    with pytest.raises(UpdateRefusedError, match="no weight group is formed"):
-        ask(server.url, lambda e: e.request_weight_update(announcement(checkpoint(model_dir), "run", 1)))
-    assert_serves(server, 0)
 
 
 def test_a_second_update_is_refused_while_one_is_open_and_does_not_disturb_it(
@@ -389,7 +382,7 @@ def test_a_wrong_token_is_unauthorized_and_leaves_nothing_behind(two_servers: Se
 
 def test_an_unreachable_server_is_named(two_servers: Servers) -> None:
     started = time.monotonic()
-    with pytest.raises(UnreachableError, match="127.0.0.1:9"):
+    with pytest.raises(UnreachableError, match=r"127\.0\.0\.1:9"):
         WeightPublisher.connect([two_servers[0].url, "http://127.0.0.1:9"], run_id="run", token=TOKEN)
     assert time.monotonic() - started < 5
 

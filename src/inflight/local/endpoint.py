@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
 
 from inflight.errors import (
     InvalidRequestError,
+    NonFiniteError,
     PoisonedError,
     TransferError,
     UnsupportedError,
@@ -306,6 +308,8 @@ class LocalEndpoint:
         except asyncio.CancelledError:
             self._engine.call(lambda: self._engine.cancel(admitted))
             raise
+        for completion in completions:
+            self._refuse_non_finite(completion.logprobs)
         return GenerateResponse.model_construct(request_id=request.request_id, completions=tuple(completions))
 
     async def generate_stream(self, request: GenerateRequest) -> AsyncIterator[CompletionChunk]:
@@ -335,6 +339,7 @@ class LocalEndpoint:
         try:
             await asyncio.wrap_future(submitted)
             while (chunk := await chunks.get()) is not None:
+                self._refuse_non_finite(chunk.logprobs)
                 yield chunk
         finally:
             self._engine.call(lambda: self._engine.cancel(admitted))
@@ -359,6 +364,13 @@ class LocalEndpoint:
         if request.model != self._name:
             raise InvalidRequestError(f"model {request.model!r} is not served here, {self._name!r} is")
         return self._chat_format().render(request)
+
+    def _refuse_non_finite(self, logprobs: Iterable[float]) -> None:
+        if not all(map(math.isfinite, logprobs)):
+            raise NonFiniteError(
+                f"sampled logprobs are not finite: the weights served now (version {self._session.version}) or before "
+                "are broken; publish whole ones"
+            )
 
     def _chat_format(self) -> ChatFormat:
         if self._chat is None:

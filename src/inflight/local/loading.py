@@ -29,7 +29,7 @@ def load_endpoint(
     the model allows. Raises `ConfigError` if the directory cannot be served.
     """
     register_slot_attention()
-    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    chosen = _usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     model = load_causal_lm(path, attention=ATTENTION_NAME, dtype=dtype, device=chosen)
     tokenizer = load_tokenizer(path)
     allowed = max_model_len_of(model.config)
@@ -46,6 +46,13 @@ def load_endpoint(
     )
     chat = ChatFormat(tokenizer) if tokenizer is not None and tokenizer.chat_template else None
     return LocalEndpoint(engine, model, name=name or path.resolve().name, chat=chat)
+
+
+def _usable_device(name: str) -> torch.device:
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
 
 
 def _eos_token_ids(model: torch.nn.Module, tokenizer: object) -> list[int]:

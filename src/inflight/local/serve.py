@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import uvicorn
@@ -27,9 +27,10 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         listener.bind((host, port))
         listener.listen(2048)
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         listener.close()
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port, or 0 for any") from error
+        reason = error.strerror if isinstance(error, OSError) else "no such port"
+        raise ConfigError(f"cannot listen on {host}:{port}: {reason}; choose another --port, or 0 for any") from error
     return listener
 
 
@@ -50,7 +51,7 @@ def serve(
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     app = create_app(endpoint, token=token, stats=endpoint.stats)
     config = uvicorn.Config(app, log_config=None, access_log=False, timeout_keep_alive=30, timeout_graceful_shutdown=5)
-    server = _Server(config, lambda: _announce(url, ready_file, on_ready))
+    server = _Server(config, lambda: _announce(url, ready_file, on_ready), endpoint.aclose)
     if exit_with_stdin:
         threading.Thread(target=_watch_stdin, args=(server,), daemon=True).start()
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
@@ -58,16 +59,24 @@ def serve(
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that says when it answers."""
+    """A uvicorn server that says when it answers, and ends what runs before it waits for connections to close."""
 
-    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
+    def __init__(
+        self, config: uvicorn.Config, on_started: Callable[[], None], end_requests: Callable[[], Awaitable[None]]
+    ) -> None:
         super().__init__(config)
         self._on_started = on_started
+        self._end_requests = end_requests
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start, then say so."""
         await super().startup(sockets)
         self._on_started()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End what runs, then stop."""
+        await self._end_requests()
+        await super().shutdown(sockets)
 
 
 def _announce(url: str, ready_file: Path | None, on_ready: Callable[[str], None] | None) -> None:

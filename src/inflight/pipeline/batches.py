@@ -49,6 +49,18 @@ def make_batch(groups: Sequence[Group], version: int, preset: LossPreset, stalen
     return StepBatch(groups, samples, version, lags, num_stale)
 
 
+def split_evenly(groups: Sequence[Group], num_parts: int) -> list[list[Group]]:
+    """Return the groups in order as ``num_parts`` parts of about equal tokens; fewer if there are not enough groups."""
+    total = sum(group.num_tokens for group in groups)
+    parts: list[list[Group]] = [[] for _ in range(num_parts)]
+    before = 0
+    for group in groups:
+        middle = before + group.num_tokens / 2
+        parts[min(num_parts - 1, int(middle * num_parts / total))].append(group)
+        before += group.num_tokens
+    return [part for part in parts if part]
+
+
 def frames_of(batch: StepBatch, max_tokens: int, num_ranks: int, *, publish: bool) -> list[bytes]:
     """Return the message to each rank; all have the same number of micro-batches."""
     counts = global_counts(batch.samples)

@@ -27,7 +27,7 @@ from inflight.http.client import HttpEndpoint
 from inflight.losses import PRESETS, Metrics, add_metrics, decode_metrics, metric_values
 from inflight.pipeline.actor import Actor
 from inflight.pipeline.admission import PhasedAdmission, TokensPerGroup, pipeline_admission
-from inflight.pipeline.batches import StepBatch, frames_of, make_batch
+from inflight.pipeline.batches import StepBatch, frames_of, make_batch, split_evenly
 from inflight.pipeline.channel import Message
 from inflight.pipeline.checkpoints import checkpoint_path, finish_checkpoint, latest_checkpoint
 from inflight.pipeline.config import RunConfig
@@ -44,6 +44,8 @@ T = TypeVar("T")
 
 _SAMPLE_S = 0.05
 """How often the timeline notes what is running."""
+_REAP_S = 0.5
+"""How long a server's process may take to end after its connections broke."""
 
 
 def train(config: RunConfig, *, resume: bool = False, tensorboard: bool = False) -> int:
@@ -82,6 +84,7 @@ class _Run:
         self._interrupted = asyncio.Event()
         self._arrived = asyncio.Event()
         self._servers: list[Server] = []
+        self._told: set[str] = set()
         self._trainers = TrainerGroup(config, [])
         self._endpoints: list[HttpEndpoint] = []
         self._actor: Actor
@@ -112,6 +115,7 @@ class _Run:
             with contextlib.suppress(asyncio.CancelledError):  # Ctrl-C before the first step, or between two
                 await self._start_and_train()
         except InflightError as error:
+            await self._tell_dead_servers()
             await self._stop()
             with contextlib.suppress(CheckpointError):  # the first failure is the one to tell
                 self._finish(failure=str(error))
@@ -221,9 +225,21 @@ class _Run:
         while alive:
             error = await watch_servers(alive)
             alive = [server for server in alive if server.url != error.endpoint]
-            self._progress.note(str(error))
+            self._progress.note(error.message)
+            self._told.add(error.endpoint)
             self._actor.lose(error.endpoint, error.message)
         await asyncio.Event().wait()
+
+    async def _tell_dead_servers(self) -> None:
+        """Say how those of our servers ended that did: a broken connection is seen before the end of its process."""
+        waiting = [asyncio.ensure_future(server.process.wait()) for server in self._servers]
+        if waiting:
+            _, pending = await asyncio.wait(waiting, timeout=_REAP_S)
+            for task in pending:
+                task.cancel()
+        for server in self._servers:
+            if server.process.returncode is not None and server.url not in self._told:
+                self._progress.note(server.how_it_ended())
 
     async def _note_what_runs(self) -> None:
         """Note for the timeline how many groups are running."""
@@ -305,13 +321,10 @@ class _Run:
             await self._until(lambda: self._composer.num_tokens >= self._config.tokens_per_step * num_steps)
             self._phase.end()
             await self._until(lambda: self._actor.num_running == 0)
-            for i in range(num_steps):
-                groups = self._composer.take()
-                if i == num_steps - 1:
-                    while self._composer.num_groups:
-                        groups += self._composer.take()
+            parts = split_evenly(self._composer.take_all(), num_steps)
+            for i, groups in enumerate(parts):
                 batch = make_batch(groups, self._version, self._preset, self._staleness)
-                await self._step(batch, publish=i == num_steps - 1)
+                await self._step(batch, publish=i == len(parts) - 1)
                 yield
 
     async def _next_batch(self, version: int) -> StepBatch:

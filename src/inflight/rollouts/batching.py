@@ -53,3 +53,10 @@ class BatchComposer:
             step_tokens += group.num_tokens
         self._num_tokens -= step_tokens
         return step
+
+    def take_all(self) -> list[Group]:
+        """Remove and return every group that waits, oldest first; may be none."""
+        groups = list(self._groups)
+        self._groups.clear()
+        self._num_tokens = 0
+        return groups

@@ -42,8 +42,10 @@ from inflight.wire import (
 
 __all__ = ["WeightPublisher", "publish_weights"]
 
-_CLEAN_UP_S = 5.0
+_CLEAN_UP_S = 3.0
 """How long the endpoints are waited for once a session has failed."""
+_LEASE_SLACK_S = 5.0
+"""How much longer than the deadline an endpoint stays held when nothing is heard of the publisher."""
 _REFUSAL_GRACE_S = 1.0
 """How long the other endpoints may still answer the request when one refused it."""
 _PREPARATION_SHARE = 0.9
@@ -89,7 +91,7 @@ def publish_weights(
             buckets=buckets,
             in_flight=_declared_policy(in_flight, publisher),
             deadline_s=deadline_s * _PREPARATION_SHARE,
-            lease_s=deadline_s + _CLEAN_UP_S,
+            lease_s=deadline_s + _LEASE_SLACK_S,
         )
         report = _Session(publisher, update, deadline_s).publish(gathered)
     finally:

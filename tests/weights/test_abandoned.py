@@ -1,0 +1,262 @@
+"""Publishers that die or are interrupted, and weights that are torn while they are applied."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from inflight.checkpoints import load_causal_lm
+from inflight.errors import PoisonedError, PublishError, UpdateRefusedError
+from inflight.local.endpoint import LocalEndpoint
+from inflight.local.engine import Engine
+from inflight.local.slots import ATTENTION_NAME, register_slot_attention
+from inflight.types import Outcome
+from inflight.weights.publish import WeightPublisher, publish_weights
+from inflight.weights.transports.process_group import ProcessGroupSender
+from inflight.wire import EndpointState, GenerateResponse, UpdateRef
+from tests.servers import ServerProcess
+from tests.weights.publisher_program import LEASE_S
+from tests.weights.test_failures import announcement_of
+from tests.weights.test_publish import start_request
+from tests.weights.workers import (
+    PlainWorker,
+    assert_serves,
+    checkpoint,
+    request,
+    silenced,
+    wait_until_ready,
+    weight_version,
+)
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def server(large_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    server = ServerProcess(large_model_dir, tmp_path_factory.mktemp("server"))
+    server.wait_until_ready()
+    yield server
+    server.kill()
+
+
+def start_publisher(server: ServerProcess, model: Path, way: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.weights.publisher_program", server.url, str(model), way]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+
+
+def test_a_server_whose_publisher_was_killed_releases_itself_when_the_lease_ends(
+    server: ServerProcess, large_model_dir: Path
+) -> None:
+    running = start_request(server, max_tokens=1000)
+    with start_publisher(server, large_model_dir, "held") as publisher:
+        assert publisher.stdout is not None
+        assert publisher.stdout.readline() == "held\n"
+        assert weight_version(server).state is EndpointState.HELD
+        publisher.kill()
+        publisher.wait(timeout=10)
+        assert weight_version(server).state is EndpointState.HELD
+        assert wait_until_ready(server, LEASE_S + 2) > 0.2
+    completion = running.result(timeout=60).completions[0]
+    assert (completion.finish_reason, len(completion.token_ids)) == ("length", 1000)
+    assert_serves(server, 1)
+
+
+def test_a_server_whose_publisher_was_killed_in_the_middle_of_a_bucket_releases_itself_at_once(
+    server: ServerProcess, large_model_dir: Path
+) -> None:
+    running = start_request(server, max_tokens=1000)
+    with start_publisher(server, large_model_dir, "sending") as publisher:
+        assert publisher.wait(timeout=60) == -signal.SIGKILL
+    wait_until_ready(server, 5)
+    completion = running.result(timeout=60).completions[0]
+    assert completion.finish_reason == "length"
+    assert 2 not in [span.version for span in completion.version_spans]
+    assert_serves(server, 1)
+
+
+def interrupt_after(delay_s: float) -> None:
+    threading.Timer(delay_s, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+
+
+@pytest.mark.parametrize("moment", ["while gathering", "while the requests drain", "while a bucket travels"])
+def test_an_interrupted_publish_holds_no_server_and_the_next_one_succeeds(
+    moment: str, server: ServerProcess, large_model_dir: Path, connect: Callable[..., WeightPublisher]
+) -> None:
+    tensors = checkpoint(large_model_dir)
+    publisher = connect(server)
+    publish_weights(PlainWorker(tensors), publisher)
+    running = start_request(server, max_tokens=1000)
+    worker, options = PlainWorker(silenced(tensors), version=2), {"bucket_bytes": 21_000_000}
+    if moment == "while gathering":
+
+        def on_bucket(index: int) -> None:
+            if index == 1:
+                interrupt_after(0.0)
+                time.sleep(10)
+
+        worker.on_bucket = on_bucket
+    elif moment == "while the requests drain":
+        options["in_flight"] = "drain"
+        interrupt_after(0.15)
+    else:
+        worker.on_bucket = lambda index: interrupt_after(0.01) if index == 2 else None
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        publish_weights(worker, publisher, deadline_s=30, **options)
+        time.sleep(1)
+    assert time.monotonic() - started < 5
+    assert worker.num_exhausted == worker.num_started == 1
+    wait_until_ready(server, 2)
+    assert weight_version(server).version == 1
+    assert running.result(timeout=60).completions[0].finish_reason == "length"
+    report = publish_weights(PlainWorker(tensors, version=3), publisher, deadline_s=20)
+    assert report is not None
+    assert report.applied_everywhere
+
+
+class Local:
+    """The embedded engine as an endpoint in this process, with the model at hand."""
+
+    def __init__(self, path: Path) -> None:
+        register_slot_attention()
+        self.tensors = checkpoint(path)
+        self.model: Any = load_causal_lm(path, attention=ATTENTION_NAME)
+        engine = Engine(self.model, max_model_len=1024, max_concurrent=8)
+        self.endpoint = LocalEndpoint(engine, self.model, name="local")
+
+    def freeze(self) -> None:
+        """Put the last layer's norm on memory that cannot be written; its values stay, and sampling goes on."""
+        norm = self.model.model.norm.weight
+        norm.data = torch.ones(1).expand(norm.shape)
+
+    def thaw(self) -> None:
+        norm = self.model.model.norm.weight
+        norm.data = norm.data.clone()
+
+
+@pytest.fixture
+def local(model_dir: Path) -> Local:
+    return Local(model_dir)
+
+
+def connected(local: Local) -> WeightPublisher:
+    return WeightPublisher([local.endpoint], ProcessGroupSender(), run_id="here", connect_timeout_s=20)
+
+
+def wait_until_running(publisher: WeightPublisher, local: Local) -> None:
+    deadline = time.monotonic() + 10
+    while publisher.run(local.endpoint.weight_version).num_running == 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_without_a_group_nothing_is_accepted(local: Local) -> None:
+    async def conversation() -> None:
+        with pytest.raises(UpdateRefusedError, match="no weight group is formed"):
+            await local.endpoint.request_weight_update(announcement_of(PlainWorker(local.tensors), "run"))
+        assert (await local.endpoint.weight_version()).state is EndpointState.READY
+        await local.endpoint.aclose()
+
+    asyncio.run(conversation())
+
+
+def test_weights_torn_while_applied_poison_the_endpoint_until_a_complete_update(local: Local) -> None:
+    endpoint = local.endpoint
+    with connected(local) as publisher:
+        publish_weights(PlainWorker(local.tensors), publisher)
+        running: Future[GenerateResponse] = publisher.start(endpoint.generate, request("running", max_tokens=1000))
+        wait_until_running(publisher, local)
+        worker = PlainWorker(silenced(local.tensors), version=2)
+        worker.on_bucket = lambda index: local.freeze() if index == 3 else None  # sampling is held by then
+        with pytest.raises(PublishError) as caught:
+            publish_weights(worker, publisher, bucket_bytes=30_000, deadline_s=20)
+        (report,) = caught.value.report.endpoints
+        assert (report.outcome, report.serves) == (Outcome.POISONED, None)
+        assert "applying version 2 failed" in report.detail
+
+        assert running.result(timeout=10).completions[0].finish_reason == "abort"
+        assert publisher.run(endpoint.weight_version).state is EndpointState.POISONED
+        with pytest.raises(PoisonedError):
+            publisher.run(endpoint.generate, request())
+
+        local.thaw()
+        broken = PlainWorker({**local.tensors, "more": torch.zeros(1)}, version=3)
+        with pytest.raises(PublishError) as caught:
+            publish_weights(broken, publisher, deadline_s=20)
+        assert caught.value.report.endpoints[0].outcome is Outcome.POISONED
+        with pytest.raises(PoisonedError):
+            publisher.run(endpoint.generate, request())
+
+        report_of_all = publish_weights(PlainWorker(silenced(local.tensors), version=3), publisher, deadline_s=20)
+        assert report_of_all is not None
+        assert report_of_all.applied_everywhere
+        completion = publisher.run(endpoint.generate, request()).completions[0]
+        assert completion.logprobs == pytest.approx([-math.log(258)] * 6, abs=1e-6)
+        assert [span.version for span in completion.version_spans] == [3]
+
+
+def test_requests_that_come_while_good_weights_are_applied_wait_and_are_not_refused(local: Local) -> None:
+    """And an abort that comes then waits for the commit, which cannot be taken back, and tells the truth."""
+    endpoint = local.endpoint
+    with connected(local) as publisher:
+        publish_weights(PlainWorker(local.tensors), publisher)
+        update = announcement_of(PlainWorker(local.tensors, version=2), "here")
+        sender = publisher.sender
+
+        async def conversation() -> None:
+            from inflight.types import WeightBucket
+            from inflight.wire import BucketTransfer
+
+            await endpoint.request_weight_update(update)
+            for bucket in update.buckets:
+                transfer = BucketTransfer(run_id="here", version=2, bucket_index=bucket.index, timeout_s=10)
+                part = slice(bucket.start, bucket.stop)
+                tensors = tuple(silenced(local.tensors).values())[part]
+                filled = WeightBucket(bucket.index, update.manifest.tensors[part], tensors)
+                await asyncio.gather(endpoint.receive_weights(transfer), asyncio.to_thread(sender.send, filled, 10.0))
+            # The engine is kept busy, so that the commit takes a while.
+            busy = endpoint._engine.call(lambda: time.sleep(0.3))
+            committing = asyncio.ensure_future(endpoint.commit_weight_update(update.ref))
+            await asyncio.sleep(0.05)
+            with pytest.raises(UpdateRefusedError, match="being applied already"):
+                await endpoint.commit_weight_update(update.ref)
+            early = asyncio.ensure_future(endpoint.generate(request()))
+            aborted = await endpoint.abort_weight_update(UpdateRef(run_id="here", version=2))
+            assert busy.done()
+            assert (aborted.state, aborted.version) == (EndpointState.READY, 2)
+            assert (await committing).version == 2
+            completion = (await early).completions[0]
+            assert [span.version for span in completion.version_spans] == [2]
+            assert completion.logprobs == pytest.approx([-math.log(258)] * 6, abs=1e-6)
+
+        publisher.run(conversation)
+
+
+def test_a_cancelled_commit_is_carried_through(local: Local) -> None:
+    endpoint = local.endpoint
+    with connected(local) as publisher:
+        publish_weights(PlainWorker(local.tensors), publisher)
+        publish_weights(PlainWorker(local.tensors, version=2), publisher)
+
+        async def conversation() -> None:
+            update = announcement_of(PlainWorker(local.tensors, version=3), "here", deadline_s=0.2)
+            endpoint._engine.call(lambda: time.sleep(0.5))  # a long step: the hold comes too late
+            with pytest.raises(UpdateRefusedError, match="still running"):
+                await endpoint.request_weight_update(update)
+            completion = (await endpoint.generate(request())).completions[0]
+            assert [span.version for span in completion.version_spans] == [2]
+
+        publisher.run(conversation)

@@ -1,0 +1,359 @@
+"""Servers that die or hang at every stage of a publish: it ends in time, and its report is true."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inflight.errors import (
+    ConfigError,
+    EndpointError,
+    PublishError,
+    TransferError,
+    UnreachableError,
+    UpdateRefusedError,
+)
+from inflight.http.client import HttpEndpoint
+from inflight.types import Outcome, PublishReport
+from inflight.weights.publish import WeightPublisher, publish_weights
+from inflight.weights.transports.process_group import ProcessGroupSender
+from inflight.wire import BucketTransfer, ProcessGroupSpec, UpdateRef, WeightUpdate, WeightVersion
+from tests.servers import TOKEN, ServerProcess
+from tests.weights.workers import (
+    PlainWorker,
+    ask,
+    assert_serves,
+    checkpoint,
+    generate,
+    logprobs,
+    request,
+    silenced,
+    wait_until_ready,
+    weight_version,
+)
+
+BUCKET_BYTES = 21_000_000  # the large model travels in three buckets
+LAST_BUCKET = 2
+STAGES = ("before the publish", "after it accepted", "during a bucket", "before the commit")
+
+
+class Saboteur(HttpEndpoint):
+    """A server over HTTP to which something is done at one stage of an update, as seen from the publisher."""
+
+    def __init__(self, server: ServerProcess) -> None:
+        super().__init__(server.url, token=TOKEN)
+        self.stage = ""
+        self.act: Callable[[], None] = lambda: None
+
+    def strike(self, stage: str) -> None:
+        if stage == self.stage:
+            self.stage = ""
+            self.act()
+
+    async def request_weight_update(self, update: WeightUpdate) -> None:
+        self.strike("before the publish")
+        await super().request_weight_update(update)
+        self.strike("after it accepted")
+
+    async def receive_weights(self, bucket: BucketTransfer) -> None:
+        receiving = asyncio.ensure_future(super().receive_weights(bucket))
+        try:
+            if bucket.bucket_index == 1:
+                await asyncio.sleep(0.01)
+                self.strike("during a bucket")
+            await receiving
+        finally:
+            receiving.cancel()
+
+    async def commit_weight_update(self, ref: UpdateRef) -> WeightVersion:
+        self.strike("before the commit")
+        return await super().commit_weight_update(ref)
+
+
+@pytest.fixture(scope="module")
+def survivor(large_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server to which nothing happens."""
+    server = ServerProcess(large_model_dir, tmp_path_factory.mktemp("survivor"))
+    server.wait_until_ready()
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="module")
+def sleeper(large_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server that is stopped and woken up."""
+    server = ServerProcess(large_model_dir, tmp_path_factory.mktemp("sleeper"))
+    server.wait_until_ready()
+    yield server
+    server.kill()
+
+
+def fleet(run_id: str, *servers: ServerProcess) -> tuple[WeightPublisher, Saboteur]:
+    """A publisher to the servers; things can be done to the last of them."""
+    saboteur = Saboteur(servers[-1])
+    endpoints = [*(HttpEndpoint(server.url, token=TOKEN) for server in servers[:-1]), saboteur]
+    return WeightPublisher(endpoints, ProcessGroupSender(), run_id=run_id, connect_timeout_s=20), saboteur
+
+
+def publish(worker: PlainWorker, publisher: WeightPublisher, deadline_s: float = 30.0) -> PublishReport:
+    report = publish_weights(worker, publisher, deadline_s=deadline_s, bucket_bytes=BUCKET_BYTES)
+    assert report is not None
+    assert worker.num_exhausted == worker.num_started == 1
+    return report
+
+
+def failed(worker: PlainWorker, publisher: WeightPublisher, deadline_s: float) -> PublishReport:
+    with pytest.raises(PublishError) as caught:
+        publish(worker, publisher, deadline_s)
+    assert worker.num_exhausted == worker.num_started == 1
+    assert not caught.value.report.applied_everywhere
+    return caught.value.report
+
+
+def assert_only_the_last_was_lost(report: PublishReport, outcome: Outcome, stage: str, survivor: ServerProcess) -> None:
+    """A commit that succeeded cannot be taken back; at every earlier stage the survivor serves the old version."""
+    applied = stage == "before the commit"
+    alive, lost = report.endpoints
+    assert (alive.outcome, alive.serves) == ((Outcome.APPLIED, 2) if applied else (Outcome.ABORTED, 1))
+    assert (lost.outcome, lost.serves) == (outcome, None)
+    assert lost.detail
+    assert_serves(survivor, 2 if applied else 1)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_server_killed_at_any_stage_is_reported_and_the_others_go_on(
+    stage: str, large_model_dir: Path, survivor: ServerProcess, start_server: Callable[..., ServerProcess]
+) -> None:
+    victim = start_server(large_model_dir)
+    tensors = checkpoint(large_model_dir)
+    publisher, saboteur = fleet(f"kill {stage}", survivor, victim)
+    with publisher:
+        assert publish(PlainWorker(tensors), publisher).applied_everywhere
+        saboteur.stage, saboteur.act = stage, victim.kill
+        started = time.monotonic()
+        report = failed(PlainWorker(silenced(tensors), version=2), publisher, 20)
+        assert time.monotonic() - started < 5
+        assert_only_the_last_was_lost(report, Outcome.UNREACHABLE, stage, survivor)
+
+        report = failed(PlainWorker(tensors, version=3), publisher, 20)  # not removed yet
+        assert [e.outcome for e in report.endpoints] == [Outcome.ABORTED, Outcome.UNREACHABLE]
+        publisher.remove(victim.url)
+        assert publish(PlainWorker(tensors, version=3), publisher).applied_everywhere
+        assert_serves(survivor, 3)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_server_that_hangs_at_any_stage_is_reported_in_time_and_the_others_go_on(
+    stage: str, large_model_dir: Path, survivor: ServerProcess, sleeper: ServerProcess
+) -> None:
+    tensors = checkpoint(large_model_dir)
+    publisher, saboteur = fleet(f"hang {stage}", survivor, sleeper)
+    with publisher:
+        assert publish(PlainWorker(tensors), publisher).applied_everywhere
+        saboteur.stage, saboteur.act = stage, sleeper.stop_in_place
+        started = time.monotonic()
+        try:
+            report = failed(PlainWorker(silenced(tensors), version=2), publisher, 1.5)
+            assert time.monotonic() - started < 1.5 + 3 + 2
+            assert_only_the_last_was_lost(report, Outcome.TIMED_OUT, stage, survivor)
+            publisher.remove(sleeper.url)
+            assert publish(PlainWorker(tensors, version=3), publisher).applied_everywhere
+            assert_serves(survivor, 3)
+        finally:
+            os.kill(sleeper.process.pid, signal.SIGCONT)
+        # What reached it while it slept is answered now; at the latest its lease ends. It is never torn.
+        wait_until_ready(sleeper, 1.5 + 5 + 2)
+        assert weight_version(sleeper).version in (1, 2)
+        assert generate(sleeper).completions[0].finish_reason == "length"
+
+
+def test_a_group_that_a_hanging_server_never_joins_is_given_up_in_time(
+    large_model_dir: Path, survivor: ServerProcess, sleeper: ServerProcess
+) -> None:
+    tensors = checkpoint(large_model_dir)
+    publisher, _ = fleet("never joins", survivor, sleeper)
+    with publisher:
+        publish(PlainWorker(tensors), publisher)
+        publisher.lose_group()
+        sleeper.stop_in_place()
+        try:
+            started = time.monotonic()
+            report = failed(PlainWorker(tensors, version=2), publisher, 1.5)
+            assert time.monotonic() - started < 1.5 + 3 + 2
+            assert [(e.outcome, e.serves) for e in report.endpoints] == [
+                (Outcome.ABORTED, 1),
+                (Outcome.TIMED_OUT, None),
+            ]
+            assert_serves(survivor, 1)
+        finally:
+            os.kill(sleeper.process.pid, signal.SIGCONT)
+        wait_until_ready(sleeper, 5)
+        assert publish(PlainWorker(tensors, version=2), publisher).applied_everywhere
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_a_group_whose_trainer_never_comes_fails_in_time_and_the_server_serves_on(sleeper: ServerProcess) -> None:
+    spec = ProcessGroupSpec(
+        run_id="absent",
+        backend="gloo",
+        group_name="absent",
+        master_address="127.0.0.1",
+        master_port=free_port(),
+        rank=1,
+        world_size=2,
+        timeout_s=1.0,
+    )
+    started = time.monotonic()
+    with pytest.raises(TransferError, match="store"):
+        ask(sleeper.url, lambda e: e.init_process_group(spec))
+    assert time.monotonic() - started < 4
+    assert generate(sleeper).completions[0].finish_reason == "length"
+
+
+def test_a_sender_that_gives_a_group_up_ends_every_join_at_once() -> None:
+    sender = ProcessGroupSender()
+    sender.specs("run", [1], 30.0)
+    ended: list[BaseException] = []
+
+    def join() -> None:
+        try:
+            sender.join()
+        except TransferError as error:
+            ended.append(error)
+
+    joining = threading.Thread(target=join)
+    joining.start()
+    time.sleep(0.3)
+    started = time.monotonic()
+    sender.abort()
+    joining.join(timeout=10)
+    assert time.monotonic() - started < 2
+    assert len(ended) == 1
+
+
+class Refuser(HttpEndpoint):
+    """Refuses to join any group."""
+
+    async def init_process_group(self, spec: ProcessGroupSpec) -> None:
+        raise ConfigError("this one does not join")
+
+
+def test_a_refusal_to_join_ends_the_others_joins_at_once(survivor: ServerProcess, sleeper: ServerProcess) -> None:
+    endpoints = [HttpEndpoint(survivor.url, token=TOKEN), Refuser(sleeper.url, token=TOKEN)]
+    publisher = WeightPublisher(endpoints, ProcessGroupSender(), run_id="refused", connect_timeout_s=30)
+    started = time.monotonic()
+    with pytest.raises(ConfigError, match="does not join"), publisher:
+        pass
+    assert time.monotonic() - started < 3
+    second, _ = fleet("after the refusal", survivor, sleeper)
+    with second:
+        assert second.endpoints == (survivor.url, sleeper.url)
+    assert time.monotonic() - started < 6
+
+
+def test_a_publisher_that_lost_all_its_servers_says_so(
+    model_dir: Path, start_server: Callable[..., ServerProcess]
+) -> None:
+    server = start_server(model_dir)
+    tensors = checkpoint(model_dir)
+    publisher, _ = fleet("all lost", server)
+    with publisher:
+        publish(PlainWorker(tensors), publisher)
+        server.kill()
+        for _ in range(2):
+            report = failed(PlainWorker(tensors, version=2), publisher, 10)
+            assert [(e.outcome, e.serves) for e in report.endpoints] == [(Outcome.UNREACHABLE, None)]
+        with pytest.raises(EndpointError) as caught:
+            publisher.ensure_group()
+        assert isinstance(caught.value, UnreachableError)
+        publisher.remove(server.url)
+        with pytest.raises(ConfigError, match="no endpoint is left"):
+            publish(PlainWorker(tensors, version=2), publisher)
+
+
+def test_a_receive_that_ends_late_does_not_touch_the_group_formed_meanwhile(
+    large_model_dir: Path, survivor: ServerProcess
+) -> None:
+    """The receive of a given-up update is left behind in a thread; when it times out, a new group is in use."""
+    tensors = checkpoint(large_model_dir)
+    first, _ = fleet("late", survivor)
+    with first:
+        publish(PlainWorker(tensors), first)
+        worker = PlainWorker(tensors, version=2)
+        update = announcement_of(worker, first.run_id)
+        transfer = BucketTransfer(run_id=first.run_id, version=2, bucket_index=0, timeout_s=1.0)
+
+        async def conversation(endpoint: HttpEndpoint) -> None:
+            await endpoint.request_weight_update(update)
+            late = asyncio.ensure_future(endpoint.receive_weights(transfer))  # and nobody sends
+            await asyncio.sleep(0.2)
+            with pytest.raises(UpdateRefusedError, match="still being received"):
+                await endpoint.receive_weights(transfer)
+            await endpoint.abort_weight_update(update.ref)
+            await endpoint.generate(request())
+            second = ProcessGroupSender()
+            (spec,) = second.specs("late", [1], 10)
+            await asyncio.gather(endpoint.init_process_group(spec), asyncio.to_thread(second.join))
+            with pytest.raises(TransferError):
+                await late
+            await endpoint.request_weight_update(update)  # the new group is still owned
+            await endpoint.abort_weight_update(update.ref)
+            second.abort()
+
+        ask(survivor.url, conversation)
+    assert_serves(survivor, 1)
+
+
+def announcement_of(worker: PlainWorker, run_id: str, **changes: Any) -> WeightUpdate:
+    from inflight.weights.buckets import plan_buckets
+    from inflight.wire import Manifest
+
+    specs = worker.parameter_specs()
+    return WeightUpdate.model_validate(
+        {
+            "run_id": run_id,
+            "version": worker.version,
+            "manifest": Manifest(tensors=tuple(specs)),
+            "buckets": plan_buckets(specs, BUCKET_BYTES),
+            "in_flight": "keep",
+            "deadline_s": 5,
+            "lease_s": 20,
+            **changes,
+        }
+    )
+
+
+def test_the_fingerprint_of_the_survivor_is_that_of_the_old_weights(
+    large_model_dir: Path, survivor: ServerProcess, sleeper: ServerProcess
+) -> None:
+    """Not only the version says so: the very weights are the old ones after a publish that failed on the way."""
+    tensors = checkpoint(large_model_dir)
+    publisher, saboteur = fleet("fingerprint", survivor, sleeper)
+    with publisher:
+        publish(PlainWorker(tensors), publisher)
+        before = logprobs(survivor)
+        saboteur.stage = "during a bucket"
+
+        def gone() -> None:
+            raise UnreachableError("pulled out", sleeper.url)
+
+        saboteur.act = gone
+        report = failed(PlainWorker(silenced(tensors), version=2), publisher, 20)
+        assert [(e.outcome, e.serves) for e in report.endpoints] == [(Outcome.ABORTED, 1)] * 2
+        assert logprobs(survivor) == before == logprobs(sleeper)
+        assert publish(PlainWorker(silenced(tensors), version=2), publisher).applied_everywhere
+        assert logprobs(survivor) == logprobs(sleeper) != before
