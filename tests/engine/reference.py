@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -49,9 +50,13 @@ async def generate_all(endpoint: LocalEndpoint, requests: Sequence[GenerateReque
 
 
 async def wait_until(condition: Callable[[], object], timeout_s: float = WAIT_S) -> None:
+    """Wait until a condition (or what it awaits) is true."""
     async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.001)
+        while True:
+            met = condition()
+            if await met if inspect.isawaitable(met) else met:
+                return
+            await asyncio.sleep(0.002)
 
 
 def wait_in_thread(condition: Callable[[], object], timeout_s: float = WAIT_S) -> None:
@@ -80,9 +85,7 @@ def log_softmax_at(logits: torch.Tensor, temperature: float) -> torch.Tensor:
 
 
 @torch.no_grad()
-def forward_logprobs(
-    model: Any, prompt: Sequence[int], tokens: Sequence[int], temperature: float = 1.0
-) -> list[float]:
+def forward_logprobs(model: Any, prompt: Sequence[int], tokens: Sequence[int], temperature: float = 1.0) -> list[float]:
     """log p(token | everything before it) of each completion token, from one forward of the whole sequence."""
     logits = model(torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
     return log_softmax_at(logits, temperature).gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()

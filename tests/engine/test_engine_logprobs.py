@@ -60,7 +60,9 @@ def test_behaviour_logprobs_equal_a_plain_forward_over_ragged_sequences(checkpoi
         for completion in response.completions:
             assert len(completion.token_ids) == request.sampling.max_tokens
             assert completion.finish_reason == "length"
-            assert [(s.version, s.start, s.end) for s in completion.version_spans] == [(0, 0, len(completion.token_ids))]
+            assert [(s.version, s.start, s.end) for s in completion.version_spans] == [
+                (0, 0, len(completion.token_ids))
+            ]
             expected = forward_logprobs(
                 model, request.prompt_token_ids, completion.token_ids, request.sampling.temperature
             )

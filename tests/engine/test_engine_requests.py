@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,7 @@ def reciting_model(path: Path, text: bytes) -> Path:
             if "layers" in name and parameter.dim() == 2:
                 parameter.zero_()
         model.lm_head.weight.zero_()
-        for i, (byte, following) in enumerate(zip(text, text[1:], strict=False)):
+        for i, (byte, following) in enumerate(itertools.pairwise(text)):
             model.model.embed_tokens.weight[byte] = torch.eye(32)[i]
             model.lm_head.weight[following] = torch.eye(32)[i]
     model.save_pretrained(path)
@@ -76,7 +77,7 @@ def test_a_stop_id_ends_the_completion_and_is_its_last_token(model_dir: Path) ->
 
 def test_a_stop_string_ends_the_completion_with_the_token_that_completes_it(model_dir: Path) -> None:
     (free,) = generate_once(model_dir, greedy(max_tokens=60, ignore_eos=True))
-    pairs = zip(free.token_ids, free.token_ids[1:], strict=False)
+    pairs = itertools.pairwise(free.token_ids)
     stop = next(bytes(pair).decode() for pair in pairs if all(32 <= token < 127 for token in pair))
     (stopped,) = generate_once(model_dir, greedy(max_tokens=60, ignore_eos=True, stop=["never here", stop]))
     decode = byte_tokenizer().decode
@@ -178,7 +179,7 @@ def test_stop_strings_without_a_tokenizer_are_refused(tmp_path: Path) -> None:
     async def run() -> None:
         async with serving(path) as endpoint:
             assert not (await endpoint.capabilities()).chat
-            with pytest.raises(InvalidRequestError, match="tokenizer.*stop_token_ids"):
+            with pytest.raises(InvalidRequestError, match=r"tokenizer.*stop_token_ids"):
                 await endpoint.generate(make_request("r", [1], stop=["x"], max_tokens=4))
             await generate_all(endpoint, [make_request("r", [1], stop_token_ids=[5], max_tokens=4)])
 
@@ -189,14 +190,13 @@ def test_stop_strings_without_a_tokenizer_are_refused(tmp_path: Path) -> None:
 def test_a_duplicate_request_id_is_refused_and_the_running_request_goes_on(model_dir: Path, streamed: bool) -> None:
     async def run() -> tuple[str, Completion]:
         async with serving(model_dir) as endpoint:
-            running = asyncio.ensure_future(endpoint.generate(make_request("same", PROMPT, max_tokens=150, ignore_eos=True)))
+            running = asyncio.ensure_future(
+                endpoint.generate(make_request("same", PROMPT, max_tokens=150, ignore_eos=True))
+            )
             await wait_until(lambda: endpoint.stats().num_running)
+            second = make_request("same", PROMPT, max_tokens=3)
             with pytest.raises(InvalidRequestError) as refused:
-                if streamed:
-                    async for _ in endpoint.generate_stream(make_request("same", PROMPT, max_tokens=3)):
-                        pass
-                else:
-                    await endpoint.generate(make_request("same", PROMPT, max_tokens=3))
+                await (anext(endpoint.generate_stream(second)) if streamed else endpoint.generate(second))
             async with asyncio.timeout(60):
                 return str(refused.value), (await running).completions[0]
 
@@ -301,7 +301,9 @@ def test_a_cancelled_request_frees_its_slot_and_the_others_go_on(model_dir: Path
     async def run() -> tuple[int, list[Completion]]:
         async with serving(model_dir, max_concurrent=3) as endpoint:
             await leave(endpoint, make_request("leaves", PROMPT, n=5, ignore_eos=True))
-            others = [make_request(f"o{i}", random_prompt(9, i), max_tokens=60, seed=i, ignore_eos=True) for i in range(5)]
+            others = [
+                make_request(f"o{i}", random_prompt(9, i), max_tokens=60, seed=i, ignore_eos=True) for i in range(5)
+            ]
             responses = await generate_all(endpoint, others)
             assert endpoint.stats().num_running == endpoint.stats().num_waiting == 0
             return endpoint.stats().num_finished, [r.completions[0] for r in responses]
@@ -317,7 +319,9 @@ def test_a_cancelled_request_frees_its_slot_and_the_others_go_on(model_dir: Path
 def test_cancelling_at_any_moment_leaves_the_engine_running(model_dir: Path) -> None:
     async def run() -> Completion:
         async with serving(model_dir) as endpoint:
-            busy = asyncio.ensure_future(endpoint.generate(make_request("busy", PROMPT, max_tokens=400, ignore_eos=True)))
+            busy = asyncio.ensure_future(
+                endpoint.generate(make_request("busy", PROMPT, max_tokens=400, ignore_eos=True))
+            )
             await wait_until(lambda: endpoint.stats().num_running)
             for i in range(60):
                 leaving = asyncio.ensure_future(endpoint.generate(make_request(f"r{i}", PROMPT, ignore_eos=True)))

@@ -1,4 +1,4 @@
-"""What running requests do when weights change, under each in-flight policy: real publishes into the embedded engine."""
+"""What running requests do when weights change, policy by policy: real publishes into the embedded engine."""
 
 from __future__ import annotations
 
@@ -95,9 +95,7 @@ def ragged(max_tokens: int) -> list[GenerateRequest]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("policy", "reference"), [("keep", kept_cache_logprobs), ("recompute", recomputed_logprobs)]
-)
+@pytest.mark.parametrize(("policy", "reference"), [("keep", kept_cache_logprobs), ("recompute", recomputed_logprobs)])
 def test_running_requests_go_on_under_each_new_version_with_keys_and_values_as_the_policy_says(
     model_dir: Path, models: dict[int, Any], policy: str, reference: Any
 ) -> None:

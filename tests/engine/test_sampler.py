@@ -127,10 +127,10 @@ def test_drawn_frequencies_match_the_distribution_and_masked_tokens_are_never_dr
     rng = random.Random(7)
     logits = [rng.gauss(0, 1.5) for _ in range(12)]
     expected = reference_distribution(logits, params)
-    num_draws = 40_000
+    num_draws = 16_000
     counts: Counter[int] = Counter()
-    for _ in range(40):
-        batch = torch.tensor([logits] * (num_draws // 40))
+    for _ in range(16):
+        batch = torch.tensor([logits] * (num_draws // 16))
         tokens, _ = sample(batch, [params] * len(batch), [rng.random() for _ in range(len(batch))])
         counts.update(tokens)
     for token, probability in enumerate(expected):

@@ -45,7 +45,7 @@ from inflight.wire import (
     UpdateRef,
     WeightUpdate,
 )
-from tests.engine.reference import make_request
+from tests.engine.reference import make_request, wait_until
 from tests.servers import TOKEN, ServerProcess
 
 REQUEST = make_request("r", [72, 105], n=2, max_tokens=30, seed=6)
@@ -73,6 +73,10 @@ CHAT = ChatCompletionRequest(model="tiny", messages=(ChatMessage(role="user", co
 
 async def exhaust(stream: AsyncIterator[Any]) -> list[Any]:
     return [item async for item in stream]
+
+
+async def runs(endpoint: HttpEndpoint, num_sequences: int) -> bool:
+    return (await endpoint.weight_version()).num_running == num_sequences
 
 
 CALLS: dict[str, Callable[[HttpEndpoint], Awaitable[Any]]] = {
@@ -192,7 +196,9 @@ def test_a_refused_request_is_refused_by_class_on_this_side_too(shared_server: S
 
 
 @pytest.mark.parametrize("token", [None, "wrong"])
-def test_a_control_call_without_the_right_token_is_unauthorized(shared_server: ServerProcess, token: str | None) -> None:
+def test_a_control_call_without_the_right_token_is_unauthorized(
+    shared_server: ServerProcess, token: str | None
+) -> None:
     async def run() -> None:
         async with connected(shared_server.url, token=token) as endpoint:
             with pytest.raises(UnauthorizedError, match=r"bearer token .* is (missing|wrong)"):
@@ -209,13 +215,11 @@ def test_cancelling_a_call_ends_the_request_on_the_server(shared_server: ServerP
         async with connected(shared_server.url) as endpoint:
             call = exhaust(endpoint.generate_stream(request)) if stream else endpoint.generate(request)
             task = asyncio.ensure_future(call)
-            while not (await endpoint.weight_version()).num_running:
-                await asyncio.sleep(0.01)
+            await wait_until(lambda: runs(endpoint, 20))
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            while (await endpoint.weight_version()).num_running:
-                await asyncio.sleep(0.01)
+            await wait_until(lambda: runs(endpoint, 0))
 
     asyncio.run(run())
 
@@ -245,8 +249,7 @@ def test_a_server_that_hangs_is_a_deadline_error_in_time_and_one_that_dies_is_un
                     exhaust(patient.generate_stream(make_request("stream", [1], n=20, ignore_eos=True)))
                 ),
             ]
-            while (await patient.weight_version()).num_running < 40:
-                await asyncio.sleep(0.01)
+            await wait_until(lambda: runs(patient, 40))
             server.stop_in_place()
             await asyncio.gather(*(deadline_of(hasty, name) for name in CALLS))
             server.kill()
@@ -294,9 +297,7 @@ def test_an_answer_that_is_not_of_this_contract_is_a_protocol_error(content: byt
     assert kinds_raised(content) == {ProtocolError}
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n{"], ids=["nothing", "half"]
-)
+@pytest.mark.parametrize("content", [b"", b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n{"], ids=["nothing", "half"])
 def test_a_connection_that_is_closed_early_is_unreachable(content: bytes) -> None:
     assert kinds_raised(content) == {UnreachableError}
 

@@ -20,7 +20,11 @@ MESSAGES: list[Any] = [{"role": "user", "content": "Say hello."}]
 @pytest.fixture(scope="module")
 def client(shared_server: ServerProcess) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(
-        base_url=f"{shared_server.url}/v1", api_key="unused", timeout=60, max_retries=0, http_client=httpx.Client(trust_env=False)
+        base_url=f"{shared_server.url}/v1",
+        api_key="unused",
+        timeout=60,
+        max_retries=0,
+        http_client=httpx.Client(trust_env=False),
     ) as client:
         yield client
 

@@ -240,6 +240,10 @@ def test_a_server_stops_by_signals_and_with_its_standard_input_while_it_generate
         "sigint": start(model_dir, tmp_path / "sigint", "--exit-with-stdin"),
         "stdin": start(model_dir, tmp_path / "stdin", "--exit-with-stdin", "--token-file", str(token_file)),
     }
+    # This one's input ends before it serves: it stops all the same. Nor does it have a tokenizer.
+    early = start(make_model(tmp_path / "bare", tokenizer=False), tmp_path / "early", "--exit-with-stdin", token=TOKEN)
+    assert early.stdin is not None
+    early.stdin.close()
     body = {"request_id": "r", "prompt_token_ids": [1], "sampling": {"n": 20, "ignore_eos": True}, "stream": True}
     try:
         logs, answers = {}, {}
@@ -269,8 +273,10 @@ def test_a_server_stops_by_signals_and_with_its_standard_input_while_it_generate
             logs[name] = (tmp_path / name / "log").read_text()
             assert "Traceback" not in logs[name], logs[name]
             assert f"serving {model_dir.name} at {found['url']}" in logs[name]
+        assert early.wait(timeout=60) == 0
+        assert "Traceback" not in (tmp_path / "early" / "log").read_text()
     finally:
-        for server in servers.values():
+        for server in (*servers.values(), early):
             server.kill()
             server.wait(timeout=10)
             if server.stdin is not None:
@@ -287,13 +293,3 @@ def test_a_server_stops_by_signals_and_with_its_standard_input_while_it_generate
     for name in ("sigterm", "stdin"):
         assert "token" not in logs[name]
         assert TOKEN not in logs[name]
-
-
-def test_the_command_runs_without_a_tokenizer(tmp_path: Path) -> None:
-    path = make_model(tmp_path / "bare", tokenizer=False)
-    server = start(path, tmp_path / "server", "--exit-with-stdin", token=TOKEN)
-    assert server.stdin is not None
-    # Its input ends before it serves: it stops all the same.
-    server.stdin.close()
-    assert server.wait(timeout=60) == 0
-    assert "Traceback" not in (tmp_path / "server" / "log").read_text()

@@ -11,7 +11,7 @@ import pytest
 
 from inflight.http.server import create_app
 from inflight.wire import ErrorBody
-from tests.engine.reference import serving
+from tests.engine.reference import serving, wait_until
 
 
 def with_client(
@@ -54,7 +54,9 @@ def test_a_body_over_the_bound_is_not_read_to_its_end(model_dir: Path) -> None:
             num_sent += 1
             yield b" " * 400
 
-    response = with_client(model_dir, lambda client: client.post("/v1/generate", content=endless()), max_body_bytes=1000)
+    response = with_client(
+        model_dir, lambda client: client.post("/v1/generate", content=endless()), max_body_bytes=1000
+    )
     assert response.status_code == 413
     assert num_sent < 10
 
@@ -83,13 +85,12 @@ def test_an_application_without_a_token_is_not_made(model_dir: Path) -> None:
 def test_a_server_whose_engine_died_is_not_healthy(model_dir: Path) -> None:
     async def run() -> httpx.Response:
         async with serving(model_dir) as endpoint:
+
             def break_down() -> None:
                 endpoint._engine._waiting.append(None)  # type: ignore[arg-type]  # whatever may go wrong in a step
 
             endpoint._engine.call(break_down).result(10)
-            async with asyncio.timeout(10):
-                while endpoint._engine._thread.is_alive():
-                    await asyncio.sleep(0.01)
+            await wait_until(lambda: not endpoint._engine._thread.is_alive())
             transport = httpx.ASGITransport(create_app(endpoint, token="secret"))
             async with httpx.AsyncClient(transport=transport, base_url="http://app") as client:
                 return await client.get("/health")

@@ -53,7 +53,9 @@ def test_every_token_has_the_logprob_of_the_version_that_its_span_names(
     zeroed = {**true, "model.norm.weight": torch.zeros_like(true["model.norm.weight"])}
     # Two more requests than slots, some in groups; from 500 tokens on, so that all live through both updates.
     requests = [
-        make_request(f"r{i}", random_prompt(1 + 11 * i, i), max_tokens=500, ignore_eos=True, temperature=(1.0, 0.7)[i % 2])
+        make_request(
+            f"r{i}", random_prompt(1 + 11 * i, i), max_tokens=500, ignore_eos=True, temperature=(1.0, 0.7)[i % 2]
+        )
         for i in range(NUM_REQUESTS)
     ]
     answers: Future[list[GenerateResponse]] = Future()
@@ -88,9 +90,7 @@ def test_every_token_has_the_logprob_of_the_version_that_its_span_names(
         versions = [span.version for span in completion.version_spans]
         assert versions == sorted(versions)
         with_all_versions += versions == [0, 1, 2]
-        expected = forward_logprobs(
-            model, request.prompt_token_ids, completion.token_ids, request.sampling.temperature
-        )
+        expected = forward_logprobs(model, request.prompt_token_ids, completion.token_ids, request.sampling.temperature)
         for span in completion.version_spans:
             if span.version == 1:
                 expected[span.start : span.end] = [UNIFORM] * (span.end - span.start)

@@ -1,18 +1,15 @@
-"""A publisher in a process of its own, for tests that kill it: ``python -m tests.weights.publisher_program URL MODEL WAY``."""
+"""A publisher in a process of its own, for tests that kill it: ``python -m`` with a URL, a model and a way to die."""
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 import time
 from pathlib import Path
 
-from inflight.weights.buckets import plan_buckets
 from inflight.weights.publish import WeightPublisher, publish_weights
-from inflight.wire import InFlightPolicy, Manifest, WeightUpdate
+from inflight.wire import BucketTransfer
 from tests.servers import TOKEN
-from tests.weights.workers import PlainWorker, checkpoint, silenced
+from tests.weights.workers import PlainWorker, announcement_of, checkpoint, silenced
 
 LEASE_S = 1.5
 
@@ -22,29 +19,15 @@ def main(url: str, model: Path, way: str) -> None:
     publisher = WeightPublisher.connect([url], run_id=f"doomed {way}", token=TOKEN, connect_timeout_s=30)
     publish_weights(PlainWorker(tensors), publisher)
     worker = PlainWorker(silenced(tensors), version=2)
-    if way == "held":
-        specs = worker.parameter_specs()
-        update = WeightUpdate(
-            run_id=publisher.run_id,
-            version=2,
-            manifest=Manifest(tensors=tuple(specs)),
-            buckets=plan_buckets(specs),
-            in_flight=InFlightPolicy.KEEP,
-            deadline_s=1,
-            lease_s=LEASE_S,
-        )
-        publisher.run(publisher.members[0].request_weight_update, update)
-        print("held", flush=True)
-        time.sleep(60)
-    else:  # the second bucket is asked for while the first one travels
-
-        def on_bucket(index: int) -> None:
-            if index == 1:
-                time.sleep(0.005)
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        worker.on_bucket = on_bucket
-        publish_weights(worker, publisher, bucket_bytes=21_000_000)
+    update = announcement_of(worker, publisher.run_id, lease_s=LEASE_S if way == "held" else 60)
+    (endpoint,) = publisher.members
+    publisher.run(endpoint.request_weight_update, update)
+    if way == "sending":  # the server waits in the collective for a bucket that never comes
+        transfer = BucketTransfer(run_id=update.run_id, version=2, bucket_index=0, timeout_s=60)
+        publisher.start(endpoint.receive_weights, transfer)
+        time.sleep(0.3)
+    print(way, flush=True)
+    time.sleep(60)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -30,6 +29,7 @@ from inflight.wire import BucketTransfer, ProcessGroupSpec, UpdateRef, WeightUpd
 from tests.servers import TOKEN, ServerProcess
 from tests.weights.workers import (
     PlainWorker,
+    announcement_of,
     ask,
     assert_serves,
     checkpoint,
@@ -97,10 +97,10 @@ def sleeper(large_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     server.kill()
 
 
-def fleet(run_id: str, *servers: ServerProcess) -> tuple[WeightPublisher, Saboteur]:
-    """A publisher to the servers; things can be done to the last of them."""
-    saboteur = Saboteur(servers[-1])
-    endpoints = [*(HttpEndpoint(server.url, token=TOKEN) for server in servers[:-1]), saboteur]
+def fleet(run_id: str, *servers: ServerProcess, target: int = -1) -> tuple[WeightPublisher, Saboteur]:
+    """A publisher to the servers; things can be done to the one at ``target``."""
+    saboteur = Saboteur(servers[target])
+    endpoints = [saboteur if s is servers[target] else HttpEndpoint(s.url, token=TOKEN) for s in servers]
     return WeightPublisher(endpoints, ProcessGroupSender(), run_id=run_id, connect_timeout_s=20), saboteur
 
 
@@ -119,10 +119,13 @@ def failed(worker: PlainWorker, publisher: WeightPublisher, deadline_s: float) -
     return caught.value.report
 
 
-def assert_only_the_last_was_lost(report: PublishReport, outcome: Outcome, stage: str, survivor: ServerProcess) -> None:
+def assert_only_this_was_lost(
+    name: str, outcome: Outcome, report: PublishReport, stage: str, survivor: ServerProcess
+) -> None:
     """A commit that succeeded cannot be taken back; at every earlier stage the survivor serves the old version."""
     applied = stage == "before the commit"
-    alive, lost = report.endpoints
+    reports = {endpoint.endpoint: endpoint for endpoint in report.endpoints}
+    lost, alive = reports[name], reports[survivor.url]
     assert (alive.outcome, alive.serves) == ((Outcome.APPLIED, 2) if applied else (Outcome.ABORTED, 1))
     assert (lost.outcome, lost.serves) == (outcome, None)
     assert lost.detail
@@ -135,17 +138,17 @@ def test_a_server_killed_at_any_stage_is_reported_and_the_others_go_on(
 ) -> None:
     victim = start_server(large_model_dir)
     tensors = checkpoint(large_model_dir)
-    publisher, saboteur = fleet(f"kill {stage}", survivor, victim)
+    publisher, saboteur = fleet(f"kill {stage}", victim, survivor, target=0)
     with publisher:
         assert publish(PlainWorker(tensors), publisher).applied_everywhere
         saboteur.stage, saboteur.act = stage, victim.kill
         started = time.monotonic()
         report = failed(PlainWorker(silenced(tensors), version=2), publisher, 20)
         assert time.monotonic() - started < 5
-        assert_only_the_last_was_lost(report, Outcome.UNREACHABLE, stage, survivor)
+        assert_only_this_was_lost(victim.url, Outcome.UNREACHABLE, report, stage, survivor)
 
         report = failed(PlainWorker(tensors, version=3), publisher, 20)  # not removed yet
-        assert [e.outcome for e in report.endpoints] == [Outcome.ABORTED, Outcome.UNREACHABLE]
+        assert [e.outcome for e in report.endpoints] == [Outcome.UNREACHABLE, Outcome.ABORTED]
         publisher.remove(victim.url)
         assert publish(PlainWorker(tensors, version=3), publisher).applied_everywhere
         assert_serves(survivor, 3)
@@ -164,7 +167,7 @@ def test_a_server_that_hangs_at_any_stage_is_reported_in_time_and_the_others_go_
         try:
             report = failed(PlainWorker(silenced(tensors), version=2), publisher, 1.5)
             assert time.monotonic() - started < 1.5 + 3 + 2
-            assert_only_the_last_was_lost(report, Outcome.TIMED_OUT, stage, survivor)
+            assert_only_this_was_lost(sleeper.url, Outcome.TIMED_OUT, report, stage, survivor)
             publisher.remove(sleeper.url)
             assert publish(PlainWorker(tensors, version=3), publisher).applied_everywhere
             assert_serves(survivor, 3)
@@ -294,7 +297,7 @@ def test_a_receive_that_ends_late_does_not_touch_the_group_formed_meanwhile(
     with first:
         publish(PlainWorker(tensors), first)
         worker = PlainWorker(tensors, version=2)
-        update = announcement_of(worker, first.run_id)
+        update = announcement_of(worker, first.run_id, bucket_bytes=BUCKET_BYTES)
         transfer = BucketTransfer(run_id=first.run_id, version=2, bucket_index=0, timeout_s=1.0)
 
         async def conversation(endpoint: HttpEndpoint) -> None:
@@ -316,25 +319,6 @@ def test_a_receive_that_ends_late_does_not_touch_the_group_formed_meanwhile(
 
         ask(survivor.url, conversation)
     assert_serves(survivor, 1)
-
-
-def announcement_of(worker: PlainWorker, run_id: str, **changes: Any) -> WeightUpdate:
-    from inflight.weights.buckets import plan_buckets
-    from inflight.wire import Manifest
-
-    specs = worker.parameter_specs()
-    return WeightUpdate.model_validate(
-        {
-            "run_id": run_id,
-            "version": worker.version,
-            "manifest": Manifest(tensors=tuple(specs)),
-            "buckets": plan_buckets(specs, BUCKET_BYTES),
-            "in_flight": "keep",
-            "deadline_s": 5,
-            "lease_s": 20,
-            **changes,
-        }
-    )
 
 
 def test_the_fingerprint_of_the_survivor_is_that_of_the_old_weights(

@@ -26,14 +26,15 @@ from inflight.errors import (
     UnreachableError,
     UpdateRefusedError,
 )
+from inflight.http.client import HttpEndpoint
 from inflight.types import Outcome, PublishReport
 from inflight.weights.buckets import plan_buckets
 from inflight.weights.publish import WeightPublisher, publish_weights
+from inflight.weights.transports.process_group import ProcessGroupSender
 from inflight.wire import (
     EndpointState,
     GenerateResponse,
     InFlightPolicy,
-    Manifest,
     UpdateRef,
     WeightUpdate,
     WeightVersion,
@@ -41,6 +42,7 @@ from inflight.wire import (
 from tests.servers import TOKEN, ServerProcess
 from tests.weights.workers import (
     PlainWorker,
+    announcement_of,
     ask,
     assert_serves,
     checkpoint,
@@ -214,19 +216,7 @@ def test_an_older_version_is_refused_and_the_present_one_may_be_published_again(
 
 
 def announcement(tensors: dict[str, torch.Tensor], run_id: str, version: int, **changes: Any) -> WeightUpdate:
-    specs = PlainWorker(tensors).parameter_specs()
-    return WeightUpdate.model_validate(
-        {
-            "run_id": run_id,
-            "version": version,
-            "manifest": Manifest(tensors=tuple(specs)),
-            "buckets": plan_buckets(specs),
-            "in_flight": "keep",
-            "deadline_s": 5,
-            "lease_s": 10,
-            **changes,
-        }
-    )
+    return announcement_of(PlainWorker(tensors, version=version), run_id, **changes)
 
 
 def test_a_run_that_does_not_own_the_group_is_refused(two_servers: Servers, model_dir: Path, connect: Connect) -> None:
@@ -405,6 +395,14 @@ def test_user_mistakes_ask_nothing_of_the_servers(two_servers: Servers, model_di
         publish_weights(worker, None)
     assert worker.num_exhausted == 1
     assert_serves(two_servers[0], 1)
+
+
+def test_a_publisher_that_is_not_connected_says_so(model_dir: Path) -> None:
+    publisher = WeightPublisher([HttpEndpoint("http://127.0.0.1:9")], ProcessGroupSender(), run_id="run")
+    worker = PlainWorker(checkpoint(model_dir))
+    with pytest.raises(ConfigError, match="not connected"):
+        publish_weights(worker, publisher)
+    assert worker.num_exhausted == worker.num_started == 1
 
 
 def test_ranks_other_than_zero_only_gather(model_dir: Path) -> None:

@@ -13,13 +13,16 @@ from safetensors.torch import load_file
 
 from inflight.http.client import HttpEndpoint
 from inflight.types import WeightBucket
+from inflight.weights.buckets import plan_buckets
 from inflight.wire import (
     BucketSpec,
     EndpointState,
     GenerateRequest,
     GenerateResponse,
+    Manifest,
     SamplingParams,
     TensorSpec,
+    WeightUpdate,
     WeightVersion,
 )
 from tests.servers import TOKEN, ServerProcess
@@ -142,3 +145,22 @@ def wait_until_ready(server: ServerProcess, timeout_s: float) -> float:
         assert time.monotonic() - started < timeout_s, f"still held after {timeout_s} s"
         time.sleep(0.05)
     return time.monotonic() - started
+
+
+def announcement_of(
+    worker: PlainWorker, run_id: str, *, bucket_bytes: int = 256_000_000, **changes: Any
+) -> WeightUpdate:
+    """The message that announces the worker's weights, for tests that drive an endpoint by hand."""
+    specs = worker.parameter_specs()
+    return WeightUpdate.model_validate(
+        {
+            "run_id": run_id,
+            "version": worker.version,
+            "manifest": Manifest(tensors=tuple(specs)),
+            "buckets": plan_buckets(specs, bucket_bytes),
+            "in_flight": "keep",
+            "deadline_s": 5,
+            "lease_s": 20,
+            **changes,
+        }
+    )

@@ -151,7 +151,8 @@ class HttpEndpoint:
         except pydantic.ValidationError as error:
             problem = error.errors(include_url=False, include_input=False)[0]
             raise ProtocolError(
-                f"{route.method} {route.path} answered no {answer.__name__}: {problem['msg']} at {problem['loc']}", self.name
+                f"{route.method} {route.path} answered no {answer.__name__}: {problem['msg']} at {problem['loc']}",
+                self.name,
             ) from error
 
     async def _exchange(
@@ -162,7 +163,9 @@ class HttpEndpoint:
         try:
             async with (
                 asyncio.timeout(timeout_s),
-                self._client.stream(route.method, route.path, content=content, headers=self._headers(route)) as response,
+                self._client.stream(
+                    route.method, route.path, content=content, headers=self._headers(route)
+                ) as response,
             ):
                 answer = b"".join([part async for part in self._parts(response)])
         except TimeoutError as error:
@@ -179,7 +182,9 @@ class HttpEndpoint:
         try:
             async with (
                 asyncio.timeout(self._generate_timeout_s),
-                self._client.stream(route.method, route.path, content=content, headers=self._headers(route)) as response,
+                self._client.stream(
+                    route.method, route.path, content=content, headers=self._headers(route)
+                ) as response,
             ):
                 if response.status_code != 200:
                     answer = b"".join([part async for part in self._parts(response)])

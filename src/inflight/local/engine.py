@@ -230,7 +230,7 @@ class Engine:
         self._waiting.extend(request.sequences)
 
     def cancel(self, request: Request) -> None:
-        """End a request with what it has, finish reason ``abort``. Engine's thread only; ignored if it is not running."""
+        """End a request with what it has, finish reason ``abort``. Engine's thread only; ignored once it has ended."""
         if self._requests.get(request.request_id) is request:
             self._waiting = deque(s for s in self._waiting if s.request is not request)
             for sequence in request.sequences:
@@ -409,7 +409,11 @@ class Engine:
         sequence.logprobs.append(logprob)
         request = sequence.request
         params = request.sampling
-        if token in params.stop_token_ids or (token in self._eos_token_ids and not params.ignore_eos) or (params.stop and self._hit_stop_string(sequence)):
+        if (
+            token in params.stop_token_ids
+            or (token in self._eos_token_ids and not params.ignore_eos)
+            or (params.stop and self._hit_stop_string(sequence))
+        ):
             self._finish(sequence, "stop")
         elif len(sequence.token_ids) >= request.max_tokens:
             self._finish(sequence, "length")

@@ -89,6 +89,7 @@ def _announce(url: str, ready_file: Path | None, on_ready: Callable[[str], None]
 
 
 def _watch_stdin(server: uvicorn.Server) -> None:
-    while sys.stdin.buffer.read(4096):
+    # Not through sys.stdin's buffer: its lock, held by this thread, would abort the interpreter when it exits.
+    while os.read(sys.stdin.fileno(), 4096):
         pass
     server.should_exit = True

@@ -28,7 +28,9 @@ _FIRST_NUM_SLOTS = 8
 class Arena:
     """Slots of one capacity; the occupied ones are always the first ``len(owners)``."""
 
-    def __init__(self, num_layers: int, num_kv_heads: int, capacity: int, head_dim: int, options: dict[str, Any]) -> None:
+    def __init__(
+        self, num_layers: int, num_kv_heads: int, capacity: int, head_dim: int, options: dict[str, Any]
+    ) -> None:
         self.capacity = capacity
         self.owners: list[Slot] = []
         self._shape = (num_layers, 0, num_kv_heads, capacity, head_dim)
@@ -37,7 +39,7 @@ class Arena:
         self.values_LSKCD = torch.empty(self._shape, **options)
 
     def take(self, slot: Slot) -> None:
-        """Give the next row to a slot, emptied: attention multiplies what it masks by zero, and NaN would survive that."""
+        """Give the next row to a slot, emptied: attention multiplies what it masks by zero, and NaN survives that."""
         row = len(self.owners)
         if row == self.keys_LSKCD.shape[1]:
             self.keys_LSKCD = self._grown(self.keys_LSKCD)
@@ -177,7 +179,12 @@ class StepPlan:
             slot.length = length
 
     def attend(
-        self, layer: int, query_1QTD: torch.Tensor, key_1KTD: torch.Tensor, value_1KTD: torch.Tensor, scale: float | None
+        self,
+        layer: int,
+        query_1QTD: torch.Tensor,
+        key_1KTD: torch.Tensor,
+        value_1KTD: torch.Tensor,
+        scale: float | None,
     ) -> torch.Tensor:
         """Store the keys and values of one layer and return the attention output [1, T, Q, D]."""
         num_decoding = len(self.decoding_slots)

@@ -110,12 +110,10 @@ def _declared_policy(name: str, publisher: WeightPublisher) -> InFlightPolicy:
     if name not in list(InFlightPolicy):
         raise ConfigError(f"in_flight must be one of {', '.join(InFlightPolicy)}, not {name!r}")
     policy = InFlightPolicy(name)
-    for endpoint in publisher.endpoints:
-        declared = publisher.capabilities[endpoint].in_flight_policies
-        if policy not in declared:
-            raise UnsupportedError(
-                f"{endpoint} does not declare the policy {policy}, it declares {', '.join(declared)}"
-            )
+    for endpoint, capabilities in publisher.capabilities.items():
+        if endpoint in publisher.endpoints and policy not in capabilities.in_flight_policies:
+            declared = ", ".join(capabilities.in_flight_policies)
+            raise UnsupportedError(f"{endpoint} declares the policies {declared}, not {policy}")
     return policy
 
 

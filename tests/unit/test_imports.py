@@ -1,0 +1,338 @@
+"""The house: what importing loads, which names are public, and which part may import which."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import inflight
+
+ROOT = Path(__file__).parents[2]
+SRC = ROOT / "src"
+
+ENGINES = ("vllm", "sglang")
+HEAVY = ("torch", "transformers", "starlette", "uvicorn", "safetensors", *ENGINES)
+
+PUBLIC_NAMES = {
+    "inflight": [
+        "HttpEndpoint",
+        "InferenceEndpoint",
+        "StreamingEndpoint",
+        "Task",
+        "TrainerWorker",
+        "WeightPublisher",
+        "WeightReceiver",
+        "WeightSender",
+        "__version__",
+        "errors",
+        "group_advantages",
+        "grpo_loss",
+        "publish_weights",
+        "reinforce_loss",
+        "types",
+        "wire",
+    ],
+    "inflight.losses": [
+        "Aggregation",
+        "GRPO",
+        "LossOutput",
+        "LossPreset",
+        "Maximum",
+        "Metric",
+        "Metrics",
+        "PIPELINERL",
+        "PIPELINERL_PAPER",
+        "PRESETS",
+        "add_metrics",
+        "chunked_logprobs",
+        "collate",
+        "decode_metrics",
+        "effective_sample_size",
+        "empty_micro_batch",
+        "encode_metrics",
+        "global_counts",
+        "grpo_loss",
+        "metric_values",
+        "ratio_metrics",
+        "reference_kl",
+        "reinforce_loss",
+        "staleness_metrics",
+        "token_weights",
+    ],
+    "inflight.rollouts": [
+        "AdvantageEstimator",
+        "BatchComposer",
+        "Ledger",
+        "StalenessPolicy",
+        "group_advantages",
+        "load_task",
+        "pack",
+    ],
+    "inflight_fsdp": ["FsdpWorker", "WorkerConfig", "create_worker"],
+}
+
+LEVELS = {
+    "errors": 0,
+    "types": 0,
+    "wire": 0,
+    "contracts": 1,
+    "attention": 2,
+    "checkpoints": 2,
+    "http": 2,
+    "weights": 2,
+    "losses": 2,
+    "rollouts": 2,
+    "local": 3,
+    "pipeline": 3,
+    "conformance": 4,
+    "cli": 4,
+    "__main__": 5,
+}
+"""A part imports its own level and those below; ``inflight`` itself (the package's namespace) is level 2."""
+
+TORCH_FREE = ("errors", "types", "wire", "contracts", "http", "rollouts", "cli", "__main__", "__init__")
+CORE_OF_ADAPTERS = {part for part, level in LEVELS.items() if level <= 2}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module. ``on_use``: within a function; ``for_types``: never at run time."""
+
+    file: Path
+    module: str
+    on_use: bool
+    for_types: bool
+
+
+def imports_of(file: Path) -> Iterator[Import]:
+    """Every import statement, ``from package import module`` as ``package.module``; relative ones are refused."""
+
+    def walk(node: ast.AST, on_use: bool, for_types: bool) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            is_guard = isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING")
+            if isinstance(child, ast.Import):
+                for alias in child.names:
+                    yield Import(file, alias.name, on_use, for_types)
+            elif isinstance(child, ast.ImportFrom):
+                assert child.level == 0, f"{file} imports relatively"
+                assert child.module is not None
+                for alias in child.names:
+                    is_module = (SRC / child.module.replace(".", "/") / f"{alias.name}.py").exists()
+                    is_package = (SRC / child.module.replace(".", "/") / alias.name / "__init__.py").exists()
+                    name = f"{child.module}.{alias.name}" if is_module or is_package else child.module
+                    yield Import(file, name, on_use, for_types)
+            else:
+                yield from walk(child, on_use or is_function, for_types or is_guard)
+
+    yield from walk(ast.parse(file.read_text()), False, False)
+
+
+def part_of(file: Path) -> str:
+    """``src/inflight/http/client.py`` is of the part ``http``."""
+    parts = file.relative_to(SRC / "inflight").parts
+    return parts[0].removesuffix(".py")
+
+
+def core_files() -> list[Path]:
+    return sorted((SRC / "inflight").rglob("*.py"))
+
+
+def adapters() -> list[Path]:
+    return sorted(path for path in SRC.iterdir() if path.is_dir() and path.name.startswith("inflight_"))
+
+
+def run_python(code: str) -> str:
+    command = [sys.executable, "-W", "error", "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What importing loads
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "inflight",
+        "inflight.rollouts",
+        "inflight.cli",
+        "inflight.http.client",
+        "inflight.http.openapi",
+        "inflight.contracts",
+    ],
+)
+def test_importing_loads_neither_torch_nor_an_engine_nor_a_server(module: str) -> None:
+    code = f"import sys, {module}; print([name for name in {HEAVY!r} if name in sys.modules])"
+    assert run_python(code) == "[]\n"
+
+
+def test_importing_has_no_effect_on_logging_signals_threads_or_the_environment() -> None:
+    code = """
+import logging, os, signal, sys, threading
+def state():
+    return (
+        dict(os.environ), list(logging.root.handlers), logging.root.level, threading.active_count(),
+        [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)], list(sys.path), list(sys.meta_path)
+    )
+import httpx, pydantic  # what they do is not our doing
+before = state()
+import inflight, inflight.http.openapi, inflight.rollouts, inflight.cli
+print(before == state())
+"""
+    assert run_python(code) == "True\n"
+
+
+def test_names_that_need_torch_are_loaded_when_they_are_used() -> None:
+    code = """
+import sys, inflight
+inflight.group_advantages
+assert "torch" not in sys.modules
+from inflight import grpo_loss, publish_weights, WeightPublisher, reinforce_loss
+assert "torch" in sys.modules
+assert "transformers" not in sys.modules
+try:
+    inflight.nonsense
+except AttributeError as error:
+    print(error)
+"""
+    assert run_python(code) == "module 'inflight' has no attribute 'nonsense'\n"
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Public names
+
+
+def test_the_public_names_are_exactly_these_and_all_of_them_exist() -> None:
+    assert sorted(inflight.__all__) == PUBLIC_NAMES["inflight"]
+    assert sorted(name for name in dir(inflight)) == PUBLIC_NAMES["inflight"]
+    for name in inflight.__all__:
+        assert getattr(inflight, name) is not None
+    namespace: dict[str, object] = {}
+    exec("from inflight import *", namespace)
+    assert set(PUBLIC_NAMES["inflight"]) <= set(namespace)
+
+
+def rooms_with_public_names() -> list[str]:
+    """Packages under ``src`` whose ``__init__`` says ``__all__``."""
+    inits = sorted(SRC.rglob("__init__.py"))
+    return [".".join(init.parent.relative_to(SRC).parts) for init in inits if "__all__" in init.read_text()]
+
+
+@pytest.mark.parametrize("room", rooms_with_public_names())
+def test_a_room_exports_what_it_says_and_nothing_twice(room: str) -> None:
+    module = importlib.import_module(room)
+    assert len(set(module.__all__)) == len(module.__all__)
+    for name in module.__all__:
+        assert hasattr(module, name), name
+    assert sorted(module.__all__) == PUBLIC_NAMES[room]
+
+
+def test_the_version_is_that_of_the_project_file() -> None:
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert inflight.__version__ == project["version"]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Arrows
+
+
+def test_every_part_of_the_core_has_a_level() -> None:
+    assert {part_of(file) for file in core_files()} - {"__init__"} <= set(LEVELS)
+
+
+def test_no_arrow_runs_back() -> None:
+    wrong = []
+    for file in core_files():
+        part = part_of(file)
+        level = 2 if part == "__init__" else LEVELS[part]
+        for found in imports_of(file):
+            names = found.module.split(".")
+            if names[0] != "inflight" or found.for_types:
+                continue
+            # `from inflight import __version__` comes from the package itself, which any part above it may name.
+            target = LEVELS[names[1]] if len(names) > 1 else 2
+            if target > level:
+                wrong.append(f"{file.relative_to(SRC)} ({level}) imports {found.module} ({target})")
+    assert wrong == []
+
+
+def test_parts_of_one_level_do_not_import_each_other_in_a_circle() -> None:
+    edges: dict[str, set[str]] = {}
+    for file in core_files():
+        part = part_of(file)
+        for found in imports_of(file):
+            names = found.module.split(".")
+            if names[0] == "inflight" and len(names) > 1 and not found.for_types and names[1] != part:
+                edges.setdefault(part, set()).add(names[1])
+
+    def reachable(part: str, seen: frozenset[str] = frozenset()) -> set[str]:
+        return {t for n in edges.get(part, ()) if n not in seen for t in {n} | reachable(n, seen | {n})}
+
+    assert [part for part in edges if part in reachable(part)] == []
+
+
+def test_torch_is_imported_only_where_it_is_needed() -> None:
+    wrong = [
+        f"{found.file.relative_to(SRC)} imports {found.module}"
+        for file in core_files()
+        if part_of(file) in TORCH_FREE
+        for found in imports_of(file)
+        if found.module.split(".")[0] in ("torch", "transformers", "numpy") and not (found.for_types or found.on_use)
+    ]
+    assert wrong == []
+    strict = [
+        f"{found.file.relative_to(SRC)} imports {found.module}"
+        for file in core_files()
+        if part_of(file) in ("errors", "types", "wire", "contracts", "http", "rollouts")
+        for found in imports_of(file)
+        if found.module.split(".")[0] in ("torch", "transformers") and not found.for_types
+    ]
+    assert strict == [], "not even when used"
+
+
+def test_the_core_imports_no_adapter_and_no_engine() -> None:
+    forbidden = {*ENGINES, *(adapter.name for adapter in adapters())}
+    wrong = [
+        f"{file.relative_to(SRC)} imports {found.module}"
+        for file in core_files()
+        for found in imports_of(file)
+        if found.module.split(".")[0] in forbidden
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("adapter", adapters(), ids=lambda adapter: adapter.name)
+def test_an_adapter_imports_the_core_only(adapter: Path) -> None:
+    wrong = []
+    for file in sorted(adapter.rglob("*.py")):
+        for found in imports_of(file):
+            names = found.module.split(".")
+            is_other_adapter = names[0].startswith("inflight_") and names[0] != adapter.name
+            is_no_core = names[0] == "inflight" and len(names) > 1 and names[1] not in CORE_OF_ADAPTERS
+            if is_other_adapter or is_no_core:
+                wrong.append(f"{file.relative_to(SRC)} imports {found.module}")
+    assert wrong == []
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Documents
+
+
+def test_the_openapi_document_in_docs_is_that_of_the_routes() -> None:
+    from inflight.http.openapi import openapi_document
+
+    written = json.loads((ROOT / "docs" / "openapi.json").read_text())
+    assert written == json.loads(json.dumps(openapi_document())), (
+        "run python -m inflight.http.openapi > docs/openapi.json"
+    )
