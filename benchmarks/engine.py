@@ -1,7 +1,7 @@
 """The embedded engine against transformers' ``generate``: the same requests, the same model, one run, one thread.
 
-256 requests, 64 slots, prompts of 16 tokens. In static batches of 64, ``generate`` runs until the longest of the batch is
-done, as its users do. Lengths: log-normal (mean about 64, cap 512), and all equal. Alternating order, best of three.
+256 requests, 64 slots, prompts of 16 tokens. In static batches of 64, ``generate`` runs until the longest of a batch
+is done, as its users do. Lengths: log-normal (mean about 64, cap 512), and all equal. Alternating order, best of three.
 """
 
 from __future__ import annotations

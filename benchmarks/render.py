@@ -12,9 +12,9 @@ import matplotlib
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
-from results import read_results
 
 from inflight.pipeline.plots import smoothed
+from results import read_results
 
 DOCS = Path(__file__).parents[1] / "docs"
 IMAGES = DOCS / "images"

@@ -185,27 +185,33 @@ def test_sequences_that_wait_to_be_recomputed_count_as_running(model_dir: Path, 
             assert 1 <= len(completion.token_ids) < 100
 
 
-def test_nan_in_one_sequence_does_not_reach_the_others_or_later_ones(model_dir: Path, models: dict[int, Any]) -> None:
+@pytest.mark.parametrize("leaves_first", [False, True])
+def test_nan_in_one_sequence_does_not_reach_the_others_or_later_ones(
+    model_dir: Path, models: dict[int, Any], leaves_first: bool
+) -> None:
     whole = {name: parameter.detach() for name, parameter in models[0].named_parameters()}
     broken = {name: torch.full_like(tensor, torch.nan) for name, tensor in whole.items()}
-    # All of these live in the arena of 1024: three rows, the first of which holds NaN up to position 850 and more.
+    # All live in the arena of 1024, and the sick one holds NaN up to position 850 and more. A shorter sequence comes
+    # into its row, either as it starts or as it moves there, while a longer one keeps that arena's mask wide.
     sick = make_request("sick", random_prompt(850, 1), ignore_eos=True)
     longer = make_request("longer", random_prompt(900, 2), max_tokens=110, ignore_eos=True)
     shorter = make_request("shorter", random_prompt(600, 3), max_tokens=250, ignore_eos=True)
+    others = (shorter, longer) if leaves_first else (longer, shorter)
     with publishing(model_dir, max_concurrent=3) as it:
         (leaving,) = it.start(sick)
         it.wait_for_tokens(2)
         it.publish(broken, 1, "recompute")
         it.wait_for_tokens(2)
         it.publish(whole, 2, "keep")
-        futures = it.start(longer, shorter)
-        wait_in_thread(lambda: it.endpoint.stats().num_running == 3)
-        assert not leaving.done()
-        # The row of the last sequence moves to where the NaN was, while a longer one keeps that arena's mask wide.
+        if leaves_first:
+            leaving.cancel()
+            wait_in_thread(lambda: it.endpoint.stats().num_running == 0)
+        futures = it.start(*others)
+        wait_in_thread(lambda: it.endpoint.stats().num_running == (2 if leaves_first else 3))
+        assert leaves_first or not leaving.done()
         leaving.cancel()
         completions = completions_of(futures)
-        completions += completions_of(it.start(*(longer, shorter)))
-    for request, completion in zip((longer, shorter) * 2, completions, strict=True):
+    for request, completion in zip(others, completions, strict=True):
         assert versions_of(completion) == [2]
         assert_close(completion.logprobs, forward_logprobs(models[0], request.prompt_token_ids, completion.token_ids))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from inflight.errors import PoisonedError, UpdateRefusedError
 from inflight.weights.buckets import plan_buckets
@@ -16,6 +16,7 @@ SPECS = tuple(TensorSpec(name=f"t{i}", dtype="float32", shape=(2,)) for i in ran
 WRONG = (*SPECS[:2], TensorSpec(name="t2", dtype="float32", shape=(3,)))
 RUNS = st.sampled_from(["run-a", "run-b"])
 VERSIONS = st.integers(0, 4)
+MOSTLY = st.sampled_from([True, True, True, False])
 
 
 def update_to(version: int, run_id: str = "run-a", specs: tuple[TensorSpec, ...] = SPECS) -> WeightUpdate:
@@ -54,6 +55,10 @@ class Endpoint(RuleBasedStateMachine):
             call()  # type: ignore[operator]
         assert self.visible() == before
 
+    @initialize(run=RUNS)
+    def form_the_first_group(self, run: str) -> None:
+        self.form_group(run)
+
     @rule(run=RUNS)
     @precondition(lambda self: self.open is None)
     def form_group(self, run: str) -> None:
@@ -66,8 +71,10 @@ class Endpoint(RuleBasedStateMachine):
         self.session.group_lost()
         self.owner = None
 
-    @rule(run=RUNS, version=VERSIONS, fits=st.booleans())
-    def request(self, run: str, version: int, fits: bool) -> None:
+    @rule(run=RUNS, version=VERSIONS, fits=st.booleans(), right=MOSTLY)
+    def request(self, run: str, version: int, fits: bool, right: bool) -> None:
+        if right and self.owner is not None:
+            run, version, fits = self.owner, self.session.version + 1, True
         update = update_to(version, run, SPECS if fits else WRONG)
         served = self.model_weights or (self.session.run_id, self.session.version)
         allowed = self.open is None and fits and self.owner == run and not (served[0] == run and version < served[1])
@@ -77,7 +84,7 @@ class Endpoint(RuleBasedStateMachine):
         self.session.request(update)
         self.open, self.arrived, self.receiving = update, 0, False
 
-    @rule(run=RUNS, version=VERSIONS, index=st.integers(0, 3), right=st.booleans())
+    @rule(run=RUNS, version=VERSIONS, index=st.integers(0, 3), right=MOSTLY)
     def begin_bucket(self, run: str, version: int, index: int, right: bool) -> None:
         if right and self.open is not None:
             run, version, index = self.open.run_id, self.open.version, self.arrived
@@ -96,7 +103,7 @@ class Endpoint(RuleBasedStateMachine):
         self.session.bucket_received()
         self.receiving, self.arrived = False, self.arrived + 1
 
-    @rule(run=RUNS, version=VERSIONS, right=st.booleans())
+    @rule(run=RUNS, version=VERSIONS, right=MOSTLY)
     def begin_apply(self, run: str, version: int, right: bool) -> None:
         if right and self.open is not None:
             run, version = self.open.run_id, self.open.version
@@ -147,7 +154,7 @@ class Endpoint(RuleBasedStateMachine):
             self.session.refuse_if_poisoned()
 
 
-Endpoint.TestCase.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+Endpoint.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 test_any_sequence_of_calls_leaves_the_state_that_is_true = Endpoint.TestCase
 
 
