@@ -148,7 +148,8 @@ class TrainerWorker(Protocol):
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         """Return trainer logprobs [T] of the packed targets: float32, differentiable, 0.0 where no target is.
 
-        Natural log, at each token's own temperature. Segments do not see each other. Float64 models return float64.
+        Natural log, at each token's own temperature, on the batch's device. Segments do not see each other. Float64
+        models return float64.
         """
 
     @abstractmethod
@@ -163,7 +164,7 @@ class TrainerWorker(Protocol):
         """Clip, update the parameters, advance the schedule, clear gradients; ``version`` grows by one.
 
         Raises `NonFiniteError` on every rank if the gradient norm is not finite: parameters, optimizer, schedule and
-        version are then as before, gradients are cleared.
+        version are then as before, gradients are cleared. Raises `TrainerError` if there is no gradient.
         """
 
     @abstractmethod

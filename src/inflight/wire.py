@@ -23,9 +23,9 @@ DTYPE_SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class WireModel(BaseModel):
-    """Base of every message: immutable, and strict about unknown keys."""
+    """Base of every message: immutable, strict about unknown keys, and without infinities."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class InFlightPolicy(StrEnum):
@@ -323,7 +323,7 @@ class ChatCompletionRequest(WireModel):
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     top_k: int = Field(default=0, ge=0)
     min_p: float = Field(default=0.0, ge=0.0, lt=1.0)
-    stop: str | tuple[str, ...] | None = None
+    stop: Annotated[str, Field(min_length=1)] | tuple[Annotated[str, Field(min_length=1)], ...] | None = None
     seed: int | None = None
     stream: bool = False
     logprobs: bool = False
@@ -474,7 +474,7 @@ class Health(WireModel):
 class Acknowledgement(WireModel):
     """Empty success."""
 
-    ok: Literal[True] = True
+    ok: Literal[True]
 
 
 class ErrorDetail(WireModel):

@@ -100,7 +100,7 @@ def create_app(
         if route.request is None:
             return _json(await call())
         answer = await call(await _body(request, route.request, max_body_bytes))
-        return _json(Acknowledgement() if answer is None else answer)
+        return _json(Acknowledgement(ok=True) if answer is None else answer)
 
     special: dict[str, Handler] = {
         "generate": generate,

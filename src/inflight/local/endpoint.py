@@ -26,7 +26,8 @@ from inflight.errors import (
     UpdateRefusedError,
 )
 from inflight.local.chat import ChatChunkWriter, ChatFormat, chat_completion_of
-from inflight.local.engine import Engine, Sequence
+from inflight.local.engine import Engine
+from inflight.local.sequences import Sequence
 from inflight.types import EngineStats
 from inflight.weights.session import UpdateSession
 from inflight.weights.threads import run_abandonable

@@ -13,71 +13,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from inflight.errors import EndpointError, InflightError, InvalidRequestError
 from inflight.local.sampler import sample
+from inflight.local.sequences import FinishReason, Request, Sequence
 from inflight.local.slots import Slot, SlotStore, StepPlan
 from inflight.types import EngineStats
-from inflight.wire import Completion, GenerateRequest, InFlightPolicy, SamplingParams, VersionSpan
+from inflight.wire import Completion, GenerateRequest, InFlightPolicy
 
 T = TypeVar("T")
-FinishReason = Literal["stop", "length", "abort"]
 
 _MAX_PREFILL_TOKENS = 4096
 """Prompt tokens in one forward: more would keep running sequences waiting."""
-
-
-@dataclass(slots=True, eq=False)
-class Sequence:
-    """One completion in the making."""
-
-    request: Request
-    index: int
-    uniform: Callable[[], float]
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    spans: list[tuple[int, int]] = field(default_factory=list)
-    """(version, index of its first token), one per version."""
-    slot: Slot | None = None
-    finish_reason: FinishReason | None = None
-
-    def all_ids(self) -> list[int]:
-        """Prompt and tokens so far."""
-        return [*self.request.prompt_token_ids, *self.token_ids]
-
-    def completion(self) -> Completion:
-        """What the contract says of it, once finished."""
-        assert self.finish_reason is not None
-        ends = [*(start for _, start in self.spans[1:]), len(self.token_ids)]
-        spans = tuple(
-            VersionSpan.model_construct(version=version, start=start, end=end)
-            for (version, start), end in zip(self.spans, ends, strict=False)  # without a token there is no span
-        )
-        return Completion.model_construct(
-            index=self.index,
-            token_ids=tuple(self.token_ids),
-            logprobs=tuple(self.logprobs),
-            version_spans=spans,
-            finish_reason=self.finish_reason,
-        )
-
-
-@dataclass(slots=True, eq=False)
-class Request:
-    """One request inside the engine; callbacks run in the engine's thread and must not block."""
-
-    request_id: str
-    prompt_token_ids: tuple[int, ...]
-    sampling: SamplingParams
-    max_tokens: int
-    on_finished: Callable[[list[Completion]], None]
-    on_token: Callable[[Sequence], None] | None
-    sequences: list[Sequence] = field(default_factory=list)
-    num_open: int = 0
 
 
 class Engine:
