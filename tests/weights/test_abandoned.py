@@ -91,10 +91,19 @@ def test_a_server_whose_publisher_was_killed_in_the_middle_of_a_bucket_releases_
     assert_serves(server, 1)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Python's own answer to SIGINT, also where the tests were started with it ignored, as by a shell's ``&``."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def interrupt_after(delay_s: float) -> None:
     threading.Timer(delay_s, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
 
 
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("moment", ["while gathering", "while the requests drain", "while a bucket travels"])
 def test_an_interrupted_publish_holds_no_server_and_the_next_one_succeeds(
     moment: str, server: ServerProcess, large_model_dir: Path, connect: Callable[..., WeightPublisher]
