@@ -45,6 +45,7 @@ def test_every_kind_of_value_can_be_overridden(config_file: Path) -> None:
         (["learning_rate=1"], "is no override; write --section.field value"),
         (["--run.directory.name", "x"], "'directory' is a value, not a section"),
         (["--servers.max_concurrent", "4"], "a group would never run as a whole"),
+        (["--run.mode", "conventional", "--run.conventional_steps", "16"], "loss.max_lag 8 masks them"),
     ],
 )
 def test_wrong_overrides_are_named_with_what_to_write_instead(

@@ -124,6 +124,11 @@ class RunConfig(Section):
                 f"sampling.group_size {self.sampling.group_size} exceeds servers.max_concurrent "
                 f"{self.servers.max_concurrent}: a group would never run as a whole"
             )
+        if self.run.mode == "conventional" and self.run.conventional_steps - 1 > self.loss.max_lag:
+            raise ValueError(
+                f"run.conventional_steps {self.run.conventional_steps} trains on tokens of lag "
+                f"{self.run.conventional_steps - 1}, loss.max_lag {self.loss.max_lag} masks them: raise it"
+            )
         return self
 
     @property

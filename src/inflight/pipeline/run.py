@@ -288,13 +288,19 @@ class _Run:
     async def _train(self) -> None:
         stepping = self._pipeline_steps if self._config.run.mode == "pipeline" else self._conventional_steps
         last_saved = self._version
-        async for _ in stepping():
-            done = self._version >= self._config.run.num_steps or self._reward_reached() or self._interrupted.is_set()
-            if done or self._version - last_saved >= self._config.run.checkpoint_every_steps:
+        try:
+            async for _ in stepping():
+                ended = self._version >= self._config.run.num_steps or self._reward_reached()
+                done = ended or self._interrupted.is_set()
+                if done or self._version - last_saved >= self._config.run.checkpoint_every_steps:
+                    await self._save()
+                    last_saved = self._version
+                if done:
+                    return
+        except asyncio.CancelledError:  # Ctrl-C while waiting for data: the steps since the last checkpoint are kept
+            if self._interrupted.is_set() and self._version > last_saved:
                 await self._save()
-                last_saved = self._version
-            if done:
-                return
+            raise
 
     def _reward_reached(self) -> bool:
         target, reward = self._config.run.stop_at_reward, self._journal.recent_reward()
