@@ -34,6 +34,17 @@ def count_letters(**params: int) -> CountLetters:
     return CountLetters(**params)
 
 
+class StopsTeaching(CountLetters):
+    """Like `CountLetters` for the first items; then no completion is better than another, and a run waits for data."""
+
+    def score(self, item: TaskItem, completion: str) -> float:
+        return super().score(item, completion) if item.index < 24 else 0.0
+
+
+def stops_teaching(seed: int) -> StopsTeaching:
+    return StopsTeaching(seed)
+
+
 class AlwaysZero:
     """No completion is better than another."""
 

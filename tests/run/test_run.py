@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,22 @@ def test_interrupt_saves_and_resume_goes_on_without_losing_or_repeating_items(
     assert rows[stopped_at]["num_samples"] > rows[stopped_at - 1]["num_samples"]
     assert resumed.summary()["ledger"]["trained"] > before["trained"]
     assert state["ledger"]
+
+
+def test_interrupt_while_waiting_for_data_keeps_the_steps_since_the_last_checkpoint(
+    start_run: Callable[..., RunProcess],
+) -> None:
+    settings = ("--task.name", "tests.run.tasks:stops_teaching", "--run.checkpoint_every_steps", "1000")
+    run = start_run("--run.num_steps", "100000", *settings)
+    run.wait_for_steps(1)
+    steps = 0
+    while steps != len(run.rows()):  # until no step has come for a while: every further reward is equal
+        steps = len(run.rows())
+        time.sleep(3)
+    run.interrupt()
+    assert run.wait(60) == 130, run.output()
+    pointer = json.loads((run.directory / "checkpoints" / "latest.json").read_text())
+    assert pointer["version"] == run.rows()[-1]["version"] == steps
 
 
 def test_a_new_run_never_overwrites_an_old_one(start_run: Callable[..., RunProcess]) -> None:
