@@ -32,6 +32,7 @@ bench: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python -m inflight.http.openapi > docs/openapi.json
 	$(BIN)/python benchmarks/render.py
+	$(BIN)/python -m tests.conformance.pages
 
 # torch first, by itself: the constraint then keeps every later package on that build.
 $(STAMP): pyproject.toml constraints.txt

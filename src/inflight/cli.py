@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from inflight import __version__
+from inflight.conformance.command import add_parser as add_check
 from inflight.errors import ConfigError, InflightError
-
-TOKEN_VARIABLE = "INFLIGHT_TOKEN"
+from inflight.http.tokens import TOKEN_VARIABLE, read_token
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,6 +82,8 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--resume", action="store_true", help="continue from the last checkpoint of the run directory")
     train.add_argument("--tensorboard", action="store_true", help="also write TensorBoard events to the run directory")
     train.set_defaults(call=_train)
+
+    add_check(commands)
     return parser
 
 
@@ -92,7 +94,8 @@ def _serve(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     from inflight.local.loading import load_endpoint
     from inflight.local.serve import bind, serve
 
-    token, is_new = _token(arguments.token_file)
+    given_token = read_token(arguments.token_file)
+    token = given_token or secrets.token_urlsafe(24)
     if arguments.ready_file is not None and not arguments.ready_file.parent.is_dir():
         raise ConfigError(f"ready file {str(arguments.ready_file)!r} cannot be written: its directory does not exist")
     if arguments.threads is not None:
@@ -111,7 +114,7 @@ def _serve(arguments: argparse.Namespace, _: Sequence[str]) -> int:
 
         def on_ready(url: str) -> None:
             print(f"inflight: serving {endpoint.name} at {url}", flush=True)
-            if is_new:
+            if given_token is None:
                 print(f"inflight: control token {token} (set {TOKEN_VARIABLE} to choose it)", flush=True)
 
         serve(
@@ -123,24 +126,6 @@ def _serve(arguments: argparse.Namespace, _: Sequence[str]) -> int:
             on_ready=on_ready,
         )
     return 0
-
-
-def _token(token_file: Path | None) -> tuple[str, bool]:
-    """Return the control token, and whether it was made up just now."""
-    if token_file is not None:
-        try:
-            token, source = token_file.read_text(errors="replace").strip(), f"token file {str(token_file)!r}"
-        except OSError as error:
-            raise ConfigError(f"token file {str(token_file)!r} cannot be read: {error.strerror}") from error
-        if not token:
-            raise ConfigError(f"{source} is empty")
-    else:
-        token, source = os.environ.get(TOKEN_VARIABLE, ""), f"${TOKEN_VARIABLE}"
-        if not token:
-            return secrets.token_urlsafe(24), True
-    if not all("!" <= character <= "~" for character in token):
-        raise ConfigError(f"{source} holds characters that no HTTP header can carry; use printable ASCII, no spaces")
-    return token, False
 
 
 def _tiny_model(arguments: argparse.Namespace, _: Sequence[str]) -> int:

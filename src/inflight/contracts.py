@@ -225,6 +225,10 @@ class WeightReceiver(Protocol):
         """Return the tensors of one bucket, in order. Raises `TransferError`; the group is unusable then."""
 
     @abstractmethod
+    def recycle(self) -> None:
+        """Take back the memory of all tensors returned so far: coming ones may lie there."""
+
+    @abstractmethod
     def abort(self) -> None:
         """End any pending call from another thread and give the group up. Idempotent."""
 

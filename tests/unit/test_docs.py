@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -17,7 +18,8 @@ from inflight.pipeline.config import load_config
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
-EXAMPLES = [path.read_text() for path in sorted((ROOT / "examples").glob("*.py"))]
+FOLDERS = ("examples", "tests/conformance/plain")
+EXAMPLES = [path.read_text() for folder in FOLDERS for path in sorted((ROOT / folder).glob("*.py"))]
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -34,15 +36,19 @@ def test_python_in_the_docs_is_part_of_an_example_that_a_test_executes(page: Pat
 def test_commands_in_the_docs_are_understood(page: Path) -> None:
     for block in blocks(page, "sh"):
         for line in block.replace("\\\n", " ").splitlines():
-            words = line.split()
+            words = shlex.split(line)
             if words[:2] == ["inflight", "train"]:
                 overrides = [word for word in words[3:] if word not in ("--resume", "--tensorboard")]
                 load_config(ROOT / words[2], overrides)
             elif words[:1] == ["make"]:
                 assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), line
             elif words[:1] == ["inflight"]:
+                command = [word for word in words[1:3] if word in ("check", "endpoint", "worker", "transport")]
                 answer = subprocess.run(
-                    [sys.executable, "-m", "inflight", words[1], "--help"], capture_output=True, text=True, timeout=60
+                    [sys.executable, "-m", "inflight", *(command or words[1:2]), "--help"],
+                    capture_output=True,
+                    text=True,
+                    timeout=60,
                 )
                 flags = [word for word in words if word.startswith("--")]
                 assert answer.returncode == 0

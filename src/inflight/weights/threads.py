@@ -1,4 +1,4 @@
-"""Blocking calls that can be left behind: each runs in a daemon thread, which is abandoned on cancellation."""
+"""Blocking calls that can be left behind: each runs in a daemon thread, which is abandoned when nobody waits for it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any, TypeVar
+
+from inflight.errors import TransferError
 
 T = TypeVar("T")
 
@@ -38,3 +41,28 @@ async def run_abandonable(call: Callable[[], T], name: str) -> T:
 
     threading.Thread(target=work, name=name, daemon=True).start()
     return await future
+
+
+def run_unless(given_up: Future[str], call: Callable[[], T], name: str, timeout_s: float | None = None) -> T:
+    """Return what ``call`` returns or raise what it raises, unless ``given_up`` or the timeout comes first.
+
+    Raises `TransferError` then; the call goes on by itself and its result is dropped.
+    """
+    result: Future[T] = Future()
+    threading.Thread(target=_settle, args=(result, call), name=name, daemon=True).start()
+    waited_for: list[Future[Any]] = [result, given_up]
+    wait(waited_for, timeout_s, return_when=FIRST_COMPLETED)
+    if not result.done():
+        raise TransferError(given_up.result() if given_up.done() else f"{name} failed: not done after {timeout_s:g} s")
+    try:
+        return result.result()
+    finally:
+        del result, waited_for  # the error's traceback holds this frame: it would keep itself and the group alive
+
+
+def _settle(result: Future[T], call: Callable[[], T]) -> None:
+    try:
+        result.set_result(call())
+    except BaseException as raised:  # handed to the caller, whatever it is
+        result.set_exception(raised)
+        del result, call  # as above

@@ -1,9 +1,9 @@
 """Weights by one broadcast per bucket over a private gloo or NCCL group; torch's default group is never touched.
 
 The sender is rank 0 and hosts the store, which binds to the given address only; taking the store down ends every join
-that is still pending, on either side. Gloo cannot interrupt a pending operation, so each carries its own timeout and
-its caller must be able to leave it behind (see `inflight.weights.threads`); NCCL operations end when the group is
-aborted.
+that is still pending, on either side. Gloo cannot interrupt a pending operation: when a group is given up, its callers
+leave the operation behind (see `inflight.weights.threads`), and it ends by its own timeout. NCCL operations end when
+the group is aborted.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 import uuid
 from collections.abc import Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -23,10 +25,14 @@ from inflight.errors import TransferError
 from inflight.types import WeightBucket
 from inflight.weights.packing import pack, unpack
 from inflight.weights.session import transfer_failed
+from inflight.weights.threads import run_unless
 from inflight.wire import ProcessGroupSpec, TensorSpec
 
 dist: Any = torch.distributed  # its stubs leave out the stores and Gloo's options
 Backend = Literal["gloo", "nccl"]
+_GIVEN_UP = "the weight group was given up"
+_JOINING = "joining the weight group"
+_GRACE_S = 0.5  # torch's store retries for up to twice its timeout; where it does not, its own words say more
 
 
 class ProcessGroupSender:
@@ -39,6 +45,7 @@ class ProcessGroupSender:
         self._lock = threading.Lock()
         self._hosted: Any = None
         self._opened: ProcessGroupSpec | None = None
+        self._given_up: Future[str] = Future()
         self._group: Any = None
 
     def specs(self, run_id: str, num_ranks: Sequence[int], timeout_s: float) -> list[ProcessGroupSpec]:
@@ -77,35 +84,40 @@ class ProcessGroupSender:
         name = specs[0].group_name
         specs = [spec.model_copy(update={"group_name": name}) for spec in specs]
         with self._lock:
-            self._hosted, self._opened = hosted, specs[0]
+            self._hosted, self._opened, self._given_up = hosted, specs[0], Future()
         return specs
 
     def join(self) -> None:
         """See `WeightSender.join`."""
         with self._lock:
-            opened = self._opened
+            opened, given_up = self._opened, self._given_up
         if opened is None:
             raise TransferError("no weight group is open")
+        run_unless(given_up, lambda: self._form(opened), _JOINING, opened.timeout_s + _GRACE_S)
+
+    def _form(self, opened: ProcessGroupSpec) -> None:
         group = _join(opened, 0, self._address)
         with self._lock:
             if self._opened is opened:
                 self._group = group
                 return
         group.abort()
-        raise TransferError("the weight group was given up while it was formed")
+        raise TransferError(_GIVEN_UP)
 
     def send(self, bucket: WeightBucket, timeout_s: float) -> None:
         """See `WeightSender.send`. A return means that the bytes left; that they arrived, only the receiver knows."""
-        group = self._group
+        with self._lock:
+            group, given_up = self._group, self._given_up
         if group is None:
             raise TransferError("no weight group is formed")
         flat = pack(bucket.tensors).to(self._device)
-        _broadcast(group, flat, timeout_s, f"sending bucket {bucket.index}")
+        _broadcast(group, flat, timeout_s, given_up, f"sending bucket {bucket.index}")
 
     def abort(self) -> None:
         """See `WeightSender.abort`."""
         with self._lock:
             group, self._group, self._hosted, self._opened = self._group, None, None, None
+            _give_up(self._given_up)
         if group is not None:
             group.abort()
 
@@ -121,13 +133,16 @@ class ProcessGroupReceiver:
         self._spec = spec
         self._device = torch.device("cpu") if spec.backend == "gloo" else (device or torch.device("cuda"))
         self._lock = threading.Lock()
-        self._given_up = False
+        self._given_up: Future[str] = Future()
         self._group: Any = None
         self._free: list[torch.Tensor] = []
         self._lent: list[torch.Tensor] = []
 
     def join(self) -> None:
         """See `WeightReceiver.join`."""
+        run_unless(self._given_up, self._form, _JOINING, self._spec.timeout_s + _GRACE_S)
+
+    def _form(self) -> None:
         spec = self._spec
         try:
             local_address = _address_towards(spec.master_address, spec.master_port)
@@ -135,11 +150,11 @@ class ProcessGroupReceiver:
             raise transfer_failed(error, f"finding the way to {spec.master_address}") from error
         group = _join(spec, spec.rank, local_address)
         with self._lock:
-            if not self._given_up:
+            if not self._given_up.done():
                 self._group = group
                 return
         group.abort()
-        raise TransferError("the weight group was given up while it was formed")
+        raise TransferError(_GIVEN_UP)
 
     def receive(self, specs: Sequence[TensorSpec], timeout_s: float) -> list[torch.Tensor]:
         """See `WeightReceiver.receive`."""
@@ -147,7 +162,7 @@ class ProcessGroupReceiver:
         if group is None:
             raise TransferError("no weight group is formed")
         flat = self._buffer(sum(spec.size_bytes for spec in specs))
-        _broadcast(group, flat, timeout_s, "receiving a bucket")
+        _broadcast(group, flat, timeout_s, self._given_up, "receiving a bucket")
         return unpack(flat, specs)
 
     def recycle(self) -> None:
@@ -167,13 +182,15 @@ class ProcessGroupReceiver:
     def abort(self) -> None:
         """See `WeightReceiver.abort`."""
         with self._lock:
-            group, self._group, self._given_up = self._group, None, True
+            group, self._group = self._group, None
+            _give_up(self._given_up)
         if group is not None:
             group.abort()
 
 
 def _join(spec: ProcessGroupSpec, rank: int, address: str) -> Any:
-    """Return the group that ``spec`` describes, joined as ``rank`` from the local ``address``."""
+    """Return the group that ``spec`` describes, joined as ``rank`` from local ``address`` once all ranks came."""
+    deadline = time.monotonic() + spec.timeout_s
     timeout = _timeout(spec.timeout_s)
     where = f"{spec.master_address}:{spec.master_port}"
     try:
@@ -182,6 +199,9 @@ def _join(spec: ProcessGroupSpec, rank: int, address: str) -> Any:
         raise transfer_failed(error, f"reaching the weight group's store at {where}") from error
     prefixed = dist.PrefixStore(spec.group_name, store)
     try:
+        prefixed.set(f"here/{rank}", "")  # NCCL itself waits for nobody before its first operation
+        here = [f"here/{other}" for other in range(spec.world_size)]
+        prefixed.wait(here, _timeout(deadline - time.monotonic()))
         if spec.backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
@@ -194,13 +214,20 @@ def _join(spec: ProcessGroupSpec, rank: int, address: str) -> Any:
         raise transfer_failed(error, f"rank {rank} joining the weight group of {spec.world_size} ranks") from error
 
 
-def _broadcast(group: Any, flat: torch.Tensor, timeout_s: float, what: str) -> None:
+def _broadcast(group: Any, flat: torch.Tensor, timeout_s: float, given_up: Future[str], what: str) -> None:
     try:
-        group.broadcast(flat, 0, _timeout(timeout_s)).wait()
         if flat.is_cuda:
+            group.broadcast(flat, 0, _timeout(timeout_s)).wait()
             torch.cuda.current_stream(flat.device).synchronize()
+        else:  # the call holds the group: dropping it would wait for the operation
+            run_unless(given_up, lambda: group.broadcast(flat, 0, _timeout(timeout_s)).wait(), what)
     except RuntimeError as error:
         raise transfer_failed(error, what) from error
+
+
+def _give_up(given_up: Future[str]) -> None:
+    if not given_up.done():
+        given_up.set_result(_GIVEN_UP)
 
 
 def _timeout(timeout_s: float) -> timedelta:

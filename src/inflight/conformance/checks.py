@@ -1,0 +1,79 @@
+"""What a check is: one sentence of the contract, and a plain function that puts it to the test.
+
+Checks are listed in tuples by the modules of `inflight.conformance.endpoint`, ``worker`` and ``transport``. A check
+function gets a subject, notes what it measured there, and returns; it calls `require` or `fail` if the sentence does
+not hold and `skip` if the subject does not declare what the sentence speaks of. This module knows no subject.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn
+
+from inflight.errors import ConfigError
+
+Kind = Literal["endpoint", "worker", "transport"]
+
+
+class CheckFailed(Exception):  # noqa: N818 - an outcome, no error
+    """The sentence does not hold; the message says what was seen instead."""
+
+
+class CheckSkipped(Exception):  # noqa: N818 - an outcome, no error
+    """The subject does not declare, or the kit was not given, what the check needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One sentence of docs/contract.md and the function of the same id."""
+
+    id: str
+    """``E-`` endpoints, ``U-`` updates, ``W-`` workers, ``T-`` transports, and a number."""
+    level: str
+    sentence: str
+    """What must be true: the words of docs/contract.md."""
+    look_at: str
+    """Where an implementer looks first when it is not."""
+    function: Callable[[Any], Any]
+    """Takes the subject; a coroutine function for endpoints, a plain one elsewhere."""
+    deadline_s: float = 20.0
+    """After so long the check is hung."""
+    needs: tuple[str, ...] = ()
+    """What the subject must offer, see its ``missing``; the check is skipped otherwise."""
+    before: Callable[[Any], Any] | None = None
+    """Workers: runs on a single rank first; it leaves what ``function`` needs in the subject's directory."""
+    after: Callable[[Any], Any] | None = None
+    """Workers: runs on a single rank once ``function`` has run on all of them."""
+
+    def __str__(self) -> str:
+        return f"{self.id} {self.function.__name__}"
+
+
+def fail(message: str) -> NoReturn:
+    """Say that the sentence does not hold."""
+    raise CheckFailed(message)
+
+
+def require(holds: object, message: str) -> None:
+    """Say that the sentence does not hold unless ``holds``."""
+    if not holds:
+        raise CheckFailed(message)
+
+
+def skip(reason: str) -> NoReturn:
+    """Say that the sentence does not speak of this subject."""
+    raise CheckSkipped(reason)
+
+
+def select(checks: Iterable[Check], ids: Iterable[str] = (), levels: Iterable[str] = ()) -> tuple[Check, ...]:
+    """Return the checks with these ids or of these levels, all of them if none is named. Raises `ConfigError`."""
+    known, ids, levels = tuple(checks), tuple(ids), tuple(levels)
+    if unknown := sorted(set(ids) - {check.id for check in known}):
+        raise ConfigError(f"no such check: {', '.join(unknown)}; ids run from {known[0].id} to {known[-1].id}")
+    if unknown := sorted(set(levels) - {check.level for check in known}):
+        names = ", ".join(dict.fromkeys(check.level for check in known))
+        raise ConfigError(f"no such level: {', '.join(unknown)}; the levels are {names}")
+    if not ids and not levels:
+        return known
+    return tuple(check for check in known if check.id in ids or check.level in levels)

@@ -1,0 +1,133 @@
+"""The process in which checks run, so that one that never returns can be killed: ``python -m`` with a socket's number.
+
+Lines of JSON in: first a `Setup`, then one `Command` per check. Lines of JSON out: first `Ready`, then one `Answer` per
+command. It ends with its parent.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import socket
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from inflight.conformance.checks import Check
+from inflight.conformance.judge import Subject, judge
+from inflight.conformance.targets import EndpointTarget, Target, WorkerTarget
+from inflight.conformance.verdicts import Verdict, plain
+from inflight.errors import InflightError
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Setup(_Message):
+    """What a child checks, and as which rank. ``directory`` is shared by all ranks and sessions of a run."""
+
+    target: Target = Field(discriminator="kind")
+    rank: int = 0
+    num_ranks: int = 1
+    session: int = 0
+    """Number of the group of processes; each has a store of its own."""
+    directory: Path
+    start_deadline_s: float
+    deadline_scale: float = 1.0
+    """Factor on the deadline of every check."""
+
+
+class Ready(_Message):
+    """The subject is there, with its facts for the certificate; or ``problem`` says why not."""
+
+    facts: dict[str, object] = {}
+    problem: str = ""
+
+
+class Command(_Message):
+    """Run one check, or the stage of it that belongs before or after."""
+
+    check: str
+    stage: str = "function"
+
+
+class Answer(_Message):
+    """What a check came to on this rank."""
+
+    verdict: Verdict
+    prepare_seconds: float
+
+
+def main(file_number: int) -> int:
+    """Serve one parent until it closes the socket."""
+    connection = socket.socket(fileno=file_number)
+    lines = connection.makefile("r", encoding="utf-8")
+    setup = Setup.model_validate_json(lines.readline())
+    stacks = (setup.directory / f"stacks-{setup.session}-{setup.rank}.txt").open("w")
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+
+    def send(message: BaseModel) -> None:
+        connection.sendall(message.model_dump_json().encode() + b"\n")
+
+    try:
+        subject = open_subject(setup)
+    except InflightError as error:
+        send(Ready(problem=str(error)))
+        return 0
+    except Exception as error:  # whatever a factory raises is for the person who wrote it
+        send(Ready(problem=f"{setup.target.label} could not be made: {type(error).__name__}: {error}"))
+        raise
+    checks = {c.id: replace(c, deadline_s=c.deadline_s * setup.deadline_scale) for c in checks_of(setup.target.kind)}
+    try:
+        send(Ready(facts=plain(subject.facts)))
+        for line in lines:
+            command = Command.model_validate_json(line)
+            check = checks[command.check]
+            verdict, seconds = judge(subject, check, getattr(check, command.stage))
+            send(Answer(verdict=verdict, prepare_seconds=seconds))
+    finally:
+        subject.close()
+    return 0
+
+
+def open_subject(setup: Setup) -> Subject:
+    """Return the subject of a setup, made in this process."""
+    if isinstance(setup.target, EndpointTarget):
+        from inflight.conformance.endpoint.subject import EndpointSubject
+
+        return EndpointSubject.open(setup.target, setup.directory, setup.start_deadline_s)
+    if isinstance(setup.target, WorkerTarget):
+        from inflight.conformance.worker.subject import WorkerSubject
+
+        return WorkerSubject.open(
+            setup.target, setup.directory, rank=setup.rank, num_ranks=setup.num_ranks, session=setup.session
+        )
+    from inflight.conformance.transport.subject import TransportSubject
+
+    return TransportSubject.open(setup.target)
+
+
+def checks_of(kind: str) -> tuple[Check, ...]:
+    """Return every check of a kind, in the order of the contract."""
+    if kind == "endpoint":
+        from inflight.conformance.endpoint import CHECKS
+
+        return CHECKS
+    if kind == "worker":
+        from inflight.conformance.worker import CHECKS as WORKER_CHECKS
+
+        return WORKER_CHECKS
+    from inflight.conformance.transport import CHECKS as TRANSPORT_CHECKS
+
+    return TRANSPORT_CHECKS
+
+
+if __name__ == "__main__":
+    status = main(int(sys.argv[1]))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # threads that a check left behind must not keep the process

@@ -1,0 +1,265 @@
+"""The command ``inflight check``: its arguments, and what they call. Loads the checks, and torch, only when run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from inflight.conformance.checks import Check, select
+from inflight.conformance.compare import compare, comparison_text
+from inflight.conformance.expected import load_expected
+from inflight.conformance.report.files import REPORTS, check_writable, read_certificate, write_reports
+from inflight.conformance.targets import (
+    EndpointTarget,
+    Target,
+    TransportTarget,
+    WorkerTarget,
+    check_reference,
+    endpoint_target,
+)
+from inflight.errors import ConfigError
+from inflight.http.tokens import TOKEN_VARIABLE, read_token
+
+_TRANSPORTS = ("gloo", "nccl")
+
+
+def add_parser(commands: Any) -> None:
+    """Add ``check`` to the commands of ``inflight``; ``commands`` is what ``add_subparsers`` returned."""
+    check = commands.add_parser(
+        "check",
+        help="check an endpoint, a worker or a transport against the contract",
+        description="Check an implementation against the contract. Exit status: 0 it conforms, 1 it does not.",
+    )
+    check.add_argument(
+        "--compare",
+        nargs=2,
+        type=Path,
+        metavar=("OLD.json", "NEW.json"),
+        help="show what changed between two certificates instead; exit status 1 if a check regressed",
+    )
+    check.set_defaults(call=run)
+    kinds = check.add_subparsers(dest="kind", metavar="KIND")
+    shared = _shared_arguments()
+
+    endpoint = kinds.add_parser("endpoint", parents=[shared], help="an inference server, or an engine in a process")
+    endpoint.add_argument("target", nargs="?", metavar="TARGET", help="URL, or module:factory")
+    endpoint.add_argument(
+        "--serve", metavar="COMMAND", help='command that starts a server, with "{model} {port} {token_file}" in it'
+    )
+    endpoint.add_argument("--model", type=Path, metavar="DIR", help="checkpoint that is served (default: a made one)")
+    endpoint.add_argument(
+        "--token-file", type=Path, metavar="FILE", help=f"control token of a URL (default: ${TOKEN_VARIABLE})"
+    )
+    endpoint.add_argument(
+        "--worker", metavar="module:factory", help="worker to compare logprobs with (default: transformers)"
+    )
+    endpoint.add_argument("--tolerance", type=float, metavar="FLOAT", help="largest difference of equal logprobs")
+
+    worker = kinds.add_parser("worker", parents=[shared], help="a trainer worker; under torchrun, on its ranks")
+    worker.add_argument("target", nargs="?", metavar="TARGET", help="module:factory, or an installed worker, as fsdp")
+    worker.add_argument("--ranks", type=int, metavar="N", help="ranks to start (default: 1)")
+
+    transport = kinds.add_parser("transport", parents=[shared], help="a transport of weights")
+    transport.add_argument("target", nargs="?", metavar="TARGET", help="gloo, nccl or module:factory")
+
+
+def run(arguments: argparse.Namespace, _: Sequence[str]) -> int:
+    """Run ``inflight check``; returns the exit status."""
+    if arguments.compare:
+        if arguments.kind:
+            raise ConfigError(f"--compare runs no checks: leave out {arguments.kind!r}")
+        return _compare(*arguments.compare)
+    if not arguments.kind:
+        raise ConfigError("say what to check: inflight check endpoint, worker or transport")
+    return _list(arguments) if arguments.list else _check(arguments)
+
+
+def target_of(arguments: argparse.Namespace) -> Target:
+    """Return what these arguments ask to check. Raises `ConfigError`."""
+    options = _options(arguments.option)
+    if arguments.kind == "endpoint":
+        return _endpoint_target(arguments, options)
+    if arguments.target is None:
+        raise ConfigError(f"say which {arguments.kind} to check; see inflight check {arguments.kind} --help")
+    if arguments.kind == "worker":
+        return WorkerTarget(
+            factory=_worker_factory(arguments.target), num_ranks=_num_ranks(arguments.ranks), options=options
+        )
+    if arguments.target not in _TRANSPORTS:
+        if ":" not in arguments.target:
+            raise ConfigError(f"no transport {arguments.target!r}; use {', '.join(_TRANSPORTS)} or module:factory")
+        check_reference(arguments.target)
+    return TransportTarget(factory=arguments.target, options=options)
+
+
+def _shared_arguments() -> argparse.ArgumentParser:
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="for the factory, repeatable; VALUE is JSON if it can be, else a string",
+    )
+    shared.add_argument("--check", action="append", default=[], metavar="ID", help="only this check, repeatable")
+    shared.add_argument("--level", action="append", default=[], metavar="NAME", help="only this level, repeatable")
+    shared.add_argument("--list", action="store_true", help="print ids and sentences, run nothing")
+    shared.add_argument(
+        "--expected-failures", type=Path, metavar="FILE", help='TOML with a line per check, as in E-12 = "reason"'
+    )
+    shared.add_argument(
+        "--deadline-scale", type=float, default=1.0, metavar="FLOAT", help="factor on every deadline, for slow machines"
+    )
+    for report in REPORTS:
+        shared.add_argument(f"--{report.name}", type=Path, metavar="FILE", help=f"write {report.what}")
+    return shared
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    checks = select(_load_checks(arguments.kind), arguments.check, arguments.level)
+
+    from inflight.conformance.report.terminal import open_console, print_list
+
+    print_list(open_console(), checks)
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    target = target_of(arguments)
+    scale = arguments.deadline_scale
+    if not (math.isfinite(scale) and scale > 0):
+        raise ConfigError(f"--deadline-scale must be a number above 0, not {scale}")
+    files = {report.name: file for report in REPORTS if (file := getattr(arguments, report.name)) is not None}
+    check_writable(files)
+    known = _load_checks(arguments.kind)
+    checks = select(known, arguments.check, arguments.level)
+    expected = load_expected(arguments.expected_failures, known) if arguments.expected_failures else {}
+
+    from inflight.conformance.kit import Kit
+    from inflight.conformance.report.terminal import open_console, print_certificate, progress
+    from inflight.conformance.suite import run_suite, run_suite_on_this_rank
+
+    console = open_console()
+    with ExitStack() as stack:
+        if isinstance(target, WorkerTarget) and _torchrun_ranks() is not None:
+            is_first = os.environ.get("RANK") == "0"
+            on_verdict = stack.enter_context(progress(console, checks)) if is_first else lambda verdict: None
+            certificate = run_suite_on_this_rank(target, checks, expected=expected, on_verdict=on_verdict)
+        else:
+            kit = stack.enter_context(Kit(target, deadline_scale=scale))
+            on_verdict = stack.enter_context(progress(console, checks))
+            certificate = run_suite(kit, checks, expected=expected, on_verdict=on_verdict)
+    if certificate is None:  # another rank than the first
+        return 0
+    print_certificate(console, certificate)
+    write_reports(certificate, files)
+    return 0 if certificate.conforms else 1
+
+
+def _compare(old: Path, new: Path) -> int:
+    comparison = compare(read_certificate(old), read_certificate(new))
+    print(comparison_text(comparison), end="")
+    return 1 if comparison.is_worse else 0
+
+
+def _load_checks(kind: str) -> Sequence[Check]:
+    try:
+        import rich  # noqa: F401 - asked for here, so that nothing has run when it is missing
+
+        from inflight.conformance.child import checks_of
+
+        return checks_of(kind)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "inflight":
+            raise
+        raise ConfigError(f"{error.name} is not installed; pip install 'inflight[conformance]'") from error
+
+
+def _endpoint_target(arguments: argparse.Namespace, options: dict[str, Any]) -> EndpointTarget:
+    if (arguments.target is None) == (arguments.serve is None):
+        raise ConfigError("say which endpoint to check: a URL, module:factory or --serve COMMAND, and only one of them")
+    if arguments.model is not None and not arguments.model.is_dir():
+        raise ConfigError(f"--model {str(arguments.model)!r} is no directory; give one with a Hugging Face checkpoint")
+    tolerance = arguments.tolerance
+    if tolerance is not None and not (math.isfinite(tolerance) and tolerance > 0):
+        raise ConfigError(f"--tolerance must be a number above 0, not {tolerance}")
+    given = {
+        "options": options,
+        "model": arguments.model,
+        "worker": _worker_factory(arguments.worker) if arguments.worker else None,
+        "tolerance": tolerance,
+    }
+    if arguments.target is not None and "://" in arguments.target:
+        if options:
+            raise ConfigError("--option is for a factory; a URL takes none")
+        return endpoint_target(arguments.target, token=read_token(arguments.token_file), **given)
+    if arguments.token_file is not None:
+        raise ConfigError("--token-file is for a URL; with --serve the kit makes a token, and a factory needs none")
+    if arguments.target is not None:
+        return endpoint_target(arguments.target, **given)
+    if options:
+        raise ConfigError("--option is for a factory; write options of the server into --serve COMMAND")
+    if "{port}" not in arguments.serve:
+        raise ConfigError("--serve COMMAND must hold {port}, where the kit will look for the server")
+    return EndpointTarget(command=arguments.serve, **given)
+
+
+def _worker_factory(text: str) -> str:
+    """Return the ``module:function`` of a worker; a name without a colon is that of an installed one."""
+    if ":" in text:
+        check_reference(text)
+        return text
+    found = {entry.name: entry.value for entry in entry_points(group="inflight.workers")}
+    if text not in found:
+        names = ", ".join(sorted(found)) or "none"
+        raise ConfigError(f"no worker {text!r} is installed; known are {names}, or give module:factory")
+    return found[text]
+
+
+def _num_ranks(given: int | None) -> int:
+    launched = _torchrun_ranks()
+    if given is not None and given < 1:
+        raise ConfigError(f"--ranks must be at least 1, not {given}")
+    if given is not None and launched is not None and given != launched:
+        raise ConfigError(f"--ranks {given}, but torchrun started {launched}; leave --ranks out")
+    return given or launched or 1
+
+
+def _torchrun_ranks() -> int | None:
+    """Return the number of ranks that torchrun started, None if this process is none of its."""
+    text = os.environ.get("WORLD_SIZE")
+    if text is None or "RANK" not in os.environ:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"$WORLD_SIZE is {text!r}, not a number; unset it, or start with torchrun") from None
+
+
+def _options(pairs: Sequence[str]) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        key, has_value, text = pair.partition("=")
+        if not has_value or not key.isidentifier():
+            raise ConfigError(f"--option {pair!r} is not KEY=VALUE, with a KEY that can name an argument")
+        if key in options:
+            raise ConfigError(f"--option {key} is given twice")
+        options[key] = _value(text)
+    return options
+
+
+def _value(text: str) -> Any:
+    """Return what JSON makes of the text, and the text itself if it is none."""
+    try:
+        value = json.loads(text)
+        json.dumps(value, allow_nan=False)  # what Python reads beyond JSON, as NaN and 1e999, stays text
+    except (ValueError, RecursionError):
+        return text
+    return value

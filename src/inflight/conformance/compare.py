@@ -1,0 +1,174 @@
+"""What changed between two certificates of one implementation: which checks, and under which circumstances."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from enum import StrEnum
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from inflight.conformance.report.text import printable
+from inflight.conformance.verdicts import Certificate, Outcome, Verdict
+from inflight.errors import ConfigError
+
+_FAILING = frozenset({Outcome.FAILED, Outcome.HUNG, Outcome.EXPECTED_FAILURE})
+
+
+class ChangeKind(StrEnum):
+    """What became of one check; the value is the heading under which it is shown."""
+
+    REGRESSION = "regressions"
+    """It held, or its failure was expected; now it fails or hangs."""
+    STILL_BAD = "still failing"
+    EXCUSED = "now an expected failure"
+    SKIP_CHANGED = "skipped before or now"
+    FIXED = "fixed"
+    NEW = "new checks"
+    GONE = "no longer checked"
+
+
+class _Value(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Change(_Value):
+    """One check that did not come to the same in both, or that fails in both."""
+
+    kind: ChangeKind
+    id: str
+    sentence: str
+    before: Outcome | None
+    """None: not among the old verdicts."""
+    after: Outcome | None
+    """None: not among the new verdicts."""
+    message: str = ""
+    """What the newer verdict says."""
+
+
+class FactChange(_Value):
+    """A version, flag, capability or property of the machine that differs; None on the side that does not have it."""
+
+    name: str
+    before: str | None
+    after: str | None
+
+
+class Comparison(_Value):
+    """An old and a new certificate side by side."""
+
+    old_title: str
+    new_title: str
+    changes: tuple[Change, ...]
+    facts: tuple[FactChange, ...]
+    new_problem: str = ""
+    """Why the new run ended early, if the old one did not."""
+
+    def of(self, kind: ChangeKind) -> tuple[Change, ...]:
+        """Return the changes of one kind."""
+        return tuple(change for change in self.changes if change.kind is kind)
+
+    @property
+    def is_worse(self) -> bool:
+        """True if a check regressed, or if the new run ended early and the old one did not."""
+        return bool(self.of(ChangeKind.REGRESSION)) or bool(self.new_problem)
+
+
+def compare(old: Certificate, new: Certificate) -> Comparison:
+    """Return what changed from ``old`` to ``new``. Raises `ConfigError` if they are of different kinds."""
+    if old.kind != new.kind:
+        raise ConfigError(f"certificates of different kinds cannot be compared: {old.kind} and {new.kind}")
+    before = {verdict.id: verdict for verdict in old.verdicts}
+    after = {verdict.id: verdict for verdict in new.verdicts}
+    changes = [_change(before.get(id), after.get(id)) for id in [*after, *(id for id in before if id not in after)]]
+    return Comparison(
+        old_title=_title(old),
+        new_title=_title(new),
+        changes=tuple(change for change in changes if change is not None),
+        facts=tuple(_fact_changes(dict(_facts(old)), dict(_facts(new)))),
+        new_problem=new.problem if not old.problem else "",
+    )
+
+
+def comparison_text(comparison: Comparison) -> str:
+    """Return the comparison for a terminal, the worst first."""
+    lines = [f"old: {comparison.old_title}", f"new: {comparison.new_title}"]
+    if comparison.new_problem:
+        lines += ["", f"the new run ended early, {comparison.new_problem}"]
+    for kind in ChangeKind:
+        if changes := comparison.of(kind):
+            lines += ["", f"{kind} ({len(changes)})", *(f"  {_change_text(change)}" for change in changes)]
+    if comparison.facts:
+        lines += ["", f"circumstances ({len(comparison.facts)})"]
+        lines += [f"  {fact.name}: {_side(fact.before)} -> {_side(fact.after)}" for fact in comparison.facts]
+    lines += ["", "worse than before" if comparison.is_worse else "not worse than before"]
+    return "".join(f"{printable(line)}\n" for line in lines)
+
+
+def _change(before: Verdict | None, after: Verdict | None) -> Change | None:
+    outcome_before = before.outcome if before else None
+    outcome_after = after.outcome if after else None
+    newest = after or before
+    kind = _kind(outcome_before, outcome_after)
+    if newest is None or kind is None:
+        return None
+    return Change(
+        kind=kind,
+        id=newest.id,
+        sentence=newest.sentence,
+        before=outcome_before,
+        after=outcome_after,
+        message=after.message if after else "",
+    )
+
+
+def _kind(before: Outcome | None, after: Outcome | None) -> ChangeKind | None:
+    """Return what became of a check, None if nothing did."""
+    if before is None:
+        return ChangeKind.NEW
+    if after is None:
+        return ChangeKind.GONE
+    if Outcome.SKIPPED in (before, after):
+        return ChangeKind.SKIP_CHANGED if before is not after else None
+    if after in (Outcome.FAILED, Outcome.HUNG):
+        return ChangeKind.STILL_BAD if before in (Outcome.FAILED, Outcome.HUNG) else ChangeKind.REGRESSION
+    if after is Outcome.EXPECTED_FAILURE:
+        return ChangeKind.EXCUSED if before is not after else None
+    return ChangeKind.FIXED if before in _FAILING else None
+
+
+def _title(certificate: Certificate) -> str:
+    return f"{certificate.implementation} {certificate.implementation_version}".strip() + f", {certificate.started_at}"
+
+
+def _facts(certificate: Certificate) -> Iterator[tuple[str, str]]:
+    """Yield the circumstances of a run as names with dots and texts."""
+    for name in ("edition", "kit_version", "target", "implementation", "implementation_version"):
+        yield name, str(getattr(certificate, name))
+    for name in ("flags", "capabilities", "environment"):
+        yield from _flat(name, getattr(certificate, name))
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _flat(f"{name}.{key}", item)
+    else:
+        yield name, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _fact_changes(before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[FactChange]:
+    for name in {**before, **after}:
+        if before.get(name) != after.get(name):
+            yield FactChange(name=name, before=before.get(name), after=after.get(name))
+
+
+def _change_text(change: Change) -> str:
+    outcomes = f"{change.before or 'not checked'} -> {change.after or 'not checked'}"
+    message = f" ({change.message.partition(chr(10))[0]})" if change.message else ""
+    return f"{change.id}  {outcomes}: {change.sentence}{message}"
+
+
+def _side(text: str | None) -> str:
+    return "none" if text is None else text

@@ -1,0 +1,126 @@
+"""Level caches: which weights computed the keys and values that tokens attend to after an update."""
+
+from __future__ import annotations
+
+import torch
+
+from inflight.conformance.checks import Check, require
+from inflight.conformance.endpoint.subject import EndpointSubject
+from inflight.conformance.reference import Weights, chosen, distribution
+from inflight.wire import Completion, GenerateRequest, InFlightPolicy
+
+_PREFIX_LENGTH = 64
+_NUM_TOKENS = 400
+
+
+async def prefix(subject: EndpointSubject) -> None:
+    """Warm a prefix under one version, ask for it under the next, for every declared policy."""
+    reference = subject.reference
+    prompt = subject.prompt(min(_PREFIX_LENGTH, subject.capabilities.max_model_len // 2))
+    turns = [reference.perturbed("B"), reference.weights]
+    for i, policy in enumerate((*subject.capabilities.in_flight_policies, subject.capabilities.in_flight_policies[0])):
+        before, after = turns[(i + 1) % 2], turns[i % 2]
+        await subject.require_serves(before, f"before update {i + 1}", prompt)
+        await subject.publisher.publish(after, in_flight=policy)
+        request = subject.request(prompt, max_tokens=4)
+        completion = (await subject.endpoint.generate(request)).completions[0]
+        ids = [*prompt, *completion.token_ids]
+        fresh = distribution(reference.logits(after, prompt, completion.token_ids), request.sampling)
+        leaked_TV = reference.mixed_logits([(before, len(prompt) - 1), (after, len(ids) - 1)], ids, len(prompt) - 1)
+        gap = subject.difference(completion.logprobs, chosen(fresh, completion.token_ids))
+        gap_leaked = subject.difference(completion.logprobs, chosen(distribution(leaked_TV), completion.token_ids))
+        subject.note(**{f"difference from a fresh start, {policy}": gap, f"from a stale prefix, {policy}": gap_leaked})
+        require(
+            gap <= subject.tolerance,
+            f"after an update under {policy}, a prompt seen before gets logprobs that differ by up to {gap:.3g} from a "
+            f"fresh start under the new weights; from those with keys and values of the old ones by {gap_leaked:.3g}",
+        )
+
+
+async def recomputed(subject: EndpointSubject) -> None:
+    """Swap weights under running requests with ``recompute``."""
+    gaps = await _swap(subject, InFlightPolicy.RECOMPUTE)
+    require(
+        gaps["recomputed"] <= subject.tolerance,
+        f"after the swap, logprobs differ by up to {gaps['recomputed']:.3g} from those with keys and values computed "
+        f"again, and by {gaps['kept']:.3g} from those with the old ones kept",
+    )
+
+
+async def kept(subject: EndpointSubject) -> None:
+    """Swap weights under running requests with ``keep``."""
+    gaps = await _swap(subject, InFlightPolicy.KEEP)
+    require(
+        gaps["kept"] <= subject.tolerance,
+        f"after the swap, logprobs differ by up to {gaps['kept']:.3g} from those with the old keys and values kept, "
+        f"and by {gaps['recomputed']:.3g} from those with all of them computed again",
+    )
+
+
+async def _swap(subject: EndpointSubject, policy: InFlightPolicy) -> dict[str, float]:
+    """Swap A for B under running requests; return the largest difference of later logprobs from both expectations."""
+    reference = subject.reference
+    other = reference.perturbed("B")
+    num_tokens = min(_NUM_TOKENS, subject.capabilities.max_model_len // 2)
+    running = await subject.start_running(2, max_tokens=num_tokens)
+    old = subject.publisher.version
+    await subject.publisher.publish(other, in_flight=policy)
+    gaps = {"kept": 0.0, "recomputed": 0.0}
+    num_after = 0
+    for request, task in running:
+        completion = (await task).completions[0]
+        require(
+            [span.version for span in completion.version_spans] == [old, old + 1],
+            f"the update did not fall into the request: spans {completion.version_spans}",
+        )
+        start = completion.version_spans[1].start
+        num_after += num_tokens - start
+        for name, logits_TV in _expectations(subject, request, completion, other):
+            expected_T = chosen(distribution(logits_TV, request.sampling), completion.token_ids)
+            gap = subject.difference(completion.logprobs[start:], expected_T[start:])
+            gaps[name] = max(gaps[name], gap)
+    subject.note(**{f"largest difference if {name}": gap for name, gap in gaps.items()}, tokens=num_after)
+    return gaps
+
+
+def _expectations(
+    subject: EndpointSubject, request: GenerateRequest, completion: Completion, other: Weights
+) -> list[tuple[str, torch.Tensor]]:
+    reference, prompt = subject.reference, request.prompt_token_ids
+    old, new = (span.version for span in completion.version_spans)
+    versions = {old: reference.weights, new: other}
+    return [
+        ("kept", reference.kept_logits(versions, completion.version_spans, prompt, completion.token_ids)),
+        ("recomputed", reference.logits(other, prompt, completion.token_ids)),
+    ]
+
+
+CHECKS = (
+    Check(
+        "U-30",
+        "caches",
+        "A request that comes after an update sees nothing of older weights, whatever prefix was cached under them.",
+        "whether cached prefixes are dropped, or keyed by version, when weights change, under every policy",
+        prefix,
+        needs=("updates",),
+        deadline_s=40,
+    ),
+    Check(
+        "U-31",
+        "caches",
+        "Under recompute, running requests go on with keys and values computed again under the new weights.",
+        "whether the keys and values of running requests are dropped before sampling goes on",
+        recomputed,
+        needs=("updates", "recompute", "spans"),
+        deadline_s=40,
+    ),
+    Check(
+        "U-32",
+        "caches",
+        "Under keep, running requests go on with the keys and values that older weights computed.",
+        "whether something clears or preempts the cache during the hold, as a flush between updates does",
+        kept,
+        needs=("updates", "keep", "spans"),
+        deadline_s=40,
+    ),
+)

@@ -1,0 +1,71 @@
+"""Connections to a server on which any bytes can be sent, and be cut off. Knows HTTP/1.1 as far as checks need it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from inflight.conformance.endpoint.aftermath import SLACK_S, within
+from inflight.conformance.endpoint.subject import EndpointSubject
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a server answered to bytes: the status and the body."""
+
+    status: int
+    body: bytes
+
+
+@contextlib.asynccontextmanager
+async def connection(subject: EndpointSubject) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """Open a connection to the server; it is cut on the way out, whatever is under way on it."""
+    assert subject.opened.url is not None
+    parts = urlsplit(subject.opened.url)
+    is_tls = parts.scheme == "https"
+    reader, writer = await asyncio.open_connection(
+        parts.hostname, parts.port or (443 if is_tls else 80), ssl=ssl.create_default_context() if is_tls else None
+    )
+    try:
+        yield reader, writer
+    finally:
+        writer.transport.abort()
+
+
+def head(subject: EndpointSubject, method: str, path: str, headers: Mapping[str, str]) -> bytes:
+    """Return the first lines of a request; the server is asked to close the connection after its answer."""
+    assert subject.opened.url is not None
+    parts = urlsplit(subject.opened.url)
+    lines = {"host": parts.netloc, "content-type": "application/json", "connection": "close", **headers}
+    text = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+    return f"{method} {parts.path}{path} HTTP/1.1\r\n{text}\r\n".encode()
+
+
+async def answer_to(
+    subject: EndpointSubject, method: str, path: str, body: bytes = b"", token: str | None = None
+) -> Answer:
+    """Return what the server answers to a body of any bytes."""
+    headers = {"content-length": str(len(body))}
+    if token is not None:
+        headers["authorization"] = f"Bearer {token}"
+    async with connection(subject) as (reader, writer):
+        writer.write(head(subject, method, path, headers) + body)
+        return await within(SLACK_S, read_answer(reader), f"the answer to {method} {path}")
+
+
+async def read_answer(reader: asyncio.StreamReader) -> Answer:
+    """Read one answer to its end. Raises ``ConnectionError`` if the connection is closed before a status."""
+    status_line = await reader.readline()
+    if not status_line:
+        raise ConnectionResetError("closed without an answer")
+    headers: dict[str, str] = {}
+    while (line := (await reader.readline()).strip()) and b":" in line:
+        name, _, value = line.decode("latin-1").partition(":")
+        headers[name.lower()] = value.strip()
+    length = headers.get("content-length")
+    body = await (reader.read() if length is None else reader.readexactly(int(length)))
+    return Answer(int(status_line.split()[1]), body)

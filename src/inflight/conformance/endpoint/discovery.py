@@ -1,0 +1,247 @@
+"""Level discovery: whether what an endpoint declares is complete and true, and what it does not declare is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from inflight.conformance.checks import Check, fail, require
+from inflight.conformance.endpoint.subject import EndpointSubject
+from inflight.contracts import StreamingEndpoint
+from inflight.errors import InvalidRequestError, UnsupportedError, UpdateRefusedError
+from inflight.wire import CONTRACT_EDITION, EndpointState, GenerateResponse, InFlightPolicy
+
+_TRANSPORTS = ("gloo", "nccl")
+_NUM_REQUESTS = 40
+"""Requests that are sent at once to fill an endpoint; with n completions each."""
+_MOST_COMPLETIONS = 16
+"""Of each of them: an endpoint that declares room for more than both allow is not filled."""
+_SOON_S = 5.0
+
+
+async def constant_capabilities(subject: EndpointSubject) -> None:
+    """Ask three times, with a request in between."""
+    first = await subject.endpoint.capabilities()
+    await subject.generate()
+    for asked in (subject.capabilities, await subject.endpoint.capabilities()):
+        changed = [name for name, value in first if value != getattr(asked, name)]
+        require(not changed, f"the capabilities changed from one call to the next: {', '.join(changed)}")
+    subject.note(edition=first.edition, policies=first.in_flight_policies, transports=first.transports)
+    require(first.edition == CONTRACT_EDITION, f"edition {first.edition} is declared, the kit's is {CONTRACT_EDITION}")
+    require(first.in_flight_policies, "no in-flight policy is declared")
+    require(first.transports, "no transport is declared")
+
+
+async def vocabulary(subject: EndpointSubject) -> None:
+    """Send the last token id, and the first one that is none."""
+    vocab_size = subject.capabilities.vocab_size
+    completion = await subject.generate((*subject.prompt(4), vocab_size - 1))
+    subject.note(vocab_size=vocab_size, tokens=completion.token_ids)
+    require(max(completion.token_ids) < vocab_size, f"id {max(completion.token_ids)} of {vocab_size} was sampled")
+    call = subject.generate((*subject.prompt(4), vocab_size))
+    await subject.require_raises(call, (InvalidRequestError,), f"token id {vocab_size} of a vocabulary of {vocab_size}")
+    await subject.generate()
+
+
+async def context_length(subject: EndpointSubject) -> None:
+    """Fill the context to its last token, and ask for one more."""
+    longest, num_tokens = subject.capabilities.max_model_len, 4
+    prompt = subject.prompt(max(1, longest - num_tokens))
+    num_tokens = longest - len(prompt)
+    completion = await subject.generate(prompt, max_tokens=num_tokens)
+    subject.note(max_model_len=longest, prompt=len(prompt), tokens=len(completion.token_ids))
+    require(
+        len(completion.token_ids) == num_tokens,
+        f"behind a prompt of {len(prompt)}, {len(completion.token_ids)} of {num_tokens} tokens were sampled",
+    )
+    call = subject.generate(prompt, max_tokens=num_tokens + 1)
+    what = f"a prompt of {len(prompt)} and max_tokens={num_tokens + 1} in a context of {longest}"
+    await subject.require_raises(call, (InvalidRequestError,), what)
+
+
+async def undeclared_policies(subject: EndpointSubject) -> None:
+    """Announce updates under every in-flight policy that is not declared, beside a running request."""
+    undeclared = [policy for policy in InFlightPolicy if policy not in subject.capabilities.in_flight_policies]
+    subject.note(undeclared=undeclared)
+    if not undeclared:
+        return
+    ((request, running),) = await subject.start_running(1)
+    await subject.publisher.form_group()
+    for policy in undeclared:
+        update = subject.publisher.announcement(subject.reference.perturbed("B"), in_flight=policy)
+        call = subject.endpoint.request_weight_update(update)
+        what = f"an update under {policy}, which is not declared,"
+        await subject.require_raises(call, (UnsupportedError, UpdateRefusedError), what)
+        await subject.require_state(EndpointState.READY, f"after {policy} was refused")
+        require(not running.done(), f"request {request.request_id} ended when {policy} was refused")
+    await subject.require_serves(subject.reference.weights, "after the refusals")
+
+
+async def undeclared_transports(subject: EndpointSubject) -> None:
+    """Ask the endpoint into a group over every transport that is not declared."""
+    undeclared = [transport for transport in _TRANSPORTS if transport not in subject.capabilities.transports]
+    subject.note(undeclared=undeclared)
+    for transport in undeclared:
+        spec = subject.publisher.open_group(timeout_s=3.0).model_copy(update={"backend": transport})
+        call = subject.endpoint.init_process_group(spec)
+        await subject.require_raises(call, (UnsupportedError,), f"a group over {transport}, which is not declared,")
+        await subject.require_state(EndpointState.READY, f"after {transport} was refused")
+        await subject.generate()
+
+
+async def chat_and_streaming(subject: EndpointSubject) -> None:
+    """Ask for chat and for streams, whether they are declared or not."""
+    endpoint, declared = subject.endpoint, subject.capabilities
+    refusal = (UnsupportedError,)
+    if declared.chat:
+        answer = await endpoint.chat_completion(subject.chat_request())
+        require(answer.choices[0].token_ids, "chat is declared, and a chat completion came back without a token")
+    else:
+        chat = endpoint.chat_completion(subject.chat_request())
+        await subject.require_raises(chat, refusal, "a chat completion, which is not declared,")
+    if declared.streaming:
+        require(await _streamed(subject.streaming, subject), "streaming is declared, and a stream carried no token")
+    elif isinstance(endpoint, StreamingEndpoint):
+        stream = _streamed(endpoint, subject)
+        await subject.require_raises(stream, refusal, "a stream, which is not declared,")
+    if isinstance(endpoint, StreamingEndpoint):
+        both = _chat_streamed(endpoint, subject)
+        if declared.streaming and declared.chat:
+            require(await both, "chat and streaming are declared, and a chat stream carried no token")
+        else:
+            await subject.require_raises(both, refusal, "a chat stream, which is not declared,")
+    subject.note(chat=declared.chat, streaming=declared.streaming)
+
+
+async def _streamed(endpoint: StreamingEndpoint, subject: EndpointSubject) -> int:
+    stream = endpoint.generate_stream(subject.request(stream=True))
+    return sum([len(chunk.token_ids) async for chunk in stream])
+
+
+async def _chat_streamed(endpoint: StreamingEndpoint, subject: EndpointSubject) -> int:
+    stream = endpoint.chat_completion_stream(subject.chat_request(stream=True))
+    return sum([len(choice.token_ids) async for chunk in stream for choice in chunk.choices])
+
+
+async def state_at_rest(subject: EndpointSubject) -> None:
+    """Ask for the version at rest, while four sequences of two requests run, and after they ended."""
+    found = await subject.endpoint.weight_version()
+    subject.note(at_rest=found.model_dump(mode="json", exclude_none=True))
+    require(found.state is EndpointState.READY, f"at rest, the state is {found.state}, not ready")
+    require(found.updating_to is None, f"at rest, an update to version {found.updating_to} is said to be open")
+    require(
+        found.run_id is not None or (found.version == 0 and found.last_update is None),
+        f"version {found.version} is served, last updated {found.last_update}, and no run_id says whose it is",
+    )
+    require(found.num_running == 0, f"at rest, {found.num_running} sequences are said to run")
+    num_each = 2 if subject.capabilities.max_concurrent_sequences >= 4 else 1
+    num_requests = min(2, subject.capabilities.max_concurrent_sequences)
+    longest = subject.capabilities.max_model_len - len(subject.prompt())
+    running = await subject.start_running(num_requests, n=num_each, max_tokens=min(200, longest))
+    largest = await _largest_num_running(subject, asyncio.gather(*(task for _, task in running)))
+    subject.note(sequences=num_each * num_requests, largest_num_running=largest)
+    require(
+        largest == num_each * num_requests,
+        f"while {num_requests} requests with n={num_each} ran, num_running was {largest} at most",
+    )
+    ended = time.monotonic()
+    while (num_running := (await subject.endpoint.weight_version()).num_running) > 0:
+        require(time.monotonic() < ended + _SOON_S, f"{_SOON_S:g} s after the last answer num_running is {num_running}")
+        await asyncio.sleep(0.01)
+
+
+async def more_than_fit(subject: EndpointSubject) -> None:
+    """Ask for a quarter more sequences at once than the endpoint declares room for."""
+    declared, num_tokens = subject.capabilities.max_concurrent_sequences, 24
+    wanted = declared + max(8, declared // 4)
+    num_each = min(_MOST_COMPLETIONS, -(-wanted // _NUM_REQUESTS))
+    num_requests = min(_NUM_REQUESTS, -(-wanted // num_each))
+    requests = [
+        subject.request(subject.prompt(seed=i), n=num_each, seed=i, max_tokens=num_tokens) for i in range(num_requests)
+    ]
+    answers = asyncio.gather(*(subject.endpoint.generate(request) for request in requests))
+    largest = await _largest_num_running(subject, answers)
+    subject.note(max_concurrent_sequences=declared, asked_for=num_requests * num_each, largest_num_running=largest)
+    require(largest <= declared, f"{largest} sequences ran at once, {declared} are declared")
+    for request, response in zip(requests, answers.result(), strict=True):
+        require(response.request_id == request.request_id, f"{request.request_id} was answered {response.request_id}")
+        lengths = [len(completion.token_ids) for completion in response.completions]
+        require(lengths == [num_tokens] * num_each, f"of {num_each} completions of {num_tokens} came {lengths} tokens")
+
+
+async def _largest_num_running(subject: EndpointSubject, answers: asyncio.Future[list[GenerateResponse]]) -> int:
+    """Return the largest number of running sequences that the endpoint reported until the answers were there."""
+    largest = 0
+    while not answers.done():
+        largest = max(largest, (await subject.endpoint.weight_version()).num_running)
+        await asyncio.wait([answers], timeout=0.01)
+    if (failure := answers.exception()) is not None:
+        fail(f"a request was not answered: {type(failure).__name__}: {failure}")
+    return largest
+
+
+CHECKS = (
+    Check(
+        "E-01",
+        "discovery",
+        "The declared capabilities are of this edition, name an in-flight policy and a transport, and never change.",
+        "whether capabilities() returns constants, not the present state",
+        constant_capabilities,
+    ),
+    Check(
+        "E-02",
+        "discovery",
+        "Every token id below the declared vocab_size is accepted in a prompt, and vocab_size itself is refused.",
+        "whether vocab_size counts the rows of the head or the entries of the tokenizer, and who tests prompt ids",
+        vocabulary,
+    ),
+    Check(
+        "E-03",
+        "discovery",
+        "A prompt and max_tokens that fill the declared max_model_len are served, and one token more is refused.",
+        "off-by-one in the longest sequence: does the engine keep a place for itself?",
+        context_length,
+        deadline_s=60.0,
+    ),
+    Check(
+        "E-04",
+        "discovery",
+        "An update under an in-flight policy that is not declared is refused before anything is held.",
+        "where request_weight_update tests the policy: before the state changes",
+        undeclared_policies,
+        deadline_s=40.0,
+        needs=("updates",),
+    ),
+    Check(
+        "E-05",
+        "discovery",
+        "A weight group over a transport that is not declared is refused with UnsupportedError.",
+        "whether init_process_group tests the backend before it joins",
+        undeclared_transports,
+        deadline_s=40.0,
+        needs=("updates",),
+    ),
+    Check(
+        "E-06",
+        "discovery",
+        "Chat and streaming answer where they are declared, and are refused with UnsupportedError where they are not.",
+        "whether the flags chat and streaming say what the methods do",
+        chat_and_streaming,
+    ),
+    Check(
+        "E-07",
+        "discovery",
+        "At rest an endpoint is READY with no sequence running, and num_running counts the sequences that run.",
+        "num_running: sequences, not requests, and down again when they end",
+        state_at_rest,
+        deadline_s=60.0,
+    ),
+    Check(
+        "E-08",
+        "discovery",
+        "Sequences beyond max_concurrent_sequences wait for their turn, and all are answered in full.",
+        "the queue in front of the engine: it neither refuses nor runs more than declared",
+        more_than_fit,
+        deadline_s=60.0,
+    ),
+)

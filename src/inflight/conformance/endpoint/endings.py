@@ -1,0 +1,190 @@
+"""Level tokens, how a completion ends: at a stop token, a stop string, the end of the sequence, or its length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from inflight.conformance.checks import Check, require, skip
+from inflight.conformance.endpoint.repeats import least_common
+from inflight.conformance.endpoint.subject import EndpointSubject
+from inflight.conformance.reference import distribution
+from inflight.errors import InvalidRequestError
+from inflight.wire import Completion, SamplingParams
+
+_NUM_CASES = 4
+_MOST_SEEDS = 40
+"""Completions that are searched for something to stop at."""
+
+
+async def stop_token_ids(subject: EndpointSubject) -> None:
+    """Sample freely, then again with the same seed and a token of the middle as a stop token."""
+    num_stopped = 0
+    for seed in range(_NUM_CASES):
+        free = await subject.generate(seed=seed, max_tokens=24)
+        stop = (free.token_ids[8], free.token_ids[16])
+        found = await subject.generate(seed=seed, max_tokens=24, stop_token_ids=stop)
+        ends = [i for i, token in enumerate(found.token_ids) if token in stop]
+        num_stopped += _require_ended(found, ends, 24, f"stop tokens {list(stop)}")
+    _require_most_stopped(subject, num_stopped, _NUM_CASES)
+
+
+async def stop_strings(subject: EndpointSubject) -> None:
+    """Sample freely, then again with the same seed and two tokens' text as a stop string."""
+    tokenizer = subject.reference.tokenizer
+    if tokenizer is None:
+        skip("the checkpoint has no tokenizer")
+    num_stopped = num_cases = 0
+    for seed in range(_MOST_SEEDS):
+        free = await subject.generate(seed=seed, max_tokens=48)
+        if (stop := _text_of_two(tokenizer, free.token_ids)) is None:
+            continue
+        num_cases += 1
+        try:
+            found = await subject.generate(seed=seed, max_tokens=48, stop=(stop, "\x00 never"))
+        except InvalidRequestError as error:
+            if "tokenizer" in str(error):
+                skip(str(error))
+            raise
+        ends = [i for i in range(len(found.token_ids)) if stop in tokenizer.decode(list(found.token_ids[: i + 1]))]
+        num_stopped += _require_ended(found, ends, 48, f"stop string {stop!r}")
+        if num_cases == _NUM_CASES:
+            break
+    if not num_cases:
+        skip(f"{_MOST_SEEDS} completions hold no two tokens of plain text to stop at")
+    _require_most_stopped(subject, num_stopped, num_cases)
+
+
+async def finish_reasons(subject: EndpointSubject) -> None:
+    """Sample behind the prompt that is likeliest to end, with and without the end of sequence."""
+    prompt, temperature, likelihood = _prompt_near_the_end(subject)
+    ends_of = subject.reference.eos_token_ids
+    num_tokens, num_met, num_passed = 32, 0, 0
+    for ignore_eos in (False, True):
+        request = subject.request(prompt, n=128, max_tokens=num_tokens, temperature=temperature, ignore_eos=ignore_eos)
+        for completion in (await subject.endpoint.generate(request)).completions:
+            ends = [i for i, token in enumerate(completion.token_ids) if token in ends_of]
+            if ignore_eos:
+                num_passed += bool(ends)
+                ends = []
+            num_met += _require_ended(completion, ends, num_tokens, f"ignore_eos={str(ignore_eos).lower()}")
+    subject.note(likelihood_of_the_end=likelihood, ended=num_met, went_on=num_passed, completions=128)
+    if not num_met:
+        skip("none of 128 completions met the end of sequence")
+
+
+async def no_max_tokens(subject: EndpointSubject) -> None:
+    """Leave max_tokens open behind a prompt that leaves a little room."""
+    num_tokens = min(24, subject.capabilities.max_model_len - 1)
+    prompt = subject.prompt(subject.capabilities.max_model_len - num_tokens)
+    filled = await subject.generate(prompt, max_tokens=None)
+    subject.note(prompt=len(prompt), room=num_tokens, tokens=len(filled.token_ids))
+    _require_ended(filled, [], num_tokens, "max_tokens=None and ignore_eos=true")
+    ended = await subject.generate(prompt, max_tokens=None, ignore_eos=False)
+    require(
+        ended.finish_reason == "stop" or len(ended.token_ids) == num_tokens,
+        f"with room for {num_tokens} tokens and max_tokens=None, {len(ended.token_ids)} were sampled and the finish "
+        f"reason is {ended.finish_reason!r}",
+    )
+
+
+def _require_ended(completion: Completion, ends: Sequence[int], num_tokens: int, what: str) -> bool:
+    """Require that a completion ended at the first of ``ends``, or at its length; return whether at one of them.
+
+    Where both fall on the same token, the contract does not say which of them is the reason.
+    """
+    length, reason = len(completion.token_ids), completion.finish_reason
+    if ends:
+        require(
+            ends[0] == length - 1, f"with {what}, token {ends[0]} should be the last, and {length} tokens are listed"
+        )
+        require(
+            reason == "stop" or (reason == "length" and length == num_tokens),
+            f"with {what}, a completion ended where it should, and the finish reason is {reason!r}",
+        )
+    else:
+        require(
+            reason == "length" and length == num_tokens,
+            f"with {what}, the {length} of {num_tokens} tokens that are listed hold nothing to stop at, and the finish "
+            f"reason is {reason!r}",
+        )
+    return bool(ends)
+
+
+def _require_most_stopped(subject: EndpointSubject, num_stopped: int, num_cases: int) -> None:
+    subject.note(cases=num_cases, stopped=num_stopped)
+    require(
+        num_stopped >= least_common(subject) * num_cases,
+        f"{num_stopped} of {num_cases} seeded completions came again with what they should have stopped at",
+    )
+
+
+def _text_of_two(tokenizer: Any, token_ids: tuple[int, ...]) -> str | None:
+    """Return the text of two adjacent tokens that shows first where the second one ends, None if there are none."""
+    special = set(tokenizer.all_special_ids)
+    for i in range(3, len(token_ids) - 1):
+        if special & set(token_ids[: i + 2]):
+            return None
+        pieces = [tokenizer.decode([token]) for token in token_ids[i : i + 2]]
+        text = tokenizer.decode(list(token_ids[i : i + 2]))
+        is_plain = all(piece.isascii() and piece.isprintable() and piece == piece.strip() and piece for piece in pieces)
+        before, after = (tokenizer.decode(list(token_ids[:stop])) for stop in (i + 1, i + 2))
+        if is_plain and text == "".join(pieces) and text not in before and text in after:
+            return str(text)
+    return None
+
+
+def _prompt_near_the_end(subject: EndpointSubject) -> tuple[tuple[int, ...], float, float]:
+    """Return the prompt and temperature, of some, under which the next token is likeliest to end; and how likely."""
+    ids = sorted(subject.reference.eos_token_ids & set(range(subject.capabilities.vocab_size)))
+    if not ids:
+        skip("the checkpoint names no token that ends a sequence")
+    prompts = [subject.prompt(8, seed=seed) for seed in range(24)]
+    prompts += [(*prompt, ids[0]) for prompt in prompts[:4]] + [(*prompt, ids[0], ids[0]) for prompt in prompts[:4]]
+    candidates = []
+    for prompt in prompts:
+        logits_TV = subject.reference.logits(subject.reference.weights, prompt, (0,))
+        for temperature in (1.0, 2.0):
+            logprobs_V = distribution(logits_TV, SamplingParams(temperature=temperature))[0]
+            candidates.append((float(logprobs_V[ids].exp().sum()), prompt, temperature))
+    likelihood, prompt, temperature = max(candidates)
+    return prompt, temperature, likelihood
+
+
+CHECKS = (
+    Check(
+        "E-19",
+        "tokens",
+        "A completion ends at the first of its stop_token_ids, which is listed, and the finish reason is stop.",
+        "whether the engine drops the stop token from its output",
+        stop_token_ids,
+        deadline_s=60.0,
+    ),
+    Check(
+        "E-20",
+        "tokens",
+        "A completion ends at the token that completes a stop string, which is listed, and the finish reason is stop.",
+        "whether tokens are cut with the text, and whether text is looked at after every token",
+        stop_strings,
+        deadline_s=60.0,
+        needs=("model",),
+    ),
+    Check(
+        "E-21",
+        "tokens",
+        "An end-of-sequence token is listed and ends its completion with stop, unless ignore_eos; length means exactly "
+        "max_tokens.",
+        "which ids end a sequence, all of the generation config's, and whether the last token is dropped",
+        finish_reasons,
+        deadline_s=60.0,
+        needs=("model",),
+    ),
+    Check(
+        "E-27",
+        "tokens",
+        "Without max_tokens a completion goes on until it ends by itself or fills the context.",
+        "a default for max_tokens (OpenAI's is 16)",
+        no_max_tokens,
+        deadline_s=60.0,
+    ),
+)

@@ -1,0 +1,295 @@
+"""Level http: tokens, bodies and connections of a server, by bytes that no client library would send."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pydantic
+
+from inflight.conformance.checks import Check, fail, require, skip
+from inflight.conformance.endpoint.aftermath import GRACE_S, SLACK_S, within
+from inflight.conformance.endpoint.connections import Answer, answer_to, connection, head, read_answer
+from inflight.conformance.endpoint.subject import EndpointSubject
+from inflight.errors import UnauthorizedError
+from inflight.http import routes
+from inflight.http.client import HttpEndpoint
+from inflight.http.routes import Route
+from inflight.wire import EndpointState, ErrorBody, Health
+
+_CONTROL_ROUTES = tuple(route for route in routes.ROUTES if route.control)
+_NUM_STALLED = 60
+"""Connections that send a part of a request and then nothing."""
+_LONG_BODY_BYTES = 80 << 20
+_PIECE_BYTES = 1 << 18
+
+
+def require_error_body(answer: Answer, statuses: tuple[int, ...], what: str, code: str | None = None) -> None:
+    """Require one of these statuses, and an `ErrorBody` with this code."""
+    require(answer.status in statuses, f"{what} was answered with status {answer.status}: {answer.body[:200]!r}")
+    try:
+        found = ErrorBody.model_validate_json(answer.body).error.code
+    except pydantic.ValidationError:
+        fail(f"{what} was answered with status {answer.status} and no ErrorBody: {answer.body[:200]!r}")
+    require(code in (None, found), f"{what} was answered with error code {found!r}, not {code!r}")
+
+
+async def control_takes_a_token(subject: EndpointSubject) -> None:
+    """Call every control route without the token while an update is open, then complete that update."""
+    url, token = subject.opened.url, subject.opened.token
+    assert url is not None
+    if token is None:
+        skip("no control token was given; see --token-file")
+    other = subject.reference.with_final_norm(-1.0, "B")
+    update = await subject.publisher.request(other)
+    bodies = {
+        routes.INIT_PROCESS_GROUP: subject.another_publisher().open_group(0.5).model_dump_json(),
+        routes.REQUEST_WEIGHT_UPDATE: update.model_copy(update={"version": update.version + 1}).model_dump_json(),
+        routes.RECEIVE_WEIGHTS: subject.publisher.transfer(update, 0, 0.5).model_dump_json(),
+        routes.COMMIT_WEIGHT_UPDATE: update.ref.model_dump_json(),
+        routes.ABORT_WEIGHT_UPDATE: update.ref.model_dump_json(),
+    }
+    for route in _CONTROL_ROUTES:
+        for given in (None, "", "wrong", token[:-1], f"{token}x"):
+            body = bodies[route].encode()
+            what = f"{route.path} with {'no token' if given is None else 'a wrong token'}"
+            answer = await answer_to(subject, route.method, route.path, body, given)
+            require_error_body(answer, (401,), what, UnauthorizedError.code)
+    for given in (None, "wrong"):
+        stranger = HttpEndpoint(url, token=given)
+        await subject.enter(contextlib.aclosing(stranger))
+        await subject.require_raises(
+            stranger.abort_weight_update(update.ref), (UnauthorizedError,), f"an abort with the token {given!r}"
+        )
+    await subject.require_state(EndpointState.HELD, "after control calls without the token")
+    await subject.publisher.send(update, other, 0)
+    await subject.publisher.commit(update)
+    await subject.require_serves(other, "after an update that others tried to disturb")
+
+
+async def stalled_connections(subject: EndpointSubject) -> None:
+    """Open connections that stop in the middle of their first line, of their headers and of their body."""
+    body = subject.request().model_dump_json().encode()
+    whole = head(subject, "POST", routes.GENERATE.path, {"content-length": str(len(body))}) + body
+    starts = (b"", whole[:10], whole[: whole.index(b"\r\n\r\n") - 5], whole[: -len(body) // 2])
+    for i in range(_NUM_STALLED):
+        _, writer = await subject.enter(connection(subject))
+        writer.write(starts[i % len(starts)])
+    await asyncio.sleep(GRACE_S)
+    started = time.monotonic()
+    for _ in range(3):
+        async with connection(subject) as (reader, writer):
+            writer.write(whole)
+            answer = await within(SLACK_S, read_answer(reader), f"a request beside {_NUM_STALLED} stalled connections")
+        require(
+            answer.status == 200,
+            f"beside {_NUM_STALLED} stalled connections a request got status {answer.status}: {answer.body[:200]!r}",
+        )
+    await within(SLACK_S, subject.endpoint.weight_version(), "weight_version beside stalled connections")
+    subject.note(connections=_NUM_STALLED, **{"seconds for three requests": time.monotonic() - started})
+
+
+def _malformed(good: dict[str, Any], key: str) -> dict[str, bytes]:
+    """Return bodies that are not what a route takes, made from one that is."""
+    return {
+        "no body": b"",
+        "half of a body": json.dumps(good).encode()[:-3],
+        "a list": b"[]",
+        "null": b"null",
+        "no keys": b"{}",
+        "bytes that are no text": b"\xff\xfe\x00{}",
+        "a hundred thousand brackets": b"[" * 100_000,
+        "an unknown key": json.dumps({**good, "unknown_key": 1}).encode(),
+        f"{key} of another type": json.dumps({**good, key: {"no": "such"}}).encode(),
+        f"{key} not a number": json.dumps(good).encode().replace(f'"{key}"'.encode(), f'"{key}": NaN, "x"'.encode()),
+    }
+
+
+async def malformed_bodies(subject: EndpointSubject) -> None:
+    """Send bodies that are not what a route takes to every route that takes one."""
+    token = subject.opened.token
+    generate = subject.request().model_dump(mode="json")
+    ref = {"run_id": "check", "version": 1}
+    bodies: dict[Route, tuple[dict[str, Any], str]] = {routes.GENERATE: (generate, "prompt_token_ids")}
+    if subject.capabilities.chat:
+        bodies[routes.CHAT_COMPLETIONS] = (subject.chat_request().model_dump(mode="json"), "messages")
+    if token is not None:
+        bodies |= dict.fromkeys(_CONTROL_ROUTES, (ref, "version"))
+    num_refused = 0
+    for route, (good, key) in bodies.items():
+        for what, body in _malformed(good, key).items():
+            answer = await answer_to(subject, route.method, route.path, body, token if route.control else None)
+            require_error_body(answer, tuple(range(400, 500)), f"{route.path} with {what}", "invalid_request")
+            num_refused += 1
+    subject.note(refused=num_refused)
+    await within(SLACK_S, subject.generate(), "a request after malformed ones")
+
+
+async def long_body(subject: EndpointSubject) -> None:
+    """Send a good request behind 80 MB of blanks, piece by piece and without its length."""
+    good = subject.request().model_dump_json().encode()
+    piece = b" " * _PIECE_BYTES
+    framed = f"{len(piece):x}\r\n".encode() + piece + b"\r\n"
+    num_sent = 0
+    async with connection(subject) as (reader, writer):
+        writer.write(head(subject, "POST", routes.GENERATE.path, {"transfer-encoding": "chunked"}))
+        reading = asyncio.ensure_future(read_answer(reader))
+        try:
+            while num_sent < _LONG_BODY_BYTES and not reading.done():
+                writer.write(framed)
+                await within(SLACK_S, writer.drain(), "a piece of a long body")
+                num_sent += len(piece)
+            writer.write(f"{len(good):x}\r\n".encode() + good + b"\r\n0\r\n\r\n")
+            answer = await within(SLACK_S, reading, "the answer to a long body")
+        except (ConnectionError, asyncio.IncompleteReadError) as error:
+            subject.note(sent_bytes=num_sent, closed=str(error))
+        else:
+            subject.note(sent_bytes=num_sent, status=answer.status)
+            require(
+                400 <= answer.status < 500,
+                f"a body of {num_sent} bytes was answered with status {answer.status}: {answer.body[:200]!r}",
+            )
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+    await within(SLACK_S, subject.generate(), "a request after one with a long body")
+
+
+async def cut_connections(subject: EndpointSubject) -> None:
+    """Cut connections in the middle of long generations, plain ones and streams."""
+    limit = subject.capabilities.max_model_len - len(subject.prompt())
+    started = time.monotonic()
+    await subject.generate(max_tokens=(probed := min(100, limit)))
+    usual_s = (time.monotonic() - started) * limit / probed
+    for stream in (False, True) if subject.capabilities.streaming else (False,):
+        what = "a stream" if stream else "a plain request"
+        body = subject.request(max_tokens=limit, stream=stream).model_dump_json().encode()
+        async with connection(subject) as (_, writer):
+            writer.write(head(subject, "POST", routes.GENERATE.path, {"content-length": str(len(body))}) + body)
+            await _until_running(subject, 1, SLACK_S, f"{what} was not being decoded")
+            await asyncio.sleep(0.05)
+        started = time.monotonic()
+        await _until_running(subject, 0, usual_s / 2, f"{what} whose connection was cut was still being decoded")
+        subject.note(
+            **{f"seconds until {what} had ended": time.monotonic() - started, "seconds that it would have run": usual_s}
+        )
+
+
+async def _until_running(subject: EndpointSubject, num: int, seconds: float, what: str) -> None:
+    """Require that this many requests run within so many seconds."""
+    deadline = time.monotonic() + seconds
+    while (found := (await subject.endpoint.weight_version()).num_running) != num:
+        require(time.monotonic() < deadline, f"{what} after {seconds:.2g} s (num_running is {found})")
+        await asyncio.sleep(0.005)
+
+
+async def unknown_routes(subject: EndpointSubject) -> None:
+    """Ask for paths that are none, and for those that are with another method."""
+    for method, path in (("GET", "/no/such/route"), ("POST", "/v1/no_such_route"), ("GET", "/capabilities/")):
+        require_error_body(await answer_to(subject, method, path), (404,), f"{method} {path}", "invalid_request")
+    for route in routes.ROUTES:
+        method = "PUT" if route.method == "POST" else "DELETE"
+        answer = await answer_to(subject, method, route.path)
+        require_error_body(answer, (404, 405), f"{method} {route.path}", "invalid_request")
+
+
+async def health(subject: EndpointSubject) -> None:
+    """Ask for the health at rest, during a hold and after it."""
+    for state in (EndpointState.READY, EndpointState.HELD):
+        if state is EndpointState.HELD:
+            if subject.missing(("updates",)) is not None:
+                continue
+            await subject.enter(_held(subject))
+        answer = await answer_to(subject, "GET", routes.HEALTH.path)
+        try:
+            found = Health.model_validate_json(answer.body)
+        except pydantic.ValidationError:
+            fail(f"/health was answered with no Health: {answer.body[:200]!r}")
+        require(
+            (answer.status, found.ok, found.state) == (200, True, state),
+            f"/health answered status {answer.status}, ok={found.ok} and {found.state} while {state}",
+        )
+        served = (await subject.endpoint.weight_version()).version
+        require(found.version == served, f"/health names version {found.version}, weight_version {served}")
+
+
+@contextlib.asynccontextmanager
+async def _held(subject: EndpointSubject) -> AsyncIterator[None]:
+    """Hold sampling for as long as this lasts."""
+    update = await subject.publisher.request(subject.reference.weights)
+    try:
+        yield
+    finally:
+        await subject.publisher.abort(update)
+
+
+_PARSING = "whether bodies are validated as in docs/openapi.json before anything else, and errors have the OpenAI shape"
+
+
+CHECKS = (
+    Check(
+        "E-50",
+        "http",
+        "Control routes without the token, or with a wrong one, answer 401 and change nothing.",
+        "whether every control route checks the token, before it reads the body",
+        control_takes_a_token,
+        needs=("url", "updates"),
+        deadline_s=30,
+    ),
+    Check(
+        "E-51",
+        "http",
+        "Connections that stall in the middle of a request keep nobody from being served.",
+        "whether requests are read one at a time, or by a thread each, and how many connections may be open",
+        stalled_connections,
+        needs=("url",),
+        deadline_s=40,
+    ),
+    Check(
+        "E-52",
+        "http",
+        "A body that is not what the route takes, an unknown key too, is refused with status 4xx and an ErrorBody.",
+        _PARSING,
+        malformed_bodies,
+        needs=("url",),
+        deadline_s=60,
+    ),
+    Check(
+        "E-53",
+        "http",
+        "Bodies are bounded: one of 80 MB is refused, or its connection closed.",
+        "whether the length is counted while a body comes in, also one that does not say how long it is",
+        long_body,
+        needs=("url",),
+        deadline_s=60,
+    ),
+    Check(
+        "E-54",
+        "http",
+        "When its connection is cut, a request ends, plain or streamed.",
+        "whether the server watches for a disconnect while it generates, and cancels the request in the engine",
+        cut_connections,
+        needs=("url",),
+        deadline_s=60,
+    ),
+    Check(
+        "E-55",
+        "http",
+        "An unknown route answers 404, a wrong method 405 or 404, each with an ErrorBody.",
+        _PARSING,
+        unknown_routes,
+        needs=("url",),
+    ),
+    Check(
+        "E-56",
+        "http",
+        "/health answers 200 with the state and the version while the server is ready and while it is held.",
+        "whether a hold counts as ill health, so that a load balancer takes a server out for every update",
+        health,
+        needs=("url",),
+    ),
+)

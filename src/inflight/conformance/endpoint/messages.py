@@ -1,0 +1,277 @@
+"""Level faults, control messages that come twice, in another order, from another run, or whose caller goes away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any
+
+from inflight.conformance.checks import Check, require
+from inflight.conformance.endpoint.aftermath import (
+    SLACK_S,
+    require_old_weights,
+    require_recovers,
+    settled,
+    within,
+)
+from inflight.conformance.endpoint.holds import require_all_whole, start
+from inflight.conformance.endpoint.subject import EndpointSubject, cancelled_at_the_end
+from inflight.conformance.reference import Weights
+from inflight.errors import InflightError, TransferError, UpdateAbortedError, UpdateRefusedError
+from inflight.wire import EndpointState, InFlightPolicy
+
+_REFUSED = (UpdateRefusedError,)
+_SHORT_S = 0.7
+"""Timeout of what will not happen, and lease of a hold that falls silent."""
+
+
+async def messages_sent_twice(subject: EndpointSubject) -> None:
+    """Send every message of an update a second time, after it was answered and, for buckets, while it is pending."""
+    publisher, endpoint = subject.publisher, subject.endpoint
+    other = subject.reference.with_final_norm(-1.0, "B")
+    spec = publisher.open_group(_SHORT_S)
+    await publisher.join_group(spec)
+    try:
+        await within(_SHORT_S + SLACK_S, endpoint.init_process_group(spec), "init_process_group, sent again,")
+    except InflightError as error:
+        subject.note(**{"init_process_group again": str(error)})
+    await require_old_weights(subject, "after init_process_group was sent twice")
+    await publisher.form_group()
+
+    update = await publisher.request(other, bucket_bytes=_size_bytes(other) // 2)
+    await subject.require_raises(
+        endpoint.request_weight_update(update), _REFUSED, "request_weight_update, sent again while held,"
+    )
+    for index in range(len(update.buckets)):
+        transfer, when = publisher.transfer(update, index), f"receive_weights of bucket {index}, sent again"
+        first = asyncio.ensure_future(endpoint.receive_weights(transfer))
+        await subject.enter(cancelled_at_the_end([first]))
+        await asyncio.sleep(0.05)
+        again = within(SLACK_S, endpoint.receive_weights(transfer), when)
+        await subject.require_raises(again, _REFUSED, f"{when} while it is pending,")
+        await publisher.send_only(update, other, index)
+        await within(SLACK_S, first, f"receive_weights of bucket {index}")
+        again = within(SLACK_S, endpoint.receive_weights(transfer), when)
+        await subject.require_raises(again, _REFUSED, f"{when} after it arrived,")
+    await subject.require_raises(
+        endpoint.request_weight_update(update), _REFUSED, "request_weight_update, sent again while updating,"
+    )
+    for what in ("commit_weight_update", "abort_weight_update"):
+        if what == "commit_weight_update":
+            await publisher.commit(update)
+        await _refused_or_unchanged(subject, getattr(endpoint, what)(update.ref), f"{what} after the commit")
+    await subject.require_serves(other, "after an update whose messages were sent twice")
+
+
+async def _refused_or_unchanged(subject: EndpointSubject, call: Awaitable[Any], what: str) -> None:
+    """Require that a call is refused, or answers what is served."""
+    try:
+        answer = await within(SLACK_S, call, what)
+    except UpdateRefusedError as error:
+        subject.note(**{what: str(error)})
+        return
+    require(
+        (answer.state, answer.version) == (EndpointState.READY, subject.publisher.version),
+        f"{what} answered {answer.state} at version {answer.version}, not ready at {subject.publisher.version}",
+    )
+
+
+async def messages_out_of_order(subject: EndpointSubject) -> None:
+    """Send the messages of two updates in wrong orders; every one is refused, and then the right order works."""
+    publisher, endpoint = subject.publisher, subject.endpoint
+    other = subject.reference.with_final_norm(-1.0, "B")
+    size_bytes = _size_bytes(other)
+
+    async def refused(call: Awaitable[Any], what: str) -> None:
+        await subject.require_raises(within(SLACK_S, call, what), _REFUSED, what)
+
+    update = await publisher.request(other, bucket_bytes=size_bytes // 3)
+    last = len(update.buckets) - 1
+    await refused(endpoint.commit_weight_update(update.ref), "a commit before the first bucket")
+    await refused(endpoint.receive_weights(publisher.transfer(update, 1)), "bucket 1 before bucket 0")
+    await refused(endpoint.receive_weights(publisher.transfer(update, last)), "the last bucket before the first")
+    foreign = publisher.transfer(update, 0).model_copy(update={"version": update.version + 1})
+    await refused(endpoint.receive_weights(foreign), "a bucket of another version")
+    await publisher.abort(update)
+    await refused(endpoint.commit_weight_update(update.ref), "a commit after the abort")
+    await refused(endpoint.receive_weights(publisher.transfer(update, 0)), "a bucket after the abort")
+    await require_old_weights(subject, "after messages in wrong orders")
+    if InFlightPolicy.DRAIN in subject.capabilities.in_flight_policies:
+        await _commit_before_the_hold(subject, other)
+
+    update = await publisher.request(other, bucket_bytes=size_bytes // 3)
+    for index in range(len(update.buckets)):
+        await publisher.send(update, other, index)
+    await publisher.commit(update)
+    await refused(endpoint.receive_weights(publisher.transfer(update, 0)), "a bucket after the commit")
+    await subject.require_serves(other, "after the right order")
+
+
+async def _commit_before_the_hold(subject: EndpointSubject, weights: Weights) -> None:
+    """Send everything while a drain goes on: a commit before the hold is acknowledged is refused."""
+    num_tokens = min(200, subject.capabilities.max_model_len // 2)
+    running = await subject.start_running(2, max_tokens=num_tokens)
+    update = subject.publisher.announcement(weights, in_flight=InFlightPolicy.DRAIN)
+    holding = asyncio.ensure_future(subject.endpoint.request_weight_update(update))
+    await subject.enter(cancelled_at_the_end([holding]))
+    await asyncio.sleep(0.03)
+    try:
+        await subject.publisher.send(update, weights, 0)
+    except UpdateRefusedError as error:  # that early, a bucket may be refused or staged
+        subject.note(**{"a bucket before the hold": str(error)})
+    if not holding.done():
+        commit = within(SLACK_S, subject.endpoint.commit_weight_update(update.ref), "a commit before the hold")
+        await subject.require_raises(commit, _REFUSED, "a commit before the hold was acknowledged")
+    await holding
+    await subject.publisher.abort(update)
+    await require_all_whole(running, num_tokens, "a request that was drained while messages came in wrong orders")
+    subject.publisher.lose_group()
+
+
+async def new_group_ends_the_update(subject: EndpointSubject) -> None:
+    """Form another run's group while a bucket of an open update is awaited."""
+    publisher, other = subject.publisher, subject.reference.perturbed("B")
+    update = await publisher.request(other, bucket_bytes=_size_bytes(other) // 2)
+    await publisher.send(update, other, 0)
+    pending = asyncio.ensure_future(subject.endpoint.receive_weights(publisher.transfer(update, 1, 3 * SLACK_S)))
+    await subject.enter(cancelled_at_the_end([pending]))
+    await asyncio.sleep(0.1)
+    second = subject.another_publisher()
+    await within(3 * SLACK_S, second.form_group(), "forming a group while an update is open")
+    await subject.require_raises(
+        within(SLACK_S, pending, "receiving over a group that was replaced"),
+        (TransferError, UpdateAbortedError),
+        "receiving over a group that was replaced",
+    )
+    await require_old_weights(subject, "after a new group was formed", may_be_torn=True)
+    await subject.require_raises(publisher.commit(update), _REFUSED, "a commit of an update whose group was replaced")
+    third = subject.reference.perturbed("C", seed=2)
+    await second.publish(third)
+    await subject.require_serves(third, "after an update over the new group")
+
+
+async def callers_go_away(subject: EndpointSubject) -> None:
+    """Cancel a drain, a receive and a commit from the caller's side."""
+    publisher, endpoint = subject.publisher, subject.endpoint
+    other = subject.reference.with_final_norm(-1.0, "B")
+    await publisher.form_group()
+    if InFlightPolicy.DRAIN in subject.capabilities.in_flight_policies:
+        running = await subject.start_running(2, max_tokens=min(200, subject.capabilities.max_model_len // 2))
+        drain = publisher.announcement(other, in_flight=InFlightPolicy.DRAIN, deadline_s=_SHORT_S, lease_s=_SHORT_S)
+        await _cancelled_after(0.05, endpoint.request_weight_update(drain))
+        await require_old_weights(subject, "after a drain whose caller went away", seconds=2 * _SHORT_S + SLACK_S)
+        for _, task in running:
+            await within(15.0, task, "a request that ran when the caller of a drain went away")
+
+    update = await publisher.request(other, lease_s=2 * _SHORT_S)
+    await _cancelled_after(0.1, endpoint.receive_weights(publisher.transfer(update, 0, _SHORT_S)))
+    await require_old_weights(
+        subject, "after a receive whose caller went away", seconds=3 * _SHORT_S + SLACK_S, may_be_torn=True
+    )
+    publisher.lose_group()
+
+    served: list[str] = []
+    for delay_s in (0.0, 0.001, 0.005):
+        before = publisher.version
+        update = await publisher.request(other, lease_s=_SHORT_S)
+        await publisher.send(update, other, 0)
+        await _cancelled_after(delay_s, endpoint.commit_weight_update(update.ref))
+        version = await settled(subject, "after a commit whose caller went away", _SHORT_S + SLACK_S)
+        require(version.state is EndpointState.READY, f"after a commit whose caller went away, {version.state}")
+        require(
+            version.version in (before, update.version),
+            f"after a commit of {update.version} whose caller went away, version {version.version} is served",
+        )
+        applied = version.version == update.version
+        served.append("new" if applied else "old")
+        weights = other if applied else subject.reference.weights
+        await subject.require_serves(weights, f"after a commit whose caller went away, at version {version.version}")
+        publisher.lose_group()  # as the endpoint has, where the lease ended an update half way
+        await publisher.publish(subject.reference.weights, version=update.version)
+    subject.note(**{"served after a commit that was cancelled": served})
+    await require_recovers(subject, "after calls whose callers went away")
+
+
+async def _cancelled_after(seconds: float, call: Awaitable[object]) -> None:
+    """Start a call, and cancel it so many seconds later."""
+    task = asyncio.ensure_future(call)
+    await asyncio.wait([task], timeout=seconds)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def another_run_starts_lower(subject: EndpointSubject) -> None:
+    """Publish two versions in one run, then lower ones in others, as a trainer does that resumes from a checkpoint."""
+    publisher, reference = subject.publisher, subject.reference
+    other = reference.with_final_norm(-1.0, "B")
+    for weights in (other, reference.weights):
+        await publisher.publish(weights)
+    for weights, version in ((other, publisher.version), (reference.weights, 1), (other, 1)):
+        another = subject.another_publisher()
+        answer = await another.publish(weights, version=version)
+        when = f"after another run published version {version}"
+        require(
+            (answer.run_id, answer.version) == (another.run_id, version),
+            f"{when}, version {answer.version} of run {answer.run_id!r} is said to be served",
+        )
+        await subject.require_serves(weights, when)
+    (late,) = await start(subject, 1, 16)
+    (completion,) = await require_all_whole([late], 16, "a request under another run")
+    require(
+        {span.version for span in completion.version_spans} == {1},
+        f"under version 1 of another run, spans name {sorted({span.version for span in completion.version_spans})}",
+    )
+
+
+def _size_bytes(weights: Weights) -> int:
+    return sum(tensor.nbytes for tensor in weights.tensors.values())
+
+
+_SESSION = "the state machine of an update: which message it expects next, and that it looks at run, version and index"
+
+CHECKS = (
+    Check(
+        "U-45",
+        "faults",
+        "A control message that comes twice is refused the second time, or changes nothing, in every state.",
+        _SESSION,
+        messages_sent_twice,
+        needs=("updates",),
+        deadline_s=40,
+    ),
+    Check(
+        "U-46",
+        "faults",
+        "Control messages out of order are refused and change nothing; the right order works afterwards.",
+        _SESSION,
+        messages_out_of_order,
+        needs=("updates",),
+        deadline_s=40,
+    ),
+    Check(
+        "U-47",
+        "faults",
+        "A group that is formed while an update is open ends that update, and the next one goes over the new group.",
+        "whether a pending transfer over the old group can be ended, and its late end does not touch the new one",
+        new_group_ends_the_update,
+        needs=("updates",),
+        deadline_s=40,
+    ),
+    Check(
+        "U-50",
+        "faults",
+        "When the caller of a control call goes away, the update ends by itself or is applied whole.",
+        "what a cancelled handler leaves behind: a hold without a lease, a half-applied commit",
+        callers_go_away,
+        needs=("updates",),
+        deadline_s=60,
+    ),
+    Check(
+        "U-58",
+        "faults",
+        "Another run may start at a lower version, and at one that was served before with other weights.",
+        "whether versions are compared, and caches keyed, by run and version",
+        another_run_starts_lower,
+        needs=("updates",),
+    ),
+)

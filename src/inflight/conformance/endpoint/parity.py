@@ -1,0 +1,153 @@
+"""Level parity: how far apart engine and trainer are when they have the same weights, and whether updates add to it.
+
+What is measured here is mismatch: it is there at lag 0, and no importance ratio of a loss should have to carry it. The
+trainer is the worker that was given, or transformers' forward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from inflight.conformance.checks import Check, require
+from inflight.conformance.endpoint.subject import EndpointSubject
+from inflight.conformance.reference import Weights
+from inflight.conformance.targets import resolve
+from inflight.contracts import TrainerWorker
+from inflight.losses.metrics import metric_values, ratio_metrics
+from inflight.losses.micro_batch import collate
+from inflight.types import MicroBatch, Rollout, Sample
+from inflight.weights.buckets import plan_buckets
+
+_NUM_PROMPTS = 8
+_NUM_TOKENS = 96
+_DRIFT_UPDATES = 50
+
+
+async def mismatch(subject: EndpointSubject) -> None:
+    """Compare behaviour logprobs with trainer logprobs at lag 0."""
+    with _worker(subject) as worker:
+        if worker is not None:
+            await subject.publisher.publish(_gathered(worker))
+        values = _compare(subject, await _sample(subject), worker)
+    subject.note(**values)
+    bound = subject.tolerance
+    require(values["largest"] <= bound, f"a logprob differs by {values['largest']:.3g} (tolerance {bound:g}): {values}")
+    require(values["k3"] <= bound**2, f"k3 is {values['k3']:.3g} nats per token, more than {bound**2:.3g}: {values}")
+    require(values["ESS"] >= 1 - bound, f"the effective sample size at lag 0 is {values['ESS']:.6g}: {values}")
+
+
+async def drift(subject: EndpointSubject) -> None:
+    """Publish the same weights fifty times; the distance to the trainer must not grow."""
+    with _worker(subject) as worker:
+        weights = subject.reference.weights if worker is None else _gathered(worker)
+        await subject.publisher.publish(weights)
+        first = _compare(subject, await _sample(subject), worker)
+        for _ in range(_DRIFT_UPDATES):
+            await subject.publisher.publish(weights if worker is None else _gathered(worker))
+        last = _compare(subject, await _sample(subject), worker)
+    subject.note(
+        **{f"{name}, after one update": value for name, value in first.items()},
+        **{f"{name}, after {_DRIFT_UPDATES} more": value for name, value in last.items()},
+    )
+    bound = subject.tolerance / 5
+    grown = last["mean difference"] - first["mean difference"]
+    require(
+        grown <= bound,
+        f"after {_DRIFT_UPDATES} updates with the same weights, the mean difference of logprobs grew by {grown:.3g} "
+        f"(more than {bound:.3g})",
+    )
+
+
+async def _sample(subject: EndpointSubject) -> MicroBatch:
+    """Return completions of several prompts as one micro-batch."""
+    num_tokens = min(_NUM_TOKENS, subject.capabilities.max_model_len // 2)
+    samples = []
+    for seed in range(_NUM_PROMPTS):
+        prompt = subject.prompt(seed=seed)
+        completion = await subject.generate(prompt, max_tokens=num_tokens, seed=seed)
+        rollout = Rollout(
+            prompt, completion.token_ids, completion.logprobs, completion.version_spans, "length", 0.0, 1.0
+        )
+        ones = [1.0] * rollout.num_tokens
+        num = len(completion.token_ids)
+        samples.append(Sample(rollout, ones[:num], [True] * num))
+    return collate(samples)
+
+
+def _compare(subject: EndpointSubject, batch: MicroBatch, worker: TrainerWorker | None) -> dict[str, float]:
+    """Return k1, k3, ESS, largest and mean difference between behaviour and trainer logprobs."""
+    if worker is not None:
+        with torch.no_grad():
+            trainer_T = worker.forward(batch)
+    else:
+        trainer_T = _reference_forward(subject, batch)
+    trainer_N = trainer_T[batch.loss_mask_T].double()
+    behaviour_N = batch.behaviour_logprobs_T[batch.loss_mask_T].double()
+    values = metric_values(ratio_metrics(trainer_N, behaviour_N))
+    return {
+        "k1": values["behaviour_kl_k1"],
+        "k3": values["behaviour_kl_k3"],
+        "ESS": values["effective_sample_size"],
+        "largest": values["max_abs_log_ratio"],
+        "mean difference": float((trainer_N - behaviour_N).abs().mean()),
+    }
+
+
+def _reference_forward(subject: EndpointSubject, batch: MicroBatch) -> torch.Tensor:
+    parts = []
+    lengths = list(batch.segment_lengths)
+    for ids, mask in zip(torch.split(batch.token_ids_T, lengths), torch.split(batch.loss_mask_T, lengths), strict=True):
+        first = int(mask.nonzero()[0])
+        logprobs = subject.reference.logprobs(subject.reference.weights, ids[:first].tolist(), ids[first:].tolist())
+        parts.append(torch.cat([logprobs.new_zeros(first), logprobs]))
+    return torch.cat(parts)
+
+
+@contextlib.contextmanager
+def _worker(subject: EndpointSubject) -> Iterator[TrainerWorker | None]:
+    """Yield the worker that was given, made from the served checkpoint; None if none was."""
+    if subject.target.worker is None:
+        yield None
+        return
+    worker: TrainerWorker = resolve(subject.target.worker)({"model_path": str(subject.reference.path)})
+    try:
+        yield worker
+    finally:
+        if (close := getattr(worker, "close", None)) is not None:
+            close()
+
+
+def _gathered(worker: TrainerWorker) -> Weights:
+    """Return the worker's weights as they would be published."""
+    buckets = plan_buckets(worker.parameter_specs())
+    tensors = {
+        spec.name: tensor.cpu()
+        for bucket in worker.gather_weights(buckets)
+        for spec, tensor in zip(bucket.specs, bucket.tensors, strict=True)
+    }
+    return Weights("the worker's", tensors)
+
+
+CHECKS = (
+    Check(
+        "E-60",
+        "parity",
+        "With the same weights, behaviour logprobs and trainer logprobs agree within the tolerance of the dtype.",
+        "dtype of the head and of the softmax, position ids, attention scale, and which temperature is applied where",
+        mismatch,
+        needs=("updates",),
+        deadline_s=60,
+    ),
+    Check(
+        "E-61",
+        "parity",
+        "Fifty updates with the same weights do not move behaviour logprobs away from trainer logprobs.",
+        "conversions that are applied to what is loaded already: scales, casts, transposes, merges",
+        drift,
+        needs=("updates",),
+        deadline_s=90,
+    ),
+)

@@ -1,0 +1,288 @@
+"""Level tokens, how tokens are drawn: from the distribution that was asked for, as the seed says, with its logprob."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from inflight.conformance.checks import Check, fail, require
+from inflight.conformance.endpoint.filters import logprob_bounds
+from inflight.conformance.endpoint.repeats import require_repeated
+from inflight.conformance.endpoint.subject import EndpointSubject
+from inflight.conformance.reference import chosen, distribution
+from inflight.wire import Completion, GenerateRequest, SamplingParams
+
+_DRAW_TEMPERATURE = 0.7
+_DRAWS_PER_REQUEST = 256
+_LEAST_EXPECTED = 5.0
+"""Draws that a token must be expected to get for a bin of its own in the chi-square test; the rest share one."""
+_LEAST_P = 1e-6
+"""A true sampler fails one run in a million."""
+
+
+async def temperature(subject: EndpointSubject) -> None:
+    """Sample at two temperatures."""
+    await _require_sampled(subject, {"temperature": 0.7}, {"temperature": 1.5})
+
+
+async def top_p(subject: EndpointSubject) -> None:
+    """Sample under top-p, alone and after a temperature."""
+    await _require_sampled(subject, {"top_p": 0.5}, {"top_p": 0.5, "temperature": 1.5})
+
+
+async def top_k_and_min_p(subject: EndpointSubject) -> None:
+    """Sample under top-k, under min-p, and under all filters, whose order then shows."""
+    together = {"temperature": 1.4, "top_k": 8, "top_p": 0.7, "min_p": 0.15}
+    await _require_sampled(subject, {"top_k": 5}, {"min_p": 0.3}, together)
+
+
+async def draws(subject: EndpointSubject) -> None:
+    """Draw two tokens about a thousand times, and compare the counts with the reference's probabilities."""
+    prompt = subject.prompt(seed=2)
+    requests = [
+        subject.request(prompt, n=_DRAWS_PER_REQUEST, max_tokens=2, temperature=_DRAW_TEMPERATURE, seed=seed)
+        for seed in (1, 2, 3, None)
+    ]
+    pairs: list[tuple[int, ...]] = []
+    for request in requests:
+        pairs += [completion.token_ids for completion in (await subject.endpoint.generate(request)).completions]
+    require(all(len(pair) == 2 for pair in pairs), "a completion of max_tokens=2 does not have two tokens")
+    first = _expected(subject, prompt, len(pairs))
+    _require_drawn(subject, "first tokens", Counter(pair[0] for pair in pairs), first)
+    joint = {
+        (token, other): mean_of_pair
+        for token, mean in first.items()
+        for other, mean_of_pair in _expected(subject, (*prompt, token), mean).items()
+    }
+    _require_drawn(subject, "pairs of tokens", Counter(pairs), joint)
+
+
+async def greedy(subject: EndpointSubject) -> None:
+    """Decode at temperature 0, twice, with different seeds."""
+    pairs = []
+    for i in range(4):
+        prompt = subject.prompt(seed=i)
+        first = await subject.generate(prompt, temperature=0.0, max_tokens=24)
+        logits_TV = subject.reference.logits(subject.reference.weights, prompt, first.token_ids)
+        behind_T = logits_TV.amax(dim=-1) - chosen(logits_TV, first.token_ids)
+        index = int(behind_T.argmax())
+        require(
+            float(behind_T[index]) <= 2 * subject.tolerance,
+            f"token {index} is {first.token_ids[index]}, {int(logits_TV[index].argmax())} is more likely by "
+            f"{float(behind_T[index]):.3g} nats",
+        )
+        gap = subject.difference(first.logprobs, chosen(distribution(logits_TV), first.token_ids))
+        subject.note(
+            **{f"prompt {i}": f"logprob difference {gap:.3g}, behind the best by {float(behind_T[index]):.3g}"}
+        )
+        require(gap <= subject.tolerance, f"logprobs differ by {gap:.3g} from the log-softmax of the unscaled logits")
+        pairs.append((first, await subject.generate(prompt, temperature=0.0, max_tokens=24, seed=1234)))
+    require_repeated(subject, pairs, "decoded greedily again")
+
+
+async def seeds(subject: EndpointSubject) -> None:
+    """Sample with the same seeds alone, again, and while others run; then with other seeds."""
+
+    async def drawn(offset: int) -> list[Completion]:
+        return [await subject.generate(subject.prompt(seed=i), seed=offset + i, max_tokens=16) for i in range(4)]
+
+    first = await drawn(0)
+    require_repeated(subject, zip(first, await drawn(0), strict=True), "with the same seed")
+    num_others = min(4, subject.capabilities.max_concurrent_sequences - 1)
+    if num_others:
+        await subject.start_running(num_others)
+        require_repeated(subject, zip(first, await drawn(0), strict=True), "with the same seed while others run")
+    other = await drawn(1000)
+    same = sum(one.token_ids == another.token_ids for one, another in zip(first, other, strict=True))
+    require(same == 0, f"with another seed, {same} of {len(first)} completions are the same")
+
+
+async def several_completions(subject: EndpointSubject) -> None:
+    """Ask for four completions, again, and for the first two; and for four without a seed."""
+
+    async def drawn(n: int, seed: int | None) -> tuple[Completion, ...]:
+        completions = (await subject.endpoint.generate(subject.request(n=n, seed=seed, max_tokens=16))).completions
+        require(len(completions) == n, f"n={n} came back with {len(completions)} completions")
+        num_different = len({completion.token_ids for completion in completions})
+        require(num_different == n, f"of {n} completions with seed {seed}, {num_different} are different")
+        return completions
+
+    four = await drawn(4, 11)
+    pairs = [pair for n in (4, 2, 1) for pair in zip(four, await drawn(n, 11), strict=False)]
+    require_repeated(subject, pairs, "n=4 and n=4, 2 and 1 with the same seed")
+    unseeded = await drawn(4, None)
+    require(
+        not {c.token_ids for c in unseeded} & {c.token_ids for c in four},
+        "without a seed, a seeded completion came back",
+    )
+
+
+async def no_seed(subject: EndpointSubject) -> None:
+    """Send the same request without a seed, in turn and at once."""
+    answers = [await subject.generate(seed=None, max_tokens=16) for _ in range(2)]
+    answers += await asyncio.gather(*(subject.generate(seed=None, max_tokens=16) for _ in range(2)))
+    num_different = len({completion.token_ids for completion in answers})
+    subject.note(requests=len(answers), different=num_different)
+    require(num_different == len(answers), f"{len(answers)} unseeded requests have {num_different} different answers")
+
+
+async def _require_sampled(subject: EndpointSubject, *settings: Mapping[str, Any]) -> None:
+    """Require of each of these sampling parameters that tokens and logprobs are of the distribution that they make."""
+    for sampling in settings:
+        name = ", ".join(f"{key}={value}" for key, value in sampling.items())
+        away = {"processed": 0.0, "raw": 0.0}
+        for i in range(4):
+            request = subject.request(subject.prompt(seed=10 + i), n=2, seed=i, max_tokens=16, **sampling)
+            for completion in (await subject.endpoint.generate(request)).completions:
+                for kind, gap in _differences(subject, request, completion, name).items():
+                    away[kind] = max(away[kind], gap)
+        declared = subject.capabilities.logprob_kind
+        other = "raw" if declared == "processed" else "processed"
+        subject.note(**{f"{name}: largest difference from {kind}": gap for kind, gap in away.items()})
+        require(
+            away[declared] <= 0,
+            f"under {name}, logprobs are declared {declared} and are up to {away[declared]:.3g} away from that, beyond "
+            f"the tolerance, and {away[other]:.3g} from {other}",
+        )
+        require(away[other] > 0, f"under {name}, processed and raw logprobs are the same here: nothing could be told")
+
+
+def _differences(
+    subject: EndpointSubject, request: GenerateRequest, completion: Completion, name: str
+) -> dict[str, float]:
+    """Return by how much logprobs are beyond the tolerance of both kinds; fail if a dropped token was sampled."""
+    tokens = completion.token_ids
+    logits_TV = subject.reference.logits(subject.reference.weights, request.prompt_token_ids, tokens)
+    least_TV, most_TV = logprob_bounds(logits_TV, request.sampling, subject.tolerance)
+    least_T, most_T = chosen(least_TV, tokens), chosen(most_TV, tokens)
+    if bool((dropped_T := most_T.isneginf()).any()):
+        index = int(dropped_T.nonzero()[0])
+        num_kept = int((~most_TV[index].isneginf()).sum())
+        fail(f"under {name}, token {index} is {tokens[index]}, which is not among the {num_kept} that are kept")
+    found_T = torch.tensor(completion.logprobs, dtype=torch.float64)
+    raw_T = (found_T - chosen(distribution(logits_TV), tokens)).abs() - subject.tolerance
+    processed_T = torch.maximum(least_T - found_T, found_T - most_T)
+    return {
+        kind: float(beyond_T.nan_to_num(nan=math.inf).clamp(min=0).max())
+        for kind, beyond_T in (("processed", processed_T), ("raw", raw_T))
+    }
+
+
+def _expected(subject: EndpointSubject, prompt: Sequence[int], num_draws: float) -> dict[int, float]:
+    """Return how often so many draws behind a prompt give each token in the mean, for tokens that deserve a bin."""
+    logits_TV = subject.reference.logits(subject.reference.weights, prompt, (0,))
+    mean_V = num_draws * distribution(logits_TV, SamplingParams(temperature=_DRAW_TEMPERATURE))[0].exp()
+    return {token: float(mean_V[token]) for token in (mean_V >= _LEAST_EXPECTED).nonzero()[:, 0].tolist()}
+
+
+def _require_drawn(
+    subject: EndpointSubject,
+    what: str,
+    counts: Counter[Any],
+    expected: Mapping[Any, float],
+) -> None:
+    """Require that counts are those of draws, by Pearson's chi-square test."""
+    num_draws = counts.total()
+    bins = [(counts[key], mean) for key, mean in expected.items()]
+    rest = num_draws - sum(count for count, _ in bins), num_draws - sum(mean for _, mean in bins)
+    if rest[1] >= _LEAST_EXPECTED:
+        bins.append(rest)
+    require(len(bins) > 1, f"{what} are nearly certain here: nothing could be told")
+    # Logits off by e move the statistic by the mean of e squared per draw: a quarter of the tolerance is usual.
+    rounding = num_draws * (subject.tolerance / 4 / _DRAW_TEMPERATURE) ** 2
+    statistic = sum((count - mean) ** 2 / mean for count, mean in bins)
+    p = _chi_square_p(max(0.0, statistic - rounding), len(bins) - 1)
+    subject.note(**{what: f"{num_draws} draws in {len(bins)} bins, chi-square {statistic:.1f}, p {p:.2g}"})
+    require(
+        p > _LEAST_P,
+        f"{num_draws} {what} are not draws from the reference's distribution at temperature {_DRAW_TEMPERATURE}: "
+        f"chi-square {statistic:.1f} in {len(bins)} bins, p {p:.2g}",
+    )
+
+
+def _chi_square_p(statistic: float, degrees: int) -> float:
+    """Return the probability of a larger statistic."""
+    halves = torch.tensor([degrees / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(halves[0], halves[1]))
+
+
+_LOOK_AT_FILTERS = (
+    "order of the filters, whether the kept set is renormalised, and which tensor the logprob is read from"
+)
+
+CHECKS = (
+    Check(
+        "E-12",
+        "tokens",
+        "Tokens are sampled at the temperature that was asked for, and logprobs are of the declared logprob_kind.",
+        "whether the logprob is read before or after the logits are divided by the temperature",
+        temperature,
+        deadline_s=60.0,
+        needs=("model",),
+    ),
+    Check(
+        "E-13",
+        "tokens",
+        "Under top-p no token outside the nucleus is sampled, and processed logprobs are renormalised over it.",
+        _LOOK_AT_FILTERS,
+        top_p,
+        deadline_s=60.0,
+        needs=("model",),
+    ),
+    Check(
+        "E-14",
+        "tokens",
+        "Under top-k and min-p no token outside the kept set is sampled, and filters apply in the order temperature, "
+        "top-k, top-p, min-p.",
+        _LOOK_AT_FILTERS,
+        top_k_and_min_p,
+        deadline_s=60.0,
+        needs=("model",),
+    ),
+    Check(
+        "E-15",
+        "tokens",
+        "Tokens are drawn from the distribution that was asked for, each independently of the one before.",
+        "the sampler itself: temperature, random numbers used twice, a generator that is made anew for every token",
+        draws,
+        deadline_s=60.0,
+        needs=("model",),
+    ),
+    Check(
+        "E-16",
+        "tokens",
+        "At temperature 0 every token is the most likely one, with the log-softmax of the unscaled logits.",
+        "what temperature 0 does to the logits, and whether greedy rows take another path",
+        greedy,
+        deadline_s=60.0,
+        needs=("model",),
+    ),
+    Check(
+        "E-17",
+        "tokens",
+        "The same seed gives the same tokens whatever else runs, and another seed gives others.",
+        "a generator per sequence, not one per batch or server",
+        seeds,
+        deadline_s=60.0,
+    ),
+    Check(
+        "E-18",
+        "tokens",
+        "A request for n completions gets n draws, and with a seed completion i depends on the seed and i only.",
+        "how the seed of completion i is made from the request's",
+        several_completions,
+        deadline_s=60.0,
+    ),
+    Check(
+        "E-28",
+        "tokens",
+        "Without a seed, two equal requests get different answers.",
+        "a default seed, or a cache of answers",
+        no_seed,
+    ),
+)

@@ -1,0 +1,411 @@
+"""The endpoint under check, with what checks ask of it: requests, publishes, expectations. Knows no single check."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+import traceback
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from inflight.conformance.checks import fail, require
+from inflight.conformance.endpoint.opening import Opened, opened
+from inflight.conformance.endpoint.publishing import SteppedPublisher
+from inflight.conformance.judge import Hung
+from inflight.conformance.models import make_tiny_model
+from inflight.conformance.reference import Reference, Weights
+from inflight.conformance.targets import EndpointTarget
+from inflight.contracts import InferenceEndpoint, StreamingEndpoint
+from inflight.errors import EndpointError, InflightError
+from inflight.wire import (
+    Capabilities,
+    ChatCompletionRequest,
+    ChatMessage,
+    Completion,
+    EndpointState,
+    GenerateRequest,
+    GenerateResponse,
+    InFlightPolicy,
+    SamplingParams,
+)
+
+TOLERANCES = {"float64": 5e-4, "float32": 5e-4, "float16": 0.05, "bfloat16": 0.25}
+"""Largest difference of a logprob that counts as equal, by the dtype an engine computes in: logits of about 10 have a
+resolution of 1e-6, 0.01 and 0.06, and two layers of rounding lie before them. The reference computes in float32."""
+
+_READY_WAIT_S = 8.0
+_IDLE_WAIT_S = 3.0
+_CLEAN_UP_S = 8.0
+
+
+class EndpointSubject:
+    """An endpoint under check, in this process. Satisfies `inflight.conformance.judge.Subject`."""
+
+    def __init__(self, target: EndpointTarget, directory: Path, start_deadline_s: float) -> None:
+        self._target = target
+        self._directory = directory
+        self._start_deadline_s = start_deadline_s
+        self._runner = asyncio.Runner()
+        self._stack = contextlib.AsyncExitStack()
+        self._per_check = contextlib.AsyncExitStack()
+        self._evidence: dict[str, Any] = {}
+        self._num_requests = 0
+        self._unknown_weights = False
+        self._opened: Opened
+        self.capabilities: Capabilities
+        """What the endpoint declared when it was opened."""
+        self.publisher: SteppedPublisher
+        """The trainer side; a new run for every check."""
+        model = target.model
+        if model is None and target.url is None:
+            model = make_tiny_model(directory / "model")
+        self._reference = None if model is None else Reference(model)
+
+    @classmethod
+    def open(cls, target: EndpointTarget, directory: Path, start_deadline_s: float) -> EndpointSubject:
+        """Return the subject of a target, answering. Raises what opening it raises."""
+        subject = cls(target, directory, start_deadline_s)
+        try:
+            subject._runner.run(subject._open())
+        except BaseException:
+            subject._runner.close()
+            raise
+        return subject
+
+    # ------------------------------------------------------------------------------------------- for the judge
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """See `Subject.facts`."""
+        flags = {str(key): str(value) for key, value in self._target.options.items()}
+        if self._reference is not None:
+            flags["model"] = str(self._target.model or "the kit's own")
+        return {
+            "implementation": self.capabilities.engine,
+            "implementation_version": self.capabilities.engine_version,
+            "capabilities": self.capabilities.model_dump(mode="json"),
+            "flags": flags,
+        }
+
+    @property
+    def evidence(self) -> dict[str, Any]:
+        """See `Subject.evidence`."""
+        return self._evidence
+
+    def missing(self, needs: tuple[str, ...]) -> str | None:
+        """See `Subject.missing`. Needs are model, updates, streaming, chat, spans, fresh, url, process, each policy."""
+        declared = self.capabilities
+        has_weights = self._reference is not None
+        reasons = {
+            "model": None if has_weights else "the served checkpoint is not known; give it with --model",
+            "updates": None if has_weights else "the served checkpoint is not known; give it with --model",
+            "streaming": None if declared.streaming else "streaming is not declared",
+            "chat": None if declared.chat else "chat is not declared",
+            "spans": None if declared.version_binding == "spans" else f"version binding is {declared.version_binding}",
+            "fresh": None if self._target.url is None else "the kit cannot start another server of a URL; see --serve",
+            "url": None if self._opened.url is not None else "not a server that speaks HTTP",
+            "process": None if self._opened.process is not None else "not a server that the kit started; see --serve",
+        }
+        for policy in InFlightPolicy:
+            reasons[policy.value] = (
+                None if policy in declared.in_flight_policies else f"in-flight policy {policy} is not declared"
+            )
+        return next((reason for need in needs if (reason := reasons[need]) is not None), None)
+
+    def prepare(self) -> None:
+        """See `Subject.prepare`: the endpoint is READY, idle and serves the checkpoint's weights."""
+        self._runner.run(self._prepare())
+
+    def call(self, function: Callable[[Any], Any], deadline_s: float) -> None:
+        """See `Subject.call`."""
+        self._runner.run(self._call(function, deadline_s))
+
+    def close(self) -> None:
+        """See `Subject.close`."""
+        with contextlib.suppress(Exception):
+            self._runner.run(asyncio.wait_for(self._stack.aclose(), _CLEAN_UP_S))
+
+    # ------------------------------------------------------------------------------------------- what is checked
+
+    @property
+    def endpoint(self) -> InferenceEndpoint:
+        """The endpoint."""
+        return self._opened.endpoint
+
+    @property
+    def streaming(self) -> StreamingEndpoint:
+        """The endpoint, whose streaming methods must be there. Only for checks that need ``streaming``."""
+        if not isinstance(self.endpoint, StreamingEndpoint):
+            fail(f"streaming is declared, but {type(self.endpoint).__name__} has no generate_stream")
+        return self.endpoint
+
+    @property
+    def opened(self) -> Opened:
+        """The endpoint with its URL and process, if it has any."""
+        return self._opened
+
+    @property
+    def reference(self) -> Reference:
+        """The served checkpoint. Only for checks that need ``model``."""
+        assert self._reference is not None
+        return self._reference
+
+    @property
+    def tolerance(self) -> float:
+        """Largest difference of a logprob that counts as equal."""
+        return self._target.tolerance or TOLERANCES.get(self.capabilities.dtype, 0.25)
+
+    @property
+    def target(self) -> EndpointTarget:
+        """What was asked for."""
+        return self._target
+
+    @property
+    def directory(self) -> Path:
+        """A directory for files; its content lasts as long as the kit."""
+        return self._directory
+
+    def note(self, **evidence: Any) -> None:
+        """Add to the evidence of the present check."""
+        self._evidence.update(evidence)
+
+    async def enter(self, context: contextlib.AbstractAsyncContextManager[Any]) -> Any:
+        """Enter a context that is left when the present check ends, however it ends."""
+        return await self._per_check.enter_async_context(context)
+
+    async def fresh(self, model: Path) -> Opened:
+        """Start another endpoint that serves ``model``, until the present check ends. Needs ``fresh``."""
+        found: Opened = await self.enter(opened(self._target, model, self._directory, self._start_deadline_s))
+        return found
+
+    def another_publisher(self) -> SteppedPublisher:
+        """Return the trainer side of another run, until the present check ends. Its versions go on from this run's."""
+        other = SteppedPublisher(self.endpoint, self.capabilities, self.publisher.version)
+        self.publisher.touched = True
+        self._per_check.callback(other.lose_group)
+        return other
+
+    async def another_connection(self) -> InferenceEndpoint:
+        """Return the same endpoint, by a client of its own where it speaks HTTP, until the present check ends."""
+        if self._opened.url is None:
+            return self.endpoint
+        client: InferenceEndpoint = await self.enter(contextlib.aclosing(self._opened.another_client()))
+        return client
+
+    # ------------------------------------------------------------------------------------------------- generation
+
+    def prompt(self, length: int = 12, seed: int = 0) -> tuple[int, ...]:
+        """Return ids that no text would encode to, from all over the vocabulary."""
+        return tuple(random.Random(seed).choices(range(self.capabilities.vocab_size), k=length))
+
+    def request(self, prompt: Sequence[int] | None = None, *, stream: bool = False, **sampling: Any) -> GenerateRequest:
+        """Return a request with an id of its own; 8 tokens from seed 7 that ignore the end, unless told otherwise."""
+        self._num_requests += 1
+        params = SamplingParams(**{"max_tokens": 8, "ignore_eos": True, "seed": 7, **sampling})
+        return GenerateRequest(
+            request_id=f"check-{id(self):x}-{self._num_requests}",
+            prompt_token_ids=tuple(self.prompt() if prompt is None else prompt),
+            sampling=params,
+            stream=stream,
+        )
+
+    def chat_request(self, **options: Any) -> ChatCompletionRequest:
+        """Return a chat request to the declared model; 8 tokens from seed 7, unless told otherwise."""
+        message = ChatMessage(role="user", content="Name three rivers.")
+        settings = {"max_tokens": 8, "seed": 7, **options}
+        return ChatCompletionRequest(model=self.capabilities.model, messages=(message,), **settings)
+
+    async def generate(self, prompt: Sequence[int] | None = None, **sampling: Any) -> Completion:
+        """Return the first completion of a request."""
+        response = await self.endpoint.generate(self.request(prompt, **sampling))
+        return response.completions[0]
+
+    async def start_running(
+        self,
+        num: int = 4,
+        *,
+        max_tokens: int | None = None,
+        prompts: Sequence[Sequence[int]] | None = None,
+        **sampling: Any,
+    ) -> list[tuple[GenerateRequest, asyncio.Task[GenerateResponse]]]:
+        """Start long requests and return once all are being decoded; what is left of them is cancelled with the check.
+
+        They are no more than the endpoint decodes at a time.
+        By default they run to the end of the context, so that they outlast a few updates.
+        """
+        num = min(num, self.capabilities.max_concurrent_sequences)
+        requests = []
+        for i in range(num):
+            prompt = self.prompt(seed=100 + i) if prompts is None else prompts[i]
+            longest = max_tokens or self.capabilities.max_model_len - len(prompt)
+            requests.append(self.request(prompt, **{"max_tokens": longest, "seed": 100 + i, **sampling}))
+        tasks = [asyncio.ensure_future(self.endpoint.generate(request)) for request in requests]
+        await self.enter(cancelled_at_the_end(tasks))
+        deadline = time.monotonic() + 8.0
+        while (await self.endpoint.weight_version()).num_running < num:
+            if ended := [task for task in tasks if task.done()]:
+                ended[0].result()
+                fail("a request of thousands of tokens had ended before the others were being decoded")
+            require(time.monotonic() < deadline, f"{num} requests were not being decoded within 8 s (num_running)")
+            await asyncio.sleep(0.002)
+        return list(zip(requests, tasks, strict=True))
+
+    # ----------------------------------------------------------------------------------------------- expectations
+
+    def difference(self, found: Sequence[float], expected: torch.Tensor) -> float:
+        """Return the largest difference between logprobs, infinite where one of them is not finite."""
+        gap = (torch.tensor(list(found), dtype=torch.float64) - expected.double()).abs()
+        return float(torch.nan_to_num(gap, nan=float("inf")).max())
+
+    async def difference_from(
+        self, weights: Weights, prompt: Sequence[int] | None = None, endpoint: InferenceEndpoint | None = None
+    ) -> float:
+        """Return by how much the logprobs of a fresh seeded request differ from those under ``weights``, at most."""
+        request = self.request(prompt)
+        completion = (await (endpoint or self.endpoint).generate(request)).completions[0]
+        expected = self.reference.logprobs(weights, request.prompt_token_ids, completion.token_ids, request.sampling)
+        return self.difference(completion.logprobs, expected)
+
+    async def require_serves(self, weights: Weights, when: str, prompt: Sequence[int] | None = None) -> None:
+        """Require that a fresh request samples from ``weights``, whole; the difference becomes evidence."""
+        gap = await self.difference_from(weights, prompt)
+        self.note(**{f"largest logprob difference from {weights.label}, {when}": gap})
+        require(
+            gap <= self.tolerance,
+            f"{when}, logprobs differ by up to {gap:.3g} from those of weights {weights.label} "
+            f"(tolerance {self.tolerance:g})",
+        )
+
+    def require_sampled_from(
+        self, weights: Weights, request: GenerateRequest, completion: Completion, what: str
+    ) -> None:
+        """Require that every token of ``what`` has the logprob that ``weights`` give it."""
+        expected = self.reference.logprobs(weights, request.prompt_token_ids, completion.token_ids, request.sampling)
+        gap = self.difference(completion.logprobs, expected)
+        require(
+            gap <= self.tolerance,
+            f"the logprobs of {what} differ by up to {gap:.3g} from those of weights {weights.label}",
+        )
+
+    async def require_state(self, state: EndpointState, when: str) -> None:
+        """Require that the endpoint says that it is in ``state``."""
+        found = (await self.endpoint.weight_version()).state
+        require(found is state, f"{when}, the state is {found}, not {state}")
+
+    async def require_raises(self, call: Any, kinds: tuple[type[InflightError], ...], what: str) -> InflightError:
+        """Require that awaiting ``call`` raises one of ``kinds``; return it."""
+        names = " or ".join(kind.__name__ for kind in kinds)
+        try:
+            answer = await call
+        except kinds as error:
+            return error
+        except (InflightError, ValueError) as error:
+            fail(f"{what} raised {type(error).__name__} ({error}) where {names} is due")
+        fail(f"{what} was accepted (answer: {str(answer)[:200]}) where {names} is due")
+
+    # ---------------------------------------------------------------------------------------------------- inside
+
+    async def _open(self) -> None:
+        model = None if self._reference is None else self._reference.path
+        self._opened = await self._stack.enter_async_context(
+            opened(self._target, model, self._directory, self._start_deadline_s)
+        )
+        async with asyncio.timeout(self._start_deadline_s):
+            self.capabilities = await self.endpoint.capabilities()
+            version = await self.endpoint.weight_version()
+        if self._reference is not None:
+            self._reference.cast(self.capabilities.dtype)
+        self._unknown_weights = version.run_id is not None or version.version != 0
+
+    async def _reopen(self) -> None:
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(self._stack.aclose(), _CLEAN_UP_S)
+        self._stack = contextlib.AsyncExitStack()
+        await self._open()
+
+    async def _prepare(self) -> None:
+        try:
+            usable = await self._comes_back()
+        except EndpointError:
+            if self._target.url is not None:
+                raise
+            usable = False
+        if not usable and self._target.url is None:
+            await self._reopen()
+        elif not usable:
+            version = await self.endpoint.weight_version()
+            fail(f"before this check the endpoint was {version.state} with {version.num_running} requests running")
+        served = (await self.endpoint.weight_version()).version
+        self.publisher = SteppedPublisher(self.endpoint, self.capabilities, served)
+        if self._reference is not None and self._unknown_weights:
+            await self.publisher.publish(self._reference.weights)
+            self.publisher.lose_group()
+            self.publisher = SteppedPublisher(self.endpoint, self.capabilities, self.publisher.version)
+            self._unknown_weights = False
+
+    async def _comes_back(self) -> bool:
+        """Return True once the endpoint is READY and idle, False if that takes too long."""
+        started = time.monotonic()
+        while True:
+            async with asyncio.timeout(_READY_WAIT_S):
+                version = await self.endpoint.weight_version()
+            waited_s = time.monotonic() - started
+            is_ready = version.state is EndpointState.READY
+            if is_ready and (version.num_running == 0 or (self._target.url and waited_s > _IDLE_WAIT_S)):
+                return True
+            if version.state is EndpointState.POISONED or waited_s > _READY_WAIT_S:
+                return False
+            if is_ready and waited_s > _IDLE_WAIT_S:
+                return False
+            await asyncio.sleep(0.01)
+
+    async def _call(self, function: Callable[[Any], Any], deadline_s: float) -> None:
+        check = asyncio.ensure_future(function(self))
+        done, _ = await asyncio.wait([check], timeout=deadline_s)
+        try:
+            if not done:
+                stacks = _task_stacks()
+                check.cancel()
+                await asyncio.wait([check], timeout=_CLEAN_UP_S)
+                raise Hung(f"it did not end within its deadline of {deadline_s:g} s", stacks)
+        finally:
+            await self._clean_up()
+        check.result()
+
+    async def _clean_up(self) -> None:
+        """Leave what the check entered; after any update the checkpoint's weights must be published again."""
+        stack, self._per_check = self._per_check, contextlib.AsyncExitStack()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stack.aclose(), _CLEAN_UP_S)
+        self.publisher.lose_group()
+        self._unknown_weights = self._unknown_weights or self.publisher.touched
+
+
+@contextlib.asynccontextmanager
+async def cancelled_at_the_end(tasks: Sequence[asyncio.Task[Any]]) -> AsyncIterator[None]:
+    """Cancel the tasks on the way out, and wait for them."""
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _task_stacks() -> str:
+    """Return where every task of the running loop waits."""
+    parts = []
+    for task in asyncio.all_tasks():
+        frames = task.get_stack(limit=12)
+        if task is asyncio.current_task() or not frames:
+            continue
+        lines = traceback.format_list(
+            [traceback.FrameSummary(f.f_code.co_filename, f.f_lineno, f.f_code.co_name) for f in frames]
+        )
+        parts.append(f"task {task.get_name()} ({task.get_coro()}):\n{''.join(lines)}")
+    return "\n".join(parts) or "no task is waiting"

@@ -1,0 +1,306 @@
+"""Level weights: what an update does to the distribution that tokens are sampled from."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import torch
+
+from inflight.conformance.checks import Check, require, skip
+from inflight.conformance.endpoint.publishing import SteppedPublisher, specs_of
+from inflight.conformance.endpoint.subject import EndpointSubject
+from inflight.conformance.models import make_tiny_model
+from inflight.conformance.reference import Reference, Weights, chosen
+from inflight.errors import UpdateRefusedError
+from inflight.wire import EndpointState, TensorSpec
+
+_SOAK_UPDATES = 200
+
+
+async def identity_update(subject: EndpointSubject) -> None:
+    """Publish the weights that are served already."""
+    await subject.require_serves(subject.reference.weights, "before the update")
+    await subject.publisher.publish(subject.reference.weights)
+    await subject.require_serves(subject.reference.weights, "after the update")
+
+
+async def doubled_final_norm(subject: EndpointSubject) -> None:
+    """Publish weights whose logits are exactly twice as large."""
+    doubled = subject.reference.with_final_norm(2.0, "A with its final norm doubled")
+    gap = await subject.difference_from(doubled)
+    require(gap > 2 * subject.tolerance, f"before the update, logprobs differ by {gap:.3g} only: nothing could be told")
+    await subject.publisher.publish(doubled)
+    await subject.require_serves(doubled, "after the update")
+
+
+async def zeroed_final_norm(subject: EndpointSubject) -> None:
+    """Publish weights whose logits are all zero."""
+    await subject.publisher.publish(subject.reference.with_final_norm(0.0, "A with its final norm zeroed"))
+    completion = await subject.generate(max_tokens=32)
+    uniform = -math.log(subject.capabilities.vocab_size)
+    gap = max(abs(logprob - uniform) for logprob in completion.logprobs)
+    subject.note(**{"-ln V": uniform, "logprobs": completion.logprobs[:4], "largest difference from -ln V": gap})
+    require(
+        gap < 1e-3,
+        f"with all logits at zero, logprobs differ by up to {gap:.3g} from -ln {subject.capabilities.vocab_size}",
+    )
+
+
+async def missing_tensor(subject: EndpointSubject) -> None:
+    """Announce all tensors but the final norm."""
+    specs = [spec for spec in specs_of(subject.reference.weights) if spec.name != subject.reference.final_norm]
+    await _require_refused(subject, specs, "an update without the final norm")
+
+
+async def unknown_tensor(subject: EndpointSubject) -> None:
+    """Announce a tensor that the model does not have."""
+    extra = TensorSpec(name="model.layers.999.made.up.weight", dtype="float32", shape=(2, 2))
+    await _require_refused(subject, [*specs_of(subject.reference.weights), extra], f"an update with {extra.name}")
+
+
+async def misshapen_tensor(subject: EndpointSubject) -> None:
+    """Announce a tensor of another shape."""
+    specs = [
+        spec.model_copy(update={"shape": (*spec.shape[:-1], spec.shape[-1] + 1)})
+        if spec.name == subject.reference.final_norm
+        else spec
+        for spec in specs_of(subject.reference.weights)
+    ]
+    await _require_refused(subject, specs, "an update whose final norm is one element longer")
+
+
+async def wrong_dtype(subject: EndpointSubject) -> None:
+    """Announce a tensor of another dtype."""
+    specs = specs_of(subject.reference.weights)
+    other = "bfloat16" if specs[0].dtype != "bfloat16" else "float16"
+    changed = [s.model_copy(update={"dtype": other}) if s.name == subject.reference.final_norm else s for s in specs]
+    await _require_refused(subject, changed, f"an update whose final norm is {other}, not {specs[0].dtype}")
+
+
+async def _require_refused(subject: EndpointSubject, specs: list[TensorSpec], what: str) -> None:
+    await subject.publisher.form_group()
+    update = subject.publisher.announcement(subject.reference.weights, specs=specs)
+    error = await subject.require_raises(subject.endpoint.request_weight_update(update), (UpdateRefusedError,), what)
+    subject.note(refusal=str(error))
+    await subject.require_state(EndpointState.READY, f"after {what} was refused")
+    await subject.require_serves(subject.reference.weights, f"after {what} was refused")
+
+
+async def every_tensor(subject: EndpointSubject) -> None:
+    """Publish weights of which every tensor differs."""
+    other = subject.reference.perturbed("B, of which every tensor differs")
+    gap = await subject.difference_from(other)
+    require(gap > 2 * subject.tolerance, f"before the update, logprobs differ by {gap:.3g} only: nothing could be told")
+    await subject.publisher.publish(other)
+    await subject.require_serves(other, "after the update")
+    await subject.publisher.publish(subject.reference.weights)
+    await subject.require_serves(subject.reference.weights, "after the way back")
+
+
+async def tied_head(subject: EndpointSubject) -> None:
+    """Publish another embedding to a model whose head is the embedding."""
+    if subject.reference.is_tied:
+        reference, endpoint, publisher = subject.reference, subject.endpoint, subject.publisher
+    else:
+        if (reason := subject.missing(("fresh",))) is not None:
+            skip(f"the model's head is not tied to its embedding, and {reason}")
+        reference = Reference(make_tiny_model(subject.directory / "tied", tied=True))
+        endpoint = (await subject.fresh(reference.path)).endpoint
+        capabilities = await endpoint.capabilities()
+        reference.cast(capabilities.dtype)
+        publisher = SteppedPublisher(endpoint, capabilities)
+    names = [n for n, t in reference.weights.tensors.items() if t.dim() == 2 and t.shape[0] == reference.vocab_size]
+    require(len(names) == 1, f"of a tied model one tensor has a row per token, here {names}")
+    turned = {**reference.weights.tensors, names[0]: reference.weights.tensors[names[0]].roll(1, 0)}
+    other = Weights("A with every row of its embedding moved by one", turned)
+    await publisher.publish(other)
+    completion = (await endpoint.generate(request := subject.request())).completions[0]
+    expected = reference.logprobs(other, request.prompt_token_ids, completion.token_ids)
+    gap = subject.difference(completion.logprobs, expected)
+    publisher.lose_group()
+    subject.note(**{"largest logprob difference": gap})
+    require(gap <= subject.tolerance, f"after an update of the embedding, logprobs differ by up to {gap:.3g}")
+
+
+async def several_buckets(subject: EndpointSubject) -> None:
+    """Publish the same weights in one bucket and in many."""
+    other = subject.reference.perturbed("B")
+    total = sum(tensor.nbytes for tensor in other.tensors.values())
+    for weights, bucket_bytes in ((other, total // 9), (subject.reference.weights, 1), (other, total)):
+        update = await subject.publisher.request(weights, bucket_bytes=bucket_bytes)
+        for index in range(len(update.buckets)):
+            await subject.publisher.send(update, weights, index)
+        await subject.publisher.commit(update)
+        await subject.require_serves(weights, f"after an update in {len(update.buckets)} buckets")
+
+
+async def any_order(subject: EndpointSubject) -> None:
+    """Publish the tensors in reverse order."""
+    other = subject.reference.perturbed("B")
+    await subject.publisher.publish(
+        Weights("B", {name: other.tensors[name] for name in reversed(list(other.tensors))}), bucket_bytes=1 << 16
+    )
+    await subject.require_serves(other, "after an update in reverse order")
+
+
+async def restart_from_disk(subject: EndpointSubject) -> None:
+    """Compare with an endpoint that was started from a checkpoint of the new weights."""
+    other = subject.reference.perturbed("B")
+    await subject.publisher.publish(other)
+    restarted = (await subject.fresh(subject.reference.save(other, subject.directory / "B"))).endpoint
+    gaps = []
+    for seed in range(4):
+        prompt = subject.prompt(seed=seed)
+        updated = await subject.generate(prompt, temperature=0.0)
+        fresh = (await restarted.generate(subject.request(prompt, temperature=0.0))).completions[0]
+        same = next((i for i, (a, b) in enumerate(zip(updated.token_ids, fresh.token_ids, strict=True)) if a != b), 8)
+        gaps += [abs(a - b) for a, b in zip(updated.logprobs[:same], fresh.logprobs[:same], strict=True)]
+    require(len(gaps) > 8, f"the two agree in {len(gaps)} of 32 greedy tokens only")
+    subject.note(**{"tokens compared": len(gaps), "largest logprob difference": max(gaps)})
+    require(
+        max(gaps) <= subject.tolerance,
+        f"logprobs after the update differ by up to {max(gaps):.3g} from those of an endpoint started from these",
+    )
+
+
+async def soak(subject: EndpointSubject) -> None:
+    """Publish two hundred updates while requests run, and verify every one of them by a token."""
+    reference, prompt = subject.reference, subject.prompt()
+    factors = (2.0, 0.5, -1.0, 1.0)
+    cycle = [reference.with_final_norm(factor, f"A times {factor:g}") for factor in factors]
+    logits_V = reference.logits(reference.weights, prompt, (0,))
+    seconds = []
+    first = subject.publisher.version + 1
+    for i in range(_SOAK_UPDATES):
+        if i % 50 == 0:
+            await subject.start_running(2, max_tokens=min(1000, subject.capabilities.max_model_len // 2))
+        started = time.monotonic()
+        answer = await subject.publisher.publish(cycle[i % 4])
+        seconds.append(time.monotonic() - started)
+        require(answer.version == first + i, f"update {i + 1}, to version {first + i}, left version {answer.version}")
+        completion = await subject.generate(prompt, max_tokens=1, seed=i)
+        expected = chosen(torch.log_softmax(factors[i % 4] * logits_V.double(), -1), completion.token_ids)
+        gap = subject.difference(completion.logprobs, expected)
+        require(
+            gap <= 2 * subject.tolerance,
+            f"after update {i + 1} of {_SOAK_UPDATES} ({cycle[i % 4].label}) a logprob differs by {gap:.3g}",
+        )
+    subject.note(
+        updates=_SOAK_UPDATES, **{"median seconds": sorted(seconds)[len(seconds) // 2], "slowest": max(seconds)}
+    )
+
+
+_LOAD = "how received tensors are loaded: transposed, cast on the way, fused in another order, or left out"
+_REFUSE = "whether request_weight_update compares names, shapes and dtypes with the model before anything is held"
+
+CHECKS = (
+    Check(
+        "U-01",
+        "weights",
+        "An update that brings the weights that are served already leaves every logprob as it was.",
+        _LOAD,
+        identity_update,
+        needs=("updates",),
+    ),
+    Check(
+        "U-02",
+        "weights",
+        "A changed tensor changes the logprobs as arithmetic says: a doubled final norm doubles every logit.",
+        "whether the commit switches to the tensors that arrived, all of them and at once",
+        doubled_final_norm,
+        needs=("updates",),
+    ),
+    Check(
+        "U-03",
+        "weights",
+        "With a final norm of zeros every token has the logprob -ln V.",
+        "whether V is the vocabulary that the head computes, and padding rows are left out of it",
+        zeroed_final_norm,
+        needs=("updates",),
+    ),
+    Check(
+        "U-04",
+        "weights",
+        "An update that lacks a tensor is refused when it is requested, and the old weights serve on.",
+        _REFUSE,
+        missing_tensor,
+        needs=("updates",),
+    ),
+    Check(
+        "U-05",
+        "weights",
+        "An update with a tensor that the model does not have is refused when it is requested, and the old weights "
+        "serve on.",
+        _REFUSE,
+        unknown_tensor,
+        needs=("updates",),
+    ),
+    Check(
+        "U-06",
+        "weights",
+        "An update with a tensor of another shape is refused when it is requested, and the old weights serve on.",
+        _REFUSE,
+        misshapen_tensor,
+        needs=("updates",),
+    ),
+    Check(
+        "U-07",
+        "weights",
+        "An update with a tensor of another dtype is refused when it is requested, and the old weights serve on.",
+        _REFUSE,
+        wrong_dtype,
+        needs=("updates",),
+    ),
+    Check(
+        "U-08",
+        "weights",
+        "Every tensor of an update lands: logprobs are those of transformers under the new weights.",
+        f"{_LOAD}; the head and the norms are the ones that are forgotten most often",
+        every_tensor,
+        needs=("updates",),
+    ),
+    Check(
+        "U-09",
+        "weights",
+        "Where the head is tied to the embedding, an update of the embedding changes both.",
+        "whether the head keeps a copy of its own, packed or quantised, that the update does not reach",
+        tied_head,
+        needs=("updates",),
+        deadline_s=60,
+    ),
+    Check(
+        "U-10",
+        "weights",
+        "The same tensors in one bucket, in several, and in one bucket each give the same logprobs.",
+        "whether each bucket is staged beside the earlier ones, and what a commit forgets",
+        several_buckets,
+        needs=("updates",),
+    ),
+    Check(
+        "U-11",
+        "weights",
+        "Tensors may come in any order that the manifest names.",
+        "whether tensors are told by their name in the manifest or by their place in it",
+        any_order,
+        needs=("updates",),
+    ),
+    Check(
+        "U-12",
+        "weights",
+        "After an update the endpoint gives the logprobs of one that was started from a checkpoint of these weights.",
+        _LOAD,
+        restart_from_disk,
+        needs=("updates", "fresh"),
+        deadline_s=60,
+    ),
+    Check(
+        "U-13",
+        "weights",
+        "Two hundred updates in a row, under load, each change what is sampled next.",
+        "what a session leaves behind: staged tensors, timers, groups, half-renewed leases",
+        soak,
+        needs=("updates",),
+        deadline_s=90,
+    ),
+)

@@ -1,0 +1,57 @@
+"""Expected failures: checks that are known not to hold yet, each with its reason, in a TOML file that is kept in git.
+
+One line per check, ``id = "reason"``::
+
+    E-12 = "prompt logprobs are rounded to four digits, issue 31"
+    U-07 = "no lease on a hold yet"
+
+An expected failure does not fail a run; a check that passes although it stands here does, so that the file stays true.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from inflight.conformance.checks import Check
+from inflight.conformance.verdicts import Outcome, Verdict
+from inflight.errors import ConfigError
+
+_FORM = 'write one line per check, as in E-12 = "why it does not hold yet"'
+
+
+def load_expected(path: Path, checks: Iterable[Check]) -> Mapping[str, str]:
+    """Return the reasons in a file of expected failures, by check id.
+
+    ``checks`` are all checks of the kind. Raises `ConfigError` that names the file and the key.
+    """
+    known = [check.id for check in checks]
+    try:
+        entries = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"expected failures {str(path)!r} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"expected failures {str(path)!r} are not TOML: {error}; {_FORM}") from error
+    for key, reason in entries.items():
+        where = f"expected failures {str(path)!r}, key {key!r}"
+        if key not in known:
+            raise ConfigError(f"{where}: no such check here, ids run from {known[0]} to {known[-1]}; take it out")
+        if not isinstance(reason, str):
+            raise ConfigError(f"{where}: the reason must be a string, not {reason!r}; {_FORM}")
+        if not reason.strip():
+            raise ConfigError(f"{where}: the reason is empty; say why the check does not hold yet")
+    return entries
+
+
+def apply_expected(verdict: Verdict, expected: Mapping[str, str]) -> Verdict:
+    """Return the verdict as the expected failures make it; a skipped check stays skipped."""
+    reason = expected.get(verdict.id)
+    if reason is None:
+        return verdict
+    if verdict.outcome in (Outcome.FAILED, Outcome.HUNG):
+        return verdict.model_copy(update={"outcome": Outcome.EXPECTED_FAILURE, "expected": reason})
+    if verdict.outcome is Outcome.PASSED:
+        message = "it passed; take it out of the file of expected failures"
+        return verdict.model_copy(update={"outcome": Outcome.UNEXPECTED_PASS, "expected": reason, "message": message})
+    return verdict

@@ -1,0 +1,305 @@
+"""The kit: runs checks over a target in processes that it can kill, and says what each came to.
+
+A check that blocks its process, or kills it, costs that process only: its stacks are taken, it is killed with
+everything that it started, and the next check gets a new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+
+from inflight.conformance.checks import Check
+from inflight.conformance.child import Answer, Command, Ready, Setup
+from inflight.conformance.judge import verdict_of
+from inflight.conformance.targets import SERVER_GROUP, Target, WorkerTarget
+from inflight.conformance.verdicts import Outcome, Verdict, merged
+from inflight.errors import ConfigError
+
+Message = TypeVar("Message", bound=BaseModel)
+
+_PREPARE_S = 20.0
+"""For bringing the subject back before a check, beside starting it anew and the check's own deadline."""
+
+
+class Kit:
+    """Checks one target. Use as a context manager; checks may come in any order, each any number of times.
+
+    ``start_deadline_s`` bounds making the subject: importing its factory, loading its model, joining its ranks.
+    ``deadline_scale`` multiplies the deadline of every check, for what is slow by nature.
+    """
+
+    def __init__(self, target: Target, *, start_deadline_s: float = 90.0, deadline_scale: float = 1.0) -> None:
+        self._target = target
+        self._deadline_scale = deadline_scale
+        self._start_deadline_s = start_deadline_s
+        self._directory = Path(tempfile.mkdtemp(prefix="inflight-check-"))
+        self._sessions: dict[int, _Session] = {}
+        self._num_sessions = 0
+        self._facts: Mapping[str, Any] = {}
+        self.start_seconds = 0.0
+        """Spent so far on starting processes and bringing the subject back between checks."""
+
+    def __enter__(self) -> Kit:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def target(self) -> Target:
+        """What is checked."""
+        return self._target
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What the subject says of itself; raises `ConfigError` if it cannot be made."""
+        if not self._facts:
+            self._session(self._num_ranks)
+        return self._facts
+
+    @property
+    def _num_ranks(self) -> int:
+        return self._target.num_ranks if isinstance(self._target, WorkerTarget) else 1
+
+    def run(self, check: Check) -> Verdict:
+        """Return the verdict of one check. Raises `ConfigError` if the subject cannot be made."""
+        stages = [("before", 1), ("function", self._num_ranks), ("after", 1)]
+        total_s = 0.0
+        evidence: dict[str, Any] = {}
+        for stage, num_ranks in stages:
+            if getattr(check, stage) is None:
+                continue
+            verdict = self._run_stage(check, stage, num_ranks)
+            total_s += verdict.seconds
+            evidence |= verdict.evidence
+            if verdict.outcome is not Outcome.PASSED:
+                break
+        return verdict.model_copy(update={"seconds": round(total_s, 3), "evidence": evidence})
+
+    def close(self) -> None:
+        """End every process of this kit and remove its files. Idempotent."""
+        for session in self._sessions.values():
+            session.close()
+        self._sessions.clear()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _run_stage(self, check: Check, stage: str, num_ranks: int) -> Verdict:
+        session = self._session(num_ranks)
+        started = time.monotonic()
+        try:
+            deadline_s = check.deadline_s * self._deadline_scale + _PREPARE_S + self._start_deadline_s
+            answers = session.run(Command(check=check.id, stage=stage), deadline_s)
+        except _NoAnswerError as error:
+            del self._sessions[num_ranks]
+            seconds = time.monotonic() - started
+            outcome = Outcome.HUNG if error.stacks else Outcome.FAILED
+            return verdict_of(check, outcome, seconds=seconds, message=error.message, stacks=error.stacks)
+        self.start_seconds += max(answer.prepare_seconds for answer in answers)
+        verdict = merged([answer.verdict for answer in answers])
+        if verdict.outcome is Outcome.HUNG:  # what still runs there must not disturb the next check
+            session.kill()
+            del self._sessions[num_ranks]
+        return verdict
+
+    def _session(self, num_ranks: int) -> _Session:
+        if num_ranks not in self._sessions:
+            started = time.monotonic()
+            self._num_sessions += 1
+            session = _Session(
+                [
+                    Setup(
+                        target=self._target,
+                        rank=rank,
+                        num_ranks=num_ranks,
+                        session=self._num_sessions,
+                        directory=self._directory,
+                        start_deadline_s=self._start_deadline_s,
+                        deadline_scale=self._deadline_scale,
+                    )
+                    for rank in range(num_ranks)
+                ]
+            )
+            self.start_seconds += time.monotonic() - started
+            self._sessions[num_ranks] = session
+            if not self._facts or num_ranks == self._num_ranks:
+                self._facts = session.facts
+        return self._sessions[num_ranks]
+
+
+class _NoAnswerError(Exception):
+    def __init__(self, message: str, stacks: str) -> None:
+        super().__init__(message)
+        self.message = message
+        self.stacks = stacks
+
+
+class _Session:
+    """The processes of one group of ranks, with one subject in each."""
+
+    def __init__(self, setups: Sequence[Setup]) -> None:
+        target, start_deadline_s = setups[0].target, setups[0].start_deadline_s
+        self._directory = setups[0].directory
+        self._number = setups[0].session
+        num_threads = max(1, (os.cpu_count() or 1) // max(2, len(setups)))
+        self._ranks = [
+            _Rank(self._directory / f"output-{self._number}-{setup.rank}.txt", num_threads) for setup in setups
+        ]
+        try:
+            for process, setup in zip(self._ranks, setups, strict=True):
+                process.send(setup)
+            deadline = time.monotonic() + start_deadline_s
+            answers = [self._receive(rank, Ready, deadline) for rank in range(len(setups))]
+        except _NoAnswerError as error:
+            self.kill()
+            stacks = f"\n{error.stacks}" if error.stacks else ""
+            raise ConfigError(f"{target.label} could not be made: {error.message}{stacks}") from error
+        except BaseException:
+            self.kill()
+            raise
+        if problems := [answer.problem for answer in answers if answer.problem]:
+            self.kill()
+            raise ConfigError(problems[0])
+        self.facts: Mapping[str, Any] = answers[0].facts
+
+    def run(self, command: Command, deadline_s: float) -> list[Answer]:
+        """Return every rank's answer. Raises `_NoAnswerError` when one gives none; the session is killed then."""
+        deadline = time.monotonic() + deadline_s
+        try:
+            for process in self._ranks:
+                process.send(command)
+            return [self._receive(rank, Answer, deadline) for rank in range(len(self._ranks))]
+        except BaseException:
+            self.kill()
+            raise
+
+    def close(self) -> None:
+        """Let the subjects close, for a moment, then kill."""
+        for process in self._ranks:
+            process.hang_up()
+        deadline = time.monotonic() + 3.0
+        for process in self._ranks:
+            process.wait(deadline)
+        self.kill()
+
+    def kill(self) -> None:
+        """Kill every rank and what it started; servers have process groups of their own, noted in files."""
+        for process in self._ranks:
+            process.kill()
+        for noted in self._directory.glob(f"{SERVER_GROUP}*"):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(int(noted.name.removeprefix(SERVER_GROUP)), signal.SIGKILL)
+            noted.unlink(missing_ok=True)
+
+    def _receive(self, rank: int, kind: type[Message], deadline: float) -> Message:
+        process = self._ranks[rank]
+        try:
+            line = process.receive(deadline)
+        except TimeoutError:
+            message = "it gave no answer in time, and its process was killed"
+            raise _NoAnswerError(
+                message if len(self._ranks) == 1 else f"rank {rank}: {message}", self._stacks()
+            ) from None
+        if line is None:
+            where = "" if len(self._ranks) == 1 else f" of rank {rank}"
+            raise _NoAnswerError(f"the process{where} ended with {process.ending()}", "")
+        return kind.model_validate_json(line)
+
+    def _stacks(self) -> str:
+        """Return where every thread of every rank is."""
+        files = [self._directory / f"stacks-{self._number}-{rank}.txt" for rank in range(len(self._ranks))]
+        for process, file in zip(self._ranks, files, strict=True):
+            if file.exists():  # before that, the signal would end the process
+                process.signal(signal.SIGUSR1)
+        time.sleep(0.5)
+        texts = [file.read_text() if file.exists() else "" for file in files]
+        return "\n".join(
+            f"--- rank {rank}\n{text or 'no stacks: stopped, or not up yet'}" for rank, text in enumerate(texts)
+        )
+
+
+class _Rank:
+    """One child process, at the other end of a socket."""
+
+    def __init__(self, output: Path, num_threads: int) -> None:
+        self._output = output
+        ours, theirs = socket.socketpair()
+        self._socket = ours
+        self._buffer = b""
+        with output.open("wb") as out, theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "inflight.conformance.child", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+                env={
+                    "HF_HUB_OFFLINE": "1",
+                    "TRANSFORMERS_VERBOSITY": "error",
+                    "TQDM_DISABLE": "1",
+                    "OMP_NUM_THREADS": str(num_threads),  # half of the processors, as engine and reference share them
+                    **os.environ,
+                },
+            )
+
+    def send(self, message: BaseModel) -> None:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `receive` says how it ended
+            self._socket.sendall(message.model_dump_json().encode() + b"\n")
+
+    def receive(self, deadline: float) -> bytes | None:
+        """Return the next line, None if the process has ended. Raises ``TimeoutError``."""
+        while b"\n" not in self._buffer:
+            self._socket.settimeout(max(0.001, deadline - time.monotonic()))
+            try:
+                part = self._socket.recv(1 << 16)
+            except ConnectionResetError:
+                part = b""
+            if not part:
+                return None
+            self._buffer += part
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return line
+
+    def ending(self) -> str:
+        """Say how the process ended, with the last lines that it wrote."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(5)
+        code = self._process.returncode
+        how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"status {code}"
+        lines = self._output.read_text(errors="replace").strip().splitlines()[-15:]
+        return how + ("; its last words:\n" + "\n".join(lines) if lines else "")
+
+    def signal(self, number: signal.Signals) -> None:
+        if self._process.poll() is None:
+            self._process.send_signal(number)
+
+    def hang_up(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def wait(self, deadline: float) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(max(0.0, deadline - time.monotonic()))
+
+    def kill(self) -> None:
+        """Kill the process and its group, which holds everything that it started. Idempotent."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._socket.close()

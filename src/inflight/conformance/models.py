@@ -1,0 +1,56 @@
+"""Checkpoints that the kit makes for itself: tiny, random, far from uniform, and no download."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from inflight.local.tiny import EOS, PAD, VOCAB_SIZE, byte_tokenizer
+
+
+def make_tiny_model(
+    path: Path,
+    *,
+    family: Literal["qwen3", "llama"] = "qwen3",
+    tied: bool = False,
+    hidden_size: int = 32,
+    num_layers: int = 2,
+    vocab_size: int = VOCAB_SIZE,
+    max_model_len: int = 2048,
+    seed: int = 0,
+    tokenizer: bool = True,
+) -> Path:
+    """Write a random float32 checkpoint, and a tokenizer whose ids are bytes, to ``path``; return ``path``.
+
+    Its logits spread over several units, so that a wrong weight, position or temperature shows.
+    """
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+
+    config_class: Any = {"qwen3": Qwen3Config, "llama": LlamaConfig}[family]
+    config = config_class(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=hidden_size // 4,
+        max_position_embeddings=max_model_len,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(8.0 if "layers" in name else 20.0)
+    model.save_pretrained(path)
+    if tokenizer:
+        byte_tokenizer().save_pretrained(path)
+    return path

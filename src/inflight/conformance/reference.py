@@ -1,0 +1,206 @@
+"""What the logprobs should be: transformers' own forward, in float32, under weights of the kit's choice.
+
+Shape suffixes: T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from inflight.checkpoints import load_causal_lm, load_config, load_tokenizer, max_model_len_of
+from inflight.errors import ConfigError
+from inflight.wire import SamplingParams, VersionSpan
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Weights:
+    """Tensors by checkpoint name, in the order in which they travel; ``label`` names them in evidence."""
+
+    label: str
+    tensors: Mapping[str, torch.Tensor]
+
+
+class Reference:
+    """A checkpoint directory: its weights, variants of them, and transformers' logprobs under any of them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = load_config(path)
+        self._model: Any = load_causal_lm(path, attention="sdpa", dtype="float32")
+        self._loaded: Weights | None = None
+        self.tokenizer = load_tokenizer(path)
+        self.max_model_len = max_model_len_of(self.config)
+        self.vocab_size = _vocab_size(self._model)
+        self.is_tied = bool(self.config.get_text_config().tie_word_embeddings)
+        self.weights = Weights("A", self._stored())
+
+    def cast(self, dtype: str) -> None:
+        """Take the weights in another dtype, as an engine does that computes in it."""
+        wanted: torch.dtype = getattr(torch, dtype)
+        self.weights = Weights("A", {name: tensor.to(wanted) for name, tensor in self.weights.tensors.items()})
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """The ids that end a completion."""
+        for source in (self._model.generation_config, self.config, self.tokenizer):
+            ids = getattr(source, "eos_token_id", None)
+            if ids is not None:
+                return frozenset(ids if isinstance(ids, list | tuple) else [int(ids)])
+        return frozenset()
+
+    def _stored(self) -> dict[str, torch.Tensor]:
+        """The trained tensors in the model's order; of tied ones, the first name that it computes with."""
+        stored: dict[str, torch.Tensor] = {}
+        for file in sorted(self.path.glob("*.safetensors")):
+            stored.update(load_file(file))
+        names = [name for name, _ in self._model.named_parameters()]
+        if missing := [name for name in names if name not in stored]:
+            raise ConfigError(f"{str(self.path)!r} stores no tensor {missing[0]!r}, which its model computes with")
+        return {name: stored[name] for name in names}
+
+    # ------------------------------------------------------------------------------------------- variants of weights
+
+    @property
+    def final_norm(self) -> str:
+        """Name of the norm in front of the head."""
+        names = [n for n in self.weights.tensors if n.endswith("norm.weight") and ".layers." not in n]
+        if len(names) != 1:
+            raise ConfigError(f"the final norm of {str(self.path)!r} cannot be told: {names}")
+        return names[0]
+
+    def with_final_norm(self, factor: float, label: str) -> Weights:
+        """Return weights whose logits are ``factor`` times as large, exactly if it is a power of two, or its negative.
+
+        Keys and values are the same: the norm comes after every layer.
+        """
+        offset = 1.0 if self.config.get_text_config().model_type.startswith("gemma") else 0.0
+        tensors = dict(self.weights.tensors)
+        norm = tensors[self.final_norm]
+        tensors[self.final_norm] = (factor * (norm.double() + offset) - offset).to(norm.dtype)
+        return Weights(label, tensors)
+
+    def perturbed(self, label: str, seed: int = 1) -> Weights:
+        """Return weights in which every tensor differs, so that logits, keys and values do."""
+        random = torch.Generator().manual_seed(seed)
+        tensors = {}
+        for name, tensor in self.weights.tensors.items():
+            sign = torch.randint(0, 2, tensor.shape, generator=random).double() * 2 - 1
+            tensors[name] = (tensor.double() * (1 + 0.25 * sign)).to(tensor.dtype)
+        return Weights(label, tensors)
+
+    def save(self, weights: Weights, path: Path) -> Path:
+        """Write a checkpoint directory with these weights; return ``path``."""
+        path.mkdir(parents=True, exist_ok=True)
+        for file in self.path.iterdir():
+            if file.is_file() and ".safetensors" not in file.name:
+                (path / file.name).write_bytes(file.read_bytes())
+        save_file({n: t.contiguous() for n, t in weights.tensors.items()}, path / "model.safetensors", {"format": "pt"})
+        return path
+
+    # -------------------------------------------------------------------------------------------------- expectations
+
+    @torch.inference_mode()
+    def logits(self, weights: Weights, prompt: Sequence[int], completion: Sequence[int]) -> torch.Tensor:
+        """Return float32 [T, V]: the logits from which each of the T completion tokens is drawn."""
+        self._load(weights)
+        ids = torch.tensor([[*prompt, *completion]])
+        logits_TV: torch.Tensor = self._model(input_ids=ids[:, :-1], use_cache=False).logits[0]
+        return logits_TV[len(prompt) - 1 :].float()
+
+    @torch.inference_mode()
+    def mixed_logits(self, parts: Sequence[tuple[Weights, int]], ids: Sequence[int], first: int) -> torch.Tensor:
+        """Return float32 [T, V]: the logits behind positions ``first`` to the last but one, from keys and values of
+        several weights.
+
+        ``parts`` says which weights computed the keys and values of the positions below each bound, in order.
+        """
+        cache, logits, done = None, [], 0
+        for weights, stop in parts:
+            self._load(weights)
+            output = self._model(input_ids=torch.tensor([ids[done:stop]]), past_key_values=cache, use_cache=True)
+            cache, done = output.past_key_values, stop
+            logits.append(output.logits[0].float())
+        return torch.cat(logits)[first:]
+
+    def kept_logits(
+        self,
+        versions: Mapping[int, Weights],
+        spans: Sequence[VersionSpan],
+        prompt: Sequence[int],
+        completion: Sequence[int],
+    ) -> torch.Tensor:
+        """Return float32 [T, V] when keys and values are kept: each position's were computed by the weights of its day.
+
+        The step that samples token k computes the keys and values of token k - 1, and the first step those of the
+        prompt.
+        """
+        parts = [(versions[span.version], len(prompt) + span.end - 1) for span in spans]
+        return self.mixed_logits(parts, [*prompt, *completion], len(prompt) - 1)
+
+    def logprobs(
+        self, weights: Weights, prompt: Sequence[int], completion: Sequence[int], sampling: SamplingParams | None = None
+    ) -> torch.Tensor:
+        """Return float64 [T]: behaviour logprobs of the completion under these weights and sampling parameters."""
+        return chosen(distribution(self.logits(weights, prompt, completion), sampling), completion)
+
+    @torch.no_grad()
+    def _load(self, weights: Weights) -> None:
+        if weights is self._loaded:
+            return
+        parameters = dict(self._model.named_parameters())
+        for name, tensor in weights.tensors.items():
+            parameters[name].copy_(tensor)
+        self._loaded = weights
+
+
+def _vocab_size(model: Any) -> int:
+    return int(model.get_output_embeddings().weight.shape[0])
+
+
+def distribution(logits_TV: torch.Tensor, sampling: SamplingParams | None = None) -> torch.Tensor:
+    """Return float64 [T, V]: log-probabilities after temperature, top-k, top-p and min-p, -inf where filtered out.
+
+    Without parameters, or with temperature 0, the log-softmax of the unscaled logits. Written as plain as possible.
+    """
+    logits_TV = logits_TV.double()
+    if sampling is None or sampling.temperature == 0:
+        return torch.log_softmax(logits_TV, dim=-1)
+    logits_TV = logits_TV / sampling.temperature
+    rows = []
+    for logits_V in logits_TV:
+        if sampling.top_k:
+            kept = set(logits_V.topk(min(sampling.top_k, len(logits_V))).indices.tolist())
+            logits_V = _only(logits_V, kept)
+        if sampling.top_p < 1:
+            total, kept = 0.0, set()
+            probabilities = logits_V.softmax(-1)
+            for token in probabilities.argsort(descending=True).tolist():
+                if total >= sampling.top_p:
+                    break
+                kept.add(token)
+                total += float(probabilities[token])
+            logits_V = _only(logits_V, kept)
+        if sampling.min_p:
+            probabilities = logits_V.softmax(-1)
+            smallest = sampling.min_p * float(probabilities.max())
+            logits_V = _only(logits_V, {t for t, p in enumerate(probabilities.tolist()) if p >= smallest})
+        rows.append(torch.log_softmax(logits_V, dim=-1))
+    return torch.stack(rows)
+
+
+def _only(logits_V: torch.Tensor, kept: set[int]) -> torch.Tensor:
+    filtered_V = torch.full_like(logits_V, -torch.inf)
+    index = torch.tensor(sorted(kept))
+    filtered_V[index] = logits_V[index]
+    return filtered_V
+
+
+def chosen(logprobs_TV: torch.Tensor, completion: Sequence[int]) -> torch.Tensor:
+    """Return [T]: the logprob of each completion token."""
+    return logprobs_TV.gather(1, torch.tensor(list(completion))[:, None])[:, 0]

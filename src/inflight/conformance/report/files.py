@@ -1,0 +1,86 @@
+"""Certificates and reports in files: written as a whole or not at all, and read back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pydantic
+
+from inflight.conformance.report.badge import badge_json
+from inflight.conformance.report.junit import junit_xml
+from inflight.conformance.report.page import html_page
+from inflight.conformance.verdicts import Certificate
+from inflight.errors import ConfigError
+
+
+def certificate_json(certificate: Certificate) -> str:
+    """Return the certificate as JSON, which `read_certificate` reads."""
+    return certificate.model_dump_json(indent=2) + "\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One form in which a certificate is written to a file."""
+
+    name: str
+    """The command's option."""
+    what: str
+    render: Callable[[Certificate], str]
+
+
+REPORTS = (
+    Report("json", "the certificate as JSON, to keep and to compare", certificate_json),
+    Report("junit", "JUnit XML, for a build server", junit_xml),
+    Report("html", "one page that needs no other file", html_page),
+    Report("badge", "JSON for a badge of shields.io/badges/endpoint-badge", badge_json),
+)
+
+
+def check_writable(files: Mapping[str, Path]) -> None:
+    """Raise `ConfigError` unless a report can be written to each of these files, which are by name of the report."""
+    for name, file in files.items():
+        where = f"--{name} {str(file)!r} cannot be written"
+        if not file.parent.is_dir():
+            raise ConfigError(f"{where}: its directory does not exist; make it first")
+        if file.is_dir():
+            raise ConfigError(f"{where}: it is a directory")
+        if not os.access(file.parent, os.W_OK):
+            raise ConfigError(f"{where}: its directory may not be written to")
+        if others := [other for other in files if other != name and files[other].absolute() == file.absolute()]:
+            raise ConfigError(f"{where}: --{others[0]} names the same file")
+
+
+def write_reports(certificate: Certificate, files: Mapping[str, Path]) -> None:
+    """Write these reports, each as a whole or not at all. Raises `ConfigError`."""
+    for report in REPORTS:
+        if report.name in files:
+            write_whole(files[report.name], report.render(certificate))
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a file that nobody ever sees half written. Raises `ConfigError`; what was there before is whole then."""
+    partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(file)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise ConfigError(f"{str(file)!r} cannot be written: {error.strerror}") from error
+
+
+def read_certificate(file: Path) -> Certificate:
+    """Return the certificate in a file. Raises `ConfigError` that names the file and what is wrong with it."""
+    try:
+        return Certificate.model_validate_json(file.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"certificate {str(file)!r} cannot be read: {error.strerror}") from error
+    except pydantic.ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        what = f"{where}: {first['msg']}" if where else first["msg"]
+        raise ConfigError(
+            f"{str(file)!r} is no certificate of this kit: {what}; write one with inflight check ... --json FILE"
+        ) from error

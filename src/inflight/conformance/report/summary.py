@@ -1,0 +1,76 @@
+"""What all reports say of a certificate, in the same words: the headline, the counts, where the time went."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from inflight.conformance.verdicts import BAD_OUTCOMES, Certificate, Outcome, Verdict
+
+
+def title(certificate: Certificate) -> str:
+    """Return what was checked: name, version and kind."""
+    name = f"{certificate.implementation} {certificate.implementation_version}".strip()
+    return f"{name}, {certificate.kind}"
+
+
+def headline(certificate: Certificate) -> str:
+    """Return in one sentence whether it conforms, and to what."""
+    verb = "conforms" if certificate.conforms else "does not conform"
+    if certificate.conforms and certificate.left_out:
+        verb = "conforms, as far as it was checked,"
+    return f"{verb} to edition {certificate.edition} of the contract: {score(certificate)} checks hold"
+
+
+def score(certificate: Certificate) -> str:
+    """Return how many checks hold, of those that speak of this implementation: ``62 of 64``."""
+    counts = certificate.counts
+    num_holding = counts.get(Outcome.PASSED, 0) + counts.get(Outcome.UNEXPECTED_PASS, 0)
+    return f"{num_holding} of {len(certificate.verdicts) - counts.get(Outcome.SKIPPED, 0)}"
+
+
+def caveats(certificate: Certificate) -> list[str]:
+    """Return what a reader of the headline must also know."""
+    found = []
+    if certificate.problem:
+        found.append(f"The run ended early, {certificate.problem}")
+    if certificate.left_out:
+        num_checks = len(certificate.left_out)
+        found.append(f"{num_checks} check{'s were' if num_checks > 1 else ' was'} left out of this run.")
+    return found
+
+
+def by_level(certificate: Certificate) -> dict[str, list[Verdict]]:
+    """Return the verdicts of every level, in the order of the run."""
+    levels: dict[str, list[Verdict]] = {}
+    for verdict in certificate.verdicts:
+        levels.setdefault(verdict.level, []).append(verdict)
+    return levels
+
+
+def bad_verdicts(certificate: Certificate) -> list[Verdict]:
+    """Return the verdicts that keep it from conforming."""
+    return [verdict for verdict in certificate.verdicts if verdict.outcome in BAD_OUTCOMES]
+
+
+def time_spent(certificate: Certificate) -> list[tuple[str, float]]:
+    """Return the seconds of every level, of starting and bringing back, and of what is left, which add up to all."""
+    spent = [(level, total_seconds(verdicts)) for level, verdicts in by_level(certificate).items()]
+    spent.append(("starting and bringing back", certificate.start_seconds))
+    rest = certificate.seconds - sum(seconds for _, seconds in spent)
+    return [*spent, ("everything else", max(0.0, rest))]
+
+
+def total_seconds(verdicts: Sequence[Verdict]) -> float:
+    """Return the seconds that these checks took."""
+    return sum(verdict.seconds for verdict in verdicts)
+
+
+def slowest(certificate: Certificate, num_checks: int = 5) -> list[Verdict]:
+    """Return the checks that took longest, the longest first; those that ran in no time are not among them."""
+    timed = [verdict for verdict in certificate.verdicts if verdict.seconds > 0]
+    return sorted(timed, key=lambda verdict: verdict.seconds, reverse=True)[:num_checks]
+
+
+def duration(seconds: float) -> str:
+    """Return seconds to be read by a person."""
+    return f"{seconds:.2f} s" if seconds < 100 else f"{seconds:.0f} s"

@@ -1,0 +1,145 @@
+"""What a person sees in a terminal: a line per check as it comes, then what to look at, the counts and the time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from inflight.conformance.checks import Check
+from inflight.conformance.report.summary import (
+    bad_verdicts,
+    caveats,
+    duration,
+    headline,
+    slowest,
+    time_spent,
+    title,
+)
+from inflight.conformance.report.text import fact_lines, printable
+from inflight.conformance.verdicts import Certificate, Outcome, Verdict
+
+_STYLES = {
+    Outcome.PASSED: "green",
+    Outcome.FAILED: "bold red",
+    Outcome.HUNG: "bold magenta",
+    Outcome.SKIPPED: "dim",
+    Outcome.EXPECTED_FAILURE: "yellow",
+    Outcome.UNEXPECTED_PASS: "bold yellow",
+}
+_OUTCOME_WIDTH = max(len(outcome) for outcome in Outcome)
+_LONGEST_FACT = 300
+"""Characters of one line of evidence; the other reports have all of them."""
+
+
+def open_console() -> Console:
+    """Return a console on standard output that takes text literally."""
+    return Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def progress(console: Console, checks: Sequence[Check]) -> Iterator[Callable[[Verdict], None]]:
+    """Yield a function that prints each verdict as it comes; a terminal also shows which check is running."""
+    num_done = 0
+    last_level = ""
+
+    def running() -> Text:
+        if num_done >= len(checks):
+            return Text("")
+        check = checks[num_done]
+        line = Text(f"{num_done + 1} of {len(checks)}  {check.id} {check.sentence}", no_wrap=True, overflow="ellipsis")
+        line.truncate(max(20, console.width - 4), overflow="ellipsis")
+        return line
+
+    with contextlib.ExitStack() as stack:
+        status = stack.enter_context(console.status(running())) if console.is_terminal else None
+
+        def on_verdict(verdict: Verdict) -> None:
+            nonlocal num_done, last_level
+            if verdict.level != last_level:
+                console.print(Text(printable(verdict.level), style="bold"))
+                last_level = verdict.level
+            console.print(_line(verdict, console.width if console.is_terminal else None))
+            num_done += 1
+            if status is not None:
+                status.update(running())
+
+        yield on_verdict
+
+
+def print_list(console: Console, checks: Sequence[Check]) -> None:
+    """Print ids and sentences, by level."""
+    last_level = ""
+    for check in checks:
+        if check.level != last_level:
+            console.print(Text(check.level, style="bold"))
+            last_level = check.level
+        console.print(Text(f"  {check.id}  {check.sentence}"))
+
+
+def print_certificate(console: Console, certificate: Certificate) -> None:
+    """Print what to look at, the counts, where the time went, and whether it conforms."""
+    for verdict in bad_verdicts(certificate):
+        _print_findings(console, verdict)
+    _print_time(console, certificate)
+    console.print()
+    counts = Text("  ").join(
+        Text(f"{num_verdicts} {outcome}", style=_STYLES[outcome])
+        for outcome, num_verdicts in certificate.counts.items()
+    )
+    console.print(counts)
+    for caveat in caveats(certificate):
+        console.print(Text(printable(caveat), style="yellow"))
+    style = "bold green" if certificate.conforms else "bold red"
+    console.print(Text(printable(f"{title(certificate)}: {headline(certificate)}"), style=style))
+
+
+def _line(verdict: Verdict, width: int | None) -> Text:
+    """Return id, outcome, seconds and sentence, and why it was skipped or what was seen; cut to the width."""
+    line = Text(f"  {printable(verdict.id)}  ")
+    line.append(verdict.outcome.ljust(_OUTCOME_WIDTH), style=_STYLES[verdict.outcome])
+    line.append(f" {duration(verdict.seconds):>8}  ", style="dim")
+    line.append(printable(verdict.sentence))
+    if reason := verdict.expected or verdict.message:
+        line.append(f"  ({_first_line(reason)})", style="dim")
+    if width is not None:
+        line.truncate(width, overflow="ellipsis")
+    return line
+
+
+def _print_findings(console: Console, verdict: Verdict) -> None:
+    console.print()
+    heading = (f"{printable(verdict.id)} {verdict.outcome}", _STYLES[verdict.outcome])
+    console.print(Text.assemble(heading, (f"  {printable(verdict.sentence)}", "bold")))
+    facts = [_cut(line, _LONGEST_FACT) for line in fact_lines(verdict.evidence)]
+    for name, text in (
+        ("seen", verdict.message),
+        ("expected", verdict.expected),
+        ("measured", "\n".join(facts)),
+        ("look at", verdict.look_at),
+        ("stacks", verdict.stacks),
+    ):
+        if text:
+            indented = printable(text).rstrip().replace("\n", "\n" + " " * 12)
+            console.print(Text.assemble((f"  {name:<8}  ", "dim"), indented))
+
+
+def _print_time(console: Console, certificate: Certificate) -> None:
+    console.print()
+    console.print(Text(f"where the time went, {duration(certificate.seconds)} in all", style="bold"))
+    for name, seconds in time_spent(certificate):
+        share = seconds / certificate.seconds if certificate.seconds else 0.0
+        console.print(Text.assemble(f"  {duration(seconds):>8}", (f" {share:>4.0%}  ", "dim"), printable(name)))
+    if found := slowest(certificate):
+        slow = ", ".join(f"{verdict.id} {duration(verdict.seconds)}" for verdict in found)
+        console.print(Text(printable(f"  slowest: {slow}")))
+
+
+def _cut(text: str, num_characters: int) -> str:
+    return text if len(text) <= num_characters else f"{text[:num_characters]} ..."
+
+
+def _first_line(text: str) -> str:
+    return printable(text.strip().partition("\n")[0])

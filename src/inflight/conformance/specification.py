@@ -1,0 +1,29 @@
+"""The numbered sentences of docs/contract.md, as tables.
+
+Sentences live beside their checks; the page holds a table between ``<!-- checks: LEVEL -->`` and ``<!-- end -->`` for
+every level of endpoints, and one each for workers and transports.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from inflight.conformance.checks import Check
+from inflight.conformance.child import checks_of
+
+_TABLE = re.compile(r"<!-- checks: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
+
+
+def filled_in(page: str) -> str:
+    """Return the page with every table made anew. Raises ``KeyError`` for a level that has no checks."""
+    levels: dict[str, list[Check]] = {"worker": [*checks_of("worker")], "transport": [*checks_of("transport")]}
+    for check in checks_of("endpoint"):
+        levels.setdefault(check.level, []).append(check)
+    return _TABLE.sub(lambda found: f"<!-- checks: {found[1]} -->\n{table(levels[found[1]])}<!-- end -->", page)
+
+
+def table(checks: Iterable[Check]) -> str:
+    """Return the sentences of some checks as a Markdown table."""
+    rows = [f"| {check.id} | {check.sentence} |\n" for check in checks]
+    return "| id | what must be true |\n|---|---|\n" + "".join(rows)

@@ -1,0 +1,118 @@
+"""What a person asks the kit to check: endpoints, workers and transports by URL, command or ``module:factory``."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict
+
+from inflight.errors import ConfigError
+
+SERVER_GROUP = "server-group-"
+"""Start of the name of a file that notes the process group of a server that was started for a check."""
+
+
+class _Target(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    options: dict[str, Any] = {}
+    """Keyword arguments for the factory."""
+
+
+class EndpointTarget(_Target):
+    """An endpoint to check. Exactly one of ``url``, ``factory`` and ``command`` is given.
+
+    ``factory`` is ``module:function``: it takes a model directory (a `pathlib.Path`) and the options, and returns an
+    `InferenceEndpoint` that serves it, or an awaitable or an async context manager of one. ``command`` starts a server:
+    ``{model}``, ``{port}`` and ``{token_file}`` are filled in.
+    """
+
+    kind: Literal["endpoint"] = "endpoint"
+    url: str | None = None
+    factory: str | None = None
+    command: str | None = None
+    model: Path | None = None
+    """The checkpoint that is served; None: one that the kit makes, and for a URL none is known."""
+    token: str | None = None
+    """For the control routes of a URL."""
+    worker: str | None = None
+    """Worker to compare logprobs with, as ``module:factory``; None: transformers' forward."""
+    tolerance: float | None = None
+    """Largest difference of a logprob that counts as equal; None: by the dtype that the endpoint declares."""
+
+    @property
+    def label(self) -> str:
+        """What the certificate calls it."""
+        return self.url or self.factory or self.command or ""
+
+
+class WorkerTarget(_Target):
+    """A trainer worker to check on ``num_ranks`` ranks.
+
+    ``factory`` is ``module:function``: it takes a mapping with ``model_path`` and the options, like the entry points of
+    the group ``inflight.workers``, and returns this process's rank.
+    """
+
+    kind: Literal["worker"] = "worker"
+    factory: str
+    num_ranks: int = 1
+
+    @property
+    def label(self) -> str:
+        """What the certificate calls it."""
+        return self.factory
+
+
+class TransportTarget(_Target):
+    """A transport to check: ``gloo``, ``nccl``, or ``module:function`` that makes a `TransportPair`."""
+
+    kind: Literal["transport"] = "transport"
+    factory: str
+
+    @property
+    def label(self) -> str:
+        """What the certificate calls it."""
+        return self.factory
+
+
+Target = EndpointTarget | WorkerTarget | TransportTarget
+
+
+def endpoint_target(text: str, **others: Any) -> EndpointTarget:
+    """Return the target that a word of the command line names: a URL or ``module:factory``. Raises `ConfigError`."""
+    if "://" in text:
+        try:
+            parts = urlsplit(text)
+            is_usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            is_usable = False
+        if not is_usable:
+            raise ConfigError(f"{text!r} is no URL of a server; give something like http://127.0.0.1:8000")
+        return EndpointTarget(url=text.rstrip("/"), **others)
+    check_reference(text)
+    return EndpointTarget(factory=text, **others)
+
+
+def check_reference(text: str) -> None:
+    """Raise `ConfigError` unless the text has the form ``module:function``."""
+    module, _, name = text.partition(":")
+    if not all(part.isidentifier() for part in (*module.split("."), *name.split("."))):
+        raise ConfigError(f"{text!r} is neither a URL nor module:function, as in mypackage.endpoint:connect")
+
+
+def resolve(text: str) -> Any:
+    """Return the function that ``module:function`` names. Raises `ConfigError`."""
+    check_reference(text)
+    module_name, _, name = text.partition(":")
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{text!r} cannot be imported: {type(error).__name__}: {error}") from error
+    if not callable(found):
+        raise ConfigError(f"{text!r} is a {type(found).__name__}, not a function")
+    return found

@@ -1,0 +1,193 @@
+"""Checks of giving a group up, from another thread and at any time, and of what is left of it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from inflight.conformance.checks import Check, require
+from inflight.conformance.transport.calls import SLACK_S, PendingCall
+from inflight.conformance.transport.sockets import listening
+from inflight.conformance.transport.subject import TransportSubject, bucket_of, bytes_of, failure_of
+from inflight.contracts import WeightReceiver, WeightSender
+
+_LONG_S = 8.0
+"""Timeout of calls that abort ends: much longer than that may take."""
+
+
+def abort_ends_a_pending_join_of_the_sender(t: TransportSubject) -> None:
+    """A rank is missing; the sender is given up."""
+    t.specs([1], _LONG_S)
+    _require_ended_by_abort(t, t.start(t.sender.join, "the sender's join"), t.sender)
+
+
+def abort_ends_a_pending_join_of_a_receiver(t: TransportSubject) -> None:
+    """The sender does not join; the receiver is given up."""
+    (spec,) = t.specs([1], _LONG_S)
+    receiver = t.receiver(spec)
+    _require_ended_by_abort(t, t.start(receiver.join, "the receiver's join"), receiver)
+
+
+def abort_ends_a_pending_receive(t: TransportSubject) -> None:
+    """Nothing is sent; the receiver is given up."""
+    (receiver,) = t.form()
+    (receive,) = t.start_receives([receiver], bucket_of(torch.zeros(10)), _LONG_S)
+    _require_ended_by_abort(t, receive, receiver)
+
+
+def abort_ends_a_pending_send(t: TransportSubject) -> None:
+    """64 MB that nobody receives; the sender is given up."""
+    t.form()
+    sending = t.start_send(bucket_of(torch.ones(1 << 23, dtype=torch.float64)), _LONG_S)
+    if sending.has_ended(0.3):
+        t.note(send=sending.ending(0.0).words)
+        return
+    _require_ended_by_abort(t, sending, t.sender)
+
+
+def an_aborted_sender_forms_the_next_group(t: TransportSubject) -> None:
+    """After a join that was ended, and after a group that was formed."""
+    bucket = bucket_of(torch.randn(100))
+    seconds = []
+    for is_formed in (False, True):
+        if is_formed:
+            t.form()
+        else:
+            t.specs([1], _LONG_S)
+            joining = t.start(t.sender.join, "the sender's join")
+            time.sleep(0.1)
+        t.sender.abort()
+        if not is_formed:
+            failure_of(joining, _LONG_S + SLACK_S)
+        started = time.monotonic()
+        ((arrived,),) = t.transfer(t.form(), bucket)
+        seconds.append(time.monotonic() - started)
+        require(bytes_of(arrived).equal(bytes_of(bucket.tensors[0])), "a bucket of the next group arrived changed")
+    t.note(seconds_after_join_and_after_group=seconds)
+
+
+def abort_may_come_at_any_time_and_again(t: TransportSubject) -> None:
+    """Before specs, before join, twice after it, from two threads at once, and after a failure."""
+    seconds = []
+
+    def abort(end: WeightSender | WeightReceiver, when: str) -> None:
+        call = t.start(end.abort, f"abort {when}")
+        call.result(SLACK_S)
+        seconds.append(call.ending(0.0).seconds)
+
+    abort(t.sender, "before specs")
+    (spec,) = t.specs([1])
+    receiver = t.receiver(spec)
+    abort(receiver, "before join")
+    abort(t.sender, "before join")
+    (receiver,) = t.form()
+    failure_of(t.start(lambda: receiver.receive(bucket_of(torch.zeros(1)).specs, 0.2), "the receive"), 0.2 + SLACK_S)
+    ends: tuple[WeightSender | WeightReceiver, ...] = (receiver, t.sender)
+    for end in ends:
+        abort(end, "after a failure")
+        abort(end, "again")
+        for call in [t.start(end.abort, "abort from two threads") for _ in range(2)]:
+            call.result(SLACK_S)
+    t.note(num_aborts=len(seconds) + 4, slowest_seconds=max(seconds))
+
+
+def nothing_listens_after_abort(t: TransportSubject) -> None:
+    """Three groups: one opened, one formed, one used."""
+    before = listening()
+    t.specs([1])
+    t.sender.abort()
+    for is_used in (False, True):
+        receivers = t.form()
+        if is_used:
+            t.transfer(receivers, bucket_of(torch.zeros(10)))
+        num_open = len(listening() - before)
+        for receiver in receivers:
+            receiver.abort()
+        t.sender.abort()
+    started = time.monotonic()
+    while (left := listening() - before) and time.monotonic() - started < SLACK_S:
+        time.sleep(0.02)
+    t.note(listening_while_formed=num_open, listening_after=len(left), seconds=time.monotonic() - started)
+    require(not left, f"it still listens on {', '.join(f'{address} port {port}' for address, port in sorted(left))}")
+
+
+def a_join_of_a_group_given_up_ends(t: TransportSubject) -> None:
+    """The receiver comes when its sender has gone."""
+    (spec,) = t.specs([1], 1.0)
+    t.sender.abort()
+    joining = t.start(t.receiver(spec).join, "the join of a group that was given up")
+    error = failure_of(joining, 1.0 + SLACK_S)
+    t.note(timeout_s=1.0, seconds=joining.ending(0.0).seconds, message=str(error))
+
+
+def _require_ended_by_abort(t: TransportSubject, call: PendingCall[Any], end: WeightSender | WeightReceiver) -> None:
+    time.sleep(0.2)
+    require(not call.has_ended(), f"{call.what} ended before abort, with nothing to end it")
+    started = time.monotonic()
+    t.start(end.abort, "abort").result(SLACK_S)
+    error = failure_of(call, SLACK_S)
+    t.note(timeout_s=_LONG_S, seconds_after_abort=time.monotonic() - started, message=str(error))
+
+
+CHECKS = (
+    Check(
+        id="T-29",
+        level="abort",
+        sentence="abort of the sender ends its pending join from another thread with TransferError.",
+        look_at="join of the sender: what it waits in must be closed or left behind",
+        function=abort_ends_a_pending_join_of_the_sender,
+    ),
+    Check(
+        id="T-30",
+        level="abort",
+        sentence="abort of a receiver ends its pending join from another thread with TransferError.",
+        look_at="join of the receiver: what it waits in must be closed or left behind",
+        function=abort_ends_a_pending_join_of_a_receiver,
+    ),
+    Check(
+        id="T-31",
+        level="abort",
+        sentence="abort of a receiver ends its pending receive from another thread with TransferError.",
+        look_at="receive: an operation that cannot be interrupted is left behind in a thread of its own",
+        function=abort_ends_a_pending_receive,
+    ),
+    Check(
+        id="T-32",
+        level="abort",
+        sentence="abort of the sender ends its pending send from another thread with TransferError.",
+        look_at="send: an operation that cannot be interrupted is left behind in a thread of its own",
+        function=abort_ends_a_pending_send,
+    ),
+    Check(
+        id="T-33",
+        level="abort",
+        sentence="After abort, the same sender forms the next group and bytes arrive.",
+        look_at="abort of the sender: state that outlives the group",
+        function=an_aborted_sender_forms_the_next_group,
+        deadline_s=30.0,
+    ),
+    Check(
+        id="T-34",
+        level="abort",
+        sentence="abort may come at any time and any number of times, and neither raises nor blocks.",
+        look_at="abort of either end: before there is a group, and when there is none any more",
+        function=abort_may_come_at_any_time_and_again,
+    ),
+    Check(
+        id="T-35",
+        level="abort",
+        sentence="Nothing of a group is left listening after both ends gave it up.",
+        look_at="references to the store and the group that abort does not drop",
+        function=nothing_listens_after_abort,
+        needs=("/proc",),
+    ),
+    Check(
+        id="T-36",
+        level="abort",
+        sentence="A receiver that comes to a group that was given up gets TransferError within its timeout.",
+        look_at="join of the receiver: connections that are refused and tried again",
+        function=a_join_of_a_group_given_up_ends,
+    ),
+)

@@ -1,0 +1,256 @@
+"""Checks of what happens when the other end does not come, does not answer, stands still or dies."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from inflight.conformance.checks import Check, require
+from inflight.conformance.transport.calls import SLACK_S, Ending, PendingCall
+from inflight.conformance.transport.subject import TransportSubject, bucket_of, bytes_of, failure_of
+from inflight.errors import TransferError
+
+_TIMEOUT_S = 0.8
+_BIG = 1 << 23  # elements of float64: no socket buffer takes 64 MB
+_WORDS = {
+    "join": ("join", "form", "reach", "connect", "rendezvous"),
+    "receive": ("receiv",),
+    "send": ("send", "sent"),
+}
+"""Words of which the message of a failed call holds one."""
+
+
+def a_join_without_a_sender_ends(t: TransportSubject) -> None:
+    """The group was opened, and only its receiver comes."""
+    (spec,) = t.specs([1], _TIMEOUT_S)
+    _require_timely_failure(t, t.receiver(spec).join, "the receiver's join, alone,")
+
+
+def a_join_without_receivers_ends(t: TransportSubject) -> None:
+    """One of two receivers never comes."""
+    spec, _ = t.specs([1, 1], _TIMEOUT_S)
+    other = t.start(t.receiver(spec).join, "the join of the receiver that came")
+    _require_timely_failure(t, t.sender.join, "the sender's join with a rank missing")
+    failure_of(other, _TIMEOUT_S + SLACK_S)
+
+
+def a_receive_without_a_send_ends(t: TransportSubject) -> None:
+    """The group is formed with a longer timeout than the receive is given."""
+    (receiver,) = t.form()
+    specs = bucket_of(torch.zeros(10)).specs
+    _require_timely_failure(t, lambda: receiver.receive(specs, _TIMEOUT_S), "the receive of a bucket never sent")
+
+
+def a_timeout_of_nearly_nothing_is_one(t: TransportSubject) -> None:
+    """0.4 ms, as when a publish has almost used up its deadline."""
+    (receiver,) = t.form()
+    specs = bucket_of(torch.zeros(10)).specs
+    call = t.start(lambda: receiver.receive(specs, 0.0004), "the receive with a timeout of 0.4 ms")
+    error = failure_of(call, SLACK_S)
+    t.note(timeout_s=0.0004, seconds=call.ending(0.0).seconds, message=str(error))
+
+
+def a_killed_receiver_does_not_hold_the_sender(t: TransportSubject) -> None:
+    """SIGKILL while 64 MB are on their way."""
+    peer, _ = t.form_with_peer()
+    sending = t.start_send(bucket_of(torch.ones(_BIG, dtype=torch.float64)), 2.0)
+    time.sleep(0.2)
+    peer.kill()
+    _note_legal_ending(t, sending.ending(2.0 + SLACK_S))
+
+
+def a_stopped_receiver_does_not_hold_the_sender(t: TransportSubject) -> None:
+    """SIGSTOP: its sockets stay open, and nobody reads."""
+    peer, _ = t.form_with_peer()
+    peer.stop()
+    sending = t.start_send(bucket_of(torch.ones(_BIG, dtype=torch.float64)), _TIMEOUT_S)
+    _note_legal_ending(t, sending.ending(_TIMEOUT_S + SLACK_S))
+
+
+def a_killed_sender_fails_the_receive(t: TransportSubject) -> None:
+    """SIGKILL while the receiver waits for a bucket."""
+    peer, receiver = t.join_sending_peer()
+    (receive,) = t.start_receives([receiver], bucket_of(torch.zeros(10)), 2.0)
+    time.sleep(0.2)
+    peer.kill()
+    error = failure_of(receive, 2.0 + SLACK_S)
+    t.note(timeout_s=2.0, seconds=receive.ending(0.0).seconds, message=str(error))
+
+
+def a_bucket_cut_short_is_not_received(t: TransportSubject) -> None:
+    """The sender is killed when only a part of 64 MB can have left it."""
+    bucket = bucket_of(torch.zeros(_BIG, dtype=torch.float64))
+    peer, receiver = t.join_sending_peer(bucket.specs[0])
+    time.sleep(0.4)
+    peer.kill()
+    (receive,) = t.start_receives([receiver], bucket, 2.0)
+    error = failure_of(receive, 2.0 + SLACK_S)
+    t.note(size_bytes=bucket.tensors[0].nbytes, seconds=receive.ending(0.0).seconds, message=str(error))
+
+
+def the_survivors_form_a_new_group(t: TransportSubject) -> None:
+    """One of two receivers is killed; the other goes on with the same sender."""
+    peer, (survivor,) = t.form_with_peer(others=1)
+    peer.kill()
+    bucket = bucket_of(torch.randn(1000))
+    calls: list[PendingCall[Any]] = [
+        *t.start_receives([survivor], bucket, _TIMEOUT_S),
+        t.start_send(bucket, _TIMEOUT_S),
+    ]
+    endings = [call.ending(_TIMEOUT_S + SLACK_S) for call in calls]
+    survivor.abort()
+    started = time.monotonic()
+    ((arrived,),) = t.transfer(t.form(timeout_s=2.0), bucket)
+    t.note(in_the_old_group=[ending.words for ending in endings], new_group_seconds=time.monotonic() - started)
+    require(bytes_of(arrived).equal(bytes_of(bucket.tensors[0])), "the first bucket of the new group arrived changed")
+
+
+def calls_out_of_turn_raise_transfer_error(t: TransportSubject) -> None:
+    """Without a group: sender and receiver before they joined, and after they gave up."""
+    bucket = bucket_of(torch.zeros(3))
+    messages = {}
+
+    def refused(what: str, call: Callable[[], Any]) -> None:
+        messages[what] = str(failure_of(t.start(call, what), SLACK_S))
+
+    refused("join before specs", t.sender.join)
+    refused("send before specs", lambda: t.sender.send(bucket, 0.5))
+    (spec,) = t.specs([1])
+    receiver = t.receiver(spec)
+    refused("send before join", lambda: t.sender.send(bucket, 0.5))
+    refused("receive before join", lambda: receiver.receive(bucket.specs, 0.5))
+    (receiver,) = t.form()
+    for end in (receiver, t.sender):
+        end.abort()
+    refused("receive after abort", lambda: receiver.receive(bucket.specs, 0.5))
+    refused("send after abort", lambda: t.sender.send(bucket, 0.5))
+    t.note(messages=messages)
+    require(all(messages.values()), "the error of a call out of turn says nothing")
+
+
+def errors_name_what_was_being_done(t: TransportSubject) -> None:
+    """A join, a receive and, if it fails at all, a send that end by their timeouts."""
+    (spec,) = t.specs([1], 0.3)
+    joining = failure_of(t.start(t.receiver(spec).join, "the join"), 0.3 + SLACK_S)
+    (receiver,) = t.form()
+    bucket = bucket_of(torch.ones(_BIG, dtype=torch.float64), index=7)
+    sending = t.start_send(bucket, 0.3).ending(0.3 + SLACK_S)
+    receiver.abort()
+    (receiver,) = t.form()
+    specs = bucket_of(torch.zeros(3)).specs
+    receiving = failure_of(t.start(lambda: receiver.receive(specs, 0.3), "the receive"), 0.3 + SLACK_S)
+    messages = {"join": str(joining), "receive": str(receiving)}
+    if sending.error is not None:
+        messages["send"] = str(sending.error)
+    t.note(messages=messages)
+    for call, message in messages.items():
+        named = any(word in message.lower() for word in _WORDS[call])
+        require(named, f"the error of a failed {call} names none of {', '.join(_WORDS[call])}: {message!r}")
+    if "send" in messages:
+        require(
+            "7" in messages["send"], f"the error of a failed send of bucket 7 does not name it: {messages['send']!r}"
+        )
+
+
+def _require_timely_failure(t: TransportSubject, call: Callable[[], Any], what: str) -> None:
+    pending = t.start(call, what)
+    error = failure_of(pending, _TIMEOUT_S + SLACK_S)
+    seconds = pending.ending(0.0).seconds
+    t.note(timeout_s=_TIMEOUT_S, seconds=seconds, message=str(error))
+    require(seconds > _TIMEOUT_S / 2, f"it gave up after {seconds:.2f} of {_TIMEOUT_S} s")
+
+
+def _note_legal_ending(t: TransportSubject, ending: Ending[None]) -> None:
+    """A send may return, which says only that the bytes left, or raise `TransferError`."""
+    t.note(ending=ending.words, seconds=ending.seconds)
+    legal = ending.error is None or isinstance(ending.error, TransferError)
+    require(legal, f"a send that fails was to raise TransferError: {ending.words}")
+
+
+CHECKS = (
+    Check(
+        id="T-18",
+        level="failures",
+        sentence="A receiver whose sender does not join gets TransferError when its timeout is over, not before.",
+        look_at="join of the receiver: the timeout_s of its spec, in every step of it",
+        function=a_join_without_a_sender_ends,
+    ),
+    Check(
+        id="T-19",
+        level="failures",
+        sentence="A sender that waits for a rank in vain gets TransferError when its timeout is over, as do the rest.",
+        look_at="join of the sender: the timeout_s given to specs",
+        function=a_join_without_receivers_ends,
+    ),
+    Check(
+        id="T-20",
+        level="failures",
+        sentence="A receive of what is not sent raises TransferError when its own timeout is over.",
+        look_at="receive: its timeout_s, not the group's",
+        function=a_receive_without_a_send_ends,
+    ),
+    Check(
+        id="T-21",
+        level="failures",
+        sentence="A timeout below a millisecond is a timeout.",
+        look_at="timeouts that are rounded down to 0, which many backends take for none",
+        function=a_timeout_of_nearly_nothing_is_one,
+    ),
+    Check(
+        id="T-22",
+        level="failures",
+        sentence="A send to a receiver that was killed ends within its timeout.",
+        look_at="send: connections that were reset",
+        function=a_killed_receiver_does_not_hold_the_sender,
+        deadline_s=30.0,
+    ),
+    Check(
+        id="T-23",
+        level="failures",
+        sentence="A send to a receiver that stands still ends within its timeout.",
+        look_at="send: its timeout_s while the socket takes no more bytes",
+        function=a_stopped_receiver_does_not_hold_the_sender,
+        deadline_s=30.0,
+    ),
+    Check(
+        id="T-24",
+        level="failures",
+        sentence="A receive whose sender is killed raises TransferError within its timeout.",
+        look_at="receive: connections that were closed",
+        function=a_killed_sender_fails_the_receive,
+        deadline_s=30.0,
+    ),
+    Check(
+        id="T-25",
+        level="failures",
+        sentence="A bucket of which only a part arrives is not received: TransferError.",
+        look_at="receive: reads that end early",
+        function=a_bucket_cut_short_is_not_received,
+        deadline_s=30.0,
+    ),
+    Check(
+        id="T-26",
+        level="failures",
+        sentence="After a receiver died, the same sender forms a new group with the survivors and bytes arrive.",
+        look_at="specs of the sender: what is left of the old group",
+        function=the_survivors_form_a_new_group,
+        deadline_s=40.0,
+    ),
+    Check(
+        id="T-27",
+        level="failures",
+        sentence="A call without a group raises TransferError.",
+        look_at="join, send and receive before the call they need, and after abort",
+        function=calls_out_of_turn_raise_transfer_error,
+    ),
+    Check(
+        id="T-28",
+        level="failures",
+        sentence="The message of a TransferError names what was being done, and of a send which bucket.",
+        look_at="where lower errors are translated",
+        function=errors_name_what_was_being_done,
+    ),
+)

@@ -1,0 +1,170 @@
+"""Checks of opening and forming the group that weights travel in."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any
+
+import torch
+import torch.distributed
+
+from inflight.conformance.checks import Check, require
+from inflight.conformance.transport.calls import SLACK_S, results
+from inflight.conformance.transport.sockets import is_loopback, is_wildcard, listening
+from inflight.conformance.transport.subject import FORM_S, RUN_ID, TransportSubject, bucket_of, bytes_of
+from inflight.contracts import WeightReceiver, WeightSender
+
+
+def specs_give_disjoint_consecutive_ranks(t: TransportSubject) -> None:
+    """Endpoints of 1, 2 and 3 ranks get 1, then 2 and 3, then 4 to 6."""
+    counts = [1, 2, 3]
+    specs = t.sender.specs(RUN_ID, counts, 2.0)
+    t.note(num_ranks=counts, ranks=[spec.rank for spec in specs], world_sizes=[spec.world_size for spec in specs])
+    require([spec.rank for spec in specs] == [1, 2, 4], "the endpoints' first ranks were to be 1, 2 and 4")
+    require(all(spec.world_size == 7 for spec in specs), "the world was to be 7 ranks for every endpoint")
+    places = {(spec.run_id, spec.group_name, spec.master_address, spec.master_port) for spec in specs}
+    require(len(places) == 1, f"the endpoints were sent to {len(places)} groups, not to one")
+    require(specs[0].run_id == RUN_ID, f"run_id was to be {RUN_ID!r}, not {specs[0].run_id!r}")
+    require(all(spec.timeout_s == 2.0 for spec in specs), "the specs were to carry the timeout of 2 s")
+
+
+def each_call_of_specs_opens_another_group(t: TransportSubject) -> None:
+    """No spec of one call leads where a spec of the other leads."""
+    first, second = (t.sender.specs(RUN_ID, [1], 2.0)[0] for _ in range(2))
+    t.note(names=[first.group_name, second.group_name], ports=[first.master_port, second.master_port])
+    require(
+        first.group_name != second.group_name,
+        f"both calls named the group {first.group_name!r}: a late rank of the first would join the second",
+    )
+
+
+def an_open_group_listens_on_its_own_address(t: TransportSubject) -> None:
+    """What this process listens on in addition, once a group is formed."""
+    before = listening()
+    (spec,) = t.specs([1])
+    receiver = t.receiver(spec)
+    results(t.start_joins([receiver]), FORM_S + SLACK_S)
+    added = sorted(listening() - before)
+    t.note(master_address=spec.master_address, listening=[f"{address} port {port}" for address, port in added])
+    wide = [address for address, _ in added if is_wildcard(address)]
+    require(not wide, f"it listens on every address of the machine: {wide}")
+    if is_loopback(spec.master_address):
+        outside = [address for address, _ in added if not is_loopback(address)]
+        require(not outside, f"the group's address is loopback, and it listens on {outside}")
+
+
+def sender_and_one_receiver_form_a_group(t: TransportSubject) -> None:
+    """And one bucket arrives in it."""
+    (receiver,) = t.form()
+    tensor = torch.arange(5, dtype=torch.float32)
+    started = time.monotonic()
+    ((arrived,),) = t.transfer([receiver], bucket_of(tensor))
+    t.note(first_bucket_seconds=time.monotonic() - started)
+    require(bytes_of(arrived).equal(bytes_of(tensor)), "the first bucket arrived changed")
+
+
+def three_receivers_join_in_any_order(t: TransportSubject) -> None:
+    """Every choice of the two ranks that come first; two of the receivers belong to one endpoint."""
+    slowest_s = 0.0
+    for first, second in itertools.permutations(range(4), 2):
+        receivers = [t.receiver(spec) for spec in t.specs([1, 2])]
+        ends: list[WeightSender | WeightReceiver] = [t.sender, *receivers]
+        order = [first, second, *(rank for rank in range(4) if rank not in (first, second))]
+        joins = []
+        for rank in order:
+            joins.append(t.start(ends[rank].join, f"the join of rank {rank}, in the order {order}"))
+            time.sleep(0.005)
+        results(joins, FORM_S + SLACK_S)
+        slowest_s = max(slowest_s, *(join.ending(0.0).seconds for join in joins))
+        for receiver in receivers:
+            receiver.abort()
+    t.note(num_orders=12, slowest_join_seconds=slowest_s)
+
+
+def a_join_waits_for_every_rank(t: TransportSubject) -> None:
+    """The last of three receivers comes half a second late."""
+    receivers = [t.receiver(spec) for spec in t.specs([1, 1, 1])]
+    early = t.start_joins(receivers[:2])
+    time.sleep(0.5)
+    over = [join.what for join in early if join.has_ended()]
+    t.note(ended_before_the_last_rank_came=over)
+    require(not over, f"ended although a rank was still to come: {', '.join(over)}")
+    results([t.start(receivers[2].join, "the late receiver's join"), *early], FORM_S + SLACK_S)
+
+
+def torchs_default_group_is_left_alone(t: TransportSubject) -> None:
+    """Before, while a group is formed, and after it was given up."""
+    seen = [_has_default_group()]
+    receivers = t.form()
+    seen.append(_has_default_group())
+    t.transfer(receivers, bucket_of(torch.zeros(1)))
+    seen.append(_has_default_group())
+    for receiver in receivers:
+        receiver.abort()
+    t.sender.abort()
+    seen.append(_has_default_group())
+    t.note(default_group_exists=dict(zip(("before", "formed", "used", "given up"), seen, strict=True)))
+    require(len(set(seen)) == 1, "torch's default process group came or went, and the trainer needs it for itself")
+
+
+def _has_default_group() -> bool:
+    distributed: Any = torch.distributed
+    return bool(distributed.is_initialized())
+
+
+CHECKS = (
+    Check(
+        id="T-01",
+        level="group",
+        sentence="specs gives each endpoint as many consecutive ranks as it takes, from 1 on, in one group with the "
+        "sender as rank 0.",
+        look_at="specs of the sender: rank i starts at 1 + sum(num_ranks[:i]), world_size is 1 + sum(num_ranks)",
+        function=specs_give_disjoint_consecutive_ranks,
+    ),
+    Check(
+        id="T-02",
+        level="group",
+        sentence="Each call of specs opens a group of another name, into which no rank of an earlier one can come.",
+        look_at="group_name in specs of the sender",
+        function=each_call_of_specs_opens_another_group,
+    ),
+    Check(
+        id="T-03",
+        level="group",
+        sentence="An open group listens on the address in its specs and on no wider one; loopback stays loopback.",
+        look_at="what the store and the group's own sockets are bound to, on either end",
+        function=an_open_group_listens_on_its_own_address,
+        needs=("/proc",),
+    ),
+    Check(
+        id="T-04",
+        level="group",
+        sentence="A sender and one receiver that join at the same time form the group.",
+        look_at="join of either end",
+        function=sender_and_one_receiver_form_a_group,
+    ),
+    Check(
+        id="T-05",
+        level="group",
+        sentence="The ranks of several endpoints form the group in whatever order they come.",
+        look_at="join of either end: does one rank wait for another before it says that it is there?",
+        function=three_receivers_join_in_any_order,
+        needs=("3 receivers",),
+    ),
+    Check(
+        id="T-06",
+        level="group",
+        sentence="join blocks until every rank has joined.",
+        look_at="join of either end: some backends connect only at their first operation",
+        function=a_join_waits_for_every_rank,
+        needs=("3 receivers",),
+    ),
+    Check(
+        id="T-07",
+        level="group",
+        sentence="torch's default process group is neither made, used nor destroyed.",
+        look_at="calls of torch.distributed.init_process_group and destroy_process_group",
+        function=torchs_default_group_is_left_alone,
+    ),
+)

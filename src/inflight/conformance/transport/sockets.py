@@ -1,0 +1,60 @@
+"""Which addresses this process listens on, as Linux tells in /proc."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import sys
+from pathlib import Path
+
+_LISTEN = "0A"
+
+
+def can_tell() -> bool:
+    """Return whether this system tells."""
+    return Path("/proc/net/tcp").exists()
+
+
+def listening() -> set[tuple[str, int]]:
+    """Return address and port of every TCP socket that this process listens on."""
+    inodes = set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            inodes.add(os.readlink(f"/proc/self/fd/{descriptor}").removeprefix("socket:[").removesuffix("]"))
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        if not Path(table).exists():
+            continue
+        for line in Path(table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == _LISTEN and fields[9] in inodes:
+                address, _, port = fields[1].partition(":")
+                found.add((_address(address), int(port, 16)))
+    return found
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether an address reaches this machine only."""
+    if address == "localhost":
+        return True
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    mapped = getattr(parsed, "ipv4_mapped", None)
+    return (mapped or parsed).is_loopback
+
+
+def is_wildcard(address: str) -> bool:
+    """Return whether an address stands for every one of the machine."""
+    parsed = ipaddress.ip_address(address)
+    return (getattr(parsed, "ipv4_mapped", None) or parsed).is_unspecified
+
+
+def _address(digits: str) -> str:
+    """Return the address that /proc writes as words of four bytes in the machine's order."""
+    words = bytes.fromhex(digits)
+    if sys.byteorder == "little":
+        words = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
+    return str(ipaddress.ip_address(words))

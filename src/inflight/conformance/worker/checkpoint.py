@@ -1,0 +1,283 @@
+"""Checks of `save` and `load`: what comes back, on how many ranks, and what a failure leaves."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+from functools import partial
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+
+from inflight.conformance.checks import Check, require, skip
+from inflight.conformance.worker.batches import accumulate, make_batch, part_of
+from inflight.conformance.worker.gathering import compare_changes, differing, gathered
+from inflight.conformance.worker.reference import Reference
+from inflight.conformance.worker.refusals import error_of, words_of
+from inflight.conformance.worker.subject import WorkerSubject
+from inflight.contracts import TrainerWorker
+from inflight.errors import CheckpointError
+from inflight.types import StepResult
+
+_LENGTHS = (9, 12, 5, 7)
+
+
+def load_brings_back_weights_and_version(subject: WorkerSubject) -> None:
+    """Two steps, saved; loaded by a new worker and by the old one two steps later."""
+    worker, path = subject.create(), subject.fresh_path("saved")
+    _train(worker, subject, 0, 1)
+    worker.save(path)
+    saved = gathered(worker)
+    _train(worker, subject, 2, 3)
+    for name, other in {"a new worker": subject.create(), "the worker that went on": worker}.items():
+        other.load(path)
+        changed, version = differing(saved, gathered(other)), other.version
+        subject.note(**{f"version ({name})": version, f"differing tensors ({name})": len(changed)})
+        subject.require_on_all_ranks(version == 2, f"{name} is at version {version} after loading version 2")
+        subject.require_on_all_ranks(not changed, f"{name} has other weights than were saved: {changed[:5]}")
+
+
+def training_goes_on_after_a_load(subject: WorkerSubject) -> None:
+    """A worker that is saved and goes on, and a new one that is loaded: two more steps of each."""
+    steady, path = subject.create(), subject.fresh_path("resumed")
+    _train(steady, subject, 0, 1)
+    steady.save(path)
+    start = gathered(steady)
+    resumed = subject.create()
+    resumed.load(path)
+    expected, found = _train(steady, subject, 2, 3), _train(resumed, subject, 2, 3)
+    rates = {"without": expected.learning_rate, "with": found.learning_rate}
+    subject.note(learning_rates=rates, versions=[expected.version, found.version])
+    weights, expected_weights = gathered(resumed), gathered(steady)
+    require(
+        found.version == expected.version, f"the resumed worker is at version {found.version}, not {expected.version}"
+    )
+    require(rates["with"] == rates["without"], f"the learning rate with and without a resume in between: {rates}")
+    if subject.rank == 0:
+        compare_changes(subject, start, expected_weights, weights, "two steps with and without a resume before them")
+
+
+def a_saved_directory_is_a_checkpoint(subject: WorkerSubject) -> None:
+    """transformers loads it, without a missing or an unknown tensor; tied and untied."""
+    for tied in (False, True):
+        worker, path = subject.create(tied=tied), subject.fresh_path(f"exported-{tied}")
+        _train(worker, subject, 0)
+        worker.save(path)
+        weights = gathered(worker)
+        subject.ranks.meet()
+        if subject.rank == 0:
+            kind = "tied" if tied else "untied"
+            subject.note(
+                **{f"files ({kind})": sorted(str(f.relative_to(path)) for f in path.rglob("*") if f.is_file())}
+            )
+            lost = _stored(path).keys() ^ weights.keys()
+            require(
+                not lost,
+                f"{kind}: tensors of the directory and of gather_weights() are not the same: {sorted(lost)[:5]}",
+            )
+            exported, batch = Reference(path), make_batch((20,), seed=180)
+            found = exported.logprobs(batch)
+            exported.put(weights)
+            apart = float((found - exported.logprobs(batch)).abs().max().detach())
+            subject.note(**{f"largest_difference ({kind})": apart})
+            require(
+                apart <= subject.tolerance.logprob,
+                f"{kind}: its logprobs differ from those of the worker by {apart:.2e}",
+            )
+        subject.ranks.meet()
+
+
+def save_on_all_ranks(subject: WorkerSubject) -> None:
+    """Leave a checkpoint of all ranks, and the weights that it holds."""
+    if subject.world_size == 1:
+        skip("it speaks of several ranks, and there is one")
+    _save_with_weights(subject, "all-ranks")
+
+
+def one_rank_resumes(subject: WorkerSubject) -> None:
+    """Load what all ranks saved."""
+    _load_with_weights(subject, "all-ranks")
+
+
+def save_on_one_rank(subject: WorkerSubject) -> None:
+    """Leave a checkpoint of one rank, and the weights that it holds."""
+    _save_with_weights(subject, "single-rank")
+
+
+def all_ranks_resume(subject: WorkerSubject) -> None:
+    """Load what one rank saved."""
+    if subject.world_size == 1:
+        skip("it speaks of several ranks, and there is one")
+    _load_with_weights(subject, "single-rank")
+
+
+def a_broken_checkpoint_changes_nothing(subject: WorkerSubject) -> None:
+    """Each larger file of a checkpoint cut off in turn, and a path where nothing is."""
+    worker, good = subject.create(), subject.fresh_path("good")
+    _train(worker, subject, 0)
+    worker.save(good)
+    _train(worker, subject, 1)
+    before = gathered(worker)
+    broken = [subject.fresh_path("nowhere")]
+    for number, file in enumerate(_large_files(good)):
+        broken.append(subject.fresh_path(f"broken-{number}"))
+        if subject.rank == 0:
+            shutil.copytree(good, broken[-1])
+            (broken[-1] / file).write_bytes((good / file).read_bytes()[: (good / file).stat().st_size // 2])
+        subject.ranks.meet()
+    for path in broken:
+        error = error_of(partial(worker.load, path))
+        changed, version = differing(before, gathered(worker)), worker.version
+        subject.note(**{path.name: words_of(error)})
+        refused = isinstance(error, CheckpointError)
+        subject.require_on_all_ranks(refused, f"{path.name}: load() gives {words_of(error)}, not CheckpointError")
+        subject.require_on_all_ranks(
+            version == 2 and not changed, f"{path.name}: version {version} and changed tensors {changed[:5]} are left"
+        )
+    require(len(broken) > 1, "save() wrote no file that could be cut off")
+
+
+def a_failed_save_leaves_the_previous_checkpoint(subject: WorkerSubject) -> None:
+    """A second save over the first, while no file may grow as large as the largest one."""
+    worker, path = subject.create(), subject.fresh_path("kept")
+    _train(worker, subject, 0)
+    worker.save(path)
+    saved = gathered(worker)
+    _train(worker, subject, 1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    sizes = [(path / file).stat().st_size for file in _large_files(path)]
+    subject.ranks.meet()
+    if sizes:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3 * max(sizes) // 4, limits[1]))
+    try:
+        error = error_of(partial(worker.save, path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    subject.ranks.meet()
+    subject.note(error=words_of(error), limit_bytes=3 * max(sizes, default=0) // 4)
+    again = subject.create()
+    load_error = error_of(partial(again.load, path))
+    subject.note(load_error=words_of(load_error), version=again.version)
+    problem = ""
+    if not isinstance(error, CheckpointError):
+        problem = f"a save that cannot be written gives {words_of(error)}, not CheckpointError"
+    elif load_error is not None:
+        problem = f"after a failed save the checkpoint before it does not load: {words_of(load_error)}"
+    elif again.version != 1:
+        problem = f"after a failed save of version 2 over version 1, version {again.version} is loaded"
+    subject.require_on_all_ranks(not problem, problem)
+    changed = differing(saved, gathered(again))
+    subject.require_on_all_ranks(not changed, f"after a failed save, other weights are loaded: {changed[:5]}")
+    worker.save(path)
+    again.load(path)
+    require(again.version == 2, f"a save after the failed one is loaded as version {again.version}, not 2")
+
+
+def _train(worker: TrainerWorker, subject: WorkerSubject, *seeds: int) -> StepResult:
+    """Take a step per seed over segments that ranks share out; return the last one's result."""
+    for seed in seeds:
+        whole = make_batch(_LENGTHS, seed=200 + seed)
+        accumulate(worker, [part_of(whole, range(subject.rank, len(_LENGTHS), subject.world_size))])
+        result = worker.step()
+    return result
+
+
+def _save_with_weights(subject: WorkerSubject, name: str) -> None:
+    """Leave a checkpoint after two steps, with the weights of then and of two steps later."""
+    worker, path = subject.create(), subject.fresh_path(name)
+    facts = subject.fresh_path(f"{name}-facts")
+    _train(worker, subject, 0, 1)
+    worker.save(path)
+    saved = gathered(worker)
+    _train(worker, subject, 2, 3)
+    later = gathered(worker)
+    if subject.rank == 0:
+        facts.mkdir()
+        save_file(saved, facts / "saved.safetensors")
+        save_file(later, facts / "later.safetensors")
+
+
+def _load_with_weights(subject: WorkerSubject, name: str) -> None:
+    """Fail unless what was saved comes back, and two more steps lead where they led those who saved it."""
+    worker, facts = subject.create(), subject.directory / f"{name}-facts"
+    worker.load(subject.directory / name)
+    version, loaded = worker.version, gathered(worker)
+    _train(worker, subject, 2, 3)
+    later = gathered(worker)
+    subject.note(version=version)
+    require(version == 2, f"version 2 was saved and version {version} was loaded")
+    if subject.rank == 0:
+        saved = load_file(facts / "saved.safetensors")
+        changed = differing(saved, loaded)
+        require(not changed, f"other weights were loaded than were saved: {changed[:5]}")
+        compare_changes(subject, saved, load_file(facts / "later.safetensors"), later, "two steps after the load")
+
+
+def _large_files(directory: Path) -> list[Path]:
+    """Return the files that hold tensors, as far as sizes tell: those of at least a tenth of the largest."""
+    sizes = {file.relative_to(directory): file.stat().st_size for file in directory.rglob("*") if file.is_file()}
+    return sorted(file for file, size in sizes.items() if size * 10 >= max(sizes.values()))
+
+
+def _stored(directory: Path) -> dict[str, object]:
+    """Return the tensors of the safetensors files beside config.json, which is where servers look."""
+    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+CHECKS = (
+    Check(
+        id="W-35",
+        level="checkpoint",
+        sentence="load() brings back the weights, bit for bit, and the version that save() wrote.",
+        look_at="weights are saved in the dtype they are trained in; the version is part of the checkpoint",
+        function=load_brings_back_weights_and_version,
+    ),
+    Check(
+        id="W-36",
+        level="checkpoint",
+        sentence="load() brings back optimizer and schedule: steps after it are those that would have come without.",
+        look_at="the optimizer's moments and its count of steps, the schedule's position",
+        function=training_goes_on_after_a_load,
+    ),
+    Check(
+        id="W-37",
+        level="checkpoint",
+        sentence="A saved directory is a Hugging Face checkpoint: config.json and safetensors, under the same names.",
+        look_at="config.json, names of tensors, one copy of tied ones; optimizer files not beside the weights",
+        function=a_saved_directory_is_a_checkpoint,
+    ),
+    Check(
+        id="W-38",
+        level="checkpoint",
+        sentence="What many ranks saved, one rank resumes.",
+        look_at="state that is saved as a rank's shards; seeds, schedules and counters per rank",
+        function=save_on_all_ranks,
+        after=one_rank_resumes,
+        deadline_s=30.0,
+    ),
+    Check(
+        id="W-39",
+        level="checkpoint",
+        sentence="What one rank saved, many ranks resume.",
+        look_at="each rank cuts its own shard from full tensors, with rows that do not share out evenly",
+        function=all_ranks_resume,
+        before=save_on_one_rank,
+        deadline_s=30.0,
+    ),
+    Check(
+        id="W-40",
+        level="checkpoint",
+        sentence="load() of a broken checkpoint raises CheckpointError, and nothing was loaded.",
+        look_at="weights or counters that are replaced before everything was read and found to fit",
+        function=a_broken_checkpoint_changes_nothing,
+        deadline_s=30.0,
+    ),
+    Check(
+        id="W-41",
+        level="checkpoint",
+        sentence="save() that fails raises CheckpointError on every rank; what was at the path before is still whole.",
+        look_at="write beside the old directory, rename once everything is on disk, tell the other ranks of a failure",
+        function=a_failed_save_leaves_the_previous_checkpoint,
+        deadline_s=30.0,
+    ),
+)

@@ -1,0 +1,77 @@
+"""Checks of what a worker says of itself."""
+
+from __future__ import annotations
+
+from safetensors import safe_open
+
+from inflight.conformance.checks import Check, require
+from inflight.conformance.worker.subject import SEVERAL_RANKS, WorkerSubject
+
+
+def ranks_and_version_are_known(subject: WorkerSubject) -> None:
+    """A new worker says its rank, the number of ranks, and version 0."""
+    worker = subject.create()
+    said = [worker.rank, worker.world_size, worker.version]
+    everyone = subject.ranks.exchange(said)
+    subject.note(rank_world_size_and_version=everyone)
+    require(
+        said == [subject.rank, subject.world_size, 0],
+        f"it says rank {said[0]} of {said[1]} at version {said[2]}; it is rank {subject.rank} of {subject.world_size}, "
+        "and no step was taken",
+    )
+
+
+def specs_do_not_communicate(subject: WorkerSubject) -> None:
+    """Only rank 0 asks for the specs, and must get them."""
+    worker = subject.create()
+    subject.ranks.meet()
+    num_specs = len(worker.parameter_specs()) if subject.rank == 0 else 0
+    subject.ranks.meet()
+    subject.note(num_specs=num_specs)
+
+
+def specs_are_those_of_the_checkpoint(subject: WorkerSubject) -> None:
+    """Names and shapes are those of the safetensors files, each once, and the same on all ranks."""
+    for tied in (False, True):
+        worker = subject.create(tied=tied)
+        specs = [(spec.name, spec.dtype, list(spec.shape)) for spec in worker.parameter_specs()]
+        everyone = subject.ranks.exchange(specs)
+        with safe_open(subject.model(tied=tied) / "model.safetensors", framework="pt") as stored:
+            shapes = {name: stored.get_slice(name).get_shape() for name in stored.keys()}  # noqa: SIM118
+        names = [name for name, _, _ in specs]
+        subject.note(**{"num_specs_tied" if tied else "num_specs": len(specs), "dtype": specs[0][1] if specs else ""})
+        lost, more = sorted(set(shapes) - set(names)), sorted(set(names) - set(shapes))
+        kind = "tied model" if tied else "untied model"
+        require(not lost and not more, f"{kind}: missing {lost[:5]}, unknown to the checkpoint {more[:5]}")
+        require(len(set(names)) == len(names), f"{kind}: a name occurs more than once")
+        other = [f"{name} is {shape}, stored {shapes[name]}" for name, _, shape in specs if shape != shapes[name]]
+        require(not other, f"{kind}: shapes are not the full ones: {other[:5]}")
+        strange = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
+        require(not strange, f"{kind}: the specs of ranks {strange} are not those of rank 0")
+
+
+CHECKS = (
+    Check(
+        id="W-01",
+        level="discovery",
+        sentence="A worker says its rank, the number of ranks, and the number of optimizer steps behind its weights.",
+        look_at="rank, world_size and version of the worker; the version of a new one is 0",
+        function=ranks_and_version_are_known,
+    ),
+    Check(
+        id="W-02",
+        level="discovery",
+        sentence="parameter_specs() never communicates: one rank alone may call it.",
+        look_at="a collective inside of parameter_specs: gathering to learn shapes, a barrier, a broadcast of names",
+        function=specs_do_not_communicate,
+        deadline_s=10.0,
+        needs=(SEVERAL_RANKS,),
+    ),
+    Check(
+        id="W-03",
+        level="discovery",
+        sentence="parameter_specs() gives the checkpoint's names with their full shapes, the same on every rank.",
+        look_at="prefixes of wrappers in names, shapes of shards, a head that is tied and stored once",
+        function=specs_are_those_of_the_checkpoint,
+    ),
+)

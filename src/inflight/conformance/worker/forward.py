@@ -1,0 +1,170 @@
+"""Checks of `forward`: the logprobs of one segment.
+
+Shape suffixes: T packed tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from inflight.conformance.checks import Check, require
+from inflight.conformance.worker.batches import every_target, loss_of, make_batch
+from inflight.conformance.worker.reference import Reference
+from inflight.conformance.worker.subject import VOCAB_SIZE, WorkerSubject
+from inflight.types import MicroBatch
+
+
+def logprobs_equal_transformers(subject: WorkerSubject) -> None:
+    """An untied model at temperature 1."""
+    _compare(subject, make_batch((40,), seed=1), tied=False)
+
+
+def logprobs_of_a_tied_model(subject: WorkerSubject) -> None:
+    """A model whose head is its embedding."""
+    _compare(subject, make_batch((40,), seed=2), tied=True)
+
+
+def each_token_has_its_own_temperature(subject: WorkerSubject) -> None:
+    """Temperatures from 0.5 to 1.5, mixed within one segment."""
+    batch = make_batch((40,), seed=3, temperature=None)
+    plain = Reference(subject.model()).logprobs(replace(batch, temperature_T=torch.ones(40)))
+    found = subject.create().forward(batch).detach().double()
+    subject.note(
+        difference_to_temperature_1=_largest(found - plain),
+        difference_to_division_of_logprobs=_largest(found - plain / batch.temperature_T),
+    )
+    _compare(subject, batch, tied=False, found=found)
+
+
+def logprobs_are_target_aligned(subject: WorkerSubject) -> None:
+    """Another token at index k changes the logprob at k, and none before it."""
+    k = 17
+    worker, batch = subject.create(), every_target(make_batch((40,), seed=4))
+    token_ids_T = batch.token_ids_T.clone()
+    token_ids_T[k] = (token_ids_T[k] + 1) % VOCAB_SIZE
+    with torch.no_grad():
+        change_T = (worker.forward(replace(batch, token_ids_T=token_ids_T)) - worker.forward(batch)).double().abs()
+    subject.note(
+        changed_index=k, first_change=int((change_T > subject.tolerance.logprob).int().argmax()),
+        change_before=_largest(change_T[:k]), change_at=float(change_T[k]),
+    )  # fmt: skip
+    require(
+        _largest(change_T[:k]) <= subject.tolerance.logprob,
+        f"another token at index {k} changes logprobs before it, by up to {_largest(change_T[:k]):.2e}: they are "
+        "shifted, or tokens see what comes after them",
+    )
+    require(change_T[k] > subject.tolerance.logprob, f"another token at index {k} leaves the logprob there as it was")
+
+
+def no_target_gives_zero(subject: WorkerSubject) -> None:
+    """Exactly 0.0 where the mask is false."""
+    batch = make_batch((20, 1, 9), seed=5)
+    logprobs_T = subject.create().forward(batch).detach()
+    others_T = logprobs_T[~batch.loss_mask_T]
+    subject.note(num_others=others_T.numel(), num_nonzero=int((others_T != 0).sum()))
+    require(bool((others_T == 0).all()), f"{int((others_T != 0).sum())} tokens that are no target have a logprob")
+    require(bool((logprobs_T[batch.loss_mask_T] < 0).all()), "there are targets without a logprob below 0")
+
+
+def logprobs_are_float32(subject: WorkerSubject) -> None:
+    """One float32 number per packed token, on the device of the batch."""
+    batch = make_batch((12, 5), seed=6)
+    logprobs_T = subject.create().forward(batch)
+    subject.note(dtype=str(logprobs_T.dtype), shape=list(logprobs_T.shape), device=str(logprobs_T.device))
+    wanted = torch.float64 if subject.tolerance.dtype == "float64" else torch.float32
+    require(logprobs_T.dtype == wanted, f"they are {logprobs_T.dtype}, not {wanted}")
+    require(tuple(logprobs_T.shape) == (17,), f"17 packed tokens give the shape {tuple(logprobs_T.shape)}")
+    device = batch.token_ids_T.device
+    require(logprobs_T.device == device, f"they are on {logprobs_T.device}, the batch is on {device}")
+
+
+def logprobs_are_differentiable(subject: WorkerSubject) -> None:
+    """A loss of them has a gradient that a step can take."""
+    worker, batch = subject.create(), make_batch((15,), seed=7)
+    logprobs_T = worker.forward(batch)
+    subject.note(requires_grad=logprobs_T.requires_grad)
+    require(logprobs_T.requires_grad, "nothing can be differentiated through the logprobs")
+    worker.backward(loss_of(logprobs_T, batch))
+    norm = worker.step().gradient_norm
+    subject.note(gradient_norm=norm)
+    require(norm > 0, f"the gradient norm of a loss of the logprobs is {norm}")
+
+
+def _compare(subject: WorkerSubject, batch: MicroBatch, *, tied: bool, found: torch.Tensor | None = None) -> None:
+    """Fail unless the targets' logprobs are those of transformers; say what they resemble."""
+    expected = Reference(subject.model(tied=tied)).logprobs(every_target(batch)).detach()
+    if found is None:
+        found = subject.create(tied=tied).forward(batch).detach().double()
+    require(found.shape == expected.shape, f"the shape is {tuple(found.shape)}, not {tuple(expected.shape)}")
+    mask_T = batch.loss_mask_T
+    difference_T = (found - expected)[mask_T].abs()
+    subject.note(
+        largest_difference=_largest(difference_T),
+        mean_difference=float(difference_T.mean()),
+        allowed=subject.tolerance.logprob,
+        difference_if_shifted_by_one=min(_largest((found - expected.roll(by))[mask_T]) for by in (-1, 1)),
+    )
+    require(
+        _largest(difference_T) <= subject.tolerance.logprob,
+        f"logprobs differ from transformers' by up to {_largest(difference_T):.2e} nats, "
+        f"{float(difference_T.mean()):.2e} on average",
+    )
+
+
+def _largest(difference: torch.Tensor) -> float:
+    return float(difference.abs().max())
+
+
+CHECKS = (
+    Check(
+        id="W-04",
+        level="forward",
+        sentence="forward() gives the logprobs that transformers computes from the same checkpoint.",
+        look_at="attention mask, position ids, half-precision arithmetic in the head, which row predicts which token",
+        function=logprobs_equal_transformers,
+    ),
+    Check(
+        id="W-05",
+        level="forward",
+        sentence="forward() of a model with tied embeddings computes its head with the embedding.",
+        look_at="tie_word_embeddings: whether the head is tied again after sharding, wrapping or loading",
+        function=logprobs_of_a_tied_model,
+    ),
+    Check(
+        id="W-06",
+        level="forward",
+        sentence="Each logprob is at its token's own temperature: log softmax of logits over temperature.",
+        look_at="temperature_T[t] divides the logits of the row that predicts token t; logprobs are not divided",
+        function=each_token_has_its_own_temperature,
+    ),
+    Check(
+        id="W-07",
+        level="forward",
+        sentence="Logprobs are target-aligned: index t holds log p(token t | earlier tokens of the same segment).",
+        look_at="row t - 1 of the logits predicts token t; a shift by one, a missing causal mask",
+        function=logprobs_are_target_aligned,
+    ),
+    Check(
+        id="W-08",
+        level="forward",
+        sentence="A logprob is exactly 0.0 where no target is.",
+        look_at="loss_mask_T: every index with a false mask, prompts and the first token of a segment among them",
+        function=no_target_gives_zero,
+    ),
+    Check(
+        id="W-09",
+        level="forward",
+        sentence="Logprobs are float32 (float64 of float64 models), one per packed token, on the batch's device.",
+        look_at="the cast after the head, a batch dimension that was left, and .to(batch.token_ids_T.device)",
+        function=logprobs_are_float32,
+    ),
+    Check(
+        id="W-10",
+        level="forward",
+        sentence="Logprobs are differentiable: backward() of a loss of them gives a gradient.",
+        look_at="no_grad, inference_mode or detach around the forward",
+        function=logprobs_are_differentiable,
+    ),
+)

@@ -1,0 +1,223 @@
+"""Checks of `gather_weights`: what is yielded, when, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from inflight.conformance.checks import Check, require
+from inflight.conformance.worker.batches import accumulate, every_target, make_batch
+from inflight.conformance.worker.gathering import differing, gathered, same_bits
+from inflight.conformance.worker.reference import Reference
+from inflight.conformance.worker.subject import SEVERAL_RANKS, WorkerSubject
+from inflight.contracts import TrainerWorker
+from inflight.types import MicroBatch
+from inflight.weights.buckets import plan_buckets
+from inflight.wire import TensorSpec
+
+_NUM_STEPS = 5
+
+
+def gathered_weights_follow_the_specs(subject: WorkerSubject) -> None:
+    """Buckets of about 4 KiB, on every rank."""
+    worker = subject.create()
+    specs = list(worker.parameter_specs())
+    plan = plan_buckets(specs, 4096)
+    found = list(worker.gather_weights(plan))
+    subject.note(num_buckets=len(found), num_tensors=sum(len(bucket.tensors) for bucket in found))
+    indexes = [bucket.index for bucket in found]
+    require(indexes == list(range(len(plan))), f"{len(plan)} buckets were asked for, these came: {indexes}")
+    yielded = [spec for bucket in found for spec in bucket.specs]
+    require(
+        yielded == specs, f"the specs of the buckets are not those of parameter_specs(): {_difference(yielded, specs)}"
+    )
+    if subject.rank == 0:
+        tensors = [tensor for bucket in found for tensor in bucket.tensors]
+        require(len(tensors) == len(specs), f"rank 0 got {len(tensors)} tensors for {len(specs)} specs")
+        got = [(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for tensor in tensors]
+        wrong = [
+            f"{spec.name} came as {dtype} {shape}, not {spec.dtype} {spec.shape}"
+            for spec, (dtype, shape) in zip(specs, got, strict=True)
+            if (spec.dtype, spec.shape) != (dtype, shape)
+        ]
+        require(not wrong, f"{len(wrong)} tensors are not as their specs say: {wrong[:3]}")
+
+
+def only_rank_0_holds_tensors(subject: WorkerSubject) -> None:
+    """Tensors per rank of one gather."""
+    worker = subject.create()
+    buckets = list(worker.gather_weights(plan_buckets(worker.parameter_specs(), 4096)))
+    num_tensors = subject.ranks.exchange(sum(len(bucket.tensors) for bucket in buckets))
+    subject.note(num_tensors_by_rank=num_tensors)
+    require(num_tensors[0] > 0, "rank 0 holds none")
+    require(not any(num_tensors[1:]), f"ranks hold {num_tensors} tensors")
+
+
+def gathered_weights_are_the_model(subject: WorkerSubject) -> None:
+    """After some steps, an untied model."""
+    _compare_with_forward(subject, tied=False)
+
+
+def tied_weights_travel_once(subject: WorkerSubject) -> None:
+    """After some steps, a model whose head is its embedding."""
+    _compare_with_forward(subject, tied=True)
+
+
+def bucket_plans_change_nothing(subject: WorkerSubject) -> None:
+    """One tensor per bucket, some tensors per bucket, one bucket for all."""
+    worker = subject.create()
+    accumulate(worker, [make_batch((14, 8), seed=120 + subject.rank)])
+    worker.step()
+    plans = {"one tensor": 1, "4 KiB": 4096, "20 KiB": 20480, "everything": 1 << 30}
+    found = {name: gathered(worker, size) for name, size in plans.items()}
+    for name, weights in found.items():
+        others = differing(found["one tensor"], weights)
+        subject.note(**{f"differing tensors ({name})": len(others)})
+        require(not others, f"buckets of {name} give other bytes than one tensor per bucket: {others[:5]}")
+
+
+def yielded_tensors_stay_valid(subject: WorkerSubject) -> None:
+    """Each bucket is compared with a copy of it once the next one was asked for."""
+    worker = subject.create()
+    before: list[tuple[torch.Tensor, torch.Tensor]] = []
+    changed, num_tensors = 0, 0
+    for bucket in worker.gather_weights(plan_buckets(worker.parameter_specs(), 1)):
+        changed += sum(not same_bits(tensor, copy) for tensor, copy in before)
+        before = [(tensor, tensor.detach().clone()) for tensor in bucket.tensors]
+        num_tensors += len(before)
+    changed += sum(not same_bits(tensor, copy) for tensor, copy in before)
+    subject.note(num_tensors=num_tensors, num_changed=changed)
+    require(not changed, f"{changed} of {num_tensors} tensors had changed when the bucket behind theirs was yielded")
+
+
+def a_step_leaves_what_was_gathered(subject: WorkerSubject) -> None:
+    """The tensors of the last two buckets, before and after three steps."""
+    worker = subject.create()
+    buckets = list(worker.gather_weights(plan_buckets(worker.parameter_specs(), 1)))[-2:]
+    kept = [(spec.name, t, t.detach().clone()) for b in buckets for spec, t in zip(b.specs, b.tensors, strict=False)]
+    for seed in range(3):
+        accumulate(worker, [make_batch((14, 8), seed=130 + 10 * seed + subject.rank)])
+        worker.step()
+    changed = [name for name, tensor, copy in kept if not same_bits(tensor, copy)]
+    subject.note(num_kept=len(kept), num_changed=len(changed))
+    require(not changed, f"steps changed tensors that had been yielded: {changed}")
+
+
+def every_gather_is_fresh(subject: WorkerSubject) -> None:
+    """Gathered, some steps, gathered again."""
+    _compare_with_forward(subject, tied=False, gather_first=True)
+
+
+def _compare_with_forward(subject: WorkerSubject, *, tied: bool, gather_first: bool = False) -> None:
+    """Fail unless transformers computes with the weights gathered after some steps what the worker computes.
+
+    The logprobs must be equal, and must have moved alike: after small steps, old weights still give equal logprobs.
+    """
+    worker, batch = subject.create(tied=tied), every_target(make_batch((25,), seed=110))
+    if gather_first:
+        gathered(worker)
+    start_T = _logprobs(worker, batch)
+    for seed in range(_NUM_STEPS):
+        accumulate(worker, [make_batch((14, 8), seed=111 + 10 * seed + subject.rank)])
+        worker.step()
+    end_T = _logprobs(worker, batch)
+    weights = gathered(worker)
+    if subject.rank != 0:
+        return
+    subject.note(num_tensors=len(weights), has_lm_head="lm_head.weight" in weights)
+    reference = Reference(subject.model(tied=tied))
+    with torch.no_grad():
+        expected_start_T = reference.logprobs(batch)
+        reference.put(weights)
+        expected_end_T = reference.logprobs(batch)
+    difference = float((end_T - expected_end_T).abs().max())
+    moved_T, expected_moved_T = end_T - start_T, expected_end_T - expected_start_T
+    moved, apart = float(moved_T.abs().max()), float((moved_T - expected_moved_T).abs().max())
+    allowed = max(0.02 * moved, 6 * float((start_T - expected_start_T).abs().max()))
+    subject.note(largest_difference=difference, logprobs_moved=moved, moved_apart=apart, allowed_apart=allowed)
+    require(
+        difference <= subject.tolerance.logprob,
+        f"transformers' logprobs under the gathered weights differ from forward()'s by {difference:.2e} nats",
+    )
+    require(
+        apart <= allowed,
+        f"{_NUM_STEPS} steps moved forward()'s logprobs by {moved:.2e}; the gathered weights move them otherwise, "
+        f"{apart:.2e} apart: some of them are old",
+    )
+
+
+@torch.no_grad()
+def _logprobs(worker: TrainerWorker, batch: MicroBatch) -> torch.Tensor:
+    return worker.forward(batch).double()
+
+
+def _difference(found: Sequence[TensorSpec], expected: Sequence[TensorSpec]) -> str:
+    if len(found) != len(expected):
+        return f"{len(found)} of {len(expected)}"
+    wrong = [f"{f.name} for {e.name}" for f, e in zip(found, expected, strict=True) if f != e]
+    return f"{len(wrong)} differ: {wrong[:3]}"
+
+
+_NAMES = "names and number of tensors: a head left out, a tied head sent twice or sent as it was at the start"
+
+CHECKS = (
+    Check(
+        id="W-26",
+        level="gather",
+        sentence="gather_weights() yields full tensors bucket by bucket, in the order and form of parameter_specs().",
+        look_at="one WeightBucket per bucket asked for, with its index and its specs; the cast to the wire dtype",
+        function=gathered_weights_follow_the_specs,
+        deadline_s=15.0,
+    ),
+    Check(
+        id="W-27",
+        level="gather",
+        sentence="Rank 0 holds the gathered tensors, the others none.",
+        look_at="full_tensor() gives the whole tensor to every rank: drop it on all but rank 0",
+        function=only_rank_0_holds_tensors,
+        needs=(SEVERAL_RANKS,),
+    ),
+    Check(
+        id="W-28",
+        level="gather",
+        sentence="The gathered weights are a checkpoint that computes what forward() computes.",
+        look_at=_NAMES,
+        function=gathered_weights_are_the_model,
+    ),
+    Check(
+        id="W-29",
+        level="gather",
+        sentence="Tied weights are gathered once, under the checkpoint's name, with their present values.",
+        look_at=_NAMES,
+        function=tied_weights_travel_once,
+    ),
+    Check(
+        id="W-30",
+        level="gather",
+        sentence="Any plan of buckets gives the same bytes.",
+        look_at="a staging buffer that tensors of one bucket share, offsets within a bucket",
+        function=bucket_plans_change_nothing,
+    ),
+    Check(
+        id="W-31",
+        level="gather",
+        sentence="A yielded tensor is valid until the bucket after the next one is asked for.",
+        look_at="staging memory: two buckets are alive at once, the one that is sent and the one that is gathered",
+        function=yielded_tensors_stay_valid,
+    ),
+    Check(
+        id="W-32",
+        level="gather",
+        sentence="Gathered tensors share no memory with the parameters: a step does not change what was yielded.",
+        look_at="a mesh of one rank, where gathering copies nothing; unsharded parameters such as norms",
+        function=a_step_leaves_what_was_gathered,
+    ),
+    Check(
+        id="W-33",
+        level="gather",
+        sentence="gather_weights() after a step yields the weights of that step.",
+        look_at="a copy kept from an earlier gather; parameters that were left whole by a forward before the step",
+        function=every_gather_is_fresh,
+    ),
+)

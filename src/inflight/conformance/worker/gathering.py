@@ -1,0 +1,59 @@
+"""Weights as a worker gives them out, and how two sets of them differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+from inflight.conformance.checks import fail, skip
+from inflight.conformance.worker.subject import WorkerSubject
+from inflight.contracts import TrainerWorker
+from inflight.weights.buckets import plan_buckets
+
+Weights = Mapping[str, torch.Tensor]
+
+
+def gathered(worker: TrainerWorker, bucket_bytes: int = 1) -> dict[str, torch.Tensor]:
+    """Return copies of the full weights on the CPU, by name; empty on ranks other than 0. Every rank calls this."""
+    found: dict[str, torch.Tensor] = {}
+    for bucket in worker.gather_weights(plan_buckets(worker.parameter_specs(), bucket_bytes)):
+        if bucket.tensors:
+            names = [spec.name for spec in bucket.specs]
+            found |= {n: t.detach().cpu().clone() for n, t in zip(names, bucket.tensors, strict=True)}
+    return found
+
+
+def differing(one: Weights, other: Weights) -> list[str]:
+    """Return the names of tensors that are not the same, bit for bit."""
+    names = [*one, *(name for name in other if name not in one)]
+    return [n for n in names if n not in one or n not in other or not same_bits(one[n], other[n])]
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors hold the same bytes in the same shape and dtype."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+def distance(one: Weights, other: Weights) -> float:
+    """Return the 2-norm of the difference over all tensors."""
+    return math.sqrt(sum(float((one[n].double() - other[n].double()).square().sum()) for n in one))
+
+
+def compare_changes(subject: WorkerSubject, start: Weights, expected: Weights, found: Weights, what: str) -> None:
+    """Fail unless ``found`` lies where ``expected`` does, measured by how far that is from ``start``.
+
+    Skips if the steps have moved weights so little that rounding hides what they did.
+    """
+    moved, apart = distance(expected, start), distance(found, expected)
+    size = math.sqrt(sum(float(tensor.double().square().sum()) for tensor in start.values()))
+    tolerance = subject.tolerance
+    allowed = tolerance.change * moved + 0.5 * tolerance.rounding * size
+    subject.note(weights_moved=moved, weights_apart=apart, allowed_apart=allowed)
+    if not moved > 8 * tolerance.rounding * size:
+        skip(f"the steps move weights by {moved:.1e} of {size:.1e}, near rounding; give a larger learning rate")
+    if not apart <= allowed:
+        fail(f"{what}: weights lie {apart:.2e} apart after a way of {moved:.2e}")

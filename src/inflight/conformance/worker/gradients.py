@@ -1,0 +1,177 @@
+"""Checks of `backward`: sums over micro-batches and ranks, seen through the gradient norm that a step reports."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+
+from inflight.conformance.checks import Check, require, skip
+from inflight.conformance.worker.batches import accumulate, make_batch, part_of
+from inflight.conformance.worker.gathering import compare_changes, gathered
+from inflight.conformance.worker.reference import Reference
+from inflight.conformance.worker.subject import SEVERAL_RANKS, WorkerSubject
+from inflight.contracts import TrainerWorker
+
+LENGTHS = (9, 4, 17, 1, 6, 23)
+_AVERAGES = "an average where a sum belongs, a weight per rank or micro-batch, gradients scaled twice"
+
+
+def gradient_norm_equals_autograd(subject: WorkerSubject) -> None:
+    """A loss of each rank's batch, small and large: norms below and above usual thresholds of clipping."""
+    reference = Reference(subject.model())
+    batches = [make_batch((17,), seed=30 + rank) for rank in range(subject.world_size)]
+    for name, scale in (("small", 2.0**-10), ("large", 8.0)):
+        worker = subject.create()
+        accumulate(worker, [batches[subject.rank]], scale)
+        _compare_norm(subject, worker.step().gradient_norm, reference.gradient_norm(batches, scale), f"{name} loss")
+
+
+def gradient_of_a_tied_model(subject: WorkerSubject) -> None:
+    """The embedding's gradient is that of its use as head, too."""
+    batches = [make_batch((17,), seed=40 + rank) for rank in range(subject.world_size)]
+    worker = subject.create(tied=True)
+    accumulate(worker, [batches[subject.rank]])
+    expected = Reference(subject.model(tied=True)).gradient_norm(batches)
+    _compare_norm(subject, worker.step().gradient_norm, expected, "tied model")
+
+
+def micro_batches_are_summed(subject: WorkerSubject) -> None:
+    """The same segments in one, two and six micro-batches."""
+    whole = make_batch(LENGTHS, seed=50 + subject.rank)
+    norms = {}
+    splits: dict[str, list[Sequence[int]]] = {
+        "one": [range(6)],
+        "two": [range(3), range(3, 6)],
+        "six": [[i] for i in range(6)],
+    }
+    for name, cuts in splits.items():
+        worker = subject.create()
+        accumulate(worker, [part_of(whole, cut) for cut in cuts])
+        norms[name] = worker.step().gradient_norm
+    subject.note(gradient_norm_by_micro_batches=norms)
+    for name, norm in norms.items():
+        require(
+            abs(norm - norms["one"]) <= subject.tolerance.gradient * norms["one"],
+            f"the gradient norm is {norm:.6g} in {name} micro-batches and {norms['one']:.6g} in one",
+        )
+
+
+def ranks_are_summed(subject: WorkerSubject) -> None:
+    """Every rank has the same batch: the gradient is that of one, times the number of ranks."""
+    batch = make_batch((11, 6), seed=60)
+    worker = subject.create()
+    accumulate(worker, [batch])
+    one = Reference(subject.model()).gradient_norm([batch])
+    found = worker.step().gradient_norm
+    subject.note(gradient_norm_of_one_rank=one, factor=found / one, world_size=subject.world_size)
+    _compare_norm(subject, found, one * subject.world_size, f"{subject.world_size} ranks with the same batch")
+
+
+def shares_may_be_unequal(subject: WorkerSubject) -> None:
+    """All segments on the last rank, then one on it and the others on the first."""
+    whole, empty = make_batch(LENGTHS, seed=70), make_batch((), seed=70)
+    expected = Reference(subject.model()).gradient_norm([whole])
+    last = subject.world_size - 1
+    cases: dict[str, dict[int, Sequence[int]]] = {
+        "all on the last rank": {last: range(6)},
+        "one segment on the last rank": {last: [0], 0: range(1, 6)},
+    }
+    for name, shares in cases.items():
+        worker = subject.create()
+        accumulate(worker, [part_of(whole, shares[subject.rank]) if subject.rank in shares else empty])
+        _compare_norm(subject, worker.step().gradient_norm, expected, name)
+
+
+def train_on_one_rank(subject: WorkerSubject) -> None:
+    """Leave the weights of one rank, before and after two steps."""
+    worker = subject.create()
+    start = gathered(worker)
+    _two_steps(worker, subject)
+    directory = subject.fresh_path("one-rank")
+    directory.mkdir()
+    save_file(start, directory / "start.safetensors")
+    save_file(gathered(worker), directory / "end.safetensors")
+
+
+def ranks_change_nothing(subject: WorkerSubject) -> None:
+    """Two steps over the same segments, shared out among all ranks, against one rank's."""
+    if subject.world_size == 1:
+        skip("it speaks of several ranks, and there is one")
+    worker = subject.create()
+    _two_steps(worker, subject)
+    found = gathered(worker)
+    if subject.rank == 0:
+        directory: Path = subject.directory / "one-rank"
+        start, end = (load_file(directory / f"{name}.safetensors") for name in ("start", "end"))
+        compare_changes(subject, start, end, found, f"one rank and {subject.world_size} ranks")
+
+
+def _two_steps(worker: TrainerWorker, subject: WorkerSubject) -> None:
+    """Take a step with a gradient that may be clipped, and one with a gradient below any threshold."""
+    for step, scale in enumerate((4.0, 2.0**-8)):
+        whole = make_batch(LENGTHS, seed=80 + step, temperature=None)
+        mine = range(subject.rank, len(LENGTHS), subject.world_size)
+        accumulate(worker, [part_of(whole, mine)], scale)
+        worker.step()
+
+
+def _compare_norm(subject: WorkerSubject, found: float, expected: float, what: str) -> None:
+    """Fail unless a gradient norm is the expected one; every rank calls this."""
+    subject.note(**{f"gradient_norm ({what})": found, f"expected ({what})": expected})
+    subject.require_on_all_ranks(
+        abs(found - expected) <= subject.tolerance.gradient * expected,
+        f"{what}: the gradient norm is {found:.6g}, {found / expected:.4g} times the {expected:.6g} of autograd",
+    )
+
+
+CHECKS = (
+    Check(
+        id="W-15",
+        level="gradient",
+        sentence="The gradient of a loss is that of autograd, and its norm is reported as it was before clipping.",
+        look_at="gradient_norm of StepResult: before clipping, over all parameters and ranks; scaling in backward()",
+        function=gradient_norm_equals_autograd,
+    ),
+    Check(
+        id="W-16",
+        level="gradient",
+        sentence="The gradient of a tied embedding is the sum over both of its uses.",
+        look_at="a head that is computed from a copy or a detached weight; two parameters where there is one",
+        function=gradient_of_a_tied_model,
+    ),
+    Check(
+        id="W-17",
+        level="gradient",
+        sentence="Gradients are summed over micro-batches, never averaged: any split gives the same gradient.",
+        look_at="division by gradient accumulation steps; " + _AVERAGES,
+        function=micro_batches_are_summed,
+    ),
+    Check(
+        id="W-18",
+        level="gradient",
+        sentence="Gradients are summed over ranks, never averaged.",
+        look_at="the reduction of DDP and FSDP averages unless told otherwise (set_gradient_divide_factor); "
+        + _AVERAGES,
+        function=ranks_are_summed,
+        needs=(SEVERAL_RANKS,),
+    ),
+    Check(
+        id="W-19",
+        level="gradient",
+        sentence="Ranks may have unequal shares, or nothing: the gradient is the same.",
+        look_at="denominators of a rank: numbers of tokens, micro-batches or busy ranks; " + _AVERAGES,
+        function=shares_may_be_unequal,
+        needs=(SEVERAL_RANKS,),
+    ),
+    Check(
+        id="W-20",
+        level="gradient",
+        sentence="The number of ranks changes nothing: weights after two steps are those of one rank.",
+        look_at="clipping by a rank's own norm, optimizer state that starts differently, unreduced gradients",
+        function=ranks_change_nothing,
+        before=train_on_one_rank,
+        deadline_s=30.0,
+    ),
+)

@@ -1,0 +1,69 @@
+"""The check that gathering a large model takes the memory of a few buckets; by the kernel's figures, on Linux."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import re
+from pathlib import Path
+
+import torch
+
+from inflight.conformance.checks import Check, require, skip
+from inflight.conformance.worker.batches import make_batch
+from inflight.conformance.worker.subject import WorkerSubject
+from inflight.weights.buckets import plan_buckets
+
+_MIB = 1024 * 1024
+_SLACK_BYTES = 16 * _MIB
+"""For what the allocator and communication keep beside tensors."""
+_CLEAR_REFS, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+
+
+def gathering_takes_a_few_buckets(subject: WorkerSubject) -> None:
+    """A model of about 90 MiB in buckets of one tensor each, dropped as they come."""
+    if not _CLEAR_REFS.exists():
+        skip("the peak of memory is read from Linux's /proc/self, which is not here")
+    worker = subject.create(model=subject.large_model("large", hidden_size=512, num_layers=10))
+    with torch.no_grad():
+        worker.forward(make_batch((3,), seed=170))  # what is loaded when it is first used is loaded now
+    plan = plan_buckets(worker.parameter_specs(), 1)
+    model_bytes, largest = sum(b.size_bytes for b in plan), max(b.size_bytes for b in plan)
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    before = _bytes_of("VmRSS")
+    try:
+        _CLEAR_REFS.write_text("5")
+    except OSError as error:
+        skip(f"the peak of memory cannot be reset: {error}")
+    devices = {tensor.device.type for bucket in worker.gather_weights(plan) for tensor in bucket.tensors}
+    grown = _bytes_of("VmHWM") - before
+    allowed = 8 * largest + _SLACK_BYTES
+    figures = {"grown": grown, "allowed": allowed, "model": model_bytes, "largest_bucket": largest}
+    subject.note(**{f"{name}_mib": round(size / _MIB, 1) for name, size in figures.items()})
+    if devices - {"cpu"}:
+        skip(f"the weights are gathered on {', '.join(sorted(devices))}, whose memory the kernel does not count")
+    require(
+        grown <= allowed,
+        f"gathering {model_bytes / _MIB:.0f} MiB in buckets of {largest / _MIB:.1f} MiB at most takes "
+        f"{grown / _MIB:.0f} MiB at its peak",
+    )
+
+
+def _bytes_of(field: str) -> int:
+    found = re.search(rf"^{field}:\s+(\d+) kB$", _STATUS.read_text(), re.MULTILINE)
+    if found is None:
+        skip(f"{_STATUS} does not say {field}")
+    return int(found[1]) * 1024
+
+
+CHECKS = (
+    Check(
+        id="W-34",
+        level="gather",
+        sentence="Gathering takes memory for a few buckets, not for the model.",
+        look_at="a full state dict before the first bucket; a list of buckets; tensors that the generator still holds",
+        function=gathering_takes_a_few_buckets,
+        deadline_s=60.0,
+    ),
+)

@@ -1,0 +1,129 @@
+"""Checks of segments that share a micro-batch, and of micro-batches that hold nothing.
+
+Shape suffixes: T packed tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from inflight.conformance.checks import Check, require
+from inflight.conformance.worker.batches import accumulate, every_target, loss_of, make_batch, part_of, segment_rows
+from inflight.conformance.worker.reference import Reference
+from inflight.conformance.worker.subject import VOCAB_SIZE, WorkerSubject
+from inflight.types import MicroBatch
+
+LENGTHS = (9, 4, 17, 1, 26)
+
+
+def packed_equals_separate(subject: WorkerSubject) -> None:
+    """Five segments in one micro-batch, against each of them alone."""
+    worker, batch = subject.create(), make_batch(LENGTHS, seed=11, temperature=None)
+    with torch.no_grad():
+        together_T = worker.forward(batch)
+        alone_T = torch.cat([worker.forward(part_of(batch, [i])) for i in range(len(LENGTHS))])
+    difference_T = (together_T - alone_T).abs()
+    differences = [float(difference_T[rows].max()) for rows in segment_rows(LENGTHS)]
+    subject.note(largest_difference_by_segment=differences, allowed=subject.tolerance.logprob)
+    require(
+        max(differences) <= subject.tolerance.logprob,
+        f"a segment's logprobs differ by up to {max(differences):.2e} nats when others are packed beside it",
+    )
+
+
+def segments_do_not_see_each_other(subject: WorkerSubject) -> None:
+    """Other tokens in the middle segment leave the logprobs of its neighbours as they are."""
+    worker, batch = subject.create(), every_target(make_batch((12, 9, 30), seed=12))
+    token_ids_T = batch.token_ids_T.clone()
+    token_ids_T[12:21] = (token_ids_T[12:21] + 1) % VOCAB_SIZE
+    with torch.no_grad():
+        change_T = (worker.forward(replace(batch, token_ids_T=token_ids_T)) - worker.forward(batch)).abs()
+    changes = [float(change_T[rows].max()) for rows in segment_rows((12, 9, 30))]
+    subject.note(change_by_segment=changes, changed_segment=1)
+    require(
+        max(changes[0], changes[2]) <= subject.tolerance.logprob,
+        f"other tokens in segment 1 change logprobs of segment 0 by {changes[0]:.2e} and of 2 by {changes[2]:.2e}",
+    )
+    require(changes[1] > subject.tolerance.logprob, "other tokens in segment 1 change nothing there")
+
+
+def no_gradient_crosses_segments(subject: WorkerSubject) -> None:
+    """A loss of the second segment alone has the gradient that it has without the first."""
+    batch = make_batch((14, 16), seed=13)
+    only_second = replace(batch, loss_mask_T=batch.loss_mask_T & (batch.segment_ids_T == 1))
+    packed, alone = subject.create(), subject.create()
+    accumulate(packed, [only_second])
+    accumulate(alone, [part_of(batch, [1])])
+    found, expected = packed.step().gradient_norm, alone.step().gradient_norm
+    subject.note(gradient_norm_packed=found, gradient_norm_alone=expected)
+    require(
+        abs(found - expected) <= subject.tolerance.gradient * expected,
+        f"the gradient norm of a segment is {found:.6g} behind another segment and {expected:.6g} without it",
+    )
+
+
+def batches_without_targets_take_part(subject: WorkerSubject) -> None:
+    """Every rank has one batch with targets and two without, in an order of its own."""
+    batches = [make_batch((17,), seed=20 + rank) for rank in range(subject.world_size)]
+    empties = [make_batch((), seed=14), make_batch((6, 1), seed=14, targets=False)]
+    mine = [batches[subject.rank], *empties] if subject.rank % 2 == 0 else [*empties, batches[subject.rank]]
+    worker = subject.create()
+    problems = []
+    for batch in mine:
+        logprobs_T = worker.forward(batch)
+        if not batch.loss_mask_T.any():
+            problems += _problems_of_nothing(logprobs_T, batch)
+        worker.backward(loss_of(logprobs_T, batch))
+    found = worker.step().gradient_norm
+    expected = Reference(subject.model()).gradient_norm(batches)
+    subject.note(gradient_norm=found, expected=expected)
+    require(not problems, "; ".join(problems))
+    require(
+        abs(found - expected) <= subject.tolerance.gradient * expected,
+        f"beside batches without targets the gradient norm is {found:.6g}, not {expected:.6g}",
+    )
+
+
+def _problems_of_nothing(logprobs_T: torch.Tensor, batch: MicroBatch) -> list[str]:
+    """Return what is wrong with the logprobs of a batch without targets."""
+    shape, kind = tuple(logprobs_T.shape), f"a batch of {batch.num_tokens} tokens without targets"
+    problems = [f"{kind} gives the shape {shape}"] if shape != (batch.num_tokens,) else []
+    if bool((logprobs_T != 0).any()):
+        problems.append(f"{kind} gives logprobs that are not 0")
+    if not logprobs_T.requires_grad:
+        problems.append(f"{kind} gives logprobs that do not depend on the parameters")
+    return problems
+
+
+CHECKS = (
+    Check(
+        id="W-11",
+        level="packing",
+        sentence="A segment's logprobs are the same packed with others and alone.",
+        look_at="position ids that start at 0 in each segment, the mask between segments, per-token temperatures",
+        function=packed_equals_separate,
+    ),
+    Check(
+        id="W-12",
+        level="packing",
+        sentence="Segments do not see each other: no logprob depends on a token of another segment.",
+        look_at="attention across segments: segment_lengths must reach the attention as cu_seqlens or a block mask",
+        function=segments_do_not_see_each_other,
+    ),
+    Check(
+        id="W-13",
+        level="packing",
+        sentence="No gradient crosses from one segment to another.",
+        look_at="the backward of the attention: the mask or cu_seqlens that its forward used",
+        function=no_gradient_crosses_segments,
+    ),
+    Check(
+        id="W-14",
+        level="packing",
+        sentence="A rank takes part with a micro-batch without tokens or targets: zeros, and a gradient of zero.",
+        look_at="an early return that leaves other ranks in a collective, or a constant that backward() refuses",
+        function=batches_without_targets_take_part,
+    ),
+)

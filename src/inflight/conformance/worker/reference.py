@@ -1,0 +1,60 @@
+"""What a worker's numbers should be: transformers' own forward, one segment at a time, and autograd, in float64.
+
+Shape suffixes: T packed tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from inflight.checkpoints import load_causal_lm
+from inflight.conformance.checks import require
+from inflight.conformance.worker.batches import loss_of, segment_rows
+from inflight.types import MicroBatch
+
+
+class Reference:
+    """A checkpoint as transformers computes it, with weights that may be replaced."""
+
+    def __init__(self, path: Path) -> None:
+        self._model: Any = load_causal_lm(path, attention="sdpa", dtype="float64").eval()
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Full shapes by checkpoint name, in the model's order; of tied tensors the one that is stored."""
+        return {name: tuple(parameter.shape) for name, parameter in self._model.named_parameters()}
+
+    @torch.no_grad()
+    def put(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Replace every weight. Fails the check unless the names and shapes are exactly those of the checkpoint."""
+        parameters: dict[str, torch.Tensor] = dict(self._model.named_parameters())
+        lost, more = sorted(parameters.keys() - weights.keys()), sorted(weights.keys() - parameters.keys())
+        require(not lost, f"{len(lost)} tensors of the checkpoint are missing: {lost[:5]}")
+        require(not more, f"{len(more)} tensors are not of the checkpoint (tied ones travel once): {more[:5]}")
+        for name, parameter in parameters.items():
+            found, wanted = tuple(weights[name].shape), tuple(parameter.shape)
+            require(found == wanted, f"{name} has shape {found}, in the checkpoint {wanted}")
+            parameter.copy_(weights[name])
+
+    def logprobs(self, batch: MicroBatch) -> torch.Tensor:
+        """Return float64 [T]: logprobs of the targets, 0.0 elsewhere; differentiable."""
+        parts = [torch.zeros(0, dtype=torch.float64)]
+        for rows in segment_rows(batch.segment_lengths):
+            tokens_T, temperature_T = batch.token_ids_T[rows], batch.temperature_T[rows]
+            logits_TV = self._model(input_ids=tokens_T[None], use_cache=False).logits[0]
+            logprobs_TV = torch.log_softmax(logits_TV[:-1] / temperature_T[1:, None].double(), dim=-1)
+            parts += [torch.zeros(1, dtype=torch.float64), logprobs_TV.gather(1, tokens_T[1:, None])[:, 0]]
+        return torch.where(batch.loss_mask_T, torch.cat(parts), 0.0)
+
+    def gradient_norm(self, batches: Sequence[MicroBatch], scale: float = 1.0) -> float:
+        """Return the 2-norm of the gradient of the loss summed over all these batches."""
+        self._model.zero_grad()
+        for batch in batches:
+            torch.autograd.backward(loss_of(self.logprobs(batch), batch, scale))
+        squares = [float(p.grad.square().sum()) for p in self._model.parameters() if p.grad is not None]
+        return math.sqrt(sum(squares))

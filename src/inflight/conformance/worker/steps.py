@@ -1,0 +1,157 @@
+"""Checks of `step`: what it changes, what it reports, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+
+from inflight.conformance.checks import Check, require, skip
+from inflight.conformance.worker.batches import accumulate, loss_of, make_batch
+from inflight.conformance.worker.gathering import compare_changes, differing, distance, gathered
+from inflight.conformance.worker.reference import Reference
+from inflight.conformance.worker.refusals import error_of, words_of
+from inflight.conformance.worker.subject import WorkerSubject
+from inflight.errors import NonFiniteError, TrainerError
+from inflight.types import MicroBatch
+
+
+def step_reports_what_it_did(subject: WorkerSubject) -> None:
+    """Two steps: versions 1 and 2, the same finite numbers on every rank."""
+    worker = subject.create()
+    for version in (1, 2):
+        accumulate(worker, [_batch(subject, version)])
+        result = worker.step()
+        everyone = subject.ranks.exchange([result.version, result.gradient_norm, result.learning_rate, worker.version])
+        subject.note(**{f"version_norm_rate_version_{version}": everyone})
+        subject.require_on_all_ranks(
+            result.version == worker.version == version,
+            f"step {version} reports version {result.version}, and the worker says {worker.version}",
+        )
+        is_usable = math.isfinite(result.learning_rate) and result.learning_rate >= 0
+        subject.require_on_all_ranks(is_usable, f"the learning rate is {result.learning_rate}")
+        require(all(said == everyone[0] for said in everyone), f"ranks report different steps: {everyone}")
+
+
+def step_changes_the_weights(subject: WorkerSubject) -> None:
+    """Weights before and after steps, as they are gathered."""
+    worker = subject.create()
+    before = gathered(worker)
+    rates = []
+    for seed in range(3):  # a warm-up may begin with a learning rate of zero
+        accumulate(worker, [_batch(subject, seed)])
+        rates.append(worker.step().learning_rate)
+    after = gathered(worker)
+    if subject.rank != 0:
+        return
+    changed = differing(before, after)
+    moved = distance(before, after)
+    subject.note(num_changed=len(changed), num_tensors=len(before), moved=moved, learning_rates=rates)
+    too_small = max(rates) < (1e-3 if subject.tolerance.dtype == "bfloat16" else 1e-7)
+    if not changed and too_small:
+        skip(f"learning rates of {rates} change no weight beyond rounding; give a larger one as an option")
+    require(changed, f"three steps with learning rates of {rates} change no weight")
+    require(all(bool(t.isfinite().all()) for t in after.values()), "weights are not finite after three good steps")
+
+
+def step_clears_the_gradients(subject: WorkerSubject) -> None:
+    """The same batch before a step and after it, with the gradient that autograd gives at the weights of each."""
+    batches = [make_batch((22,), seed=100 + rank) for rank in range(subject.world_size)]
+    worker, reference = subject.create(), Reference(subject.model())
+    accumulate(worker, [batches[subject.rank]])
+    first = worker.step().gradient_norm
+    weights = gathered(worker)
+    accumulate(worker, [batches[subject.rank]])
+    second = worker.step().gradient_norm
+    if subject.rank == 0:
+        reference.put(weights)
+        expected = reference.gradient_norm(batches)
+        subject.note(first_norm=first, second_norm=second, expected_second_norm=expected)
+        require(
+            abs(second - expected) <= subject.tolerance.gradient * expected,
+            f"the gradient norm of the second step is {second:.6g}, not {expected:.6g}: something of the first is left",
+        )
+
+
+def step_without_gradient_is_refused(subject: WorkerSubject) -> None:
+    """A new worker steps without backward: an error, the same weights and version, and a good step afterwards."""
+    worker = subject.create()
+    before = gathered(worker)
+    error = error_of(worker.step)
+    after, version = gathered(worker), worker.version
+    subject.note(error=words_of(error), version=version)
+    accumulate(worker, [_batch(subject, 1)])
+    result = worker.step()
+    require(isinstance(error, TrainerError), f"a step without a gradient gives {words_of(error)}, not TrainerError")
+    changed = differing(before, after)
+    require(
+        version == 0 and not changed, f"the refused step leaves version {version} and {len(changed)} changed tensors"
+    )
+    require(result.version == 1, f"the step after the refused one leads to version {result.version}")
+
+
+def gradient_that_is_not_finite_is_refused(subject: WorkerSubject) -> None:
+    """The last rank's loss is not a number; then two good steps, like those of a worker that saw nothing of it."""
+    worker, steady = subject.create(), subject.create()
+    before = gathered(worker)
+    batch = _batch(subject, 1)
+    is_culprit = subject.rank == subject.world_size - 1
+    worker.backward(loss_of(worker.forward(batch), batch, math.nan if is_culprit else 1.0))
+    error = error_of(worker.step)
+    after, version = gathered(worker), worker.version
+    everyone = subject.ranks.exchange([words_of(error), version])
+    subject.note(error_and_version_by_rank=everyone)
+    refused = isinstance(error, NonFiniteError)
+    subject.require_on_all_ranks(refused, f"a gradient of NaN gives {words_of(error)}, not NonFiniteError")
+    changed = differing(before, after)
+    subject.require_on_all_ranks(
+        version == 0 and not changed, f"the refused step leaves version {version} and {len(changed)} changed tensors"
+    )
+    for good in (worker, steady):
+        for seed in (2, 3):
+            accumulate(good, [_batch(subject, seed)])
+            good.step()
+    found, expected = gathered(worker), gathered(steady)
+    if subject.rank == 0:
+        compare_changes(subject, before, expected, found, "with and without a refused step before two good ones")
+
+
+def _batch(subject: WorkerSubject, seed: int) -> MicroBatch:
+    return make_batch((14, 8), seed=1000 * seed + subject.rank)
+
+
+CHECKS = (
+    Check(
+        id="W-21",
+        level="step",
+        sentence="step() makes version one larger; all ranks report it alike, with gradient norm and learning rate.",
+        look_at="the version after the step, not before it; a norm over one rank's shards",
+        function=step_reports_what_it_did,
+    ),
+    Check(
+        id="W-22",
+        level="step",
+        sentence="step() updates the parameters.",
+        look_at="an optimizer over parameters that were replaced since, by sharding or by a cast",
+        function=step_changes_the_weights,
+    ),
+    Check(
+        id="W-23",
+        level="step",
+        sentence="step() clears the gradients.",
+        look_at="zero_grad after the optimizer's step, on the tensors that backward() fills",
+        function=step_clears_the_gradients,
+    ),
+    Check(
+        id="W-24",
+        level="step",
+        sentence="step() without a gradient raises TrainerError, and nothing changed.",
+        look_at="a step before any backward(): optimizers take it silently",
+        function=step_without_gradient_is_refused,
+    ),
+    Check(
+        id="W-25",
+        level="step",
+        sentence="step() raises NonFiniteError on every rank if the gradient norm is not finite, and nothing changed.",
+        look_at="test the norm over all ranks before clipping; clear gradients, leave moments and version untouched",
+        function=gradient_that_is_not_finite_is_refused,
+    ),
+)

@@ -1,0 +1,38 @@
+"""How much two computations of the same number may differ, by the dtype that the worker computes in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """What still counts as equal. The kit's models have two layers, and logits of several units."""
+
+    dtype: str
+    logprob: float
+    """Largest difference of one logprob, in nats."""
+    gradient: float
+    """Of a gradient norm, relative."""
+    change: float
+    """Of how weights change over steps, in the 2-norm, relative to the change. Adam divides by small numbers."""
+    rounding: float
+    """Of one stored weight, relative: half a unit in the last place."""
+
+
+_TOLERANCES = (
+    # Logprobs and norms differ by about 1e-5 on CPUs; GPUs add up in another order, and transposed products round once
+    # more. A shift, a lost temperature or an average is off by more than 0.1.
+    Tolerance("float32", logprob=1e-3, gradient=1e-3, change=5e-3, rounding=2.0**-24),
+    # Norms and rotary angles inside the models are float32 in most implementations.
+    Tolerance("float64", logprob=1e-4, gradient=1e-4, change=1e-3, rounding=2.0**-53),
+    # 8 bits: logits of 8 are rounded to 1/32, and so is what they are made of.
+    Tolerance("bfloat16", logprob=1.0, gradient=0.15, change=0.3, rounding=2.0**-9),
+)
+
+
+def tolerance_of(options: Mapping[str, object]) -> Tolerance:
+    """Return the tolerance for a worker with these options: by its option ``dtype``, float32 without one."""
+    known = {tolerance.dtype: tolerance for tolerance in _TOLERANCES}
+    return known.get(str(options.get("dtype", "float32")), known["bfloat16"])

@@ -1,0 +1,31 @@
+"""The control token that servers ask for and clients send: read from a file or from the environment.
+
+Knows nothing of what a token opens.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from inflight.errors import ConfigError
+
+TOKEN_VARIABLE = "INFLIGHT_TOKEN"
+
+
+def read_token(token_file: Path | None) -> str | None:
+    """Return the token in a file, else the one in ``$INFLIGHT_TOKEN``, else None. Raises `ConfigError`."""
+    if token_file is not None:
+        try:
+            token, source = token_file.read_text(errors="replace").strip(), f"token file {str(token_file)!r}"
+        except OSError as error:
+            raise ConfigError(f"token file {str(token_file)!r} cannot be read: {error.strerror}") from error
+        if not token:
+            raise ConfigError(f"{source} is empty")
+    else:
+        token, source = os.environ.get(TOKEN_VARIABLE, ""), f"${TOKEN_VARIABLE}"
+        if not token:
+            return None
+    if not all("!" <= character <= "~" for character in token):
+        raise ConfigError(f"{source} holds characters that no HTTP header can carry; use printable ASCII, no spaces")
+    return token

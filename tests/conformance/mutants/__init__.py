@@ -1,0 +1,44 @@
+"""Faulty variants of the embedded endpoint, each of which one check of the kit must catch.
+
+The kit makes them by ``tests.conformance.mutants:make`` with the option ``mutant``, a key of `MUTANTS`; those that need
+a server in a process of its own by ``python -m tests.conformance.mutants.server``.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+from inflight.conformance.targets import EndpointTarget
+from inflight.contracts import InferenceEndpoint
+from inflight.local.loading import load_endpoint
+from tests.conformance.mutants import (
+    caches,
+    control,
+    discovery,
+    faults,
+    http,
+    parity,
+    sampling,
+    tokens,
+    versions,
+    weights,
+)
+from tests.conformance.mutants.mutant import Mutant
+
+LEVELS = (discovery, tokens, sampling, control, weights, versions, caches, faults, http, parity)
+MUTANTS: dict[str, Mutant] = {mutant.name: mutant for level in LEVELS for mutant in level.MUTANTS}
+
+
+def make(model: Path, mutant: str) -> InferenceEndpoint:
+    """Return the embedded endpoint with one fault."""
+    return MUTANTS[mutant].infect(load_endpoint(model, name="tiny"))
+
+
+def target_of(mutant: Mutant) -> EndpointTarget:
+    """Return how the kit gets at a mutant."""
+    if mutant.over_http:
+        words = [sys.executable, "-m", "tests.conformance.mutants.server", mutant.name]
+        return EndpointTarget(command=f"{shlex.join(words)} {{model}} {{port}} {{token_file}}")
+    return EndpointTarget(factory="tests.conformance.mutants:make", options={"mutant": mutant.name})

@@ -1,0 +1,237 @@
+"""Faults of holds and of the state machine."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from inflight.errors import InvalidRequestError, UpdateRefusedError
+from inflight.local.endpoint import LocalEndpoint
+from inflight.wire import (
+    EndpointState,
+    GenerateRequest,
+    GenerateResponse,
+    InFlightPolicy,
+    UpdateRef,
+    WeightUpdate,
+    WeightVersion,
+)
+from tests.conformance.mutants.mutant import Mutant
+from tests.conformance.mutants.patches import announcing, holding
+
+
+async def end_what_is_open(endpoint: LocalEndpoint, run_id: str) -> None:
+    """Abort the open update, whichever it is."""
+    version = (await endpoint.weight_version()).updating_to
+    if version is not None:
+        await LocalEndpoint.abort_weight_update(endpoint, UpdateRef(run_id=run_id, version=version))
+
+
+def hangs_on_a_hold(endpoint: LocalEndpoint) -> LocalEndpoint:
+    faulty: Any = endpoint
+
+    async def request(update: WeightUpdate) -> None:
+        await LocalEndpoint.request_weight_update(endpoint, update)
+        if update.in_flight is InFlightPolicy.KEEP:
+            await asyncio.Event().wait()
+
+    faulty.request_weight_update = request
+    return endpoint
+
+
+def stops_late(engine: Any, hold: Callable[..., None], policy: InFlightPolicy, on_held: Callable[[], None]) -> None:
+    if policy is not InFlightPolicy.RECOMPUTE:
+        return hold(policy, on_held)
+    threading.Timer(0.7, lambda: engine.call(lambda: hold(policy, lambda: None))).start()
+    return on_held()
+
+
+def never_stops(engine: Any, hold: Callable[..., None], policy: InFlightPolicy, on_held: Callable[[], None]) -> None:
+    return on_held() if policy is InFlightPolicy.KEEP else hold(policy, on_held)
+
+
+def drains_behind_its_back(
+    engine: Any, hold: Callable[..., None], policy: InFlightPolicy, on_held: Callable[[], None]
+) -> None:
+    if policy is not InFlightPolicy.DRAIN:
+        return hold(policy, on_held)
+    hold(policy, lambda: None)
+    return on_held()
+
+
+def holds_as(taken: InFlightPolicy, instead: InFlightPolicy) -> Callable[..., None]:
+    return lambda engine, hold, policy, on_held: hold(instead if policy is taken else policy, on_held)
+
+
+def refuses_newcomers(endpoint: LocalEndpoint) -> LocalEndpoint:
+    faulty: Any = endpoint
+
+    async def generate(request: GenerateRequest) -> GenerateResponse:
+        if (await endpoint.weight_version()).state is not EndpointState.READY:
+            raise InvalidRequestError("weights are being updated; come back later")
+        return await LocalEndpoint.generate(endpoint, request)
+
+    faulty.generate = generate
+    return endpoint
+
+
+def accepts_a_second_hold(endpoint: LocalEndpoint) -> LocalEndpoint:
+    faulty: Any = endpoint
+
+    async def request(update: WeightUpdate) -> None:
+        await end_what_is_open(endpoint, update.run_id)
+        await LocalEndpoint.request_weight_update(endpoint, update)
+
+    faulty.request_weight_update = request
+    return endpoint
+
+
+def commits_nothing(endpoint: LocalEndpoint) -> LocalEndpoint:
+    faulty: Any = endpoint
+
+    async def commit(ref: UpdateRef) -> WeightVersion:
+        version = await endpoint.weight_version()
+        return version if version.updating_to is None else await LocalEndpoint.commit_weight_update(endpoint, ref)
+
+    faulty.commit_weight_update = commit
+    return endpoint
+
+
+def ended_by_an_early_commit(endpoint: LocalEndpoint) -> LocalEndpoint:
+    faulty: Any = endpoint
+
+    async def commit(ref: UpdateRef) -> WeightVersion:
+        try:
+            return await LocalEndpoint.commit_weight_update(endpoint, ref)
+        except UpdateRefusedError:
+            await end_what_is_open(endpoint, ref.run_id)
+            raise
+
+    faulty.commit_weight_update = commit
+    return endpoint
+
+
+def accepts_stale_versions(endpoint: LocalEndpoint) -> LocalEndpoint:
+    session: Any = endpoint._updates._session
+    reason = session._reason_to_refuse
+
+    def faulty(update: WeightUpdate) -> str | None:
+        text: str | None = reason(update)
+        return None if text is not None and "is served already" in text else text
+
+    session._reason_to_refuse = faulty
+    return endpoint
+
+
+def accepts_any_run(endpoint: LocalEndpoint) -> LocalEndpoint:
+    session: Any = endpoint._updates._session
+    reason = session._reason_to_refuse
+
+    def faulty(update: WeightUpdate) -> str | None:
+        session._group_run_id = session._group_run_id and update.run_id
+        text: str | None = reason(update)
+        return text
+
+    session._reason_to_refuse = faulty
+    return endpoint
+
+
+def aborts_whatever_is_open(endpoint: LocalEndpoint) -> LocalEndpoint:
+    faulty: Any = endpoint
+
+    async def abort(ref: UpdateRef) -> WeightVersion:
+        await end_what_is_open(endpoint, ref.run_id)
+        return await endpoint.weight_version()
+
+    faulty.abort_weight_update = abort
+    return endpoint
+
+
+def lease_from_the_hold_on(endpoint: LocalEndpoint) -> LocalEndpoint:
+    faulty: Any = endpoint
+    leases = []
+
+    async def request(update: WeightUpdate) -> None:
+        async def end() -> None:
+            await asyncio.sleep(update.lease_s)
+            if (await endpoint.weight_version()).updating_to == update.version:
+                await LocalEndpoint.abort_weight_update(endpoint, update.ref)
+
+        await LocalEndpoint.request_weight_update(endpoint, update)
+        leases.append(asyncio.ensure_future(end()))
+
+    faulty.request_weight_update = request
+    return endpoint
+
+
+def answers_before_the_switch(endpoint: LocalEndpoint) -> LocalEndpoint:
+    faulty: Any = endpoint
+
+    async def commit(ref: UpdateRef) -> WeightVersion:
+        before = await endpoint.weight_version()
+        await LocalEndpoint.commit_weight_update(endpoint, ref)
+        return before
+
+    faulty.commit_weight_update = commit
+    return endpoint
+
+
+def says_held_to_the_end(endpoint: LocalEndpoint) -> LocalEndpoint:
+    faulty: Any = endpoint
+
+    async def weight_version() -> WeightVersion:
+        version = await LocalEndpoint.weight_version(endpoint)
+        is_updating = version.state is EndpointState.UPDATING
+        return version.model_copy(update={"state": EndpointState.HELD}) if is_updating else version
+
+    faulty.weight_version = weight_version
+    return endpoint
+
+
+MUTANTS = (
+    Mutant("hang on hold", "E-30", "request_weight_update under keep never returns.", hangs_on_a_hold),
+    Mutant(
+        "sampling goes on after hold",
+        "E-30",
+        "A hold by keep is acknowledged, and sampling goes on.",
+        holding(never_stops),
+    ),
+    Mutant("stops late", "E-31", "A hold by recompute stops sampling 0.7 s after its answer.", holding(stops_late)),
+    Mutant(
+        "held requests aborted under keep",
+        "E-32",
+        "A hold by keep ends running requests.",
+        holding(holds_as(InFlightPolicy.KEEP, InFlightPolicy.ABORT)),
+    ),
+    Mutant("newcomers refused", "E-33", "Requests that come during a hold are refused.", refuses_newcomers),
+    Mutant(
+        "drain acknowledged early",
+        "E-34",
+        "A drain is acknowledged while requests still run.",
+        holding(drains_behind_its_back),
+    ),
+    Mutant(
+        "drain without a deadline",
+        "E-35",
+        "A drain takes as long as it takes.",
+        announcing(lambda update: {"deadline_s": 3600.0}),
+    ),
+    Mutant(
+        "abort that pauses",
+        "E-36",
+        "A hold by abort pauses running requests.",
+        holding(holds_as(InFlightPolicy.ABORT, InFlightPolicy.KEEP)),
+    ),
+    Mutant("double hold accepted", "E-37", "A second update takes the place of the open one.", accepts_a_second_hold),
+    Mutant("commit of nothing", "E-38", "A commit without an update answers what is served.", commits_nothing),
+    Mutant("early commit ends the update", "E-39", "A refused commit ends the update.", ended_by_an_early_commit),
+    Mutant("stale version accepted", "E-40", "A version below the served one is accepted.", accepts_stale_versions),
+    Mutant("foreign run accepted", "E-41", "Any run may use a group that another run formed.", accepts_any_run),
+    Mutant("abort of whatever is open", "E-42", "An abort looks at no version.", aborts_whatever_is_open),
+    Mutant("no lease", "E-43", "A hold lasts until it is ended.", announcing(lambda update: {"lease_s": 3600.0})),
+    Mutant("lease never renewed", "E-43", "A lease runs from the hold on, whatever comes.", lease_from_the_hold_on),
+    Mutant("answer before the switch", "E-44", "A commit answers what was served before.", answers_before_the_switch),
+    Mutant("held to the end", "E-44", "The state stays held while buckets arrive.", says_held_to_the_end),
+)

@@ -1,0 +1,344 @@
+"""Faults in what happens after a fault."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from inflight.errors import TransferError, UpdateRefusedError
+from inflight.local.endpoint import LocalEndpoint
+from inflight.wire import BucketTransfer, InFlightPolicy, ProcessGroupSpec, UpdateRef, WeightUpdate, WeightVersion
+from tests.conformance.mutants.control import end_what_is_open
+from tests.conformance.mutants.mutant import Mutant
+from tests.conformance.mutants.patches import holding
+
+
+def joins_for_ever(endpoint: LocalEndpoint) -> LocalEndpoint:
+    faulty: Any = endpoint
+
+    async def join(spec: ProcessGroupSpec) -> None:
+        await LocalEndpoint.init_process_group(endpoint, spec.model_copy(update={"timeout_s": 3600.0}))
+
+    faulty.init_process_group = join
+    return endpoint
+
+
+def receives_within(timeout_s: Callable[[float], float]) -> Callable[[LocalEndpoint], LocalEndpoint]:
+    def infect(endpoint: LocalEndpoint) -> LocalEndpoint:
+        faulty: Any = endpoint
+
+        async def receive(bucket: BucketTransfer) -> None:
+            changed = bucket.model_copy(update={"timeout_s": timeout_s(bucket.timeout_s)})
+            await LocalEndpoint.receive_weights(endpoint, changed)
+
+        faulty.receive_weights = receive
+        return endpoint
+
+    return infect
+
+
+def with_a_lease_that(
+    is_kept: Callable[[ProcessGroupSpec, float], bool],
+) -> Callable[[LocalEndpoint], LocalEndpoint]:
+    """A lease that is looked at every 0.1 s, and is forgotten once ``is_kept`` of group and seconds is false."""
+
+    def infect(endpoint: LocalEndpoint) -> LocalEndpoint:
+        faulty: Any = endpoint
+        specs: list[ProcessGroupSpec] = []
+        leases = []
+
+        async def join(spec: ProcessGroupSpec) -> None:
+            specs.append(spec)
+            await LocalEndpoint.init_process_group(endpoint, spec)
+
+        async def request(update: WeightUpdate) -> None:
+            async def end() -> None:
+                left_s = update.lease_s
+                while left_s > 0:
+                    since = time.monotonic()
+                    await asyncio.sleep(0.1)
+                    left_s -= (passed_s := time.monotonic() - since)
+                    if not is_kept(specs[-1], passed_s):
+                        return
+                if (await endpoint.weight_version()).updating_to == update.version:
+                    await LocalEndpoint.abort_weight_update(endpoint, update.ref)
+
+            await LocalEndpoint.request_weight_update(endpoint, update.model_copy(update={"lease_s": 3600.0}))
+            leases.append(asyncio.ensure_future(end()))
+
+        faulty.init_process_group, faulty.request_weight_update = join, request
+        return endpoint
+
+    return infect
+
+
+def store_is_there(spec: ProcessGroupSpec, _: float) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex((spec.master_address, spec.master_port)) == 0
+
+
+def waits_for_the_dead(endpoint: LocalEndpoint) -> LocalEndpoint:
+    faulty: Any = endpoint
+
+    async def receive(bucket: BucketTransfer) -> None:
+        try:
+            await LocalEndpoint.receive_weights(endpoint, bucket)
+        except TransferError as error:
+            if "imed out" not in str(error):
+                await asyncio.sleep(60)
+            raise
+
+    faulty.receive_weights = receive
+    return endpoint
+
+
+def accepts_a_bucket_twice(endpoint: LocalEndpoint) -> LocalEndpoint:
+    faulty: Any = endpoint
+    seen: set[BucketTransfer] = set()
+
+    async def receive(bucket: BucketTransfer) -> None:
+        if bucket not in seen:
+            seen.add(bucket)
+            await LocalEndpoint.receive_weights(endpoint, bucket)
+
+    faulty.receive_weights = receive
+    return endpoint
+
+
+def accepts_buckets_in_any_order(endpoint: LocalEndpoint) -> LocalEndpoint:
+    faulty: Any = endpoint
+
+    async def receive(bucket: BucketTransfer) -> None:
+        try:
+            await LocalEndpoint.receive_weights(endpoint, bucket)
+        except UpdateRefusedError as error:
+            if "is next" not in str(error):
+                raise
+
+    faulty.receive_weights = receive
+    return endpoint
+
+
+def commits_during_a_drain(endpoint: LocalEndpoint) -> LocalEndpoint:
+    faulty: Any = endpoint
+
+    async def commit(ref: UpdateRef) -> WeightVersion:
+        holding = faulty._updates._holding
+        if holding is not None and not holding.done():
+            faulty._updates._holding = None
+        return await LocalEndpoint.commit_weight_update(endpoint, ref)
+
+    faulty.commit_weight_update = commit
+    return endpoint
+
+
+def refuses_a_group(endpoint: LocalEndpoint) -> LocalEndpoint:
+    faulty: Any = endpoint
+
+    async def join(spec: ProcessGroupSpec) -> None:
+        if (await endpoint.weight_version()).updating_to is not None:
+            raise UpdateRefusedError("an update is open")
+        await LocalEndpoint.init_process_group(endpoint, spec)
+
+    faulty.init_process_group = join
+    return endpoint
+
+
+def applies_as_they_arrive(endpoint: LocalEndpoint) -> LocalEndpoint:
+    faulty: Any = endpoint
+    parameters = dict(faulty._engine._model.named_parameters())
+
+    @torch.no_grad()
+    def apply(staged: Any) -> None:
+        for name, tensor in staged:
+            parameters[name].copy_(tensor)
+
+    async def receive(bucket: BucketTransfer) -> None:
+        await LocalEndpoint.receive_weights(endpoint, bucket)
+        staged = list(faulty._updates._staged)
+        await asyncio.wrap_future(faulty._engine.call(lambda: apply(staged)))
+
+    faulty.receive_weights = receive
+    return endpoint
+
+
+def aborts_after_the_receive(endpoint: LocalEndpoint) -> LocalEndpoint:
+    faulty: Any = endpoint
+    pending: set[asyncio.Future[None]] = set()
+
+    async def receive(bucket: BucketTransfer) -> None:
+        receiving = asyncio.ensure_future(LocalEndpoint.receive_weights(endpoint, bucket))
+        pending.add(receiving)
+        receiving.add_done_callback(pending.discard)
+        await receiving
+
+    async def abort(ref: UpdateRef) -> WeightVersion:
+        if pending:
+            await asyncio.wait(pending)
+        return await LocalEndpoint.abort_weight_update(endpoint, ref)
+
+    faulty.receive_weights, faulty.abort_weight_update = receive, abort
+    return endpoint
+
+
+def drains_for_nobody(endpoint: LocalEndpoint) -> LocalEndpoint:
+    faulty: Any = endpoint
+    ours = []
+
+    async def request(update: WeightUpdate) -> None:
+        if update.in_flight is InFlightPolicy.DRAIN:
+            update = update.model_copy(update={"deadline_s": 3600.0, "lease_s": 3600.0})
+        ours.append(asyncio.ensure_future(LocalEndpoint.request_weight_update(endpoint, update)))
+        await asyncio.shield(ours[-1])
+
+    faulty.request_weight_update = request
+    return endpoint
+
+
+def outlives_its_launcher(endpoint: LocalEndpoint) -> LocalEndpoint:
+    if os.environ.get("LAUNCHED") is None:
+        command = [sys.executable, "-m", "tests.conformance.mutants.server", *sys.argv[1:]]
+        launched = subprocess.Popen(command, env={**os.environ, "LAUNCHED": "1"}, start_new_session=True)
+        signal.signal(signal.SIGTERM, lambda *_: launched.kill())
+        os._exit(launched.wait())
+    launcher = os.getppid()
+
+    def follow() -> None:
+        while os.getppid() == launcher:
+            time.sleep(0.2)
+        time.sleep(8)
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
+    return endpoint
+
+
+def acknowledged_under_load(
+    engine: Any, hold: Callable[..., None], policy: InFlightPolicy, on_held: Callable[[], None]
+) -> None:
+    if len(engine._running) <= 4:
+        return hold(policy, on_held)
+    threading.Timer(0.5, lambda: engine.call(lambda: hold(policy, lambda: None))).start()
+    return on_held()
+
+
+def looks_and_then_takes(endpoint: LocalEndpoint) -> LocalEndpoint:
+    faulty: Any = endpoint
+
+    async def request(update: WeightUpdate) -> None:
+        is_free = (await endpoint.weight_version()).updating_to is None
+        await asyncio.sleep(0.05)
+        if is_free:
+            await end_what_is_open(endpoint, update.run_id)
+        await LocalEndpoint.request_weight_update(endpoint, update)
+
+    faulty.request_weight_update = request
+    return endpoint
+
+
+def answers_what_it_saw_first(endpoint: LocalEndpoint) -> LocalEndpoint:
+    faulty: Any = endpoint
+
+    async def abort(ref: UpdateRef) -> WeightVersion:
+        before = await endpoint.weight_version()
+        after = await LocalEndpoint.abort_weight_update(endpoint, ref)
+        return after.model_copy(update={"version": before.version})
+
+    faulty.abort_weight_update = abort
+    return endpoint
+
+
+def tires_of_holds(endpoint: LocalEndpoint) -> LocalEndpoint:
+    num_holds = 0
+
+    def hold_once_more(engine: Any, hold: Callable[..., None], policy: InFlightPolicy, on_held: Any) -> None:
+        nonlocal num_holds
+        num_holds += 1
+        hold(InFlightPolicy.ABORT if num_holds > 12 else policy, on_held)
+
+    return holding(hold_once_more)(endpoint)
+
+
+def deaf_while_held(endpoint: LocalEndpoint) -> LocalEndpoint:
+    engine: Any = endpoint._engine
+    cancel = engine.cancel
+    engine.cancel = lambda request: None if engine._held_since is not None else cancel(request)
+    return endpoint
+
+
+def compares_versions_of_any_run(endpoint: LocalEndpoint) -> LocalEndpoint:
+    faulty: Any = endpoint
+
+    async def request(update: WeightUpdate) -> None:
+        served = (await endpoint.weight_version()).version
+        if update.version < served:
+            raise UpdateRefusedError(f"version {served} is served already")
+        await LocalEndpoint.request_weight_update(endpoint, update)
+
+    faulty.request_weight_update = request
+    return endpoint
+
+
+MUTANTS = (
+    Mutant("endless join", "U-40", "Joining a group has no timeout.", joins_for_ever),
+    Mutant("endless receive", "U-41", "Receiving a bucket has no timeout.", receives_within(lambda _: 3600.0)),
+    Mutant(
+        "lease lost with the store",
+        "U-42",
+        "A hold is not released once the group's store is gone.",
+        with_a_lease_that(store_is_there),
+    ),
+    Mutant("waits for the dead", "U-43", "A sender that died is waited for.", waits_for_the_dead),
+    Mutant(
+        "impatient", "U-44", "A bucket is awaited for half a second at most.", receives_within(lambda s: min(s, 0.5))
+    ),
+    Mutant(
+        "bucket twice", "U-45", "A bucket that was asked for already is acknowledged again.", accepts_a_bucket_twice
+    ),
+    Mutant("buckets in any order", "U-46", "A bucket that is not next is acknowledged.", accepts_buckets_in_any_order),
+    Mutant("commit during a drain", "U-46", "A commit does not wait for the hold.", commits_during_a_drain),
+    Mutant("no group during an update", "U-47", "No group can be formed while an update is open.", refuses_a_group),
+    Mutant(
+        "resume after a torn load",
+        "U-48",
+        "Buckets are applied as they arrive, and the endpoint serves on after an abort.",
+        applies_as_they_arrive,
+    ),
+    Mutant("abort after the receive", "U-49", "An abort waits for a pending bucket.", aborts_after_the_receive),
+    Mutant("hold for nobody", "U-50", "A drain whose caller has gone holds for ever.", drains_for_nobody),
+    Mutant(
+        "outlives its launcher",
+        "U-51",
+        "The process that was started is not the one that serves.",
+        outlives_its_launcher,
+        over_http=True,
+    ),
+    Mutant(
+        "lease lost in sleep",
+        "U-52",
+        "A lease is forgotten when the process was stopped.",
+        with_a_lease_that(lambda _, passed_s: passed_s < 0.8),
+        over_http=True,
+    ),
+    Mutant(
+        "early under load",
+        "U-53",
+        "A hold is acknowledged half a second early while many requests run.",
+        holding(acknowledged_under_load),
+    ),
+    Mutant("check, then act", "U-54", "Two updates that look for an open one see none.", looks_and_then_takes),
+    Mutant("answer of before", "U-55", "An abort answers the version it saw first.", answers_what_it_saw_first),
+    Mutant("tired of holds", "U-56", "The thirteenth hold ends running requests.", tires_of_holds),
+    Mutant("deaf while held", "U-57", "Requests cannot be cancelled during a hold.", deaf_while_held),
+    Mutant("one count for all runs", "U-58", "Versions are compared across runs.", compares_versions_of_any_run),
+)

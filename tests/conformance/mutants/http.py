@@ -1,0 +1,129 @@
+"""Faults of the HTTP server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pydantic
+from starlette.responses import PlainTextResponse, Response
+
+import inflight.http.server
+from inflight.errors import InvalidRequestError, UnauthorizedError
+from inflight.local.endpoint import LocalEndpoint
+from inflight.wire import EndpointState, Health
+from tests.conformance.mutants.mutant import Mutant
+
+SERVER: Any = inflight.http.server
+
+
+def serving_with(**parts: Any) -> Callable[[LocalEndpoint], LocalEndpoint]:
+    """A server of which some functions are others."""
+
+    def infect(endpoint: LocalEndpoint) -> LocalEndpoint:
+        for name, part in parts.items():
+            assert hasattr(SERVER, name)
+            setattr(SERVER, name, part)
+        return endpoint
+
+    return infect
+
+
+def checks_the_beginning(request: Any, token: str) -> None:
+    given = request.headers.get("authorization", "")
+    if not given.startswith(f"Bearer {token}"):
+        raise UnauthorizedError("wrong")
+
+
+def reads_one_at_a_time() -> Callable[..., Any]:
+    body = SERVER._body
+    turn = asyncio.Lock()
+
+    async def faulty(*arguments: Any) -> Any:
+        async with turn:
+            return await body(*arguments)
+
+    return faulty
+
+
+async def body_with_any_key(request: Any, kind: Any, max_body_bytes: int) -> Any:
+    try:
+        values = json.loads(await request.body())
+        return kind.model_validate({key: value for key, value in values.items() if key in kind.model_fields})
+    except (ValueError, AttributeError, RecursionError, pydantic.ValidationError) as error:
+        raise InvalidRequestError("no") from error
+
+
+def reads_everything() -> Callable[..., Any]:
+    body = SERVER._body
+    return lambda request, kind, max_body_bytes: body(request, kind, 1 << 62)
+
+
+async def answers_to_the_end(request: Any, call: Any) -> Any:
+    return await call
+
+
+async def refuses_barely(request: Any, error: Any) -> Response:
+    return PlainTextResponse("Not Found", error.status_code)
+
+
+def ill_while_held() -> Callable[..., Response]:
+    to_json: Callable[..., Response] = SERVER._json
+
+    def faulty(model: Any, status: int = 200) -> Response:
+        is_held = isinstance(model, Health) and model.state is EndpointState.HELD
+        return to_json(model, 503 if is_held else status)
+
+    return faulty
+
+
+MUTANTS = (
+    Mutant(
+        "open control routes",
+        "E-50",
+        "Control routes take no token.",
+        serving_with(_check_token=lambda *_: None),
+        over_http=True,
+    ),
+    Mutant(
+        "beginning of the token",
+        "E-50",
+        "Whatever begins with the token opens the control routes.",
+        serving_with(_check_token=checks_the_beginning),
+        over_http=True,
+    ),
+    Mutant(
+        "one at a time",
+        "E-51",
+        "Bodies are read one after another.",
+        serving_with(_body=reads_one_at_a_time()),
+        over_http=True,
+    ),
+    Mutant(
+        "any key", "E-52", "Unknown keys of a body are ignored.", serving_with(_body=body_with_any_key), over_http=True
+    ),
+    Mutant("any length", "E-53", "Bodies are not bounded.", serving_with(_body=reads_everything()), over_http=True),
+    Mutant(
+        "talks to nobody",
+        "E-54",
+        "A request goes on when its client has left.",
+        serving_with(_unless_client_leaves=answers_to_the_end),
+        over_http=True,
+    ),
+    Mutant(
+        "bare refusal",
+        "E-55",
+        "An unknown route answers plain text.",
+        serving_with(_refused=refuses_barely),
+        over_http=True,
+    ),
+    Mutant(
+        "ill while held",
+        "E-56",
+        "/health answers 503 during a hold.",
+        serving_with(_json=ill_while_held()),
+        over_http=True,
+    ),
+)

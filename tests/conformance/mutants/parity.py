@@ -1,0 +1,39 @@
+"""Faults that only a comparison with the trainer shows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from inflight.local.endpoint import LocalEndpoint
+from tests.conformance.mutants.mutant import Mutant
+
+
+def positions_shift(endpoint: LocalEndpoint) -> LocalEndpoint:
+    def shifted(_: Any, arguments: Any, keywords: dict[str, Any]) -> Any:
+        positions = keywords["position_ids"]
+        return arguments, {**keywords, "position_ids": torch.where(positions >= 64, positions + 1, positions)}
+
+    model: Any = endpoint._engine._model
+    model.base_model.register_forward_pre_hook(shifted, with_kwargs=True)
+    return endpoint
+
+
+def wears_away(endpoint: LocalEndpoint) -> LocalEndpoint:
+    engine: Any = endpoint._engine
+    load = engine.load
+
+    def faulty(tensors: Any, *others: Any) -> None:
+        load(tensors, *others)
+        with torch.no_grad():
+            engine._head.weight.mul_(1.00002**engine._num_updates)
+
+    engine.load = faulty
+    return endpoint
+
+
+MUTANTS = (
+    Mutant("positions shift", "E-60", "Positions from 64 on are one too large.", positions_shift),
+    Mutant("wears away", "E-61", "Every update scales the head a little more.", wears_away),
+)

@@ -1,0 +1,146 @@
+"""Ways of putting a fault into the embedded endpoint. Each changes the endpoint that it is given, and returns it.
+
+Those that change how tokens are drawn change it for the whole process: a faulty endpoint has one of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import inflight.local.engine
+from inflight.local.endpoint import LocalEndpoint
+from inflight.local.sampler import sample
+from inflight.wire import Completion, GenerateRequest, GenerateResponse, SamplingParams, WeightUpdate
+
+Drawn = tuple[list[int], list[float]]
+
+
+def declaring(**changes: Any) -> Callable[[LocalEndpoint], LocalEndpoint]:
+    """Other capabilities, and the same behaviour."""
+
+    def infect(endpoint: LocalEndpoint) -> LocalEndpoint:
+        capabilities = endpoint.capabilities
+
+        async def faulty() -> Any:
+            return (await capabilities()).model_copy(update=changes)
+
+        endpoint.capabilities = faulty
+        return endpoint
+
+    return infect
+
+
+def taking(change: Callable[[GenerateRequest], GenerateRequest]) -> Callable[[LocalEndpoint], LocalEndpoint]:
+    """Another request inside the engine than the one that was sent."""
+
+    def infect(endpoint: LocalEndpoint) -> LocalEndpoint:
+        submit = endpoint._engine.submit
+        endpoint._engine.submit = lambda request, *others: submit(change(request), *others)
+        return endpoint
+
+    return infect
+
+
+def sampling_with(change: Callable[[SamplingParams], dict[str, Any]]) -> Callable[[LocalEndpoint], LocalEndpoint]:
+    """Other sampling parameters inside the engine than those that were sent."""
+    return taking(lambda r: r.model_copy(update={"sampling": r.sampling.model_copy(update=change(r.sampling))}))
+
+
+def answering(
+    change: Callable[[GenerateRequest, Completion], dict[str, Any]],
+) -> Callable[[LocalEndpoint], LocalEndpoint]:
+    """Other completions than those that were sampled."""
+
+    def infect(endpoint: LocalEndpoint) -> LocalEndpoint:
+        generate = endpoint.generate
+
+        async def faulty(request: GenerateRequest) -> GenerateResponse:
+            response = await generate(request)
+            completions = tuple(c.model_copy(update=change(request, c)) for c in response.completions)
+            return response.model_copy(update={"completions": completions})
+
+        endpoint.generate = faulty
+        return endpoint
+
+    return infect
+
+
+def drawing(
+    draw: Callable[[torch.Tensor, Sequence[SamplingParams], Sequence[float]], Drawn],
+) -> Callable[[LocalEndpoint], LocalEndpoint]:
+    """Another sampler."""
+
+    def infect(endpoint: LocalEndpoint) -> LocalEndpoint:
+        inflight.local.engine.sample = draw
+        return endpoint
+
+    return infect
+
+
+def drawing_with(**changes: Any) -> Callable[[LocalEndpoint], LocalEndpoint]:
+    """The sampler with other parameters."""
+    return drawing(
+        lambda logits, params, uniforms: sample(logits, [p.model_copy(update=changes) for p in params], uniforms)
+    )
+
+
+def numbering(
+    change: Callable[[int, int], Callable[[], float]],
+) -> Callable[[LocalEndpoint], LocalEndpoint]:
+    """Other random numbers for a sequence with (seed, index)."""
+
+    def infect(endpoint: LocalEndpoint) -> LocalEndpoint:
+        engine: Any = endpoint._engine
+        add = engine._add
+
+        def faulty(request: Any) -> None:
+            add(request)
+            for sequence in request.sequences:
+                if request.sampling.seed is not None:
+                    sequence.uniform = change(request.sampling.seed, sequence.index)
+
+        engine._add = faulty
+        return endpoint
+
+    return infect
+
+
+def holding(hold: Callable[..., None]) -> Callable[[LocalEndpoint], LocalEndpoint]:
+    """Another way to hold: ``hold`` takes the engine, its own hold, the policy, and whom to tell."""
+
+    def infect(endpoint: LocalEndpoint) -> LocalEndpoint:
+        engine: Any = endpoint._engine
+        own = engine.hold
+        engine.hold = lambda policy, on_held: hold(engine, own, policy, on_held)
+        return endpoint
+
+    return infect
+
+
+def announcing(change: Callable[[WeightUpdate], dict[str, Any]]) -> Callable[[LocalEndpoint], LocalEndpoint]:
+    """Another update than the one that was announced."""
+
+    def infect(endpoint: LocalEndpoint) -> LocalEndpoint:
+        request = endpoint.request_weight_update
+
+        async def faulty(update: WeightUpdate) -> None:
+            await request(update.model_copy(update=change(update)))
+
+        endpoint.request_weight_update = faulty
+        return endpoint
+
+    return infect
+
+
+def without_last(completion: Completion, num: int = 1) -> dict[str, Any]:
+    """A completion's fields without its last tokens."""
+    kept = len(completion.token_ids) - num
+    spans = tuple(s.model_copy(update={"end": min(s.end, kept)}) for s in completion.version_spans if s.start < kept)
+    return {
+        "token_ids": completion.token_ids[:kept],
+        "logprobs": completion.logprobs[:kept],
+        "version_spans": spans,
+    }

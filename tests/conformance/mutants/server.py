@@ -1,0 +1,26 @@
+"""A faulty endpoint in a process of its own: ``python -m`` with mutant, model directory, port and token file."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from inflight.http.tokens import read_token
+from inflight.local.serve import bind, serve
+from tests.conformance.mutants import make
+
+
+def main(mutant: str, model: str, port: str, token_file: str) -> None:
+    """Serve until the process is ended."""
+    torch.set_num_threads(1)
+    endpoint: Any = make(Path(model), mutant)
+    token = read_token(Path(token_file))
+    assert token is not None
+    serve(endpoint, bind("127.0.0.1", int(port)), token=token)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,288 @@
+"""Faults in the ids of prompts, in answers, and in how requests are kept apart."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from typing import Any
+
+from inflight.local.endpoint import LocalEndpoint
+from inflight.local.sampler import sample
+from inflight.wire import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatCompletionRequest,
+    CompletionChunk,
+    GenerateRequest,
+    GenerateResponse,
+)
+from tests.conformance.mutants.mutant import Mutant
+from tests.conformance.mutants.patches import answering, drawing, sampling_with, taking, without_last
+
+
+def retokenised(endpoint: LocalEndpoint) -> LocalEndpoint:
+    tokenizer: Any = endpoint._chat.tokenizer
+
+    def faulty(request: GenerateRequest) -> GenerateRequest:
+        text = tokenizer.decode(list(request.prompt_token_ids))
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return request.model_copy(update={"prompt_token_ids": tuple(ids)})
+
+    return taking(faulty)(endpoint)
+
+
+def own_request_id(endpoint: LocalEndpoint) -> LocalEndpoint:
+    generate = endpoint.generate
+
+    async def faulty(request: GenerateRequest) -> GenerateResponse:
+        return (await generate(request)).model_copy(update={"request_id": "cmpl-1"})
+
+    endpoint.generate = faulty
+    return endpoint
+
+
+def latest_request_id(endpoint: LocalEndpoint) -> LocalEndpoint:
+    generate = endpoint.generate
+    latest = ""
+
+    async def faulty(request: GenerateRequest) -> GenerateResponse:
+        nonlocal latest
+        latest = request.request_id
+        return (await generate(request)).model_copy(update={"request_id": latest})
+
+    endpoint.generate = faulty
+    return endpoint
+
+
+def rows_mixed_up(logits: Any, params: Any, uniforms: Any) -> Any:
+    tokens, logprobs = sample(logits, params, uniforms)
+    return tokens, logprobs[1:] + logprobs[:1] if len(logprobs) > 8 else logprobs
+
+
+def truncating(endpoint: LocalEndpoint) -> LocalEndpoint:
+    longest = endpoint._engine.max_model_len
+
+    def faulty(request: GenerateRequest) -> GenerateRequest:
+        num_tokens = min(request.sampling.max_tokens or 1, longest - 1)
+        ids = request.prompt_token_ids[num_tokens - longest :]
+        sampling = request.sampling.model_copy(update={"max_tokens": num_tokens})
+        return request.model_copy(update={"prompt_token_ids": ids, "sampling": sampling})
+
+    return taking(faulty)(endpoint)
+
+
+def numbering_requests() -> Any:
+    numbers = itertools.count()
+    return taking(lambda r: r.model_copy(update={"request_id": f"{next(numbers)}"}))
+
+
+def outlives_its_caller(endpoint: LocalEndpoint) -> LocalEndpoint:
+    endpoint._engine.cancel = lambda request: None
+    return endpoint
+
+
+def stream_outlives_its_reader(endpoint: LocalEndpoint) -> LocalEndpoint:
+    stream = endpoint.generate_stream
+
+    async def faulty(request: GenerateRequest) -> AsyncIterator[CompletionChunk]:
+        chunks: asyncio.Queue[CompletionChunk | None] = asyncio.Queue()
+
+        async def read() -> None:
+            async for chunk in stream(request):
+                chunks.put_nowait(chunk)
+            chunks.put_nowait(None)
+
+        endpoint.reader = asyncio.ensure_future(read())
+        while (chunk := await chunks.get()) is not None:
+            yield chunk
+
+    endpoint.generate_stream = faulty
+    return endpoint
+
+
+def prompt_ids_of_chat_cut(endpoint: LocalEndpoint) -> LocalEndpoint:
+    chat_completion = endpoint.chat_completion
+
+    async def faulty(request: ChatCompletionRequest) -> ChatCompletion:
+        answer = await chat_completion(request)
+        return answer.model_copy(update={"prompt_token_ids": answer.prompt_token_ids[:-1]})
+
+    endpoint.chat_completion = faulty
+    return endpoint
+
+
+def chat_defaults(endpoint: LocalEndpoint) -> LocalEndpoint:
+    chat_request = endpoint.chat_request
+
+    def faulty(request: ChatCompletionRequest) -> GenerateRequest:
+        rendered = chat_request(request)
+        return rendered.model_copy(update={"sampling": rendered.sampling.model_copy(update={"top_k": 20})})
+
+    endpoint.chat_request = faulty
+    return endpoint
+
+
+def everything_so_far(endpoint: LocalEndpoint) -> LocalEndpoint:
+    stream = endpoint.generate_stream
+
+    async def faulty(request: GenerateRequest) -> AsyncIterator[CompletionChunk]:
+        so_far: dict[int, tuple[Any, Any]] = {}
+        async for chunk in stream(request):
+            ids, logprobs = so_far.get(chunk.index, ((), ()))
+            so_far[chunk.index] = (ids + chunk.token_ids, logprobs + chunk.logprobs)
+            ids, logprobs = so_far[chunk.index]
+            yield chunk.model_copy(update={"token_ids": ids, "logprobs": logprobs})
+
+    endpoint.generate_stream = faulty
+    return endpoint
+
+
+def last_token_unsent(endpoint: LocalEndpoint) -> LocalEndpoint:
+    stream = endpoint.generate_stream
+
+    async def faulty(request: GenerateRequest) -> AsyncIterator[CompletionChunk]:
+        async for chunk in stream(request):
+            yield chunk if chunk.finish_reason is None else chunk.model_copy(update={"token_ids": (), "logprobs": ()})
+
+    endpoint.generate_stream = faulty
+    return endpoint
+
+
+def text_token_by_token(endpoint: LocalEndpoint) -> LocalEndpoint:
+    stream = endpoint.chat_completion_stream
+    tokenizer: Any = endpoint._chat.tokenizer
+
+    async def faulty(request: ChatCompletionRequest) -> AsyncIterator[ChatCompletionChunk]:
+        async for event in stream(request):
+            choices = []
+            for choice in event.choices:
+                text = tokenizer.decode(list(choice.token_ids), skip_special_tokens=True)
+                delta = choice.delta.model_copy(update={"content": text})
+                choices.append(choice.model_copy(update={"delta": delta}))
+            yield event.model_copy(update={"choices": tuple(choices)})
+
+    endpoint.chat_completion_stream = faulty
+    return endpoint
+
+
+def stops_checked_rarely(endpoint: LocalEndpoint) -> LocalEndpoint:
+    engine: Any = endpoint._engine
+    hit = engine._hit_stop_string
+
+    def faulty(sequence: Any) -> bool:
+        return len(sequence.token_ids) % 8 == 0 and hit(sequence)
+
+    engine._hit_stop_string = faulty
+    return endpoint
+
+
+MUTANTS = (
+    Mutant("ids retokenised", "E-10", "Prompts pass through text: they are decoded and encoded again.", retokenised),
+    Mutant(
+        "first token added",
+        "E-10",
+        "A token is put in front of every prompt.",
+        taking(lambda r: r.model_copy(update={"prompt_token_ids": (0, *r.prompt_token_ids)})),
+    ),
+    Mutant(
+        "logprobs shifted by one",
+        "E-10",
+        "Each token has the logprob of the one behind it.",
+        answering(lambda _, c: {"logprobs": c.logprobs[1:] + c.logprobs[:1]}),
+    ),
+    Mutant(
+        "logprobs negated",
+        "E-11",
+        "Negative log-likelihoods are reported.",
+        answering(lambda _, c: {"logprobs": tuple(-p for p in c.logprobs)}),
+    ),
+    Mutant(
+        "spans too short",
+        "E-11",
+        "Version spans do not cover the last token.",
+        answering(lambda _, c: {"version_spans": without_last(c)["version_spans"]}),
+    ),
+    Mutant("request id replaced", "E-11", "Answers carry an id of the server's own.", own_request_id),
+    Mutant("rest of the prompt dropped", "E-22", "What does not fit is truncated, not refused.", truncating),
+    Mutant(
+        "running id accepted",
+        "E-22",
+        "The id of a running request may be used again.",
+        numbering_requests(),
+    ),
+    Mutant("request outlives its caller", "E-25", "A cancelled call does not end the request.", outlives_its_caller),
+    Mutant(
+        "stream outlives its reader",
+        "E-25",
+        "A stream that nobody reads any more is sampled to its end.",
+        stream_outlives_its_reader,
+    ),
+    Mutant(
+        "rows of a large batch mixed up",
+        "E-26",
+        "Beyond eight sequences, logprobs are those of a neighbour.",
+        drawing(rows_mixed_up),
+    ),
+    Mutant("answers mixed up", "E-26", "An answer carries the id of the latest request.", latest_request_id),
+    Mutant(
+        "stop token dropped",
+        "E-19",
+        "The stop token is not listed.",
+        answering(lambda r, c: without_last(c) if r.sampling.stop_token_ids and c.finish_reason == "stop" else {}),
+    ),
+    Mutant(
+        "first stop token only",
+        "E-19",
+        "Only the last of several stop tokens stops.",
+        sampling_with(lambda s: {"stop_token_ids": s.stop_token_ids[1:]}),
+    ),
+    Mutant(
+        "stop string dropped",
+        "E-20",
+        "The tokens of the stop string are cut with its text.",
+        answering(lambda r, c: without_last(c, 2) if r.sampling.stop and c.finish_reason == "stop" else {}),
+    ),
+    Mutant(
+        "stop strings looked for rarely", "E-20", "Text is looked at after every eighth token.", stops_checked_rarely
+    ),
+    Mutant(
+        "end of sequence dropped",
+        "E-21",
+        "The end-of-sequence token is not listed.",
+        answering(lambda r, c: without_last(c) if not r.sampling.stop_token_ids and c.finish_reason == "stop" else {}),
+    ),
+    Mutant(
+        "end of sequence always ends",
+        "E-21",
+        "ignore_eos is ignored.",
+        sampling_with(lambda _: {"ignore_eos": False}),
+    ),
+    Mutant(
+        "end called length",
+        "E-21",
+        "Every completion is said to have ended by its length.",
+        answering(lambda _, c: {"finish_reason": "length"}),
+    ),
+    Mutant(
+        "sixteen tokens by default",
+        "E-27",
+        "Without max_tokens, a completion has 16 tokens.",
+        sampling_with(lambda s: {"max_tokens": s.max_tokens or 16}),
+    ),
+    Mutant(
+        "chat hides a prompt token",
+        "E-23",
+        "prompt_token_ids lack the last id that was used.",
+        prompt_ids_of_chat_cut,
+    ),
+    Mutant("chat has defaults of its own", "E-23", "Chat requests are sampled with top-k 20.", chat_defaults),
+    Mutant("stream repeats itself", "E-24", "Each chunk carries all tokens so far.", everything_so_far),
+    Mutant("last token not streamed", "E-24", "The chunk with the finish reason has no token.", last_token_unsent),
+    Mutant(
+        "text decoded token by token",
+        "E-29",
+        "Characters of several tokens are streamed as replacement characters.",
+        text_token_by_token,
+    ),
+)

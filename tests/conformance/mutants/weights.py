@@ -1,0 +1,159 @@
+"""Faults of loading and of refusing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from inflight.local.endpoint import LocalEndpoint
+from inflight.weights.buckets import manifest_difference
+from inflight.wire import TensorSpec, WeightUpdate
+from tests.conformance.mutants.mutant import Mutant
+
+Tensors = list[tuple[str, torch.Tensor]]
+
+
+def loading(change: Callable[[Tensors], Tensors]) -> Callable[[LocalEndpoint], LocalEndpoint]:
+    """A fault that loads something else than what arrived."""
+
+    def infect(endpoint: LocalEndpoint) -> LocalEndpoint:
+        engine: Any = endpoint._engine
+        load = engine.load
+        engine.load = lambda tensors, *others: load(change(list(tensors)), *others)
+        return endpoint
+
+    return infect
+
+
+def accepting(
+    forgive: Callable[[list[TensorSpec], list[TensorSpec]], list[TensorSpec]],
+) -> Callable[..., LocalEndpoint]:
+    """A fault that overlooks a difference between the manifest and the model."""
+
+    def infect(endpoint: LocalEndpoint) -> LocalEndpoint:
+        session: Any = endpoint._updates._session
+        reason = session._reason_to_refuse
+
+        def faulty(update: WeightUpdate) -> str | None:
+            offered = forgive(list(session._expected), list(update.manifest.tensors))
+            if manifest_difference(session._expected, offered) is None:
+                update = update.model_copy(
+                    update={"manifest": update.manifest.model_copy(update={"tensors": tuple(offered)})}
+                )
+            found: str | None = reason(update)
+            return found
+
+        session._reason_to_refuse = faulty
+        return endpoint
+
+    return infect
+
+
+def with_all(expected: list[TensorSpec], offered: list[TensorSpec]) -> list[TensorSpec]:
+    names = {spec.name for spec in offered}
+    return offered + [spec for spec in expected if spec.name not in names]
+
+
+def with_known(expected: list[TensorSpec], offered: list[TensorSpec]) -> list[TensorSpec]:
+    names = {spec.name for spec in expected}
+    return [spec for spec in offered if spec.name in names]
+
+
+def with_own(field: str) -> Callable[[list[TensorSpec], list[TensorSpec]], list[TensorSpec]]:
+    def forgive(expected: list[TensorSpec], offered: list[TensorSpec]) -> list[TensorSpec]:
+        mine = {spec.name: getattr(spec, field) for spec in expected}
+        return [s.model_copy(update={field: mine[s.name]}) if s.name in mine else s for s in offered]
+
+    return forgive
+
+
+def tied_head_left_old(endpoint: LocalEndpoint) -> LocalEndpoint:
+    model: Any = endpoint._engine._model
+    if model.config.tie_word_embeddings:
+        endpoint._engine._head.weight = torch.nn.Parameter(model.get_input_embeddings().weight.detach().clone())
+    return endpoint
+
+
+def last_bucket_only(endpoint: LocalEndpoint) -> LocalEndpoint:
+    faulty: Any = endpoint
+    receive = faulty.receive_weights
+
+    async def receive_weights(bucket: Any) -> None:
+        faulty._updates._staged = []
+        await receive(bucket)
+
+    faulty.receive_weights = receive_weights
+    return endpoint
+
+
+def told_by_place(endpoint: LocalEndpoint) -> LocalEndpoint:
+    engine: Any = endpoint._engine
+    load = engine.load
+    names = [name for name, _ in engine._model.named_parameters()]
+
+    def faulty(tensors: Any, *others: Any) -> None:
+        load([(name, tensor) for name, (_, tensor) in zip(names, tensors, strict=True)], *others)
+
+    engine.load = faulty
+    return endpoint
+
+
+_FIRST: dict[str, torch.Tensor] = {}
+
+
+def remembers_the_first_checkpoint(endpoint: LocalEndpoint) -> LocalEndpoint:
+    model: Any = endpoint._engine._model
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            first = _FIRST.setdefault(name, parameter.detach().clone())
+            if first.shape == parameter.shape and not model.config.tie_word_embeddings:
+                parameter.copy_(first)
+    return endpoint
+
+
+def wears_out(endpoint: LocalEndpoint) -> LocalEndpoint:
+    engine: Any = endpoint._engine
+    load = engine.load
+
+    def faulty(tensors: Any, *others: Any) -> None:
+        load(tensors if engine._num_updates < 100 else [], *others)
+
+    engine.load = faulty
+    return endpoint
+
+
+def in_half(tensors: Tensors) -> Tensors:
+    return [(name, tensor.bfloat16().to(tensor.dtype)) for name, tensor in tensors]
+
+
+def without(part: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: [(name, tensor) for name, tensor in tensors if part not in name]
+
+
+MUTANTS = (
+    Mutant("cast on the way", "U-01", "Received tensors go through bfloat16.", loading(in_half)),
+    Mutant("update not applied", "U-02", "The commit is acknowledged and nothing is loaded.", loading(lambda _: [])),
+    Mutant(
+        "zeros taken for missing",
+        "U-03",
+        "A tensor of zeros is taken for one that was not sent, and left old.",
+        loading(lambda tensors: [(name, tensor) for name, tensor in tensors if bool(tensor.any())]),
+    ),
+    Mutant("missing tensor accepted", "U-04", "A manifest without a tensor is accepted.", accepting(with_all)),
+    Mutant("unknown tensor accepted", "U-05", "A tensor that the model lacks is accepted.", accepting(with_known)),
+    Mutant("misshapen tensor accepted", "U-06", "A tensor of another shape is accepted.", accepting(with_own("shape"))),
+    Mutant("wrong dtype accepted", "U-07", "A tensor of another dtype is accepted.", accepting(with_own("dtype"))),
+    Mutant("dropped lm_head", "U-08", "The head is left out of every update.", loading(without("lm_head"))),
+    Mutant("tied head left old", "U-09", "The head keeps a copy of the embedding it started with.", tied_head_left_old),
+    Mutant("last bucket only", "U-10", "Each bucket replaces what was staged before it.", last_bucket_only),
+    Mutant("told by place", "U-11", "Tensors are told by their place, not by their name.", told_by_place),
+    Mutant(
+        "first checkpoint remembered",
+        "U-12",
+        "A restarted endpoint serves the checkpoint that the first one was started from.",
+        remembers_the_first_checkpoint,
+    ),
+    Mutant("wears out", "U-13", "After a hundred updates nothing is loaded any more.", wears_out),
+)

@@ -1,0 +1,144 @@
+"""Every mutant against other checks than its own: ``python -m tests.conformance.mutation KIND ...``.
+
+Writes mutation.json. Workers and transports go through all checks. Endpoints go through those that take a healthy one
+less than half a second, and those of the mutant's own level that take less than three; with all of them it would take
+hours. The tests run each mutant against its own check only.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from inflight.conformance.checks import Check
+from inflight.conformance.child import checks_of
+from inflight.conformance.kit import Kit
+from inflight.conformance.targets import EndpointTarget, Target, TransportTarget, WorkerTarget
+from inflight.conformance.verdicts import Outcome
+from inflight.errors import ConfigError
+from tests.conformance import mutants, transport_mutants, worker_mutants
+
+RESULTS = Path(__file__).with_name("mutation.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """One mutant of any kind."""
+
+    kind: str
+    name: str
+    caught_by: str
+    fault: str
+    target: Target
+
+
+def subjects() -> list[Subject]:
+    """Return every mutant there is."""
+    endpoints = [
+        Subject("endpoint", m.name, m.caught_by, m.fault, mutants.target_of(m)) for m in mutants.MUTANTS.values()
+    ]
+    workers = [
+        Subject(
+            "worker",
+            name,
+            m.caught_by,
+            m.fault,
+            WorkerTarget(
+                factory="tests.conformance.worker_mutants:create_worker",
+                num_ranks=m.num_ranks,
+                options={"mutant": name},
+            ),
+        )
+        for name, m in worker_mutants.MUTANTS.items()
+    ]
+    transports = [
+        Subject(
+            "transport",
+            name,
+            m.check,
+            m.what,
+            TransportTarget(factory="tests.conformance.transport_mutants:make", options={"mutant": name}),
+        )
+        for name, m in transport_mutants.MUTANTS.items()
+    ]
+    return [*endpoints, *workers, *transports]
+
+
+def healthy_seconds() -> dict[str, float]:
+    """Return what each check of endpoints takes on the embedded one."""
+    with Kit(EndpointTarget(factory="inflight.local.loading:load_endpoint")) as kit:
+        return {check.id: kit.run(check).seconds for check in checks_of("endpoint")}
+
+
+def compared(subject: Subject, seconds: Mapping[str, float]) -> list[Check]:
+    """Return the checks that a mutant goes through: see the module."""
+    checks = checks_of(subject.kind)
+    level = next(check.level for check in checks if check.id == subject.caught_by)
+    return [
+        check
+        for check in checks
+        if subject.kind != "endpoint"
+        or check.id == subject.caught_by
+        or seconds[check.id] < (3.0 if check.level == level else 0.5)
+    ]
+
+
+def failures(subject: Subject, checks: Sequence[Check]) -> dict[str, str]:
+    """Return the outcome of every check that the mutant does not pass."""
+    found = {}
+    with Kit(subject.target) as kit:
+        for check in checks:
+            try:
+                verdict = kit.run(check)
+            except ConfigError as error:
+                found[check.id] = f"failed: {error}"[:80]
+                continue
+            if verdict.outcome in (Outcome.FAILED, Outcome.HUNG):
+                found[check.id] = str(verdict.outcome)
+    return found
+
+
+def run(kinds: Sequence[str]) -> None:
+    """Run every mutant of these kinds against all of its checks, two at a time."""
+    wanted = [subject for subject in subjects() if subject.kind in kinds]
+    writing = threading.Lock()
+    seconds = healthy_seconds() if "endpoint" in kinds else {}
+
+    def one(subject: Subject) -> None:
+        started = time.monotonic()
+        found = failures(subject, compared(subject, seconds))
+        with writing:
+            results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+            results.setdefault(subject.kind, {})[subject.name] = found
+            RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+        caught = "caught" if subject.caught_by in found else "MISSED"
+        print(
+            f"{time.monotonic() - started:6.1f} s  {caught}  {subject.kind} {subject.name}: {' '.join(found)}",
+            flush=True,
+        )
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(one, wanted))
+
+
+def markdown_table() -> str:
+    """Return the table of mutants: what is wrong, the check that must catch it, and which others do."""
+    results = json.loads(RESULTS.read_text())
+    rows = ["| mutant | what is wrong | must be caught by | also caught by |\n|---|---|---|---|\n"]
+    for subject in subjects():
+        found = results[subject.kind].get(subject.name, {})
+        own = f"**{subject.caught_by}**" if subject.caught_by in found else f"{subject.caught_by}: MISSED"
+        others = ", ".join(check for check in found if check != subject.caught_by)
+        fault = subject.fault[0].upper() + subject.fault[1:].rstrip(".")
+        rows.append(f"| {subject.kind}: {subject.name.replace('_', ' ')} | {fault} | {own} | {others} |\n")
+    return "".join(rows)
+
+
+if __name__ == "__main__":
+    run(sys.argv[1:] or ["endpoint", "worker", "transport"])

@@ -1,0 +1,39 @@
+"""Fills in what pages of docs/ show of other files: ``python -m tests.conformance.pages`` writes them anew.
+
+Sentences of the contract come from their checks, code from the files that the tests run, the table of mutants from
+mutation.json.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from inflight.conformance.specification import filled_in
+from tests.conformance.mutation import markdown_table
+
+ROOT = Path(__file__).parents[2]
+PAGES = tuple(
+    ROOT / "docs" / f"{name}.md" for name in ("contract", "conformance", "inference-adapter", "trainer-adapter")
+)
+_FILE = re.compile(r"<!-- file: (\S+) -->\n.*?<!-- end -->", re.DOTALL)
+_MUTANTS = re.compile(r"<!-- mutants -->\n.*?<!-- end -->", re.DOTALL)
+_LANGUAGES = {".py": "python", ".toml": "toml"}
+
+
+def rendered(page: str) -> str:
+    """Return a page with everything filled in that it takes from elsewhere."""
+
+    def shown(found: re.Match[str]) -> str:
+        file = ROOT / found[1]
+        return (
+            f"<!-- file: {found[1]} -->\n```{_LANGUAGES[file.suffix]}\n{file.read_text().rstrip()}\n```\n<!-- end -->"
+        )
+
+    page = _FILE.sub(shown, filled_in(page))
+    return _MUTANTS.sub(lambda _: f"<!-- mutants -->\n{markdown_table()}<!-- end -->", page)
+
+
+if __name__ == "__main__":
+    for file in PAGES:
+        file.write_text(rendered(file.read_text()))

@@ -1,0 +1,1 @@
+"""An inference server that is not ours, and the endpoint around it that docs/inference-adapter.md explains."""

@@ -1,0 +1,94 @@
+"""An `InferenceEndpoint` around the plain server: everything that an adapter needs."""
+
+import asyncio
+import random
+
+import httpx
+from safetensors.torch import save
+
+from inflight.errors import InvalidRequestError, UnsupportedError
+from inflight.weights.receiving import UpdateReceiver
+from inflight.weights.transports.process_group import ProcessGroupReceiver
+from inflight.wire import Capabilities, Completion, GenerateResponse, TensorSpec, VersionSpan, WeightVersion
+
+
+class PlainEndpoint:
+    def __init__(self, url, info):
+        self.name, self.info, self.running, self.slot = url, info, 0, asyncio.Lock()
+        self.http = httpx.AsyncClient(base_url=url, timeout=120)
+        specs = [TensorSpec(name=n, dtype=dtype, shape=tuple(shape)) for n, (dtype, shape) in info["tensors"].items()]
+        self.updates = UpdateReceiver(self, specs, ProcessGroupReceiver, policies=("drain",), transports=("gloo",))
+
+    async def capabilities(self):
+        return Capabilities(
+            engine="plain", engine_version="1", model=self.name, dtype=next(iter(self.info["tensors"].values()))[0],
+            vocab_size=self.info["vocab"], max_model_len=self.info["context"], max_concurrent_sequences=1, num_ranks=1,
+            in_flight_policies=("drain",), transports=("gloo",), version_binding="admission", logprob_kind="processed",
+            streaming=False, chat=False,
+        )  # fmt: skip
+
+    async def generate(self, request):
+        ask, prompt = request.sampling, request.prompt_token_ids
+        longest = self.info["context"] - len(prompt)
+        if longest < 1 or (ask.max_tokens or 1) > longest or max(prompt) >= self.info["vocab"]:
+            raise InvalidRequestError(f"{len(prompt)} prompt tokens and max_tokens {ask.max_tokens} do not fit")
+        options = ask.model_dump(include={"temperature", "top_k", "top_p", "min_p", "stop", "ignore_eos"})
+        options |= {"ids": prompt, "stop_ids": ask.stop_token_ids, "max_tokens": ask.max_tokens or longest}
+        completions = []
+        for index in range(ask.n):
+            seed = random.Random(None if ask.seed is None else f"{ask.seed}:{index}").getrandbits(40)
+            async with self.slot:
+                self.updates.session.refuse_if_poisoned()
+                self.running, version = 1, self.updates.session.version
+                try:
+                    answer = (await self.http.post("/generate", json={**options, "seed": seed})).json()
+                finally:
+                    self.running = 0
+            tokens = tuple(answer["ids"])
+            completions.append(Completion(
+                index=index, token_ids=tokens, logprobs=answer["logprobs"], finish_reason=answer["reason"],
+                version_spans=[VersionSpan(version=version, start=0, end=len(tokens))],
+            ))  # fmt: skip
+        return GenerateResponse(request_id=request.request_id, completions=completions)
+
+    async def chat_completion(self, request):
+        raise UnsupportedError("chat is not declared")
+
+    async def weight_version(self):
+        now, update = self.updates.session, self.updates.session.update
+        return WeightVersion(
+            state=now.state, version=now.version, run_id=now.run_id, num_running=self.running,
+            updating_to=None if update is None else update.version,
+        )  # fmt: skip
+
+    async def init_process_group(self, spec):
+        await self.updates.init_process_group(spec)
+
+    async def request_weight_update(self, update):
+        await self.updates.request_weight_update(update)
+
+    async def receive_weights(self, bucket):
+        await self.updates.receive_weights(bucket)
+
+    async def commit_weight_update(self, ref):
+        return await self.updates.commit_weight_update(ref)
+
+    async def abort_weight_update(self, ref):
+        return await self.updates.abort_weight_update(ref)
+
+    async def hold(self, update):
+        await self.slot.acquire()
+
+    async def apply(self, update, tensors):
+        (await self.http.post("/weights", content=save(dict(tensors)))).raise_for_status()
+        await self.release()
+
+    async def release(self):
+        self.slot.release()
+
+    async def give_up(self):
+        self.slot.release()
+
+    async def aclose(self):
+        self.updates.close()
+        await self.http.aclose()

@@ -1,0 +1,80 @@
+"""A plain HTTP server around transformers' ``generate``; it knows nothing of inflight. ``server.py MODEL_DIR PORT``
+
+POST /generate: JSON with ids and options, one completion at a time. POST /weights: a safetensors file, loaded at once.
+GET /info: sizes and tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import torch
+from safetensors.torch import load
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+torch.set_num_threads(1)
+MODEL = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+MODEL.generation_config.eos_token_id = None  # whoever asks says where to end
+TOKENIZER = AutoTokenizer.from_pretrained(sys.argv[1])
+LOCK = threading.Lock()
+
+
+def info(_: bytes) -> dict:
+    tensors = {name: [str(p.dtype)[6:], list(p.shape)] for name, p in MODEL.named_parameters()}
+    return {"vocab": MODEL.config.vocab_size, "context": MODEL.config.max_position_embeddings, "tensors": tensors}
+
+
+def generate(body: bytes) -> dict:
+    ask = json.loads(body)
+    stop = ask["stop_ids"] + ([] if ask["ignore_eos"] else [MODEL.config.eos_token_id])
+    filters = {name: ask[name] for name in ("temperature", "top_k", "top_p", "min_p")} if ask["temperature"] else {}
+    config = GenerationConfig(
+        max_new_tokens=ask["max_tokens"],
+        do_sample=bool(filters),
+        eos_token_id=stop or None,
+        stop_strings=ask["stop"] or None,
+        pad_token_id=MODEL.config.pad_token_id,
+        return_dict_in_generate=True,
+        output_scores=True,
+        **filters,
+    )
+    ids = torch.tensor([ask["ids"]])
+    torch.manual_seed(ask["seed"])
+    output = MODEL.generate(ids, generation_config=config, attention_mask=torch.ones_like(ids), tokenizer=TOKENIZER)
+    tokens = output.sequences[0, ids.shape[1] :].tolist()
+    logprobs = [scores.log_softmax(-1)[0, token].item() for scores, token in zip(output.scores, tokens, strict=True)]
+    text = TOKENIZER.decode(tokens)
+    stopped = tokens[-1] in stop or any(word in text for word in ask["stop"])
+    return {"ids": tokens, "logprobs": logprobs, "reason": "stop" if stopped else "length"}
+
+
+def weights(body: bytes) -> dict:
+    with torch.no_grad():
+        parameters = dict(MODEL.named_parameters())
+        for name, tensor in load(body).items():
+            parameters[name].copy_(tensor)
+    return {}
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def handle_any(self) -> None:
+        body = self.rfile.read(int(self.headers.get("content-length", 0)))
+        with LOCK:
+            answer = json.dumps({"/info": info, "/generate": generate, "/weights": weights}[self.path](body)).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    do_GET = do_POST = handle_any
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+ThreadingHTTPServer(("127.0.0.1", int(sys.argv[2])), Handler).serve_forever()

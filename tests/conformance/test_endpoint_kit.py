@@ -1,0 +1,78 @@
+"""The kit over the embedded endpoint: it passes everything, and each faulty variant is caught by its check."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from inflight.conformance.endpoint import CHECKS
+from inflight.conformance.endpoint.subject import EndpointSubject
+from inflight.conformance.judge import judge
+from inflight.conformance.kit import Kit
+from inflight.conformance.targets import EndpointTarget
+from inflight.conformance.verdicts import Outcome
+from tests.conformance.mutants import MUTANTS, target_of
+from tests.conformance.mutants.mutant import Mutant
+
+CHECK_OF_ID = {check.id: check for check in CHECKS}
+OF_A_SERVER = [check for check in CHECKS if {"url", "process"} & set(check.needs)]
+SERVE = "serve {model} --port {port} --token-file {token_file} --threads 1"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Torch's threads wait for each other by spinning: on machines that do other work too, for most of the time."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("OMP_NUM_THREADS", "1")
+        yield
+
+
+@pytest.fixture(scope="module")
+def kit() -> Iterator[Kit]:
+    with Kit(EndpointTarget(factory="inflight.local.loading:load_endpoint")) as kit:
+        yield kit
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=str)
+def test_the_embedded_endpoint_passes(kit, check):
+    verdict = kit.run(check)
+    if verdict.outcome is Outcome.SKIPPED:
+        assert {"url", "process"} & set(check.needs), verdict.message
+    else:
+        assert verdict.outcome is Outcome.PASSED, f"{verdict.message}\n{verdict.evidence}\n{verdict.stacks}"
+
+
+@pytest.fixture(scope="module")
+def kit_of_a_server() -> Iterator[Kit]:
+    with Kit(EndpointTarget(command=f"{shlex.quote(sys.executable)} -m inflight {SERVE}")) as kit:
+        yield kit
+
+
+@pytest.mark.parametrize("check", OF_A_SERVER, ids=str)
+def test_the_embedded_server_passes(kit_of_a_server, check):
+    verdict = kit_of_a_server.run(check)
+    assert verdict.outcome is Outcome.PASSED, f"{verdict.message}\n{verdict.evidence}\n{verdict.stacks}"
+
+
+def test_every_check_has_a_mutant():
+    assert {mutant.caught_by for mutant in MUTANTS.values()} == set(CHECK_OF_ID)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS.values(), ids=lambda mutant: mutant.name.replace(" ", "-"))
+@pytest.mark.filterwarnings("ignore")  # a faulty endpoint leaves tasks and threads behind
+def test_a_faulty_endpoint_is_caught(mutant: Mutant, tmp_path: Path):
+    check = CHECK_OF_ID[mutant.caught_by]
+    if mutant.over_http:
+        with Kit(target_of(mutant)) as kit:
+            verdict = kit.run(check)
+    else:  # in this process, which saves starting one
+        subject = EndpointSubject.open(target_of(mutant), tmp_path, 60)
+        try:
+            verdict, _ = judge(subject, check)
+        finally:
+            subject.close()
+    assert verdict.outcome in (Outcome.FAILED, Outcome.HUNG), f"{verdict.outcome}: {verdict.message} {verdict.evidence}"

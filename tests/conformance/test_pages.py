@@ -1,0 +1,21 @@
+"""What the pages show of checks, mutants and files is what there is."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.conformance.mutation import RESULTS, subjects
+from tests.conformance.pages import PAGES, rendered
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_is_current(page):
+    assert page.read_text() == rendered(page.read_text()), "run: make docs"
+
+
+def test_every_mutant_was_caught_when_the_table_was_made():
+    results = json.loads(RESULTS.read_text())
+    missed = [s.name for s in subjects() if s.caught_by not in results.get(s.kind, {}).get(s.name, {})]
+    assert not missed, f"run: python -m tests.conformance.mutation run; not caught, or not run: {missed}"

@@ -1,0 +1,52 @@
+"""Adapters written from the docs alone, around a server and a trainer that are not ours, get right verdicts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from inflight.conformance import EndpointTarget, Kit, Outcome, WorkerTarget, endpoint_checks, worker_checks
+from inflight.conformance.expected import apply_expected, load_expected
+
+EXPECTED = Path(__file__).with_name("plain") / "expected.toml"
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[Kit]:
+    with Kit(EndpointTarget(factory="tests.conformance.plain.factory:start")) as kit:
+        yield kit
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Kit]:
+    with Kit(WorkerTarget(factory="tests.conformance.plain.worker:create_worker")) as kit:
+        yield kit
+
+
+@pytest.mark.parametrize("check", endpoint_checks(), ids=str)
+def test_the_endpoint_of_the_docs(endpoint, check):
+    expected = load_expected(EXPECTED, endpoint_checks())
+    verdict = apply_expected(endpoint.run(check), expected)
+    verdict.raise_unless_good()
+    assert (verdict.outcome is Outcome.EXPECTED_FAILURE) == (check.id in expected)
+    if verdict.outcome is Outcome.SKIPPED:
+        reasons = ("not declared", "version binding is admission", "speaks HTTP", "kit started", "one sequence")
+        assert any(reason in verdict.message for reason in reasons), verdict.message
+
+
+def test_what_the_server_cannot_do_is_said(endpoint):
+    (check,) = [check for check in endpoint_checks() if check.id == "E-22"]
+    verdict = endpoint.run(check)
+    assert verdict.outcome is Outcome.FAILED
+    assert "the id of a running request" in verdict.message
+    assert verdict.look_at
+
+
+@pytest.mark.parametrize("check", worker_checks(), ids=str)
+def test_the_worker_of_the_docs(worker, check):
+    verdict = worker.run(check)
+    verdict.raise_unless_good()
+    if verdict.outcome is Outcome.SKIPPED:
+        assert "several ranks" in verdict.message

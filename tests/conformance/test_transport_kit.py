@@ -1,0 +1,98 @@
+"""The kit on transports: gloo conforms, and every check catches the faults made for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from inflight.conformance.checks import Check
+from inflight.conformance.kit import Kit
+from inflight.conformance.targets import TransportTarget
+from inflight.conformance.transport import CHECKS
+from inflight.conformance.transport.pair import open_pair
+from inflight.conformance.transport.peer import Peer, Setup
+from inflight.conformance.transport.sockets import is_loopback, is_wildcard
+from inflight.conformance.verdicts import Outcome
+from inflight.errors import ConfigError
+from tests.conformance.transport_mutants import MUTANTS
+
+MAKE = "tests.conformance.transport_mutants:make"
+BY_ID = {check.id: check for check in CHECKS}
+
+
+@pytest.fixture(scope="module")
+def gloo() -> Iterator[Kit]:
+    with Kit(TransportTarget(factory="gloo")) as kit:
+        yield kit
+
+
+@pytest.fixture(scope="module")
+def name_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("mutants") / "name"
+    file.write_text("")
+    return file
+
+
+@pytest.fixture(scope="module")
+def faulty(name_file: Path) -> Iterator[Kit]:
+    with Kit(TransportTarget(factory=MAKE, options={"mutant_file": str(name_file)})) as kit:
+        yield kit
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=str)
+def test_gloo_conforms(check: Check, gloo: Kit) -> None:
+    verdict = gloo.run(check)
+    assert verdict.outcome is Outcome.PASSED, verdict.message + verdict.stacks
+    assert verdict.evidence
+
+
+def test_the_factory_without_a_fault_conforms(faulty: Kit, name_file: Path) -> None:
+    name_file.write_text("")
+    for check in CHECKS[:4]:
+        assert faulty.run(check).outcome is Outcome.PASSED
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_fault_is_caught_by_its_check(name: str, faulty: Kit, name_file: Path) -> None:
+    mutant = MUTANTS[name]
+    name_file.write_text(name)
+    verdict = faulty.run(BY_ID[mutant.check])
+    assert verdict.outcome in (Outcome.FAILED, Outcome.HUNG), verdict.evidence
+    assert verdict.message
+    assert verdict.look_at
+    assert verdict.outcome is not Outcome.HUNG or verdict.stacks
+
+
+def test_every_check_has_a_fault_that_it_catches() -> None:
+    assert {mutant.check for mutant in MUTANTS.values()} == set(BY_ID)
+
+
+def test_a_factory_that_returns_something_else_is_refused() -> None:
+    with pytest.raises(ConfigError, match="returned a dict, not a TransportPair"):
+        open_pair(TransportTarget(factory="builtins:dict"))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="there are GPUs for both ends")
+def test_nccl_without_gpus_is_refused_with_the_reason() -> None:
+    with pytest.raises(ConfigError, match="nccl needs a GPU for each end and torch sees"):
+        open_pair(TransportTarget(factory="nccl"))
+
+
+def test_a_peer_ends_with_its_parent() -> None:
+    peer = Peer(Setup(target=TransportTarget(factory="gloo")))
+    peer.spec()
+    process = peer._process
+    assert process.stdin is not None
+    process.stdin.close()
+    assert process.wait(timeout=5) == 0  # it waits for its receiver by then, for much longer
+    peer.kill()
+
+
+def test_addresses_are_told_apart() -> None:
+    assert all(is_loopback(address) for address in ("127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1", "localhost"))
+    assert not any(is_loopback(address) for address in ("0.0.0.0", "10.0.0.1", "::", "trainer.example"))
+    assert all(is_wildcard(address) for address in ("0.0.0.0", "::", "::ffff:0.0.0.0"))
+    assert not any(is_wildcard(address) for address in ("127.0.0.1", "::1"))

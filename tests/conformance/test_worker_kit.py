@@ -1,0 +1,122 @@
+"""The worker kit: the FSDP worker passes it, and every check catches a worker that is wrong in just that way."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from inflight.conformance.checks import Check
+from inflight.conformance.kit import Kit
+from inflight.conformance.targets import WorkerTarget
+from inflight.conformance.verdicts import Certificate, Outcome, Verdict
+from inflight.conformance.worker import CHECKS
+from tests.conformance.worker_mutants import MUTANTS
+
+FSDP, MUTANT = "inflight_fsdp:create_worker", "tests.conformance.worker_mutants:create_worker"
+BY_ID = {check.id: check for check in CHECKS}
+OF_SEVERAL_RANKS = {"W-02", "W-18", "W-19", "W-20", "W-27", "W-38", "W-39"}
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_fsdp_worker_passes_every_check(num_ranks: int) -> None:
+    with Kit(WorkerTarget(factory=FSDP, num_ranks=num_ranks, options={"device": "cpu"})) as kit:
+        verdicts = [kit.run(check) for check in CHECKS]
+        assert kit.facts["implementation"] == "inflight_fsdp.worker.FsdpWorker"
+    assert [str(verdict) for verdict in verdicts if verdict.outcome not in (Outcome.PASSED, Outcome.SKIPPED)] == []
+    skipped = {verdict.id for verdict in verdicts if verdict.outcome is Outcome.SKIPPED}
+    assert skipped == (OF_SEVERAL_RANKS if num_ranks == 1 else set())
+    assert all(verdict.evidence for verdict in verdicts if verdict.outcome is Outcome.PASSED)
+
+
+def test_every_check_has_a_mutant() -> None:
+    assert {mutant.caught_by for mutant in MUTANTS.values()} == set(BY_ID)
+    assert list(BY_ID) == [f"W-{number:02}" for number in range(1, len(CHECKS) + 1)]
+
+
+@pytest.fixture(scope="module")
+def check_mutant(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, Check], Verdict]]:
+    """Run a check over a mutant; mutants of as many ranks share their processes."""
+    file = tmp_path_factory.mktemp("mutant") / "name"
+    file.write_text("")
+    kits: dict[int, Kit] = {}
+
+    def run(name: str, check: Check) -> Verdict:
+        num_ranks = MUTANTS[name].num_ranks
+        if num_ranks not in kits:
+            options = {"mutant_file": str(file)}
+            kits[num_ranks] = Kit(WorkerTarget(factory=MUTANT, num_ranks=num_ranks, options=options))
+        file.write_text("")
+        assert kits[num_ranks].facts  # the ranks are up, and made a worker that is right
+        file.write_text(name)
+        return kits[num_ranks].run(check)
+
+    yield run
+    for kit in kits.values():
+        kit.close()
+
+
+@pytest.mark.parametrize("name", [name for name, mutant in MUTANTS.items() if not mutant.hangs])
+def test_a_faulty_worker_is_caught_by_its_check(check_mutant: Callable[[str, Check], Verdict], name: str) -> None:
+    verdict = check_mutant(name, BY_ID[MUTANTS[name].caught_by])
+    assert verdict.outcome is Outcome.FAILED, verdict
+    assert verdict.message and verdict.look_at
+
+
+@pytest.mark.parametrize("name", [name for name, mutant in MUTANTS.items() if mutant.hangs])
+def test_a_hanging_worker_is_shown_with_the_stacks_of_every_rank(
+    check_mutant: Callable[[str, Check], Verdict], name: str
+) -> None:
+    verdict = check_mutant(name, BY_ID[MUTANTS[name].caught_by])
+    assert verdict.outcome is Outcome.HUNG, verdict
+    ranks = verdict.stacks.split("--- rank ")[1:]
+    assert [rank[0] for rank in ranks] == ["0", "1"]
+    function = BY_ID[MUTANTS[name].caught_by].function.__name__
+    assert all(f"in {function}" in rank for rank in ranks)
+    assert "worker_mutants.py" in ranks[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Under torchrun
+
+
+def torchrun(target: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    return subprocess.run(
+        [sys.executable, *launcher, "inflight", "check", "worker", target, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_ranks_that_torchrun_starts_make_one_certificate(tmp_path: Path) -> None:
+    asked = ("W-01", "W-02", "W-18", "W-20", "W-26", "W-38", "W-40")
+    ids = [word for name in asked for word in ("--check", name)]
+    done = torchrun(FSDP, *ids, "--option", "device=cpu", "--json", str(tmp_path / "certificate.json"))
+    assert done.returncode == 0, done.stderr
+    found = Certificate.model_validate_json((tmp_path / "certificate.json").read_text())
+    assert [verdict.id for verdict in found.verdicts] == list(asked)
+    skipped = [verdict for verdict in found.verdicts if verdict.outcome is not Outcome.PASSED]
+    assert [verdict.id for verdict in skipped] == ["W-20", "W-38"]
+    assert all("one rank" in verdict.message for verdict in skipped)
+    assert found.flags["ranks"] == "2"
+
+
+def test_a_rank_that_hangs_under_torchrun_ends_the_run_with_what_was_found(tmp_path: Path) -> None:
+    asked = ("W-01", "W-26", "W-27")
+    ids = [word for name in asked for word in ("--check", name)]
+    file = tmp_path / "certificate.json"
+    done = torchrun(MUTANT, *ids, "--option", "mutant=hang_in_gather", "--json", str(file))
+    assert done.returncode != 0
+    verdicts = json.loads(file.read_text())["verdicts"]
+    assert [(verdict["id"], verdict["outcome"]) for verdict in verdicts] == [("W-01", "passed"), ("W-26", "hung")]
+    assert "--- rank 0" in verdicts[1]["stacks"] and "--- rank 1" in verdicts[1]["stacks"]

@@ -1,0 +1,464 @@
+"""Gloo with one fault at a time: for every check of transports at least one that it must catch.
+
+A fault changes methods of the sender or of every receiver of a new pair; which one is asked for by name, or by a file
+that holds the name, so that one session of the kit can go through many.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from inflight.conformance.transport.pair import TransportPair
+from inflight.errors import TransferError
+from inflight.types import WeightBucket
+from inflight.weights.packing import pack
+from inflight.weights.transports.process_group import ProcessGroupReceiver, ProcessGroupSender
+from inflight.wire import ProcessGroupSpec
+
+Fault = Callable[[Any], None]
+LEFT_LISTENING: list[socket.socket] = []
+
+
+@dataclass(frozen=True)
+class Mutant:
+    check: str
+    what: str
+    sender: Fault = lambda sender: None
+    receiver: Fault = lambda receiver: None
+    both: Callable[[], tuple[Fault, Fault]] | None = None
+    """Makes the faults of both ends, which share something."""
+
+
+def make(mutant: str = "", mutant_file: str = "") -> TransportPair:
+    """The factory that the kit calls; the file, if there is one, holds the name."""
+    name = Path(mutant_file).read_text() if mutant_file else mutant
+    fault = MUTANTS[name] if name else Mutant("", "")
+    spoil_sender, spoil_receiver = fault.both() if fault.both else (fault.sender, fault.receiver)
+    sender = ProcessGroupSender()
+    spoil_sender(sender)
+
+    def receiver(spec: ProcessGroupSpec) -> ProcessGroupReceiver:
+        made = ProcessGroupReceiver(spec)
+        spoil_receiver(made)
+        return made
+
+    return TransportPair(sender, receiver, name=f"gloo with {name or 'no fault'}")
+
+
+def respecified(change: Callable[[int, ProcessGroupSpec], dict[str, Any]]) -> Fault:
+    """``change(i, spec)`` says what is different in the spec of endpoint i."""
+
+    def spoil(sender: Any) -> None:
+        specs = sender.specs
+
+        def spoiled(run_id: str, num_ranks: list[int], timeout_s: float) -> list[ProcessGroupSpec]:
+            opened = specs(run_id, num_ranks, timeout_s)
+            opened = [spec.model_copy(update=change(i, spec)) for i, spec in enumerate(opened)]
+            sender._opened = sender._opened.model_copy(update=change(0, opened[0]))
+            return opened
+
+        sender.specs = spoiled
+
+    return spoil
+
+
+def resent(change: Callable[[torch.Tensor], torch.Tensor]) -> Fault:
+    """Every tensor is sent as ``change`` makes it."""
+
+    def spoil(sender: Any) -> None:
+        send = sender.send
+
+        def spoiled(bucket: WeightBucket, timeout_s: float) -> None:
+            tensors = tuple(change(tensor) for tensor in bucket.tensors)
+            send(WeightBucket(bucket.index, bucket.specs, tensors), timeout_s)
+
+        sender.send = spoiled
+
+    return spoil
+
+
+def received(change: Callable[[Any, list[torch.Tensor]], list[torch.Tensor]]) -> Fault:
+    """Every bucket is returned as ``change(receiver, tensors)`` makes it."""
+
+    def spoil(receiver: Any) -> None:
+        receive = receiver.receive
+        receiver.receive = lambda specs, timeout_s: change(receiver, receive(specs, timeout_s))
+
+    return spoil
+
+
+def answered(method: str, text: str, answer: Callable[..., Any]) -> Fault:
+    """Where a method fails with an error that holds ``text``, ``answer`` gets its arguments instead."""
+
+    def spoil(end: Any) -> None:
+        right = getattr(end, method)
+
+        def spoiled(*args: Any) -> Any:
+            try:
+                return right(*args)
+            except TransferError as error:
+                if text not in str(error):
+                    raise
+                return answer(*args)
+
+        setattr(end, method, spoiled)
+
+    return spoil
+
+
+def raising(error: Exception) -> Callable[..., Any]:
+    def answer(*args: Any) -> Any:
+        raise error
+
+    return answer
+
+
+def timed(method: str, seconds: Callable[[float], float]) -> Fault:
+    """``receive`` and ``send`` with another timeout than the one given."""
+
+    def spoil(end: Any) -> None:
+        right = getattr(end, method)
+        setattr(end, method, lambda what, timeout_s: right(what, seconds(timeout_s)))
+
+    return spoil
+
+
+def aborts_only_if(condition: Callable[[Any], bool]) -> Fault:
+    def spoil(end: Any) -> None:
+        abort = end.abort
+        end.abort = lambda: abort() if condition(end) else None
+
+    return spoil
+
+
+def listens_everywhere(sender: Any) -> None:
+    join, abort, opened = sender.join, sender.abort, []
+
+    def spoiled_join() -> None:
+        opened.append(socket.create_server(("0.0.0.0", 0)))
+        join()
+
+    def spoiled_abort() -> None:
+        while opened:
+            opened.pop().close()
+        abort()
+
+    sender.join, sender.abort = spoiled_join, spoiled_abort
+
+
+def leaves_a_listener(sender: Any) -> None:
+    join = sender.join
+
+    def spoiled() -> None:
+        LEFT_LISTENING.append(socket.create_server(("127.0.0.1", 0)))
+        join()
+
+    sender.join = spoiled
+
+
+def knows_no_group_of_two(receiver: Any) -> None:
+    join = receiver.join
+
+    def spoiled() -> None:
+        if receiver._spec.world_size == 2:
+            raise TransferError("joining failed: a ring needs three ranks")
+        join()
+
+    receiver.join = spoiled
+
+
+def wants_ranks_in_order() -> tuple[Fault, Fault]:
+    seen: set[int] = set()
+
+    def spoil_sender(sender: Any) -> None:
+        specs = sender.specs
+
+        def spoiled(*args: Any) -> list[ProcessGroupSpec]:
+            seen.clear()
+            return specs(*args)
+
+        sender.specs = spoiled
+
+    def spoil_receiver(receiver: Any) -> None:
+        join, rank = receiver.join, receiver._spec.rank
+
+        def spoiled() -> None:
+            if rank > 1 and rank - 1 not in seen:
+                raise TransferError(f"joining failed: rank {rank} found no rank {rank - 1}")
+            seen.add(rank)
+            join()
+
+        receiver.join = spoiled
+
+    return spoil_sender, spoil_receiver
+
+
+def joins_when_it_receives(receiver: Any) -> None:
+    join, receive = receiver.join, receiver.receive
+    joining: list[threading.Thread] = []
+
+    def spoiled_join() -> None:
+        joining.append(threading.Thread(target=join, daemon=True))
+        joining[0].start()
+
+    def spoiled_receive(*args: Any) -> list[torch.Tensor]:
+        for thread in joining:
+            thread.join()
+        return receive(*args)
+
+    receiver.join, receiver.receive = spoiled_join, spoiled_receive
+
+
+def takes_torchs_default_group(sender: Any) -> None:
+    join, abort = sender.join, sender.abort
+
+    def spoiled_join() -> None:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        join()
+
+    def spoiled_abort() -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        abort()
+
+    sender.join, sender.abort = spoiled_join, spoiled_abort
+
+
+def in_storage_order(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_contiguous():
+        return tensor
+    return tensor.as_strided(tensor.shape, torch.empty(tensor.shape).stride(), tensor.storage_offset())
+
+
+def at_aligned_offsets(receiver: Any, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    flat, offset, found = pack(tensors), 0, []
+    for tensor in tensors:
+        start = offset - offset % tensor.itemsize
+        found.append(flat[start : start + tensor.nbytes].clone().view(tensor.dtype).reshape(tensor.shape))
+        offset += tensor.nbytes
+    return found
+
+
+def only_16_mb(receiver: Any, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    for tensor in tensors:
+        tensor.reshape(-1)[(16 << 20) // tensor.itemsize :] = 0
+    return tensors
+
+
+def zero_on_rank_three(receiver: Any, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [torch.zeros_like(tensor) for tensor in tensors] if receiver._spec.rank == 3 else tensors
+
+
+def recycled_at_once(receiver: Any, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    receiver.recycle()
+    return tensors
+
+
+def sends_bucket_50_from_the_old_buffer(sender: Any) -> None:
+    send, earlier = sender.send, []
+
+    def spoiled(bucket: WeightBucket, timeout_s: float) -> None:
+        tensors = earlier[-1].tensors if bucket.index == 50 else bucket.tensors
+        earlier.append(bucket)
+        send(WeightBucket(bucket.index, bucket.specs, tensors), timeout_s)
+
+    sender.send = spoiled
+
+
+def hands_the_tensors_over() -> tuple[Fault, Fault]:
+    held: list[WeightBucket] = []
+
+    def spoil_sender(sender: Any) -> None:
+        send = sender.send
+
+        def spoiled(bucket: WeightBucket, timeout_s: float) -> None:
+            held.append(bucket)
+            send(bucket, timeout_s)
+
+        sender.send = spoiled
+
+    return spoil_sender, received(lambda receiver, tensors: list(held[-1].tensors) if held else tensors)
+
+
+def made_contiguous_in_place(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.data = tensor.data.contiguous()
+    return tensor
+
+
+def counts_ranks_that_left(sender: Any) -> None:
+    largest = [0]
+
+    def change(i: int, spec: ProcessGroupSpec) -> dict[str, Any]:
+        largest[0] = max(largest[0], spec.world_size)
+        return {"world_size": largest[0]}
+
+    respecified(change)(sender)
+
+
+def sends_without_a_group(sender: Any) -> None:
+    send = sender.send
+
+    def spoiled(bucket: WeightBucket, timeout_s: float) -> None:
+        if sender._group is None:
+            raise AttributeError("'NoneType' object has no attribute 'broadcast'")
+        send(bucket, timeout_s)
+
+    sender.send = spoiled
+
+
+def does_not_abort_during(method: str) -> Fault:
+    """``abort`` waits politely until the method has ended by itself, and then there is nothing to do."""
+
+    def spoil(end: Any) -> None:
+        right, abort, busy = getattr(end, method), end.abort, threading.Event()
+
+        def spoiled(*args: Any) -> Any:
+            busy.set()
+            try:
+                return right(*args)
+            finally:
+                busy.clear()
+
+        setattr(end, method, spoiled)
+        end.abort = lambda: None if busy.is_set() else abort()
+
+    return spoil
+
+
+def stays_given_up(sender: Any) -> None:
+    join, abort, state = sender.join, sender.abort, {"joining": False, "given up": False}
+
+    def spoiled_join() -> None:
+        if state["given up"]:
+            raise TransferError("joining failed: given up")
+        state["joining"] = True
+        join()
+        state["joining"] = False
+
+    def spoiled_abort() -> None:
+        state["given up"] = state["joining"]
+        abort()
+
+    sender.join, sender.abort = spoiled_join, spoiled_abort
+
+
+def aborts_once(receiver: Any) -> None:
+    abort, done = receiver.abort, []
+
+    def spoiled() -> None:
+        if done:
+            raise RuntimeError("the group was destroyed already")
+        done.append(True)
+        abort()
+
+    receiver.abort = spoiled
+
+
+def zeros(specs: Any, timeout_s: float) -> list[torch.Tensor]:
+    return [torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs]
+
+
+def big_zeros(specs: Any, timeout_s: float) -> list[torch.Tensor]:
+    if sum(spec.size_bytes for spec in specs) < 1 << 20:
+        raise TransferError("receiving a bucket failed: closed")
+    return zeros(specs, timeout_s)
+
+
+def gives_up_at_once(receiver: Any) -> None:
+    join = receiver.join
+
+    def spoiled() -> None:
+        if receiver._spec.timeout_s < 1:
+            raise TransferError("joining failed: nobody is there yet")
+        join()
+
+    receiver.join = spoiled
+
+
+MUTANTS = {
+    "one rank per endpoint": Mutant(
+        "T-01", "specs counts endpoints, not their ranks", respecified(lambda i, spec: {"rank": 1 + i})
+    ),
+    "one name for all groups": Mutant(
+        "T-02", "the group's name is a constant", respecified(lambda i, spec: {"group_name": "weights"})
+    ),
+    "listens everywhere": Mutant("T-03", "a socket is bound to 0.0.0.0", listens_everywhere),
+    "no group of two": Mutant("T-04", "one receiver is too few", receiver=knows_no_group_of_two),
+    "ranks in order": Mutant("T-05", "a rank must come after the one before it", both=wants_ranks_in_order),
+    "joins when it receives": Mutant("T-06", "join only starts to join", receiver=joins_when_it_receives),
+    "default group": Mutant("T-07", "the sender makes torch's default group", takes_torchs_default_group),
+    "adds zero": Mutant("T-08", "arithmetic turns -0.0 into 0.0", resent(lambda tensor: tensor + 0.0)),
+    "no scalars": Mutant(
+        "T-09",
+        "a scalar arrives in the shape (1,)",
+        receiver=received(lambda receiver, tensors: [torch.atleast_1d(tensor) for tensor in tensors]),
+    ),
+    "aligned offsets": Mutant(
+        "T-10", "offsets are rounded down to the dtype's size", receiver=received(at_aligned_offsets)
+    ),
+    "storage order": Mutant("T-11", "strides are not looked at", resent(in_storage_order)),
+    "only 16 MB": Mutant("T-12", "the rest of a long bucket is missing", receiver=received(only_16_mb)),
+    "old buffer": Mutant("T-13", "one bucket holds the one before it", sends_bucket_50_from_the_old_buffer),
+    "rank three gets zeros": Mutant("T-14", "the last receiver is left out", receiver=received(zero_on_rank_three)),
+    "hands tensors over": Mutant("T-15", "sender and receiver share memory", both=hands_the_tensors_over),
+    "recycles at once": Mutant("T-16", "a bucket lies where the last one lay", receiver=received(recycled_at_once)),
+    "lays tensors out anew": Mutant("T-17", "strided tensors change in place", resent(made_contiguous_in_place)),
+    "wrong error of a join": Mutant(
+        "T-18",
+        "TimeoutError comes through",
+        receiver=answered("join", "timeout", raising(TimeoutError("wait timeout"))),
+    ),
+    "gives up at once": Mutant("T-18", "a receiver does not wait for its sender", receiver=gives_up_at_once),
+    "joins without ranks": Mutant(
+        "T-19", "the sender takes a timeout for success", answered("join", "timeout", lambda: None)
+    ),
+    "ignores the timeout of receive": Mutant(
+        "T-20", "receive waits as long as the group's timeout", receiver=timed("receive", lambda timeout_s: 30.0)
+    ),
+    "0 ms is no timeout": Mutant(
+        "T-21",
+        "a timeout below a millisecond waits on",
+        receiver=timed("receive", lambda timeout_s: timeout_s if timeout_s >= 0.001 else 30.0),
+    ),
+    "wrong error of a killed receiver": Mutant(
+        "T-22",
+        "ConnectionResetError comes through",
+        answered("send", "closed", raising(ConnectionResetError("closed by peer"))),
+    ),
+    "ignores the timeout of send": Mutant("T-23", "send waits on", timed("send", lambda timeout_s: 30.0)),
+    "wrong error of a killed sender": Mutant(
+        "T-24",
+        "EOFError comes through",
+        receiver=answered("receive", "closed", raising(EOFError("closed by peer"))),
+    ),
+    "fills up with zeros": Mutant(
+        "T-25", "what did not arrive is zero", receiver=answered("receive", "closed", big_zeros)
+    ),
+    "counts ranks that left": Mutant("T-26", "a group is never smaller than the last", counts_ranks_that_left),
+    "sends without a group": Mutant("T-27", "AttributeError comes through", sends_without_a_group),
+    "says nothing": Mutant(
+        "T-28",
+        "the message is the library's own",
+        receiver=answered("receive", "Timed out", raising(TransferError("unhandled system error"))),
+    ),
+    "sender joins on": Mutant("T-29", "abort does not reach a sender that joins", does_not_abort_during("join")),
+    "receiver joins on": Mutant(
+        "T-30", "abort does not reach a receiver that joins", receiver=does_not_abort_during("join")
+    ),
+    "receives on": Mutant("T-31", "abort does not reach a pending receive", receiver=does_not_abort_during("receive")),
+    "sends on": Mutant("T-32", "abort does not reach a pending send", does_not_abort_during("send")),
+    "stays given up": Mutant("T-33", "no join after one that was aborted", stays_given_up),
+    "aborts once": Mutant("T-34", "the second abort raises", receiver=aborts_once),
+    "leaves a listener": Mutant("T-35", "a socket is never closed", leaves_a_listener),
+    "joins nothing": Mutant(
+        "T-36", "no store is taken for a formed group", receiver=answered("join", "weight group", lambda: None)
+    ),
+}

@@ -1,0 +1,536 @@
+"""Faulty trainer workers, each wrong in one way that a check must catch: `FsdpWorker` and a few lines.
+
+As a target: ``tests.conformance.worker_mutants:create_worker`` with the option ``mutant=NAME``; ``mutant_file`` names a
+file that holds the name, so that one session of ranks can check them all.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from inflight.errors import CheckpointError, NonFiniteError
+from inflight.types import MicroBatch, StepResult, WeightBucket
+from inflight.wire import BucketSpec, TensorSpec
+from inflight_fsdp.config import parse_config
+from inflight_fsdp.optimizer import global_norm
+from inflight_fsdp.worker import FsdpWorker
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def create_worker(config: Mapping[str, Any]) -> FsdpWorker:
+    """Return this rank of the mutant that the options name."""
+    options = dict(config)
+    name = options.pop("mutant", "")
+    if file := options.pop("mutant_file", ""):
+        name = Path(file).read_text()
+    kind = MUTANTS[name].kind if name else FsdpWorker
+    return kind(parse_config(options), torch.device("cpu"), owns_group=False)
+
+
+def is_tied(worker: FsdpWorker) -> bool:
+    return bool(worker._policy.causal_lm.config.tie_word_embeddings)
+
+
+def gradients_of(worker: FsdpWorker) -> list[torch.Tensor]:
+    """This rank's shards of the gradients, to be changed in place."""
+    return [p.grad.to_local() for p in worker._parameters.values() if p.grad is not None]  # type: ignore[attr-defined]
+
+
+def scale_gradients(worker: FsdpWorker, factor: float) -> None:
+    with torch.no_grad():
+        for gradient in gradients_of(worker):
+            gradient.mul_(factor)
+
+
+def every_target(batch: MicroBatch) -> MicroBatch:
+    return replace(batch, loss_mask_T=batch.position_ids_T > 0)
+
+
+def as_one_segment(batch: MicroBatch) -> MicroBatch:
+    if not batch.num_tokens:
+        return batch
+    return replace(batch, segment_lengths=(batch.num_tokens,), position_ids_T=torch.arange(batch.num_tokens))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Discovery
+
+
+class VersionOfOne(FsdpWorker):
+    def __init__(self, *arguments: Any, **others: Any) -> None:
+        super().__init__(*arguments, **others)
+        self._version = 1
+
+
+class SpecsWithBarrier(FsdpWorker):
+    def parameter_specs(self) -> Sequence[TensorSpec]:
+        dist.barrier()
+        return super().parameter_specs()
+
+
+class WrappersInNames(FsdpWorker):
+    def parameter_specs(self) -> Sequence[TensorSpec]:
+        return [spec.model_copy(update={"name": f"_orig_mod.{spec.name}"}) for spec in super().parameter_specs()]
+
+    def _gather(self, name: str) -> torch.Tensor | None:
+        return super()._gather(name.removeprefix("_orig_mod."))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Forward
+
+
+class HalfPrecision(FsdpWorker):
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        return super().forward(batch).bfloat16().float()
+
+
+class TiedHeadScaled(FsdpWorker):
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        factor = math.sqrt(32) if is_tied(self) else 1.0
+        return super().forward(replace(batch, temperature_T=batch.temperature_T * factor))
+
+
+class TemperatureIgnored(FsdpWorker):
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        return super().forward(replace(batch, temperature_T=torch.ones_like(batch.temperature_T)))
+
+
+class TemperatureAfterSoftmax(TemperatureIgnored):
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        return super().forward(batch) / batch.temperature_T
+
+
+class ShiftedByOne(FsdpWorker):
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        return torch.where(batch.loss_mask_T, super().forward(every_target(batch)).roll(-1), 0.0)
+
+
+class MaskIgnored(FsdpWorker):
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        return super().forward(every_target(batch))
+
+
+class BatchDimension(FsdpWorker):
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        return super().forward(batch)[None]
+
+
+class Float16Logprobs(FsdpWorker):
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        return super().forward(batch).half()
+
+
+class Detached(FsdpWorker):
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        return super().forward(batch).detach()
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Packing
+
+
+class PositionsLost(FsdpWorker):
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        positions_T = torch.where(batch.segment_ids_T == 0, batch.position_ids_T, 0)
+        return super().forward(replace(batch, position_ids_T=positions_T))
+
+
+class Leak(FsdpWorker):
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        return super().forward(as_one_segment(batch))
+
+
+class LeakyGradient(FsdpWorker):
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        leaky_T = super().forward(as_one_segment(batch))
+        with torch.no_grad():
+            clean_T = super().forward(batch)
+        return leaky_T + (clean_T - leaky_T).detach()
+
+
+class ConstantForNothing(FsdpWorker):
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        return super().forward(batch) if batch.loss_mask_T.any() else torch.zeros(batch.num_tokens)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Gradients
+
+
+class NormAfterClipping(FsdpWorker):
+    def step(self) -> StepResult:
+        result = super().step()
+        return replace(result, gradient_norm=min(result.gradient_norm, 1.0))
+
+
+class TiedHeadDetached(FsdpWorker):
+    def __init__(self, *arguments: Any, **others: Any) -> None:
+        super().__init__(*arguments, **others)
+        causal_lm = self._policy.causal_lm
+        if is_tied(self):
+            embedding = causal_lm.get_input_embeddings()
+            causal_lm.get_output_embeddings = lambda: SimpleNamespace(weight=embedding.weight.detach(), bias=None)
+
+
+class MicroBatchMean(FsdpWorker):
+    _num_backwards = 0
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self._num_backwards += 1
+        super().backward(loss)
+
+    def step(self) -> StepResult:
+        scale_gradients(self, 1 / max(1, self._num_backwards))
+        self._num_backwards = 0
+        return super().step()
+
+
+class RankMean(FsdpWorker):
+    def step(self) -> StepResult:
+        scale_gradients(self, 1 / self.world_size)
+        return super().step()
+
+
+class BusyRanksOnly(FsdpWorker):
+    """Weights a rank by how few have something to do."""
+
+    _has_targets = False
+
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        self._has_targets |= bool(batch.loss_mask_T.any())
+        return super().forward(batch)
+
+    def step(self) -> StepResult:
+        num_busy = torch.tensor(float(self._has_targets))
+        dist.all_reduce(num_busy)
+        scale_gradients(self, self.world_size / max(1.0, float(num_busy)))
+        self._has_targets = False
+        return super().step()
+
+
+class LocalClipping(FsdpWorker):
+    def __init__(self, *arguments: Any, **others: Any) -> None:
+        super().__init__(*arguments, **others)
+        self._config = self._config.model_copy(update={"max_gradient_norm": None})
+
+    def step(self) -> StepResult:
+        gradients = gradients_of(self)
+        norm = global_norm(gradients, self._mesh.get_group())
+        local = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients))
+        scale_gradients(self, min(1.0, 1.0 / local))
+        return replace(super().step(), gradient_norm=norm)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Steps
+
+
+class StaleResult(FsdpWorker):
+    def step(self) -> StepResult:
+        result = super().step()
+        return replace(result, version=result.version - 1)
+
+
+class NormOfOneRank(FsdpWorker):
+    def step(self) -> StepResult:
+        squares = sum(float(gradient.square().sum()) for gradient in gradients_of(self))
+        return replace(super().step(), gradient_norm=math.sqrt(squares))
+
+
+class NoUpdate(FsdpWorker):
+    def __init__(self, *arguments: Any, **others: Any) -> None:
+        super().__init__(*arguments, **others)
+        self._optimizer.step = lambda gradients, learning_rate: None  # type: ignore[method-assign]
+
+
+class GradientsKept(FsdpWorker):
+    def step(self) -> StepResult:
+        kept = [None if p.grad is None else p.grad.clone() for p in self._parameters.values()]
+        result = super().step()
+        for parameter, gradient in zip(self._parameters.values(), kept, strict=True):
+            parameter.grad = gradient
+        return result
+
+
+class EmptyStep(FsdpWorker):
+    def step(self) -> StepResult:
+        if gradients_of(self):
+            return super().step()
+        self._version += 1
+        return StepResult(self._version, 0.0, self._config.learning_rate)
+
+
+class NonFiniteSkipped(FsdpWorker):
+    def step(self) -> StepResult:
+        try:
+            return super().step()
+        except NonFiniteError:
+            return StepResult(self._version, math.nan, 0.0)
+
+
+class NonFiniteZeroed(FsdpWorker):
+    def step(self) -> StepResult:
+        for gradient in gradients_of(self):
+            gradient.nan_to_num_(0.0)
+        return super().step()
+
+
+class NonFiniteCounted(FsdpWorker):
+    """Its optimizer counts a step that was refused."""
+
+    def step(self) -> StepResult:
+        try:
+            return super().step()
+        except NonFiniteError:
+            self._optimizer.set_num_steps(self._optimizer.num_steps + 5)
+            raise
+
+
+class NonFiniteOnOneRank(NonFiniteSkipped):
+    def step(self) -> StepResult:
+        result = super().step()
+        if math.isnan(result.gradient_norm) and self.rank == self.world_size - 1:
+            raise NonFiniteError("only the rank whose loss it was says so")
+        return result
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Gathering
+
+
+class WrongDtype(FsdpWorker):
+    def _gather(self, name: str) -> torch.Tensor | None:
+        full = super()._gather(name)
+        return None if full is None else full.bfloat16()
+
+
+class IndexLost(FsdpWorker):
+    def gather_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
+        return (replace(bucket, index=0) for bucket in super().gather_weights(buckets))
+
+
+class HangInGather(FsdpWorker):
+    """Rank 0 waits for what never comes, the others for rank 0."""
+
+    def gather_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
+        for bucket in super().gather_weights(buckets):
+            while self.rank == 0:
+                time.sleep(0.1)
+            yield bucket
+
+
+class EveryRankHolds(FsdpWorker):
+    @torch.no_grad()
+    def _gather(self, name: str) -> torch.Tensor | None:
+        return self._parameters[name].full_tensor().clone()
+
+
+class HeadDropped(FsdpWorker):
+    def parameter_specs(self) -> Sequence[TensorSpec]:
+        return [spec for spec in super().parameter_specs() if spec.name != HEAD]
+
+
+class TiedHeadTwice(FsdpWorker):
+    def parameter_specs(self) -> Sequence[TensorSpec]:
+        specs = list(super().parameter_specs())
+        if is_tied(self):
+            embedding = next(spec for spec in specs if spec.name == EMBEDDING)
+            specs.append(embedding.model_copy(update={"name": HEAD}))
+        return specs
+
+    def _gather(self, name: str) -> torch.Tensor | None:
+        return super()._gather(EMBEDDING if is_tied(self) and name == HEAD else name)
+
+
+class TiedHeadOld(FsdpWorker):
+    def __init__(self, *arguments: Any, **others: Any) -> None:
+        super().__init__(*arguments, **others)
+        self._old = super()._gather(EMBEDDING) if is_tied(self) else None
+
+    def _gather(self, name: str) -> torch.Tensor | None:
+        full = super()._gather(name)
+        return self._old if name == EMBEDDING and self._old is not None else full
+
+
+class SharedStaging(FsdpWorker):
+    """Tensors of one bucket and shape are copied into the same memory."""
+
+    def gather_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
+        for bucket in super().gather_weights(buckets):
+            staging: dict[torch.Size, torch.Tensor] = {}
+            tensors = [staging.setdefault(t.shape, torch.empty_like(t)).copy_(t) for t in bucket.tensors]
+            yield replace(bucket, tensors=tuple(tensors))
+
+
+class StagingReused(FsdpWorker):
+    """All buckets are copied into the same memory."""
+
+    def gather_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
+        staging = torch.empty(max(bucket.size_bytes for bucket in buckets), dtype=torch.uint8)
+        for bucket in super().gather_weights(buckets):
+            views, offset = [], 0
+            for tensor in bucket.tensors:
+                view = staging[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                views.append(view.copy_(tensor))
+                offset += tensor.nbytes
+            yield replace(bucket, tensors=tuple(views))
+
+
+class ParametersYielded(FsdpWorker):
+    @torch.no_grad()
+    def _gather(self, name: str) -> torch.Tensor | None:
+        return self._parameters[name].to_local()
+
+
+class GatherCached(FsdpWorker):
+    def gather_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
+        if not hasattr(self, "_cached"):
+            self._cached = list(super().gather_weights(buckets))
+        return iter(self._cached)
+
+
+class EverythingFirst(FsdpWorker):
+    def gather_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
+        return iter(list(super().gather_weights(buckets)))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Checkpoints
+
+
+class VersionLost(FsdpWorker):
+    def load(self, path: Path) -> None:
+        super().load(path)
+        self._version = 0
+
+
+class MomentsLost(FsdpWorker):
+    def load(self, path: Path) -> None:
+        super().load(path)
+        for state in self._optimizer.states.values():
+            state.to_local().zero_()
+        self._optimizer.set_num_steps(0)
+
+
+class NoConfig(FsdpWorker):
+    def save(self, path: Path) -> None:
+        super().save(path)
+        if self.rank == 0:
+            (path / "config.json").unlink()
+
+
+class RanksRecorded(FsdpWorker):
+    """Knows on how many ranks a checkpoint was saved."""
+
+    def save(self, path: Path) -> None:
+        super().save(path)
+        if self.rank == 0:
+            (path / "ranks.json").write_text(json.dumps(self.world_size))
+        dist.barrier()
+
+    def ranks_of(self, path: Path) -> int:
+        return int(json.loads((path / "ranks.json").read_text()))
+
+
+class NotOnFewerRanks(RanksRecorded):
+    def load(self, path: Path) -> None:
+        if self.ranks_of(path) > self.world_size:
+            raise CheckpointError("saved on more ranks")
+        super().load(path)
+
+
+class NotOnMoreRanks(RanksRecorded):
+    def load(self, path: Path) -> None:
+        if self.ranks_of(path) < self.world_size:
+            raise CheckpointError("saved on fewer ranks")
+        super().load(path)
+
+
+class VersionFirst(FsdpWorker):
+    def load(self, path: Path) -> None:
+        if (path / "trainer.json").is_file():
+            self._version = json.loads((path / "trainer.json").read_text())["version"]
+        super().load(path)
+
+
+class OverwritesInPlace(FsdpWorker):
+    def save(self, path: Path) -> None:
+        if self.rank == 0:
+            shutil.rmtree(path, ignore_errors=True)
+        super().save(path)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    kind: type[FsdpWorker]
+    caught_by: str
+    fault: str
+    num_ranks: int = 1
+    hangs: bool = False
+
+
+MUTANTS = {
+    "version_of_one": Mutant(VersionOfOne, "W-01", "a new worker is at version 1"),
+    "specs_with_barrier": Mutant(SpecsWithBarrier, "W-02", "specs wait for all ranks", num_ranks=2, hangs=True),
+    "wrappers_in_names": Mutant(WrappersInNames, "W-03", "names carry the prefix of torch.compile"),
+    "half_precision": Mutant(HalfPrecision, "W-04", "logprobs are rounded to bfloat16"),
+    "tied_head_scaled": Mutant(TiedHeadScaled, "W-05", "a tied head scales its logits"),
+    "temperature_ignored": Mutant(TemperatureIgnored, "W-06", "logprobs are at temperature 1"),
+    "temperature_after_softmax": Mutant(TemperatureAfterSoftmax, "W-06", "logprobs are divided, not logits"),
+    "shift_by_one": Mutant(ShiftedByOne, "W-07", "index t holds the logprob of token t + 1"),
+    "mask_ignored": Mutant(MaskIgnored, "W-08", "every token has a logprob"),
+    "batch_dimension": Mutant(BatchDimension, "W-09", "the shape is [1, T]"),
+    "float16_logprobs": Mutant(Float16Logprobs, "W-09", "logprobs are float16"),
+    "detached": Mutant(Detached, "W-10", "logprobs have no gradient"),
+    "positions_lost": Mutant(PositionsLost, "W-11", "positions behind the first segment are all 0"),
+    "leak": Mutant(Leak, "W-12", "segments see those before them"),
+    "leaky_gradient": Mutant(LeakyGradient, "W-13", "only the backward sees other segments"),
+    "constant_for_nothing": Mutant(ConstantForNothing, "W-14", "a batch without targets gives a constant"),
+    "norm_after_clipping": Mutant(NormAfterClipping, "W-15", "the gradient norm is that after clipping"),
+    "tied_head_detached": Mutant(TiedHeadDetached, "W-16", "a tied head gives the embedding no gradient"),
+    "micro_batch_mean": Mutant(MicroBatchMean, "W-17", "gradients are averaged over micro-batches"),
+    "rank_mean": Mutant(RankMean, "W-18", "gradients are averaged over ranks", num_ranks=2),
+    "busy_ranks_only": Mutant(BusyRanksOnly, "W-19", "gradients are weighted by the ranks with targets", num_ranks=2),
+    "local_clipping": Mutant(LocalClipping, "W-20", "each rank clips by the norm of its shards", num_ranks=2),
+    "stale_result": Mutant(StaleResult, "W-21", "a step reports the version before it"),
+    "norm_of_one_rank": Mutant(NormOfOneRank, "W-21", "each rank reports the norm of its shards", num_ranks=2),
+    "no_update": Mutant(NoUpdate, "W-22", "a step changes no weight"),
+    "gradients_kept": Mutant(GradientsKept, "W-23", "a step leaves its gradients"),
+    "empty_step": Mutant(EmptyStep, "W-24", "a step without a gradient counts"),
+    "non_finite_skipped": Mutant(NonFiniteSkipped, "W-25", "a gradient of NaN is passed over in silence"),
+    "non_finite_zeroed": Mutant(NonFiniteZeroed, "W-25", "NaNs in gradients become 0"),
+    "non_finite_counted": Mutant(NonFiniteCounted, "W-25", "the optimizer counts the refused step"),
+    "non_finite_on_one_rank": Mutant(NonFiniteOnOneRank, "W-25", "only the rank of the NaN raises", num_ranks=2),
+    "wrong_dtype": Mutant(WrongDtype, "W-26", "tensors are bfloat16, their specs say float32"),
+    "index_lost": Mutant(IndexLost, "W-26", "every bucket has index 0"),
+    "hang_in_gather": Mutant(HangInGather, "W-26", "rank 0 hangs between two buckets", num_ranks=2, hangs=True),
+    "every_rank_holds": Mutant(EveryRankHolds, "W-27", "every rank holds full tensors", num_ranks=2),
+    "head_dropped": Mutant(HeadDropped, "W-28", "lm_head of an untied model is not gathered"),
+    "tied_head_twice": Mutant(TiedHeadTwice, "W-29", "a tied head travels beside its embedding"),
+    "tied_head_old": Mutant(TiedHeadOld, "W-29", "a tied embedding is gathered as it was at the start"),
+    "shared_staging": Mutant(SharedStaging, "W-30", "tensors of one shape share memory within a bucket"),
+    "staging_reused": Mutant(StagingReused, "W-31", "all buckets share memory"),
+    "parameters_yielded": Mutant(ParametersYielded, "W-32", "yielded tensors are the parameters themselves"),
+    "gather_cached": Mutant(GatherCached, "W-33", "the second gather yields what the first one did"),
+    "everything_first": Mutant(EverythingFirst, "W-34", "the whole model is gathered before the first bucket"),
+    "version_lost": Mutant(VersionLost, "W-35", "a loaded worker is at version 0"),
+    "moments_lost": Mutant(MomentsLost, "W-36", "a loaded optimizer starts anew"),
+    "no_config": Mutant(NoConfig, "W-37", "a checkpoint has no config.json"),
+    "not_on_fewer_ranks": Mutant(NotOnFewerRanks, "W-38", "a checkpoint of more ranks is refused", num_ranks=2),
+    "not_on_more_ranks": Mutant(NotOnMoreRanks, "W-39", "a checkpoint of fewer ranks is refused", num_ranks=2),
+    "version_first": Mutant(VersionFirst, "W-40", "load sets the version before it has read the weights"),
+    "overwrites_in_place": Mutant(OverwritesInPlace, "W-41", "save removes the previous checkpoint first"),
+}
