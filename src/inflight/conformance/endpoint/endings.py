@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 from inflight.conformance.checks import Check, require, skip
@@ -13,6 +15,8 @@ from inflight.errors import InvalidRequestError
 from inflight.wire import Completion, SamplingParams
 
 _NUM_CASES = 4
+_ENDS_S = 15.0
+"""After so long, one completion that ended is enough."""
 _MOST_SEEDS = 40
 """Completions that are searched for something to stop at."""
 
@@ -59,18 +63,25 @@ async def finish_reasons(subject: EndpointSubject) -> None:
     """Sample behind the prompt that is likeliest to end, with and without the end of sequence."""
     prompt, temperature, likelihood = _prompt_near_the_end(subject)
     ends_of = subject.reference.eos_token_ids
-    num_tokens, num_met, num_passed = 32, 0, 0
-    for ignore_eos in (False, True):
-        request = subject.request(prompt, n=128, max_tokens=num_tokens, temperature=temperature, ignore_eos=ignore_eos)
+    num_tokens, num_met, num_passed, num_rounds = 32, 0, 0, 0
+    started = time.monotonic()
+    for seed, ignore_eos in product(range(8), (False, True)):
+        fewest = 8 if time.monotonic() - started < _ENDS_S else 1
+        if not ignore_eos and num_met >= fewest and num_passed:
+            break
+        num_rounds += 1
+        request = subject.request(
+            prompt, n=16, max_tokens=num_tokens, temperature=temperature, ignore_eos=ignore_eos, seed=seed
+        )
         for completion in (await subject.endpoint.generate(request)).completions:
             ends = [i for i, token in enumerate(completion.token_ids) if token in ends_of]
             if ignore_eos:
                 num_passed += bool(ends)
                 ends = []
             num_met += _require_ended(completion, ends, num_tokens, f"ignore_eos={str(ignore_eos).lower()}")
-    subject.note(likelihood_of_the_end=likelihood, ended=num_met, went_on=num_passed, completions=128)
+    subject.note(likelihood_of_the_end=likelihood, ended=num_met, went_on=num_passed, completions=16 * num_rounds)
     if not num_met:
-        skip("none of 128 completions met the end of sequence")
+        skip(f"none of {16 * num_rounds} completions met the end of sequence")
 
 
 async def no_max_tokens(subject: EndpointSubject) -> None:
