@@ -20,6 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments, rest = _parser().parse_known_args(argv)
     if rest and arguments.command != "train":
         _parser().error(f"unrecognized arguments: {' '.join(rest)}")
+    _quiet_transformers()
     try:
         return int(arguments.call(arguments, rest))
     except InflightError as error:
@@ -88,7 +89,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _serve(arguments: argparse.Namespace, _: Sequence[str]) -> int:
-    _quiet_transformers()
     import torch
 
     from inflight.local.loading import load_endpoint
@@ -129,7 +129,6 @@ def _serve(arguments: argparse.Namespace, _: Sequence[str]) -> int:
 
 
 def _tiny_model(arguments: argparse.Namespace, _: Sequence[str]) -> int:
-    _quiet_transformers()
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     from inflight.local.tiny import TinyShape, create_tiny_model, save_tiny_model, warm_start
@@ -160,7 +159,6 @@ def _tiny_model(arguments: argparse.Namespace, _: Sequence[str]) -> int:
 
 
 def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
-    _quiet_transformers()
     from inflight.pipeline.config import load_config
     from inflight.pipeline.run import train
 

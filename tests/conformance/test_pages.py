@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 
 from tests.conformance.mutation import RESULTS, subjects
-from tests.conformance.pages import PAGES, rendered
+from tests.conformance.pages import PAGES, ROOT, rendered
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -19,3 +21,10 @@ def test_every_mutant_was_caught_when_the_table_was_made():
     results = json.loads(RESULTS.read_text())
     missed = [s.name for s in subjects() if s.caught_by not in results.get(s.kind, {}).get(s.name, {})]
     assert not missed, f"run: python -m tests.conformance.mutation run; not caught, or not run: {missed}"
+
+
+def test_the_example_of_checks_in_ones_own_tests_runs():
+    command = [sys.executable, "-m", "pytest", "-q", "examples/test_contract.py", "-k", "E-01 or U-02"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stdout
+    assert "2 passed" in run.stdout

@@ -367,7 +367,7 @@ def test_a_wrong_token_is_unauthorized_and_leaves_nothing_behind(two_servers: Se
     deadline = time.monotonic() + 3
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
 
 
 def test_an_unreachable_server_is_named(two_servers: Servers) -> None:

@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import os
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from importlib.metadata import entry_points
@@ -156,11 +157,16 @@ def _check(arguments: argparse.Namespace) -> int:
             kit = stack.enter_context(Kit(target, deadline_scale=scale))
             on_verdict = stack.enter_context(progress(console, checks))
             certificate = run_suite(kit, checks, expected=expected, on_verdict=on_verdict)
-    if certificate is None:  # another rank than the first
-        return 0
-    print_certificate(console, certificate)
-    write_reports(certificate, files)
-    return 0 if certificate.conforms else 1
+    status = 0
+    if certificate is not None:  # this is no further rank of torchrun's
+        print_certificate(console, certificate)
+        write_reports(certificate, files)
+        status = 0 if certificate.conforms else 1
+    if _torchrun_ranks() is not None:  # threads that wait in gloo would abort an interpreter that ends the usual way
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
 
 
 def _compare(old: Path, new: Path) -> int:
