@@ -18,6 +18,8 @@ WATCHED_S = 0.8
 """How long a hold is watched for tokens that must not come."""
 SERVED_S = 15.0
 """For a few hundred tokens of a few requests, on any engine."""
+_NUM_TOKENS_OF_A_DRAIN = 600
+"""So many that they last longer than the time in which answers are still on their way."""
 _NUM_TOKENS = 150
 """Of each running request: enough to be there still when a hold comes at once."""
 _SHORT_DRAIN_S = 0.1
@@ -164,10 +166,10 @@ async def start(subject: EndpointSubject, num: int, max_tokens: int) -> Running:
 async def drained(subject: EndpointSubject) -> None:
     """Hold by ``drain`` while requests run, and send another one meanwhile."""
     publisher, other = subject.publisher, subject.reference.with_final_norm(-1.0, "B")
-    num_tokens = min(_NUM_TOKENS, subject.capabilities.max_model_len // 2)
+    num_tokens = min(_NUM_TOKENS_OF_A_DRAIN, subject.capabilities.max_model_len // 2)
     await publisher.form_group()
     running = await subject.start_running(4, max_tokens=num_tokens)
-    holding = asyncio.ensure_future(publisher.request(other, in_flight=InFlightPolicy.DRAIN, deadline_s=SERVED_S))
+    holding = asyncio.ensure_future(publisher.request(other, in_flight=InFlightPolicy.DRAIN, deadline_s=3 * SERVED_S))
     await subject.enter(cancelled_at_the_end([holding]))
     await _leaves_ready(subject, holding)
     late = await start(subject, 1, 16)
@@ -278,7 +280,7 @@ CHECKS = (
         _DRAIN,
         drained,
         needs=("updates", "drain"),
-        deadline_s=40,
+        deadline_s=60,
     ),
     Check(
         "E-35",
