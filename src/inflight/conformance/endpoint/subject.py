@@ -129,6 +129,8 @@ class EndpointSubject:
         """See `Subject.close`."""
         with contextlib.suppress(Exception):
             self._runner.run(asyncio.wait_for(self._stack.aclose(), _CLEAN_UP_S))
+        with contextlib.suppress(Exception):
+            self._runner.close()
 
     # ------------------------------------------------------------------------------------------- what is checked
 
