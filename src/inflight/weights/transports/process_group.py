@@ -140,7 +140,9 @@ class ProcessGroupReceiver:
 
     def join(self) -> None:
         """See `WeightReceiver.join`."""
-        run_unless(self._given_up, self._form, _JOINING, self._spec.timeout_s + _GRACE_S)
+        spec = self._spec
+        what = f"{_JOINING} through its store at {spec.master_address}:{spec.master_port}"
+        run_unless(self._given_up, self._form, what, spec.timeout_s + _GRACE_S)
 
     def _form(self) -> None:
         spec = self._spec
