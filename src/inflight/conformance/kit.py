@@ -31,6 +31,8 @@ from inflight.errors import ConfigError
 
 Message = TypeVar("Message", bound=BaseModel)
 
+_CLOSE_S = 25.0
+"""For giving a server that goes on its own weights back."""
 _PREPARE_S = 20.0
 """For bringing the subject back before a check, beside starting it anew and the check's own deadline."""
 
@@ -59,6 +61,9 @@ class Kit:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if kind is not None and issubclass(kind, KeyboardInterrupt):
+            for session in self._sessions.values():
+                session.kill()
         self.close()
 
     @property
@@ -192,7 +197,7 @@ class _Session:
         """Let the subjects close, for a moment, then kill."""
         for process in self._ranks:
             process.hang_up()
-        deadline = time.monotonic() + 3.0
+        deadline = time.monotonic() + _CLOSE_S
         for process in self._ranks:
             process.wait(deadline)
         self.kill()

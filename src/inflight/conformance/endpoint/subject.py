@@ -41,6 +41,7 @@ resolution of 1e-6, 0.01 and 0.06, and two layers of rounding lie before them. T
 _READY_WAIT_S = 8.0
 _IDLE_WAIT_S = 3.0
 _CLEAN_UP_S = 8.0
+_RESTORE_S = 15.0
 
 
 class EndpointSubject:
@@ -126,7 +127,10 @@ class EndpointSubject:
         self._runner.run(self._call(function, deadline_s))
 
     def close(self) -> None:
-        """See `Subject.close`."""
+        """See `Subject.close`. A server that goes on is left with the weights of its checkpoint."""
+        if self._target.url is not None and self._reference is not None and self._unknown_weights:
+            with contextlib.suppress(Exception):
+                self._runner.run(asyncio.wait_for(self._prepare(), _RESTORE_S))
         with contextlib.suppress(Exception):
             self._runner.run(asyncio.wait_for(self._stack.aclose(), _CLEAN_UP_S))
         with contextlib.suppress(Exception):
