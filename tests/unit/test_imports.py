@@ -100,6 +100,7 @@ LEVELS = {
     "attention": 2,
     "checkpoints": 2,
     "http": 2,
+    "engines": 2,
     "weights": 2,
     "losses": 2,
     "rollouts": 2,
@@ -111,7 +112,7 @@ LEVELS = {
 }
 """A part imports its own level and those below; ``inflight`` itself (the package's namespace) is level 2."""
 
-TORCH_FREE = ("errors", "types", "wire", "contracts", "http", "rollouts", "cli", "__main__", "__init__")
+TORCH_FREE = ("errors", "types", "wire", "contracts", "http", "engines", "rollouts", "cli", "__main__", "__init__")
 CORE_OF_ADAPTERS = {part for part, level in LEVELS.items() if level <= 2}
 
 
@@ -307,7 +308,7 @@ def test_torch_is_imported_only_where_it_is_needed() -> None:
     strict = [
         f"{found.file.relative_to(SRC)} imports {found.module}"
         for file in core_files()
-        if part_of(file) in ("errors", "types", "wire", "contracts", "http", "rollouts")
+        if part_of(file) in ("errors", "types", "wire", "contracts", "http", "engines", "rollouts")
         for found in imports_of(file)
         if found.module.split(".")[0] in ("torch", "transformers") and not found.for_types
     ]

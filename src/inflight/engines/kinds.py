@@ -85,7 +85,7 @@ def load_engine_kind(name: str) -> EngineKind:
 def connect_endpoint(
     url: str, *, token: str | None = None, control_timeout_s: float = 30.0, generate_timeout_s: float = 600.0
 ) -> InferenceEndpoint:
-    """Return an endpoint for ``http://...``, which speaks the contract, or ``ENGINE+http://...``, an engine's own server.
+    """Return an endpoint for ``http://...``, which speaks the contract, or ``ENGINE+http://...``, an engine's server.
 
     ``vllm+http://host:8000`` attaches to a vLLM server, ``sglang+http://host:30000`` to an SGLang server. Raises
     `ConfigError` for any other scheme; nothing is sent before the endpoint's first call.

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from typing import TypeVar
 
-import httpx
 import pydantic
 
-from inflight.errors import (
-    DeadlineError,
-    EndpointError,
-    InflightError,
-    ProtocolError,
-    UnreachableError,
-    error_from_code,
-)
+from inflight.errors import InflightError, ProtocolError, error_from_code
 from inflight.http import routes
+from inflight.http.connection import HttpConnection
 from inflight.http.routes import Route
 from inflight.wire import (
     Acknowledgement,
@@ -65,10 +58,7 @@ class HttpEndpoint:
         self._token = token
         self._control_timeout_s = control_timeout_s
         self._generate_timeout_s = generate_timeout_s
-        self._max_response_bytes = max_response_bytes
-        # Deadlines are kept around whole calls; idle connections are dropped before a server would do it.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=3.0)
-        self._client = httpx.AsyncClient(base_url=self._url, timeout=None, limits=limits, trust_env=False)
+        self._http = HttpConnection(self._url, max_response_bytes=max_response_bytes)
 
     def __repr__(self) -> str:
         return f"HttpEndpoint({self._url!r})"
@@ -132,7 +122,7 @@ class HttpEndpoint:
 
     async def aclose(self) -> None:
         """Close the connections; the server goes on."""
-        await self._client.aclose()
+        await self._http.aclose()
 
     async def _send(self, route: Route, body: WireModel, timeout_s: float) -> None:
         await self._call(route, body, Acknowledgement, timeout_s)
@@ -158,60 +148,37 @@ class HttpEndpoint:
     async def _exchange(
         self, route: Route, body: WireModel | None, timeout_s: float, statuses: tuple[int, ...]
     ) -> bytes:
-        """Return the body of an answer of one of ``statuses``; here and in `_events` lower errors become ours."""
+        """Return the body of an answer of one of ``statuses``."""
         content = None if body is None else body.model_dump_json()
-        try:
-            async with (
-                asyncio.timeout(timeout_s),
-                self._client.stream(
-                    route.method, route.path, content=content, headers=self._headers(route)
-                ) as response,
-            ):
-                answer = b"".join([part async for part in self._parts(response)])
-        except TimeoutError as error:
-            raise self._deadline(route, timeout_s) from error
-        except httpx.HTTPError as error:
-            raise self._failed(route, error) from error
-        if response.status_code not in statuses:
-            raise self._error(route, response.status_code, answer)
+        status, answer = await self._http.exchange(
+            route.method, route.path, content=content, headers=self._headers(route), timeout_s=timeout_s
+        )
+        if status not in statuses:
+            raise self._error(route, status, answer)
         return answer
 
     async def _events(self, route: Route, body: WireModel, kind: type[Response]) -> AsyncIterator[Response]:
         """Yield the server-sent events of a streamed answer."""
-        content = body.model_dump_json()
-        try:
-            async with (
-                asyncio.timeout(self._generate_timeout_s),
-                self._client.stream(
-                    route.method, route.path, content=content, headers=self._headers(route)
-                ) as response,
-            ):
-                if response.status_code != 200:
-                    answer = b"".join([part async for part in self._parts(response)])
-                    raise self._error(route, response.status_code, answer)
-                rest, is_done = b"", False
-                async for part in self._parts(response):
-                    *lines, rest = (rest + part).split(b"\n")
-                    for line in lines:
-                        if line == b"data: [DONE]":
-                            is_done = True
-                        elif line.startswith(b"data: "):
-                            yield self._event(line.removeprefix(b"data: "), kind)
-                if not is_done:
-                    raise ProtocolError(f"{route.method} {route.path} answered a stream that ends early", self.name)
-        except TimeoutError as error:
-            raise self._deadline(route, self._generate_timeout_s) from error
-        except httpx.HTTPError as error:
-            raise self._failed(route, error) from error
-
-    async def _parts(self, response: httpx.Response) -> AsyncIterator[bytes]:
-        """Yield the body piece by piece, up to the bound."""
-        size_bytes = 0
-        async for part in response.aiter_bytes():
-            size_bytes += len(part)
-            if size_bytes > self._max_response_bytes:
-                raise ProtocolError(f"the answer is longer than {self._max_response_bytes} bytes", self.name)
-            yield part
+        content, headers = body.model_dump_json(), self._headers(route)
+        rest, is_done = b"", False
+        parts = self._http.parts(
+            route.method,
+            route.path,
+            content=content,
+            headers=headers,
+            timeout_s=self._generate_timeout_s,
+            on_refusal=lambda status, answer: self._error(route, status, answer),
+        )
+        async with contextlib.aclosing(parts):
+            async for part in parts:
+                *lines, rest = (rest + part).split(b"\n")
+                for line in lines:
+                    if line == b"data: [DONE]":
+                        is_done = True
+                    elif line.startswith(b"data: "):
+                        yield self._event(line.removeprefix(b"data: "), kind)
+        if not is_done:
+            raise ProtocolError(f"{route.method} {route.path} answered a stream that ends early", self.name)
 
     def _headers(self, route: Route) -> dict[str, str]:
         headers = {"content-type": "application/json"}
@@ -229,17 +196,6 @@ class HttpEndpoint:
                 text = data[:200].decode(errors="replace")
                 raise ProtocolError(f"the stream carries no {kind.__name__}: {text!r}", self.name) from error
             raise error_from_code(detail.code, detail.message, self.name) from None
-
-    def _deadline(self, route: Route, timeout_s: float) -> EndpointError:
-        return DeadlineError(f"{route.method} {route.path} gave no answer within {timeout_s:g} s", self.name)
-
-    def _failed(self, route: Route, error: httpx.HTTPError) -> EndpointError:
-        cause = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        # A connection that was closed early is a RemoteProtocolError too; nothing but its text tells it apart.
-        is_closed = "closed" in str(error) or "disconnected" in str(error)
-        if isinstance(error, httpx.DecodingError) or (isinstance(error, httpx.RemoteProtocolError) and not is_closed):
-            return ProtocolError(f"{route.method} {route.path} answered no HTTP ({cause})", self.name)
-        return UnreachableError(f"{route.method} {route.path} failed ({cause}); is the server running?", self.name)
 
     def _error(self, route: Route, status: int, content: bytes) -> InflightError:
         try:

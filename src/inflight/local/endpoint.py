@@ -13,14 +13,12 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any, Literal, TypeVar
 
-import torch
-
 from inflight.errors import InvalidRequestError, NonFiniteError, UnsupportedError
 from inflight.local.chat import ChatChunkWriter, ChatFormat, chat_completion_of
 from inflight.local.engine import Engine
 from inflight.local.sequences import Sequence
 from inflight.types import EngineStats
-from inflight.weights.receiving import UpdateReceiver
+from inflight.weights.receiving import StagedIntake, UpdateReceiver
 from inflight.weights.threads import run_abandonable
 from inflight.weights.transports.process_group import ProcessGroupReceiver
 from inflight.wire import (
@@ -68,10 +66,11 @@ class LocalEndpoint:
             for n, p in model.named_parameters()
         )
         self._manifest = Manifest(tensors=specs)
+        self._intake = StagedIntake(lambda spec: ProcessGroupReceiver(spec, self._device))
         self._updates = UpdateReceiver(
             self,
+            self._intake,
             specs,
-            lambda spec: ProcessGroupReceiver(spec, self._device),
             policies=tuple(InFlightPolicy),
             transports=self._transports,
         )
@@ -166,8 +165,9 @@ class LocalEndpoint:
             self._engine.call(self._engine.resume)  # after the hold, which may not have begun yet
             raise
 
-    async def apply(self, update: WeightUpdate, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    async def apply(self, update: WeightUpdate) -> None:
         """See `HeldEngine.apply`."""
+        tensors = self._intake.take()
 
         def apply() -> UpdateTimings:
             started = time.monotonic()

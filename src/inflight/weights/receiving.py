@@ -1,8 +1,9 @@
 """The receiving half of an update: what every endpoint that takes weights by itself has to get right, written once.
 
-It joins the state machine, a transport's receiver, the staging of buckets and the lease. Received buckets are staged;
-the engine is touched by the commit only, so that everything that fails before it leaves the old weights serving. What
-holding, loading and resuming mean is its owner's business: it knows nothing of engines and requests.
+It joins the state machine, the group that buckets come over, and the lease. Where buckets arrive is a `WeightIntake`:
+`StagedIntake` keeps them in this process until the commit, so that everything that fails before it leaves the old
+weights serving; an adapter's intake lets its engine receive them. What holding, loading and resuming mean is a
+`HeldEngine`'s business: this module knows nothing of engines and requests.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from inflight.errors import (
 from inflight.weights.session import UpdateSession
 from inflight.weights.threads import run_abandonable
 from inflight.wire import (
+    BucketSpec,
     BucketTransfer,
     EndpointState,
     ProcessGroupSpec,
@@ -47,8 +49,11 @@ class HeldEngine(Protocol):
         """
 
     @abstractmethod
-    async def apply(self, update: WeightUpdate, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Load all tensors and sample again, from ``update.version``. Whatever it raises, the weights count as torn."""
+    async def apply(self, update: WeightUpdate) -> None:
+        """Switch to the weights that arrived and sample again, from ``update.version``.
+
+        Whatever it raises, the weights count as torn.
+        """
 
     @abstractmethod
     async def release(self) -> None:
@@ -63,30 +68,102 @@ class HeldEngine(Protocol):
         """See `InferenceEndpoint.weight_version`."""
 
 
+class WeightIntake(Protocol):
+    """Where the buckets of an endpoint's updates arrive: in this process, or in the engine's own."""
+
+    @property
+    @abstractmethod
+    def has_applied(self) -> bool:
+        """Return True from the moment a byte of the open update may be in the model. False after `begin`."""
+
+    @abstractmethod
+    async def join(self, spec: ProcessGroupSpec) -> None:
+        """Join the group, once all ranks have. Raises `TransferError`, and belongs to no group then."""
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Give the group up, ending what is pending on it, and drop what arrived. Returns at once. Idempotent."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Drop what arrived for an earlier update: the buckets of a new one come now."""
+
+    @abstractmethod
+    async def receive(self, bucket: BucketSpec, tensors: Sequence[TensorSpec], timeout_s: float) -> None:
+        """Return when the bucket has arrived whole. Raises `TransferError`."""
+
+
+class StagedIntake:
+    """An intake in this process, over a transport's receiver. ``make_receiver`` makes one for a group."""
+
+    def __init__(self, make_receiver: Callable[[ProcessGroupSpec], WeightReceiver]) -> None:
+        self._make_receiver = make_receiver
+        self._receiver: WeightReceiver | None = None
+        self._staged: list[tuple[str, torch.Tensor]] = []
+
+    @property
+    def has_applied(self) -> bool:
+        """See `WeightIntake.has_applied`. What is staged is not applied."""
+        return False
+
+    def take(self) -> list[tuple[str, torch.Tensor]]:
+        """Return what arrived, in order; it is no longer staged."""
+        staged, self._staged = self._staged, []
+        return staged
+
+    async def join(self, spec: ProcessGroupSpec) -> None:
+        """See `WeightIntake.join`."""
+        self._receiver = receiver = self._make_receiver(spec)
+        try:
+            await run_abandonable(receiver.join, "inflight-join")
+        except BaseException:
+            receiver.abort()
+            raise
+
+    def leave(self) -> None:
+        """See `WeightIntake.leave`."""
+        receiver, self._receiver, self._staged = self._receiver, None, []
+        if receiver is not None:
+            receiver.abort()
+
+    def begin(self) -> None:
+        """See `WeightIntake.begin`."""
+        self._staged = []
+        if self._receiver is not None:
+            self._receiver.recycle()
+
+    async def receive(self, bucket: BucketSpec, tensors: Sequence[TensorSpec], timeout_s: float) -> None:
+        """See `WeightIntake.receive`."""
+        receiver, staged = self._receiver, self._staged
+        if receiver is None:
+            raise TransferError("no weight group is formed")
+        arrived = await run_abandonable(lambda: receiver.receive(tensors, timeout_s), "inflight-receive")
+        staged += [(spec.name, tensor) for spec, tensor in zip(tensors, arrived, strict=True)]
+
+
 class UpdateReceiver:
     """Updates of one endpoint over its life. Its methods are those of `InferenceEndpoint`: the endpoint passes them on.
 
-    ``expected`` is what the engine can load, ``policies`` and ``transports`` what the endpoint declares. ``receiver``
-    makes a transport's receiver for a group. An instance belongs to one event loop.
+    ``expected`` is what the engine can load (None: not known here, the engine refuses by itself), ``policies`` and
+    ``transports`` what the endpoint declares. An instance belongs to one event loop.
     """
 
     def __init__(
         self,
         engine: HeldEngine,
-        expected: Sequence[TensorSpec],
-        receiver: Callable[[ProcessGroupSpec], WeightReceiver],
+        intake: WeightIntake,
+        expected: Sequence[TensorSpec] | None,
         *,
         policies: Collection[str],
         transports: Collection[str],
     ) -> None:
         self._engine = engine
+        self._intake = intake
         self._policies = tuple(policies)
         self._transports = tuple(transports)
-        self._make_receiver = receiver
         self._session = UpdateSession(expected)
         self._session.joined()
-        self._receiver: WeightReceiver | None = None
-        self._staged: list[tuple[str, torch.Tensor]] = []
+        self._joining: ProcessGroupSpec | None = None
         self._holding: asyncio.Future[None] | None = None
         self._applying: asyncio.Future[PoisonedError | None] | None = None
         self._lease: asyncio.TimerHandle | None = None
@@ -105,13 +182,9 @@ class UpdateReceiver:
         self._lose_group()
         await self._end_open_update()
         self._lose_group()  # another call may have come in between
-        self._receiver = receiver = self._make_receiver(spec)
-        try:
-            await run_abandonable(receiver.join, "inflight-join")
-        except BaseException:
-            receiver.abort()
-            raise
-        if receiver is not self._receiver:
+        self._joining = spec
+        await self._intake.join(spec)
+        if self._joining is not spec:
             raise TransferError("another group was formed meanwhile")
         self._session.group_formed(spec.run_id)
 
@@ -121,8 +194,7 @@ class UpdateReceiver:
             known = ", ".join(self._policies) or "none"
             raise UnsupportedError(f"the in-flight policy {update.in_flight} is not declared here; declared: {known}")
         self._session.request(update)
-        if self._receiver is not None:
-            self._receiver.recycle()
+        self._intake.begin()
         self._renew_lease(update)
         self._holding = asyncio.ensure_future(self._engine.hold(update))
         try:
@@ -146,17 +218,16 @@ class UpdateReceiver:
     async def receive_weights(self, bucket: BucketTransfer) -> None:
         """See `InferenceEndpoint.receive_weights`."""
         spec, tensors = self._session.begin_bucket(bucket)
-        update, receiver = self._session.update, self._receiver
-        assert update is not None and receiver is not None  # losing the group ends the update
+        update = self._session.update
+        assert update is not None  # the bucket is one of its own
         self._renew_lease(update)
         try:
-            arrived = await run_abandonable(lambda: receiver.receive(tensors, bucket.timeout_s), "inflight-receive")
+            await self._intake.receive(spec, tensors, bucket.timeout_s)
         except BaseException:
             await self._end_update(update)
             raise
         if self._session.update is not update:
             raise TransferError(f"the update to version {update.version} ended while bucket {spec.index} travelled")
-        self._staged += [(tensor_spec.name, tensor) for tensor_spec, tensor in zip(tensors, arrived, strict=True)]
         self._session.bucket_received()
         self._renew_lease(update)
 
@@ -166,8 +237,7 @@ class UpdateReceiver:
             raise UpdateRefusedError(f"version {ref.version} cannot be committed: sampling is not held yet")
         update = self._session.begin_apply(ref)
         self._stop_lease()
-        staged, self._staged = self._staged, []
-        self._applying = asyncio.ensure_future(self._apply(update, staged))
+        self._applying = asyncio.ensure_future(self._apply(update))
         failure = await asyncio.shield(self._applying)
         if failure is not None:
             raise failure
@@ -188,13 +258,12 @@ class UpdateReceiver:
     def close(self) -> None:
         """Leave the group and stop the lease; an open update is not ended."""
         self._stop_lease()
-        if self._receiver is not None:
-            self._receiver.abort()
+        self._intake.leave()
 
-    async def _apply(self, update: WeightUpdate, staged: list[tuple[str, torch.Tensor]]) -> PoisonedError | None:
-        """Have the staged tensors applied; a failure poisons and is returned."""
+    async def _apply(self, update: WeightUpdate) -> PoisonedError | None:
+        """Have the weights that arrived applied; a failure poisons and is returned."""
         try:
-            await self._engine.apply(update, staged)
+            await self._engine.apply(update)
         except Exception as error:  # whatever it is, the engine may hold a part of the update
             self._session.abort()
             await self._engine.give_up()
@@ -214,14 +283,14 @@ class UpdateReceiver:
             await asyncio.wait([self._applying])
 
     async def _end_update(self, update: WeightUpdate) -> None:
-        """If ``update`` is open, drop what was staged and sample again: nothing was applied before a commit."""
+        """If ``update`` is open, drop what arrived and sample again, unless some of it is in the model already."""
         if self._session.update is not update:
             return
         self._stop_lease()
-        self._staged = []
+        was_torn = self._intake.has_applied
         if self._session.state is EndpointState.UPDATING:
-            self._lose_group()  # a receive may be pending on it in a thread
-        self._session.abort()
+            self._lose_group()  # a receive may be pending on it
+        self._session.abort(torn=was_torn)
         holding, self._holding = self._holding, None
         if holding is None:
             return
@@ -229,14 +298,15 @@ class UpdateReceiver:
             holding.cancel()
             await asyncio.wait([holding])
         was_held = not holding.cancelled() and holding.exception() is None
-        if was_held and self._session.state is not EndpointState.POISONED:
+        if was_torn:
+            await self._engine.give_up()
+        elif was_held and self._session.state is not EndpointState.POISONED:
             await self._engine.release()
 
     def _lose_group(self) -> None:
-        receiver, self._receiver = self._receiver, None
+        self._joining = None
         self._session.group_lost()
-        if receiver is not None:
-            receiver.abort()
+        self._intake.leave()
 
     def _renew_lease(self, update: WeightUpdate) -> None:
         self._stop_lease()

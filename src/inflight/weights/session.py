@@ -17,13 +17,13 @@ from inflight.wire import BucketSpec, BucketTransfer, EndpointState, TensorSpec,
 
 
 class UpdateSession:
-    """Weights of one endpoint over its life. ``expected`` is what its model can load.
+    """Weights of one endpoint over its life. ``expected`` is what its model can load, None if that is not known here.
 
     Every method that is refused raises and changes nothing.
     """
 
-    def __init__(self, expected: Sequence[TensorSpec]) -> None:
-        self._expected = tuple(expected)
+    def __init__(self, expected: Sequence[TensorSpec] | None) -> None:
+        self._expected = None if expected is None else tuple(expected)
         self._state = EndpointState.JOINING
         self._version = 0
         self._run_id: str | None = None
@@ -57,6 +57,17 @@ class UpdateSession:
     def joined(self) -> None:
         """JOINING -> READY: the endpoint holds version 0."""
         self._state = EndpointState.READY
+
+    def expect(self, expected: Sequence[TensorSpec]) -> None:
+        """From now on only updates of these tensors are accepted."""
+        self._expected = tuple(expected)
+
+    def found(self, version: int, run_id: str | None, *, torn: bool) -> None:
+        """Take over what an engine that others may change or restart says of its weights, while no update is open."""
+        if self._update is not None:
+            return
+        self._version, self._run_id, self._torn = version, run_id, torn
+        self._state = EndpointState.POISONED if torn else EndpointState.READY
 
     def group_formed(self, run_id: str) -> None:
         """From now on only this run's updates are accepted. An open update must have been aborted before."""
@@ -125,10 +136,13 @@ class UpdateSession:
         self._torn = False
         self._state = EndpointState.READY
 
-    def abort(self) -> None:
-        """End the open update, if any: READY with the old weights if no byte was applied, POISONED otherwise."""
+    def abort(self, *, torn: bool = False) -> None:
+        """End the open update, if any: READY with the old weights if no byte was applied, POISONED otherwise.
+
+        ``torn`` says that bytes were applied before `begin_apply`, by an engine that applies them as they arrive.
+        """
+        self._torn = self._torn or self._applying or (torn and self._update is not None)
         self._update = None
-        self._torn = self._torn or self._applying
         self._applying = False
         if self._state in (EndpointState.HELD, EndpointState.UPDATING):
             self._state = EndpointState.POISONED if self._torn else EndpointState.READY
@@ -165,7 +179,7 @@ class UpdateSession:
             return f"run {update.run_id!r} does not own the weight group, run {self._group_run_id!r} does"
         if self._run_id == update.run_id and update.version < self._version:
             return f"version {self._version} of this run is served already"
-        return manifest_difference(self._expected, update.manifest.tensors)
+        return None if self._expected is None else manifest_difference(self._expected, update.manifest.tensors)
 
 
 def transfer_failed(cause: BaseException, what: str) -> TransferError:

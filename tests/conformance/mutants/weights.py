@@ -81,7 +81,7 @@ def last_bucket_only(endpoint: LocalEndpoint) -> LocalEndpoint:
     receive = faulty.receive_weights
 
     async def receive_weights(bucket: Any) -> None:
-        faulty._updates._staged = []
+        faulty._intake._staged = []
         await receive(bucket)
 
     faulty.receive_weights = receive_weights

@@ -7,7 +7,7 @@ import httpx
 from safetensors.torch import save
 
 from inflight.errors import InvalidRequestError, UnsupportedError
-from inflight.weights.receiving import UpdateReceiver
+from inflight.weights.receiving import StagedIntake, UpdateReceiver
 from inflight.weights.transports.process_group import ProcessGroupReceiver
 from inflight.wire import Capabilities, Completion, GenerateResponse, TensorSpec, VersionSpan, WeightVersion
 
@@ -17,7 +17,8 @@ class PlainEndpoint:
         self.name, self.info, self.running, self.slot = url, info, 0, asyncio.Lock()
         self.http = httpx.AsyncClient(base_url=url, timeout=120)
         specs = [TensorSpec(name=n, dtype=dtype, shape=tuple(shape)) for n, (dtype, shape) in info["tensors"].items()]
-        self.updates = UpdateReceiver(self, specs, ProcessGroupReceiver, policies=("drain",), transports=("gloo",))
+        self.arrived = StagedIntake(ProcessGroupReceiver)
+        self.updates = UpdateReceiver(self, self.arrived, specs, policies=("drain",), transports=("gloo",))
 
     async def capabilities(self):
         return Capabilities(
@@ -79,8 +80,8 @@ class PlainEndpoint:
     async def hold(self, update):
         await self.slot.acquire()
 
-    async def apply(self, update, tensors):
-        (await self.http.post("/weights", content=save(dict(tensors)))).raise_for_status()
+    async def apply(self, update):
+        (await self.http.post("/weights", content=save(dict(self.arrived.take())))).raise_for_status()
         await self.release()
 
     async def release(self):

@@ -190,8 +190,20 @@ class ProcessGroupReceiver:
             group.abort()
 
 
-def _join(spec: ProcessGroupSpec, rank: int, address: str) -> Any:
-    """Return the group that ``spec`` describes, joined as ``rank`` from local ``address`` once all ranks came."""
+def announce_ranks(spec: ProcessGroupSpec, num_ranks: int, given_up: Future[str]) -> None:
+    """Announce ``spec.rank`` and the ranks after it for an engine that joins by itself; blocks until all ranks came.
+
+    For engines that take part in groups but know nothing of the announcement, and whose own waiting has no deadline:
+    once this returned every other rank is there and joining. Raises `TransferError` after ``spec.timeout_s``, or when
+    ``given_up`` is set from another thread.
+    """
+    what = f"{_JOINING} through its store at {spec.master_address}:{spec.master_port}"
+    ranks = range(spec.rank, spec.rank + num_ranks)
+    run_unless(given_up, lambda: _meet(spec, ranks), what, spec.timeout_s + _GRACE_S)
+
+
+def _meet(spec: ProcessGroupSpec, ranks: Sequence[int]) -> Any:
+    """Announce ``ranks`` in the group's store; return it once all ranks are announced."""
     deadline = time.monotonic() + spec.timeout_s
     timeout = _timeout(spec.timeout_s)
     where = f"{spec.master_address}:{spec.master_port}"
@@ -201,17 +213,31 @@ def _join(spec: ProcessGroupSpec, rank: int, address: str) -> Any:
         raise transfer_failed(error, f"reaching the weight group's store at {where}") from error
     prefixed = dist.PrefixStore(spec.group_name, store)
     try:
-        prefixed.set(f"here/{rank}", "")  # NCCL itself waits for nobody before its first operation
+        for rank in ranks:
+            prefixed.set(f"here/{rank}", "")  # NCCL itself waits for nobody before its first operation
         here = [f"here/{other}" for other in range(spec.world_size)]
         prefixed.wait(here, _timeout(deadline - time.monotonic()))
+    except RuntimeError as error:
+        raise transfer_failed(error, f"rank {ranks[0]} joining the weight group of {spec.world_size} ranks") from error
+    return prefixed
+
+
+def _join(spec: ProcessGroupSpec, rank: int, address: str) -> Any:
+    """Return the group that ``spec`` describes, joined as ``rank`` from local ``address`` once all ranks came."""
+    prefixed = _meet(spec, [rank])
+    timeout = _timeout(spec.timeout_s)
+    # Where torch's own groups keep their keys, so that ranks which torch joins (SGLang's) meet ours.
+    device = "cuda" if spec.backend == "nccl" else "cpu"
+    keys = dist.PrefixStore(f"{device}/", dist.PrefixStore(f"{spec.group_name}/", prefixed))
+    try:
         if spec.backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
-            return dist.ProcessGroupNCCL(prefixed, rank, spec.world_size, options)
+            return dist.ProcessGroupNCCL(keys, rank, spec.world_size, options)
         gloo_options = dist.ProcessGroupGloo._Options()
         gloo_options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
         gloo_options._timeout = timeout
-        return dist.ProcessGroupGloo(prefixed, rank, spec.world_size, gloo_options)
+        return dist.ProcessGroupGloo(keys, rank, spec.world_size, gloo_options)
     except RuntimeError as error:
         raise transfer_failed(error, f"rank {rank} joining the weight group of {spec.world_size} ranks") from error
 

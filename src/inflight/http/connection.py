@@ -1,0 +1,132 @@
+"""Calls on one HTTP server, each with a deadline and a bound, and the one place where httpx's errors become ours.
+
+It knows nothing of the contract: adapters use it for their engines' own routes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from typing import Any
+
+import httpx
+
+from inflight.errors import DeadlineError, EndpointError, ProtocolError, UnreachableError
+
+MAX_RESPONSE_BYTES = 256 * 1024 * 1024
+
+
+class HttpConnection:
+    """One server at ``url``, whose errors carry that name. Belongs to the event loop in which it is first used."""
+
+    def __init__(self, url: str, *, max_response_bytes: int = MAX_RESPONSE_BYTES) -> None:
+        self._url = url
+        self._max_response_bytes = max_response_bytes
+        # Deadlines are kept around whole calls; idle connections are dropped before a server would do it.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=3.0)
+        self._client = httpx.AsyncClient(base_url=url, timeout=None, limits=limits, trust_env=False)
+
+    async def exchange(
+        self,
+        method: str,
+        path: str,
+        *,
+        timeout_s: float,
+        content: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> tuple[int, bytes]:
+        """Return status and body of the answer, whatever the status.
+
+        Raises `UnreachableError`, `DeadlineError`, or `ProtocolError` if the answer is no HTTP or exceeds the bound.
+        Cancelling the call closes its connection.
+        """
+        try:
+            async with (
+                asyncio.timeout(timeout_s),
+                self._client.stream(method, path, content=content, headers=headers) as response,
+            ):
+                answer = await self._read(response)
+        except TimeoutError as error:
+            raise self._deadline(method, path, timeout_s) from error
+        except httpx.HTTPError as error:
+            raise self._failed(method, path, error) from error
+        return response.status_code, answer
+
+    async def ask(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        timeout_s: float,
+        headers: Mapping[str, str] | None = None,
+    ) -> tuple[int, Any]:
+        """Return status and decoded JSON of the answer to a JSON body; an empty answer or one that is no JSON is text.
+
+        Raises as `exchange` does.
+        """
+        content = None if body is None else json.dumps(body)
+        status, answer = await self.exchange(
+            method,
+            path,
+            timeout_s=timeout_s,
+            content=content,
+            headers={"content-type": "application/json", **(headers or {})},
+        )
+        try:
+            return status, json.loads(answer)
+        except ValueError:
+            return status, answer.decode(errors="replace")
+
+    async def parts(
+        self,
+        method: str,
+        path: str,
+        *,
+        content: str,
+        headers: Mapping[str, str],
+        timeout_s: float,
+        on_refusal: Callable[[int, bytes], Exception],
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield a streamed answer piece by piece; a status other than 200 raises what ``on_refusal`` makes of it."""
+        try:
+            async with (
+                asyncio.timeout(timeout_s),
+                self._client.stream(method, path, content=content, headers=headers) as response,
+            ):
+                if response.status_code != 200:
+                    raise on_refusal(response.status_code, await self._read(response))
+                async for part in self._bounded(response):
+                    yield part
+        except TimeoutError as error:
+            raise self._deadline(method, path, timeout_s) from error
+        except httpx.HTTPError as error:
+            raise self._failed(method, path, error) from error
+
+    async def aclose(self) -> None:
+        """Close the connections; the server goes on."""
+        await self._client.aclose()
+
+    async def _read(self, response: httpx.Response) -> bytes:
+        return b"".join([part async for part in self._bounded(response)])
+
+    async def _bounded(self, response: httpx.Response) -> AsyncIterator[bytes]:
+        """Yield the body piece by piece, up to the bound."""
+        size_bytes = 0
+        async for part in response.aiter_bytes():
+            size_bytes += len(part)
+            if size_bytes > self._max_response_bytes:
+                raise ProtocolError(f"the answer is longer than {self._max_response_bytes} bytes", self._url)
+            yield part
+
+    def _deadline(self, method: str, path: str, timeout_s: float) -> EndpointError:
+        return DeadlineError(f"{method} {path} gave no answer within {timeout_s:g} s", self._url)
+
+    def _failed(self, method: str, path: str, error: httpx.HTTPError) -> EndpointError:
+        cause = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        # A connection that was closed early is a RemoteProtocolError too; nothing but its text tells it apart.
+        is_closed = "closed" in str(error) or "disconnected" in str(error)
+        if isinstance(error, httpx.DecodingError) or (isinstance(error, httpx.RemoteProtocolError) and not is_closed):
+            return ProtocolError(f"{method} {path} answered no HTTP ({cause})", self._url)
+        return UnreachableError(f"{method} {path} failed ({cause}); is the server running?", self._url)
