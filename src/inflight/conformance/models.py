@@ -36,7 +36,7 @@ def make_tiny_model(
         num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=hidden_size // 4,
+        head_dim=32,  # the smallest that every engine has a kernel for
         max_position_embeddings=max_model_len,
         tie_word_embeddings=tied,
         bos_token_id=None,

@@ -25,6 +25,9 @@ class _Target(BaseModel):
 class EndpointTarget(_Target):
     """An endpoint to check. Exactly one of ``url``, ``factory`` and ``command`` is given.
 
+    ``url`` is that of a server that speaks the contract, or, as ``vllm+http://...``, of an engine's own server, checked
+    through its adapter.
+
     ``factory`` is ``module:function``: it takes a model directory (a `pathlib.Path`) and the options, and returns an
     `InferenceEndpoint` that serves it, or an awaitable or an async context manager of one. ``command`` starts a server:
     ``{model}``, ``{port}`` and ``{token_file}`` are filled in.
@@ -86,7 +89,8 @@ def endpoint_target(text: str, **others: Any) -> EndpointTarget:
     if "://" in text:
         try:
             parts = urlsplit(text)
-            is_usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+            transport = parts.scheme.rpartition("+")[2]  # vllm+http: an engine's own server, through its adapter
+            is_usable = transport in ("http", "https") and bool(parts.hostname) and parts.port != 0
         except ValueError:
             is_usable = False
         if not is_usable:

@@ -33,7 +33,7 @@ class TinyShape:
     family: Family = "llama"
     hidden_size: int = 96
     num_layers: int = 2
-    num_heads: int = 4
+    num_heads: int = 3
     max_model_len: int = 512
 
 

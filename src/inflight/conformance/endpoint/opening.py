@@ -18,6 +18,7 @@ from pathlib import Path
 
 from inflight.conformance.targets import SERVER_GROUP, EndpointTarget, resolve
 from inflight.contracts import InferenceEndpoint
+from inflight.engines.kinds import connect_endpoint
 from inflight.errors import ConfigError, DeadlineError, EndpointError, InflightError
 from inflight.http.client import HttpEndpoint
 
@@ -49,12 +50,15 @@ async def opened(
     Raises `ConfigError`, or the `EndpointError` of a server that gives no sensible answer.
     """
     if target.url is not None:
-        endpoint = _client(target.url, target.token)
+        attached = connect_endpoint(
+            target.url, token=target.token, control_timeout_s=CONTROL_TIMEOUT_S, generate_timeout_s=GENERATE_TIMEOUT_S
+        )
+        speaks_http = isinstance(attached, HttpEndpoint)
         try:
-            await _answers(endpoint)
-            yield Opened(endpoint, target.url, target.token)
+            await _answers(attached)
+            yield Opened(attached, *((target.url, target.token) if speaks_http else ()))
         finally:
-            await endpoint.aclose()
+            await attached.aclose()
     elif target.factory is not None:
         assert model is not None
         async with _made(target, model) as made:
@@ -69,7 +73,7 @@ def _client(url: str, token: str | None) -> HttpEndpoint:
     return HttpEndpoint(url, token=token, control_timeout_s=CONTROL_TIMEOUT_S, generate_timeout_s=GENERATE_TIMEOUT_S)
 
 
-async def _answers(endpoint: HttpEndpoint) -> None:
+async def _answers(endpoint: InferenceEndpoint) -> None:
     try:
         await endpoint.capabilities()
     except DeadlineError as error:

@@ -1,0 +1,70 @@
+"""Version labels: what an engine that names its weights by a text is told, so that every client reads the same from it.
+
+``7@RUN`` is version 7 of a run, ``default`` the checkpoint that the engine started from, ``torn:8@RUN`` says that an
+update to version 8 failed while it was applied. The label lives in the engine: whoever attaches later, or after the
+engine was replaced by a new one, knows what it serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from inflight.errors import ProtocolError
+from inflight.wire import UpdateRef, VersionSpan
+
+CHECKPOINT_LABEL = "default"
+"""What vLLM and SGLang call the weights that they were started with."""
+_TORN = "torn:"
+
+
+@dataclass(frozen=True, slots=True)
+class ServedVersion:
+    """What a label says; ``run_id`` is None for the checkpoint that the engine started from."""
+
+    version: int
+    run_id: str | None
+    torn: bool = False
+
+
+def label_of(ref: UpdateRef, *, torn: bool = False) -> str:
+    """Return the label of an update's weights."""
+    return f"{_TORN if torn else ''}{ref.version}@{ref.run_id}"
+
+
+def parse_label(label: str) -> ServedVersion:
+    """Return what a label says. Raises `ProtocolError` if it was not given by inflight."""
+    if label == CHECKPOINT_LABEL:
+        return ServedVersion(0, None)
+    text = label.removeprefix(_TORN)
+    version, separator, run_id = text.partition("@")
+    if not separator or not run_id or not (version.isascii() and version.isdigit()):
+        raise ProtocolError(
+            f"the engine calls its weights {label!r}: somebody else updates them. "
+            "Restart it, so that one publisher owns its weights"
+        )
+    return ServedVersion(int(version), run_id, torn=label.startswith(_TORN))
+
+
+def spans_of(labelled: Iterable[Mapping[str, Any]] | None, num_tokens: int) -> tuple[VersionSpan, ...]:
+    """Return the version spans of a completion from an engine's ``[{"version": label, "start": i, "end": j}, ...]``.
+
+    Neighbours of one version become one span. Raises `ProtocolError` if they do not cover ``num_tokens`` tokens.
+    """
+    spans: list[VersionSpan] = []
+    edge = 0
+    for item in labelled or ():
+        start, end = int(item["start"]), min(int(item["end"]), num_tokens)
+        if start >= num_tokens or end <= start:
+            continue
+        if start != edge:
+            break
+        version = parse_label(str(item["version"])).version
+        if spans and spans[-1].version == version:
+            start = spans.pop().start
+        spans.append(VersionSpan(version=version, start=start, end=end))
+        edge = end
+    if edge != num_tokens:
+        raise ProtocolError(f"the engine's version spans {list(labelled or ())} do not cover {num_tokens} tokens")
+    return tuple(spans)

@@ -1,0 +1,135 @@
+"""How a vLLM server must be started so that inflight can attach, and whether a running one was started so."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from inflight.contracts import InferenceEndpoint
+from inflight.engines.kinds import EngineOptions
+
+BACKEND = "inflight"
+"""The weight transfer backend that `inflight_vllm.transfer_engine` registers."""
+MODULE = "vllm.entrypoints.openai.api_server"
+DEV_MODE = "VLLM_SERVER_DEV_MODE"
+"""Mounts the routes that pause, resume and update; vLLM has no finer switch for them."""
+
+NEEDED_ROUTES = (
+    "/inference/v1/generate",
+    "/v1/models",
+    "/version",
+    "/pause",
+    "/resume",
+    "/is_paused",
+    "/server_info",
+    "/collective_rpc",
+    "/init_weight_transfer_engine",
+    "/shutdown_weight_transfer_engine",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+    "/update_weight_version",
+    "/weight_info",
+    "/get_world_size",
+    "/metrics",
+)
+"""Every route of vLLM that the endpoint calls."""
+_CHAT_ROUTE = "/v1/chat/completions/render"
+_DEV_ROUTES = frozenset({"/pause", "/weight_info", "/collective_rpc"})
+
+
+class VllmKind:
+    """Satisfies `EngineKind`."""
+
+    @property
+    def name(self) -> str:
+        """See `EngineKind.name`."""
+        return "vllm"
+
+    @property
+    def health_path(self) -> str:
+        """See `EngineKind.health_path`."""
+        return "/health"
+
+    def command(self, options: EngineOptions, host: str, port: int) -> list[str]:
+        """See `EngineKind.command`. The module, because the script ``vllm`` fails in builds for the CPU."""
+        words = ["-m", MODULE, "--model", str(options.model), "--host", host, "--port", str(port)]
+        words += ["--served-model-name", options.name or options.model.resolve().name]
+        for flag, value in (
+            ("--dtype", options.dtype),
+            ("--max-model-len", options.max_model_len),
+            ("--max-num-seqs", options.max_concurrent),
+        ):
+            if value is not None:
+                words += [flag, str(value)]
+        if options.device != "cuda":
+            words.append("--enforce-eager")  # nothing is gained by compiling on a CPU
+        return [*words, *needed_arguments(), *options.arguments]
+
+    def environment(self, options: EngineOptions) -> Mapping[str, str]:
+        """See `EngineKind.environment`."""
+        variables = {DEV_MODE: "1", "VLLM_NO_USAGE_STATS": "1"}
+        if options.device != "cuda":
+            variables["VLLM_CPU_KVCACHE_SPACE"] = "1"
+        if options.threads is not None:
+            variables |= {"OMP_NUM_THREADS": str(options.threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        return variables
+
+    def connect(
+        self, url: str, *, token: str | None, control_timeout_s: float, generate_timeout_s: float
+    ) -> InferenceEndpoint:
+        """See `EngineKind.connect`. The token is vLLM's ``--api-key``."""
+        from inflight_vllm.endpoint import VllmEndpoint
+
+        return VllmEndpoint(
+            url, api_key=token, control_timeout_s=control_timeout_s, generate_timeout_s=generate_timeout_s
+        )
+
+
+KIND = VllmKind()
+
+
+def needed_arguments() -> list[str]:
+    """Return the arguments without which inflight refuses to attach."""
+    transfer = json.dumps({"backend": BACKEND}, separators=(",", ":"))
+    return ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--weight-transfer-config", transfer]
+
+
+def restart_command(url: str, model: str, further: Sequence[str] = ()) -> str:
+    """Return a line for the shell that starts the server at ``url`` as it must be."""
+    at = urlsplit(url)
+    words = ["python", "-m", MODULE, "--model", model, "--host", at.hostname or "127.0.0.1"]
+    words += ["--port", str(at.port or 8000), *needed_arguments(), *further]
+    return f"{DEV_MODE}=1 {shlex.join(words)}"
+
+
+def missing_routes(paths: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with the routes that a server offers, None if all that are needed are there."""
+    missing = [route for route in NEEDED_ROUTES if route not in paths]
+    if not missing:
+        return None
+    if set(missing) >= _DEV_ROUTES:
+        return f"it was started without {DEV_MODE}=1: the routes {', '.join(sorted(_DEV_ROUTES))} are not there"
+    return f"it does not offer {', '.join(missing)}: this release of vLLM has another interface than the one known here"
+
+
+def offers_chat(paths: Mapping[str, Any]) -> bool:
+    """Return True if the server renders chat messages to token ids."""
+    return _CHAT_ROUTE in paths
+
+
+def wrong_settings(config: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with the settings of a server (``/server_info``), None if nothing is."""
+    mode = config["model_config"]["logprobs_mode"]
+    if mode != "processed_logprobs":
+        return (
+            f"--logprobs-mode is {mode}: logprobs are not of the distribution that tokens are sampled from "
+            "(temperature and filters are left out); processed_logprobs is needed"
+        )
+    transfer = config.get("weight_transfer_config") or {}
+    if transfer.get("backend") != BACKEND:
+        return f"--weight-transfer-config names the backend {transfer.get('backend')!r}; {BACKEND!r} is needed"
+    return None

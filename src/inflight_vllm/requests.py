@@ -1,0 +1,112 @@
+"""The contract's requests as vLLM takes them, and vLLM's answers as the contract has them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from inflight.engines.labels import spans_of
+from inflight.errors import InvalidRequestError, NonFiniteError, ProtocolError, UnsupportedError
+from inflight.wire import Capabilities, Completion, GenerateRequest, GenerateResponse, SamplingParams
+
+_FLOOR = -9999.0
+"""What vLLM answers instead of a logprob that is NaN or minus infinity."""
+
+
+def check_request(request: GenerateRequest, can: Capabilities) -> None:
+    """Raise `InvalidRequestError` if the request does not fit, `UnsupportedError` for filters in another order."""
+    num_prompt, sampling = len(request.prompt_token_ids), request.sampling
+    room = can.max_model_len - num_prompt
+    if room < 1 or (sampling.max_tokens or 1) > room:
+        raise InvalidRequestError(
+            f"{num_prompt} prompt tokens and max_tokens {sampling.max_tokens} exceed max_model_len {can.max_model_len}"
+        )
+    largest = max(request.prompt_token_ids)
+    if largest >= can.vocab_size:
+        raise InvalidRequestError(f"token id {largest} is outside of the vocabulary of {can.vocab_size}")
+    if sampling.min_p > 0 and sampling.top_p < 1:
+        raise UnsupportedError(
+            f"min_p {sampling.min_p:g} together with top_p {sampling.top_p:g}: vLLM applies min-p first, the contract "
+            "last, and the kept sets differ. Give one of them"
+        )
+
+
+def bodies_of(request: GenerateRequest, can: Capabilities, salt: str) -> list[dict[str, Any]]:
+    """Return the bodies of ``POST /inference/v1/generate``: several where vLLM does not take n completions at once."""
+    largest_n = can.max_concurrent_sequences
+    starts = range(0, request.sampling.n, largest_n)
+    return [
+        {
+            "model": can.model,
+            "request_id": f"{request.request_id}-{start}",
+            "token_ids": list(request.prompt_token_ids),
+            "cache_salt": salt,
+            "sampling_params": _sampling(
+                request.sampling,
+                start,
+                min(largest_n, request.sampling.n - start),
+                can.max_model_len - len(request.prompt_token_ids),
+            ),
+        }
+        for start in starts
+    ]
+
+
+def _sampling(sampling: SamplingParams, start: int, num: int, room: int) -> dict[str, Any]:
+    """Return the parameters of completions ``start`` to ``start + num``."""
+    params: dict[str, Any] = {
+        "n": num,
+        "max_tokens": sampling.max_tokens or room,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "stop": list(sampling.stop),
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": sampling.ignore_eos,
+        "include_stop_str_in_output": True,
+        "logprobs": 0,
+    }
+    return params if sampling.seed is None else params | {"seed": _first_seed(sampling.seed) + start}
+
+
+def _first_seed(seed: int) -> int:
+    """Return the seed of completion 0. vLLM counts up from it, so that those of neighbouring seeds must lie apart."""
+    return int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=7).digest())
+
+
+def response_of(request: GenerateRequest, answers: Sequence[Mapping[str, Any]]) -> GenerateResponse:
+    """Return vLLM's answers to `bodies_of` as one.
+
+    Raises `NonFiniteError` for broken weights, `ProtocolError` for what cannot be read.
+    """
+    try:
+        choices = [choice for answer in answers for choice in sorted(answer["choices"], key=lambda c: c["index"])]
+        completions = tuple(_completion(choice, index) for index, choice in enumerate(choices))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ProtocolError(f"/inference/v1/generate answered no completion: {error!r}") from error
+    return GenerateResponse(request_id=request.request_id, completions=completions)
+
+
+def _completion(choice: Mapping[str, Any], index: int) -> Completion:
+    token_ids = tuple(choice["token_ids"])
+    content = (choice["logprobs"] or {}).get("content") or []
+    logprobs = tuple(float(token["logprob"]) for token in content)
+    if any(logprob <= _FLOOR for logprob in logprobs):
+        raise NonFiniteError("sampled logprobs are not finite: the weights served are broken; publish whole ones")
+    return Completion(
+        index=index,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        version_spans=spans_of(choice["weight_versions"], len(token_ids)),
+        finish_reason=choice["finish_reason"],
+    )
+
+
+def num_running_of(metrics: str) -> int:
+    """Return the number of running sequences in vLLM's metrics. Raises `ProtocolError` if it is not there."""
+    values = [line.rpartition(" ")[2] for line in metrics.splitlines() if line.startswith("vllm:num_requests_running")]
+    if not values:
+        raise ProtocolError("GET /metrics has no vllm:num_requests_running")
+    return sum(int(float(value)) for value in values)

@@ -1,0 +1,290 @@
+"""Weight updates over vLLM's routes: the hold, the group, the buckets and the commit of one server.
+
+The engine's half is `inflight_vllm.transfer_engine`: it stages what arrives, so that everything before
+``finish_weight_update`` leaves the old weights serving. Calls on the engine are made one after another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from inflight.engines.labels import label_of, parse_label
+from inflight.errors import InflightError, ProtocolError, TransferError
+from inflight.http.connection import HttpConnection
+from inflight.wire import (
+    BucketSpec,
+    InFlightPolicy,
+    ProcessGroupSpec,
+    TensorSpec,
+    UpdateTimings,
+    WeightUpdate,
+)
+
+PROTOCOL = 1
+"""Of the engine's half, see `inflight_vllm.transfer_engine.PROTOCOL`."""
+_PAUSES = {
+    InFlightPolicy.KEEP: "mode=keep&clear_cache=false",  # with the cache cleared, vLLM computes it all again
+    InFlightPolicy.RECOMPUTE: "mode=keep&clear_cache=true",
+    InFlightPolicy.DRAIN: "mode=wait&clear_cache=true",
+    InFlightPolicy.ABORT: "mode=abort&clear_cache=true",
+}
+_WAIT_S = 0.02
+"""How long the engine's half may keep one status call, while nothing is sampled."""
+_POLL_S = 0.01
+"""Between two status calls while tokens are sampled."""
+
+
+class VllmRoutes:
+    """The control routes of one server. Raises `ProtocolError` with vLLM's own words for an answer other than 200."""
+
+    def __init__(self, http: HttpConnection, url: str, headers: dict[str, str], timeout_s: float) -> None:
+        self._http = http
+        self._url = url
+        self._headers = headers
+        self._timeout_s = timeout_s
+
+    async def get(self, path: str) -> Any:
+        """Return the JSON of a GET."""
+        return await self._ask("GET", path, None, self._timeout_s)
+
+    async def post(self, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
+        """Return the JSON of a POST."""
+        return await self._ask("POST", path, body, timeout_s or self._timeout_s)
+
+    async def status(self, wait_s: float = 0.0) -> list[dict[str, Any]]:
+        """Return what the engine's half says in each worker."""
+        answer = await self.post("/collective_rpc", {"method": "inflight_status", "kwargs": {"wait_s": wait_s}})
+        results = answer.get("results") if isinstance(answer, dict) else None
+        if not results or not all(isinstance(result, dict) for result in results):
+            raise ProtocolError(f"POST /collective_rpc inflight_status answered {answer!r}", self._url)
+        return list(results)
+
+    async def _ask(self, method: str, path: str, body: Any, timeout_s: float) -> Any:
+        status, answer = await self._http.ask(method, path, body, timeout_s=timeout_s, headers=self._headers)
+        if status != 200:
+            raise ProtocolError(f"{method} {path} answered status {status}: {words_of(answer)}", self._url)
+        return answer
+
+
+def words_of(answer: Any) -> str:
+    """Return what vLLM says in an answer that is an error."""
+    error = answer.get("error", answer) if isinstance(answer, dict) else answer
+    text = error.get("message", error) if isinstance(error, dict) else error
+    return " ".join(str(text).split())[:300]
+
+
+class VllmUpdates:
+    """Satisfies `HeldEngine` but for the version, and `WeightIntake`. ``is_open`` is set while requests may be sent."""
+
+    def __init__(
+        self, routes: VllmRoutes, num_running: Callable[[], int], probe: Callable[[], Awaitable[None]]
+    ) -> None:
+        self._routes = routes
+        self._num_running = num_running
+        self._probe = probe
+        self._lock = asyncio.Lock()
+        self._group: str | None = None
+        self._num_joins = 0
+        self._session_is_open = False
+        self._is_torn = False
+        self._leaving: set[asyncio.Future[None]] = set()
+        self._held_since = 0.0
+        self._probing: asyncio.Future[None] | None = None
+        self.timings: UpdateTimings | None = None
+        self.is_open = asyncio.Event()
+        self.is_open.set()
+
+    # ------------------------------------------------------------------------------------------------ the intake
+
+    @property
+    def has_applied(self) -> bool:
+        """See `WeightIntake.has_applied`. The engine's half stages what arrives."""
+        return False
+
+    @property
+    def group(self) -> str | None:
+        """Name of the group that the engine joined."""
+        return self._group
+
+    async def join(self, spec: ProcessGroupSpec) -> None:
+        """See `WeightIntake.join`. What a publisher that died left behind is cleared first."""
+        self._num_joins += 1
+        async with self._lock:
+            await self._clear()
+            body = spec.model_dump()
+            await self._routes.post("/init_weight_transfer_engine", {"init_info": body})
+            try:
+                await self._done("joining the weight group", spec.timeout_s, wait_s=0.0)
+            except BaseException:
+                await asyncio.shield(self._quietly(self._routes.post("/shutdown_weight_transfer_engine")))
+                raise
+            self._group = spec.group_name
+
+    def leave(self) -> None:
+        """See `WeightIntake.leave`. The engine is told in the background."""
+        if self._group is not None:
+            self._group = None
+            self._in_background(self._leave(self._num_joins))
+
+    def begin(self) -> None:
+        """See `WeightIntake.begin`. ``start_weight_update`` does it in the engine."""
+
+    async def receive(self, bucket: BucketSpec, tensors: Sequence[TensorSpec], timeout_s: float) -> None:
+        """See `WeightIntake.receive`."""
+        body = {"source": "group", "tensors": [tensor.model_dump() for tensor in tensors], "timeout_s": timeout_s}
+        try:
+            await self._routes.post("/update_weights", {"update_info": body})
+        except ProtocolError as error:
+            self._session_is_open = False  # vLLM ends a session that fails
+            raise TransferError(f"bucket {bucket.index} was refused by the engine: {error.message}") from error
+        await self._done(f"receiving bucket {bucket.index}", timeout_s, wait_s=_WAIT_S)
+
+    # ----------------------------------------------------------------------------------------------- the engine
+
+    async def hold(self, update: WeightUpdate) -> None:
+        """See `HeldEngine.hold`."""
+        self.is_open.clear()
+        try:
+            async with self._lock:
+                await self._check_group()
+                await self._routes.post(
+                    f"/pause?{_PAUSES[update.in_flight]}", timeout_s=update.deadline_s + update.lease_s
+                )
+                self._held_since = time.monotonic()
+                await self._routes.post("/start_weight_update")
+                self._session_is_open = True
+        except BaseException:
+            await asyncio.shield(self.release())
+            raise
+
+    async def apply(self, update: WeightUpdate) -> None:
+        """See `HeldEngine.apply`."""
+        async with self._lock:
+            started = time.monotonic()
+            self._session_is_open = False
+            await self._routes.post(
+                "/finish_weight_update", {"weight_version": label_of(update.ref)}, timeout_s=update.lease_s
+            )
+            loaded = time.monotonic()
+            if self._num_running():
+                self._probing = asyncio.ensure_future(self._note_first_token(loaded))
+            await self._routes.post("/resume")
+            self._is_torn = False
+            resumed = time.monotonic()
+            self.timings = UpdateTimings(load_s=loaded - started, held_s=resumed - self._held_since)
+            self.is_open.set()
+
+    async def release(self) -> None:
+        """See `HeldEngine.release`."""
+        async with self._lock:
+            await self._end_session()
+            if not self._is_torn:
+                await self._resume()
+            self.is_open.set()
+
+    async def give_up(self) -> None:
+        """See `HeldEngine.give_up`. The engine stays paused; its label tells every other client that it is torn."""
+        async with self._lock:
+            self._is_torn = True
+            await self._end_session(force=True)
+            served = parse_label((await self._routes.get("/weight_info"))["weight_version"])
+            if not served.torn:
+                ref = f"torn:{served.version}@{served.run_id or 'checkpoint'}"
+                await self._routes.post("/update_weight_version", {"new_version": ref})
+            await self._routes.post("/pause?mode=abort&clear_cache=true")
+            self.is_open.set()  # whoever waits is refused now
+
+    async def aclose(self) -> None:
+        """Wait for what is still to be told to the engine."""
+        await asyncio.gather(*self._leaving, return_exceptions=True)
+        if self._probing is not None:
+            self._probing.cancel()
+
+    # -------------------------------------------------------------------------------------------------- details
+
+    async def _check_group(self) -> None:
+        """Raise `TransferError` unless every worker belongs to the group that was joined."""
+        for status in await self._routes.status():
+            if status.get("group") != self._group:
+                self._group = None
+                raise TransferError(
+                    "the engine belongs to no weight group of this client: it was restarted, or another publisher "
+                    "formed a group. Form the group anew"
+                )
+
+    async def _done(self, what: str, timeout_s: float, *, wait_s: float) -> None:
+        """Return when the engine's half has done what it was asked. Raises `TransferError`."""
+        deadline = time.monotonic() + timeout_s + 1.0  # the engine's own words say more
+        while True:
+            statuses = await self._routes.status(wait_s)
+            failed = [status["problem"] for status in statuses if status["phase"] in ("failed", "idle")]
+            if failed:
+                raise TransferError(f"{what} failed: {failed[0] or 'the group was given up'}")
+            if all(status["phase"] == "done" for status in statuses):
+                return
+            if time.monotonic() > deadline:
+                raise TransferError(f"{what} failed: not done after {timeout_s:g} s")
+            if not wait_s:
+                await asyncio.sleep(_POLL_S)
+
+    async def _clear(self) -> None:
+        """End what another client left open: its session, its group, and its hold unless the weights are torn."""
+        await self._end_session(force=True)
+        await self._quietly(self._routes.post("/shutdown_weight_transfer_engine"))
+        self._is_torn = parse_label((await self._routes.get("/weight_info"))["weight_version"]).torn
+        if not self._is_torn:
+            await self._resume()
+
+    async def _end_session(self, *, force: bool = False) -> None:
+        """Forget what was staged and close vLLM's session; nothing of it is loaded."""
+        if not (self._session_is_open or force):
+            return
+        self._session_is_open = False
+        # Refused where no session is open, which is what is wanted.
+        source = "drop" if self._group is None else "forget"
+        await self._quietly(self._routes.post("/update_weights", {"update_info": {"source": source}}))
+        await self._quietly(self._routes.post("/finish_weight_update", {}))
+
+    async def _leave(self, num_joins: int) -> None:
+        async with self._lock:
+            if num_joins != self._num_joins:
+                return  # joining the next group gave the one before up
+            if self._session_is_open:
+                await self._quietly(self._routes.post("/update_weights", {"update_info": {"source": "drop"}}))
+            else:
+                await self._quietly(self._routes.post("/shutdown_weight_transfer_engine"))
+
+    async def _resume(self) -> None:
+        """Resume; vLLM refuses while a drain that was given up is still pending in it, for a moment."""
+        deadline = time.monotonic() + 5.0
+        while True:
+            try:
+                await self._routes.post("/resume")
+            except ProtocolError:
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(_POLL_S)
+            else:
+                return
+
+    async def _note_first_token(self, since: float) -> None:
+        """Measure when the first token of the new version comes, by a request for one token."""
+        with contextlib.suppress(InflightError):
+            await self._probe()
+            if self.timings is not None:
+                first_token_s = max(0.0, time.monotonic() - since)
+                self.timings = self.timings.model_copy(update={"first_token_s": first_token_s})
+
+    def _in_background(self, call: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(call)
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
+
+    @staticmethod
+    async def _quietly(call: Awaitable[Any]) -> None:
+        with contextlib.suppress(InflightError):
+            await call
