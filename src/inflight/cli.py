@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     tiny.add_argument("--family", choices=("llama", "qwen2", "qwen3"), default="llama")
     tiny.add_argument("--hidden-size", type=int, default=96)
     tiny.add_argument("--layers", type=int, default=2)
-    tiny.add_argument("--heads", type=int, default=4)
+    tiny.add_argument("--heads", type=int, default=3)
     tiny.add_argument("--max-model-len", type=int, default=512)
     tiny.add_argument("--seed", type=int, default=0)
     tiny.set_defaults(call=_tiny_model)

@@ -45,7 +45,7 @@ from inflight.wire import (
     WeightVersion,
 )
 from inflight_vllm import flags
-from inflight_vllm.requests import bodies_of, check_request, num_running_of, response_of
+from inflight_vllm.requests import bodies_of, check_request, response_of
 from inflight_vllm.updates import PROTOCOL, VllmRoutes, VllmUpdates, words_of
 
 _GENERATE = "/inference/v1/generate"
@@ -79,7 +79,7 @@ class VllmEndpoint:
         self._routes = VllmRoutes(self._http, self._url, self._headers, control_timeout_s)
         self._engine = VllmUpdates(self._routes, lambda: len(self._running), self._probe)
         self._updates = UpdateReceiver(self, self._engine, None, policies=tuple(InFlightPolicy), transports=("gloo",))
-        self._running: set[str] = set()
+        self._running: dict[str, int] = {}
         self._attaching: asyncio.Future[Capabilities] | None = None
         self._has_chat = False
 
@@ -222,15 +222,15 @@ class VllmEndpoint:
         return await self._updates.abort_weight_update(ref)
 
     async def weight_version(self) -> WeightVersion:
-        """See `InferenceEndpoint.weight_version`. HELD too while another client holds the server."""
-        await self.capabilities()
+        """See `InferenceEndpoint.weight_version`. HELD too while another client holds the server.
+
+        The running sequences are those of this client: vLLM's own count lags behind by any time.
+        """
+        can = await self.capabilities()
         session = self._updates.session
-        if session.update is not None:
-            num_running, state = await self._num_running(), session.state
-        else:
-            num_running, answer, _ = await asyncio.gather(
-                self._num_running(), self._routes.get("/is_paused"), self._found()
-            )
+        state = session.state
+        if session.update is None:
+            answer, _ = await asyncio.gather(self._routes.get("/is_paused"), self._found())
             state = session.state
             if answer.get("is_paused") and state is EndpointState.READY and session.update is None:
                 state = EndpointState.HELD
@@ -239,7 +239,7 @@ class VllmEndpoint:
             version=session.version,
             run_id=session.run_id,
             updating_to=None if session.update is None else session.update.version,
-            num_running=num_running,
+            num_running=min(sum(self._running.values()), can.max_concurrent_sequences),
             last_update=self._engine.timings,
         )
 
@@ -258,10 +258,6 @@ class VllmEndpoint:
     async def give_up(self) -> None:
         """See `HeldEngine.give_up`."""
         await self._engine.give_up()
-
-    async def _num_running(self) -> int:
-        """Return how many sequences vLLM itself decodes, whoever asked for them."""
-        return num_running_of(await self._routes.get("/metrics"))
 
     async def _found(self) -> ServedVersion:
         """Take over what the server says of its weights."""
@@ -354,14 +350,14 @@ class VllmEndpoint:
         check_request(request, can)
         if request.request_id in self._running:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use by a running request")
-        self._running.add(request.request_id)
+        self._running[request.request_id] = request.sampling.n
         try:
             await self._engine.is_open.wait()
             self._updates.session.refuse_if_poisoned()
             bodies = bodies_of(request, can, self._salt())
             answers = await _all(self._sample(body, self._generate_timeout_s) for body in bodies)
         finally:
-            self._running.discard(request.request_id)
+            del self._running[request.request_id]
         return response_of(request, answers)
 
     async def _sample(self, body: Mapping[str, Any], timeout_s: float) -> Any:

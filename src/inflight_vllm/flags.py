@@ -34,7 +34,6 @@ NEEDED_ROUTES = (
     "/update_weight_version",
     "/weight_info",
     "/get_world_size",
-    "/metrics",
 )
 """Every route of vLLM that the endpoint calls."""
 _CHAT_ROUTE = "/v1/chat/completions/render"

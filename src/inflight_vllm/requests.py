@@ -102,11 +102,3 @@ def _completion(choice: Mapping[str, Any], index: int) -> Completion:
         version_spans=spans_of(choice["weight_versions"], len(token_ids)),
         finish_reason=choice["finish_reason"],
     )
-
-
-def num_running_of(metrics: str) -> int:
-    """Return the number of running sequences in vLLM's metrics. Raises `ProtocolError` if it is not there."""
-    values = [line.rpartition(" ")[2] for line in metrics.splitlines() if line.startswith("vllm:num_requests_running")]
-    if not values:
-        raise ProtocolError("GET /metrics has no vllm:num_requests_running")
-    return sum(int(float(value)) for value in values)

@@ -91,7 +91,7 @@ class VllmUpdates:
         self._num_joins = 0
         self._session_is_open = False
         self._is_torn = False
-        self._leaving: set[asyncio.Future[None]] = set()
+        self._telling: set[asyncio.Future[None]] = set()
         self._held_since = 0.0
         self._probing: asyncio.Future[None] | None = None
         self.timings: UpdateTimings | None = None
@@ -134,13 +134,15 @@ class VllmUpdates:
         """See `WeightIntake.begin`. ``start_weight_update`` does it in the engine."""
 
     async def receive(self, bucket: BucketSpec, tensors: Sequence[TensorSpec], timeout_s: float) -> None:
-        """See `WeightIntake.receive`."""
+        """See `WeightIntake.receive`. A bucket that is offered while the hold is still pending waits for it."""
         body = {"source": "group", "tensors": [tensor.model_dump() for tensor in tensors], "timeout_s": timeout_s}
-        try:
-            await self._routes.post("/update_weights", {"update_info": body})
-        except ProtocolError as error:
-            self._session_is_open = False  # vLLM ends a session that fails
-            raise TransferError(f"bucket {bucket.index} was refused by the engine: {error.message}") from error
+        await asyncio.sleep(0)  # a hold that was asked for in the same moment takes the lock first
+        async with self._lock:
+            try:
+                await self._routes.post("/update_weights", {"update_info": body})
+            except ProtocolError as error:
+                self._session_is_open = False  # vLLM ends a session that fails
+                raise TransferError(f"bucket {bucket.index} was refused by the engine: {error.message}") from error
         await self._done(f"receiving bucket {bucket.index}", timeout_s, wait_s=_WAIT_S)
 
     # ----------------------------------------------------------------------------------------------- the engine
@@ -158,7 +160,7 @@ class VllmUpdates:
                 await self._routes.post("/start_weight_update")
                 self._session_is_open = True
         except BaseException:
-            await asyncio.shield(self.release())
+            await self.release()
             raise
 
     async def apply(self, update: WeightUpdate) -> None:
@@ -179,7 +181,10 @@ class VllmUpdates:
             self.is_open.set()
 
     async def release(self) -> None:
-        """See `HeldEngine.release`."""
+        """See `HeldEngine.release`. Goes on in the background if the caller is cancelled."""
+        await asyncio.shield(self._in_background(self._release()))
+
+    async def _release(self) -> None:
         async with self._lock:
             await self._end_session()
             if not self._is_torn:
@@ -188,6 +193,9 @@ class VllmUpdates:
 
     async def give_up(self) -> None:
         """See `HeldEngine.give_up`. The engine stays paused; its label tells every other client that it is torn."""
+        await asyncio.shield(self._in_background(self._give_up()))
+
+    async def _give_up(self) -> None:
         async with self._lock:
             self._is_torn = True
             await self._end_session(force=True)
@@ -200,7 +208,7 @@ class VllmUpdates:
 
     async def aclose(self) -> None:
         """Wait for what is still to be told to the engine."""
-        await asyncio.gather(*self._leaving, return_exceptions=True)
+        await asyncio.gather(*self._telling, return_exceptions=True)
         if self._probing is not None:
             self._probing.cancel()
 
@@ -279,10 +287,12 @@ class VllmUpdates:
                 first_token_s = max(0.0, time.monotonic() - since)
                 self.timings = self.timings.model_copy(update={"first_token_s": first_token_s})
 
-    def _in_background(self, call: Awaitable[None]) -> None:
+    def _in_background(self, call: Awaitable[None]) -> asyncio.Future[None]:
+        """Do what the engine must be told in any case, whoever waits for it or not."""
         task = asyncio.ensure_future(call)
-        self._leaving.add(task)
-        task.add_done_callback(self._leaving.discard)
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
+        return task
 
     @staticmethod
     async def _quietly(call: Awaitable[Any]) -> None:
