@@ -37,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"inflight {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    serve = commands.add_parser("serve", help="serve a model directory with the embedded engine")
+    serve = commands.add_parser("serve", help="serve a model directory, with the embedded engine or another one")
     serve.add_argument("model", type=Path, metavar="MODEL_DIR", help="Hugging Face checkpoint with safetensors")
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: loopback only)")
     serve.add_argument("--port", type=int, default=8000, help="port to listen on, 0 for any free one (default: 8000)")
@@ -52,6 +52,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     serve.add_argument("--ready-file", type=Path, help="written with url and pid as JSON once the server answers")
     serve.add_argument("--exit-with-stdin", action="store_true", help="stop when standard input ends")
+    engine = serve.add_argument_group("other engines", "The contract is served in front of the engine's own server.")
+    engine.add_argument("--engine", default="local", help="local, vllm or sglang (default: local, the embedded one)")
+    engine.add_argument("--python", help="interpreter of the virtual environment that holds the engine (default: this)")
+    engine.add_argument("--engine-port", type=int, default=0, help="the engine's own port (default: any free one)")
+    engine.add_argument(
+        "--engine-arg", action="append", default=[], metavar="ARG", help="for the engine's command line, repeatable"
+    )
+    engine.add_argument("--start-timeout", type=float, default=300.0, help="seconds for the start (default: 300)")
+    engine.add_argument("--log", type=Path, help="file for the engine's own output (default: a temporary one)")
     serve.set_defaults(call=_serve)
 
     tiny = commands.add_parser("tiny-model", help="create a byte-level model and warm-start it on a task")
@@ -91,9 +100,11 @@ def _parser() -> argparse.ArgumentParser:
 def _serve(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     import torch
 
+    from inflight.http.serving import bind, end_of_stdin, serve
     from inflight.local.loading import load_endpoint
-    from inflight.local.serve import bind, serve
 
+    if arguments.engine != "local":
+        return _serve_engine(arguments)
     given_token = read_token(arguments.token_file)
     token = given_token or secrets.token_urlsafe(24)
     if arguments.ready_file is not None and not arguments.ready_file.parent.is_dir():
@@ -121,10 +132,57 @@ def _serve(arguments: argparse.Namespace, _: Sequence[str]) -> int:
             endpoint,
             listener,
             token=token,
+            stats=endpoint.stats,
+            until=[end_of_stdin] if arguments.exit_with_stdin else [],
             ready_file=arguments.ready_file,
-            exit_with_stdin=arguments.exit_with_stdin,
             on_ready=on_ready,
         )
+    return 0
+
+
+def _serve_engine(arguments: argparse.Namespace) -> int:
+    from inflight.engines.kinds import EngineOptions, load_engine_kind
+    from inflight.engines.serving import serve_engine
+
+    kind = load_engine_kind(arguments.engine)
+    if not arguments.model.is_dir():
+        raise ConfigError(f"model directory {str(arguments.model)!r} does not exist")
+    given_token = read_token(arguments.token_file)
+    token = given_token or secrets.token_urlsafe(24)
+    options = EngineOptions(
+        model=arguments.model,
+        name=arguments.name or arguments.model.resolve().name,
+        dtype=arguments.dtype,
+        device=arguments.device,
+        max_model_len=arguments.max_model_len,
+        max_concurrent=arguments.max_concurrent,
+        threads=arguments.threads,
+        arguments=tuple(arguments.engine_arg),
+    )
+
+    def on_wait(waited_s: float) -> None:
+        print(f"inflight: waiting for {kind.name} to start, {waited_s:.0f} s", file=sys.stderr, flush=True)
+
+    def on_ready(url: str, engine_url: str) -> None:
+        print(f"inflight: serving {options.name} at {url} ({kind.name} at {engine_url})", flush=True)
+        if given_token is None:
+            print(f"inflight: control token {token} (set {TOKEN_VARIABLE} to choose it)", flush=True)
+
+    serve_engine(
+        kind,
+        options,
+        host=arguments.host,
+        port=arguments.port,
+        token=token,
+        python=arguments.python,
+        engine_port=arguments.engine_port,
+        start_timeout_s=arguments.start_timeout,
+        log=arguments.log,
+        ready_file=arguments.ready_file,
+        exit_with_stdin=arguments.exit_with_stdin,
+        on_wait=on_wait,
+        on_ready=on_ready,
+    )
     return 0
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from inflight.http.tokens import read_token
-from inflight.local.serve import bind, serve
+from inflight.http.serving import bind, serve
 from tests.conformance.mutants import make
 
 

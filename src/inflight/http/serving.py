@@ -1,4 +1,4 @@
-"""Serving the embedded engine over HTTP in this process, until told to stop."""
+"""Serving an endpoint over HTTP in this process, until told to stop. Knows nothing of engines."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import uvicorn
 
+from inflight.contracts import InferenceEndpoint
 from inflight.errors import ConfigError
 from inflight.http.server import create_app
-from inflight.local.endpoint import LocalEndpoint
+from inflight.types import EngineStats
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -35,25 +36,27 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def serve(
-    endpoint: LocalEndpoint,
+    endpoint: InferenceEndpoint,
     listener: socket.socket,
     *,
     token: str,
+    stats: Callable[[], EngineStats] | None = None,
+    until: Sequence[Callable[[], None]] = (),
     ready_file: Path | None = None,
-    exit_with_stdin: bool = False,
     on_ready: Callable[[str], None] | None = None,
 ) -> None:
-    """Serve until SIGINT, SIGTERM or, if asked for, the end of standard input; then abort what runs and return.
+    """Serve until SIGINT, SIGTERM, or the return of one of the blocking calls ``until``; then abort what runs.
 
-    When the server answers, ``ready_file`` gets ``{"url", "pid"}`` as JSON, whole or not at all.
+    ``stats`` feeds ``/metrics``. When the server answers, ``ready_file`` gets ``{"url", "pid"}`` as JSON, whole or not
+    at all.
     """
     host, port = listener.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    app = create_app(endpoint, token=token, stats=endpoint.stats)
+    app = create_app(endpoint, token=token, stats=stats)
     config = uvicorn.Config(app, log_config=None, access_log=False, timeout_keep_alive=30, timeout_graceful_shutdown=5)
     server = _Server(config, lambda: _announce(url, ready_file, on_ready), endpoint.aclose)
-    if exit_with_stdin:
-        threading.Thread(target=_watch_stdin, args=(server,), daemon=True).start()
+    for call in until:
+        threading.Thread(target=_stop_after, args=(server, call), daemon=True).start()
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     server.run(sockets=[listener])
 
@@ -88,8 +91,13 @@ def _announce(url: str, ready_file: Path | None, on_ready: Callable[[str], None]
         on_ready(url)
 
 
-def _watch_stdin(server: uvicorn.Server) -> None:
+def _stop_after(server: uvicorn.Server, call: Callable[[], None]) -> None:
+    call()
+    server.should_exit = True
+
+
+def end_of_stdin() -> None:
+    """Return at the end of standard input."""
     # Not through sys.stdin's buffer: its lock, held by this thread, would abort the interpreter when it exits.
     while os.read(sys.stdin.fileno(), 4096):
         pass
-    server.should_exit = True
