@@ -3,8 +3,14 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+# Releases of the engines that the adapters are tested with; make test-engines VLLM=0.31.0 tries another one.
+VLLM   ?= 0.32.0
+SGLANG ?= 0.5.23
+STAMP_VLLM   := .engines/vllm-$(VLLM)/.installed
+STAMP_SGLANG := .engines/sglang-$(SGLANG)/.installed
+CERTIFICATES := docs/certificates
 
-.PHONY: demo test lint format types docs bench clean
+.PHONY: demo test test-engines engines certificates lint format types docs bench clean
 
 demo: $(STAMP)
 	@test -d models/tiny || $(BIN)/inflight tiny-model models/tiny
@@ -13,6 +19,22 @@ demo: $(STAMP)
 
 test: $(STAMP) lint types
 	$(BIN)/python -m pytest
+
+# The real engines, each in a virtual environment of its own.
+engines: $(STAMP_VLLM) $(STAMP_SGLANG)
+
+test-engines: $(STAMP) engines certificates
+	VLLM_VERSION=$(VLLM) SGLANG_VERSION=$(SGLANG) $(BIN)/python -m pytest tests/real_engines --timeout 420
+
+# Puts each engine through the conformance kit; fails unless all that it declares holds.
+certificates: $(STAMP) engines
+	$(BIN)/inflight check endpoint --json $(CERTIFICATES)/vllm-$(VLLM).json \
+	  --expected-failures engines/vllm-expected.toml --serve "$(call SERVE,vllm,$(VLLM))"
+	$(BIN)/inflight check endpoint --json $(CERTIFICATES)/sglang-$(SGLANG).json \
+	  --expected-failures engines/sglang-expected.toml --serve "$(call SERVE,sglang,$(SGLANG))"
+
+SERVE = $(BIN)/inflight serve {model} --engine $(1) --python .engines/$(1)-$(2)/bin/python --dtype float32 \
+  --port {port} --token-file {token_file}
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -42,5 +64,13 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $(STAMP)
 
+$(STAMP_VLLM): engines/install pyproject.toml
+	PYTHON=$(PYTHON) engines/install vllm $(VLLM) $(dir $@)
+	touch $@
+
+$(STAMP_SGLANG): engines/install engines/sglang-cpu.txt engines/sglang_on_cpu.py
+	PYTHON=$(PYTHON) engines/install sglang $(SGLANG) $(dir $@)
+	touch $@
+
 clean:
-	rm -rf $(VENV) runs models .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .engines runs models .mypy_cache .ruff_cache .pytest_cache
