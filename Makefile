@@ -28,9 +28,9 @@ test-engines: $(STAMP) engines certificates
 
 # Puts each engine through the conformance kit; fails unless all that it declares holds.
 certificates: $(STAMP) engines
-	$(BIN)/inflight check endpoint --json $(CERTIFICATES)/vllm-$(VLLM).json \
+	$(BIN)/inflight check endpoint --deadline-scale 3 --json $(CERTIFICATES)/vllm-$(VLLM).json \
 	  --expected-failures engines/vllm-expected.toml --serve "$(call SERVE,vllm,$(VLLM))"
-	$(BIN)/inflight check endpoint --json $(CERTIFICATES)/sglang-$(SGLANG).json \
+	$(BIN)/inflight check endpoint --deadline-scale 3 --json $(CERTIFICATES)/sglang-$(SGLANG).json \
 	  --expected-failures engines/sglang-expected.toml --serve "$(call SERVE,sglang,$(SGLANG))"
 
 SERVE = $(BIN)/inflight serve {model} --engine $(1) --python .engines/$(1)-$(2)/bin/python --dtype float32 \
@@ -64,7 +64,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $(STAMP)
 
-$(STAMP_VLLM): engines/install pyproject.toml
+$(STAMP_VLLM): engines/install
 	PYTHON=$(PYTHON) engines/install vllm $(VLLM) $(dir $@)
 	touch $@
 

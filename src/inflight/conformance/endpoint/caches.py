@@ -61,14 +61,17 @@ async def _swap(subject: EndpointSubject, policy: InFlightPolicy) -> dict[str, f
     """Swap A for B under running requests; return the largest difference of later logprobs from both expectations."""
     reference = subject.reference
     other = reference.perturbed("B")
-    num_tokens = min(_NUM_TOKENS, subject.capabilities.max_model_len // 2)
-    running = await subject.start_running(2, max_tokens=num_tokens)
-    old = subject.publisher.version
-    await subject.publisher.publish(other, in_flight=policy)
+    for num_tokens in subject.lengths(_NUM_TOKENS):
+        running = await subject.start_running(2, max_tokens=num_tokens)
+        old = subject.publisher.version
+        await subject.publisher.publish(other, in_flight=policy)
+        answers = [(request, (await task).completions[0]) for request, task in running]
+        if all(completion.version_spans[-1].version == old + 1 for _, completion in answers):
+            break
+        await subject.publisher.publish(reference.weights)  # too fast, or too few tokens: once more, with longer ones
     gaps = {"kept": 0.0, "recomputed": 0.0}
     num_after = 0
-    for request, task in running:
-        completion = (await task).completions[0]
+    for request, completion in answers:
         require(
             [span.version for span in completion.version_spans] == [old, old + 1],
             f"the update did not fall into the request: spans {completion.version_spans}",

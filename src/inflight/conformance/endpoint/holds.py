@@ -61,17 +61,23 @@ async def _watch_a_hold(subject: EndpointSubject, policy: InFlightPolicy) -> Non
 async def _watch_without_streams(subject: EndpointSubject, policy: InFlightPolicy) -> None:
     """Hold for longer than the running requests would have taken: none of them may end."""
     await subject.publisher.form_group()
-    num_tokens = min(_NUM_TOKENS, subject.capabilities.max_model_len // 2)
-    started = time.monotonic()
-    (alone,) = await subject.start_running(1, max_tokens=num_tokens)
-    await within(SERVED_S, alone[1], f"a request for {num_tokens} tokens")
-    usual_s = time.monotonic() - started
-    running = await subject.start_running(2, max_tokens=num_tokens)
-    update = await subject.publisher.request(subject.reference.weights, in_flight=policy)
-    await asyncio.sleep(2 * usual_s + GRACE_S)
-    num_ended = sum(task.done() for _, task in running)
-    subject.note(**{"seconds that one takes": usual_s, "ended during the hold": num_ended})
-    require(num_ended == 0, f"{num_ended} of 2 requests ended during a hold of {2 * usual_s + GRACE_S:.2g} s")
+    for num_tokens in subject.lengths(_NUM_TOKENS):
+        started = time.monotonic()
+        (alone,) = await subject.start_running(1, max_tokens=num_tokens)
+        await within(SERVED_S, alone[1], f"a request for {num_tokens} tokens")
+        usual_s = time.monotonic() - started
+        running = await subject.start_running(2, max_tokens=num_tokens)
+        update = await subject.publisher.request(subject.reference.weights, in_flight=policy)
+        await asyncio.sleep(GRACE_S)
+        held = [task for _, task in running if not task.done()]
+        if held:
+            break
+        await subject.publisher.abort(update)
+    require(held, f"all requests, of up to {num_tokens} tokens, had ended when the hold was acknowledged")
+    await asyncio.sleep(2 * usual_s)
+    num_ended = sum(task.done() for task in held)
+    subject.note(**{"seconds that one takes": usual_s, "held": len(held), "ended during the hold": num_ended})
+    require(num_ended == 0, f"{num_ended} of {len(held)} requests ended during a hold of {2 * usual_s + GRACE_S:.2g} s")
     await subject.publisher.abort(update)
     await require_all_whole(running, num_tokens, "a request that was held")
 

@@ -231,6 +231,11 @@ class EndpointSubject:
         response = await self.endpoint.generate(self.request(prompt, **sampling))
         return response.completions[0]
 
+    def lengths(self, num_tokens: int) -> list[int]:
+        """Return lengths to try in turn, from ``num_tokens`` up, where an engine may be too fast for the first."""
+        longest = self.capabilities.max_model_len - len(self.prompt())
+        return [*(length for length in (num_tokens, 4 * num_tokens) if length < longest), longest]
+
     async def start_running(
         self,
         num: int = 4,

@@ -1,0 +1,242 @@
+"""The real engines: one publish of about 100 M parameters beside tensor by tensor, and the mismatch at lag 0.
+
+    python benchmarks/engines.py publish     # spans of a publish, and the same bytes one tensor at a time
+    python benchmarks/engines.py mismatch    # behaviour against trainer logprobs, per engine and dtype
+
+Tensor by tensor means one call of the engine's update route and one broadcast for each tensor, which is what engines'
+own examples do. Both take turns in one run over the same group, while requests are running. `make engines` first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tests.real_engines.servers import ENGINES, VERSIONS, running
+
+from inflight.contracts import InferenceEndpoint
+from inflight.engines.kinds import connect_endpoint
+from inflight.local.tiny import TinyShape, create_tiny_model, save_tiny_model
+from inflight.losses import collate
+from inflight.rollouts.tasks import load_task
+from inflight.types import PublishReport, Rollout, Sample, WeightBucket
+from inflight.weights.publish import WeightPublisher, publish_weights
+from inflight.weights.transports.process_group import ProcessGroupSender
+from inflight.wire import BucketSpec, GenerateRequest, GenerateResponse, SamplingParams, TensorSpec
+from inflight_fsdp import create_worker
+from results import read_results, write_results
+
+NUM_ROUNDS = 5
+NUM_RUNNING = 8
+
+
+class Tensors:
+    """A `WeightSource` of plain tensors, whose values are what they are: only their movement is measured."""
+
+    rank, world_size = 0, 1
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.version = 0
+        self._tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def parameter_specs(self) -> list[TensorSpec]:
+        return [
+            TensorSpec.model_validate(
+                {"name": name, "dtype": str(t.dtype).removeprefix("torch."), "shape": tuple(t.shape)}
+            )
+            for name, t in self._tensors.items()
+        ]
+
+    def gather_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
+        specs, tensors = self.parameter_specs(), list(self._tensors.values())
+        for bucket in buckets:
+            part = slice(bucket.start, bucket.stop)
+            yield WeightBucket(bucket.index, tuple(specs[part]), tuple(tensors[part]))
+
+
+def random_model(path: Path) -> torch.nn.Module:
+    """A Llama of about 100 M parameters in bfloat16, with random weights."""
+    config = LlamaConfig(
+        vocab_size=32_000,
+        hidden_size=768,
+        intermediate_size=2_048,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        num_key_value_heads=12,
+        head_dim=64,
+        max_position_embeddings=1_024,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=31_999,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(path)
+    return model
+
+
+async def keep_running(endpoint: InferenceEndpoint, until: asyncio.Event) -> None:
+    """Keep requests running until told to stop."""
+
+    async def one(i: int) -> None:
+        j = 0
+        while not until.is_set():
+            j += 1
+            sampling = SamplingParams(max_tokens=24, ignore_eos=True, seed=j)
+            ids = tuple(range(2, 18))
+            await endpoint.generate(GenerateRequest(request_id=f"{i}-{j}", prompt_token_ids=ids, sampling=sampling))
+
+    await asyncio.gather(*(one(i) for i in range(NUM_RUNNING)))
+    await endpoint.aclose()
+
+
+def measure_publish(name: str, directory: Path) -> dict[str, Any]:
+    """Return the median times of a bucketed publish and of one tensor by tensor, taking turns."""
+    model = random_model(directory / "model")
+    source: Any = Tensors(model)
+    reports: dict[str, list[PublishReport]] = {"bucketed": [], "tensor by tensor": []}
+    with (
+        running(name, directory / "model", dtype="bfloat16", threads=1, max_model_len=1_024) as engine,
+        WeightPublisher([engine.endpoint()], ProcessGroupSender(), run_id="benchmark") as publisher,
+        ThreadPoolExecutor() as threads,
+    ):
+        stop = asyncio.Event()
+        load = threads.submit(
+            lambda: asyncio.run(keep_running(connect_endpoint(engine.url, generate_timeout_s=300), stop))
+        )
+        try:
+            for i in range(NUM_ROUNDS + 1):
+                for how, bucket_bytes in (("bucketed", 256 << 20), ("tensor by tensor", 1)):
+                    source.version += 1
+                    report = publish_weights(source, publisher, deadline_s=120.0, bucket_bytes=bucket_bytes)
+                    assert report is not None
+                    if i:  # the first one warms up
+                        reports[how].append(report)
+                        print(
+                            f"{name}, {how}: {report.spans.total_s:.3f} s, held {report.spans.hold_s:.3f} s", flush=True
+                        )
+                    time.sleep(0.5)
+        finally:
+            stop.set()
+            load.result()
+    ratios = [b.spans.total_s / a.spans.total_s for a, b in zip(*reports.values(), strict=True)]
+    return {
+        "engine": name,
+        "version": VERSIONS[name],
+        "num_parameters": sum(p.numel() for p in model.parameters()),
+        "num_tensors": len(source.parameter_specs()),
+        "size_bytes": reports["bucketed"][0].size_bytes,
+        "rounds": NUM_ROUNDS,
+        "running_requests": NUM_RUNNING,
+        "ratio_median": statistics.median(ratios),
+        "ratio_min": min(ratios),
+        "ratio_max": max(ratios),
+        "spans": {how: median_spans(found) for how, found in reports.items()},
+    }
+
+
+def median_spans(reports: Sequence[PublishReport]) -> dict[str, float | None]:
+    """Return the median of each span in seconds."""
+    spans = {}
+    for name in ("gather_s", "hold_s", "wire_s", "load_s", "first_token_s", "total_s"):
+        found = [value for report in reports if (value := getattr(report.spans, name)) is not None]
+        spans[name] = statistics.median(found) if found else None
+    return spans
+
+
+async def sample(endpoint: InferenceEndpoint, prompts: Sequence[tuple[int, ...]]) -> list[GenerateResponse]:
+    try:
+        return await asyncio.gather(
+            *(
+                endpoint.generate(
+                    GenerateRequest(
+                        request_id=f"{i}",
+                        prompt_token_ids=prompt,
+                        sampling=SamplingParams(n=4, max_tokens=64, seed=i, ignore_eos=True),
+                    )
+                )
+                for i, prompt in enumerate(prompts)
+            )
+        )
+    finally:
+        await endpoint.aclose()
+
+
+def measure_mismatch(name: str, dtype: str, model: Path) -> dict[str, Any]:
+    """Return k3 and the largest difference between an engine's and the FSDP2 worker's logprobs, same weights."""
+    task = load_task("spell_backward", {}, 0)
+    prompts = [tuple(task.item(i).prompt.encode()) for i in range(16)]
+    with running(name, model, dtype=dtype, threads=1) as engine:
+        responses = asyncio.run(sample(engine.endpoint(), prompts))
+    samples = [
+        Sample(
+            Rollout(prompt, c.token_ids, c.logprobs, c.version_spans, c.finish_reason, 0.0, 1.0),
+            [0.0] * len(c.token_ids),
+            [True] * len(c.token_ids),
+        )
+        for prompt, response in zip(prompts, responses, strict=True)
+        for c in response.completions
+    ]
+    worker = create_worker({"model_path": str(model), "dtype": dtype})
+    batch = collate(samples)
+    with torch.no_grad():
+        logprobs_T = worker.forward(batch)
+    mask_T = batch.loss_mask_T
+    ratio_T = (logprobs_T - batch.behaviour_logprobs_T)[mask_T].double()
+    return {
+        "engine": name,
+        "version": VERSIONS[name],
+        "dtype": dtype,
+        "tokens": int(mask_T.sum()),
+        "k3": float((ratio_T.exp() - 1 - ratio_T).mean()),
+        "largest": float(ratio_T.abs().max()),
+        "mean": float(ratio_T.abs().mean()),
+        "perplexity": math.exp(-float(batch.behaviour_logprobs_T[mask_T].double().mean())),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("publish", "mismatch"), nargs="*")
+    parser.add_argument("--engine", choices=ENGINES, action="append")
+    parser.add_argument("--model", type=Path, help="for mismatch: a checkpoint (default: a made one)")
+    arguments = parser.parse_args()
+    rows: dict[str, Any] = {"publish": [], "mismatch": []}
+    try:
+        rows = read_results("engines")["rows"]
+    except FileNotFoundError:
+        pass
+    names = arguments.engine or ENGINES
+    with tempfile.TemporaryDirectory() as directory:
+        for what in arguments.what or ("publish", "mismatch"):
+            rows[what] = [row for row in rows[what] if row["engine"] not in names]
+            for name in names:
+                if what == "publish":
+                    rows[what].append(measure_publish(name, Path(directory) / name))
+                    continue
+                model = arguments.model
+                if model is None:
+                    model = Path(directory) / "tiny"
+                    save_tiny_model(create_tiny_model(TinyShape(), 0), model)
+                for dtype in ("float32", "bfloat16"):
+                    rows[what].append(measure_mismatch(name, dtype, model))
+                    print(rows[what][-1], flush=True)
+            write_results("engines", rows)
+
+
+if __name__ == "__main__":
+    main()
