@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import math
 import statistics
 import sys
@@ -54,6 +55,7 @@ class Tensors:
         self._tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
 
     def parameter_specs(self) -> list[TensorSpec]:
+        """See `WeightSource.parameter_specs`."""
         return [
             TensorSpec.model_validate(
                 {"name": name, "dtype": str(t.dtype).removeprefix("torch."), "shape": tuple(t.shape)}
@@ -62,6 +64,7 @@ class Tensors:
         ]
 
     def gather_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
+        """See `WeightSource.gather_weights`."""
         specs, tensors = self.parameter_specs(), list(self._tensors.values())
         for bucket in buckets:
             part = slice(bucket.start, bucket.stop)
@@ -216,10 +219,8 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="for mismatch: a checkpoint (default: a made one)")
     arguments = parser.parse_args()
     rows: dict[str, Any] = {"publish": [], "mismatch": []}
-    try:
+    with contextlib.suppress(FileNotFoundError):
         rows = read_results("engines")["rows"]
-    except FileNotFoundError:
-        pass
     names = arguments.engine or ENGINES
     with tempfile.TemporaryDirectory() as directory:
         for what in arguments.what or ("publish", "mismatch"):

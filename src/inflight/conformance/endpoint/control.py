@@ -153,7 +153,7 @@ async def lease(subject: EndpointSubject) -> None:
     silent_since = time.monotonic()
     await require_old_weights(subject, "after a lease had ended", seconds=_LEASE_S + SLACK_S)
     subject.note(lease_s=_LEASE_S, **{"seconds until it released itself": time.monotonic() - silent_since})
-    await require_all_whole(waiting, 16, "a request that waited for a lease to end")
+    await require_all_whole(waiting, "a request that waited for a lease to end")
     await subject.require_raises(publisher.commit(update), _REFUSED, "a commit after the lease")
 
 

@@ -31,7 +31,7 @@ async def sender_never_joins(subject: EndpointSubject) -> None:
             since = time.monotonic()
             joining = asyncio.ensure_future(subject.endpoint.init_process_group(spec))
             await subject.enter(cancelled_at_the_end([joining]))
-            await require_all_whole(await start(subject, 1, 16), 16, f"a request while the endpoint joins {what}")
+            await require_all_whole(await start(subject, 1, 16), f"a request while the endpoint joins {what}")
             error = await subject.require_raises(
                 within(_SHORT_S + SLACK_S, joining, f"joining {what}"), (TransferError,), f"joining {what}"
             )
@@ -75,7 +75,7 @@ async def torn_update(subject: EndpointSubject) -> None:
         when = f"after half of an update, ended by {ending}"
         await require_old_weights(subject, when, seconds=_SHORT_S + SLACK_S, may_be_torn=True)
         publisher.lose_group()
-    await require_all_whole(running, 32, "a request that runs while updates end half way")
+    await require_all_whole(running, "a request that runs while updates end half way")
     third = subject.reference.perturbed("C", seed=2)
     await publisher.publish(third, bucket_bytes=_size_bytes(third) // 4)
     await subject.require_serves(third, "after a complete update")

@@ -79,7 +79,7 @@ async def _watch_without_streams(subject: EndpointSubject, policy: InFlightPolic
     subject.note(**{"seconds that one takes": usual_s, "held": len(held), "ended during the hold": num_ended})
     require(num_ended == 0, f"{num_ended} of {len(held)} requests ended during a hold of {2 * usual_s + GRACE_S:.2g} s")
     await subject.publisher.abort(update)
-    await require_all_whole(running, num_tokens, "a request that was held")
+    await require_all_whole(running, "a request that was held")
 
 
 async def _start_streams(subject: EndpointSubject, num: int) -> tuple[list[int], list[asyncio.Task[None]]]:
@@ -104,12 +104,13 @@ async def _start_streams(subject: EndpointSubject, num: int) -> tuple[list[int],
     return counts, streams
 
 
-async def require_all_whole(running: Running, num_tokens: int, what: str) -> list[Completion]:
-    """Require that each request ends under its own id, with exactly so many tokens; return the completions."""
+async def require_all_whole(running: Running, what: str) -> list[Completion]:
+    """Require that each request ends under its own id, with its max_tokens exactly; return the completions."""
     completions = []
     for request, task in running:
         response = await within(SERVED_S, task, what)
         (completion,) = response.completions
+        num_tokens = request.sampling.max_tokens
         require(response.request_id == request.request_id, f"{what} was answered under {response.request_id!r}")
         require(
             completion.finish_reason == "length" and len(completion.token_ids) == num_tokens,
@@ -137,7 +138,7 @@ async def held_requests_finish(subject: EndpointSubject) -> None:
             else:
                 await subject.publisher.send(update, subject.reference.weights, 0)
                 await subject.publisher.commit(update)
-            await require_all_whole(running, num_tokens, f"a request that was held by {policy}, until {ending},")
+            await require_all_whole(running, f"a request that was held by {policy}, until {ending},")
             subject.note(**{f"held by {policy} until {ending}": num_held})
             require(num_held, f"no request was running any more when the hold by {policy} was acknowledged")
 
@@ -156,7 +157,7 @@ async def newcomers_wait(subject: EndpointSubject) -> None:
             await subject.publisher.send(update, other, 0)
             await subject.publisher.commit(update)
         what = f"a request that came during a hold which ended by {ending}"
-        completions = await require_all_whole(waiting, 16, what)
+        completions = await require_all_whole(waiting, what)
         for (request, _), completion in zip(waiting, completions, strict=True):
             subject.require_sampled_from(weights, request, completion, what)
 
@@ -183,14 +184,12 @@ async def drained(subject: EndpointSubject) -> None:
     await asyncio.wait([task for _, task in running], timeout=GRACE_S)
     num_left = sum(not task.done() for _, task in running)
     require(num_left == 0, f"{num_left} requests were still running when the drain was acknowledged")
-    for (request, _), completion in zip(
-        running, await require_all_whole(running, num_tokens, "a request"), strict=True
-    ):
+    for (request, _), completion in zip(running, await require_all_whole(running, "a request"), strict=True):
         subject.require_sampled_from(subject.reference.weights, request, completion, "a request that was drained")
     require(not late[0][1].done(), "a request that came during the drain was answered before the update")
     await publisher.send(update, other, 0)
     await publisher.commit(update)
-    (completion,) = await require_all_whole(late, 16, "a request that came during the drain")
+    (completion,) = await require_all_whole(late, "a request that came during the drain")
     subject.require_sampled_from(other, late[0][0], completion, "a request that came during the drain")
 
 
@@ -215,9 +214,9 @@ async def drain_out_of_time(subject: EndpointSubject) -> None:
     )
     subject.note(refusal=str(error), seconds=time.monotonic() - started)
     late = await start(subject, 1, 16)
-    await require_all_whole(late, 16, "a request after a drain was refused")
+    await require_all_whole(late, "a request after a drain was refused")
     await require_old_weights(subject, "after a drain was refused")
-    await require_all_whole(running, num_tokens, "a request that ran while a drain was refused")
+    await require_all_whole(running, "a request that ran while a drain was refused")
 
 
 async def aborted(subject: EndpointSubject) -> None:

@@ -124,7 +124,7 @@ async def _commit_before_the_hold(subject: EndpointSubject, weights: Weights) ->
         await subject.require_raises(commit, _REFUSED, "a commit before the hold was acknowledged")
     await holding
     await subject.publisher.abort(update)
-    await require_all_whole(running, num_tokens, "a request that was drained while messages came in wrong orders")
+    await require_all_whole(running, "a request that was drained while messages came in wrong orders")
     subject.publisher.lose_group()
 
 
@@ -216,7 +216,7 @@ async def another_run_starts_lower(subject: EndpointSubject) -> None:
         )
         await subject.require_serves(weights, when)
     (late,) = await start(subject, 1, 16)
-    (completion,) = await require_all_whole([late], 16, "a request under another run")
+    (completion,) = await require_all_whole([late], "a request under another run")
     require(
         {span.version for span in completion.version_spans} == {1},
         f"under version 1 of another run, spans name {sorted({span.version for span in completion.version_spans})}",

@@ -246,25 +246,38 @@ class EndpointSubject:
     ) -> list[tuple[GenerateRequest, asyncio.Task[GenerateResponse]]]:
         """Start long requests and return once all are being decoded; what is left of them is cancelled with the check.
 
-        They are no more than the endpoint decodes at a time.
-        By default they run to the end of the context, so that they outlast a few updates.
+        They are no more than the endpoint decodes at a time. By default they run to the end of the context, so that
+        they outlast a few updates. Requests of ``max_tokens`` that ended before the endpoint could be asked what it
+        runs are started again, four times as long: the requests that are returned say how long they are.
         """
         num = min(num, self.capabilities.max_concurrent_sequences)
-        requests = []
-        for i in range(num):
-            prompt = self.prompt(seed=100 + i) if prompts is None else prompts[i]
-            longest = max_tokens or self.capabilities.max_model_len - len(prompt)
-            requests.append(self.request(prompt, **{"max_tokens": longest, "seed": 100 + i, **sampling}))
-        tasks = [asyncio.ensure_future(self.endpoint.generate(request)) for request in requests]
-        await self.enter(cancelled_at_the_end(tasks))
         deadline = time.monotonic() + 8.0
+        while True:
+            requests = []
+            for i in range(num):
+                prompt = self.prompt(seed=100 + i) if prompts is None else prompts[i]
+                room = self.capabilities.max_model_len - len(prompt)
+                longest = min(max_tokens or room, room)
+                requests.append(self.request(prompt, **{"max_tokens": longest, "seed": 100 + i, **sampling}))
+            tasks = [asyncio.ensure_future(self.endpoint.generate(request)) for request in requests]
+            await self.enter(cancelled_at_the_end(tasks))
+            if await self._are_running(tasks, deadline):
+                return list(zip(requests, tasks, strict=True))
+            if max_tokens is None or max_tokens >= self.capabilities.max_model_len:
+                fail("a request that fills the context had ended before the others were being decoded")
+            max_tokens *= 4
+            await asyncio.gather(*tasks)
+
+    async def _are_running(self, tasks: Sequence[asyncio.Task[GenerateResponse]], deadline: float) -> bool:
+        """Return True once all are being decoded, False if one had ended before."""
+        num = len(tasks)
         while (await self.endpoint.weight_version()).num_running < num:
             if ended := [task for task in tasks if task.done()]:
                 ended[0].result()
-                fail("a request of thousands of tokens had ended before the others were being decoded")
+                return False
             require(time.monotonic() < deadline, f"{num} requests were not being decoded within 8 s (num_running)")
             await asyncio.sleep(0.002)
-        return list(zip(requests, tasks, strict=True))
+        return True
 
     # ----------------------------------------------------------------------------------------------- expectations
 

@@ -75,9 +75,10 @@ async def refusals(subject: EndpointSubject) -> None:
         await subject.require_raises(call, refusal, what)
     await subject.require_state(EndpointState.READY, "after the refusals")
     completion = (await answer).completions[0]
+    num_asked = running.sampling.max_tokens
     require(
-        len(completion.token_ids) == num_tokens,
-        f"the request that ran beside the refusals has {len(completion.token_ids)} of {num_tokens} tokens",
+        len(completion.token_ids) == num_asked,
+        f"the request that ran beside the refusals has {len(completion.token_ids)} of {num_asked} tokens",
     )
     again = await subject.endpoint.generate(twice)
     subject.note(beside=len(completion.token_ids), served_again=len(again.completions[0].token_ids))
