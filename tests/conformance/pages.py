@@ -1,7 +1,7 @@
 """Fills in what pages of docs/ show of other files: ``python -m tests.conformance.pages`` writes them anew.
 
 Sentences of the contract come from their checks, code from the files that the tests run, the table of mutants from
-mutation.json.
+mutation.json, tables of engines from kept certificates and benchmark results.
 """
 
 from __future__ import annotations
@@ -10,14 +10,17 @@ import re
 from pathlib import Path
 
 from inflight.conformance.specification import filled_in
+from tests.conformance.engine_tables import TABLES
 from tests.conformance.mutation import markdown_table
 
 ROOT = Path(__file__).parents[2]
 PAGES = tuple(
-    ROOT / "docs" / f"{name}.md" for name in ("contract", "conformance", "inference-adapter", "trainer-adapter")
+    ROOT / "docs" / f"{name}.md"
+    for name in ("contract", "conformance", "compatibility", "inference-adapter", "trainer-adapter")
 )
 _FILE = re.compile(r"<!-- file: (\S+) -->\n.*?<!-- end -->", re.DOTALL)
 _MUTANTS = re.compile(r"<!-- mutants -->\n.*?<!-- end -->", re.DOTALL)
+_TABLE = re.compile(r"<!-- engines: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 _LANGUAGES = {".py": "python", ".toml": "toml"}
 
 
@@ -31,6 +34,7 @@ def rendered(page: str) -> str:
         )
 
     page = _FILE.sub(shown, filled_in(page))
+    page = _TABLE.sub(lambda found: f"<!-- engines: {found[1]} -->\n{TABLES[found[1]]()}\n<!-- end -->", page)
     return _MUTANTS.sub(lambda _: f"<!-- mutants -->\n{markdown_table()}<!-- end -->", page)
 
 

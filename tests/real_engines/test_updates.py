@@ -30,15 +30,20 @@ def sampled(engine: RealEngine) -> list[float]:
 def test_spans_of_thirty_two_running_requests_are_true_over_four_versions(engine: RealEngine) -> None:
     """Every even version is the oracle: its tokens, and only its, have the logprob -ln V."""
 
+    attached = threading.Event()
+
     async def sample(endpoint: InferenceEndpoint) -> list[GenerateResponse]:
-        return await asyncio.gather(*(endpoint.generate(request(700, seed=i)) for i in range(NUM_REQUESTS)))
+        await endpoint.capabilities()
+        attached.set()
+        return await asyncio.gather(*(endpoint.generate(request(1000, seed=i)) for i in range(NUM_REQUESTS)))
 
     with engine.publisher() as publisher, ThreadPoolExecutor() as threads:
         publish(publisher, engine.tensors, 1)
         sampling = threads.submit(run, engine.endpoint(generate_timeout_s=150.0), sample)
+        assert attached.wait(60)
         version = 1
-        while not sampling.done() and version < 9:
-            time.sleep(0.4)
+        while not sampling.done() and version < 40:
+            time.sleep(0.3)
             version += 1
             publish(publisher, muted(engine.tensors) if version % 2 == 0 else engine.tensors, version)
         responses = sampling.result()

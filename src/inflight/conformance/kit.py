@@ -47,7 +47,7 @@ class Kit:
     def __init__(self, target: Target, *, start_deadline_s: float = 90.0, deadline_scale: float = 1.0) -> None:
         self._target = target
         self._deadline_scale = deadline_scale
-        self._start_deadline_s = start_deadline_s
+        self._start_deadline_s = start_deadline_s * deadline_scale
         self._directory = Path(tempfile.mkdtemp(prefix="inflight-check-"))
         self._sessions: dict[int, _Session] = {}
         self._num_sessions = 0

@@ -1,0 +1,105 @@
+"""Tables of docs/compatibility.md: what certificates and benchmark results say of the real engines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+CERTIFICATES = ROOT / "docs" / "certificates"
+RESULTS = ROOT / "benchmarks" / "results" / "engines.json"
+
+
+def certificates() -> list[dict[str, Any]]:
+    """Return the kept certificates, the newest release of each engine first."""
+    found: list[dict[str, Any]] = [json.loads(file.read_text()) for file in CERTIFICATES.glob("*.json")]
+    return sorted(
+        found,
+        key=lambda c: (c["implementation"], [-int(n) for n in c["implementation_version"].split(".") if n.isdigit()]),
+    )
+
+
+def tested_table() -> str:
+    """Return one row for each certificate."""
+    lines = [
+        "| engine | release | dtype | sentences that hold | not declared | expected failures | kit took | date |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for certificate in certificates():
+        outcomes = [verdict["outcome"] for verdict in certificate["verdicts"]]
+        counts = [outcomes.count(kind) for kind in ("passed", "skipped", "expected failure")]
+        lines.append(
+            f"| {certificate['implementation']} | {certificate['implementation_version']} | "
+            f"{certificate['capabilities']['dtype']} | {counts[0]} | {counts[1]} | {counts[2]} | "
+            f"{certificate['seconds']:.0f} s | {certificate['started_at'][:10]} |"
+        )
+    return "\n".join(lines)
+
+
+def exceptions_table() -> str:
+    """Return what was skipped or failed as expected, with its reason."""
+    lines = ["| engine | id | sentence | why it is not held to it |", "|---|---|---|---|"]
+    for certificate in certificates():
+        name = f"{certificate['implementation']} {certificate['implementation_version']}"
+        lines += [
+            f"| {name} | {verdict['id']} | {verdict['sentence']} | {_one_line(verdict['message'])} |"
+            for verdict in certificate["verdicts"]
+            if verdict["outcome"] != "passed"
+        ]
+    return "\n".join(lines)
+
+
+def mismatch_table() -> str:
+    """Return the difference of behaviour and trainer logprobs at lag 0."""
+    lines = [
+        "| engine | dtype | tokens | k3 | mean difference | largest difference |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row['engine']} {row['version']} | {row['dtype']} | {row['tokens']:,} | {row['k3']:.2g} | "
+        f"{row['mean']:.2g} | {row['largest']:.2g} |"
+        for row in _rows("mismatch")
+    ]
+    return "\n".join(lines)
+
+
+def publish_table() -> str:
+    """Return the five spans of a publish, in buckets and tensor by tensor."""
+    lines = [
+        "| engine | how | hold | gather | wire | load | first token | all | ratio (min to max) |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in _rows("publish"):
+        for how, spans in row["spans"].items():
+            times = [_milliseconds(spans[f"{name}_s"]) for name in ("hold", "gather", "wire", "load", "first_token")]
+            ratio = ""
+            if how != "bucketed":
+                ratio = f"**{row['ratio_median']:.2f}** ({row['ratio_min']:.2f} to {row['ratio_max']:.2f})"
+            lines.append(
+                f"| {row['engine']} {row['version']} | {how} | {' | '.join(times)} | "
+                f"{_milliseconds(spans['total_s'])} | {ratio} |"
+            )
+    return "\n".join(lines)
+
+
+TABLES = {
+    "tested": tested_table,
+    "exceptions": exceptions_table,
+    "mismatch": mismatch_table,
+    "publish": publish_table,
+}
+
+
+def _rows(what: str) -> Sequence[dict[str, Any]]:
+    rows: Sequence[dict[str, Any]] = json.loads(RESULTS.read_text())["rows"][what]
+    return rows
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{1000 * seconds:.0f} ms"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
