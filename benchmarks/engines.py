@@ -99,7 +99,7 @@ async def keep_running(endpoint: InferenceEndpoint, until: asyncio.Event) -> Non
         j = 0
         while not until.is_set():
             j += 1
-            sampling = SamplingParams(max_tokens=24, ignore_eos=True, seed=j)
+            sampling = SamplingParams(max_tokens=24, ignore_eos=True)
             ids = tuple(range(2, 18))
             await endpoint.generate(GenerateRequest(request_id=f"{i}-{j}", prompt_token_ids=ids, sampling=sampling))
 
@@ -169,7 +169,7 @@ async def sample(endpoint: InferenceEndpoint, prompts: Sequence[tuple[int, ...]]
                     GenerateRequest(
                         request_id=f"{i}",
                         prompt_token_ids=prompt,
-                        sampling=SamplingParams(n=4, max_tokens=64, seed=i, ignore_eos=True),
+                        sampling=SamplingParams(n=4, max_tokens=64, ignore_eos=True),
                     )
                 )
                 for i, prompt in enumerate(prompts)

@@ -6,8 +6,9 @@ import argparse
 import os
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from inflight import __version__
 from inflight.conformance.command import add_parser as add_check
@@ -37,31 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"inflight {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    serve = commands.add_parser("serve", help="serve a model directory, with the embedded engine or another one")
-    serve.add_argument("model", type=Path, metavar="MODEL_DIR", help="Hugging Face checkpoint with safetensors")
-    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: loopback only)")
-    serve.add_argument("--port", type=int, default=8000, help="port to listen on, 0 for any free one (default: 8000)")
-    serve.add_argument("--name", help="name of the served model (default: the directory's)")
-    serve.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), help="default: as stored")
-    serve.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)")
-    serve.add_argument("--max-model-len", type=int, help="longest sequence in tokens (default: what the model allows)")
-    serve.add_argument("--max-concurrent", type=int, default=64, help="sequences decoded at a time (default: 64)")
-    serve.add_argument("--threads", type=int, help="CPU threads of the engine (default: torch's choice)")
-    serve.add_argument(
-        "--token-file", type=Path, help=f"file with the control token (default: ${TOKEN_VARIABLE}, or new)"
-    )
-    serve.add_argument("--ready-file", type=Path, help="written with url and pid as JSON once the server answers")
-    serve.add_argument("--exit-with-stdin", action="store_true", help="stop when standard input ends")
-    engine = serve.add_argument_group("other engines", "The contract is served in front of the engine's own server.")
-    engine.add_argument("--engine", default="local", help="local, vllm or sglang (default: local, the embedded one)")
-    engine.add_argument("--python", help="interpreter of the virtual environment that holds the engine (default: this)")
-    engine.add_argument("--engine-port", type=int, default=0, help="the engine's own port (default: any free one)")
-    engine.add_argument(
-        "--engine-arg", action="append", default=[], metavar="ARG", help="for the engine's command line, repeatable"
-    )
-    engine.add_argument("--start-timeout", type=float, default=300.0, help="seconds for the start (default: 300)")
-    engine.add_argument("--log", type=Path, help="file for the engine's own output (default: a temporary one)")
-    serve.set_defaults(call=_serve)
+    _add_serve(commands)
 
     tiny = commands.add_parser("tiny-model", help="create a byte-level model and warm-start it on a task")
     tiny.add_argument("output", type=Path, metavar="OUTPUT_DIR")
@@ -97,21 +74,67 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_serve(commands: Any) -> None:
+    serve = commands.add_parser("serve", help="serve a model directory with the embedded engine, vLLM or SGLang")
+    serve.add_argument("model", type=Path, metavar="MODEL_DIR", help="Hugging Face checkpoint with safetensors")
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: loopback only)")
+    serve.add_argument("--port", type=int, default=8000, help="port to listen on, 0 for any free one (default: 8000)")
+    serve.add_argument("--name", help="name of the served model (default: the directory's)")
+    serve.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), help="default: as stored")
+    serve.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)")
+    serve.add_argument("--max-model-len", type=int, help="longest sequence in tokens (default: what the model allows)")
+    serve.add_argument("--max-concurrent", type=int, default=64, help="sequences decoded at a time (default: 64)")
+    serve.add_argument("--threads", type=int, help="CPU threads of the engine (default: the engine's choice)")
+    serve.add_argument(
+        "--token-file", type=Path, help=f"file with the control token (default: ${TOKEN_VARIABLE}, or new)"
+    )
+    serve.add_argument("--ready-file", type=Path, help="written with url and pid as JSON once the server answers")
+    serve.add_argument("--exit-with-stdin", action="store_true", help="stop when standard input ends")
+    engine = serve.add_argument_group("another engine, started on loopback behind this server")
+    engine.add_argument("--engine", default="local", help="local (the embedded one, default), vllm or sglang")
+    engine.add_argument("--python", help="interpreter of the environment that has the engine (default: this)")
+    engine.add_argument("--engine-port", type=int, default=0, help="port of the engine itself (default: any free one)")
+    engine.add_argument("--engine-arg", action="append", default=[], metavar="=ARG", help="passed on to the engine")
+    engine.add_argument("--start-timeout", type=float, default=300.0, metavar="SECONDS", help="default: %(default)g")
+    engine.add_argument("--log", type=Path, help="file for the engine's output (default: a temporary one)")
+    serve.set_defaults(call=_serve)
+
+
 def _serve(arguments: argparse.Namespace, _: Sequence[str]) -> int:
-    import torch
-
-    from inflight.http.serving import bind, end_of_stdin, serve
-    from inflight.local.loading import load_endpoint
-
-    if arguments.engine != "local":
-        return _serve_engine(arguments)
     given_token = read_token(arguments.token_file)
     token = given_token or secrets.token_urlsafe(24)
     if arguments.ready_file is not None and not arguments.ready_file.parent.is_dir():
         raise ConfigError(f"ready file {str(arguments.ready_file)!r} cannot be written: its directory does not exist")
+    if arguments.threads is not None and arguments.threads < 1:
+        raise ConfigError(f"--threads must be at least 1, not {arguments.threads}")
+
+    def say(line: str) -> None:
+        print(f"inflight: {line}", flush=True)
+
+    def say_ready(line: str) -> None:
+        say(line)
+        if given_token is None:
+            say(f"control token {token} (set {TOKEN_VARIABLE} to choose it)")
+
+    if arguments.engine == "local":
+        _serve_local(arguments, token, say_ready)
+    else:
+        _serve_engine(arguments, token, say, say_ready)
+    return 0
+
+
+def _serve_local(arguments: argparse.Namespace, token: str, say_ready: Callable[[str], None]) -> None:
+    """Serve with the embedded engine, in this process."""
+    import torch
+
+    from inflight.http.serving import bind, serve
+    from inflight.local.loading import load_endpoint
+
+    if arguments.python is not None or arguments.engine_arg or arguments.engine_port or arguments.log is not None:
+        raise ConfigError(
+            "--python, --engine-arg, --engine-port and --log are for another --engine than the embedded one"
+        )
     if arguments.threads is not None:
-        if arguments.threads < 1:
-            raise ConfigError(f"--threads must be at least 1, not {arguments.threads}")
         torch.set_num_threads(arguments.threads)
     with bind(arguments.host, arguments.port) as listener:
         endpoint = load_endpoint(
@@ -122,33 +145,29 @@ def _serve(arguments: argparse.Namespace, _: Sequence[str]) -> int:
             max_model_len=arguments.max_model_len,
             max_concurrent=arguments.max_concurrent,
         )
-
-        def on_ready(url: str) -> None:
-            print(f"inflight: serving {endpoint.name} at {url}", flush=True)
-            if given_token is None:
-                print(f"inflight: control token {token} (set {TOKEN_VARIABLE} to choose it)", flush=True)
-
         serve(
             endpoint,
             listener,
             token=token,
             stats=endpoint.stats,
-            until=[end_of_stdin] if arguments.exit_with_stdin else [],
             ready_file=arguments.ready_file,
-            on_ready=on_ready,
+            exit_with_stdin=arguments.exit_with_stdin,
+            on_ready=lambda url: say_ready(f"serving {endpoint.name} at {url}"),
         )
-    return 0
 
 
-def _serve_engine(arguments: argparse.Namespace) -> int:
+def _serve_engine(
+    arguments: argparse.Namespace, token: str, say: Callable[[str], None], say_ready: Callable[[str], None]
+) -> None:
+    """Serve with another engine, behind this process."""
     from inflight.engines.kinds import EngineOptions, load_engine_kind
     from inflight.engines.serving import serve_engine
 
     kind = load_engine_kind(arguments.engine)
-    if not arguments.model.is_dir():
-        raise ConfigError(f"model directory {str(arguments.model)!r} does not exist")
-    given_token = read_token(arguments.token_file)
-    token = given_token or secrets.token_urlsafe(24)
+    if not (arguments.model / "config.json").is_file():
+        raise ConfigError(f"model directory {str(arguments.model)!r} does not exist, or has no config.json")
+    if not arguments.start_timeout > 0:
+        raise ConfigError(f"--start-timeout must be above 0, not {arguments.start_timeout:g}")
     options = EngineOptions(
         model=arguments.model,
         name=arguments.name or arguments.model.resolve().name,
@@ -159,15 +178,6 @@ def _serve_engine(arguments: argparse.Namespace) -> int:
         threads=arguments.threads,
         arguments=tuple(arguments.engine_arg),
     )
-
-    def on_wait(waited_s: float) -> None:
-        print(f"inflight: waiting for {kind.name} to start, {waited_s:.0f} s", file=sys.stderr, flush=True)
-
-    def on_ready(url: str, engine_url: str) -> None:
-        print(f"inflight: serving {options.name} at {url} ({kind.name} at {engine_url})", flush=True)
-        if given_token is None:
-            print(f"inflight: control token {token} (set {TOKEN_VARIABLE} to choose it)", flush=True)
-
     serve_engine(
         kind,
         options,
@@ -180,10 +190,10 @@ def _serve_engine(arguments: argparse.Namespace) -> int:
         log=arguments.log,
         ready_file=arguments.ready_file,
         exit_with_stdin=arguments.exit_with_stdin,
-        on_wait=on_wait,
-        on_ready=on_ready,
+        on_start=lambda url, log: say(f"starting {kind.name} at {url}, its output is in {log}"),
+        on_wait=lambda seconds: say(f"waiting for {kind.name} ... {seconds:.0f} s"),
+        on_ready=lambda url, behind: say_ready(f"serving {options.name} at {url} ({kind.name} at {behind})"),
     )
-    return 0
 
 
 def _tiny_model(arguments: argparse.Namespace, _: Sequence[str]) -> int:

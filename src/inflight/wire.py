@@ -459,6 +459,8 @@ class Capabilities(WireModel):
     max_concurrent_sequences: int = Field(ge=1)
     streaming: bool
     chat: bool
+    seeds: bool = True
+    """Whether a request may ask for a seed; where it may not, one that does is refused."""
     manifest_digest: str | None = None
     """`Manifest.digest` of the weights that the endpoint accepts, in its own order; None if unknown."""
 

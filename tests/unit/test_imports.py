@@ -90,6 +90,8 @@ PUBLIC_NAMES = {
         "pack",
     ],
     "inflight_fsdp": ["FsdpWorker", "WorkerConfig", "create_worker"],
+    "inflight_sglang": ["KIND", "SglangEndpoint"],
+    "inflight_vllm": ["KIND", "VllmEndpoint"],
 }
 
 LEVELS = {

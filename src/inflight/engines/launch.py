@@ -1,13 +1,14 @@
-"""An engine's own server as a child process: started, waited for, watched, and stopped with everything it started.
+"""An engine's own server as a child process: started, waited for, and stopped with everything that it started.
 
-Its output goes to a file; errors quote the last lines. Knows nothing of particular engines.
+It listens on loopback only, and its output goes to a file that errors quote. Knows no engine.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import ctypes
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,168 +17,183 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
 
-import httpx
-
+from inflight.engines import supervise
 from inflight.engines.kinds import EngineKind, EngineOptions
 from inflight.errors import ConfigError, EndpointError
+from inflight.http.connection import HttpConnection
+from inflight.http.tokens import TOKEN_VARIABLE
 
+_HOST = "127.0.0.1"
 _POLL_S = 0.2
-_STOP_S = 15.0
-_NUM_LINES = 20
-_PR_SET_PDEATHSIG = 1
+_HEALTH_TIMEOUT_S = 20.0
+"""An engine may answer its first health check only after it has generated something."""
+_TELL_EVERY_S = 5.0
+_PATIENCE_S = 10.0
+"""How long an engine may take to end by itself before it is killed."""
+_QUOTED_LINES = 20
+_QUOTED_WIDTH = 300
 
 
 class EngineProcess:
-    """One running server. ``url`` is its own address, always on loopback."""
+    """An engine's server that this process started. Use as a context manager: leaving it ends every process of it.
 
-    def __init__(self, kind: EngineKind, process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    ``log`` holds what the engine wrote. A temporary one is deleted if nothing failed.
+    """
+
+    def __init__(self, kind: EngineKind, process: subprocess.Popen[bytes], url: str, log: Path, *, keeps_log: bool):
+        self._kind = kind
+        self._process = process
+        self._keeps_log = keeps_log
         self.name = kind.name
-        self.process = process
         self.url = url
+        """Its own address, on loopback."""
         self.log = log
 
-    def wait(self) -> None:
-        """Return when the server has ended."""
-        self.process.wait()
+    def __enter__(self) -> EngineProcess:
+        return self
 
-    def how_it_ended(self) -> str:
-        """Say how it ended, with the last lines of its own output."""
-        code = self.process.poll()
-        if code is None:
-            how = "is still running"
-        else:
-            how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
-        return f"{self.name} {how}; the end of its output ({self.log}):\n{tail(self.log)}"
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+        if not self._keeps_log and not isinstance(error, Exception):
+            self.log.unlink(missing_ok=True)
+
+    async def wait_until_healthy(self, timeout_s: float, on_wait: Callable[[float], None] | None = None) -> None:
+        """Return once the engine can generate; ``on_wait`` is told every few seconds how many have passed.
+
+        Raises `EndpointError` with the engine's last lines if it ends, or takes longer than ``timeout_s``.
+        """
+        started = told = time.monotonic()
+        connection = HttpConnection(self.url)
+        try:
+            while not await self._answers(connection, started + timeout_s):
+                self._raise_if_ended()
+                now = time.monotonic()
+                if now - started > timeout_s:
+                    raise EndpointError(
+                        f"{self.name} was not healthy after {timeout_s:g} s and is stopped; {self._end()}"
+                    )
+                if on_wait is not None and now - told > _TELL_EVERY_S:
+                    told = now
+                    on_wait(now - started)
+                await asyncio.sleep(_POLL_S)
+        finally:
+            await connection.aclose()
+
+    async def _answers(self, connection: HttpConnection, deadline: float) -> bool:
+        timeout_s = min(_HEALTH_TIMEOUT_S, max(_POLL_S, deadline - time.monotonic()))
+        try:
+            status, _ = await connection.exchange("GET", self._kind.health_path, timeout_s=timeout_s)
+        except EndpointError:
+            return False
+        return status == 200
+
+    async def watch(self) -> NoReturn:
+        """Wait until the engine ends by itself, and raise `EndpointError` with its last lines."""
+        while True:
+            self._raise_if_ended()
+            await asyncio.sleep(_POLL_S)
+
+    def _raise_if_ended(self) -> None:
+        status = self._process.poll()
+        if status is not None:
+            number = -status if status < 0 else status - 128
+            how = f"was killed by signal {number}" if number > 0 else f"ended with status {status}"
+            raise EndpointError(f"{self.name} {how}; {self._end()}")
+
+    def _end(self) -> str:
+        lines = self.log.read_text(errors="replace").strip().splitlines()[-_QUOTED_LINES:]
+        return "\n".join(
+            [
+                f"the end of {self.log}:" if lines else f"{self.log} is empty",
+                *(f"    {line[:_QUOTED_WIDTH]}" for line in lines),
+            ]
+        )
 
     def stop(self) -> None:
-        """End the server and everything that it started: asked first, killed after a while. Idempotent."""
-        family = _family(self.process.pid)
-        for pid in (self.process.pid,) if self.process.poll() is None else ():
-            _signal(pid, signal.SIGTERM)
-        deadline = time.monotonic() + _STOP_S
-        while any(map(_is_alive, family)) and time.monotonic() < deadline:
-            self.process.poll()  # reaps it
-            time.sleep(0.05)
-        for pid in {*family, *_family(self.process.pid)}:
-            _signal(pid, signal.SIGKILL)
-        self.process.wait()
+        """End every process that came of the engine; returns when none is left. Idempotent."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(2 * _PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGKILL)  # the engine dies with it
+            self._process.wait()
 
 
 @contextlib.contextmanager
 def started(
-    kind: EngineKind,
-    options: EngineOptions,
-    *,
-    python: str | None = None,
-    port: int = 0,
-    timeout_s: float = 300.0,
-    log: Path | None = None,
-    on_wait: Callable[[float], None] | None = None,
+    kind: EngineKind, options: EngineOptions, *, timeout_s: float = 300.0, python: str | None = None, port: int = 0
 ) -> Iterator[EngineProcess]:
-    """Yield a server that is healthy; stop it on the way out, whatever happens.
+    """Yield an engine's server that is healthy, and stop it on the way out. See `start_engine`. Not for an event loop.
 
-    ``python`` is the interpreter of the engine's environment (None: this one), ``port`` 0 takes a free one. ``on_wait``
-    is told every few seconds how long the start has taken. Raises `ConfigError` with the server's own last words if it
-    ends, or is not healthy after ``timeout_s`` seconds.
+    Raises `EndpointError` with the engine's last lines if it ends, or is not healthy after ``timeout_s``.
     """
-    interpreter = _interpreter(python)
-    port = port or _free_port()
-    with contextlib.ExitStack() as stack:
-        if log is None:
-            directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="inflight-"))
-            log = Path(directory) / f"{kind.name}.log"
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                [interpreter, *kind.command(options, "127.0.0.1", port)],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **kind.environment(options)},
-                start_new_session=True,  # Ctrl-C is ours to hand on
-                preexec_fn=_end_with_parent,
-            )
-        engine = EngineProcess(kind, process, f"http://127.0.0.1:{port}", log)
-        stack.callback(engine.stop)
-        _wait_until_healthy(engine, kind.health_path, timeout_s, on_wait)
+    with start_engine(kind, options, python=python, port=port) as engine:
+        asyncio.run(engine.wait_until_healthy(timeout_s))
         yield engine
 
 
-def tail(log: Path) -> str:
-    """Return the last lines of a file, indented."""
-    lines = log.read_text(errors="replace").strip().splitlines()[-_NUM_LINES:] if log.exists() else []
-    return "\n".join(f"    {line[:300]}" for line in lines) or "    (nothing)"
+def start_engine(
+    kind: EngineKind, options: EngineOptions, *, python: str | None = None, port: int = 0, log: Path | None = None
+) -> EngineProcess:
+    """Start an engine's server on loopback and return at once.
 
-
-def _wait_until_healthy(
-    engine: EngineProcess, path: str, timeout_s: float, on_wait: Callable[[float], None] | None
-) -> None:
-    begun = time.monotonic()
-    told = begun
-    while True:
-        if engine.process.poll() is not None:
-            raise ConfigError(engine.how_it_ended())
-        with contextlib.suppress(httpx.HTTPError):
-            if httpx.get(engine.url + path, timeout=5.0, trust_env=False).status_code == 200:
-                return
-        now = time.monotonic()
-        if now - begun > timeout_s:
-            raise ConfigError(
-                f"{engine.name} was not healthy after {timeout_s:g} s and is stopped. {engine.how_it_ended()}"
-            )
-        if on_wait is not None and now - told > 5:
-            told = now
-            on_wait(now - begun)
-        time.sleep(_POLL_S)
-
-
-def died(engine: EngineProcess) -> EndpointError:
-    """Return the error of a server that ended while it was served from."""
-    return EndpointError(engine.how_it_ended(), engine.url)
+    ``python`` is the interpreter of the environment that the engine is installed in (None: this one), ``port`` 0 any
+    free one. Raises `ConfigError`, and nothing was started then.
+    """
+    interpreter = _interpreter(python)
+    port = _free_port(port)
+    if log is None:
+        number, name = tempfile.mkstemp(prefix=f"inflight-{kind.name}-", suffix=".log")
+        path = Path(name)
+    else:
+        path = log
+        try:
+            number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        except OSError as error:
+            raise ConfigError(f"log {str(path)!r} cannot be written: {error.strerror}") from error
+    # The engine has no business with the token of the server that stands in front of it.
+    inherited = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
+    command = [sys.executable, "-I", supervise.__file__, str(_PATIENCE_S)]
+    try:
+        process = subprocess.Popen(
+            [*command, interpreter, *kind.command(options, _HOST, port)],
+            stdin=subprocess.PIPE,
+            stdout=number,
+            stderr=number,
+            env={**inherited, **kind.environment(options)},
+            start_new_session=True,  # Ctrl-C is for this process, which ends the engine in order
+        )
+    finally:
+        os.close(number)
+    return EngineProcess(kind, process, f"http://{_HOST}:{port}", path, keeps_log=log is not None)
 
 
 def _interpreter(python: str | None) -> str:
     if python is None:
         return sys.executable
-    if not (Path(python).is_file() and os.access(python, os.X_OK)):
-        raise ConfigError(f"--python {python!r} is no interpreter; give the python of the engine's virtual environment")
-    return python
+    found = shutil.which(python)
+    if found is None:
+        why = "is not executable" if Path(python).exists() else "does not exist"
+        raise ConfigError(
+            f"Python interpreter {python!r} {why}; name the one of the environment that has the engine, "
+            "such as ENVIRONMENT/bin/python"
+        )
+    return str(Path(found).absolute())  # a virtual environment is known by its link: it must not be resolved
 
 
-def _end_with_parent() -> None:
-    """Have the kernel end the child when this process is killed; nothing else could, then."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+def _free_port(port: int) -> int:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((_HOST, port))
+        except (OSError, OverflowError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "no such port"
+            raise ConfigError(f"the engine cannot listen on {_HOST}:{port}: {reason}; choose another port") from error
         return int(probe.getsockname()[1])
-
-
-def _family(pid: int) -> list[int]:
-    """Return a process, all its descendants, and what else is of its session, which orphans stay in."""
-    parents: dict[int, tuple[int, int]] = {}
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            fields = entry.read_text().rpartition(")")[2].split()
-            parents[int(entry.parent.name)] = (int(fields[1]), int(fields[3]))
-    found = {pid}
-    while True:
-        more = {p for p, (parent, session) in parents.items() if parent in found or session == pid} - found
-        if not more:
-            return sorted(found)
-        found |= more
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (OSError, IndexError):
-        return False
-
-
-def _signal(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, number)

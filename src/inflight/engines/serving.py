@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from inflight.contracts import InferenceEndpoint
 from inflight.engines.kinds import EngineKind, EngineOptions
-from inflight.engines.launch import died, started
-from inflight.http.serving import bind, end_of_stdin, serve
+from inflight.engines.launch import start_engine
+from inflight.http.serving import bind, serve
 
 _CONTROL_TIMEOUT_S = 30.0
 _GENERATE_TIMEOUT_S = 3600.0
@@ -29,46 +28,38 @@ def serve_engine(
     log: Path | None = None,
     ready_file: Path | None = None,
     exit_with_stdin: bool = False,
-    on_wait: Callable[[float], None] | None = None,
-    on_ready: Callable[[str, str], None] | None = None,
+    on_start: Callable[[str, Path], None],
+    on_wait: Callable[[float], None],
+    on_ready: Callable[[str, str], None],
 ) -> None:
     """Start the engine, serve the contract at ``host:port`` until told to stop, then stop the engine.
 
-    ``on_ready`` is told both URLs; the engine's own is on loopback. Raises `ConfigError` with the engine's own words if
-    it does not start, or was started in a way that inflight cannot attach to, and `EndpointError` if it dies later. To
-    be called from the main thread.
+    ``on_start`` is told the engine's own URL, on loopback, and its log; ``on_ready`` the contract's URL and the
+    engine's. Raises `ConfigError` if the engine cannot be started or attached to, and `EndpointError` with its last
+    lines if it ends by itself or is not healthy in time. To be called from the main thread: SIGTERM exits.
     """
-    signal.signal(signal.SIGTERM, _interrupt)
-    with (
-        bind(host, port) as listener,
-        started(
-            kind, options, python=python, port=engine_port, timeout_s=start_timeout_s, log=log, on_wait=on_wait
-        ) as engine,
-    ):
-        asyncio.run(_attach(_connected(kind, engine.url)))
+    signal.signal(signal.SIGTERM, _exit)
+    with bind(host, port) as listener, start_engine(kind, options, python=python, port=engine_port, log=log) as engine:
+        on_start(engine.url, engine.log)
+        endpoint = kind.connect(
+            engine.url, token=None, control_timeout_s=_CONTROL_TIMEOUT_S, generate_timeout_s=_GENERATE_TIMEOUT_S
+        )
+
+        async def until_ready() -> None:
+            await engine.wait_until_healthy(start_timeout_s, on_wait)
+            await endpoint.capabilities()  # refuses an engine that was started in another way than is needed
+
         serve(
-            _connected(kind, engine.url),
+            endpoint,
             listener,
             token=token,
-            until=[engine.wait, *([end_of_stdin] if exit_with_stdin else [])],
             ready_file=ready_file,
-            on_ready=None if on_ready is None else lambda url: on_ready(url, engine.url),
+            exit_with_stdin=exit_with_stdin,
+            on_ready=lambda url: on_ready(url, engine.url),
+            until_ready=until_ready,
+            while_serving=engine.watch,
         )
-        if engine.process.poll() is not None:
-            raise died(engine)
 
 
-def _connected(kind: EngineKind, url: str) -> InferenceEndpoint:
-    return kind.connect(url, token=None, control_timeout_s=_CONTROL_TIMEOUT_S, generate_timeout_s=_GENERATE_TIMEOUT_S)
-
-
-async def _attach(endpoint: InferenceEndpoint) -> None:
-    """Have a server that cannot be attached to refused before anything is served."""
-    try:
-        await endpoint.capabilities()
-    finally:
-        await endpoint.aclose()
-
-
-def _interrupt(_: int, __: object) -> None:
-    raise KeyboardInterrupt  # unwinds, and so stops the engine
+def _exit(number: int, _: object) -> None:
+    sys.exit(128 + number)  # unwinds, and so stops the engine

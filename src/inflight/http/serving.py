@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import logging
 import os
 import socket
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import uvicorn
 
 from inflight.contracts import InferenceEndpoint
-from inflight.errors import ConfigError
+from inflight.errors import ConfigError, InflightError
 from inflight.http.server import create_app
 from inflight.types import EngineStats
+
+_POLL_S = 0.1
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -41,45 +45,91 @@ def serve(
     *,
     token: str,
     stats: Callable[[], EngineStats] | None = None,
-    until: Sequence[Callable[[], None]] = (),
     ready_file: Path | None = None,
+    exit_with_stdin: bool = False,
     on_ready: Callable[[str], None] | None = None,
+    until_ready: Callable[[], Awaitable[None]] | None = None,
+    while_serving: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
-    """Serve until SIGINT, SIGTERM, or the return of one of the blocking calls ``until``; then abort what runs.
+    """Serve until SIGINT, SIGTERM or, if asked for, the end of standard input; then abort what runs and return.
 
-    ``stats`` feeds ``/metrics``. When the server answers, ``ready_file`` gets ``{"url", "pid"}`` as JSON, whole or not
-    at all.
+    When the server answers, ``ready_file`` gets ``{"url", "pid"}`` as JSON, whole or not at all. ``until_ready`` is
+    awaited before that, ``while_serving`` runs beside it: an `InflightError` of either ends the server and is raised.
     """
     host, port = listener.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     app = create_app(endpoint, token=token, stats=stats)
     config = uvicorn.Config(app, log_config=None, access_log=False, timeout_keep_alive=30, timeout_graceful_shutdown=5)
-    server = _Server(config, lambda: _announce(url, ready_file, on_ready), endpoint.aclose)
-    for call in until:
-        threading.Thread(target=_stop_after, args=(server, call), daemon=True).start()
+    server = _Server(
+        config,
+        on_started=lambda: _announce(url, ready_file, on_ready),
+        end_requests=endpoint.aclose,
+        until_ready=until_ready,
+        while_serving=while_serving,
+    )
+    if exit_with_stdin:
+        threading.Thread(target=_watch_stdin, args=(server,), daemon=True).start()
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     server.run(sockets=[listener])
+    if server.failure is not None:
+        raise server.failure
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that says when it answers, and ends what runs before it waits for connections to close."""
+    """A uvicorn server that waits for what it serves, says when it answers, and ends what runs before it stops."""
 
     def __init__(
-        self, config: uvicorn.Config, on_started: Callable[[], None], end_requests: Callable[[], Awaitable[None]]
+        self,
+        config: uvicorn.Config,
+        *,
+        on_started: Callable[[], None],
+        end_requests: Callable[[], Awaitable[None]],
+        until_ready: Callable[[], Awaitable[None]] | None,
+        while_serving: Callable[[], Awaitable[None]] | None,
     ) -> None:
         super().__init__(config)
         self._on_started = on_started
         self._end_requests = end_requests
+        self._until_ready = until_ready
+        self._while_serving = while_serving
+        self._beside: asyncio.Future[None] | None = None
+        self.failure: InflightError | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start, then say so."""
+        """Wait until ready, start, then say so; does nothing if told to stop meanwhile."""
+        if self._until_ready is not None:
+            await self._unless_stopped(self._until_ready())
+            if self.should_exit:
+                await self._end_requests()
+                return
         await super().startup(sockets)
+        if self._while_serving is not None:
+            self._beside = asyncio.ensure_future(self._noting_failure(self._while_serving()))
         self._on_started()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End what runs, then stop."""
+        if self._beside is not None:
+            self._beside.cancel()
+            await asyncio.gather(self._beside, return_exceptions=True)
         await self._end_requests()
         await super().shutdown(sockets)
+
+    async def _unless_stopped(self, call: Awaitable[None]) -> None:
+        """Await a call; cancel it once this server is told to stop."""
+        calling = asyncio.ensure_future(self._noting_failure(call))
+        while not calling.done() and not self.should_exit:
+            await asyncio.wait({calling}, timeout=_POLL_S)
+        calling.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await calling
+
+    async def _noting_failure(self, call: Awaitable[None]) -> None:
+        try:
+            await call
+        except InflightError as error:
+            self.failure = error
+            self.should_exit = True
 
 
 def _announce(url: str, ready_file: Path | None, on_ready: Callable[[str], None] | None) -> None:
@@ -91,13 +141,8 @@ def _announce(url: str, ready_file: Path | None, on_ready: Callable[[str], None]
         on_ready(url)
 
 
-def _stop_after(server: uvicorn.Server, call: Callable[[], None]) -> None:
-    call()
-    server.should_exit = True
-
-
-def end_of_stdin() -> None:
-    """Return at the end of standard input."""
+def _watch_stdin(server: uvicorn.Server) -> None:
     # Not through sys.stdin's buffer: its lock, held by this thread, would abort the interpreter when it exits.
     while os.read(sys.stdin.fileno(), 4096):
         pass
+    server.should_exit = True

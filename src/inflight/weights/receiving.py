@@ -214,6 +214,7 @@ class UpdateReceiver:
             raise
         if self._session.update is not update:
             raise self._ended_early(update)
+        self._renew_lease(update)  # the publisher hears of the hold only now
 
     async def receive_weights(self, bucket: BucketTransfer) -> None:
         """See `InferenceEndpoint.receive_weights`."""

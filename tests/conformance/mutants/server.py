@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from inflight.http.tokens import read_token
 from inflight.http.serving import bind, serve
+from inflight.http.tokens import read_token
 from tests.conformance.mutants import make
 
 

@@ -22,30 +22,32 @@ _MOST_SEEDS = 40
 
 
 async def stop_token_ids(subject: EndpointSubject) -> None:
-    """Sample freely, then again with the same seed and a token of the middle as a stop token."""
+    """Sample freely, then the same again with a token of the middle as a stop token."""
     num_stopped = 0
     for seed in range(_NUM_CASES):
-        free = await subject.generate(seed=seed, max_tokens=24)
+        prompt, same = subject.prompt(seed=seed), subject.repeatable(seed)
+        free = await subject.generate(prompt, max_tokens=24, **same)
         stop = (free.token_ids[8], free.token_ids[16])
-        found = await subject.generate(seed=seed, max_tokens=24, stop_token_ids=stop)
+        found = await subject.generate(prompt, max_tokens=24, stop_token_ids=stop, **same)
         ends = [i for i, token in enumerate(found.token_ids) if token in stop]
         num_stopped += _require_ended(found, ends, 24, f"stop tokens {list(stop)}")
     _require_most_stopped(subject, num_stopped, _NUM_CASES)
 
 
 async def stop_strings(subject: EndpointSubject) -> None:
-    """Sample freely, then again with the same seed and two tokens' text as a stop string."""
+    """Sample freely, then the same again with two tokens' text as a stop string."""
     tokenizer = subject.reference.tokenizer
     if tokenizer is None:
         skip("the checkpoint has no tokenizer")
     num_stopped = num_cases = 0
     for seed in range(_MOST_SEEDS):
-        free = await subject.generate(seed=seed, max_tokens=48)
+        prompt, same = subject.prompt(seed=seed), subject.repeatable(seed)
+        free = await subject.generate(prompt, max_tokens=48, **same)
         if (stop := _text_of_two(tokenizer, free.token_ids)) is None:
             continue
         num_cases += 1
         try:
-            found = await subject.generate(seed=seed, max_tokens=48, stop=(stop, "\x00 never"))
+            found = await subject.generate(prompt, max_tokens=48, stop=(stop, "\x00 never"), **same)
         except InvalidRequestError as error:
             if "tokenizer" in str(error):
                 skip(str(error))

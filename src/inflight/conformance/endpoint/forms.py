@@ -18,7 +18,8 @@ from inflight.wire import (
 
 async def chat_is_generate(subject: EndpointSubject) -> None:
     """Send the ids that chat rendered its messages to."""
-    request = subject.chat_request(n=4, max_tokens=24, temperature=0.9, top_p=0.95, seed=3, logprobs=True)
+    drawn = {"temperature": 0.9, "top_p": 0.95, **subject.repeatable(3)}
+    request = subject.chat_request(n=4, max_tokens=24, logprobs=True, **drawn)
     chat = await subject.endpoint.chat_completion(request)
     as_ids = subject.request(chat.prompt_token_ids).model_copy(update={"sampling": request.sampling()})
     generated = await subject.endpoint.generate(as_ids)

@@ -9,6 +9,7 @@ from inflight.conformance.checks import Check, require
 from inflight.conformance.endpoint.aftermath import GRACE_S, require_old_weights, settled, within
 from inflight.conformance.endpoint.holds import SERVED_S, require_all_whole, start
 from inflight.conformance.endpoint.subject import EndpointSubject, cancelled_at_the_end
+from inflight.conformance.reference import Weights
 from inflight.errors import UpdateAbortedError, UpdateRefusedError
 from inflight.wire import EndpointState, GenerateResponse, WeightUpdate, WeightVersion
 
@@ -105,7 +106,13 @@ async def commit_races_with_abort(subject: EndpointSubject) -> None:
         calls = [subject.endpoint.commit_weight_update(update.ref), second.abort_weight_update(update.ref)]
         ordered = calls if i % 3 else calls[::-1]
         answers = await within(SERVED_S, asyncio.gather(*ordered, return_exceptions=True), "a commit beside an abort")
-        committed = await _race_was_won_by_the_commit(subject, update, answers if i % 3 else answers[::-1])
+        answers = answers if i % 3 else answers[::-1]
+        version = await settled(subject, "after a commit beside an abort")
+        if version.state is EndpointState.POISONED:  # bytes were applied as they arrived
+            await _leave_poisoned(subject, answers, serves, before)
+            winners.append("abort, POISONED")
+            continue
+        committed = _race_was_won_by_the_commit(version, update, answers)
         serves = weights if committed else serves
         publisher.version = update.version if committed else before
         winners.append("commit" if committed else "abort")
@@ -114,12 +121,24 @@ async def commit_races_with_abort(subject: EndpointSubject) -> None:
     subject.note(winners=winners)
 
 
-async def _race_was_won_by_the_commit(
-    subject: EndpointSubject, update: WeightUpdate, answers: list[WeightVersion | BaseException]
+async def _leave_poisoned(
+    subject: EndpointSubject, answers: list[WeightVersion | BaseException], weights: Weights, version: int
+) -> None:
+    """Require that neither call said that the update was applied, and lead out with a complete one."""
+    commit, abort = answers
+    require(not isinstance(commit, WeightVersion), "a commit beside an abort was answered, and left POISONED")
+    require(isinstance(abort, WeightVersion | UpdateRefusedError), f"an abort beside a commit raised {abort!r}")
+    subject.publisher.version = version
+    subject.publisher.lose_group()
+    await subject.publisher.publish(weights)
+    await subject.require_serves(weights, "after a complete update")
+
+
+def _race_was_won_by_the_commit(
+    version: WeightVersion, update: WeightUpdate, answers: list[WeightVersion | BaseException]
 ) -> bool:
     """Require that both answers agree with what is served; return whether that is the update."""
     commit, abort = answers
-    version = await settled(subject, "after a commit beside an abort")
     require(version.state is EndpointState.READY, f"after a commit beside an abort the state is {version.state}")
     committed = isinstance(commit, WeightVersion)
     require(

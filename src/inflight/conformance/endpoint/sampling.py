@@ -285,6 +285,7 @@ CHECKS = (
         "a generator per sequence, not one per batch or server",
         seeds,
         deadline_s=60.0,
+        needs=("seeds",),
     ),
     Check(
         "E-18",
@@ -293,6 +294,7 @@ CHECKS = (
         "how the seed of completion i is made from the request's",
         several_completions,
         deadline_s=60.0,
+        needs=("seeds",),
     ),
     Check(
         "E-28",

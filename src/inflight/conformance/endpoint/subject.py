@@ -99,7 +99,7 @@ class EndpointSubject:
         return self._evidence
 
     def missing(self, needs: tuple[str, ...]) -> str | None:
-        """See `Subject.missing`. Needs are model, updates, streaming, chat, spans, fresh, url, process, each policy."""
+        """See `Subject.missing`. Needs: model, updates, streaming, chat, seeds, spans, fresh, url, process, policy."""
         declared = self.capabilities
         has_weights = self._reference is not None
         reasons = {
@@ -107,6 +107,7 @@ class EndpointSubject:
             "updates": None if has_weights else "the served checkpoint is not known; give it with --model",
             "streaming": None if declared.streaming else "streaming is not declared",
             "chat": None if declared.chat else "chat is not declared",
+            "seeds": None if declared.seeds else "seeds are not declared",
             "spans": None if declared.version_binding == "spans" else f"version binding is {declared.version_binding}",
             "fresh": None if self._target.url is None else "the kit cannot start another server of a URL; see --serve",
             "url": None if self._opened.url is not None else "not a server that speaks HTTP",
@@ -212,7 +213,7 @@ class EndpointSubject:
     def request(self, prompt: Sequence[int] | None = None, *, stream: bool = False, **sampling: Any) -> GenerateRequest:
         """Return a request with an id of its own; 8 tokens from seed 7 that ignore the end, unless told otherwise."""
         self._num_requests += 1
-        params = SamplingParams(**{"max_tokens": 8, "ignore_eos": True, "seed": 7, **sampling})
+        params = SamplingParams(**self._declared({"max_tokens": 8, "ignore_eos": True, "seed": 7, **sampling}))
         return GenerateRequest(
             request_id=f"check-{id(self):x}-{self._num_requests}",
             prompt_token_ids=tuple(self.prompt() if prompt is None else prompt),
@@ -220,10 +221,18 @@ class EndpointSubject:
             stream=stream,
         )
 
+    def _declared(self, sampling: dict[str, Any]) -> dict[str, Any]:
+        """Return the parameters without a seed where none may be asked for."""
+        return sampling if self.capabilities.seeds else {**sampling, "seed": None}
+
+    def repeatable(self, seed: int) -> dict[str, Any]:
+        """Return parameters under which a prompt gets the same tokens again: a seed, else greedy decoding."""
+        return {"seed": seed} if self.capabilities.seeds else {"temperature": 0.0}
+
     def chat_request(self, **options: Any) -> ChatCompletionRequest:
         """Return a chat request to the declared model; 8 tokens from seed 7, unless told otherwise."""
         message = ChatMessage(role="user", content="Name three rivers.")
-        settings = {"max_tokens": 8, "seed": 7, **options}
+        settings = self._declared({"max_tokens": 8, "seed": 7, **options})
         return ChatCompletionRequest(model=self.capabilities.model, messages=(message,), **settings)
 
     async def generate(self, prompt: Sequence[int] | None = None, **sampling: Any) -> Completion:

@@ -47,6 +47,7 @@ class ProcessGroupSender:
         self._opened: ProcessGroupSpec | None = None
         self._given_up: Future[str] = Future()
         self._group: Any = None
+        self._num_sent = 0
 
     def specs(self, run_id: str, num_ranks: Sequence[int], timeout_s: float) -> list[ProcessGroupSpec]:
         """See `WeightSender.specs`. Raises `TransferError` if the address cannot be bound."""
@@ -84,7 +85,7 @@ class ProcessGroupSender:
         name = specs[0].group_name
         specs = [spec.model_copy(update={"group_name": name}) for spec in specs]
         with self._lock:
-            self._hosted, self._opened, self._given_up = hosted, specs[0], Future()
+            self._hosted, self._opened, self._given_up, self._num_sent = hosted, specs[0], Future(), 0
         return specs
 
     def join(self) -> None:
@@ -107,11 +108,17 @@ class ProcessGroupSender:
     def send(self, bucket: WeightBucket, timeout_s: float) -> None:
         """See `WeightSender.send`. A return means that the bytes left; that they arrived, only the receiver knows."""
         with self._lock:
-            group, given_up = self._group, self._given_up
-        if group is None:
+            group, given_up, hosted, opened = self._group, self._given_up, self._hosted, self._opened
+            index, self._num_sent = self._num_sent, self._num_sent + 1
+        if group is None or opened is None:
             raise TransferError("no weight group is formed")
         flat = pack(bucket.tensors).to(self._device)
-        _broadcast(group, flat, timeout_s, given_up, f"sending bucket {bucket.index}")
+        what = f"sending bucket {bucket.index}"
+        try:
+            dist.PrefixStore(opened.group_name, hosted).set(_sending(index), "")
+        except RuntimeError as error:
+            raise transfer_failed(error, what) from error
+        _broadcast(group, flat, timeout_s, given_up, what)
 
     def abort(self) -> None:
         """See `WeightSender.abort`."""
@@ -190,16 +197,46 @@ class ProcessGroupReceiver:
             group.abort()
 
 
-def announce_ranks(spec: ProcessGroupSpec, num_ranks: int, given_up: Future[str]) -> None:
-    """Announce ``spec.rank`` and the ranks after it for an engine that joins by itself; blocks until all ranks came.
+class AnnouncedRanks:
+    """Ranks of an engine that joins and receives by itself, whose own waiting has no deadline and cannot be ended.
 
-    For engines that take part in groups but know nothing of the announcement, and whose own waiting has no deadline:
-    once this returned every other rank is there and joining. Raises `TransferError` after ``spec.timeout_s``, or when
-    ``given_up`` is set from another thread.
+    ``spec.rank`` and the ranks after it are announced for it: once `meet` returned every other rank is there and
+    joining, and once `await_send` returned the sender is sending. Both end early, with `TransferError`, when `give_up`
+    is called from another thread.
     """
-    what = f"{_JOINING} through its store at {spec.master_address}:{spec.master_port}"
-    ranks = range(spec.rank, spec.rank + num_ranks)
-    run_unless(given_up, lambda: _meet(spec, ranks), what, spec.timeout_s + _GRACE_S)
+
+    def __init__(self, spec: ProcessGroupSpec, num_ranks: int) -> None:
+        self._spec = spec
+        self._ranks = range(spec.rank, spec.rank + num_ranks)
+        self._given_up: Future[str] = Future()
+        self._store: Any = None
+
+    def meet(self) -> None:
+        """Block until all ranks came. Raises `TransferError` after ``spec.timeout_s``."""
+        spec = self._spec
+        what = f"{_JOINING} through its store at {spec.master_address}:{spec.master_port}"
+        self._store = run_unless(self._given_up, lambda: _meet(spec, self._ranks), what, spec.timeout_s + _GRACE_S)
+
+    def await_send(self, index: int, timeout_s: float) -> None:
+        """Block until the sender sends the bucket that is number ``index`` in this group, counted from 0."""
+        store, what = self._store, "waiting for the sender"
+        if store is None:
+            raise TransferError("no weight group is formed")
+        try:
+            run_unless(
+                self._given_up, lambda: store.wait([_sending(index)], _timeout(timeout_s)), what, timeout_s + _GRACE_S
+            )
+        except RuntimeError as error:
+            raise transfer_failed(error, what) from error
+
+    def give_up(self) -> None:
+        """End what is pending. Returns at once. Idempotent."""
+        _give_up(self._given_up)
+
+
+def _sending(index: int) -> str:
+    """Return the key that says that a bucket is being sent."""
+    return f"sending/{index}"
 
 
 def _meet(spec: ProcessGroupSpec, ranks: Sequence[int]) -> Any:

@@ -1,0 +1,122 @@
+"""Runs one command, and ends all that came of it when its own standard input ends.
+
+    python -I supervise.py PATIENCE_S COMMAND...
+
+An engine starts processes of its own, and whoever started the engine may be killed and then ends nothing. So a process
+stands between them that does nothing else: its input ends however its owner ends. On Linux it adopts descendants whose
+parent ended, so that none is lost sight of, and if it is killed itself the command dies with it. Run as a file, with
+the standard library only: it must be there at once and stay small.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_POLL_S = 0.1
+_NOT_FOUND = 127
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Return the command's status, 128 and the signal's number if one killed it, once nothing of it is left."""
+    patience_s, command = float(arguments[0]), arguments[1:]
+    asked_to_end: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: asked_to_end.append(number))
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=_die_with_parent).pid
+    except OSError as error:
+        print(f"{command[0]} cannot be started: {error.strerror}", file=sys.stderr)
+        return _NOT_FOUND
+    status = None
+    while status is None and not asked_to_end and not _input_ended():
+        status = _reap(child)
+    ended_with = _end_all(child, patience_s)
+    code = os.waitstatus_to_exitcode(status if status is not None else ended_with or 0)
+    return code if code >= 0 else 128 - code
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _input_ended() -> bool:
+    readable, _, _ = select.select([0], [], [], _POLL_S)
+    return bool(readable) and not os.read(0, 4096)
+
+
+def _reap(child: int) -> int | None:
+    """Collect everyone that ended; returns the wait status of ``child`` if it is among them."""
+    status = None
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == child:
+                status = ended[1]
+    return status
+
+
+def _end_all(child: int, patience_s: float) -> int | None:
+    """Ask everyone to end, then kill who is left; returns the wait status of ``child`` if it ended meanwhile."""
+    deadline = time.monotonic() + patience_s
+    status = None
+    _signal_all(child, signal.SIGTERM)
+    while _left(child):
+        if time.monotonic() > deadline:
+            _signal_all(child, signal.SIGKILL)  # again and again: one may have been started in between
+        time.sleep(_POLL_S / 2)
+        ended_with = _reap(child)
+        status = ended_with if ended_with is not None else status
+    return status
+
+
+def _signal_all(child: int, number: int) -> None:
+    for pid in _left(child):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _left(child: int) -> list[int]:
+    """Return the processes that came of the command and did not end: of its group only, where there is no /proc."""
+    if sys.platform != "linux":
+        try:
+            os.killpg(child, 0)
+        except (ProcessLookupError, PermissionError):
+            return []
+        return [-child]
+    parents = dict(_alive())
+    descendants = []
+    for pid in parents:
+        ancestor = pid
+        while (ancestor := parents.get(ancestor, 0)) > 1:
+            if ancestor == os.getpid():
+                descendants.append(pid)
+                break
+    return descendants
+
+
+def _alive() -> list[tuple[int, int]]:
+    """Return process and parent of every process that has not ended."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError), open(f"/proc/{entry}/stat") as file:
+                state, parent = file.read().rpartition(")")[2].split()[:2]
+                if state not in "ZX":
+                    found.append((int(entry), int(parent)))
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,9 @@
+"""SGLang behind the inference contract: an endpoint over SGLang's own routes. Nothing is installed in the engine.
+
+Importing this package loads neither SGLang nor torch.
+"""
+
+from inflight_sglang.endpoint import SglangEndpoint
+from inflight_sglang.flags import KIND
+
+__all__ = ["KIND", "SglangEndpoint"]

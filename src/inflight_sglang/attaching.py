@@ -1,0 +1,113 @@
+"""What a running SGLang server can do, asked of the server itself, and why it cannot be attached to."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from inflight.engines.checkpoint_specs import tensor_specs_of
+from inflight.errors import ConfigError, ProtocolError
+from inflight.wire import DTYPE_SIZES, Capabilities, InFlightPolicy, Manifest, TensorSpec
+from inflight_sglang import flags
+from inflight_sglang.flags import Problem
+from inflight_sglang.requests import RequestLimits
+from inflight_sglang.routes import SglangRoutes
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """What is known of a server. ``specs`` is what its model can load, None if its directory is not readable here."""
+
+    capabilities: Capabilities
+    limits: RequestLimits
+    specs: tuple[TensorSpec, ...] | None
+
+
+async def attach(routes: SglangRoutes, model_dir: Path | None) -> Attached:
+    """Return what the server can do. Raises `ConfigError` with the command that starts it as it must be."""
+    paths = (await routes.get("/openapi.json")).get("paths")
+    if not isinstance(paths, dict):
+        raise ProtocolError("GET /openapi.json answered no routes: is this an SGLang server?", routes.url)
+    if problem := flags.missing_routes(paths):
+        raise _refusal(routes, {}, problem)
+    info, models = await asyncio.gather(routes.get("/server_info"), routes.get("/v1/models"))
+    if problem := flags.wrong_setting(info):
+        raise _refusal(routes, info, problem)
+    directory = model_dir or Path(str(info.get("model_path")))
+    config = _config_of(directory)
+    dtype = flags.dtype_of(info, config)
+    if isinstance(dtype, Problem):
+        raise _refusal(routes, info, dtype)
+    if dtype not in DTYPE_SIZES:
+        raise ConfigError(f"{routes.url}: the model is served in {dtype}; known: {', '.join(DTYPE_SIZES)}")
+    if problem := await _logprob_problem(routes):
+        raise _refusal(routes, info, problem)
+    specs = tensor_specs_of(directory, dtype) if directory.is_dir() else None
+    vocab_size = _vocab_size(routes, directory, config)
+    try:
+        limits = RequestLimits(
+            vocab_size=vocab_size,
+            max_model_len=int(info["max_req_input_len"]),
+            largest_kept_set=int(info["sampling_mask_max_tokens"]),
+            has_seeds=bool(info["enable_deterministic_inference"]),
+        )
+        capabilities = Capabilities(
+            engine="sglang",
+            engine_version=str(info["version"]),
+            model=str(models["data"][0]["id"]),
+            vocab_size=vocab_size,
+            max_model_len=limits.max_model_len,
+            dtype=dtype,
+            in_flight_policies=tuple(InFlightPolicy),
+            transports=("gloo", "nccl") if info["device"] == "cuda" else ("gloo",),
+            version_binding="spans",
+            logprob_kind="processed",
+            num_ranks=int(info["tp_size"]),
+            max_concurrent_sequences=int(info["internal_states"][0]["effective_max_running_requests_per_dp"]),
+            streaming=False,
+            chat=flags.offers_chat(paths, info),
+            seeds=limits.has_seeds,
+            manifest_digest=None if specs is None else Manifest(tensors=specs).digest(),
+        )
+    except (KeyError, TypeError, IndexError, ValueError) as error:
+        raise ProtocolError(
+            f"/server_info or /v1/models lack {error}: an interface not known here", routes.url
+        ) from error
+    return Attached(capabilities, limits, specs)
+
+
+def _refusal(routes: SglangRoutes, info: Mapping[str, Any], problem: Problem) -> ConfigError:
+    return ConfigError(
+        f"{routes.url}: cannot attach to this SGLang server: {problem.text}. Restart it with\n"
+        f"    {flags.restart_command(routes.url, info, problem.remedy)}"
+    )
+
+
+async def _logprob_problem(routes: SglangRoutes) -> Problem | None:
+    """Return a problem if logprobs are not of the scaled logits. Not asked of a server that is paused."""
+    status, _ = await routes.ask("GET", "/ready")
+    if status != 200:
+        return None
+    return flags.ignores_temperature(await routes.post("/generate", flags.probe_of_logprobs(0)))
+
+
+def _config_of(directory: Path) -> dict[str, Any]:
+    try:
+        config: dict[str, Any] = json.loads((directory / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return config
+
+
+def _vocab_size(routes: SglangRoutes, directory: Path, config: Mapping[str, Any]) -> int:
+    try:
+        return int(config.get("vocab_size") or config["text_config"]["vocab_size"])
+    except (KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{routes.url}: the vocabulary size cannot be read from {str(directory / 'config.json')!r}; give "
+            "model_dir, the server's checkpoint directory as this process sees it"
+        ) from error

@@ -1,0 +1,252 @@
+"""An SGLang server as an `InferenceEndpoint`, over SGLang's own HTTP routes. Never imports SGLang."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from inflight.engines.labels import parse_label
+from inflight.errors import (
+    InflightError,
+    InvalidRequestError,
+    ProtocolError,
+    TransferError,
+    UnsupportedError,
+    UpdateRefusedError,
+)
+from inflight.weights.receiving import UpdateReceiver
+from inflight.wire import (
+    BucketTransfer,
+    Capabilities,
+    ChatCompletion,
+    ChatCompletionRequest,
+    EndpointState,
+    GenerateRequest,
+    GenerateResponse,
+    InFlightPolicy,
+    ProcessGroupSpec,
+    UpdateRef,
+    WeightUpdate,
+    WeightVersion,
+)
+from inflight_sglang.attaching import Attached, attach
+from inflight_sglang.chat import chat_completion_of, rendered
+from inflight_sglang.requests import body_of, check_request, misaligned, response_of, rids_of
+from inflight_sglang.routes import SglangRoutes, words_of
+from inflight_sglang.updates import SglangUpdates
+
+_KNOWN_TRANSPORTS: tuple[Literal["gloo", "nccl"], ...] = ("gloo", "nccl")
+_CLOSE_S = 5.0
+
+
+class SglangEndpoint:
+    """One SGLang server at ``url``; nothing of inflight is installed there. Satisfies `InferenceEndpoint`.
+
+    The first call asks the server how it was started, and raises `ConfigError` with the command that starts it as
+    needed. ``api_key`` is the server's own. ``model_dir`` is the checkpoint as this process sees it, where that differs
+    from the server's path: manifests are checked against it before anything is sent, and the vocabulary is read there.
+    An instance belongs to the event loop in which it is first used. The version is the server's: it may be replaced by
+    a new one, and another instance may publish.
+
+    Seeds are honoured by servers with ``--enable-deterministic-inference`` only; others ignore them. A drain waits for
+    the requests of other clients too.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        model_dir: Path | None = None,
+        control_timeout_s: float = 30.0,
+        generate_timeout_s: float = 600.0,
+    ) -> None:
+        self._url = url.rstrip("/")
+        self._model_dir = model_dir
+        self._generate_timeout_s = generate_timeout_s
+        self._routes = SglangRoutes(self._url, api_key=api_key, control_timeout_s=control_timeout_s)
+        self._running: set[str] = set()
+        self._num_sent = 0
+        self._engine = SglangUpdates(self._routes, lambda: self._num_sent)
+        self._updates = UpdateReceiver(
+            self, self._engine, None, policies=tuple(InFlightPolicy), transports=_KNOWN_TRANSPORTS
+        )
+        self._was_replaced = False
+        self._attaching: asyncio.Future[Capabilities] | None = None
+        self._attached: Attached
+
+    def __repr__(self) -> str:
+        return f"SglangEndpoint({self._url!r})"
+
+    @property
+    def name(self) -> str:
+        """The server's URL."""
+        return self._url
+
+    # -------------------------------------------------------------------------------------------------- attaching
+
+    async def capabilities(self) -> Capabilities:
+        """See `InferenceEndpoint.capabilities`. Raises `ConfigError` if the server was not started as needed."""
+        if self._attaching is None or (
+            self._attaching.done() and (self._attaching.cancelled() or self._attaching.exception() is not None)
+        ):
+            self._attaching = asyncio.ensure_future(self._attach())
+        return await asyncio.shield(self._attaching)
+
+    async def _attach(self) -> Capabilities:
+        self._attached = attached = await attach(self._routes, self._model_dir)
+        self._engine.num_ranks = attached.capabilities.num_ranks
+        if attached.specs is not None:
+            self._updates.session.expect(attached.specs)
+        await self._found()
+        return attached.capabilities
+
+    # ---------------------------------------------------------------------------------------------------- weights
+
+    async def init_process_group(self, spec: ProcessGroupSpec) -> None:
+        """See `InferenceEndpoint.init_process_group`. What another client left open on the server is cleared."""
+        declared = (await self.capabilities()).transports
+        if spec.backend not in declared:
+            raise UnsupportedError(
+                f"the {spec.backend} transport is not declared here; declared: {', '.join(declared)}"
+            )
+        await self._updates.init_process_group(spec)
+        self._was_replaced = False
+        await self._found()
+
+    async def request_weight_update(self, update: WeightUpdate) -> None:
+        """See `InferenceEndpoint.request_weight_update`. Raises `TransferError` if the server was replaced."""
+        await self.capabilities()
+        if reason := misaligned(update):
+            raise UpdateRefusedError(f"update to version {update.version} refused: {reason}")
+        if self._updates.session.update is None:
+            await self._found()
+            if self._was_replaced:
+                raise TransferError("the engine was restarted and belongs to no weight group; form the group anew")
+        await self._updates.request_weight_update(update)
+
+    async def receive_weights(self, bucket: BucketTransfer) -> None:
+        """See `InferenceEndpoint.receive_weights`."""
+        await self._updates.receive_weights(bucket)
+
+    async def commit_weight_update(self, ref: UpdateRef) -> WeightVersion:
+        """See `InferenceEndpoint.commit_weight_update`. Cancelling the call does not stop what it began."""
+        return await self._updates.commit_weight_update(ref)
+
+    async def abort_weight_update(self, ref: UpdateRef) -> WeightVersion:
+        """See `InferenceEndpoint.abort_weight_update`. POISONED from the first bucket on: SGLang loads as they come."""
+        return await self._updates.abort_weight_update(ref)
+
+    async def weight_version(self) -> WeightVersion:
+        """See `InferenceEndpoint.weight_version`. ``num_running`` is the server's, other clients' requests included."""
+        await self.capabilities()
+        session = self._updates.session
+        loads, _ = await asyncio.gather(self._routes.get("/v1/loads"), self._found())
+        num_running = sum(int(load["num_running_reqs"]) for load in loads["loads"])
+        return WeightVersion(
+            state=session.state,
+            version=session.version,
+            run_id=session.run_id,
+            updating_to=None if session.update is None else session.update.version,
+            # A server that is paused says what ran before; where weights are torn every request was ended.
+            num_running=0 if session.state is EndpointState.POISONED else num_running,
+            last_update=self._engine.timings,
+        )
+
+    async def hold(self, update: WeightUpdate) -> None:
+        """See `HeldEngine.hold`."""
+        await self._engine.hold(update)
+
+    async def apply(self, update: WeightUpdate) -> None:
+        """See `HeldEngine.apply`."""
+        await self._engine.apply(update)
+
+    async def release(self) -> None:
+        """See `HeldEngine.release`."""
+        await self._engine.release()
+
+    async def give_up(self) -> None:
+        """See `HeldEngine.give_up`."""
+        await self._engine.give_up()
+
+    async def _found(self) -> EndpointState:
+        """Take over what the server says of its weights, unless that may have changed meanwhile; return the state."""
+        session, num_changes = self._updates.session, self._engine.num_changes
+        if session.update is None:
+            served = parse_label(str((await self._routes.get("/model_info"))["weight_version"]))
+            if session.update is None and num_changes == self._engine.num_changes:
+                if session.run_id is not None and served.run_id is None:  # a new process, with its checkpoint
+                    self._was_replaced, self._engine.timings = True, None
+                session.found(served.version, served.run_id, torn=self._engine.found(served))
+        return session.state
+
+    # ------------------------------------------------------------------------------------------------- generation
+
+    async def generate(self, request: GenerateRequest) -> GenerateResponse:
+        """See `InferenceEndpoint.generate`. Cancelling the call aborts the request in the server."""
+        await self.capabilities()
+        check_request(request, self._attached.limits)
+        if request.request_id in self._running:
+            raise InvalidRequestError(f"request id {request.request_id!r} is in use by a running request")
+        self._running.add(request.request_id)
+        try:
+            if self._updates.session.state is EndpointState.POISONED:
+                await self._found()
+            self._updates.session.refuse_if_poisoned()
+            await self._engine.is_open.wait()
+            self._updates.session.refuse_if_poisoned()
+            return await self._sample(request)
+        finally:
+            self._running.discard(request.request_id)
+
+    async def _sample(self, request: GenerateRequest) -> GenerateResponse:
+        session = self._updates.session
+        # Under keep SGLang's prefix cache outlives an update; what runs keeps its own entries.
+        key = f"{session.version}@{session.run_id}#{self._engine.num_changes}"
+        body = body_of(request, self._attached.limits, cache_key=key)
+        self._num_sent += 1
+        try:
+            status, answer = await self._routes.ask("POST", "/generate", body, self._generate_timeout_s)
+        except BaseException:
+            self._engine.in_background(self._abort(rids_of(request)))
+            raise
+        finally:
+            self._num_sent -= 1
+        if status == 400:
+            raise InvalidRequestError(f"SGLang refused the request: {words_of(answer)}")
+        if status != 200:
+            raise ProtocolError(f"POST /generate answered status {status}: {words_of(answer)}", self._url)
+        return response_of(request, answer, self._attached.limits)
+
+    async def _abort(self, rids: Sequence[str]) -> None:
+        """End requests whose caller left. A server that is paused loses sight of those that it has not begun."""
+        await self._engine.is_open.wait()
+        await asyncio.gather(*(self._routes.post("/abort_request", {"rid": rid}) for rid in rids))
+
+    async def chat_completion(self, request: ChatCompletionRequest) -> ChatCompletion:
+        """See `InferenceEndpoint.chat_completion`. SGLang renders the messages and decodes the tokens."""
+        can = await self.capabilities()
+        if not can.chat:
+            raise UnsupportedError(f"{self._url} renders no chat messages; use token ids")
+        if request.model != can.model:
+            raise InvalidRequestError(f"model {request.model!r} is not served here, {can.model!r} is")
+        generate_request = GenerateRequest(
+            request_id=f"chatcmpl-{uuid.uuid4().hex}",
+            prompt_token_ids=await rendered(self._routes, request),
+            sampling=request.sampling(),
+        )
+        response = await self.generate(generate_request)
+        return await chat_completion_of(self._routes, request, generate_request, response)
+
+    async def aclose(self) -> None:
+        """See `InferenceEndpoint.aclose`. An open update is ended first, so that the server is not left held."""
+        if (update := self._updates.session.update) is not None:
+            with contextlib.suppress(InflightError):
+                await self._updates.abort_weight_update(update.ref)
+        self._updates.close()
+        await self._engine.aclose(_CLOSE_S)
+        await self._routes.aclose()

@@ -1,0 +1,199 @@
+"""The contract's requests as SGLang's `/generate` takes them, and its answers as the contract has them.
+
+A request for n completions is one batch of n, each with an id and, where the server honours them, a seed of its own:
+SGLang's own ``n`` gives all of them the same seed. Knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from inflight.engines.labels import spans_of
+from inflight.errors import InvalidRequestError, NonFiniteError, ProtocolError, UnsupportedError
+from inflight.wire import DTYPE_SIZES, Completion, GenerateRequest, GenerateResponse, SamplingParams, WeightUpdate
+
+_REASONS = ("stop", "length", "abort")
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """What of a server's settings decides how it is asked."""
+
+    vocab_size: int
+    max_model_len: int
+    largest_kept_set: int
+    """Tokens that a filter may keep: ``--sampling-mask-max-tokens``."""
+    has_seeds: bool
+    """Whether ``sampling_seed`` is honoured: ``--enable-deterministic-inference``. Min-p ends such a server."""
+
+
+def check_request(request: GenerateRequest, limits: RequestLimits) -> None:
+    """Raise `InvalidRequestError` or `UnsupportedError` if the request cannot be served as the contract says."""
+    num_prompt, sampling = len(request.prompt_token_ids), request.sampling
+    room = limits.max_model_len - num_prompt
+    if room < 1 or (sampling.max_tokens or 1) > room:
+        raise InvalidRequestError(
+            f"{num_prompt} prompt tokens and max_tokens {sampling.max_tokens} exceed max_model_len "
+            f"{limits.max_model_len}"
+        )
+    largest = max(request.prompt_token_ids)
+    if largest >= limits.vocab_size:
+        raise InvalidRequestError(f"token id {largest} is outside of the vocabulary of {limits.vocab_size}")
+    if sampling.seed is not None and not limits.has_seeds:
+        raise UnsupportedError(
+            f"seed {sampling.seed}: SGLang honours seeds under --enable-deterministic-inference only, "
+            "and this server was started without it"
+        )
+    if sampling.temperature == 0:
+        return
+    has_top_k = 0 < sampling.top_k < limits.vocab_size
+    if has_top_k and sampling.top_p < 1:
+        raise UnsupportedError(
+            f"top_k {sampling.top_k} together with top_p {sampling.top_p:g}: SGLang takes the nucleus of the whole "
+            "distribution, the contract of what top-k leaves. Give one of them"
+        )
+    if has_top_k and sampling.top_k > limits.largest_kept_set:
+        raise UnsupportedError(
+            f"top_k {sampling.top_k}: SGLang says the logprobs of at most {limits.largest_kept_set} kept tokens; start "
+            f"it with --sampling-mask-max-tokens {sampling.top_k}"
+        )
+    if sampling.min_p > 0 and limits.has_seeds:
+        raise UnsupportedError(
+            f"min_p {sampling.min_p:g}: SGLang cannot draw with seeds under min-p; start it without "
+            "--enable-deterministic-inference"
+        )
+
+
+def is_filtered(sampling: SamplingParams, limits: RequestLimits) -> bool:
+    """Return True if a filter is on. Greedy decoding takes the likeliest token whatever the filters are."""
+    top_k = 0 < sampling.top_k < limits.vocab_size
+    return sampling.temperature > 0 and (top_k or sampling.top_p < 1 or sampling.min_p > 0)
+
+
+def body_of(request: GenerateRequest, limits: RequestLimits, *, cache_key: str) -> dict[str, Any]:
+    """Return the body of ``POST /generate``. Requests of another ``cache_key`` share no cached prefix."""
+    sampling, room = request.sampling, limits.max_model_len - len(request.prompt_token_ids)
+    params = _sampling_params(sampling, room, limits)
+    each = [params | _seed(sampling, index, limits) for index in range(sampling.n)]
+    body = {
+        "input_ids": [list(request.prompt_token_ids)] * sampling.n,
+        "rid": rids_of(request),
+        "sampling_params": each,
+        "return_logprob": True,
+        "extra_key": cache_key,
+    }
+    # The plain logprobs are of the distribution before its filters; these are of what they leave.
+    return body | ({"return_sampling_mask": True} if is_filtered(sampling, limits) else {})
+
+
+def rids_of(request: GenerateRequest) -> list[str]:
+    """Return SGLang's ids of the completions. None is the beginning of another: SGLang aborts by prefix."""
+    start = f"{len(request.request_id)}:{request.request_id}/"
+    return [f"{start}{index}." for index in range(request.sampling.n)]
+
+
+def _sampling_params(sampling: SamplingParams, room: int, limits: RequestLimits) -> dict[str, Any]:
+    greedy = sampling.temperature == 0
+    params: dict[str, Any] = {
+        "max_new_tokens": sampling.max_tokens or room,
+        "temperature": sampling.temperature,
+        "top_p": 1.0 if greedy else sampling.top_p,
+        "top_k": -1,
+        "min_p": 0.0 if greedy else sampling.min_p,
+        "stop": list(sampling.stop),
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": sampling.ignore_eos,
+        "no_stop_trim": True,
+        # What --preferred-sampling-params could set.
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "min_new_tokens": 0,
+    }
+    if is_filtered(sampling, limits):
+        params["top_k"] = sampling.top_k or min(limits.vocab_size, limits.largest_kept_set)
+        params["top_k"] = min(params["top_k"], limits.vocab_size, limits.largest_kept_set)
+    return params
+
+
+def _seed(sampling: SamplingParams, index: int, limits: RequestLimits) -> dict[str, int]:
+    """Return the seed of completion ``index``; without one, a server that honours seeds takes the same every time."""
+    if not limits.has_seeds:
+        return {}
+    if sampling.seed is None:
+        return {"sampling_seed": random.getrandbits(62)}
+    digest = hashlib.sha256(f"{sampling.seed}:{index}".encode()).digest()
+    return {"sampling_seed": int.from_bytes(digest[:8], "little") >> 2}
+
+
+def response_of(request: GenerateRequest, answer: Any, limits: RequestLimits) -> GenerateResponse:
+    """Return SGLang's answer to the body. Raises `NonFiniteError` for broken weights, `ProtocolError` if unreadable."""
+    try:
+        if len(answer) != request.sampling.n:
+            raise ValueError(f"{len(answer)} completions instead of {request.sampling.n}")
+        completions = [_completion(i, item, request.sampling, limits) for i, item in enumerate(answer)]
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise ProtocolError(f"/generate answered no completion: {error!r}") from error
+    return GenerateResponse(request_id=request.request_id, completions=tuple(completions))
+
+
+def _completion(index: int, item: Mapping[str, Any], sampling: SamplingParams, limits: RequestLimits) -> Completion:
+    meta = item["meta_info"]
+    token_ids: Sequence[int] = item["output_ids"]
+    reason = meta["finish_reason"]["type"]
+    if reason not in _REASONS:
+        raise ValueError(f"finish reason {reason!r}")
+    if is_filtered(sampling, limits):
+        logprobs = meta.get("output_token_sampling_logprobs", [])
+        _refuse_cut_sets(meta.get("output_token_sampling_mask", []), sampling, limits)
+    else:
+        logprobs = [entry[0] for entry in meta.get("output_token_logprobs", [])]
+    if any(logprob is None for logprob in logprobs):  # how SGLang writes NaN and infinity
+        raise NonFiniteError("sampled logprobs are not finite: the weights served are broken; publish whole ones")
+    # A request that is aborted in the queue is answered with what was told last, which may be more of one than another.
+    num_tokens = min(len(token_ids), len(logprobs)) if reason == "abort" else len(token_ids)
+    if sampling.ignore_eos and sampling.stop_token_ids:
+        num_tokens, reason = _up_to_stop(token_ids[:num_tokens], sampling, reason)
+    return Completion(
+        index=index,
+        token_ids=tuple(token_ids[:num_tokens]),
+        logprobs=tuple(logprobs[:num_tokens]),
+        version_spans=spans_of(meta.get("weight_versions"), num_tokens),
+        finish_reason=cast(Literal["stop", "length", "abort"], reason),
+    )
+
+
+def _up_to_stop(token_ids: Sequence[int], sampling: SamplingParams, reason: str) -> tuple[int, str]:
+    """Return where a completion ends, and why. Told to ignore the end of sequence, SGLang ignores stop tokens too."""
+    ends = [i for i, token in enumerate(token_ids) if token in sampling.stop_token_ids]
+    return (ends[0] + 1, "stop") if ends else (len(token_ids), reason)
+
+
+def _refuse_cut_sets(masks: Sequence[Sequence[int]], sampling: SamplingParams, limits: RequestLimits) -> None:
+    """Raise `UnsupportedError` if a kept set was cut at the size that SGLang can report."""
+    has_top_k = 0 < sampling.top_k < limits.vocab_size
+    if has_top_k or limits.largest_kept_set >= limits.vocab_size:
+        return
+    if any(len(mask) >= limits.largest_kept_set for mask in masks):
+        raise UnsupportedError(
+            f"top_p {sampling.top_p:g} and min_p {sampling.min_p:g} kept more than {limits.largest_kept_set} tokens, "
+            "and SGLang cuts there; start it with a larger --sampling-mask-max-tokens, or give a top_k"
+        )
+
+
+def misaligned(update: WeightUpdate) -> str | None:
+    """Return what SGLang cannot take of an update's buckets: a tensor off the boundaries of its own element size."""
+    for bucket in update.buckets:
+        offset = 0
+        for tensor in update.manifest.tensors[bucket.start : bucket.stop]:
+            if offset % DTYPE_SIZES[tensor.dtype]:
+                return (
+                    f"tensor {tensor.name!r} ({tensor.dtype}) begins at byte {offset} of bucket {bucket.index}, which "
+                    "SGLang cannot take; order tensors of larger dtypes first"
+                )
+            offset += tensor.size_bytes
+    return None
