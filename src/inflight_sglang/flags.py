@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from inflight.contracts import InferenceEndpoint
-from inflight.engines.kinds import EngineOptions
+from inflight.engines.kinds import EngineOptions, has_gpu
 
 MODULE = "sglang.launch_server"
 NEEDED_ARGUMENTS = ("--disable-overlap-schedule",)
@@ -66,7 +66,7 @@ class SglangKind:
 
     def command(self, options: EngineOptions, host: str, port: int) -> list[str]:
         """See `EngineKind.command`."""
-        device = options.device or "cpu"
+        device = options.device or ("cuda" if has_gpu(None) else "cpu")
         words = ["-m", MODULE, "--model-path", str(options.model), "--host", host, "--port", str(port)]
         words += ["--device", device, "--served-model-name", options.name or options.model.resolve().name]
         context = None if options.max_model_len is None else _context_length(options)

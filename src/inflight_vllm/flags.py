@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from inflight.contracts import InferenceEndpoint
-from inflight.engines.kinds import EngineOptions
+from inflight.engines.kinds import EngineOptions, has_gpu
 
 BACKEND = "inflight"
 """The weight transfer backend that `inflight_vllm.transfer_engine` registers."""
@@ -64,14 +64,14 @@ class VllmKind:
         ):
             if value is not None:
                 words += [flag, str(value)]
-        if options.device != "cuda":
+        if not has_gpu(options.device):
             words.append("--enforce-eager")  # nothing is gained by compiling on a CPU
         return [*words, *needed_arguments(), *options.arguments]
 
     def environment(self, options: EngineOptions) -> Mapping[str, str]:
         """See `EngineKind.environment`."""
         variables = {DEV_MODE: "1", "VLLM_NO_USAGE_STATS": "1"}
-        if options.device != "cuda":
+        if not has_gpu(options.device):
             variables["VLLM_CPU_KVCACHE_SPACE"] = "1"
         if options.threads is not None:
             variables |= {"OMP_NUM_THREADS": str(options.threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}

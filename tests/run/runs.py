@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +80,11 @@ class RunProcess:
             raise AssertionError(f"the run hangs: {self.output()[-3000:]}") from None
 
     def wait_for_steps(self, num_steps: int, timeout_s: float = 120.0) -> None:
+        self._wait_until(lambda: len(self.rows()) >= num_steps, timeout_s)
+
+    def _wait_until(self, condition: Callable[[], bool], timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        while len(self.rows()) < num_steps:
+        while not condition():
             assert self.process.poll() is None, self.output()
             assert time.monotonic() < deadline, self.output()
             time.sleep(0.05)
@@ -89,6 +93,22 @@ class RunProcess:
         path = self.directory / "metrics.jsonl"
         lines = path.read_text().split("\n")[:-1] if path.exists() else []
         return [json.loads(line) for line in lines]
+
+    def events(self, *kinds: str) -> list[dict[str, Any]]:
+        """Events of these kinds, in order."""
+        path = self.directory / "events.jsonl"
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        return [event for event in map(json.loads, lines) if event["kind"] in kinds]
+
+    def wait_for_events(
+        self, kind: str, is_meant: Callable[[dict[str, Any]], bool], timeout_s: float = 120.0
+    ) -> list[dict[str, Any]]:
+        """Return the events that are meant, as soon as there is one."""
+        self._wait_until(lambda: any(map(is_meant, self.events(kind))), timeout_s)
+        return [event for event in self.events(kind) if is_meant(event)]
+
+    def wait_for_output(self, text: str, timeout_s: float = 120.0) -> None:
+        self._wait_until(lambda: text in self.output(), timeout_s)
 
     def summary(self) -> dict[str, Any]:
         return json.loads((self.directory / "summary.json").read_text())

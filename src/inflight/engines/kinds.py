@@ -42,6 +42,11 @@ class EngineOptions:
     """Further arguments of the engine's own command line, after ours."""
 
 
+def has_gpu(device: str | None) -> bool:
+    """Return True if an engine that is started for ``device`` finds a GPU; None: whether this machine has one."""
+    return device.startswith("cuda") if device is not None else Path("/dev/nvidiactl").exists()
+
+
 class EngineKind(Protocol):
     """One kind of engine. Values of it hold no state."""
 

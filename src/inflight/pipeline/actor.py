@@ -1,19 +1,20 @@
 """The actor: keeps every endpoint full with groups, scores them, and hands finished groups on.
 
-Work goes to the endpoint with the fewest running groups. An endpoint that fails is left out and its groups are issued
-again elsewhere; when none is left the actor stops with the reason. Knows nothing of trainers.
+Work goes to the endpoint with the fewest running groups, among those that `Actor.serve` named last. An endpoint that
+fails is lost: its groups are issued again elsewhere, and it gets no work before it is named again. Knows nothing of
+trainers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 from inflight.contracts import InferenceEndpoint, Task
-from inflight.errors import EndpointError, InflightError, TaskError
+from inflight.errors import EndpointError, InflightError, ProtocolError, TaskError
 from inflight.rollouts import Ledger
 from inflight.types import Group, Rollout, TaskItem
 from inflight.weights.threads import run_abandonable
@@ -22,10 +23,14 @@ from inflight.wire import Completion, GenerateRequest, SamplingParams
 
 @dataclass(slots=True, eq=False)
 class _Seat:
-    """One endpoint and how many groups it may run."""
+    """One endpoint, how many groups it may run, and the version that was last published to it."""
 
     endpoint: InferenceEndpoint
     capacity: int
+    version: int | None = None
+    """None while it gets no work."""
+    takes_seeds: bool | None = None
+    """What it declares; None before it was asked."""
     running: set[asyncio.Task[None]] = field(default_factory=set)
 
 
@@ -61,7 +66,9 @@ class Actor:
         self._failure: BaseException | None = None
         self._num_issued = 0
         self.lost: dict[str, str] = {}
-        """Endpoints that failed, and how."""
+        """Endpoints that get no work because they failed, and how."""
+        self.unserved = asyncio.Event()
+        """Set while no endpoint gets work, from the first loss on."""
 
     @property
     def num_running(self) -> int:
@@ -72,21 +79,31 @@ class Actor:
         """Look again whether something may be issued."""
         self._changed.set()
 
+    def serve(self, names: Collection[str], version: int) -> None:
+        """From now on work goes to these endpoints, which ``version`` was published to, and to no other."""
+        for seat in self._seats:
+            if seat.endpoint.name in names:
+                seat.version = version
+                self.lost.pop(seat.endpoint.name, None)
+                self.unserved.clear()
+            else:
+                self.lose(seat.endpoint.name, f"it could not be brought to version {version}")
+        self.wake()
+
     def lose(self, name: str, reason: str) -> None:
-        """Leave an endpoint out; its groups are issued again elsewhere. Fails the actor if it was the last one."""
-        seats = [seat for seat in self._seats if seat.endpoint.name == name]
-        for seat in seats:
-            self.lost[name] = reason
-            self._seats.remove(seat)
-            for running in seat.running:
-                running.cancel()
-        if seats and not self._seats:
-            causes = "; ".join(f"{lost}: {why}" for lost, why in self.lost.items())
-            self._fail(EndpointError(f"no inference server is left ({causes})"))
+        """Give an endpoint no work until it is served again; its groups are issued again elsewhere."""
+        for seat in self._seats:
+            if seat.endpoint.name == name:
+                self.lost.setdefault(name, reason)
+                for running in seat.running if seat.version is not None else ():
+                    running.cancel()
+                seat.version = None
+        if all(seat.version is None for seat in self._seats):
+            self.unserved.set()
         self.wake()
 
     async def run(self) -> None:
-        """Issue groups for ever; raises what a reward function raised, or why no endpoint is left."""
+        """Issue groups for ever; raises what a reward function raised."""
         try:
             while self._failure is None:
                 self._changed.clear()
@@ -105,7 +122,7 @@ class Actor:
         self.wake()
 
     def _free_seat(self) -> _Seat | None:
-        free = [seat for seat in self._seats if len(seat.running) < seat.capacity]
+        free = [seat for seat in self._seats if seat.version is not None and len(seat.running) < seat.capacity]
         return min(free, key=lambda seat: len(seat.running) / seat.capacity, default=None)
 
     def _issue(self, seat: _Seat) -> None:
@@ -135,12 +152,16 @@ class Actor:
         except Exception as error:  # tasks are user code
             raise TaskError(f"task {self._task.name!r} failed to make item {index}: {error!r}") from error
         prompt_token_ids = self.render(item)
+        if seat.takes_seeds is None:
+            seat.takes_seeds = (await seat.endpoint.capabilities()).seeds
         request = GenerateRequest(
             request_id=f"item-{index}-{serial}",
             prompt_token_ids=prompt_token_ids,
-            sampling=self._sampling.model_copy(update={"seed": _seed(self._seed, index)}),
+            sampling=self._sampling.model_copy(update={"seed": _seed(self._seed, index) if seat.takes_seeds else None}),
         )
+        version = seat.version
         response = await seat.endpoint.generate(request)
+        _check_versions(seat.endpoint.name, version, response.completions)
         if any(completion.finish_reason == "abort" for completion in response.completions):
             self._ledger.requeue(index)
             return
@@ -190,6 +211,16 @@ class Actor:
             raise
         except Exception as error:  # rewards are user code
             raise TaskError(f"the reward of task {self._task.name!r} raised on item {item.index}: {error!r}") from error
+
+
+def _check_versions(name: str, version: int | None, completions: Collection[Completion]) -> None:
+    """Raise `ProtocolError` for tokens that are older than what was published before they were asked for."""
+    oldest = min((span.version for completion in completions for span in completion.version_spans), default=version)
+    if version is not None and oldest is not None and oldest < version:
+        raise ProtocolError(
+            f"version {version} was published to it, it sampled from version {oldest}: another server took its place",
+            name,
+        )
 
 
 def _seed(seed: int, index: int) -> int:

@@ -6,7 +6,7 @@ import difflib
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -35,7 +35,8 @@ class RunSection(Section):
     seed: int = 0
     checkpoint_every_steps: int = Field(default=50, ge=1)
     keep_checkpoints: int = Field(default=2, ge=1)
-    start_timeout_s: float = Field(default=180.0, gt=0)
+    start_timeout_s: float = Field(default=300.0, gt=0)
+    """Longest wait for the servers to start, and for one of them to come back once none is left."""
     step_timeout_s: float = Field(default=900.0, gt=0)
     """Longest wait for one batch of finished completions, or for one optimizer step."""
 
@@ -63,12 +64,38 @@ class SamplingSection(Section):
     max_tokens: int = Field(default=128, ge=1)
 
 
-class ServersSection(Section):
-    """The fleet: ``count`` embedded servers started by the run, or running ones by URL."""
+class FleetMember(Section):
+    """``count`` servers that are started alike."""
 
+    engine: str = "local"
+    """``local``, the embedded engine, or an entry point in the group ``inflight.engines``."""
     count: int = Field(default=1, ge=1)
+    python: Path | None = None
+    """Interpreter of the engine's virtual environment; None: the one that runs this."""
+    engine_arguments: tuple[str, ...] = ()
+    """Further arguments of the engine's own command line."""
+    max_concurrent: int = Field(default=64, ge=1)
+
+    @model_validator(mode="after")
+    def _embedded_engine_takes_none(self) -> FleetMember:
+        _check_embedded(self)
+        return self
+
+
+class ServersSection(Section):
+    """The fleet: servers started by the run, ``count`` of one engine or a mixed ``fleet``, or running ones by URL."""
+
+    engine: str = "local"
+    count: int = Field(default=1, ge=1)
+    python: Path | None = None
+    engine_arguments: tuple[str, ...] = ()
+    fleet: tuple[FleetMember, ...] = ()
+    """Tables of a mixed fleet, in the place of ``engine``, ``count``, ``python`` and ``engine_arguments``."""
     urls: tuple[str, ...] = ()
-    """Servers to attach to; when given, none is started. The control token is read from INFLIGHT_TOKEN."""
+    """Servers to attach to; when given, none is started. The control token is read from INFLIGHT_TOKEN.
+
+    ``http://...`` speaks the contract; ``vllm+http://...`` and ``sglang+http://...`` are the engines' own servers.
+    """
     max_concurrent: int = Field(default=64, ge=1)
     threads: int = Field(default=1, ge=1)
     device: str | None = None
@@ -76,6 +103,45 @@ class ServersSection(Section):
     publish_deadline_s: float = Field(default=60.0, gt=0)
     backend: Literal["gloo", "nccl"] = "gloo"
     generate_timeout_s: float = Field(default=600.0, gt=0)
+
+    @property
+    def members(self) -> tuple[FleetMember, ...]:
+        """What is to be started; nothing if there are URLs."""
+        if self.urls:
+            return ()
+        if not self.fleet:
+            return (
+                FleetMember(
+                    engine=self.engine,
+                    count=self.count,
+                    python=self.python,
+                    engine_arguments=self.engine_arguments,
+                    max_concurrent=self.max_concurrent,
+                ),
+            )
+        inherited = {"max_concurrent": self.max_concurrent}
+        return tuple(
+            member if "max_concurrent" in member.model_fields_set else member.model_copy(update=inherited)
+            for member in self.fleet
+        )
+
+    @model_validator(mode="after")
+    def _says_once_what_to_start(self) -> ServersSection:
+        alike = [name for name in ("engine", "count", "python", "engine_arguments") if name in self.model_fields_set]
+        if self.fleet and alike:
+            raise ValueError(f"servers.fleet replaces servers.{alike[0]}: write it in the fleet's tables")
+        started = [name for name in ("fleet", "engine") if name in self.model_fields_set]
+        if self.urls and started:
+            raise ValueError(
+                f"servers.urls attaches to running servers and starts none: leave servers.{started[0]} out, or the urls"
+            )
+        _check_embedded(self)
+        return self
+
+
+def _check_embedded(section: FleetMember | ServersSection) -> None:
+    if section.engine == "local" and (section.python is not None or section.engine_arguments):
+        raise ValueError("python and engine_arguments are for other engines, and engine is 'local': name the engine")
 
 
 class TrainSection(Section):
@@ -119,10 +185,11 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> RunConfig:
-        if self.sampling.group_size > self.servers.max_concurrent:
+        limits = [member.max_concurrent for member in self.servers.members] or [self.servers.max_concurrent]
+        if self.sampling.group_size > min(limits):
             raise ValueError(
                 f"sampling.group_size {self.sampling.group_size} exceeds servers.max_concurrent "
-                f"{self.servers.max_concurrent}: a group would never run as a whole"
+                f"{min(limits)}: a group would never run as a whole"
             )
         if self.run.mode == "conventional" and self.run.conventional_steps - 1 > self.loss.max_lag:
             raise ValueError(
@@ -201,5 +268,7 @@ def _explain(problem: Any) -> str:
 def _known_keys(sections: Sequence[str]) -> list[str]:
     model: Any = RunConfig
     for section in sections:
-        model = model.model_fields[section].annotation
+        if not section.isdigit():  # the index of a table in a list of them
+            annotation = model.model_fields[section].annotation
+            model = next(iter(get_args(annotation)), annotation)
     return list(model.model_fields)

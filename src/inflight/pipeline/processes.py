@@ -11,15 +11,18 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from inflight.errors import ConfigError, EndpointError, WorkerDiedError
 from inflight.pipeline.channel import Message, RunChannel
-from inflight.pipeline.config import RunConfig
+from inflight.pipeline.config import FleetMember, RunConfig
 
 _POLL_S = 0.05
 _STOP_S = 10.0
+_STOP_ENGINE_S = 30.0
+"""For a server that has an engine's own server to stop."""
+_NUM_LINES = 24
 
 
 @dataclass(slots=True, eq=False)
@@ -29,12 +32,13 @@ class Process:
     name: str
     process: asyncio.subprocess.Process
     log: Path
+    stop_s: float = field(default=_STOP_S, kw_only=True)
 
     def how_it_ended(self) -> str:
         """Say how it ended, with the last lines of its output."""
         code = self.process.returncode
         how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with status {code}"
-        lines = self.log.read_text(errors="replace").strip().splitlines()[-8:] if self.log.exists() else []
+        lines = self.log.read_text(errors="replace").strip().splitlines()[-_NUM_LINES:] if self.log.exists() else []
         quoted = "\n".join(f"    {line}" for line in lines)
         return f"{self.name} {how}; the end of {self.log}:\n{quoted}" if quoted else f"{self.name} {how}"
 
@@ -43,7 +47,7 @@ class Process:
         if self.process.stdin is not None:
             self.process.stdin.close()
         try:
-            async with asyncio.timeout(_STOP_S):
+            async with asyncio.timeout(self.stop_s):
                 await self.process.wait()
         except TimeoutError:
             self.process.kill()
@@ -52,9 +56,16 @@ class Process:
 
 @dataclass(slots=True, eq=False)
 class Server(Process):
-    """An inference server that this run started."""
+    """An inference server that this run started; ``url`` is empty until it answers."""
 
+    max_concurrent: int
     url: str = ""
+
+    async def stop(self) -> None:
+        """See `Process.stop`. One that is still starting does not watch its input yet, and is told by a signal."""
+        if not self.url and self.process.returncode is None:
+            self.process.terminate()
+        await Process.stop(self)
 
 
 @dataclass(slots=True, eq=False)
@@ -65,34 +76,47 @@ class Rank(Process):
 
 
 async def start_servers(config: RunConfig, directory: Path, token: str, model_path: Path) -> list[Server]:
-    """Start the embedded servers and wait until they answer. Raises `ConfigError` with a server's own last words."""
-    servers = []
+    """Start the fleet side by side and wait until all answer. Raises `ConfigError` with a server's own last words."""
+    servers: list[Server] = []
     try:
-        for i in range(config.servers.count):
-            servers.append(await _start_server(config, directory, token, model_path, i))
+        for member in config.servers.members:
+            for _ in range(member.count):
+                servers.append(await _start_server(config, member, directory, token, model_path, len(servers)))
         async with asyncio.timeout(config.run.start_timeout_s):
             await asyncio.gather(*(_wait_until_ready(server, directory) for server in servers))
     except BaseException as error:
+        waiting = ", ".join(server.name for server in servers if not server.url)
         await asyncio.gather(*(server.stop() for server in servers))
         if isinstance(error, TimeoutError):
-            raise ConfigError(f"servers did not answer within {config.run.start_timeout_s:g} s") from error
+            raise ConfigError(
+                f"{waiting} did not answer within {config.run.start_timeout_s:g} s; run.start_timeout_s is the limit"
+            ) from error
         raise
     return servers
 
 
-async def _start_server(config: RunConfig, directory: Path, token: str, model_path: Path, index: int) -> Server:
-    name = f"server-{index}"
+async def _start_server(
+    config: RunConfig, member: FleetMember, directory: Path, token: str, model_path: Path, index: int
+) -> Server:
+    is_embedded = member.engine == "local"
+    name = f"server-{index}" if is_embedded else f"server-{index}-{member.engine}"
     ready_file = _ready_file(directory, name)
     ready_file.unlink(missing_ok=True)
     command = [sys.executable, "-m", "inflight", "serve", str(model_path), "--port", "0"]
     command += ["--ready-file", str(ready_file), "--exit-with-stdin", "--name", config.model.path.name]
-    command += ["--dtype", config.model.dtype, "--max-concurrent", str(config.servers.max_concurrent)]
+    command += ["--dtype", config.model.dtype, "--max-concurrent", str(member.max_concurrent)]
     command += ["--threads", str(config.servers.threads)]
     if config.servers.device is not None:
         command += ["--device", config.servers.device]
+    if not is_embedded:
+        command += ["--engine", member.engine, "--start-timeout", str(config.run.start_timeout_s)]
+        command += ["--log", str(directory / f"{name}.engine.log")]
+        command += [f"--engine-arg={argument}" for argument in member.engine_arguments]
+        command += [] if member.python is None else ["--python", str(member.python)]
     log = directory / f"{name}.log"
     environment = {**os.environ, "INFLIGHT_TOKEN": token, "OMP_NUM_THREADS": str(config.servers.threads)}
-    return Server(name, await _spawn(command, log, environment), log)
+    process = await _spawn(command, log, environment)
+    return Server(name, process, log, member.max_concurrent, stop_s=_STOP_S if is_embedded else _STOP_ENGINE_S)
 
 
 async def _wait_until_ready(server: Server, directory: Path) -> None:

@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 
 from inflight import __version__
 from inflight.checkpoints import load_config, load_tokenizer
-from inflight.errors import CheckpointError, ConfigError, InflightError, TrainerError
-from inflight.http.client import HttpEndpoint
+from inflight.contracts import InferenceEndpoint
+from inflight.errors import CheckpointError, ConfigError, EndpointError, InflightError, TrainerError
 from inflight.losses import PRESETS, Metrics, add_metrics, decode_metrics, metric_values
 from inflight.pipeline.actor import Actor
 from inflight.pipeline.admission import PhasedAdmission, TokensPerGroup, pipeline_admission
@@ -31,6 +31,7 @@ from inflight.pipeline.batches import StepBatch, frames_of, make_batch, split_ev
 from inflight.pipeline.channel import Message
 from inflight.pipeline.checkpoints import checkpoint_path, finish_checkpoint, latest_checkpoint
 from inflight.pipeline.config import RunConfig
+from inflight.pipeline.fleet import check_servers, connect_fleet, sequence_limits
 from inflight.pipeline.journal import Journal
 from inflight.pipeline.plots import plot_run
 from inflight.pipeline.processes import Server, start_servers, watch_servers
@@ -44,6 +45,8 @@ T = TypeVar("T")
 
 _SAMPLE_S = 0.05
 """How often the timeline notes what is running."""
+_ASK_AGAIN_S = 0.5
+"""Pause between two questions whether a server is back, while there is none."""
 _REAP_S = 0.5
 """How long a server's process may take to end after its connections broke."""
 
@@ -65,8 +68,9 @@ class _Run:
         if config.loss.preset not in PRESETS:
             raise ConfigError(f"unknown loss preset {config.loss.preset!r}; known: {', '.join(sorted(PRESETS))}")
         self._preset = PRESETS[config.loss.preset]
+        check_servers(config.servers)
         self._task = load_task(config.task.name, config.task.params, config.run.seed)
-        load_config(config.model.path)
+        self._vocab_size = int(load_config(config.model.path).get_text_config().vocab_size)
         self._tokenizer = load_tokenizer(config.model.path)
         if self._tokenizer is None:
             raise ConfigError(f"model directory {str(config.model.path)!r} has no tokenizer")
@@ -85,8 +89,9 @@ class _Run:
         self._arrived = asyncio.Event()
         self._servers: list[Server] = []
         self._told: set[str] = set()
+        """Servers whose end was told, and texts that were."""
         self._trainers = TrainerGroup(config, [])
-        self._endpoints: list[HttpEndpoint] = []
+        self._endpoints: list[InferenceEndpoint] = []
         self._actor: Actor
 
     def _open_directory(self, resume: bool) -> tuple[Path | None, dict[str, Any] | None]:
@@ -127,9 +132,9 @@ class _Run:
         background: list[asyncio.Task[Any]] = []
         try:
             await self._unless_interrupted(self._start())
-            background = [
-                asyncio.create_task(call) for call in (self._actor.run(), self._watch_servers(), self._note_what_runs())
-            ]
+            calls = [self._actor.run(), self._bring_servers_back(), self._note_what_runs()]
+            calls += [self._watch_servers()] if self._servers else []
+            background = [asyncio.create_task(call) for call in calls]
             training = asyncio.create_task(self._train())
             await asyncio.wait({training, *background}, return_when=asyncio.FIRST_COMPLETED)
             if not training.done():
@@ -173,17 +178,11 @@ class _Run:
         if not config.servers.urls:
             self._servers = await start_servers(config, logs, token, config.model.path)
         urls = config.servers.urls or tuple(server.url for server in self._servers)
-        timeout_s = config.servers.generate_timeout_s
-        self._endpoints = [HttpEndpoint(url, token=token, generate_timeout_s=timeout_s) for url in urls]
-        capabilities = await asyncio.gather(*(endpoint.capabilities() for endpoint in self._endpoints))
-        for endpoint, can in zip(self._endpoints, capabilities, strict=True):
-            if config.servers.in_flight not in can.in_flight_policies:
-                raise ConfigError(f"{endpoint.name} does not declare the in-flight policy {config.servers.in_flight}")
+        limits = [server.max_concurrent for server in self._servers] or [config.servers.max_concurrent] * len(urls)
+        self._endpoints = connect_fleet(config, urls, token)
+        wanted = dict(zip(self._endpoints, limits, strict=True))
         self._actor = Actor(
-            {
-                e: min(can.max_concurrent_sequences, config.servers.max_concurrent)
-                for e, can in zip(self._endpoints, capabilities, strict=True)
-            },
+            await sequence_limits(config, self._vocab_size, wanted),
             self._task,
             self._tokenizer,
             SamplingParams(
@@ -201,6 +200,8 @@ class _Run:
         answer = await self._trainers.load_and_connect(urls, run_id, self._checkpoint)
         self._version = answer["version"]
         self._note_publish(answer)
+        if not answer["endpoints"]:
+            raise self._nobody_left()
 
     def _admission(self) -> Callable[[], bool]:
         if self._config.run.mode == "conventional":
@@ -220,7 +221,7 @@ class _Run:
         await asyncio.gather(self._trainers.stop(), *(server.stop() for server in self._servers))
 
     async def _watch_servers(self) -> None:
-        """Say which of our own servers died; the actor issues its work elsewhere, or fails if it was the last one."""
+        """Say which of our own servers died; the actor issues its work elsewhere. Raises if it was the last one."""
         alive = list(self._servers)
         while alive:
             error = await watch_servers(alive)
@@ -228,7 +229,31 @@ class _Run:
             self._progress.note(error.message)
             self._told.add(error.endpoint)
             self._actor.lose(error.endpoint, error.message)
-        await asyncio.Event().wait()
+        raise self._nobody_left()
+
+    async def _bring_servers_back(self) -> None:
+        """Whenever none is left, publish to the first that answers again. Raises `EndpointError` if none does in time.
+
+        While some are left, each publish asks those that are not.
+        """
+        timeout_s = self._config.run.start_timeout_s
+        while True:
+            await self._actor.unserved.wait()
+            if self._servers:
+                await asyncio.sleep(_REAP_S)  # the ends of all of them end the run, and are seen a little later
+            self._progress.note(f"no inference server is left; waiting up to {timeout_s:g} s for one to come back")
+            deadline = time.monotonic() + timeout_s
+            while self._actor.unserved.is_set():
+                is_late = time.monotonic() > deadline
+                self._note_publish(await self._trainers.publish())
+                if self._actor.unserved.is_set():
+                    if is_late:
+                        raise self._nobody_left()
+                    await asyncio.sleep(_ASK_AGAIN_S)
+
+    def _nobody_left(self) -> EndpointError:
+        causes = "; ".join(f"{lost}: {why}" for lost, why in self._actor.lost.items())
+        return EndpointError(f"no inference server is left ({causes})")
 
     async def _tell_dead_servers(self) -> None:
         """Say how those of our servers ended that did: a broken connection is seen before the end of its process."""
@@ -275,6 +300,10 @@ class _Run:
     # ------------------------------------------------------------------------------------------------------- steps
 
     def _group_finished(self, group: Group) -> None:
+        now = time.time()
+        versions = [span.version for rollout in group.rollouts for span in rollout.version_spans]
+        facts = {"oldest": min(versions, default=None), "newest": max(versions, default=None)}
+        self._journal.event("group", now, now, endpoint=group.endpoint, item=group.item_index, **facts)
         self._journal.group_finished(group)
         rewards = {rollout.reward for rollout in group.rollouts}
         if len(rewards) == 1 and not self._config.train.train_on_equal_rewards and not self._config.loss.reference_kl:
@@ -395,15 +424,24 @@ class _Run:
         self._arrived.set()
 
     def _note_publish(self, answer: Message) -> None:
-        if "publish" not in answer:
+        """Note what a publish did, if there was one, and give work to the servers that it reached, and to no other."""
+        if "endpoints" not in answer:
             return
-        self._journal.event("publish", *answer["publish_span"], version=answer["publish"]["version"])
-        self._journal.held(answer["publish"]["held_s"])
-        for text in answer["lost"]:
+        applied, restored, version = answer["endpoints"], answer["restored"], self._version
+        if "publish" in answer:
+            version = answer["publish"]["version"]
+            self._journal.event("publish", *answer["publish_span"], version=version)
+            self._journal.held(answer["publish"]["held_s"])
+        news = [text for text in answer["lost"] if text not in self._told]
+        self._told.update(news)
+        for text in news:
             self._progress.note(f"a server was left out: {text}")
-        for endpoint in self._endpoints:
-            if endpoint.name not in answer["endpoints"]:
-                self._actor.lose(endpoint.name, "it could not be brought to the new version")
+        for name in restored:
+            self._progress.note(f"{name} is back, at version {version}")
+        if restored or news:
+            facts = {"version": version, "serving": applied, "restored": restored, "removed": answer["removed"]}
+            self._journal.event("fleet", *answer["publish_span"], **facts)
+        self._actor.serve(applied, version)
 
     async def _save(self) -> None:
         """Write a checkpoint; in-flight and unused work is recorded in the ledger, to be issued again."""

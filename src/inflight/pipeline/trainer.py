@@ -12,7 +12,8 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from enum import IntEnum
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from inflight.contracts import TrainerWorker
-from inflight.errors import ConfigError, InflightError, NonFiniteError, PublishError
+from inflight.errors import ConfigError, InflightError, NonFiniteError, PublishError, UnsupportedError
 from inflight.losses import PRESETS, LossPreset, Metrics, add_metrics, encode_metrics
 from inflight.pipeline.channel import Message, WorkerChannel
 from inflight.pipeline.messages import micro_batches_of
@@ -29,6 +30,26 @@ from inflight.weights.publish import WeightPublisher, publish_weights
 
 _PUBLISH_ATTEMPTS = 3
 """A fleet that lost a member, or was left torn by it, is brought to the present version by publishing again."""
+_ASK_S = 1.0
+"""How long a removed endpoint may take to answer."""
+_MAX_PAUSE_S = 60.0
+"""Longest pause before a removed endpoint is asked again; the first is `_ASK_S`, each is twice the one before."""
+
+
+@dataclass(slots=True)
+class _Absence:
+    """A removed endpoint: when it is asked again, and the pause after that."""
+
+    ask_at: float
+    pause_s: float = _ASK_S
+
+
+class _Verdict(IntEnum):
+    """How one attempt to publish ended, as all ranks agree."""
+
+    DONE = 0
+    AGAIN = 1
+    NOBODY = 2
 
 
 def load_worker_factory(name: str) -> Callable[[Mapping[str, object]], TrainerWorker]:
@@ -51,12 +72,14 @@ class Trainer:
         self._worker: TrainerWorker | None = None
         self._reference: TrainerWorker | None = None
         self._publisher: WeightPublisher | None = None
+        self._absences: dict[str, _Absence] = {}
+        self._restored: set[str] = set()
         self._preset: LossPreset | None = None
         self._settings: Message = {}
 
     def run(self) -> None:
         """Answer messages until the run ends or says so."""
-        handlers = {"start": self._start, "train": self._train, "save": self._save}
+        handlers = {"start": self._start, "train": self._train, "save": self._save, "publish": self._publish_again}
         while True:
             try:
                 message, tensors = self._channel.receive()
@@ -150,41 +173,43 @@ class Trainer:
         self._worker.save(Path(message["path"]))
         return {"version": self._worker.version}
 
+    def _publish_again(self, _: Message, __: dict[str, torch.Tensor]) -> Message:
+        """Publish the present version to whoever answers; every removed endpoint is asked, whatever its pause."""
+        for absence in self._absences.values():
+            absence.ask_at = 0.0
+        return self._publish()
+
     def _publish(self) -> Message:
-        """Publish; an endpoint that is gone is left out and the others are brought to the new version."""
+        """Publish to whoever can be reached: who is gone is left out, who is back comes in, all at the new version."""
         assert self._worker is not None
         started = time.time()
+        unfit = self._restore()
+        report: PublishReport | None = None
         lost: list[str] = []
-        while True:
-            report, failed = self._publish_once(may_fail=len(lost) < _PUBLISH_ATTEMPTS - 1)
-            if not failed:
-                break
-            lost.append("" if report is None else report.summary())
-        if report is None:
+        verdict = self._agreed(self._anybody())
+        while verdict is _Verdict.AGAIN:
+            report, verdict = self._publish_once(may_fail=len(lost) < _PUBLISH_ATTEMPTS - 1)
+            if verdict is not _Verdict.DONE:
+                lost.append("" if report is None else report.summary())
+        if self._publisher is None:
             return {}
-        held = {e.endpoint: e.timings.held_s for e in report.endpoints if e.timings is not None}
-        spans = report.spans
-        return {
+        endpoints = self._publisher.endpoints if verdict is _Verdict.DONE else ()
+        answer: Message = {
             "publish_span": [started, time.time()],
-            "publish": {
-                "version": report.version,
-                "size_bytes": report.size_bytes,
-                "held_s": held,
-                "gather_s": spans.gather_s,
-                "hold_s": spans.hold_s,
-                "wire_s": spans.wire_s,
-                "load_s": spans.load_s,
-                "first_token_s": spans.first_token_s,
-                "total_s": spans.total_s,
-            },
-            "endpoints": [e.endpoint for e in report.endpoints],
-            "lost": lost,
+            "endpoints": list(endpoints),
+            "lost": [*unfit, *lost],
+            "restored": sorted(self._restored.intersection(endpoints)),
+            "removed": list(self._publisher.removed),
         }
+        for name in endpoints:
+            self._absences.pop(name, None)
+        return answer if report is None or not endpoints else answer | {"publish": _facts(report)}
 
-    def _publish_once(self, *, may_fail: bool) -> tuple[PublishReport | None, bool]:
-        """Return the report (rank 0 only), and on every rank whether it failed and is to be tried again."""
+    def _publish_once(self, *, may_fail: bool) -> tuple[PublishReport | None, _Verdict]:
+        """Return the report (rank 0 only), and on every rank how it ended."""
         assert self._worker is not None
-        report, failed = None, False
+        report, verdict = None, _Verdict.DONE
+        had_group = self._publisher is not None and self._publisher.has_group
         try:
             report = publish_weights(
                 self._worker,
@@ -193,23 +218,88 @@ class Trainer:
                 deadline_s=self._settings["publish_deadline_s"],
             )
         except PublishError as error:
-            if not (may_fail and self._can_go_on(error.report)):
+            report = error.report
+            if not self._can_go_on(report, had_group=had_group, may_fail=may_fail):
                 raise
-            report, failed = error.report, True
-        if self._worker.world_size > 1:
-            agreed = torch.tensor(int(failed))
-            dist.broadcast(agreed, 0)
-            failed = bool(agreed)
-        return report, failed
+            verdict = self._anybody()
+        return report, self._agreed(verdict)
 
-    def _can_go_on(self, report: PublishReport) -> bool:
-        """Remove the endpoints that are gone; true if others are left and none of them refused."""
+    def _agreed(self, verdict: _Verdict) -> _Verdict:
+        """Return rank 0's verdict on every rank."""
+        assert self._worker is not None
+        if self._worker.world_size == 1:
+            return verdict
+        agreed = torch.tensor(int(verdict))
+        dist.broadcast(agreed, 0)
+        return _Verdict(int(agreed))
+
+    def _anybody(self) -> _Verdict:
+        return _Verdict.NOBODY if self._publisher is not None and not self._publisher.endpoints else _Verdict.AGAIN
+
+    def _can_go_on(self, report: PublishReport, *, had_group: bool, may_fail: bool) -> bool:
+        """Remove the endpoints that are gone; true if publishing again to those that are left may succeed.
+
+        A server that was restarted refuses what is sent to the group that it was a member of. So a refusal counts
+        once the group was formed for it. An endpoint that was just restored has one attempt.
+        """
         assert self._publisher is not None
+        gone, refused = set[str](), set[str]()
         for endpoint in report.endpoints:
             if endpoint.outcome in (Outcome.UNREACHABLE, Outcome.TIMED_OUT):
-                self._publisher.remove(endpoint.endpoint)
-        refused = any(endpoint.outcome is Outcome.REFUSED for endpoint in report.endpoints)
-        return bool(self._publisher.endpoints) and not refused
+                gone.add(endpoint.endpoint)
+            elif endpoint.outcome is Outcome.REFUSED:
+                refused.add(endpoint.endpoint)
+            if endpoint.outcome is not Outcome.APPLIED and endpoint.endpoint in self._restored:
+                gone.add(endpoint.endpoint)
+        for name in gone:
+            self._remove(name)
+        if refused - gone and not had_group:
+            return False
+        return may_fail or bool(gone)
+
+    def _remove(self, name: str) -> None:
+        """Leave an endpoint out until it answers again."""
+        assert self._publisher is not None
+        self._publisher.remove(name)
+        self._restored.discard(name)
+        self._pause(name)
+
+    def _pause(self, name: str) -> None:
+        """Ask an endpoint again later, and each time later than the time before."""
+        absence = self._absences.setdefault(name, _Absence(0.0))
+        absence.ask_at = time.monotonic() + absence.pause_s
+        absence.pause_s = min(2 * absence.pause_s, _MAX_PAUSE_S)
+
+    def _restore(self) -> list[str]:
+        """Ask the removed endpoints whose pause is over; those that answer take part in the publish that comes.
+
+        Returns what a user should know of the others: what came back where a server was is another one.
+        """
+        self._restored = set()
+        if self._publisher is None:
+            return []
+        due = [name for name, absence in self._absences.items() if absence.ask_at <= time.monotonic()]
+        silent = self._publisher.restore(*due, timeout_s=_ASK_S)
+        for name in silent:
+            self._pause(name)
+        self._restored = set(due) - set(silent)
+        return [str(error) for error in silent.values() if isinstance(error, UnsupportedError)]
+
+
+def _facts(report: PublishReport) -> Message:
+    """What the run notes of a publish."""
+    spans = report.spans
+    return {
+        "version": report.version,
+        "size_bytes": report.size_bytes,
+        "held_s": {e.endpoint: e.timings.held_s for e in report.endpoints if e.timings is not None},
+        "gather_s": spans.gather_s,
+        "hold_s": spans.hold_s,
+        "wire_s": spans.wire_s,
+        "load_s": spans.load_s,
+        "first_token_s": spans.first_token_s,
+        "total_s": spans.total_s,
+    }
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ class TrainerGroup:
 
     def __init__(self, config: RunConfig, ranks: Sequence[Rank]) -> None:
         self._config = config
+        self._asking = asyncio.Lock()
         self.ranks = ranks
 
     @classmethod
@@ -62,6 +63,10 @@ class TrainerGroup:
         """Take one optimizer step on each rank's frame; returns every rank's answer."""
         return await self._ask(frames, self._config.run.step_timeout_s)
 
+    async def publish(self) -> Message:
+        """Publish the present version to whoever answers, once the ranks are free; returns rank 0's answer."""
+        return (await self._ask([encode({"type": "publish"})] * len(self.ranks), self._config.run.step_timeout_s))[0]
+
     async def save(self, path: Path) -> None:
         """Write a checkpoint of the workers."""
         message = encode({"type": "save", "path": str(path)})
@@ -74,7 +79,8 @@ class TrainerGroup:
         await asyncio.gather(*(rank.stop() for rank in self.ranks))
 
     async def _ask(self, frames: Sequence[bytes], timeout_s: float) -> list[Message]:
-        answers = await ask(self.ranks, frames, timeout_s)
+        async with self._asking:
+            answers = await ask(self.ranks, frames, timeout_s)
         for answer in answers:
             if answer["type"] == "error":
                 raise error_from_code(answer["code"], answer["message"])

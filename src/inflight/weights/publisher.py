@@ -16,8 +16,8 @@ from typing import Any, Literal, TypeVar
 import anyio.from_thread
 
 from inflight.contracts import InferenceEndpoint, WeightSender
-from inflight.errors import ConfigError, DeadlineError, TransferError, UnsupportedError
-from inflight.http.client import HttpEndpoint
+from inflight.engines.kinds import connect_endpoint
+from inflight.errors import ConfigError, DeadlineError, InflightError, TransferError, UnsupportedError
 from inflight.weights.packing import Packer
 from inflight.weights.threads import run_abandonable
 from inflight.weights.transports.process_group import ProcessGroupSender
@@ -73,11 +73,11 @@ class WeightPublisher:
         address: str = "127.0.0.1",
         connect_timeout_s: float = 60.0,
     ) -> WeightPublisher:
-        """Return a publisher, connected, to servers that speak the contract over HTTP.
+        """Return a publisher, connected, to running servers: of the contract, or an engine's own by ``ENGINE+http://``.
 
         ``address`` is this machine's address as the servers see it.
         """
-        endpoints = [HttpEndpoint(url, token=token) for url in urls]
+        endpoints = [connect_endpoint(url, token=token) for url in urls]
         sender = ProcessGroupSender(backend, address)
         return cls(endpoints, sender, run_id=run_id, connect_timeout_s=connect_timeout_s).__enter__()
 
@@ -87,13 +87,23 @@ class WeightPublisher:
         return tuple(endpoint.name for endpoint in self._endpoints)
 
     @property
+    def removed(self) -> tuple[str, ...]:
+        """Names of the endpoints that were removed."""
+        return tuple(endpoint.name for endpoint in self._removed)
+
+    @property
+    def has_group(self) -> bool:
+        """True while the group of an earlier publish is in use."""
+        return self._group_is_usable
+
+    @property
     def members(self) -> tuple[InferenceEndpoint, ...]:
         """The endpoints that the next publish goes to; their calls belong into `run` and `start`."""
         return self._endpoints
 
     @property
     def capabilities(self) -> dict[str, Capabilities]:
-        """What each endpoint declared when the publisher connected."""
+        """What each endpoint declared when the publisher connected, or restored it."""
         return dict(self._capabilities)
 
     def __enter__(self) -> WeightPublisher:
@@ -124,9 +134,29 @@ class WeightPublisher:
 
     def remove(self, name: str) -> None:
         """Leave an endpoint out from now on; the next publish forms the group anew. Unknown names are ignored."""
-        self._removed += [endpoint for endpoint in self._endpoints if endpoint.name == name]
-        self._endpoints = tuple(endpoint for endpoint in self._endpoints if endpoint.name != name)
-        self._group_is_usable = False
+        found = [endpoint for endpoint in self._endpoints if endpoint.name == name]
+        if found:
+            self._removed += found
+            self._endpoints = tuple(endpoint for endpoint in self._endpoints if endpoint.name != name)
+            self._group_is_usable = False
+
+    def restore(self, *names: str, timeout_s: float = 1.0) -> dict[str, InflightError]:
+        """Have the next publish go to removed endpoints again, in a group formed anew; names that are not are ignored.
+
+        Each is asked first for its capabilities and its version, within ``timeout_s`` seconds, all at the same time.
+        Returns why those that stay removed do: they gave no answer, or do not declare what they did before.
+        """
+        asked = [endpoint for endpoint in self._removed if endpoint.name in names]
+        if not asked:
+            return {}
+        answers = self.run(self._ask_again, asked, timeout_s)
+        back = [endpoint for endpoint in asked if not isinstance(answers[endpoint.name], InflightError)]
+        self._capabilities |= {name: can for name, can in answers.items() if not isinstance(can, InflightError)}
+        if back:
+            self._removed = [endpoint for endpoint in self._removed if endpoint not in back]
+            self._endpoints += tuple(back)
+            self._group_is_usable = False
+        return {name: answer for name, answer in answers.items() if isinstance(answer, InflightError)}
 
     def ensure_group(self, timeout_s: float | None = None) -> None:
         """Form the weight group if it is not usable, within ``timeout_s`` (None: the connection's timeout).
@@ -171,6 +201,23 @@ class WeightPublisher:
             raise DeadlineError(f"not all of {names} answered within {self._connect_timeout_s:g} s") from error
         self._capabilities = {e.name: answer for e, answer in zip(self._endpoints, answers, strict=True)}
 
+    async def _ask_again(
+        self, endpoints: Sequence[InferenceEndpoint], timeout_s: float
+    ) -> dict[str, Capabilities | InflightError]:
+        async def one(endpoint: InferenceEndpoint) -> Capabilities | InflightError:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    can = await endpoint.capabilities()
+                    await endpoint.weight_version()  # capabilities may be remembered: this one asks the server
+            except TimeoutError:
+                return DeadlineError(f"did not answer within {timeout_s:g} s", endpoint.name)
+            except InflightError as error:
+                return error
+            return _as_before(endpoint.name, self._capabilities[endpoint.name], can)
+
+        answers = await asyncio.gather(*(one(endpoint) for endpoint in endpoints))
+        return {endpoint.name: answer for endpoint, answer in zip(endpoints, answers, strict=True)}
+
     async def _form_group(self, timeout_s: float) -> None:
         capabilities = [self._capabilities[endpoint.name] for endpoint in self._endpoints]
         specs = self.sender.specs(self.run_id, [c.num_ranks for c in capabilities], timeout_s)
@@ -201,3 +248,15 @@ class WeightPublisher:
     async def _close_endpoints(self) -> None:
         endpoints = (*self._endpoints, *self._removed)
         await asyncio.gather(*(endpoint.aclose() for endpoint in endpoints), return_exceptions=True)
+
+
+def _as_before(name: str, before: Capabilities, now: Capabilities) -> Capabilities | UnsupportedError:
+    """Return what an endpoint declares now, or an error if less may be asked of it than before."""
+    if (now.dtype, now.vocab_size) != (before.dtype, before.vocab_size):
+        return UnsupportedError(
+            f"{name} came back with {now.model} in {now.dtype} with {now.vocab_size} tokens, "
+            f"it was {before.model} in {before.dtype} with {before.vocab_size}"
+        )
+    if lacking := {*before.in_flight_policies, *before.transports} - {*now.in_flight_policies, *now.transports}:
+        return UnsupportedError(f"{name} came back without {', '.join(sorted(lacking))}")
+    return now

@@ -1,0 +1,304 @@
+"""Fleets: servers of several kinds, servers that go and come back, and what is refused before anything is started."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from inflight.checkpoints import load_tokenizer
+from inflight.errors import ConfigError
+from inflight.http.client import HttpEndpoint
+from inflight.pipeline.actor import Actor
+from inflight.pipeline.config import load_config
+from inflight.pipeline.fleet import check_servers
+from inflight.pipeline.trainer_group import TrainerGroup
+from inflight.rollouts import Ledger, load_task
+from inflight.types import Group
+from inflight.wire import SamplingParams
+from tests.models import make_model
+from tests.run.runs import CONFIG, ROOT, RunProcess, ends_within
+from tests.servers import TOKEN, ServerProcess
+
+pytestmark = pytest.mark.timeout(300)
+
+Start = Callable[..., ServerProcess]
+
+
+@pytest.fixture
+def start_run(tmp_path: Path, model_dir: Path) -> Iterator[Callable[..., RunProcess]]:
+    runs: list[RunProcess] = []
+
+    def start(*overrides: str, **settings: Any) -> RunProcess:
+        runs.append(RunProcess(tmp_path, model_dir, *overrides, environment={"INFLIGHT_TOKEN": TOKEN}, **settings))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.kill()
+
+
+@pytest.fixture
+def config_file(tmp_path: Path, model_dir: Path) -> Path:
+    path = tmp_path / "fleet.toml"
+    path.write_text(CONFIG.format(directory=tmp_path / "run", model=model_dir))
+    return path
+
+
+def replaced(server: ServerProcess, start: Start, model: Path) -> ServerProcess:
+    """Kill a server and start a new one on its port."""
+    server.kill()
+    return start(model, "--port", str(urlsplit(server.url).port))
+
+
+# ----------------------------------------------------------------------------------------------------- the beginning
+
+
+def test_a_mixed_fleet_is_started_side_by_side_and_every_member_samples(start_run: Callable[..., RunProcess]) -> None:
+    fleet = '[{ engine = "local" }, { engine = "local", count = 2, max_concurrent = 8 }]'
+    run = start_run("--servers.fleet", fleet, "--run.num_steps", "4")
+    assert run.wait() == 0, run.output()
+    pids = run.servers()
+    assert len(pids) == 3
+    assert len(run.rows()[-1]["publish"]["held_s"]) == 3
+    assert len({group["endpoint"] for group in run.events("group")}) == 3
+    assert all(ends_within(pid, 1.0) for pid in pids)
+    members = json.loads((run.directory / "config.json").read_text())["servers"]["fleet"]
+    assert [(member["engine"], member["count"]) for member in members] == [("local", 1), ("local", 2)]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ({"fleet": '[{ engine = "local" }]', "count": "2"}, "servers.fleet replaces servers.count"),
+        ({"fleet": '[{ engine = "local" }]', "engine": "vllm"}, "servers.fleet replaces servers.engine"),
+        ({"fleet": '[{ engine = "local" }]', "urls": '["http://a:1"]'}, "leave servers.fleet out, or the urls"),
+        ({"engine": "vllm", "urls": '["http://a:1"]'}, "leave servers.engine out, or the urls"),
+        ({"fleet": '[{ engin = "vllm" }]'}, "unknown key 'servers.fleet.0.engin'; did you mean servers.fleet.0.engine"),
+        ({"fleet": "[{ count = 0 }]"}, "servers.fleet.0.count: Input should be greater than or equal to 1 (got 0)"),
+        ({"fleet": "[{ max_concurrent = 2 }]"}, "sampling.group_size 4 exceeds servers.max_concurrent 2"),
+        ({"python": "/bin/python3"}, "python and engine_arguments are for other engines"),
+        ({"fleet": '[{ engine_arguments = ["--x"] }]'}, "python and engine_arguments are for other engines"),
+    ],
+)
+def test_fields_that_contradict_one_another_are_refused(
+    config_file: Path, overrides: dict[str, str], expected: str
+) -> None:
+    words = [word for key, value in overrides.items() for word in (f"--servers.{key}", value)]
+    with pytest.raises(ConfigError) as refused:
+        load_config(config_file, words)
+    assert expected in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ({"engine": "vlm"}, "unknown engine 'vlm'; known: local, "),
+        ({"fleet": '[{ engine = "local" }, { engine = "vlm" }]'}, "unknown engine 'vlm'; known: local, "),
+        ({"urls": '["vlm+http://127.0.0.1:9"]'}, "unknown engine 'vlm'; known: local, "),
+        ({"urls": '["127.0.0.1:9"]'}, "'127.0.0.1:9' is no endpoint; write http://HOST:PORT"),
+        ({"urls": '["http://127.0.0.1:9", "http://127.0.0.1:9/"]'}, "names http://127.0.0.1:9 twice"),
+        ({"engine": "vllm", "python": "/nowhere/python"}, "servers.python '/nowhere/python' is no interpreter"),
+    ],
+)
+def test_servers_that_cannot_be_are_refused_before_anything_is_started(
+    config_file: Path, overrides: dict[str, str], expected: str
+) -> None:
+    words = [word for key, value in overrides.items() for word in (f"--servers.{key}", value)]
+    with pytest.raises(ConfigError) as refused:
+        check_servers(load_config(config_file, words).servers)
+    assert expected in str(refused.value)
+
+
+def test_an_unknown_engine_leaves_no_run_directory(start_run: Callable[..., RunProcess]) -> None:
+    run = start_run("--servers.engine", "vlm")
+    assert run.wait(60) == 1
+    assert "unknown engine 'vlm'; known: local, sglang, vllm" in run.output()
+    assert "Traceback" not in run.output()
+    assert not run.directory.exists()
+
+
+def test_a_member_of_a_fleet_takes_the_sections_limit_unless_it_has_its_own(config_file: Path) -> None:
+    fleet = '[{ engine = "vllm", max_concurrent = 64 }, { engine = "local" }]'
+    members = load_config(config_file, ["--servers.fleet", fleet, "--servers.max_concurrent", "16"]).servers.members
+    assert [member.max_concurrent for member in members] == [64, 16]
+
+
+@pytest.mark.parametrize("what", ["dtype", "vocabulary"])
+def test_a_server_that_serves_another_kind_of_model_is_named_with_what_to_change(
+    start_run: Callable[..., RunProcess], start_server: Start, model_dir: Path, tmp_path: Path, what: str
+) -> None:
+    if what == "dtype":
+        server = start_server(model_dir, "--dtype", "bfloat16")
+        expected = f"{server.url} serves tiny in bfloat16, the run trains in float32: set model.dtype to bfloat16"
+    else:
+        server = start_server(make_model(tmp_path / "other", vocab_size=300))
+        expected = f"{server.url} serves tiny with a vocabulary of 300 tokens"
+    run = start_run("--servers.urls", json.dumps([server.url]))
+    assert run.wait(90) == 1
+    assert expected in run.output()
+
+
+# ------------------------------------------------------------------------------------------ servers that go and come
+
+
+def test_a_server_replaced_on_its_port_gets_work_again_only_once_it_has_the_present_weights(
+    start_run: Callable[..., RunProcess], start_server: Start, model_dir: Path
+) -> None:
+    steady, fickle = start_server(model_dir), start_server(model_dir)
+    run = start_run("--servers.urls", json.dumps([steady.url, fickle.url]), "--run.num_steps", "100000")
+    run.wait_for_steps(2)
+    replaced(fickle, start_server, model_dir)
+    (back,) = run.wait_for_events("fleet", lambda event: fickle.url in event["restored"])
+    run.wait_for_events("group", lambda event: event["endpoint"] == fickle.url and event["oldest"] >= back["version"])
+    run.interrupt()
+    assert run.wait() == 130, run.output()
+    assert f"{fickle.url} is back, at version {back['version']}" in run.output()
+    events = run.events("group", "fleet")
+    gone = next(i for i, event in enumerate(events) if fickle.url in event.get("removed", ()))
+    groups = [event for event in events[gone:] if event.get("endpoint") == fickle.url]
+    assert groups
+    assert min(group["oldest"] for group in groups) >= back["version"] > 0
+    assert run.summary()["failure"] is None
+
+
+def test_a_run_whose_only_attached_server_comes_back_goes_on(
+    start_run: Callable[..., RunProcess], start_server: Start, model_dir: Path
+) -> None:
+    server = start_server(model_dir)
+    run = start_run("--servers.urls", json.dumps([server.url]), "--run.num_steps", "100000")
+    run.wait_for_steps(2)
+    server.kill()
+    run.wait_for_output("no inference server is left; waiting")
+    start_server(model_dir, "--port", str(urlsplit(server.url).port))
+    run.wait_for_steps(len(run.rows()) + 2)
+    run.interrupt()
+    assert run.wait() == 130, run.output()
+    (back,) = run.events("fleet")[-1:]
+    assert back["restored"] == [server.url]
+
+
+def test_a_run_whose_attached_servers_stay_away_ends_with_how_each_was_lost(
+    start_run: Callable[..., RunProcess], start_server: Start, model_dir: Path
+) -> None:
+    server = start_server(model_dir)
+    limits = ("--run.num_steps", "100000", "--run.start_timeout_s", "3")
+    run = start_run("--servers.urls", json.dumps([server.url]), *limits)
+    run.wait_for_steps(1)
+    server.kill()
+    assert run.wait(90) == 1
+    assert f"no inference server is left ({server.url}: " in run.output()
+    assert "Traceback" not in run.output()
+    assert (run.directory / "summary.json").exists()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_server_restarted_between_two_publishes_is_in_the_next_one(
+    config_file: Path, start_server: Start, model_dir: Path, num_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It knows of no group: the publish is refused, the group formed anew, and the publish done again."""
+    monkeypatch.setenv("INFLIGHT_TOKEN", TOKEN)
+    steady, fickle = start_server(model_dir), start_server(model_dir)
+    urls = [steady.url, fickle.url]
+
+    async def conversation() -> tuple[dict[str, Any], ...]:
+        overrides = ["--servers.urls", json.dumps(urls), "--train.num_ranks", str(num_ranks)]
+        config = load_config(config_file, overrides)
+        logs = config_file.parent
+        trainers = await TrainerGroup.spawn(config, logs, TOKEN)
+        try:
+            first = await trainers.load_and_connect(urls, "restarts", None)
+            fresh = await asyncio.to_thread(replaced, fickle, start_server, model_dir)
+            second = await trainers.publish()
+            fresh.kill()
+            third = await trainers.publish()
+            fourth = await trainers.publish()
+            await asyncio.to_thread(replaced, fresh, start_server, model_dir)
+            return first, second, third, fourth, await trainers.publish()
+        finally:
+            await trainers.stop()
+
+    first, second, third, fourth, fifth = asyncio.run(conversation())
+    assert first["endpoints"] == urls
+    assert second["endpoints"] == urls
+    assert "no weight group is formed" in second["lost"][0]
+    assert third["endpoints"] == fourth["endpoints"] == [steady.url]
+    assert third["removed"] == fourth["removed"] == [fickle.url]
+    assert fourth["lost"] == []
+    assert (fifth["endpoints"], fifth["restored"], fifth["removed"]) == (urls, [fickle.url], [])
+
+
+def test_a_publish_without_anybody_to_reach_says_so_and_is_no_failure(
+    config_file: Path, start_server: Start, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INFLIGHT_TOKEN", TOKEN)
+    server = start_server(model_dir)
+
+    async def conversation() -> tuple[dict[str, Any], ...]:
+        config = load_config(config_file, ["--servers.urls", json.dumps([server.url]), "--train.num_ranks", "2"])
+        trainers = await TrainerGroup.spawn(config, config_file.parent, TOKEN)
+        try:
+            await trainers.load_and_connect([server.url], "nobody", None)
+            server.kill()
+            alone = await trainers.publish(), await trainers.publish()
+            other = make_model(config_file.parent / "other", vocab_size=300)
+            await asyncio.to_thread(start_server, other, "--port", str(urlsplit(server.url).port))
+            return *alone, await trainers.publish()
+        finally:
+            await trainers.stop()
+
+    first, second, stranger = asyncio.run(conversation())
+    assert [answer["endpoints"] for answer in (first, second, stranger)] == [[], [], []]
+    assert "publish" not in first
+    assert "came back with tiny in float32 with 300 tokens, it was tiny in float32 with 258" in stranger["lost"][0]
+
+
+def test_tokens_older_than_what_was_published_give_a_replaced_server_away(
+    shared_server: ServerProcess, model_dir: Path
+) -> None:
+    """Nothing was running there when it was replaced, so that no connection broke."""
+
+    async def conversation() -> tuple[Actor, list[Group], Ledger]:
+        groups: list[Group] = []
+        ledger = Ledger()
+        endpoint = HttpEndpoint(shared_server.url)
+        actor = Actor(
+            {endpoint: 4},
+            load_task("tests.run.tasks:count_letters", {}, 0),
+            load_tokenizer(model_dir),
+            SamplingParams(n=2, max_tokens=4),
+            ledger,
+            seed=0,
+            reward_timeout_s=10.0,
+            may_issue=lambda: True,
+            on_group=groups.append,
+        )
+        actor.serve([endpoint.name], 3)  # what it has is version 0
+        running = asyncio.ensure_future(actor.run())
+        await asyncio.wait_for(actor.unserved.wait(), 60)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await endpoint.aclose()
+        return actor, groups, ledger
+
+    actor, groups, ledger = asyncio.run(conversation())
+    assert not groups
+    assert (ledger.outstanding, ledger.num_trained) == (0, 0)
+    assert ledger.num_requeued > 0
+    assert "version 3 was published to it, it sampled from version 0" in actor.lost[shared_server.url]
+
+
+def test_the_fleet_in_the_quickstart_is_a_valid_one(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "quickstart.md").read_text()
+    (block,) = re.findall(r"^```toml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    path = tmp_path / "run.toml"
+    path.write_text(CONFIG.split("[servers]")[0].format(directory="runs/x", model="models/x") + block)
+    members = load_config(path).servers.members
+    assert [member.engine for member in members] == ["vllm", "sglang", "local"]
+    assert [member.max_concurrent for member in members] == [64, 64, 16]
