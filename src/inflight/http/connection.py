@@ -24,7 +24,7 @@ class HttpConnection:
         self._url = url
         self._max_response_bytes = max_response_bytes
         # Deadlines are kept around whole calls; idle connections are dropped before a server would do it.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=3.0)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=1.0)
         self._client = httpx.AsyncClient(base_url=url, timeout=None, limits=limits, trust_env=False)
 
     async def exchange(

@@ -126,21 +126,29 @@ async def held_requests_finish(subject: EndpointSubject) -> None:
     declared = [policy for policy in pausing if policy in subject.capabilities.in_flight_policies]
     if not declared:
         skip("neither keep nor recompute is declared")
-    num_tokens = min(_NUM_TOKENS, subject.capabilities.max_model_len // 2)
     await subject.publisher.form_group()
     for policy in declared:
         for ending in ("an abort", "a commit"):
-            running = await subject.start_running(4, max_tokens=num_tokens)
-            update = await subject.publisher.request(subject.reference.weights, in_flight=policy)
-            num_held = sum(not task.done() for _, task in running)
-            if ending == "an abort":
-                await subject.publisher.abort(update)
-            else:
-                await subject.publisher.send(update, subject.reference.weights, 0)
-                await subject.publisher.commit(update)
-            await require_all_whole(running, f"a request that was held by {policy}, until {ending},")
+            for num_tokens in subject.lengths(_NUM_TOKENS):
+                if num_held := await _hold_and_end(subject, policy, ending, num_tokens):
+                    break
             subject.note(**{f"held by {policy} until {ending}": num_held})
             require(num_held, f"no request was running any more when the hold by {policy} was acknowledged")
+
+
+async def _hold_and_end(subject: EndpointSubject, policy: InFlightPolicy, ending: str, num_tokens: int) -> int:
+    """Hold running requests and require that they finish whole; return how many were running under the hold."""
+    publisher, weights = subject.publisher, subject.reference.weights
+    running = await subject.start_running(4, max_tokens=num_tokens)
+    update = await publisher.request(weights, in_flight=policy)
+    num_held = sum(not task.done() for _, task in running)
+    if ending == "an abort":
+        await publisher.abort(update)
+    else:
+        await publisher.send(update, weights, 0)
+        await publisher.commit(update)
+    await require_all_whole(running, f"a request that was held by {policy}, until {ending},")
+    return num_held
 
 
 async def newcomers_wait(subject: EndpointSubject) -> None:
