@@ -93,7 +93,7 @@ TABLES = {
 
 
 def _rows(what: str) -> Sequence[dict[str, Any]]:
-    rows: Sequence[dict[str, Any]] = json.loads(RESULTS.read_text())["rows"][what]
+    rows: Sequence[dict[str, Any]] = json.loads(RESULTS.read_text())["rows"][what] if RESULTS.exists() else []
     return rows
 
 
