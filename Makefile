@@ -28,6 +28,7 @@ test-engines: $(STAMP) engines certificates
 
 # Puts each engine through the conformance kit; fails unless all that it declares holds.
 certificates: $(STAMP) engines
+	mkdir -p $(CERTIFICATES)
 	$(BIN)/inflight check endpoint --deadline-scale 3 --json $(CERTIFICATES)/vllm-$(VLLM).json \
 	  --expected-failures engines/vllm-expected.toml --serve "$(call SERVE,vllm,$(VLLM))"
 	$(BIN)/inflight check endpoint --deadline-scale 3 --json $(CERTIFICATES)/sglang-$(SGLANG).json \
