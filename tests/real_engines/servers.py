@@ -79,7 +79,12 @@ def publish(
     publisher: WeightPublisher, tensors: Mapping[str, torch.Tensor], version: int, **options: Any
 ) -> PublishReport:
     """Publish plain tensors as a version."""
-    report = publish_weights(PlainWorker(tensors, version), publisher, **{"deadline_s": 30.0, **options})  # type: ignore[arg-type]
+    return publish_worker(publisher, PlainWorker(tensors, version), **options)
+
+
+def publish_worker(publisher: WeightPublisher, worker: Any, **options: Any) -> PublishReport:
+    """Publish what a worker has."""
+    report = publish_weights(worker, publisher, **{"deadline_s": 30.0, **options})
     assert report is not None
     return report
 

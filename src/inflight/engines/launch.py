@@ -52,6 +52,11 @@ class EngineProcess:
         """Its own address, on loopback."""
         self.log = log
 
+    @property
+    def pid(self) -> int:
+        """The process that all others of the engine came of."""
+        return self._process.pid
+
     def __enter__(self) -> EngineProcess:
         return self
 

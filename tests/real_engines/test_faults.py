@@ -1,0 +1,139 @@
+"""Engines that were started wrongly, killed in the middle of an update, and replaced by new ones on the same port."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from inflight.contracts import InferenceEndpoint
+from inflight.engines.kinds import EngineKind, EngineOptions, load_engine_kind
+from inflight.engines.launch import started
+from inflight.errors import ConfigError, EndpointError, PublishError
+from inflight.types import Outcome
+from inflight.weights.buckets import plan_buckets
+from inflight.wire import EndpointState, WeightVersion
+from tests.real_engines.servers import (
+    ENGINES,
+    RealEngine,
+    is_uniform,
+    logprobs,
+    muted,
+    publish,
+    publish_worker,
+    python_of,
+    request,
+    run,
+    running,
+)
+from tests.weights.workers import PlainWorker
+
+DEADLINE_S = 20.0
+
+
+class WithoutFlags:
+    """An engine that is started without what inflight needs."""
+
+    def __init__(self, kind: EngineKind) -> None:
+        self.kind = kind
+        self.name = kind.name
+        self.health_path = kind.health_path
+
+    def command(self, options: EngineOptions, host: str, port: int) -> list[str]:
+        words = self.kind.command(options, host, port)
+        first = {"vllm": "--enable-scale-out", "sglang": "--disable-overlap-schedule"}[self.name]
+        return words[: words.index(first)]
+
+    def environment(self, options: EngineOptions) -> Mapping[str, str]:
+        variables = dict(self.kind.environment(options))
+        variables.pop("VLLM_SERVER_DEV_MODE", None)
+        return variables
+
+    def connect(self, url: str, **options: object) -> InferenceEndpoint:
+        return self.kind.connect(url, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("engine", "says"),
+    [
+        ("vllm", r"VLLM_SERVER_DEV_MODE=1.*\n.*--enable-scale-out.*processed_logprobs.*weight-transfer-config"),
+        ("sglang", r"(?s)overlap.*--disable-overlap-schedule"),
+    ],
+)
+def test_a_server_without_the_needed_flags_is_refused_with_the_command_that_starts_it(
+    engine: str, says: str, tiny_model: Path
+) -> None:
+    kind = WithoutFlags(load_engine_kind(engine))
+    options = EngineOptions(model=tiny_model, dtype="float32", threads=1)
+    with started(kind, options, python=python_of(engine), timeout_s=240.0) as process:
+        endpoint = kind.connect(process.url, token=None, control_timeout_s=20.0, generate_timeout_s=60.0)
+        with pytest.raises(ConfigError, match=says):
+            run(endpoint, lambda found: found.capabilities())
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_url_that_is_another_server_is_refused_in_time(engine: str) -> None:
+    kind = load_engine_kind(engine)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        began = time.monotonic()
+        with pytest.raises(EndpointError):
+            run(
+                kind.connect(url, token=None, control_timeout_s=2.0, generate_timeout_s=2.0),
+                lambda found: found.capabilities(),
+            )
+        assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_engine_killed_at_any_step_is_told_in_time_and_its_successor_is_synced_before_it_counts(
+    engine: str, tiny_model: Path
+) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(running(engine, tiny_model, port=port))]
+        publisher = stack.enter_context(servers[0].publisher("killed"))
+        tensors = muted(servers[0].tensors)
+        bucket_bytes = sum(tensor.nbytes for tensor in tensors.values()) // 2
+        num_buckets = len(plan_buckets(PlainWorker(tensors).parameter_specs(), bucket_bytes))
+        steps = {"before the hold": 0, "between two buckets": 2, "before the commit": num_buckets}
+        for version, (step, index) in enumerate(steps.items(), start=1):
+            worker = PlainWorker(tensors, version, lambda i, index=index: kill(servers[-1]) if i == index else None)
+            began = time.monotonic()
+            with pytest.raises(PublishError) as raised:
+                publish_worker(publisher, worker, deadline_s=DEADLINE_S, bucket_bytes=bucket_bytes)
+            assert time.monotonic() - began < DEADLINE_S + 10, step
+            (report,) = raised.value.report.endpoints
+            assert report.outcome in (Outcome.UNREACHABLE, Outcome.TIMED_OUT), (step, report)
+            servers.append(stack.enter_context(running(engine, tiny_model, port=port)))
+            found = run(servers[-1].endpoint(), weight_version)
+            assert (found.state, found.version, found.run_id) == (EndpointState.READY, 0, None), step
+            assert publish(publisher, tensors, version).applied_everywhere, step
+            answer = run(servers[-1].endpoint(), lambda endpoint: endpoint.generate(request()))
+            assert all(is_uniform(logprob, 258) for logprob in logprobs(answer)), step
+
+
+async def weight_version(endpoint: InferenceEndpoint) -> WeightVersion:
+    return await endpoint.weight_version()
+
+
+def kill(engine: RealEngine) -> None:
+    """SIGKILL everything that came of an engine, at once."""
+    parents = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parents[int(entry.parent.name)] = int(entry.read_text().rpartition(")")[2].split()[1])
+    family = {engine.process.pid}
+    while more := {pid for pid, parent in parents.items() if parent in family} - family:
+        family |= more
+    for pid in family:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
