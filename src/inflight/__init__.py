@@ -16,12 +16,15 @@ from inflight.contracts import (
     TrainerWorker,
     WeightReceiver,
     WeightSender,
+    WeightSource,
 )
+from inflight.engines.kinds import connect_endpoint
 from inflight.http.client import HttpEndpoint
 
 if TYPE_CHECKING:
     from inflight.losses.policy import grpo_loss, reinforce_loss
     from inflight.rollouts.advantages import group_advantages
+    from inflight.weights.module import ModuleWeights
     from inflight.weights.publish import WeightPublisher, publish_weights
 
 __version__ = "0.1.0"
@@ -29,13 +32,16 @@ __version__ = "0.1.0"
 __all__ = [
     "HttpEndpoint",
     "InferenceEndpoint",
+    "ModuleWeights",
     "StreamingEndpoint",
     "Task",
     "TrainerWorker",
     "WeightPublisher",
     "WeightReceiver",
     "WeightSender",
+    "WeightSource",
     "__version__",
+    "connect_endpoint",
     "errors",
     "group_advantages",
     "grpo_loss",
@@ -46,6 +52,7 @@ __all__ = [
 ]
 
 _LOADED_ON_USE = {
+    "ModuleWeights": "inflight.weights.module",
     "WeightPublisher": "inflight.weights.publish",
     "publish_weights": "inflight.weights.publish",
     "group_advantages": "inflight.rollouts.advantages",

@@ -126,8 +126,8 @@ class StreamingEndpoint(InferenceEndpoint, Protocol):
 
 
 @runtime_checkable
-class TrainerWorker(Protocol):
-    """The whole of what inflight asks of one trainer rank. All ranks make the same calls in the same order."""
+class WeightSource(Protocol):
+    """The whole of what a publish asks of a trainer rank. All ranks make the same calls in the same order."""
 
     @property
     @abstractmethod
@@ -143,6 +143,23 @@ class TrainerWorker(Protocol):
     @abstractmethod
     def version(self) -> int:
         """Return the number of optimizer steps behind the present weights: the version a publish would carry."""
+
+    @abstractmethod
+    def parameter_specs(self) -> Sequence[TensorSpec]:
+        """Return checkpoint names, wire dtypes and full shapes in gather order. Never communicates."""
+
+    @abstractmethod
+    def gather_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
+        """Yield full tensors bucket by bucket, in the order of `parameter_specs`; collective: every rank exhausts it.
+
+        On rank 0 buckets hold tensors, on the others none. A yielded tensor is valid until the next one is asked for
+        and the one after it.
+        """
+
+
+@runtime_checkable
+class TrainerWorker(WeightSource, Protocol):
+    """The whole of what inflight asks of one trainer rank. All ranks make the same calls in the same order."""
 
     @abstractmethod
     def forward(self, batch: MicroBatch) -> torch.Tensor:
@@ -165,18 +182,6 @@ class TrainerWorker(Protocol):
 
         Raises `NonFiniteError` on every rank if the gradient norm is not finite: parameters, optimizer, schedule and
         version are then as before, gradients are cleared. Raises `TrainerError` if there is no gradient.
-        """
-
-    @abstractmethod
-    def parameter_specs(self) -> Sequence[TensorSpec]:
-        """Return checkpoint names, wire dtypes and full shapes in gather order. Never communicates."""
-
-    @abstractmethod
-    def gather_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
-        """Yield full tensors bucket by bucket, in the order of `parameter_specs`; collective: every rank exhausts it.
-
-        On rank 0 buckets hold tensors, on the others none. A yielded tensor is valid until the next one is asked for
-        and the one after it.
         """
 
     @abstractmethod

@@ -11,13 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inflight.errors import ConfigError, NonFiniteError
+from inflight.errors import ConfigError, InvalidRequestError, NonFiniteError
 from inflight.losses import (
     GRPO,
     PIPELINERL,
     PIPELINERL_PAPER,
     PRESETS,
     LossPreset,
+    clipped_loss,
     empty_micro_batch,
     grpo_loss,
     reference_kl,
@@ -126,7 +127,7 @@ def test_loss_and_gradient_equal_a_plain_loop(preset, aggregation):
     for t in range(batch.num_tokens):
         logprob, behaviour = trainer_T[t].item(), batch.behaviour_logprobs_T[t].item()
         advantage = batch.advantages_T[t].item()
-        if preset.function is grpo_loss:
+        if preset.function is clipped_loss:
             value, gradient = reference_grpo(
                 logprob, behaviour, advantage, preset.kwargs["clip_low"], preset.kwargs["clip_high"]
             )
@@ -261,7 +262,7 @@ def test_reference_logprob_that_is_not_finite_at_a_target_is_refused_by_name():
 @pytest.mark.parametrize("advantage", [1.0, 0.0])
 def test_clipped_token_of_overflowing_ratio_has_no_gradient(advantage):
     logprobs_T = torch.tensor([-1.0], requires_grad=True)
-    loss = grpo_loss(
+    loss = clipped_loss(
         logprobs_T,
         torch.tensor([-9999.0]),
         torch.tensor([advantage]),
@@ -298,10 +299,111 @@ def test_presets_say_what_their_sources_say():
     recipes = (
         ("pipelinerl_paper", reinforce_loss, {"cap": 5.0}, "leave_one_out", "sequence_sum"),
         ("pipelinerl", reinforce_loss, {"cap": 1.02}, "leave_one_out", "sequence_sum"),
-        ("grpo", grpo_loss, {"clip_low": 0.2, "clip_high": 0.2}, "std", "sequence_mean"),
+        ("grpo", clipped_loss, {"clip_low": 0.2, "clip_high": 0.2}, "std", "sequence_mean"),
     )
     for recipe in recipes:
         assert PRESETS[recipe[0]] == LossPreset(*recipe)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# grpo_loss: plain tensors of any shape
+
+
+def plain_tensors(*shape, seed=0):
+    """Trainer and behaviour logprobs, advantages and a mask with holes, of one shape."""
+    batch, trainer_T = random_batch((math.prod(shape),), seed)
+    tensors = (trainer_T, batch.behaviour_logprobs_T, batch.advantages_T, batch.loss_mask_T)
+    return [tensor.reshape(shape) for tensor in tensors]
+
+
+def plain_loss_and_gradient(trainer, *tensors, **kwargs):
+    leaf = trainer.clone().requires_grad_()
+    loss = grpo_loss(leaf, *tensors, **kwargs).loss
+    loss.backward()
+    return loss.item(), leaf.grad
+
+
+@pytest.mark.parametrize("denominator", [None, 7, 7.5, torch.tensor(11)])
+@pytest.mark.parametrize("shape", [(24,), (4, 6), (2, 3, 4)])
+def test_grpo_loss_of_any_shape_equals_a_plain_loop(shape, denominator):
+    trainer, behaviour, advantages, mask = plain_tensors(*shape)
+    expected_loss, expected_gradient = 0.0, torch.zeros_like(trainer)
+    for index in itertools.product(*map(range, shape)):
+        if mask[index]:
+            logprobs = trainer[index].item(), behaviour[index].item()
+            value, gradient = reference_grpo(*logprobs, advantages[index].item(), 0.1, 0.3)
+            expected_loss += value
+            expected_gradient[index] = gradient
+    total = int(mask.sum()) if denominator is None else float(denominator)
+    loss, gradient = plain_loss_and_gradient(
+        trainer, behaviour, advantages, mask, clip_low=0.1, clip_high=0.3, denominator=denominator
+    )
+    # float64 throughout: sums of 24 terms of order 1.
+    assert loss == pytest.approx(expected_loss / total, abs=1e-13)
+    torch.testing.assert_close(gradient, expected_gradient / total, rtol=0, atol=1e-13)
+
+
+def test_grpo_loss_is_the_preset_of_the_same_name_weighed_by_tokens():
+    batch, trainer_T = random_batch()
+    batch = replace(batch, reference_logprobs_T=None)
+    preset = replace(GRPO, aggregation="token_mean").loss(batch, trainer_T, counts_of(batch))
+    plain = grpo_loss(trainer_T, batch.behaviour_logprobs_T, batch.advantages_T, batch.loss_mask_T)
+    assert plain.loss.item() == preset.loss.item()
+    assert plain.metrics == preset.metrics
+
+
+def test_one_advantage_per_sequence_goes_to_its_tokens_even_where_the_batch_is_square():
+    trainer, behaviour, _, mask = plain_tensors(5, 5)
+    advantages = torch.linspace(-1, 1, 5, dtype=torch.float64)
+    expected = plain_loss_and_gradient(trainer, behaviour, advantages[:, None].expand(5, 5), mask)
+    for per_sequence in (advantages, advantages[:, None]):
+        loss, gradient = plain_loss_and_gradient(trainer, behaviour, per_sequence, mask)
+        assert loss == expected[0]
+        assert torch.equal(gradient, expected[1])
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_grpo_loss_does_not_see_what_stands_at_masked_positions(poison):
+    trainer, behaviour, advantages, mask = plain_tensors(4, 6)
+    expected = plain_loss_and_gradient(trainer, behaviour, advantages, mask)
+    poisoned = [tensor.masked_fill(~mask, poison) for tensor in (trainer, behaviour, advantages)]
+    for form in (mask, mask.long(), mask.float()):
+        loss, gradient = plain_loss_and_gradient(*poisoned, form)
+        assert loss == expected[0]
+        assert torch.equal(gradient, expected[1])
+        assert (gradient[~mask] == 0).all()
+
+
+def test_parts_of_a_step_add_up_under_one_denominator_and_not_under_their_own():
+    tensors = plain_tensors(6, 4)
+    tensors[3][:2] = False
+    tensors[3][0, 0] = True
+    num_targets = int(tensors[3].sum())
+    whole, _ = plain_loss_and_gradient(*tensors)
+    parts = [[tensor[:2] for tensor in tensors], [tensor[2:] for tensor in tensors]]
+    # float64: sums of 24 terms of order 1 in another order.
+    assert sum(grpo_loss(*part, denominator=num_targets).loss.item() for part in parts) == pytest.approx(
+        whole, abs=1e-13
+    )
+    assert abs(sum(grpo_loss(*part).loss.item() for part in parts) / 2 - whole) > 0.01
+
+
+def test_a_call_without_targets_has_a_loss_and_a_gradient_of_zero():
+    trainer, behaviour, advantages, mask = plain_tensors(2, 3)
+    loss, gradient = plain_loss_and_gradient(trainer, behaviour, advantages, torch.zeros_like(mask))
+    assert loss == 0
+    assert gradient.tolist() == [[0.0] * 3] * 2
+
+
+def test_tensors_that_do_not_fit_are_refused_by_name():
+    trainer, behaviour, advantages, mask = plain_tensors(4, 6)
+    with pytest.raises(InvalidRequestError, match=r"behaviour_logprobs are \[4, 5\], but trainer_logprobs \[4, 6\]"):
+        grpo_loss(trainer, behaviour[:, 1:], advantages, mask)
+    with pytest.raises(InvalidRequestError, match=r"loss_mask are \[24\]"):
+        grpo_loss(trainer, behaviour, advantages, mask.flatten())
+    for wrong in (advantages[0], advantages[:, :5], advantages[None], torch.zeros(1, 1, 1)):
+        with pytest.raises(InvalidRequestError, match="advantages"):
+            grpo_loss(trainer, behaviour, wrong, mask)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -344,7 +446,7 @@ def reward(sequence):
     return math.sin(1 + sequence[0] + 3 * sequence[1] + 9 * sequence[2])
 
 
-@pytest.mark.parametrize("loss_of", [lambda *tensors: reinforce_loss(*tensors, cap=1.02), grpo_loss])
+@pytest.mark.parametrize("loss_of", [lambda *tensors: reinforce_loss(*tensors, cap=1.02), clipped_loss])
 def test_on_policy_the_expected_gradient_is_that_of_the_expected_reward(loss_of):
     logits = table(0)
     estimate = expected_gradient(

@@ -14,10 +14,10 @@ from inflight.losses import (
     Maximum,
     Metric,
     add_metrics,
+    clipped_loss,
     decode_metrics,
     effective_sample_size,
     encode_metrics,
-    grpo_loss,
     metric_values,
     ratio_metrics,
     reinforce_loss,
@@ -97,7 +97,7 @@ def test_huge_log_ratios_leave_metrics_finite_and_are_seen_in_the_maximum(log_ra
 def test_clip_fractions_count_only_the_binding_side():
     up, down = math.log(1.5), math.log(0.5)
     log_ratios, advantages = [up, up, up, down, down, 0.0, up], [1, 1, -1, -1, 1, 1, 0]
-    metrics = grpo_loss(*loss_inputs(log_ratios, advantages)).metrics
+    metrics = clipped_loss(*loss_inputs(log_ratios, advantages)).metrics
     assert metrics["clip_fraction_high"] == Metric(2.0, 7)
     assert metrics["clip_fraction_low"] == Metric(1.0, 7)
 

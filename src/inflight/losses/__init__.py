@@ -27,6 +27,7 @@ from inflight.losses.policy import (
     PIPELINERL_PAPER,
     PRESETS,
     LossPreset,
+    clipped_loss,
     grpo_loss,
     reinforce_loss,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "Metrics",
     "add_metrics",
     "chunked_logprobs",
+    "clipped_loss",
     "collate",
     "decode_metrics",
     "effective_sample_size",

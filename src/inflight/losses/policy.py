@@ -1,9 +1,9 @@
 """Policy losses as pure functions over packed, target-aligned tensors, and the presets that name whole recipes.
 
 Ratios are between the trainer and the behaviour logprobs: nothing is recomputed at the start of a step. The module
-knows nothing of models, and of denominators only what `inflight.losses.aggregation` hands it as weights.
+knows nothing of models, and of denominators only what `inflight.losses.aggregation` or its caller hands it as weights.
 
-Shape suffixes: T packed tokens, N targets (tokens with a true loss mask).
+Shape suffixes: T packed tokens, N targets (tokens with a true loss mask), B sequences. Without one: any shape.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from inflight.errors import ConfigError
+from inflight.errors import ConfigError, InvalidRequestError
 from inflight.losses.aggregation import Aggregation, token_weights
 from inflight.losses.kl import reference_kl
 from inflight.losses.metrics import LossOutput, mean_metrics, ratio_metrics, staleness_metrics
@@ -26,6 +26,50 @@ if TYPE_CHECKING:
 
 
 def grpo_loss(
+    trainer_logprobs: torch.Tensor,
+    behaviour_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    loss_mask: torch.Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    denominator: float | torch.Tensor | None = None,
+) -> LossOutput:
+    """Return `clipped_loss` of plain tensors of one shape, packed or padded: its sum over targets / ``denominator``.
+
+    ``advantages`` have the shape of the others, or one value for each entry of their first dimensions: [B] or [B, 1]
+    for logprobs [B, T]. ``loss_mask`` is true, or not 0, at targets; what stands elsewhere, even NaN, has no effect.
+
+    ``denominator`` is by default the number of targets of this call, which is right only if the call sees all of the
+    optimizer step. A step that is split into micro-batches or over ranks needs one number for all its calls, such as
+    its number of targets everywhere: a mean of the parts' means gives targets of short parts more weight. Gradients
+    are then to be summed; where they are averaged over R ranks, as DDP does, give a denominator R times smaller.
+
+    Raises `InvalidRequestError` if the shapes do not fit, and what `clipped_loss` raises; its metrics are returned.
+    """
+    shape = trainer_logprobs.shape
+    for name, tensor in (("behaviour_logprobs", behaviour_logprobs), ("loss_mask", loss_mask)):
+        if tensor.shape != shape:
+            raise InvalidRequestError(f"{name} are {list(tensor.shape)}, but trainer_logprobs {list(shape)}")
+    per_target = advantages.reshape(*advantages.shape, *[1] * (len(shape) - advantages.dim()))
+    sizes = list(per_target.shape)
+    if len(sizes) != len(shape) or any(size not in (1, full) for size, full in zip(sizes, shape, strict=True)):
+        raise InvalidRequestError(f"advantages {list(advantages.shape)} do not fit trainer_logprobs {list(shape)}")
+    mask_T = loss_mask.flatten() != 0
+    # A call without targets has a loss of 0, not 0 / 0.
+    weights_T = mask_T.double() / (mask_T.sum().clamp(min=1) if denominator is None else denominator)
+    return clipped_loss(
+        trainer_logprobs.flatten(),
+        behaviour_logprobs.flatten(),
+        per_target.expand(shape).flatten(),
+        mask_T,
+        weights_T,
+        clip_low=clip_low,
+        clip_high=clip_high,
+    )
+
+
+def clipped_loss(
     trainer_logprobs_T: torch.Tensor,
     behaviour_logprobs_T: torch.Tensor,
     advantages_T: torch.Tensor,
@@ -98,7 +142,7 @@ class LossPreset:
 
     name: str
     function: Callable[..., LossOutput]
-    """`grpo_loss`, `reinforce_loss`, or another function of the same five tensors."""
+    """`clipped_loss`, `reinforce_loss`, or another function of the same five tensors."""
     kwargs: Mapping[str, float]
     """Keyword arguments of ``function``."""
     advantages: AdvantageEstimator
@@ -155,7 +199,7 @@ PIPELINERL_PAPER = LossPreset("pipelinerl_paper", reinforce_loss, {"cap": 5.0}, 
 PIPELINERL = LossPreset("pipelinerl", reinforce_loss, {"cap": 1.02}, "leave_one_out", "sequence_sum")
 """PipelineRL as its code ships it (ServiceNow/PipelineRL at 58d3934): truncated at 1 + eps_high with eps_high 0.02."""
 
-GRPO = LossPreset("grpo", grpo_loss, {"clip_low": 0.2, "clip_high": 0.2}, "std", "sequence_mean")
+GRPO = LossPreset("grpo", clipped_loss, {"clip_low": 0.2, "clip_high": 0.2}, "std", "sequence_mean")
 """GRPO (arXiv 2402.03300) on the ratio to the behaviour logprobs."""
 
 PRESETS: Mapping[str, LossPreset] = {preset.name: preset for preset in (PIPELINERL_PAPER, PIPELINERL, GRPO)}

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Literal
 
-from inflight.contracts import InferenceEndpoint, TrainerWorker
+from inflight.contracts import InferenceEndpoint, WeightSource
 from inflight.errors import (
     ConfigError,
     DeadlineError,
@@ -55,7 +55,7 @@ _FIRST_TOKEN_POLL_S = 0.002
 
 
 def publish_weights(
-    worker: TrainerWorker,
+    worker: WeightSource,
     publisher: WeightPublisher | None,
     *,
     in_flight: InFlightPolicy | Literal["keep", "recompute", "drain", "abort"] = InFlightPolicy.KEEP,
