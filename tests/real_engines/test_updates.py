@@ -35,15 +35,15 @@ def test_spans_of_thirty_two_running_requests_are_true_over_four_versions(engine
     async def sample(endpoint: InferenceEndpoint) -> list[GenerateResponse]:
         await endpoint.capabilities()
         attached.set()
-        return await asyncio.gather(*(endpoint.generate(request(1000, temperature=1.0)) for i in range(NUM_REQUESTS)))
+        return await asyncio.gather(*(endpoint.generate(request(500, temperature=1.0)) for _ in range(NUM_REQUESTS)))
 
     with engine.publisher() as publisher, ThreadPoolExecutor() as threads:
         publish(publisher, engine.tensors, 1)
         sampling = threads.submit(run, engine.endpoint(generate_timeout_s=150.0), sample)
         assert attached.wait(60)
         version = 1
-        while not sampling.done() and version < 40:
-            time.sleep(0.3)
+        while not sampling.done() and version < 100:
+            time.sleep(0.1)
             version += 1
             publish(publisher, muted(engine.tensors) if version % 2 == 0 else engine.tensors, version)
         responses = sampling.result()
@@ -85,15 +85,22 @@ def test_an_update_that_does_not_fit_the_model_is_refused_and_nobody_waits(engin
 
 
 def test_a_request_longer_than_the_context_is_refused_and_the_engine_goes_on(engine: RealEngine) -> None:
-    with pytest.raises(InvalidRequestError, match="1024"):
+    with pytest.raises(InvalidRequestError, match="max_model_len"):
         run(engine.endpoint(), lambda endpoint: endpoint.generate(request(5000)))
     assert len(sampled(engine)) == 8
 
 
-def test_of_two_publishers_the_later_one_owns_the_engine(engine: RealEngine) -> None:
+def test_after_two_publishers_the_engine_says_whose_weights_it_serves(engine: RealEngine) -> None:
+    """vLLM's plug-in refuses the one whose group was replaced; SGLang keeps both groups, and both may publish."""
     with engine.publisher("first") as first, engine.publisher("second") as second:
-        with pytest.raises(PublishError):
+        if engine.kind.name == "vllm":
+            with pytest.raises(PublishError):
+                publish(first, muted(engine.tensors), 5)
+        else:
             publish(first, muted(engine.tensors), 5)
+            found = version_of(engine)
+            assert (found.state, found.version, found.run_id) == (EndpointState.READY, 5, "first")
+            assert all(is_uniform(logprob, VOCAB_SIZE) for logprob in sampled(engine))
         assert publish(second, engine.tensors, 1).applied_everywhere
         found = version_of(engine)
         assert (found.state, found.version, found.run_id) == (EndpointState.READY, 1, "second")
