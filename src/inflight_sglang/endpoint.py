@@ -115,8 +115,8 @@ class SglangEndpoint:
                 f"the {spec.backend} transport is not declared here; declared: {', '.join(declared)}"
             )
         await self._updates.init_process_group(spec)
-        self._was_replaced = False
         await self._found()
+        self._was_replaced = False  # the group just formed is that of the process that answers now
 
     async def request_weight_update(self, update: WeightUpdate) -> None:
         """See `InferenceEndpoint.request_weight_update`. Raises `TransferError` if the server was replaced."""
