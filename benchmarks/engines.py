@@ -1,7 +1,8 @@
-"""The real engines: one publish of about 100 M parameters beside tensor by tensor, and the mismatch at lag 0.
+"""The real engines: one publish beside tensor by tensor, the mismatch at lag 0, and the quickstart on each.
 
     python benchmarks/engines.py publish     # spans of a publish, and the same bytes one tensor at a time
     python benchmarks/engines.py mismatch    # behaviour against trainer logprobs, per engine and dtype
+    python benchmarks/engines.py learning    # the quickstart on the embedded engine, on each real one, on a mixed fleet
 
 Tensor by tensor means one call of the engine's update route and one broadcast for each tensor, which is what engines'
 own examples do. Both take turns in one run over the same group, while requests are running. `make engines` first.
@@ -12,8 +13,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import math
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -27,7 +30,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.real_engines.servers import ENGINES, VERSIONS, running
+from tests.real_engines.servers import ENGINES, VERSIONS, python_of, running
 
 from inflight.contracts import InferenceEndpoint
 from inflight.engines.kinds import connect_endpoint
@@ -43,6 +46,8 @@ from results import read_results, write_results
 
 NUM_ROUNDS = 5
 NUM_RUNNING = 8
+ROOT = Path(__file__).parents[1]
+FLEETS = ("local", *ENGINES, "+".join(("local", *ENGINES)))
 
 
 class Tensors:
@@ -212,18 +217,58 @@ def measure_mismatch(name: str, dtype: str, model: Path) -> dict[str, Any]:
     }
 
 
+def measure_learning(fleet: str, directory: Path, num_steps: int) -> dict[str, Any]:
+    """Return the reward of each step of the quickstart, on servers that are ``+``-joined engines."""
+    model, config = directory / "tiny", directory / f"{fleet}.toml"
+    if not model.exists():
+        save_tiny_model(create_tiny_model(TinyShape(), 0), model)
+    lines = [(ROOT / "examples" / "quickstart.toml").read_text()]
+    for engine in fleet.split("+"):
+        lines += ["[[servers.fleet]]", f'engine = "{engine}"']
+        lines += [] if engine == "local" else [f'python = "{python_of(engine)}"']
+    config.write_text("\n".join(lines))
+    command = [sys.executable, "-m", "inflight", "train", str(config), "--run.directory", str(directory / fleet)]
+    command += ["--run.num_steps", str(num_steps), "--model.path", str(model)]
+    started = time.monotonic()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=3600)
+    rows = [json.loads(line) for line in (directory / fleet / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "engine": fleet,
+        "steps": len(rows),
+        "seconds": time.monotonic() - started,
+        "lag_mean": statistics.fmean(row["lag_mean"] for row in rows),
+        "lag_max": max(row["lag_max"] for row in rows),
+        "ess_mean": statistics.fmean(row["effective_sample_size"] for row in rows),
+        "reward_first": mean_reward(rows[:10]),
+        "reward_last": mean_reward(rows[-10:]),
+        "curve": [[row["num_samples"], row["time_s"], row["reward"]] for row in rows],
+    }
+
+
+def mean_reward(rows: Sequence[dict[str, Any]]) -> float:
+    return statistics.fmean(row["reward"] for row in rows if row["reward"] is not None)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("publish", "mismatch"), nargs="*")
+    parser.add_argument("what", choices=("publish", "mismatch", "learning"), nargs="*")
     parser.add_argument("--engine", choices=ENGINES, action="append")
     parser.add_argument("--model", type=Path, help="for mismatch: a checkpoint (default: a made one)")
+    parser.add_argument("--steps", type=int, default=100, help="for learning: optimizer steps")
     arguments = parser.parse_args()
-    rows: dict[str, Any] = {"publish": [], "mismatch": []}
+    rows: dict[str, Any] = {"publish": [], "mismatch": [], "learning": []}
     with contextlib.suppress(FileNotFoundError):
-        rows = read_results("engines")["rows"]
+        rows |= read_results("engines")["rows"]
     names = arguments.engine or ENGINES
     with tempfile.TemporaryDirectory() as directory:
-        for what in arguments.what or ("publish", "mismatch"):
+        for what in arguments.what or tuple(rows):
+            if what == "learning":
+                rows[what] = []
+                for fleet in FLEETS:
+                    rows[what].append(measure_learning(fleet, Path(directory), arguments.steps))
+                    print({key: value for key, value in rows[what][-1].items() if key != "curve"}, flush=True)
+                write_results("engines", rows)
+                continue
             rows[what] = [row for row in rows[what] if row["engine"] not in names]
             for name in names:
                 if what == "publish":

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -204,6 +205,8 @@ class SglangUpdates:
             await pausing.set_label(self._routes, label_of(update.ref))
             await pausing.go_on(self._routes)
             self.timings = UpdateTimings(load_s=loaded - started, held_s=time.monotonic() - self._held_since)
+            if self._num_sent():
+                self.in_background(self._note_first_token(self.timings, loaded))
             self.is_torn = False
             self.num_changes += 1
             self.is_open.set()
@@ -255,6 +258,14 @@ class SglangUpdates:
             await asyncio.gather(*late, return_exceptions=True)
 
     # ---------------------------------------------------------------------------------------------------- details
+
+    async def _note_first_token(self, timings: UpdateTimings, since: float) -> None:
+        """Measure when the first token of the new version comes, by a request for one token."""
+        name = f"inflight-first-token-{uuid.uuid4().hex}"
+        body = {"input_ids": [0], "rid": name, "extra_key": name}
+        await self._routes.post("/generate", body | {"sampling_params": {"max_new_tokens": 1, "ignore_eos": True}})
+        if self.timings is timings:
+            self.timings = timings.model_copy(update={"first_token_s": max(0.0, time.monotonic() - since)})
 
     async def _go_on(self) -> None:
         """Sample again, unless the weights are torn."""

@@ -39,6 +39,8 @@ NEEDED_ROUTES = (
 _CHAT_ROUTE = "/v1/chat/completions/render"
 _DEV_ROUTES = frozenset({"/pause", "/weight_info", "/collective_rpc"})
 
+_SEVERAL_RANKS = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp", "--distributed-executor-backend")
+
 
 class VllmKind:
     """Satisfies `EngineKind`."""
@@ -66,6 +68,9 @@ class VllmKind:
                 words += [flag, str(value)]
         if not has_gpu(options.device):
             words.append("--enforce-eager")  # nothing is gained by compiling on a CPU
+            if not any(word.startswith(_SEVERAL_RANKS) for word in options.arguments):
+                # One process less, and one that does not spin for messages: spinning starves all others for seconds.
+                words += ["--distributed-executor-backend", "uni"]
         return [*words, *needed_arguments(), *options.arguments]
 
     def environment(self, options: EngineOptions) -> Mapping[str, str]:
@@ -73,6 +78,8 @@ class VllmKind:
         variables = {DEV_MODE: "1", "VLLM_NO_USAGE_STATS": "1"}
         if not has_gpu(options.device):
             variables["VLLM_CPU_KVCACHE_SPACE"] = "1"
+            variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # without it vLLM refuses the uni executor on a CPU
+            variables["TORCHDYNAMO_DISABLE"] = "1"  # else the logprobs' helper compiles C++ in the middle of serving
         if options.threads is not None:
             variables |= {"OMP_NUM_THREADS": str(options.threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         return variables

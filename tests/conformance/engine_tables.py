@@ -84,7 +84,22 @@ def publish_table() -> str:
     return "\n".join(lines)
 
 
+def learning_table() -> str:
+    """Return how the quickstart went on each fleet."""
+    lines = [
+        "| servers | mean reward, first ten steps | last ten | lag mean, max | mean ESS | seconds |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row['engine'].replace('+', ' + ')} | {row['reward_first']:.3f} | {row['reward_last']:.3f} | "
+        f"{row['lag_mean']:.1f}, {row['lag_max']} | {row['ess_mean']:.3f} | {row['seconds']:.0f} |"
+        for row in _rows("learning")
+    ]
+    return "\n".join(lines)
+
+
 TABLES = {
+    "learning": learning_table,
     "tested": tested_table,
     "exceptions": exceptions_table,
     "mismatch": mismatch_table,
