@@ -219,9 +219,9 @@ def measure_mismatch(name: str, dtype: str, model: Path) -> dict[str, Any]:
 
 def measure_learning(fleet: str, directory: Path, num_steps: int) -> dict[str, Any]:
     """Return the reward of each step of the quickstart, on servers that are ``+``-joined engines."""
-    model, config = directory / "tiny", directory / f"{fleet}.toml"
+    model, config = ROOT / "models" / "tiny", directory / f"{fleet}.toml"
     if not model.exists():
-        save_tiny_model(create_tiny_model(TinyShape(), 0), model)
+        subprocess.run([sys.executable, "-m", "inflight", "tiny-model", str(model)], check=True, timeout=1800)
     lines = [(ROOT / "examples" / "quickstart.toml").read_text()]
     for engine in fleet.split("+"):
         lines += ["[[servers.fleet]]", f'engine = "{engine}"']
@@ -253,7 +253,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("publish", "mismatch", "learning"), nargs="*")
     parser.add_argument("--engine", choices=ENGINES, action="append")
-    parser.add_argument("--model", type=Path, help="for mismatch: a checkpoint (default: a made one)")
+    parser.add_argument("--model", type=Path, help="for mismatch: a checkpoint (default: one with random weights)")
     parser.add_argument("--steps", type=int, default=100, help="for learning: optimizer steps")
     arguments = parser.parse_args()
     rows: dict[str, Any] = {"publish": [], "mismatch": [], "learning": []}
