@@ -254,6 +254,7 @@ def main() -> None:
     parser.add_argument("what", choices=("publish", "mismatch", "learning"), nargs="*")
     parser.add_argument("--engine", choices=ENGINES, action="append")
     parser.add_argument("--model", type=Path, help="for mismatch: a checkpoint (default: one with random weights)")
+    parser.add_argument("--fleet", choices=FLEETS, action="append", help="for learning")
     parser.add_argument("--steps", type=int, default=100, help="for learning: optimizer steps")
     arguments = parser.parse_args()
     rows: dict[str, Any] = {"publish": [], "mismatch": [], "learning": []}
@@ -263,11 +264,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         for what in arguments.what or tuple(rows):
             if what == "learning":
-                rows[what] = []
-                for fleet in FLEETS:
-                    rows[what].append(measure_learning(fleet, Path(directory), arguments.steps))
-                    print({key: value for key, value in rows[what][-1].items() if key != "curve"}, flush=True)
-                write_results("engines", rows)
+                for fleet in arguments.fleet or FLEETS:
+                    row = measure_learning(fleet, Path(directory), arguments.steps)
+                    rows[what] = [*(kept for kept in rows[what] if kept["engine"] != fleet), row]
+                    print({key: value for key, value in row.items() if key != "curve"}, flush=True)
+                    write_results("engines", rows)
                 continue
             rows[what] = [row for row in rows[what] if row["engine"] not in names]
             for name in names:

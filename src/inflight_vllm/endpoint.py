@@ -148,6 +148,7 @@ class VllmEndpoint:
             max_concurrent_sequences=max_concurrent,
             streaming=False,
             chat=self._has_chat,
+            seeds=flags.honours_seeds(settings),
             manifest_digest=None if specs is None else Manifest(tensors=specs).digest(),
         )
 

@@ -68,6 +68,7 @@ class VllmKind:
                 words += [flag, str(value)]
         if not has_gpu(options.device):
             words.append("--enforce-eager")  # nothing is gained by compiling on a CPU
+            words.append("--no-enable-chunked-prefill")  # see `honours_seeds`
             if not any(word.startswith(_SEVERAL_RANKS) for word in options.arguments):
                 # One process less, and one that does not spin for messages: spinning starves all others for seconds.
                 words += ["--distributed-executor-backend", "uni"]
@@ -139,3 +140,13 @@ def wrong_settings(config: Mapping[str, Any]) -> str | None:
     if transfer.get("backend") != BACKEND:
         return f"--weight-transfer-config names the backend {transfer.get('backend')!r}; {BACKEND!r} is needed"
     return None
+
+
+def honours_seeds(config: Mapping[str, Any]) -> bool:
+    """Return whether requests with seeds may be sent to a server with these settings.
+
+    On a CPU they end vLLM 0.32 when a prompt does not fit into one step: it then turns the seed's generator back, which
+    CPU generators cannot do.
+    """
+    on_cpu = str(config.get("device_config", {}).get("device", "")).startswith("cpu")
+    return not (on_cpu and config["scheduler_config"].get("enable_chunked_prefill", True))

@@ -15,7 +15,9 @@ _FLOOR = -9999.0
 
 
 def check_request(request: GenerateRequest, can: Capabilities) -> None:
-    """Raise `InvalidRequestError` if the request does not fit, `UnsupportedError` for filters in another order."""
+    """Raise `InvalidRequestError` if the request does not fit, `UnsupportedError` for filters in another order and
+    for seeds that the server does not honour.
+    """
     num_prompt, sampling = len(request.prompt_token_ids), request.sampling
     room = can.max_model_len - num_prompt
     if room < 1 or (sampling.max_tokens or 1) > room:
@@ -25,6 +27,11 @@ def check_request(request: GenerateRequest, can: Capabilities) -> None:
     largest = max(request.prompt_token_ids)
     if largest >= can.vocab_size:
         raise InvalidRequestError(f"token id {largest} is outside of the vocabulary of {can.vocab_size}")
+    if sampling.seed is not None and not can.seeds:
+        raise UnsupportedError(
+            f"seed {sampling.seed}: a seed ends this vLLM server when a prompt does not fit into one step; on a CPU "
+            "start it with --no-enable-chunked-prefill"
+        )
     if sampling.min_p > 0 and sampling.top_p < 1:
         raise UnsupportedError(
             f"min_p {sampling.min_p:g} together with top_p {sampling.top_p:g}: vLLM applies min-p first, the contract "
