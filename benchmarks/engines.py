@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,15 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.real_engines.servers import ENGINES, VERSIONS, python_of, running
+from tests.servers import TOKEN, ServerProcess
 
 from inflight.contracts import InferenceEndpoint
-from inflight.engines.kinds import connect_endpoint
-from inflight.local.tiny import TinyShape, create_tiny_model, save_tiny_model
+from inflight.http.client import HttpEndpoint
+from inflight.local.tiny import TinyShape, byte_tokenizer, create_tiny_model, save_tiny_model
 from inflight.losses import collate
 from inflight.rollouts.tasks import load_task
 from inflight.types import PublishReport, Rollout, Sample, WeightBucket
+from inflight.weights.buckets import DEFAULT_BUCKET_BYTES
 from inflight.weights.publish import WeightPublisher, publish_weights
 from inflight.weights.transports.process_group import ProcessGroupSender
 from inflight.wire import BucketSpec, GenerateRequest, GenerateResponse, SamplingParams, TensorSpec
@@ -94,6 +97,7 @@ def random_model(path: Path) -> torch.nn.Module:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
     return model
 
 
@@ -112,32 +116,51 @@ async def keep_running(endpoint: InferenceEndpoint, until: asyncio.Event) -> Non
     await endpoint.aclose()
 
 
+async def first_token_s(url: str) -> float | None:
+    """Return when the first token of the present version came, after the end of the hold. A publish does not wait."""
+    endpoint = HttpEndpoint(url, token=TOKEN)
+    try:
+        timings = (await endpoint.weight_version()).last_update
+        return None if timings is None else timings.first_token_s
+    finally:
+        await endpoint.aclose()
+
+
+@contextlib.contextmanager
+def served(name: str, model: Path) -> Iterator[str]:
+    """Yield the URL of ``inflight serve --engine``, the engine on one core."""
+    arguments = ("--engine", name, "--python", python_of(name), "--dtype", "bfloat16", "--device", "cpu")
+    server = ServerProcess(model, model.parent / "server", *arguments)
+    try:
+        server.wait_until_ready(300.0)
+        yield server.url
+    finally:
+        server.end()
+
+
 def measure_publish(name: str, directory: Path) -> dict[str, Any]:
     """Return the median times of a bucketed publish and of one tensor by tensor, taking turns."""
     model = random_model(directory / "model")
     source: Any = Tensors(model)
     reports: dict[str, list[PublishReport]] = {"bucketed": [], "tensor by tensor": []}
     with (
-        running(name, directory / "model", dtype="bfloat16", threads=1, max_model_len=1_024) as engine,
-        WeightPublisher([engine.endpoint()], ProcessGroupSender(), run_id="benchmark") as publisher,
+        served(name, directory / "model") as url,
+        WeightPublisher([HttpEndpoint(url, token=TOKEN)], ProcessGroupSender(), run_id="benchmark") as publisher,
         ThreadPoolExecutor() as threads,
     ):
         stop = asyncio.Event()
-        load = threads.submit(
-            lambda: asyncio.run(keep_running(connect_endpoint(engine.url, generate_timeout_s=300), stop))
-        )
+        load = threads.submit(lambda: asyncio.run(keep_running(HttpEndpoint(url, token=TOKEN), stop)))
         try:
             for i in range(NUM_ROUNDS + 1):
-                for how, bucket_bytes in (("bucketed", 256 << 20), ("tensor by tensor", 1)):
+                for how, bucket_bytes in (("bucketed", DEFAULT_BUCKET_BYTES), ("tensor by tensor", 1)):
                     source.version += 1
                     report = publish_weights(source, publisher, deadline_s=120.0, bucket_bytes=bucket_bytes)
                     assert report is not None
+                    time.sleep(1.0)
                     if i:  # the first one warms up
-                        reports[how].append(report)
-                        print(
-                            f"{name}, {how}: {report.spans.total_s:.3f} s, held {report.spans.hold_s:.3f} s", flush=True
-                        )
-                    time.sleep(0.5)
+                        spans = replace(report.spans, first_token_s=asyncio.run(first_token_s(url)))
+                        reports[how].append(replace(report, spans=spans))
+                        print(f"{name}, {how}: {spans.total_s:.3f} s, held {spans.hold_s:.3f} s", flush=True)
         finally:
             stop.set()
             load.result()
@@ -148,6 +171,7 @@ def measure_publish(name: str, directory: Path) -> dict[str, Any]:
         "num_parameters": sum(p.numel() for p in model.parameters()),
         "num_tensors": len(source.parameter_specs()),
         "size_bytes": reports["bucketed"][0].size_bytes,
+        "bucket_bytes": DEFAULT_BUCKET_BYTES,
         "rounds": NUM_ROUNDS,
         "running_requests": NUM_RUNNING,
         "ratio_median": statistics.median(ratios),

@@ -50,6 +50,12 @@ class ServerProcess:
         """SIGSTOP: the process hangs with its sockets open."""
         os.kill(self.process.pid, signal.SIGSTOP)
 
+    def end(self) -> None:
+        """Close its input, which ends it and what it started."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(timeout=60)
+
     def kill(self) -> None:
         """SIGKILL, and wait."""
         self.process.kill()

@@ -215,8 +215,9 @@ class VllmEndpoint:
         await self._updates.receive_weights(bucket)
 
     async def commit_weight_update(self, ref: UpdateRef) -> WeightVersion:
-        """See `InferenceEndpoint.commit_weight_update`."""
-        return await self._updates.commit_weight_update(ref)
+        """See `InferenceEndpoint.commit_weight_update`. The server is not asked: its answer would come a step later."""
+        await self._updates.commit(ref)
+        return self._version(self._updates.session.state, await self.capabilities())
 
     async def abort_weight_update(self, ref: UpdateRef) -> WeightVersion:
         """See `InferenceEndpoint.abort_weight_update`."""
@@ -235,6 +236,10 @@ class VllmEndpoint:
             state = session.state
             if answer.get("is_paused") and state is EndpointState.READY and session.update is None:
                 state = EndpointState.HELD
+        return self._version(state, can)
+
+    def _version(self, state: EndpointState, can: Capabilities) -> WeightVersion:
+        session = self._updates.session
         return WeightVersion(
             state=state,
             version=session.version,

@@ -152,11 +152,11 @@ class VllmUpdates:
         self.is_open.clear()
         try:
             async with self._lock:
-                await self._check_group()
                 await self._routes.post(
                     f"/pause?{_PAUSES[update.in_flight]}", timeout_s=update.deadline_s + update.lease_s
                 )
                 self._held_since = time.monotonic()
+                await self._check_group()  # only now, because a worker that samples answers after its step
                 await self._routes.post("/start_weight_update")
                 self._session_is_open = True
         except BaseException:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from inflight.wire import BucketSpec, TensorSpec
 
-DEFAULT_BUCKET_BYTES = 256 * 1024 * 1024
+DEFAULT_BUCKET_BYTES = 64 * 1024 * 1024
 
 
 def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> tuple[BucketSpec, ...]:

@@ -234,6 +234,14 @@ class UpdateReceiver:
 
     async def commit_weight_update(self, ref: UpdateRef) -> WeightVersion:
         """See `InferenceEndpoint.commit_weight_update`. Cancelling the call does not stop what it began."""
+        await self.commit(ref)
+        return await self._engine.weight_version()
+
+    async def commit(self, ref: UpdateRef) -> None:
+        """Apply the open update, as `commit_weight_update` does; for engines that know without asking what they serve.
+
+        Raises what `InferenceEndpoint.commit_weight_update` does.
+        """
         if self._holding is not None and not self._holding.done():
             raise UpdateRefusedError(f"version {ref.version} cannot be committed: sampling is not held yet")
         update = self._session.begin_apply(ref)
@@ -242,7 +250,6 @@ class UpdateReceiver:
         failure = await asyncio.shield(self._applying)
         if failure is not None:
             raise failure
-        return await self._engine.weight_version()
 
     async def abort_weight_update(self, ref: UpdateRef) -> WeightVersion:
         """See `InferenceEndpoint.abort_weight_update`. A commit that has begun ends first, whole or poisoned."""
