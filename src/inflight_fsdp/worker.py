@@ -21,10 +21,10 @@ from inflight.checkpoints import load_config
 from inflight.errors import ConfigError, NonFiniteError, TrainerError
 from inflight.types import MicroBatch, StepResult, WeightBucket
 from inflight.wire import DTYPE_SIZES, BucketSpec, TensorSpec
-from inflight_fsdp.agreement import first_failure
+from inflight_fsdp.agreement import on_every_rank
 from inflight_fsdp.checkpoint import TrainerState, load_checkpoint, save_checkpoint
 from inflight_fsdp.config import WorkerConfig, parse_config
-from inflight_fsdp.model import PolicyModel, fsdp_modules, load_policy, shard_policy
+from inflight_fsdp.model import PolicyModel, empty_policy, fsdp_modules, load_weights, shard_policy
 from inflight_fsdp.optimizer import ShardedAdamW, clip, global_norm, learning_rate_at
 
 
@@ -53,8 +53,9 @@ class FsdpWorker:
         self._device = device
         self._owns_group = owns_group
         self._mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        self._policy, self._wire_dtype = _load_on_every_rank(config, device)
+        self._policy, self._wire_dtype = on_every_rank(lambda: _empty_policy(config), device)
         shard_policy(self._policy, self._mesh)
+        on_every_rank(lambda: load_weights(self._policy, config.model_path, device), device)
         # The sharded parameters live as long as the model; its attributes change while layers are whole.
         self._parameters: dict[str, DTensor] = dict(self._policy.causal_lm.named_parameters())
         self._optimizer = ShardedAdamW(self._parameters, config)
@@ -175,19 +176,10 @@ class FsdpWorker:
             module.reshard()
 
 
-def _load_on_every_rank(config: WorkerConfig, device: torch.device) -> tuple[PolicyModel, str]:
-    """Return the unsharded model and the wire dtype, or raise on every rank what failed on one."""
-    error: Exception | None = None
-    try:
-        policy = load_policy(config.model_path, config.dtype, config.logprob_chunk_size)
-        declared = str(load_config(config.model_path).dtype).removeprefix("torch.")
-    except Exception as caught:  # Whatever it is, the other ranks must not wait for this one.
-        error = caught
-    failure = first_failure(None if error is None else f"{type(error).__name__}: {error}", device)
-    if error is not None:
-        raise error
-    if failure is not None:
-        raise ConfigError(failure)
+def _empty_policy(config: WorkerConfig) -> tuple[PolicyModel, str]:
+    """Return the model, its parameters on meta, and the wire dtype."""
+    policy = empty_policy(config.model_path, config.dtype, config.logprob_chunk_size)
+    declared = str(load_config(config.model_path).dtype).removeprefix("torch.")
     return policy, config.wire_dtype or (declared if declared in DTYPE_SIZES else config.dtype)
 
 
