@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
@@ -120,19 +120,39 @@ def load_weights(policy: PolicyModel, path: Path, device: torch.device) -> None:
     read_shards(stored_tensors(path), parameters)
 
 
-def shard_policy(policy: PolicyModel, mesh: DeviceMesh) -> None:
-    """Shard each decoder layer and the rest over the mesh, gradients summed over its ranks."""
-    layer_names = policy.causal_lm._no_split_modules or ()
-    for module in policy.causal_lm.modules():
-        if type(module).__name__ in layer_names:
-            fully_shard(module, mesh=mesh)
-    fully_shard(policy, mesh=mesh)
+def recompute_layers(policy: PolicyModel) -> None:
+    """Have each decoder layer keep its input only and compute itself again in the backward."""
+    model = policy.causal_lm
+    # The older name is deprecated since transformers 5.23, which has the newer one.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+    for layer in _layers(policy):
+        layer.training = True  # what transformers looks at; the layer's own modules stay in eval, without dropout
+
+
+def shard_policy(policy: PolicyModel, mesh: DeviceMesh, compute_dtype: torch.dtype | None = None) -> None:
+    """Shard each decoder layer and the rest over the mesh's last dimension, gradients summed over all of its ranks.
+
+    With a ``compute_dtype`` parameters are cast to it where they are whole; gradients are summed in their own dtype.
+    """
+    precision = MixedPrecisionPolicy()
+    if compute_dtype is not None:
+        own = next(policy.parameters()).dtype
+        precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=own, cast_forward_inputs=False)
+    for layer in _layers(policy):
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
+    fully_shard(policy, mesh=mesh, mp_policy=precision)
     if mesh.size() == 1:
         return
     for module in fsdp_modules(policy):
         # A factor alone becomes a premultiplied sum, which gloo does not have; a forced sum alone divides by the ranks.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+
+
+def _layers(policy: PolicyModel) -> list[nn.Module]:
+    names = policy.causal_lm._no_split_modules or ()
+    return [module for module in policy.causal_lm.modules() if type(module).__name__ in names]
 
 
 def fsdp_modules(policy: nn.Module) -> Iterator[FSDPModule]:
