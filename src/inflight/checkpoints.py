@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from inflight.attention import check_model_is_supported
-from inflight.errors import ConfigError
+from inflight.errors import ConfigError, UnsupportedError
 
 
 def load_config(path: Path) -> Any:
@@ -63,6 +63,29 @@ def load_causal_lm(
         if names := sorted(map(str, loading.get(kind, ()))):
             raise ConfigError(f"the checkpoint {str(path)!r} does not fit its config: {kind} {names[:5]}")
     return model.to(device)  # type: ignore[no-any-return]
+
+
+def empty_causal_lm(path: Path, *, attention: str, dtype: str) -> Any:
+    """Return the model of a directory with parameters on the meta device and true buffers on the CPU; nothing is read.
+
+    Raises `ConfigError` if the directory holds no supported causal LM, `UnsupportedError` if the model has a buffer
+    that its class does not fill by itself.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = load_config(path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), attn_implementation=attention)
+    for module in model.modules():
+        own = dict(module.named_buffers(recurse=False))
+        for name, buffer in own.items():
+            nothing = float("nan") if buffer.is_floating_point() else 0
+            module._buffers[name] = torch.full_like(buffer, nothing, device="cpu")
+        if own:
+            model._init_weights(module)  # with which transformers itself fills buffers after loading on meta
+    if unknown := [name for name, buffer in model.named_buffers() if bool(buffer.isnan().any())]:
+        raise UnsupportedError(f"{type(model).__name__} has buffers that cannot be made from its config: {unknown[:5]}")
+    return model
 
 
 def load_tokenizer(path: Path) -> Any | None:

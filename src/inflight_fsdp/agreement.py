@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 import torch.distributed as dist
 
+from inflight.errors import ConfigError
+
+T = TypeVar("T")
 _MESSAGE_BYTES = 2048
 
 
@@ -26,3 +32,20 @@ def first_failure(failure: str | None, device: torch.device) -> str | None:
             words = bytes(message.tolist()).rstrip(b"\0").decode(errors="ignore")
             return words if rank == dist.get_rank() else f"rank {rank}: {words}"
     return None
+
+
+def on_every_rank(do: Callable[[], T], device: torch.device) -> T:
+    """Return what ``do`` returns, or raise on every rank what failed on one; collective over the default group.
+
+    Where it failed elsewhere a `ConfigError` says on which rank and how.
+    """
+    try:
+        result, error = do(), None
+    except Exception as caught:  # whatever it is, the other ranks must not wait for this one
+        result, error = None, caught
+    failure = first_failure(None if error is None else f"{type(error).__name__}: {error}", device)
+    if error is not None:
+        raise error
+    if failure is not None:
+        raise ConfigError(failure)
+    return result  # type: ignore[return-value]

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from inflight.errors import CheckpointError
 from inflight_fsdp.agreement import first_failure
+from inflight_fsdp.sharding import local_rows
 
 _EDITION = 1
 _WEIGHTS, _TRAINER = "model.safetensors", "trainer.json"
@@ -197,9 +198,7 @@ def _read_shards(file: Path, tensors: Mapping[str, DTensor]) -> list[tuple[torch
                 problems.append(f"{name} is {part.get_dtype()} {found[1]}, not {wanted.dtype} {tuple(wanted.shape)}")
                 continue
             shard = wanted.to_local()
-            rows = -(-wanted.shape[0] // wanted.device_mesh.size())
-            start = min(rows * wanted.device_mesh.get_local_rank(), wanted.shape[0])
-            shards.append((shard, part[start : start + shard.shape[0]] if shard.numel() else shard))
+            shards.append((shard, part[local_rows(wanted)] if shard.numel() else shard))
     if problems:
         raise ValueError(f"{file.name}: {'; '.join(problems[:10])}")
     return shards

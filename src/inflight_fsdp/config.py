@@ -21,7 +21,14 @@ class WorkerConfig(BaseModel):
     model_path: Path
     """A Hugging Face checkpoint on local disk: config.json and safetensors."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Of parameters, gradients and optimizer states."""
+    """Of parameters, summed gradients and optimizer states."""
+    compute_dtype: Literal["float32", "bfloat16"] | None = None
+    """Of forward and backward; None: ``dtype``. bfloat16 under a dtype of float32 is mixed precision: parameters are
+    cast when a layer is made whole, and gradients are summed over ranks in float32. The head computes in float32."""
+    activation_checkpointing: bool = False
+    """Keep each layer's input only, and compute the layer again in the backward: less memory, a third more compute."""
+    shard_size: int | None = Field(default=None, ge=1)
+    """Neighbouring ranks that share one copy of the parameters, replicated over the others; None: all ranks."""
     wire_dtype: WireDtype | None = None
     """Of published weights; None: what the checkpoint's config.json declares, else ``dtype``."""
     learning_rate: float = Field(default=1e-6, gt=0)
@@ -46,6 +53,10 @@ class WorkerConfig(BaseModel):
                 f"schedule {self.schedule!r} needs total_steps above warmup_steps ({self.warmup_steps}), "
                 f"not {self.total_steps}"
             )
+        if self.compute_dtype == "float32" and self.dtype == "bfloat16":
+            raise ValueError("compute_dtype 'float32' is wider than dtype 'bfloat16': set dtype = 'float32'")
+        if self.compute_dtype is not None and self.dtype == "float64":
+            raise ValueError("compute_dtype is for dtype 'float32'; float64 is computed in float64")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must be at least 0 and below 1, not {self.betas}")
         return self

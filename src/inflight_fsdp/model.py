@@ -8,20 +8,24 @@ Shape suffixes: T packed tokens, N targets, H hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from inflight.attention import SegmentPlan, register_segment_attention
-from inflight.checkpoints import load_causal_lm
-from inflight.errors import UnsupportedError
+from inflight.checkpoints import empty_causal_lm
+from inflight.errors import ConfigError, UnsupportedError
 from inflight.losses.head import chunked_logprobs
+from inflight_fsdp.sharding import misfits, read_shards, stored_tensors
 
 
 class PolicyModel(nn.Module):
@@ -63,38 +67,81 @@ class PolicyModel(nn.Module):
         return logprobs_N.new_zeros(token_ids_T.shape[0]).index_copy(0, target_rows_N, logprobs_N)
 
 
-def load_policy(path: Path, dtype: str, logprob_chunk_size: int) -> PolicyModel:
-    """Return the model of a directory on the CPU, unsharded, dropout off.
+def empty_policy(path: Path, dtype: str, logprob_chunk_size: int) -> PolicyModel:
+    """Return the model of a directory with its parameters on the meta device, unsharded, dropout off.
 
-    Raises `ConfigError` if there is none, `UnsupportedError` if it is of a kind that this worker cannot train.
+    Raises `ConfigError` if there is none or its weights do not fit it, `UnsupportedError` if it is of a kind that this
+    worker cannot train. Of the weights only the files' headers are read.
     """
-    causal_lm: Any = load_causal_lm(path, attention=register_segment_attention(), dtype=dtype)
+    causal_lm: Any = empty_causal_lm(path, attention=register_segment_attention(), dtype=dtype)
     kind = type(causal_lm).__name__
     if not causal_lm._supports_attention_backend or causal_lm._is_stateful:
         raise UnsupportedError(f"{kind} does not take its attention from transformers' interface and cannot be packed")
     if not isinstance(causal_lm.get_output_embeddings(), nn.Linear):
         raise UnsupportedError(f"the head of {kind} is not a linear layer")
     parameters = {name: tuple(parameter.shape) for name, parameter in causal_lm.named_parameters()}
-    if buffers := sorted(
-        set(causal_lm.state_dict()) - {n for n, _ in causal_lm.named_parameters(remove_duplicate=False)}
-    ):
+    known = {name for name, _ in causal_lm.named_parameters(remove_duplicate=False)}  # a tied head under its own name
+    if buffers := sorted(set(causal_lm.state_dict()) - known):
         raise UnsupportedError(f"{kind} keeps state that is not trained: {buffers[:5]}")
-    stored = _stored_shapes(path)
-    if other := [name for name, shape in parameters.items() if stored.get(name) != shape]:
-        raise UnsupportedError(
-            f"{kind} stores {len(other)} parameters under other names or shapes than it computes with: {other[:5]}; "
-            "servers would not know them"
-        )
+    _check_stored(path, causal_lm, parameters, known)
     return PolicyModel(causal_lm.eval(), logprob_chunk_size)
 
 
-def shard_policy(policy: PolicyModel, mesh: DeviceMesh) -> None:
-    """Shard each decoder layer and the rest over the mesh, gradients summed over its ranks; moves to its device."""
-    layer_names = policy.causal_lm._no_split_modules or ()
-    for module in policy.causal_lm.modules():
-        if type(module).__name__ in layer_names:
-            fully_shard(module, mesh=mesh)
-    fully_shard(policy, mesh=mesh)
+def _check_stored(path: Path, causal_lm: Any, parameters: Mapping[str, tuple[int, ...]], known: set[str]) -> None:
+    """Raise `ConfigError` or `UnsupportedError` unless the files hold the model's parameters and nothing else."""
+    try:
+        stored = stored_tensors(path)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"the weights in {str(path)!r} cannot be read: {type(error).__name__}: {error}") from error
+    if not stored:
+        raise ConfigError(f"model directory {str(path)!r} has no *.safetensors; other weight formats are not read")
+    ignored = [re.compile(pattern) for pattern in causal_lm._keys_to_ignore_on_load_unexpected or ()]
+    unknown = sorted(name for name in set(stored) - known if not any(p.search(name) for p in ignored))
+    missing = set(parameters) - set(stored)
+    if missing and get_checkpoint_conversion_mapping(causal_lm.config.model_type):
+        raise UnsupportedError(
+            f"{type(causal_lm).__name__} stores {len(missing)} parameters under other names than it computes with: "
+            f"{sorted(missing)[:5]}; servers would not know them"
+        )
+    problems = misfits(stored, parameters)
+    problems += [f"{len(unknown)} tensors are unknown: {unknown[:5]}"] if unknown else []
+    if problems:
+        raise ConfigError(f"the checkpoint {str(path)!r} does not fit its config: {'; '.join(problems[:10])}")
+
+
+def load_weights(policy: PolicyModel, path: Path, device: torch.device) -> None:
+    """Make a sharded policy's parameters on ``device`` and fill this rank's shards; no rank holds a whole tensor."""
+    buffers = dict(policy.named_buffers())
+    policy.to_empty(device=device)
+    for name, buffer in policy.named_buffers():
+        buffer.copy_(buffers[name])
+    policy.causal_lm.tie_weights()
+    parameters = {name: cast(DTensor, parameter) for name, parameter in policy.causal_lm.named_parameters()}
+    read_shards(stored_tensors(path), parameters)
+
+
+def recompute_layers(policy: PolicyModel) -> None:
+    """Have each decoder layer keep its input only and compute itself again in the backward."""
+    model = policy.causal_lm
+    # The older name is deprecated since transformers 5.23, which has the newer one.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+    for layer in _layers(policy):
+        layer.training = True  # what transformers looks at; the layer's own modules stay in eval, without dropout
+
+
+def shard_policy(policy: PolicyModel, mesh: DeviceMesh, compute_dtype: torch.dtype | None = None) -> None:
+    """Shard each decoder layer and the rest over the mesh's last dimension, gradients summed over all of its ranks.
+
+    With a ``compute_dtype`` parameters are cast to it where they are whole; gradients are summed in their own dtype.
+    """
+    precision = MixedPrecisionPolicy()
+    if compute_dtype is not None:
+        own = next(policy.parameters()).dtype
+        precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=own, cast_forward_inputs=False)
+    for layer in _layers(policy):
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
+    fully_shard(policy, mesh=mesh, mp_policy=precision)
     if mesh.size() == 1:
         return
     for module in fsdp_modules(policy):
@@ -103,14 +150,11 @@ def shard_policy(policy: PolicyModel, mesh: DeviceMesh) -> None:
         module.set_force_sum_reduction_for_comms(True)
 
 
+def _layers(policy: PolicyModel) -> list[nn.Module]:
+    names = policy.causal_lm._no_split_modules or ()
+    return [module for module in policy.causal_lm.modules() if type(module).__name__ in names]
+
+
 def fsdp_modules(policy: nn.Module) -> Iterator[FSDPModule]:
     """Yield every module that has a group of shards of its own."""
     return (module for module in policy.modules() if isinstance(module, FSDPModule))
-
-
-def _stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in sorted(path.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            shapes.update({name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()})  # noqa: SIM118
-    return shapes

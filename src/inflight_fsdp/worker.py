@@ -13,7 +13,7 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from inflight.attention import SegmentPlan
@@ -21,10 +21,10 @@ from inflight.checkpoints import load_config
 from inflight.errors import ConfigError, NonFiniteError, TrainerError
 from inflight.types import MicroBatch, StepResult, WeightBucket
 from inflight.wire import DTYPE_SIZES, BucketSpec, TensorSpec
-from inflight_fsdp.agreement import first_failure
+from inflight_fsdp.agreement import on_every_rank
 from inflight_fsdp.checkpoint import TrainerState, load_checkpoint, save_checkpoint
 from inflight_fsdp.config import WorkerConfig, parse_config
-from inflight_fsdp.model import PolicyModel, fsdp_modules, load_policy, shard_policy
+from inflight_fsdp.model import PolicyModel, empty_policy, fsdp_modules, load_weights, recompute_layers, shard_policy
 from inflight_fsdp.optimizer import ShardedAdamW, clip, global_norm, learning_rate_at
 
 
@@ -52,9 +52,13 @@ class FsdpWorker:
         self._config = config
         self._device = device
         self._owns_group = owns_group
-        self._mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        self._policy, self._wire_dtype = _load_on_every_rank(config, device)
-        shard_policy(self._policy, self._mesh)
+        self._mesh = _mesh(config, device)
+        self._policy, self._wire_dtype = on_every_rank(lambda: _empty_policy(config), device)
+        if config.activation_checkpointing:
+            recompute_layers(self._policy)
+        compute_dtype = None if config.compute_dtype in (None, config.dtype) else getattr(torch, config.compute_dtype)
+        shard_policy(self._policy, self._mesh, compute_dtype)
+        on_every_rank(lambda: load_weights(self._policy, config.model_path, device), device)
         # The sharded parameters live as long as the model; its attributes change while layers are whole.
         self._parameters: dict[str, DTensor] = dict(self._policy.causal_lm.named_parameters())
         self._optimizer = ShardedAdamW(self._parameters, config)
@@ -101,7 +105,7 @@ class FsdpWorker:
         if all(parameter.grad is None for parameter in self._parameters.values()):
             raise TrainerError(f"step at version {self._version} without a gradient: call backward first")
         gradients = [_local_gradient(parameter) for parameter in self._parameters.values()]
-        norm = global_norm(gradients, self._mesh.get_group())
+        norm = global_norm(gradients, self._mesh.get_group(self._mesh.ndim - 1))
         self._clear_gradients()
         if not math.isfinite(norm):
             raise NonFiniteError(
@@ -175,20 +179,21 @@ class FsdpWorker:
             module.reshard()
 
 
-def _load_on_every_rank(config: WorkerConfig, device: torch.device) -> tuple[PolicyModel, str]:
-    """Return the unsharded model and the wire dtype, or raise on every rank what failed on one."""
-    error: Exception | None = None
-    try:
-        policy = load_policy(config.model_path, config.dtype, config.logprob_chunk_size)
-        declared = str(load_config(config.model_path).dtype).removeprefix("torch.")
-    except Exception as caught:  # Whatever it is, the other ranks must not wait for this one.
-        error = caught
-    failure = first_failure(None if error is None else f"{type(error).__name__}: {error}", device)
-    if error is not None:
-        raise error
-    if failure is not None:
-        raise ConfigError(failure)
+def _empty_policy(config: WorkerConfig) -> tuple[PolicyModel, str]:
+    """Return the model, its parameters on meta, and the wire dtype."""
+    policy = empty_policy(config.model_path, config.dtype, config.logprob_chunk_size)
+    declared = str(load_config(config.model_path).dtype).removeprefix("torch.")
     return policy, config.wire_dtype or (declared if declared in DTYPE_SIZES else config.dtype)
+
+
+def _mesh(config: WorkerConfig, device: torch.device) -> DeviceMesh:
+    """Return all ranks, or copies by ranks of one copy. Raises `ConfigError` if the ranks cannot be divided so."""
+    num_ranks, size = dist.get_world_size(), config.shard_size
+    if size is None or size == num_ranks:
+        return init_device_mesh(device.type, (num_ranks,))
+    if num_ranks % size:
+        raise ConfigError(f"shard_size {size} does not divide the {num_ranks} ranks")
+    return init_device_mesh(device.type, (num_ranks // size, size), mesh_dim_names=("copy", "shard"))
 
 
 def _local_gradient(parameter: DTensor) -> torch.Tensor:

@@ -71,11 +71,24 @@ def test_conventional_run_is_on_policy_at_one_step_and_lags_by_steps_otherwise(
 
 
 def test_two_ranks_and_two_servers_train_together(start_run: Callable[..., RunProcess]) -> None:
-    run = start_run("--train.num_ranks", "2", "--servers.count", "2", "--run.num_steps", "3")
+    options = "{ activation_checkpointing = true, shard_size = 1 }"
+    run = start_run(
+        *("--train.num_ranks", "2", "--servers.count", "2", "--run.num_steps", "3"),
+        *("--train.worker_options", options),
+    )
     assert run.wait() == 0, run.output()
     rows = run.rows()
     assert [row["version"] for row in rows] == [1, 2, 3]
     assert len(rows[-1]["publish"]["held_s"]) == 2
+
+
+def test_an_option_that_the_worker_does_not_know_ends_the_run_with_those_it_knows(
+    start_run: Callable[..., RunProcess],
+) -> None:
+    run = start_run("--train.worker_options", "{ shards = 1 }")
+    assert run.wait() == 1, run.output()
+    assert "shards: Extra inputs are not permitted (got 1)" in run.output()
+    assert "shard_size" in run.output()
 
 
 def test_interrupt_saves_and_resume_goes_on_without_losing_or_repeating_items(

@@ -35,15 +35,15 @@ def directory(tmp_path_factory):
     return path
 
 
-def run_ranks(path: Path) -> None:
-    program = [sys.executable, "-W", "error", "-m", "tests.worker.rank_program", str(path)]
+def run_ranks(path: Path, program: str = "rank_program", num_ranks: int = NUM_RANKS) -> None:
+    command = [sys.executable, "-W", "error", "-m", f"tests.worker.{program}", str(path)]
     root = Path(__file__).parents[2]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    logs = [path / f"rank{rank}.log" for rank in range(NUM_RANKS)]
+    logs = [path / f"rank{rank}.log" for rank in range(num_ranks)]
     ranks = []
     for rank, log in enumerate(logs):
         with log.open("wb") as out:
-            arguments = [*program, str(rank), str(NUM_RANKS)]
+            arguments = [*command, str(rank), str(num_ranks)]
             ranks.append(subprocess.Popen(arguments, cwd=root, env=environment, stdout=out, stderr=subprocess.STDOUT))
     deadline = time.monotonic() + DEADLINE_S
     while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
@@ -54,7 +54,7 @@ def run_ranks(path: Path) -> None:
         rank.kill()
         rank.wait(10)
     report = "\n".join(f"--- rank {i}\n{log.read_text()[-4000:]}" for i, log in enumerate(logs))
-    assert [rank.returncode for rank in ranks] == [0] * NUM_RANKS, report
+    assert [rank.returncode for rank in ranks] == [0] * num_ranks, report
 
 
 def seen_by(directory: Path, rank: int) -> dict:
@@ -152,3 +152,23 @@ def test_a_checkpoint_of_two_ranks_loads_on_one_bit_for_bit(directory, tmp_path)
 def test_a_checkpoint_of_one_rank_loads_on_two_bit_for_bit(directory):
     assert seen_by(directory, 0)["loaded version"] == 3
     assert file_bytes(directory / "resharded") == file_bytes(directory / "one rank")
+
+
+def test_copies_of_shards_step_as_one_rank_does_and_refuse_what_does_not_divide(tmp_path):
+    """Four ranks in two copies of two: gradients and the norm that is clipped count every rank once."""
+    make_model(tmp_path / "model", tied=True, vocab_size=259, dtype=torch.float64, tokenizer=False)
+    worker = create_worker(settings(tmp_path / "model", **ADAM))
+    expected = three_steps(worker, 0, 1)
+    worker.save(tmp_path / "one rank")
+    worker.close()
+    run_ranks(tmp_path, "hybrid_program", 4)
+    for rank in range(4):
+        seen = seen_by(tmp_path, rank)
+        assert seen["refused"] == ["ConfigError", "shard_size 3 does not divide the 4 ranks"]
+        for found, wanted in zip(seen["steps"], expected, strict=True):
+            assert found == pytest.approx(list(wanted), rel=1e-10)
+        assert seen["resharded version"] == 3
+    for name in ("hybrid", "resharded"):
+        weights = (load_file(tmp_path / path / "model.safetensors") for path in (name, "one rank"))
+        assert_close(*weights, tolerance=1e-9)  # Adam divides by small second moments
+    assert file_bytes(tmp_path / "resharded") == file_bytes(tmp_path / "hybrid")

@@ -6,12 +6,14 @@ import itertools
 import math
 import shutil
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, Gemma2Config, Gemma2ForCausalLM
 
 from inflight.contracts import TrainerWorker
@@ -553,3 +555,70 @@ def test_closing_ends_only_what_the_worker_made(model_path):
     worker.close()
     worker.close()
     assert not dist.is_initialized()
+
+
+# -------------------------------------------------------------------------------------------- memory and precision
+
+
+def test_recomputed_layers_give_the_same_gradient_bit_for_bit(make_worker, tmp_path):
+    batch, gradients, counts = make_batch((9, 4, 17), 1), [], []
+    for name, recompute in (("kept", False), ("recomputed", True)):
+        worker, seen = make_worker(activation_checkpointing=recompute), Counter()
+        with nn.modules.module.register_module_forward_hook(lambda m, *_, seen=seen: seen.update([type(m).__name__])):
+            accumulate(worker, [batch])
+        worker.step()
+        worker.save(tmp_path / name)
+        gradients.append(saved_gradients(tmp_path / name))
+        counts.append(seen["Qwen3Attention"])
+    assert counts[1] == 2 * counts[0]
+    assert_close(*gradients, tolerance=1e-15)
+
+
+def parameters_of(worker):
+    (bucket,) = worker.gather_weights(plan_buckets(worker.parameter_specs(), 1 << 30))
+    return {spec.name: tensor.float() for spec, tensor in zip(bucket.specs, bucket.tensors, strict=True)}
+
+
+def test_mixed_precision_computes_in_bfloat16_and_keeps_what_bfloat16_would_lose(make_worker, tmp_path):
+    batch = make_batch((9, 4, 17), 1)
+    exact, mixed = (
+        make_worker(dtype="float32", compute_dtype=dtype, learning_rate=1e-6) for dtype in (None, "bfloat16")
+    )
+    difference = (exact.forward(batch) - mixed.forward(batch)).abs().max().item()
+    assert 1e-4 < difference < 0.1  # 8 bits of mantissa in two layers
+    before = parameters_of(mixed)
+    for _ in range(3):
+        accumulate(mixed, [batch])
+        mixed.step()
+    after = parameters_of(mixed)
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert after[name].dtype == torch.float32
+    moved = (after[name] - before[name]).abs()
+    assert 0 < moved.max() < 1e-5
+    assert (after[name].bfloat16() == before[name].bfloat16()).float().mean() > 0.9
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"dtype": "bfloat16", "compute_dtype": "float32"}, "wider than dtype"),
+        ({"dtype": "float64", "compute_dtype": "bfloat16"}, "float64 is computed in float64"),
+        ({"dtype": "float32", "compute_dtype": "float16"}, "compute_dtype"),
+    ],
+)
+def test_a_precision_that_cannot_be_is_refused(make_worker, options, says):
+    with pytest.raises(ConfigError, match=says):
+        make_worker(**options)
+
+
+def test_no_rank_reads_more_than_its_rows_and_a_misfit_is_named(make_worker, model_path, tmp_path):
+    for name, change in {
+        "missing": lambda t: t.pop("model.norm.weight"),
+        "unknown": lambda t: t.update(other=torch.zeros(2)),
+        "misshapen": lambda t: t.update({"model.norm.weight": torch.zeros(3)}),
+        "integers": lambda t: t.update({"model.norm.weight": t["model.norm.weight"].to(torch.int64)}),
+    }.items():
+        shutil.copytree(model_path, tmp_path / name)
+        rewrite(tmp_path / name / "model.safetensors", change)
+        with pytest.raises(ConfigError, match="other" if name == "unknown" else "model.norm.weight"):
+            make_worker(tmp_path / name)

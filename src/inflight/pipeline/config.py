@@ -149,6 +149,8 @@ class TrainSection(Section):
 
     worker: str = "fsdp"
     """Entry point in the group ``inflight.workers``."""
+    worker_options: dict[str, Any] = {}
+    """Further settings of that worker, such as ``{ compute_dtype = "bfloat16" }``: see `inflight_fsdp.WorkerConfig`."""
     num_ranks: int = Field(default=1, ge=1)
     threads: int = Field(default=1, ge=1)
     tokens_per_worker: int = Field(default=4096, ge=1)

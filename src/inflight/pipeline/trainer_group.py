@@ -45,6 +45,7 @@ class TrainerGroup:
                 "warmup_steps": train.warmup_steps,
                 "schedule": train.schedule,
                 "total_steps": config.run.num_steps,
+                **train.worker_options,
             },
             "threads": train.threads,
             "preset": config.loss.preset,
