@@ -36,7 +36,7 @@ from tests.servers import TOKEN, ServerProcess
 
 from inflight.contracts import InferenceEndpoint
 from inflight.http.client import HttpEndpoint
-from inflight.local.tiny import TinyShape, byte_tokenizer, create_tiny_model, save_tiny_model
+from inflight.local.tiny import byte_tokenizer
 from inflight.losses import collate
 from inflight.rollouts.tasks import load_task
 from inflight.types import PublishReport, Rollout, Sample, WeightBucket
@@ -241,11 +241,17 @@ def measure_mismatch(name: str, dtype: str, model: Path) -> dict[str, Any]:
     }
 
 
-def measure_learning(fleet: str, directory: Path, num_steps: int) -> dict[str, Any]:
-    """Return the reward of each step of the quickstart, on servers that are ``+``-joined engines."""
-    model, config = ROOT / "models" / "tiny", directory / f"{fleet}.toml"
+def quickstart_model() -> Path:
+    """Return the model of the quickstart, made if it is not there."""
+    model = ROOT / "models" / "tiny"
     if not model.exists():
         subprocess.run([sys.executable, "-m", "inflight", "tiny-model", str(model)], check=True, timeout=1800)
+    return model
+
+
+def measure_learning(fleet: str, directory: Path, num_steps: int) -> dict[str, Any]:
+    """Return the reward of each step of the quickstart, on servers that are ``+``-joined engines."""
+    model, config = quickstart_model(), directory / f"{fleet}.toml"
     lines = [(ROOT / "examples" / "quickstart.toml").read_text()]
     for engine in fleet.split("+"):
         lines += ["[[servers.fleet]]", f'engine = "{engine}"']
@@ -277,7 +283,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("publish", "mismatch", "learning"), nargs="*")
     parser.add_argument("--engine", choices=ENGINES, action="append")
-    parser.add_argument("--model", type=Path, help="for mismatch: a checkpoint (default: one with random weights)")
+    parser.add_argument("--model", type=Path, help="for mismatch: a checkpoint (default: the quickstart's)")
     parser.add_argument("--fleet", choices=FLEETS, action="append", help="for learning")
     parser.add_argument("--steps", type=int, default=100, help="for learning: optimizer steps")
     arguments = parser.parse_args()
@@ -299,10 +305,7 @@ def main() -> None:
                 if what == "publish":
                     rows[what].append(measure_publish(name, Path(directory) / name))
                     continue
-                model = arguments.model
-                if model is None:
-                    model = Path(directory) / "tiny"
-                    save_tiny_model(create_tiny_model(TinyShape(), 0), model)
+                model = arguments.model or quickstart_model()
                 for dtype in ("float32", "bfloat16"):
                     rows[what].append(measure_mismatch(name, dtype, model))
                     print(rows[what][-1], flush=True)
