@@ -25,7 +25,11 @@ import torch
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import (
+    finalize_layerwise_reload,
+    get_layerwise_info,
+    initialize_layerwise_reload,
+)
 
 from inflight.weights.packing import unpack
 from inflight.weights.transports.process_group import ProcessGroupReceiver
@@ -230,14 +234,22 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, BucketInfo]):  # typ
 
     def _load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         if self._is_dirty:
-            initialize_layerwise_reload(self.model)
-            finalize_layerwise_reload(self.model, self.model_config)
+            self._flush()
         self._is_dirty = True
         initialize_layerwise_reload(self.model)
         self.model.load_weights((name, tensor.to(self.device)) for name, tensor in tensors)
         finalize_layerwise_reload(self.model, self.model_config)
         self._pack_tied_head()
         self._is_dirty = False
+
+    def _flush(self) -> None:
+        """Put back the layers that a load that failed left half-way, without what it had brought for them."""
+        initialize_layerwise_reload(self.model)
+        for layer in self.model.modules():
+            info = get_layerwise_info(layer)
+            info.loaded_weights.clear()
+            info.load_numel = 0
+        finalize_layerwise_reload(self.model, self.model_config)
 
     def _pack_tied_head(self) -> None:
         if self.device.type != "cpu":

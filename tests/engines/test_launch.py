@@ -187,6 +187,8 @@ class Serving:
                 stderr=log,
                 env={**os.environ, "PYTHONPATH": path, "INFLIGHT_TOKEN": TOKEN},
                 start_new_session=True,
+                # A shell's background jobs ignore SIGINT, and so would this.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
             )
 
     def url(self) -> str:

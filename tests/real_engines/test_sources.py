@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,23 +31,28 @@ def vllm(tiny_model: Path) -> Iterator[RealEngine]:
 def update(engine: RealEngine, tensors: Mapping[str, torch.Tensor], **source: Any) -> list[dict[str, Any]]:
     """Bring one bucket by vLLM's own routes, load what was staged; return what the plug-in said before that."""
 
-    async def main() -> list[dict[str, Any]]:
+    @contextlib.asynccontextmanager
+    async def connected() -> AsyncIterator[VllmRoutes]:
         http = HttpConnection(engine.process.url)
-        routes = VllmRoutes(http, engine.process.url, {}, 30.0)
         try:
-            await routes.post("/pause?mode=keep&clear_cache=true")
-            try:
+            yield VllmRoutes(http, engine.process.url, {}, 30.0)
+        finally:
+            await http.aclose()
+
+    async def main() -> list[dict[str, Any]]:
+        try:
+            async with connected() as routes:
+                await routes.post("/pause?mode=keep&clear_cache=true")
                 await routes.post("/start_weight_update")
                 specs = [spec.model_dump() for spec in PlainWorker(tensors).parameter_specs()]
                 await routes.post("/update_weights", {"update_info": {"tensors": specs, **source}})
                 while (said := await routes.status(0.1))[0]["phase"] == "busy":
                     pass
                 await routes.post("/finish_weight_update", {})
-            finally:
-                await routes.post("/resume")
-            return said
+                return said
         finally:
-            await http.aclose()
+            async with connected() as routes:  # after an error vLLM closes the connection
+                await routes.post("/resume")
 
     return asyncio.run(main())
 
