@@ -1,6 +1,7 @@
-"""Trainer workers: peak memory of loading and of gathering a model of about 1 B parameters, beside full_state_dict.
+"""Trainer workers: memory of loading and gathering beside full_state_dict, and speed beside a hand-written FSDP2 loop.
 
-    python benchmarks/workers.py memory
+    python benchmarks/workers.py memory    # a model of about 1 B parameters
+    python benchmarks/workers.py speed     # forward, backward and step; segments of equal length, nothing padded
 
 Two ranks on one machine. ``inflight``: `FsdpWorker` loads its rows only and gathers bucket by bucket. ``full state
 dict``: what torch's own recipes do, rank 0 loads the whole model and torch.distributed.checkpoint broadcasts it, and
@@ -10,10 +11,12 @@ dict``: what torch's own recipes do, rank 0 loads the whole model and torch.dist
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import os
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -26,16 +29,19 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from results import write_results
+from inflight.types import MicroBatch
+from inflight.weights.buckets import DEFAULT_BUCKET_BYTES, plan_buckets
+from inflight_fsdp import create_worker
+from results import read_results, write_results
 
 NUM_RANKS = 2
-BUCKET_BYTES = 256 << 20
+NUM_STEPS, NUM_SEGMENTS, SEGMENT_LENGTH = 20, 16, 256
 
 
-def make_model(path: Path, hidden_size: int, num_layers: int) -> int:
+def make_model(path: Path, hidden_size: int, num_layers: int, vocab_size: int = 32_000) -> int:
     """Write a Llama in bfloat16 with random weights; return its number of parameters."""
     config = LlamaConfig(
-        vocab_size=32_000,
+        vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=hidden_size * 11 // 4,
         num_hidden_layers=num_layers,
@@ -67,11 +73,8 @@ def measured(do: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
 
 
 def ours(path: Path) -> dict[str, Any]:
-    from inflight.weights.buckets import plan_buckets
-    from inflight_fsdp import create_worker
-
     worker, loading = measured(lambda: create_worker({"model_path": str(path), "device": "cpu"}))
-    buckets = plan_buckets(worker.parameter_specs(), BUCKET_BYTES)
+    buckets = plan_buckets(worker.parameter_specs(), DEFAULT_BUCKET_BYTES)
 
     def gather() -> None:
         for _ in worker.gather_weights(buckets):
@@ -110,14 +113,80 @@ def full_state_dict(path: Path) -> dict[str, Any]:
     return {"loading": loading, "gathering": measured(gather)[1]}
 
 
+class HandWritten:
+    """A loop as one writes it: whole logits of a rectangular batch, ``fully_shard``, fused AdamW."""
+
+    def __init__(self, path: Path) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for layer in self.model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, weight_decay=0.0, fused=True)
+
+    def step(self, token_ids_BL: torch.Tensor) -> None:
+        """Forward, backward, step."""
+        logits_BLV = self.model(input_ids=token_ids_BL, use_cache=False).logits[:, :-1]
+        logprobs_BL = logits_BLV.log_softmax(-1).gather(-1, token_ids_BL[:, 1:, None]).squeeze(-1)
+        (-logprobs_BL.sum()).backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+class Ours:
+    """The same through the trainer contract."""
+
+    def __init__(self, path: Path) -> None:
+        self.worker = create_worker({"model_path": str(path), "device": "cpu"})
+
+    def step(self, token_ids_BL: torch.Tensor) -> None:
+        """Forward, backward, step."""
+        num, length = token_ids_BL.shape
+        positions_T = torch.arange(length).repeat(num)
+        batch = MicroBatch(
+            token_ids_T=token_ids_BL.reshape(-1),
+            position_ids_T=positions_T,
+            segment_ids_T=torch.arange(num).repeat_interleave(length),
+            segment_lengths=(length,) * num,
+            loss_mask_T=positions_T > 0,
+            behaviour_logprobs_T=torch.zeros(num * length),
+            advantages_T=torch.ones(num * length),
+            temperature_T=torch.ones(num * length),
+            versions_T=torch.zeros(num * length, dtype=torch.int64),
+        )
+        self.worker.backward(-self.worker.forward(batch).sum())
+        self.worker.step()
+
+
+def speed(path: Path) -> dict[str, Any]:
+    """Take turns, step by step, so that whatever the machine does besides is shared."""
+    ways = {"inflight": Ours(path), "hand-written": HandWritten(path)}
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    random = torch.Generator().manual_seed(dist.get_rank())
+    for i in range(NUM_STEPS + 2):
+        token_ids_BL = torch.randint(4_096, (NUM_SEGMENTS, SEGMENT_LENGTH), generator=random)
+        for way, loop in ways.items():
+            dist.barrier()
+            started = time.monotonic()
+            loop.step(token_ids_BL)
+            if i > 1:  # the first ones allocate
+                seconds[way].append(time.monotonic() - started)
+    return {"seconds": seconds}
+
+
 WAYS = {"inflight": ours, "full state dict": full_state_dict}
+PROGRAMS = {**WAYS, "speed": speed}
 
 
 def rank_main(way: str, path: Path, out: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.zeros(1) @ torch.zeros(1)
-    found = WAYS[way](path)
+    found = PROGRAMS[way](path)
     (out / f"{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
@@ -144,7 +213,13 @@ def measure_memory(hidden_size: int, num_layers: int) -> dict[str, Any]:
         path = Path(directory) / "model"
         num_parameters = make_model(path, hidden_size, num_layers)
         gc.collect()
-        row: dict[str, Any] = {"num_parameters": num_parameters, "ranks": NUM_RANKS, "bucket_bytes": BUCKET_BYTES}
+        from inflight.weights.buckets import DEFAULT_BUCKET_BYTES
+
+        row: dict[str, Any] = {
+            "num_parameters": num_parameters,
+            "ranks": NUM_RANKS,
+            "bucket_bytes": DEFAULT_BUCKET_BYTES,
+        }
         for way in WAYS:
             row[way] = run_ranks(way, path)
             for stage in ("loading", "gathering"):
@@ -156,16 +231,49 @@ def measure_memory(hidden_size: int, num_layers: int) -> dict[str, Any]:
         return row
 
 
+def measure_speed() -> list[dict[str, Any]]:
+    """Return tokens/s of one rank, and the ratio to the hand-written loop step by step, for two sizes of model."""
+    rows = []
+    for hidden_size, num_layers, vocab_size in ((256, 4, 4_096), (512, 8, 32_000)):
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(directory) / "model"
+            num_parameters = make_model(path, hidden_size, num_layers, vocab_size)
+            found = run_ranks("speed", path)[0]["seconds"]
+        ratios = [b / a for a, b in zip(found["inflight"], found["hand-written"], strict=True)]
+        tokens = NUM_SEGMENTS * SEGMENT_LENGTH
+        rows.append(
+            {
+                "num_parameters": num_parameters,
+                "vocab_size": vocab_size,
+                "ranks": NUM_RANKS,
+                "tokens_per_rank": tokens,
+                "tokens_per_s": {way: tokens / statistics.median(seconds) for way, seconds in found.items()},
+                "ratio_median": statistics.median(ratios),
+                "ratio_quartiles": statistics.quantiles(ratios, n=4)[::2],
+            }
+        )
+        print(rows[-1], flush=True)
+    return rows
+
+
 def main() -> None:
     if sys.argv[1:2] == ["rank"]:
         rank_main(sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4]))
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("memory",), nargs="?", default="memory")
-    parser.add_argument("--hidden-size", type=int, default=2_048)
-    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("what", choices=("memory", "speed"), nargs="*")
+    parser.add_argument("--hidden-size", type=int, default=2_048, help="for memory")
+    parser.add_argument("--layers", type=int, default=16, help="for memory")
     arguments = parser.parse_args()
-    write_results("workers", {"memory": measure_memory(arguments.hidden_size, arguments.layers)})
+    rows: dict[str, Any] = {}
+    with contextlib.suppress(FileNotFoundError):
+        rows = read_results("workers")["rows"]
+    for what in arguments.what or ("memory", "speed"):
+        if what == "memory":
+            rows[what] = measure_memory(arguments.hidden_size, arguments.layers)
+        else:
+            rows[what] = measure_speed()
+        write_results("workers", rows)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -33,15 +33,17 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     return found
 
 
+def rows_of_ranks(tensor: DTensor) -> list[slice]:
+    """Return each rank's rows of a tensor whose first dimension is sharded over the last dimension of its mesh."""
+    num_rows, num_ranks = tensor.shape[0], tensor.device_mesh.size(tensor.device_mesh.ndim - 1)
+    each = -(-num_rows // num_ranks)
+    return [slice(min(each * r, num_rows), min(each * (r + 1), num_rows)) for r in range(num_ranks)]
+
+
 def local_rows(tensor: DTensor) -> slice:
-    """Return this rank's rows of a tensor whose first dimension is sharded over a dimension of its mesh."""
-    start, stop = 0, tensor.shape[0]
-    for dim, placement in enumerate(tensor.placements):
-        if isinstance(placement, Shard):
-            rows = -(-tensor.shape[0] // tensor.device_mesh.size(dim))
-            start = min(rows * tensor.device_mesh.get_local_rank(dim), tensor.shape[0])
-            stop = min(start + rows, tensor.shape[0])
-    return slice(start, stop)
+    """Return this rank's among the `rows_of_ranks`."""
+    mesh = tensor.device_mesh
+    return rows_of_ranks(tensor)[mesh.get_local_rank(mesh.ndim - 1)]
 
 
 @torch.no_grad()

@@ -9,7 +9,6 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -26,6 +25,7 @@ from inflight_fsdp.checkpoint import TrainerState, load_checkpoint, save_checkpo
 from inflight_fsdp.config import WorkerConfig, parse_config
 from inflight_fsdp.model import PolicyModel, empty_policy, fsdp_modules, load_weights, recompute_layers, shard_policy
 from inflight_fsdp.optimizer import ShardedAdamW, clip, global_norm, learning_rate_at
+from inflight_fsdp.sharding import rows_of_ranks
 
 
 def create_worker(config: WorkerConfig | Mapping[str, object]) -> FsdpWorker:
@@ -159,15 +159,25 @@ class FsdpWorker:
 
     @torch.no_grad()
     def _gather(self, name: str) -> torch.Tensor | None:
-        """Return one full parameter in wire dtype on rank 0, None elsewhere; collective."""
+        """Return one full parameter in wire dtype, in memory of its own, on rank 0, None elsewhere; collective.
+
+        Ranks send their rows to rank 0, so that no other rank holds more than its own, and nobody gets what it drops.
+        """
         parameter, dtype = self._parameters[name], getattr(torch, self._wire_dtype)
-        if dtype.itemsize < parameter.dtype.itemsize:
-            parameter = cast(DTensor, parameter.to(dtype))
-        full = parameter.full_tensor()
-        if self.rank != 0:
-            return None
-        # A mesh of one gathers without copying, and the next step would change what was yielded.
-        return full.to(dtype, copy=parameter is self._parameters[name] and self.world_size == 1)
+        sent_dtype = min(dtype, parameter.dtype, key=lambda d: d.itemsize)  # cast where it makes less to send
+        mine = parameter.to_local().to(sent_dtype)
+        group, rows = self._mesh.get_group(self._mesh.ndim - 1), rows_of_ranks(parameter)
+        if self.rank == 0:
+            full = torch.empty(parameter.shape, dtype=sent_dtype, device=mine.device)
+            full[rows[0]] = mine
+            parts = [(rank, full[part]) for rank, part in enumerate(rows) if rank and part.start < part.stop]
+            for call in [dist.irecv(part, group=group, group_src=rank) for rank, part in parts]:
+                assert call is not None
+                call.wait()
+            return full.to(dtype)
+        if self.rank < len(rows) and mine.numel():  # of the first copy of the parameters
+            dist.send(mine, group=group, group_dst=0)
+        return None
 
     def _clear_gradients(self) -> None:
         for parameter in self._parameters.values():
