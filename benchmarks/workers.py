@@ -213,8 +213,6 @@ def measure_memory(hidden_size: int, num_layers: int) -> dict[str, Any]:
         path = Path(directory) / "model"
         num_parameters = make_model(path, hidden_size, num_layers)
         gc.collect()
-        from inflight.weights.buckets import DEFAULT_BUCKET_BYTES
-
         row: dict[str, Any] = {
             "num_parameters": num_parameters,
             "ranks": NUM_RANKS,
