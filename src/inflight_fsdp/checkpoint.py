@@ -7,20 +7,21 @@ the directory must be visible to all. The module knows nothing of models.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from torch.distributed.tensor import DTensor
 
 from inflight.errors import CheckpointError
 from inflight_fsdp.agreement import first_failure
-from inflight_fsdp.sharding import local_rows
+from inflight_fsdp.layout import ShardedTensor
+from inflight_fsdp.sharding import gather_on_first, local_part
 
 _EDITION = 1
 _WEIGHTS, _TRAINER = "model.safetensors", "trainer.json"
@@ -36,10 +37,10 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:
-    """All that a checkpoint holds: sharded tensors by name, and counters."""
+    """All that a checkpoint holds: sharded tensors, and counters."""
 
-    weights: Mapping[str, DTensor]
-    optimizer: Mapping[str, DTensor]
+    weights: Sequence[ShardedTensor]
+    optimizer: Sequence[ShardedTensor]
     version: int
     optimizer_steps: int
 
@@ -53,7 +54,7 @@ def save_checkpoint(path: Path, state: TrainerState, *, model_config: str, model
     path = path.absolute()
     fresh = path.with_name(f".{path.name}.new")
     failure: str | None = None
-    device = next(iter(state.weights.values())).device
+    device = state.weights[0].tensor.device
     is_writer = dist.get_rank() == 0
     if is_writer:
         try:
@@ -78,8 +79,8 @@ def save_checkpoint(path: Path, state: TrainerState, *, model_config: str, model
         raise CheckpointError(f"no checkpoint was written to {path}: {failure}; what was there before is whole")
 
 
-def load_checkpoint(path: Path, weights: Mapping[str, DTensor], optimizer: Mapping[str, DTensor]) -> tuple[int, int]:
-    """Fill the shards of this rank from a checkpoint; return its version and its number of optimizer steps; collective.
+def load_checkpoint(path: Path, state: TrainerState) -> tuple[int, int]:
+    """Fill the shards of a state from a checkpoint; return its version and its number of optimizer steps; collective.
 
     Raises `CheckpointError` on every rank, with nothing loaded, if a file or a tensor is missing or does not fit.
     """
@@ -90,11 +91,11 @@ def load_checkpoint(path: Path, weights: Mapping[str, DTensor], optimizer: Mappi
     staged: list[tuple[torch.Tensor, torch.Tensor]] = []
     try:
         counters = _read_counters(source)
-        for name, tensors in ((_WEIGHTS, weights), (_OPTIMIZER, optimizer)):
+        for name, tensors in ((_WEIGHTS, state.weights), (_OPTIMIZER, state.optimizer)):
             staged += _read_shards(source / name, tensors)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         failure = _reason(error)
-    failure = first_failure(failure, next(iter(weights.values())).device)
+    failure = first_failure(failure, state.weights[0].tensor.device)
     if failure is not None:
         raise CheckpointError(f"nothing was loaded from {path}: {failure}")
     with torch.no_grad():
@@ -132,16 +133,18 @@ def _put_in_place(fresh: Path, path: Path) -> None:
     shutil.rmtree(retired, ignore_errors=True)
 
 
-def _write_tensors(file: Path | None, tensors: Mapping[str, DTensor]) -> str | None:
+def _write_tensors(file: Path | None, tensors: Sequence[ShardedTensor]) -> str | None:
     """Write full tensors as safetensors, if this rank has a file; return what went wrong, if anything; collective."""
-    gathered = (_full_tensor(tensor) for tensor in tensors.values())
+    gathered = ((part.layout, gather_on_first(part.tensor, part.tensor.dtype)) for part in tensors)
     failure = None
     if file is not None:
         try:
             with file.open("wb") as out:
                 out.write(_header(tensors))
-                for tensor in gathered:
-                    out.write(tensor.cpu().reshape(-1).view(torch.uint8).numpy().data)
+                for layout, whole in gathered:
+                    assert whole is not None
+                    for tensor in layout.stored(whole).values():
+                        out.write(tensor.cpu().reshape(-1).view(torch.uint8).numpy().data)
                 out.flush()
                 os.fsync(out.fileno())
         except OSError as error:
@@ -151,23 +154,19 @@ def _write_tensors(file: Path | None, tensors: Mapping[str, DTensor]) -> str | N
     return failure
 
 
-@torch.no_grad()
-def _full_tensor(tensor: DTensor) -> torch.Tensor:
-    return tensor.full_tensor()
-
-
-def _header(tensors: Mapping[str, DTensor]) -> bytes:
+def _header(tensors: Sequence[ShardedTensor]) -> bytes:
     """Return the start of a safetensors file whose tensors follow in this order."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for name, tensor in tensors.items():
-        end = offset + tensor.numel() * tensor.dtype.itemsize
-        entries[name] = {
-            "dtype": _DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
+    for part in tensors:
+        for name, shape in part.layout.shapes.items():
+            end = offset + math.prod(shape) * part.tensor.dtype.itemsize
+            entries[name] = {
+                "dtype": _DTYPE_NAMES[part.tensor.dtype],
+                "shape": list(shape),
+                "data_offsets": [offset, end],
+            }
+            offset = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
@@ -184,21 +183,20 @@ def _read_counters(source: Path) -> dict[str, int]:
     return counters
 
 
-def _read_shards(file: Path, tensors: Mapping[str, DTensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _read_shards(file: Path, tensors: Sequence[ShardedTensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return each local shard with what the file holds for it. Raises ``ValueError`` if the file does not fit."""
     shards: list[tuple[torch.Tensor, torch.Tensor]] = []
     with safe_open(file, framework="pt") as stored, torch.no_grad():
         names = set(stored.keys())
-        problems = [f"{len(lost)} tensors are missing: {lost[:5]}"] if (lost := sorted(set(tensors) - names)) else []
-        problems += [f"{len(more)} tensors are unknown: {more[:5]}"] if (more := sorted(names - set(tensors))) else []
-        for name in sorted(names & set(tensors)):
-            part, wanted = stored.get_slice(name), tensors[name]
-            found = (_DTYPES.get(part.get_dtype()), tuple(part.get_shape()))
-            if found != (wanted.dtype, tuple(wanted.shape)):
-                problems.append(f"{name} is {part.get_dtype()} {found[1]}, not {wanted.dtype} {tuple(wanted.shape)}")
-                continue
-            shard = wanted.to_local()
-            shards.append((shard, part[local_rows(wanted)] if shard.numel() else shard))
+        wanted = {name: (part.tensor.dtype, shape) for part in tensors for name, shape in part.layout.shapes.items()}
+        problems = [f"{len(lost)} tensors are missing: {lost[:5]}"] if (lost := sorted(set(wanted) - names)) else []
+        problems += [f"{len(more)} tensors are unknown: {more[:5]}"] if (more := sorted(names - set(wanted))) else []
+        for name in sorted(names & set(wanted)):
+            part, (dtype, shape) = stored.get_slice(name), wanted[name]
+            if (_DTYPES.get(part.get_dtype()), tuple(part.get_shape())) != (dtype, shape):
+                problems.append(f"{name} is {part.get_dtype()} {tuple(part.get_shape())}, not {dtype} {shape}")
+        if not problems:
+            shards = [(tensor.tensor.to_local(), local_part(tensor, stored)) for tensor in tensors]
     if problems:
         raise ValueError(f"{file.name}: {'; '.join(problems[:10])}")
     return shards

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from inflight.errors import ConfigError
 
+Config = TypeVar("Config", bound="WorkerConfig")
 WireDtype = Literal["float64", "float32", "bfloat16", "float16"]
 
 
@@ -17,6 +18,7 @@ class WorkerConfig(BaseModel):
     """Settings of one FSDP worker; the same on every rank."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+    LABEL: ClassVar[str] = "FSDP"
 
     model_path: Path
     """A Hugging Face checkpoint on local disk: config.json and safetensors."""
@@ -62,15 +64,15 @@ class WorkerConfig(BaseModel):
         return self
 
 
-def parse_config(config: WorkerConfig | Mapping[str, object]) -> WorkerConfig:
-    """Return the settings as checked ones. Raises `ConfigError` that names every wrong key."""
-    if isinstance(config, WorkerConfig):
+def parse_config(config: Config | Mapping[str, object], kind: type[Config]) -> Config:
+    """Return the settings as checked ones of a kind. Raises `ConfigError` that names every wrong key."""
+    if isinstance(config, kind):
         return config
     try:
-        return WorkerConfig.model_validate(dict(config))
+        return kind.model_validate(dict(config))
     except ValidationError as error:
         problems = "; ".join(
             f"{'.'.join(map(str, e['loc'])) or 'settings'}: {e['msg']} (got {e['input']!r:.80})" for e in error.errors()
         )
-        known = ", ".join(WorkerConfig.model_fields)
-        raise ConfigError(f"FSDP worker: {problems}. Known keys: {known}") from error
+        known = ", ".join(kind.model_fields)
+        raise ConfigError(f"{kind.LABEL} worker: {problems}. Known keys: {known}") from error

@@ -8,24 +8,24 @@ Shape suffixes: T packed tokens, N targets, H hidden, V vocabulary.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from inflight.attention import SegmentPlan, register_segment_attention
 from inflight.checkpoints import empty_causal_lm
-from inflight.errors import ConfigError, UnsupportedError
+from inflight.errors import UnsupportedError
 from inflight.losses.head import chunked_logprobs
-from inflight_fsdp.sharding import misfits, read_shards, stored_tensors
+from inflight_fsdp.layout import ShardedTensor, as_it_is
+from inflight_fsdp.sharded import sum_gradients_over_ranks
+from inflight_fsdp.sharding import fitting_tensors, read_shards, stored_tensors
 
 
 class PolicyModel(nn.Module):
@@ -89,24 +89,15 @@ def empty_policy(path: Path, dtype: str, logprob_chunk_size: int) -> PolicyModel
 
 def _check_stored(path: Path, causal_lm: Any, parameters: Mapping[str, tuple[int, ...]], known: set[str]) -> None:
     """Raise `ConfigError` or `UnsupportedError` unless the files hold the model's parameters and nothing else."""
-    try:
-        stored = stored_tensors(path)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"the weights in {str(path)!r} cannot be read: {type(error).__name__}: {error}") from error
-    if not stored:
-        raise ConfigError(f"model directory {str(path)!r} has no *.safetensors; other weight formats are not read")
-    ignored = [re.compile(pattern) for pattern in causal_lm._keys_to_ignore_on_load_unexpected or ()]
-    unknown = sorted(name for name in set(stored) - known if not any(p.search(name) for p in ignored))
-    missing = set(parameters) - set(stored)
+    kind = type(causal_lm).__name__
+    missing = set(parameters) - set(stored_tensors(path))
     if missing and get_checkpoint_conversion_mapping(causal_lm.config.model_type):
         raise UnsupportedError(
-            f"{type(causal_lm).__name__} stores {len(missing)} parameters under other names than it computes with: "
-            f"{sorted(missing)[:5]}; servers would not know them"
+            f"{kind} stores {len(missing)} parameters under other names than it computes with: {sorted(missing)[:5]}; "
+            "servers would not know them"
         )
-    problems = misfits(stored, parameters)
-    problems += [f"{len(unknown)} tensors are unknown: {unknown[:5]}"] if unknown else []
-    if problems:
-        raise ConfigError(f"the checkpoint {str(path)!r} does not fit its config: {'; '.join(problems[:10])}")
+    ignored = tuple(causal_lm._keys_to_ignore_on_load_unexpected or ())
+    fitting_tensors(path, parameters, known=known, ignored=ignored)
 
 
 def load_weights(policy: PolicyModel, path: Path, device: torch.device) -> None:
@@ -117,7 +108,8 @@ def load_weights(policy: PolicyModel, path: Path, device: torch.device) -> None:
         buffer.copy_(buffers[name])
     policy.causal_lm.tie_weights()
     parameters = {name: cast(DTensor, parameter) for name, parameter in policy.causal_lm.named_parameters()}
-    read_shards(stored_tensors(path), parameters)
+    laid_out = [ShardedTensor(parameter, as_it_is(name, parameter)) for name, parameter in parameters.items()]
+    read_shards(stored_tensors(path), laid_out)
 
 
 def recompute_layers(policy: PolicyModel) -> None:
@@ -142,19 +134,10 @@ def shard_policy(policy: PolicyModel, mesh: DeviceMesh, compute_dtype: torch.dty
     for layer in _layers(policy):
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     fully_shard(policy, mesh=mesh, mp_policy=precision)
-    if mesh.size() == 1:
-        return
-    for module in fsdp_modules(policy):
-        # A factor alone becomes a premultiplied sum, which gloo does not have; a forced sum alone divides by the ranks.
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
+    if mesh.size() > 1:
+        sum_gradients_over_ranks(policy)
 
 
 def _layers(policy: PolicyModel) -> list[nn.Module]:
     names = policy.causal_lm._no_split_modules or ()
     return [module for module in policy.causal_lm.modules() if type(module).__name__ in names]
-
-
-def fsdp_modules(policy: nn.Module) -> Iterator[FSDPModule]:
-    """Yield every module that has a group of shards of its own."""
-    return (module for module in policy.modules() if isinstance(module, FSDPModule))

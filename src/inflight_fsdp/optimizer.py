@@ -26,11 +26,11 @@ class ShardedAdamW:
         self._adamw = torch.optim.AdamW(
             self._shards, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True
         )
-        self._states: dict[str, DTensor] = {}
+        self._states: dict[str, dict[str, DTensor]] = {}
 
     @property
-    def states(self) -> Mapping[str, DTensor]:
-        """First and second moments as ``NAME.exp_avg`` and ``NAME.exp_avg_sq``, sharded as their parameters."""
+    def states(self) -> Mapping[str, Mapping[str, DTensor]]:
+        """First and second moments, ``exp_avg`` and ``exp_avg_sq``, by parameter and sharded alike."""
         self._allocate()
         return self._states
 
@@ -63,7 +63,8 @@ class ShardedAdamW:
             moments = {key: torch.zeros_like(shard) for key in ("exp_avg", "exp_avg_sq")}
             num_steps = torch.zeros((), dtype=torch.float32, device=shard.device)
             self._adamw.state[shard] = {"step": num_steps, **moments}
-            self._states |= {f"{name}.{key}": _as_sharded(moment, parameter) for key, moment in moments.items()}
+            for key, moment in moments.items():
+                self._states.setdefault(key, {})[name] = as_sharded(moment, parameter)
 
 
 def learning_rate_at(version: int, config: WorkerConfig) -> float:
@@ -96,7 +97,8 @@ def clip(gradients: Sequence[torch.Tensor], norm: float, max_norm: float | None)
         torch._foreach_mul_(list(gradients), max_norm / norm)
 
 
-def _as_sharded(local: torch.Tensor, like: DTensor) -> DTensor:
+def as_sharded(local: torch.Tensor, like: DTensor) -> DTensor:
+    """Return a local shard as part of a tensor that is sharded as ``like``; never communicates."""
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import torch
-from safetensors import safe_open
-from torch.distributed.tensor import DTensor
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from inflight.errors import ConfigError
+from inflight_fsdp.layout import ShardedTensor
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -23,13 +30,16 @@ class StoredTensor:
 
 
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of all safetensors files of a directory, from their headers alone."""
+    """Return the tensors of all safetensors files of a directory, from their headers alone. Raises `ConfigError`."""
     found: dict[str, StoredTensor] = {}
-    for file in sorted(path.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - no mapping
-                part = tensors.get_slice(name)
-                found[name] = StoredTensor(file, tuple(part.get_shape()), _DTYPES.get(part.get_dtype()))
+    try:
+        for file in sorted(path.glob("*.safetensors")):
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 - no mapping
+                    part = tensors.get_slice(name)
+                    found[name] = StoredTensor(file, tuple(part.get_shape()), _DTYPES.get(part.get_dtype()))
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"the weights in {str(path)!r} cannot be read: {type(error).__name__}: {error}") from error
     return found
 
 
@@ -46,22 +56,96 @@ def local_rows(tensor: DTensor) -> slice:
     return rows_of_ranks(tensor)[mesh.get_local_rank(mesh.ndim - 1)]
 
 
+def by_rows(tensor: DTensor) -> bool:
+    """Whether a tensor is cut into rows by the last dimension of its mesh, and copied over the others."""
+    *others, last = tensor.placements
+    return last == Shard(0) and all(placement == Replicate() for placement in others)
+
+
 @torch.no_grad()
-def read_shards(stored: Mapping[str, StoredTensor], tensors: Mapping[str, DTensor]) -> None:
-    """Fill the shards of this rank, one after another, cast to their dtype; every tensor must be stored and fit."""
-    by_file: dict[Path, list[str]] = {}
-    for name in tensors:
-        by_file.setdefault(stored[name].file, []).append(name)
-    for file, names in by_file.items():
-        with safe_open(file, framework="pt") as content:
-            for name in names:
-                shard = tensors[name].to_local()
-                if shard.numel():
-                    shard.copy_(content.get_slice(name)[local_rows(tensors[name])])
+def gather_on_first(tensor: DTensor, dtype: torch.dtype) -> torch.Tensor | None:
+    """Return the whole tensor in ``dtype``, in memory of its own, on rank 0, None elsewhere; collective.
+
+    Ranks send their rows to rank 0, so that no other rank holds more than its own, and nobody gets what it drops. A
+    tensor that is cut in another way is whole on every rank for a moment.
+    """
+    sent_dtype = min(dtype, tensor.dtype, key=lambda d: d.itemsize)  # cast where it makes less to send
+    rank = dist.get_rank()
+    if not by_rows(tensor):
+        whole = cast(DTensor, tensor.to(sent_dtype)).full_tensor()
+        return whole.to(dtype).clone() if rank == 0 else None
+    mesh = tensor.device_mesh
+    mine = tensor.to_local().to(sent_dtype)
+    group, rows = mesh.get_group(mesh.ndim - 1), rows_of_ranks(tensor)
+    if rank == 0:
+        full = torch.empty(tensor.shape, dtype=sent_dtype, device=mine.device)
+        full[rows[0]] = mine
+        parts = [(other, full[part]) for other, part in enumerate(rows) if other and part.start < part.stop]
+        for call in [dist.irecv(part, group=group, group_src=other) for other, part in parts]:
+            assert call is not None
+            call.wait()
+        return full.to(dtype)
+    if rank < len(rows) and mine.numel():  # of the first copy of the parameters
+        dist.send(mine, group=group, group_dst=0)
+    return None
 
 
-def misfits(stored: Mapping[str, StoredTensor], wanted: Mapping[str, Sequence[int]]) -> list[str]:
-    """Return what is missing among the stored tensors, or of another shape or kind than is wanted, in words."""
+@torch.no_grad()
+def local_part(tensor: ShardedTensor, content: Any) -> torch.Tensor:
+    """Return this rank's shard as an open safetensors file holds it, in the file's dtype."""
+    shard = tensor.tensor.to_local()
+    if not shard.numel():
+        return shard
+    if tensor.layout.join is None and by_rows(tensor.tensor):
+        part: torch.Tensor = content.get_slice(tensor.layout.name)[local_rows(tensor.tensor)]
+        return part
+    stored = {name: content.get_tensor(name) for name in tensor.layout.shapes}
+    return part_of(tensor, stored)
+
+
+def part_of(tensor: ShardedTensor, stored: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return this rank's shard of a parameter that is stored as ``stored``; never communicates."""
+    layout, sharded = tensor.layout, tensor.tensor
+    whole = stored[layout.name] if layout.join is None else layout.join(stored)
+    if by_rows(sharded):
+        return whole[local_rows(sharded)]
+    placed = distribute_tensor(whole.to(sharded.device), sharded.device_mesh, sharded.placements, src_data_rank=None)
+    return placed.to_local()
+
+
+@torch.no_grad()
+def read_shards(stored: Mapping[str, StoredTensor], tensors: Sequence[ShardedTensor]) -> None:
+    """Fill the shards of this rank, one after another, cast to their dtype; every tensor must be stored and fit.
+
+    Of a parameter that is stored as it is, only the rows of this rank are read.
+    """
+    with ExitStack() as files:
+        opened = {
+            file: files.enter_context(safe_open(file, framework="pt"))
+            for file in sorted({stored[name].file for tensor in tensors for name in tensor.layout.shapes})
+        }
+        for tensor in tensors:
+            shard = tensor.tensor.to_local()
+            if not shard.numel():
+                continue
+            by_file = {stored[name].file for name in tensor.layout.shapes}
+            if len(by_file) == 1:
+                shard.copy_(local_part(tensor, opened[by_file.pop()]))
+            else:
+                parts = {name: opened[stored[name].file].get_tensor(name) for name in tensor.layout.shapes}
+                shard.copy_(part_of(tensor, parts))
+
+
+def fitting_tensors(
+    path: Path, wanted: Mapping[str, Sequence[int]], *, known: Collection[str] = (), ignored: Sequence[str] = ()
+) -> dict[str, StoredTensor]:
+    """Return the tensors of a directory. Raises `ConfigError` unless those that are ``wanted``, with shapes, are there.
+
+    Others are refused too, but for names that are ``known`` or match a pattern that is ``ignored``.
+    """
+    stored = stored_tensors(path)
+    if not stored:
+        raise ConfigError(f"model directory {str(path)!r} has no *.safetensors; other weight formats are not read")
     problems = []
     if missing := sorted(set(wanted) - set(stored)):
         problems.append(f"{len(missing)} tensors are missing: {missing[:5]}")
@@ -70,4 +154,9 @@ def misfits(stored: Mapping[str, StoredTensor], wanted: Mapping[str, Sequence[in
             problems.append(f"{name} has shape {stored[name].shape}, not {tuple(wanted[name])}")
         elif stored[name].dtype is None:
             problems.append(f"{name} is of a dtype that cannot be trained")
-    return problems
+    others = set(stored) - set(wanted) - set(known)
+    if unknown := sorted(name for name in others if not any(re.search(pattern, name) for pattern in ignored)):
+        problems.append(f"{len(unknown)} tensors are unknown: {unknown[:5]}")
+    if problems:
+        raise ConfigError(f"the checkpoint {str(path)!r} does not fit its config: {'; '.join(problems[:10])}")
+    return stored

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from inflight.errors import CheckpointError, NonFiniteError
 from inflight.types import MicroBatch, StepResult, WeightBucket
 from inflight.wire import BucketSpec, TensorSpec
-from inflight_fsdp.config import parse_config
+from inflight_fsdp.config import WorkerConfig, parse_config
 from inflight_fsdp.optimizer import global_norm
 from inflight_fsdp.worker import FsdpWorker
 
@@ -36,7 +36,7 @@ def create_worker(config: Mapping[str, Any]) -> FsdpWorker:
     if file := options.pop("mutant_file", ""):
         name = Path(file).read_text()
     kind = MUTANTS[name].kind if name else FsdpWorker
-    return kind(parse_config(options), torch.device("cpu"), owns_group=False)
+    return kind(parse_config(options, WorkerConfig), torch.device("cpu"), owns_group=False)
 
 
 def is_tied(worker: FsdpWorker) -> bool:

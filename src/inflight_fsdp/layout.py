@@ -1,0 +1,61 @@
+"""How one parameter is written in checkpoints: under its own name and whole, or cut into several tensors.
+
+Servers and checkpoints know the names of Hugging Face; a trainer may compute with fused or permuted parameters. Knows
+nothing of models, files or ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor
+
+Stored = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The tensors that one parameter is stored as."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    """Full shape by the name in checkpoints, in the order in which they are written."""
+    split: Callable[[torch.Tensor], Stored] | None = None
+    """The whole parameter as stored tensors, which may share its memory; None: it is stored as it is."""
+    join: Callable[[Stored], torch.Tensor] | None = None
+    """The way back."""
+
+    @property
+    def name(self) -> str:
+        """Name of the first stored tensor, and of the only one of a parameter that is stored as it is."""
+        return next(iter(self.shapes))
+
+    def stored(self, whole: torch.Tensor) -> Stored:
+        """Return the stored tensors of a whole parameter."""
+        return {self.name: whole} if self.split is None else self.split(whole)
+
+    def suffixed(self, suffix: str) -> Layout:
+        """Return the layout of a tensor that belongs to the parameter, such as a moment of its gradient."""
+        shapes = {name + suffix: shape for name, shape in self.shapes.items()}
+        split, join = self.split, self.join
+        if split is None or join is None:
+            return Layout(shapes)
+        return Layout(
+            shapes,
+            split=lambda whole: {name + suffix: tensor for name, tensor in split(whole).items()},
+            join=lambda stored: join({name.removesuffix(suffix): tensor for name, tensor in stored.items()}),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedTensor:
+    """One tensor that ranks share, and how it is written."""
+
+    tensor: DTensor
+    layout: Layout
+
+
+def as_it_is(name: str, tensor: torch.Tensor) -> Layout:
+    """Return the layout of a parameter that is stored whole under ``name``."""
+    return Layout({name: tuple(tensor.shape)})

@@ -1,0 +1,283 @@
+"""`ShardedWorker`: one rank of a trainer whose parameters are DTensors, whatever made them.
+
+Satisfies `inflight.contracts.TrainerWorker`. It knows neither transformers nor torchtitan: what those differ in is in
+its `ShardedPolicy`.
+
+Shape suffixes: T packed tokens, N targets.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from inflight.attention import SegmentPlan
+from inflight.checkpoints import load_config
+from inflight.errors import ConfigError, NonFiniteError, TrainerError
+from inflight.types import MicroBatch, StepResult, WeightBucket
+from inflight.wire import DTYPE_SIZES, BucketSpec, TensorSpec
+from inflight_fsdp.checkpoint import TrainerState, load_checkpoint, save_checkpoint
+from inflight_fsdp.config import WorkerConfig
+from inflight_fsdp.layout import Layout, ShardedTensor
+from inflight_fsdp.optimizer import clip, global_norm, learning_rate_at
+from inflight_fsdp.sharding import gather_on_first
+
+
+class ShardedOptimizer(Protocol):
+    """An optimizer over the sharded parameters, by the names of the worker."""
+
+    @property
+    def states(self) -> Mapping[str, Mapping[str, DTensor]]:
+        """Sharded tensors by kind, such as ``exp_avg``, and parameter; made once something asks for them."""
+
+    @property
+    def num_steps(self) -> int:
+        """Steps taken."""
+
+    def set_num_steps(self, value: int) -> None:
+        """Go on as after ``value`` steps; the states are the caller's to fill."""
+
+    def step(self, gradients: Sequence[torch.Tensor], learning_rate: float) -> None:
+        """Update the parameters in place; ``gradients`` are local shards, in the order of the parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedPolicy:
+    """What a worker trains."""
+
+    module: nn.Module
+    """Takes ``(token_ids_T, position_ids_T, segment plan, temperature_T, target_rows_N)`` and returns logprobs [T]."""
+    mesh: DeviceMesh
+    """Of all ranks; parameters are sharded over its last dimension."""
+    parameters: Mapping[str, DTensor]
+    """By the trainer's names. They live as long as the module; its attributes change while layers are whole."""
+    layouts: Mapping[str, Layout]
+    """By the same names, in the same order."""
+    optimizer: ShardedOptimizer
+    wire_dtype: str
+    model_config: str
+    """The text of config.json."""
+    context_length: int
+    """Longest segment that the model's positions allow."""
+
+
+class ShardedWorker:
+    """One trainer rank. `inflight.contracts.TrainerWorker` says what each method does."""
+
+    def __init__(self, config: WorkerConfig, device: torch.device, policy: ShardedPolicy, *, owns_group: bool) -> None:
+        self._config = config
+        self._device = device
+        self._owns_group = owns_group
+        self._mesh = policy.mesh
+        self._policy = policy.module
+        self._parameters = dict(policy.parameters)
+        self._layouts = dict(policy.layouts)
+        self._optimizer = policy.optimizer
+        self._wire_dtype = policy.wire_dtype
+        self._model_config = policy.model_config
+        self._context_length = policy.context_length
+        self._parameter_of = {stored: name for name, layout in self._layouts.items() for stored in layout.shapes}
+        self._split: tuple[str, dict[str, torch.Tensor]] = ("", {})
+        self._version = 0
+
+    @property
+    def rank(self) -> int:
+        """See `TrainerWorker.rank`."""
+        return dist.get_rank()
+
+    @property
+    def world_size(self) -> int:
+        """See `TrainerWorker.world_size`."""
+        return self._mesh.size()
+
+    @property
+    def version(self) -> int:
+        """See `TrainerWorker.version`."""
+        return self._version
+
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        """See `TrainerWorker.forward`. The logprobs are on the device of the batch, which may be another than ours.
+
+        Raises `TrainerError` for a segment longer than the model's context, before any rank is waited for.
+        """
+        lengths, token_ids_T = batch.segment_lengths, batch.token_ids_T
+        if lengths and (longest := max(lengths)) > self._context_length:
+            raise TrainerError(
+                f"segment {lengths.index(longest)} of the micro-batch has {longest} tokens, and the model's context is "
+                f"{self._context_length} (max_position_embeddings): leave it out, or sample shorter completions"
+            )
+        position_ids_T, temperature_T = batch.position_ids_T, batch.temperature_T
+        if not lengths:  # Other ranks may have something: take part in their collectives with a token of no segment.
+            lengths = (1,)
+            token_ids_T, position_ids_T, temperature_T = torch.tensor([0]), torch.tensor([0]), torch.tensor([1.0])
+        logprobs_T: torch.Tensor = self._policy(
+            token_ids_T.to(self._device),
+            position_ids_T.to(self._device),
+            SegmentPlan.build(lengths, self._device),
+            temperature_T.to(self._device),
+            batch.loss_mask_T.nonzero().squeeze(1).to(self._device),
+        )
+        return logprobs_T[: batch.num_tokens].to(batch.token_ids_T.device)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """See `TrainerWorker.backward`."""
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def step(self) -> StepResult:
+        """See `TrainerWorker.step`. Raises `TrainerError` if `backward` was not called since; nothing changed then."""
+        if all(parameter.grad is None for parameter in self._parameters.values()):
+            raise TrainerError(f"step at version {self._version} without a gradient: call backward first")
+        gradients = [_local_gradient(parameter) for parameter in self._parameters.values()]
+        norm = global_norm(gradients, self._mesh.get_group(self._mesh.ndim - 1))
+        self._clear_gradients()
+        if not math.isfinite(norm):
+            raise NonFiniteError(
+                f"the gradient norm of the step from version {self._version} is {norm}; weights and optimizer are "
+                "unchanged and the gradients are gone"
+            )
+        clip(gradients, norm, self._config.max_gradient_norm)
+        learning_rate = learning_rate_at(self._version, self._config)
+        self._forget_whole_parameters()
+        self._optimizer.step(gradients, learning_rate)
+        self._version += 1
+        return StepResult(self._version, norm, learning_rate)
+
+    def parameter_specs(self) -> Sequence[TensorSpec]:
+        """See `TrainerWorker.parameter_specs`."""
+        return [
+            TensorSpec(name=name, dtype=self._wire_dtype, shape=shape)  # type: ignore[arg-type]
+            for layout in self._layouts.values()
+            for name, shape in layout.shapes.items()
+        ]
+
+    def gather_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
+        """See `TrainerWorker.gather_weights`. Yielded tensors share no memory with the parameters."""
+        specs = self.parameter_specs()
+        self._split = ("", {})
+        for bucket in buckets:
+            part = specs[bucket.start : bucket.stop]
+            tensors = [self._gather(spec.name) for spec in part]
+            yield WeightBucket(bucket.index, tuple(part), tuple(t for t in tensors if t is not None))
+        self._split = ("", {})
+
+    def save(self, path: Path) -> None:
+        """See `TrainerWorker.save`. Rank 0 writes. A directory that is no checkpoint of ours is not replaced."""
+        save_checkpoint(
+            path,
+            self._state(),
+            model_config=self._model_config,
+            model_path=self._config.model_path,
+        )
+
+    def load(self, path: Path) -> None:
+        """See `TrainerWorker.load`. Every rank reads its shards from ``path``; gradients are cleared."""
+        version, num_steps = load_checkpoint(path, self._state())
+        self._optimizer.set_num_steps(num_steps)
+        self._version = version
+        self._clear_gradients()
+        self._forget_whole_parameters()
+
+    def close(self) -> None:
+        """End the process group if this worker made it. Idempotent."""
+        if self._owns_group:
+            self._owns_group = False
+            dist.destroy_process_group()
+
+    def _state(self) -> TrainerState:
+        weights = [ShardedTensor(self._parameters[name], layout) for name, layout in self._layouts.items()]
+        moments = [
+            ShardedTensor(tensor, self._layouts[name].suffixed(f".{kind}"))
+            for kind, tensors in self._optimizer.states.items()
+            for name, tensor in tensors.items()
+        ]
+        return TrainerState(weights, moments, self._version, self._optimizer.num_steps)
+
+    @torch.no_grad()
+    def _gather(self, name: str) -> torch.Tensor | None:
+        """Return one stored tensor in wire dtype, in memory of its own, on rank 0, None elsewhere; collective.
+
+        Of a parameter that is stored as several tensors, the others are kept until they are asked for.
+        """
+        owner = self._parameter_of[name]
+        layout = self._layouts[owner]
+        dtype: torch.dtype = getattr(torch, self._wire_dtype)
+        if layout.split is None:
+            return gather_on_first(self._parameters[owner], dtype)
+        if self._split[0] != owner:
+            whole = gather_on_first(self._parameters[owner], dtype)
+            self._split = (owner, {} if whole is None else dict(layout.stored(whole)))
+        tensor = self._split[1].pop(name, None)
+        return None if tensor is None else tensor.clone(memory_format=torch.contiguous_format)
+
+    def _clear_gradients(self) -> None:
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def _forget_whole_parameters(self) -> None:
+        """Reshard what a forward without a backward left whole, so that nothing computes with old values."""
+        for module in fsdp_modules(self._policy):
+            module.reshard()
+
+
+def fsdp_modules(module: nn.Module) -> Iterator[FSDPModule]:
+    """Yield every module that has a group of shards of its own."""
+    return (part for part in module.modules() if isinstance(part, FSDPModule))
+
+
+def sum_gradients_over_ranks(module: nn.Module) -> None:
+    """Have gradients summed over ranks, not averaged, in a way that every backend can."""
+    for part in fsdp_modules(module):
+        # A factor alone becomes a premultiplied sum, which gloo does not have; a forced sum alone divides by the ranks.
+        part.set_gradient_divide_factor(1.0)
+        part.set_force_sum_reduction_for_comms(True)
+
+
+def _local_gradient(parameter: DTensor) -> torch.Tensor:
+    """Return the gradient of this rank's shard; zeros if nothing used the parameter."""
+    gradient = parameter.grad
+    return torch.zeros_like(parameter.to_local()) if gradient is None else gradient.to_local()  # type: ignore[attr-defined]
+
+
+def wire_dtype_of(config: WorkerConfig) -> str:
+    """Return the dtype of published weights: as set, else as the checkpoint declares."""
+    declared = str(load_config(config.model_path).dtype).removeprefix("torch.")
+    return config.wire_dtype or (declared if declared in DTYPE_SIZES else config.dtype)
+
+
+def device_of(config: WorkerConfig) -> torch.device:
+    """Return the device of this rank. Raises `ConfigError` if there is none of the kind that is asked for."""
+    kind = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("device is 'cuda' but torch sees no GPU; set device = 'cpu' or install torch with CUDA")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def ensure_default_group(device: torch.device) -> bool:
+    """Make a group of one unless there is a default group; return True if it was made. No network is used."""
+    if dist.is_initialized():
+        return False
+    if (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
+        raise ConfigError(
+            f"WORLD_SIZE is {ranks} but torch.distributed is not initialised: call "
+            "torch.distributed.init_process_group() on every rank before the worker is made"
+        )
+    backend = "gloo" if device.type == "cpu" else "nccl"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    return True
