@@ -45,6 +45,7 @@ from inflight.weights.publish import WeightPublisher, publish_weights
 from inflight.weights.transports.process_group import ProcessGroupSender
 from inflight.wire import BucketSpec, GenerateRequest, GenerateResponse, SamplingParams, TensorSpec
 from inflight_fsdp import create_worker
+from quickstart import mean_reward, quickstart_model
 from results import read_results, write_results
 
 NUM_ROUNDS = 5
@@ -241,14 +242,6 @@ def measure_mismatch(name: str, dtype: str, model: Path) -> dict[str, Any]:
     }
 
 
-def quickstart_model() -> Path:
-    """Return the model of the quickstart, made if it is not there."""
-    model = ROOT / "models" / "tiny"
-    if not model.exists():
-        subprocess.run([sys.executable, "-m", "inflight", "tiny-model", str(model)], check=True, timeout=1800)
-    return model
-
-
 def measure_learning(fleet: str, directory: Path, num_steps: int) -> dict[str, Any]:
     """Return the reward of each step of the quickstart, on servers that are ``+``-joined engines."""
     model, config = quickstart_model(), directory / f"{fleet}.toml"
@@ -273,10 +266,6 @@ def measure_learning(fleet: str, directory: Path, num_steps: int) -> dict[str, A
         "reward_last": mean_reward(rows[-10:]),
         "curve": [[row["num_samples"], row["time_s"], row["reward"]] for row in rows],
     }
-
-
-def mean_reward(rows: Sequence[dict[str, Any]]) -> float:
-    return statistics.fmean(row["reward"] for row in rows if row["reward"] is not None)
 
 
 def main() -> None:

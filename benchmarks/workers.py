@@ -1,11 +1,16 @@
-"""Trainer workers: memory of loading and gathering beside full_state_dict, and speed beside a hand-written FSDP2 loop.
+"""Trainer workers: memory of loading and gathering, speed of a step, and whether a run learns alike with each.
 
     python benchmarks/workers.py memory    # a model of about 1 B parameters
     python benchmarks/workers.py speed     # forward, backward and step; segments of equal length, nothing padded
+    python benchmarks/workers.py learning  # the quickstart with each trainer
 
 Two ranks on one machine. ``inflight``: `FsdpWorker` loads its rows only and gathers bucket by bucket. ``full state
 dict``: what torch's own recipes do, rank 0 loads the whole model and torch.distributed.checkpoint broadcasts it, and
 `get_model_state_dict` gathers it whole. Peaks are resident memory above what the process had before, per rank.
+
+Speed, step by step in turns: ``torchtitan``: `TorchTitanWorker`. ``hand-written``: ``fully_shard`` in a plain loop.
+``accelerate``: the same loop on a model that accelerate's `fsdp2_prepare_model` sharded, as its Accelerator does; that
+class itself offers no FSDP2 on a CPU.
 """
 
 from __future__ import annotations
@@ -23,17 +28,25 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from inflight.contracts import TrainerWorker
 from inflight.types import MicroBatch
 from inflight.weights.buckets import DEFAULT_BUCKET_BYTES, plan_buckets
 from inflight_fsdp import create_worker
+from quickstart import mean_reward, quickstart_model
 from results import read_results, write_results
 
+ROOT = Path(__file__).parents[1]
+WHAT = ("memory", "speed", "learning")
+TRAINERS = ("fsdp", "torchtitan")
 NUM_RANKS = 2
 NUM_STEPS, NUM_SEGMENTS, SEGMENT_LENGTH = 20, 16, 256
 
@@ -85,8 +98,6 @@ def ours(path: Path) -> dict[str, Any]:
 
 def full_state_dict(path: Path) -> dict[str, Any]:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
 
     def load() -> torch.nn.Module:
         whole = {}
@@ -117,15 +128,15 @@ class HandWritten:
     """A loop as one writes it: whole logits of a rectangular batch, ``fully_shard``, fused AdamW."""
 
     def __init__(self, path: Path) -> None:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for layer in self.model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(self.model, mesh=mesh)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
+        self.model = self.sharded(model, init_device_mesh("cpu", (dist.get_world_size(),)))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, weight_decay=0.0, fused=True)
+
+    def sharded(self, model: Any, mesh: DeviceMesh) -> Any:
+        """Shard the model in place."""
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
 
     def step(self, token_ids_BL: torch.Tensor) -> None:
         """Forward, backward, step."""
@@ -137,11 +148,33 @@ class HandWritten:
         self.optimizer.zero_grad()
 
 
+class Accelerate(HandWritten):
+    """The same loop, sharded by accelerate."""
+
+    def sharded(self, model: Any, mesh: DeviceMesh) -> Any:
+        """Shard the model in place, each layer by itself as the launcher's usual policy has it."""
+        from accelerate.utils import FullyShardedDataParallelPlugin
+        from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
+        )
+        accelerator = SimpleNamespace(
+            state=SimpleNamespace(fsdp_plugin=plugin),
+            torch_device_mesh={("fsdp",): mesh},
+            parallelism_config=SimpleNamespace(fsdp_dim_names=["fsdp"]),
+            mixed_precision="no",
+            device=torch.device("cpu"),
+            is_main_process=dist.get_rank() == 0,
+        )
+        return fsdp2_prepare_model(accelerator, model)
+
+
 class Ours:
     """The same through the trainer contract."""
 
-    def __init__(self, path: Path) -> None:
-        self.worker = create_worker({"model_path": str(path), "device": "cpu"})
+    def __init__(self, worker: TrainerWorker) -> None:
+        self.worker = worker
 
     def step(self, token_ids_BL: torch.Tensor) -> None:
         """Forward, backward, step."""
@@ -164,7 +197,15 @@ class Ours:
 
 def speed(path: Path) -> dict[str, Any]:
     """Take turns, step by step, so that whatever the machine does besides is shared."""
-    ways = {"inflight": Ours(path), "hand-written": HandWritten(path)}
+    from inflight_fsdp.torchtitan import create_worker as create_titan
+
+    options = {"model_path": str(path), "device": "cpu"}
+    ways: dict[str, Any] = {
+        "inflight": Ours(create_worker(options)),
+        "torchtitan": Ours(create_titan(options)),
+        "hand-written": HandWritten(path),
+        "accelerate": Accelerate(path),
+    }
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     random = torch.Generator().manual_seed(dist.get_rank())
     for i in range(NUM_STEPS + 2):
@@ -230,14 +271,18 @@ def measure_memory(hidden_size: int, num_layers: int) -> dict[str, Any]:
 
 
 def measure_speed() -> list[dict[str, Any]]:
-    """Return tokens/s of one rank, and the ratio to the hand-written loop step by step, for two sizes of model."""
+    """Return tokens/s of one rank, and the ratios of speed step by step, for two sizes of model."""
     rows = []
     for hidden_size, num_layers, vocab_size in ((256, 4, 4_096), (512, 8, 32_000)):
         with tempfile.TemporaryDirectory() as directory:
             path = Path(directory) / "model"
             num_parameters = make_model(path, hidden_size, num_layers, vocab_size)
             found = run_ranks("speed", path)[0]["seconds"]
-        ratios = [b / a for a, b in zip(found["inflight"], found["hand-written"], strict=True)]
+        ratios = {
+            f"{way} / {other}": [b / a for a, b in zip(found[way], found[other], strict=True)]
+            for way in ("inflight", "torchtitan")
+            for other in ("hand-written", "accelerate")
+        }
         tokens = NUM_SEGMENTS * SEGMENT_LENGTH
         rows.append(
             {
@@ -246,12 +291,34 @@ def measure_speed() -> list[dict[str, Any]]:
                 "ranks": NUM_RANKS,
                 "tokens_per_rank": tokens,
                 "tokens_per_s": {way: tokens / statistics.median(seconds) for way, seconds in found.items()},
-                "ratio_median": statistics.median(ratios),
-                "ratio_quartiles": statistics.quantiles(ratios, n=4)[::2],
+                "ratios": {
+                    way: {"median": statistics.median(each), "quartiles": statistics.quantiles(each, n=4)[::2]}
+                    for way, each in ratios.items()
+                },
             }
         )
         print(rows[-1], flush=True)
     return rows
+
+
+def measure_learning(trainer: str, num_steps: int) -> dict[str, Any]:
+    """Return the reward of each step of the quickstart."""
+    model = quickstart_model()
+    with tempfile.TemporaryDirectory() as directory:
+        command = [sys.executable, "-m", "inflight", "train", str(ROOT / "examples" / "quickstart.toml")]
+        command += ["--run.directory", f"{directory}/run", "--run.num_steps", str(num_steps)]
+        command += ["--model.path", str(model), "--train.trainer", trainer]
+        started = time.monotonic()
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=3600)
+        rows = [json.loads(line) for line in (Path(directory) / "run" / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "trainer": trainer,
+        "steps": len(rows),
+        "seconds": time.monotonic() - started,
+        "reward_first": mean_reward(rows[:10]),
+        "reward_last": mean_reward(rows[-10:]),
+        "curve": [[row["num_samples"], row["time_s"], row["reward"]] for row in rows],
+    }
 
 
 def main() -> None:
@@ -259,18 +326,23 @@ def main() -> None:
         rank_main(sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4]))
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("memory", "speed"), nargs="*")
+    parser.add_argument("what", choices=WHAT, nargs="*")
     parser.add_argument("--hidden-size", type=int, default=2_048, help="for memory")
     parser.add_argument("--layers", type=int, default=16, help="for memory")
+    parser.add_argument("--steps", type=int, default=100, help="for learning: optimizer steps")
     arguments = parser.parse_args()
     rows: dict[str, Any] = {}
     with contextlib.suppress(FileNotFoundError):
         rows = read_results("workers")["rows"]
-    for what in arguments.what or ("memory", "speed"):
+    for what in arguments.what or WHAT:
         if what == "memory":
             rows[what] = measure_memory(arguments.hidden_size, arguments.layers)
-        else:
+        elif what == "speed":
             rows[what] = measure_speed()
+        else:
+            rows[what] = [measure_learning(trainer, arguments.steps) for trainer in TRAINERS]
+            for row in rows[what]:
+                print({key: value for key, value in row.items() if key != "curve"}, flush=True)
         write_results("workers", rows)
 
 

@@ -74,7 +74,7 @@ def test_two_ranks_and_two_servers_train_together(start_run: Callable[..., RunPr
     options = "{ activation_checkpointing = true, shard_size = 1 }"
     run = start_run(
         *("--train.num_ranks", "2", "--servers.count", "2", "--run.num_steps", "3"),
-        *("--train.worker_options", options),
+        *("--train.trainer_options", options),
     )
     assert run.wait() == 0, run.output()
     rows = run.rows()
@@ -85,7 +85,7 @@ def test_two_ranks_and_two_servers_train_together(start_run: Callable[..., RunPr
 def test_an_option_that_the_worker_does_not_know_ends_the_run_with_those_it_knows(
     start_run: Callable[..., RunProcess],
 ) -> None:
-    run = start_run("--train.worker_options", "{ shards = 1 }")
+    run = start_run("--train.trainer_options", "{ shards = 1 }")
     assert run.wait() == 1, run.output()
     assert "shards: Extra inputs are not permitted (got 1)" in run.output()
     assert "shard_size" in run.output()

@@ -147,10 +147,10 @@ def _check_embedded(section: FleetMember | ServersSection) -> None:
 class TrainSection(Section):
     """The workers and their optimizer."""
 
-    worker: str = "fsdp"
-    """Entry point in the group ``inflight.workers``."""
-    worker_options: dict[str, Any] = {}
-    """Further settings of that worker, such as ``{ compute_dtype = "bfloat16" }``: see `inflight_fsdp.WorkerConfig`."""
+    trainer: str = "fsdp"
+    """``fsdp``, ``torchtitan``, or another entry point in the group ``inflight.workers``."""
+    trainer_options: dict[str, Any] = {}
+    """Further settings of its workers, such as ``{ compute_dtype = "bfloat16" }``: see `inflight_fsdp.WorkerConfig`."""
     num_ranks: int = Field(default=1, ge=1)
     threads: int = Field(default=1, ge=1)
     tokens_per_worker: int = Field(default=4096, ge=1)

@@ -34,7 +34,7 @@ class TrainerGroup:
         train = config.train
         message = {
             "type": "start",
-            "worker": train.worker,
+            "worker": train.trainer,
             "worker_settings": {
                 "model_path": str(config.model.path),
                 "dtype": config.model.dtype,
@@ -45,7 +45,7 @@ class TrainerGroup:
                 "warmup_steps": train.warmup_steps,
                 "schedule": train.schedule,
                 "total_steps": config.run.num_steps,
-                **train.worker_options,
+                **train.trainer_options,
             },
             "threads": train.threads,
             "preset": config.loss.preset,
