@@ -10,7 +10,7 @@ STAMP_VLLM   := .engines/vllm-$(VLLM)/.installed
 STAMP_SGLANG := .engines/sglang-$(SGLANG)/.installed
 CERTIFICATES := docs/certificates
 
-.PHONY: demo test test-engines engines certificates lint format types docs bench clean
+.PHONY: demo test test-engines engines certificates certificates-engines certificates-trainers lint format types docs bench clean
 
 demo: $(STAMP)
 	@test -d models/tiny || $(BIN)/inflight tiny-model models/tiny
@@ -34,12 +34,22 @@ test-engines: $(STAMP) engines
 
 # Puts each engine through the conformance kit; fails unless all that it declares holds. docs/certificates keeps those
 # that the tables of docs/compatibility.md are rendered from; CI writes its own elsewhere.
-certificates: $(STAMP) engines
+certificates: certificates-engines certificates-trainers
+
+certificates-engines: $(STAMP) engines
 	mkdir -p $(CERTIFICATES)
 	$(BIN)/inflight check endpoint --deadline-scale 3 --json $(CERTIFICATES)/vllm-$(VLLM).json \
 	  --expected-failures engines/vllm-expected.toml --serve "$(call SERVE,vllm,$(VLLM))"
 	$(BIN)/inflight check endpoint --deadline-scale 3 --json $(CERTIFICATES)/sglang-$(SGLANG).json \
 	  --expected-failures engines/sglang-expected.toml --serve "$(call SERVE,sglang,$(SGLANG))"
+
+# Trainer and number of ranks.
+TRAINERS := fsdp-1 fsdp-2 fsdp-4 torchtitan-1 torchtitan-2
+
+certificates-trainers: $(STAMP)
+	mkdir -p $(CERTIFICATES)
+	$(foreach it,$(TRAINERS),$(BIN)/inflight check worker $(firstword $(subst -, ,$(it))) \
+	  --ranks $(lastword $(subst -, ,$(it))) --option device=cpu --json $(CERTIFICATES)/$(it)-ranks.json &&) true
 
 SERVE = $(BIN)/inflight serve {model} --engine $(1) --python .engines/$(1)-$(2)/bin/python --dtype float32 \
   --port {port} --token-file {token_file}

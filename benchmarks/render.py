@@ -46,19 +46,19 @@ def plot_learning(runs: Sequence[dict[str, Any]]) -> None:
     plt.close(figure)
 
 
-def plot_engines(runs: Sequence[dict[str, Any]]) -> None:
-    """Reward of the quickstart against samples and against time, one line for each kind of fleet."""
+def plot_quickstart(runs: Sequence[dict[str, Any]], what: str, file: str) -> None:
+    """Reward of the quickstart against samples and against time, one line for each kind of fleet or trainer."""
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     for run in runs:
         samples, times, rewards = zip(*(row for row in run["curve"] if row[2] is not None), strict=True)
         for axis, x in zip(axes, (samples, times), strict=True):
-            axis.plot(x, smoothed(rewards), label=run["engine"].replace("+", " + "), alpha=0.85)
+            axis.plot(x, smoothed(rewards), label=run[what].replace("+", " + "), alpha=0.85)
     for axis, label in zip(axes, ("completions sampled", "seconds"), strict=True):
         axis.set_xlabel(label)
         axis.set_ylabel("mean reward (ten steps)")
         axis.grid(alpha=0.3)
     axes[0].legend(loc="lower right")
-    figure.savefig(IMAGES / "engines.png", dpi=120)
+    figure.savefig(IMAGES / file, dpi=120)
     plt.close(figure)
 
 
@@ -112,7 +112,8 @@ def main() -> None:
     engine, pipeline = read_results("engine"), read_results("pipeline")
     result = pipeline["rows"]
     plot_learning(result["runs"])
-    plot_engines(read_results("engines")["rows"]["learning"])
+    plot_quickstart(read_results("engines")["rows"]["learning"], "engine", "engines.png")
+    plot_quickstart(read_results("workers")["rows"]["learning"], "trainer", "trainers.png")
     template = (Path(__file__).parent / "performance.template.md").read_text()
     page = (
         template.replace("{{engine_table}}", engine_table(engine["rows"]))

@@ -10,17 +10,17 @@ import re
 from pathlib import Path
 
 from inflight.conformance.specification import filled_in
-from tests.conformance.engine_tables import TABLES
 from tests.conformance.mutation import markdown_table
+from tests.conformance.tables import TABLES
 
 ROOT = Path(__file__).parents[2]
 PAGES = tuple(
     ROOT / "docs" / f"{name}.md"
-    for name in ("contract", "conformance", "compatibility", "inference-adapter", "trainer-adapter")
+    for name in ("contract", "conformance", "compatibility", "trainers", "inference-adapter", "trainer-adapter")
 )
 _FILE = re.compile(r"<!-- file: (\S+) -->\n.*?<!-- end -->", re.DOTALL)
 _MUTANTS = re.compile(r"<!-- mutants -->\n.*?<!-- end -->", re.DOTALL)
-_TABLE = re.compile(r"<!-- engines: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
+_TABLE = re.compile(r"<!-- table: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 _LANGUAGES = {".py": "python", ".toml": "toml"}
 
 
@@ -34,7 +34,7 @@ def rendered(page: str) -> str:
         )
 
     page = _FILE.sub(shown, filled_in(page))
-    page = _TABLE.sub(lambda found: f"<!-- engines: {found[1]} -->\n{TABLES[found[1]]()}\n<!-- end -->", page)
+    page = _TABLE.sub(lambda found: f"<!-- table: {found[1]} -->\n{TABLES[found[1]]()}\n<!-- end -->", page)
     return _MUTANTS.sub(lambda _: f"<!-- mutants -->\n{markdown_table()}<!-- end -->", page)
 
 

@@ -1,4 +1,4 @@
-"""Tables of docs/compatibility.md: what certificates and benchmark results say of the real engines."""
+"""Tables of docs: what certificates and benchmark results say of the real engines and of the trainers."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 CERTIFICATES = ROOT / "docs" / "certificates"
-RESULTS = ROOT / "benchmarks" / "results" / "engines.json"
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 def certificates() -> list[dict[str, Any]]:
-    """Return the kept certificates, the newest release of each engine first."""
-    found: list[dict[str, Any]] = [json.loads(file.read_text()) for file in CERTIFICATES.glob("*.json")]
+    """Return the kept certificates of engines, the newest release of each first."""
     return sorted(
-        found,
+        _certificates("endpoint"),
         key=lambda c: (c["implementation"], [-int(n) for n in c["implementation_version"].split(".") if n.isdigit()]),
     )
 
@@ -98,7 +97,70 @@ def learning_table() -> str:
     return "\n".join(lines)
 
 
+def trainers_table() -> str:
+    """Return one row for each certificate of a worker."""
+    lines = [
+        "| trainer | ranks | sentences that hold | of several ranks, skipped | kit took | date |",
+        "|---|---|---|---|---|---|",
+    ]
+    found = _certificates("worker")
+    for certificate in sorted(found, key=lambda c: (c["implementation"], int(c["flags"]["ranks"]))):
+        outcomes = [verdict["outcome"] for verdict in certificate["verdicts"]]
+        lines.append(
+            f"| `{certificate['implementation'].rpartition('.')[2]}` | {certificate['flags']['ranks']} | "
+            f"{outcomes.count('passed')} | {outcomes.count('skipped')} | {certificate['seconds']:.0f} s | "
+            f"{certificate['started_at'][:10]} |"
+        )
+    return "\n".join(lines)
+
+
+def trainer_learning_table() -> str:
+    """Return how the quickstart went with each trainer."""
+    lines = ["| trainer | mean reward, first ten steps | last ten | seconds |", "|---|---|---|---|"]
+    lines += [
+        f"| {row['trainer']} | {row['reward_first']:.3f} | {row['reward_last']:.3f} | {row['seconds']:.0f} |"
+        for row in _rows("learning", "workers")
+    ]
+    return "\n".join(lines)
+
+
+def trainer_memory_table() -> str:
+    """Return the peaks of loading and gathering, per rank."""
+    row: Any = _rows("memory", "workers")
+    lines = ["| what | way | peak of rank 0 | of rank 1 | ratio of the highest |", "|---|---|---|---|---|"]
+    for stage in ("loading", "gathering"):
+        for way in ("inflight", "full state dict"):
+            peaks = [f"{rank[stage]['peak_bytes'] / 2**20:,.0f} MiB" for rank in row[way]]
+            ratio = "" if way == "inflight" else f"**{row[f'{stage}_ratio']:.2f}**"
+            lines.append(f"| {stage} | {way} | {' | '.join(peaks)} | {ratio} |")
+    return "\n".join(lines)
+
+
+def trainer_speed_table() -> str:
+    """Return tokens per second of forward, backward and step."""
+    lines = [
+        "| model | way | tokens/s of one rank | beside hand-written (quartiles) | beside accelerate (quartiles) |",
+        "|---|---|---|---|---|",
+    ]
+    for row in _rows("speed", "workers"):
+        for way, speed in row["tokens_per_s"].items():
+            cells = []
+            for other in ("hand-written", "accelerate"):
+                ratio = row["ratios"].get(f"{way} / {other}")
+                cells.append(
+                    ""
+                    if ratio is None
+                    else f"**{ratio['median']:.2f}** ({' to '.join(f'{q:.2f}' for q in ratio['quartiles'])})"
+                )
+            lines.append(f"| {row['num_parameters'] / 1e6:.0f} M | {way} | {speed:,.0f} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 TABLES = {
+    "trainers": trainers_table,
+    "trainer_learning": trainer_learning_table,
+    "trainer_memory": trainer_memory_table,
+    "trainer_speed": trainer_speed_table,
     "learning": learning_table,
     "tested": tested_table,
     "exceptions": exceptions_table,
@@ -107,8 +169,13 @@ TABLES = {
 }
 
 
-def _rows(what: str) -> Sequence[dict[str, Any]]:
-    rows: Sequence[dict[str, Any]] = json.loads(RESULTS.read_text())["rows"][what] if RESULTS.exists() else []
+def _certificates(kind: str) -> list[dict[str, Any]]:
+    found = [json.loads(file.read_text()) for file in CERTIFICATES.glob("*.json")]
+    return [certificate for certificate in found if certificate["kind"] == kind]
+
+
+def _rows(what: str, benchmark: str = "engines") -> Sequence[dict[str, Any]]:
+    rows: Sequence[dict[str, Any]] = json.loads((RESULTS / f"{benchmark}.json").read_text())["rows"][what]
     return rows
 
 
