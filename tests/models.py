@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 FAMILIES = ("llama", "qwen2", "qwen3")
+TRAINED_FAMILIES = (*FAMILIES, "gemma", "qwen3_moe")
 
 
 def make_model(
@@ -26,12 +27,27 @@ def make_model(
     tokenizer: bool = True,
 ) -> Path:
     """Write a random model (and the byte tokenizer) to ``path`` and return it."""
-    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+    from transformers import (
+        AutoModelForCausalLM,
+        GemmaConfig,
+        LlamaConfig,
+        Qwen2Config,
+        Qwen3Config,
+        Qwen3MoeConfig,
+    )
 
     from inflight.local.tiny import byte_tokenizer
 
-    config_class: Any = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}[family]
+    config_class: Any = {
+        "llama": LlamaConfig,
+        "qwen2": Qwen2Config,
+        "qwen3": Qwen3Config,
+        "gemma": GemmaConfig,
+        "qwen3_moe": Qwen3MoeConfig,
+    }[family]
     extra = {} if family == "qwen2" else {"head_dim": hidden_size // num_heads}
+    if family == "qwen3_moe":
+        extra |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden_size}
     config = config_class(
         vocab_size=vocab_size,
         hidden_size=hidden_size,

@@ -75,7 +75,11 @@ def empty_causal_lm(path: Path, *, attention: str, dtype: str) -> Any:
 
     config = load_config(path)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), attn_implementation=attention)
+        # Grouped matrix products of experts are not made for float64.
+        others = {"experts_implementation": "eager"} if dtype == "float64" else {}
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=getattr(torch, dtype), attn_implementation=attention, **others
+        )
     for module in model.modules():
         own = dict(module.named_buffers(recurse=False))
         for name, buffer in own.items():

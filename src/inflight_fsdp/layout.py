@@ -6,7 +6,7 @@ nothing of models, files or ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +54,33 @@ class ShardedTensor:
 
     tensor: DTensor
     layout: Layout
+
+
+def experts_apart(name: str, tensor: torch.Tensor, parts: Sequence[str]) -> Layout:
+    """Return the layout of a parameter [experts, ...] that is stored expert by expert.
+
+    ``name`` is that of the parameter, as ``model.layers.0.mlp.experts.gate_up_proj``; its second dimension is cut into
+    ``parts``, stored as ``model.layers.0.mlp.experts.7.gate_proj.weight``.
+    """
+    prefix, num_experts = name.rpartition(".")[0], tensor.shape[0]
+
+    def split(whole: torch.Tensor) -> Stored:
+        return {
+            f"{prefix}.{expert}.{part}.weight": piece
+            for expert, matrix in enumerate(whole.unbind(0))
+            for part, piece in zip(parts, matrix.chunk(len(parts), dim=0), strict=True)
+        }
+
+    def join(stored: Stored) -> torch.Tensor:
+        return torch.stack(
+            [
+                torch.cat([stored[f"{prefix}.{expert}.{part}.weight"] for part in parts], dim=0)
+                for expert in range(num_experts)
+            ]
+        )
+
+    shapes = {key: tuple(piece.shape) for key, piece in split(torch.empty(tensor.shape, device="meta")).items()}
+    return Layout(shapes, split, join)
 
 
 def as_it_is(name: str, tensor: torch.Tensor) -> Layout:

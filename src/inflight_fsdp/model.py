@@ -8,24 +8,26 @@ Shape suffixes: T packed tokens, N targets, H hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import revert_weight_conversion
 
 from inflight.attention import SegmentPlan, register_segment_attention
 from inflight.checkpoints import empty_causal_lm
 from inflight.errors import UnsupportedError
 from inflight.losses.head import chunked_logprobs
-from inflight_fsdp.layout import ShardedTensor, as_it_is
+from inflight_fsdp.layout import Layout, ShardedTensor, as_it_is, experts_apart
 from inflight_fsdp.sharded import sum_gradients_over_ranks
 from inflight_fsdp.sharding import fitting_tensors, read_shards, stored_tensors
+
+_EXPERTS = {"experts.gate_up_proj": ("gate_proj", "up_proj"), "experts.down_proj": ("down_proj",)}
+"""Parameters of all experts of a layer, and what their matrices are stored as, one expert at a time."""
 
 
 class PolicyModel(nn.Module):
@@ -79,25 +81,32 @@ def empty_policy(path: Path, dtype: str, logprob_chunk_size: int) -> PolicyModel
         raise UnsupportedError(f"{kind} does not take its attention from transformers' interface and cannot be packed")
     if not isinstance(causal_lm.get_output_embeddings(), nn.Linear):
         raise UnsupportedError(f"the head of {kind} is not a linear layer")
-    parameters = {name: tuple(parameter.shape) for name, parameter in causal_lm.named_parameters()}
     known = {name for name, _ in causal_lm.named_parameters(remove_duplicate=False)}  # a tied head under its own name
     if buffers := sorted(set(causal_lm.state_dict()) - known):
         raise UnsupportedError(f"{kind} keeps state that is not trained: {buffers[:5]}")
-    _check_stored(path, causal_lm, parameters, known)
+    wanted = {name: shape for layout in layouts_of(causal_lm).values() for name, shape in layout.shapes.items()}
+    fitting_tensors(path, wanted, known=known, ignored=tuple(causal_lm._keys_to_ignore_on_load_unexpected or ()))
     return PolicyModel(causal_lm.eval(), logprob_chunk_size)
 
 
-def _check_stored(path: Path, causal_lm: Any, parameters: Mapping[str, tuple[int, ...]], known: set[str]) -> None:
-    """Raise `ConfigError` or `UnsupportedError` unless the files hold the model's parameters and nothing else."""
-    kind = type(causal_lm).__name__
-    missing = set(parameters) - set(stored_tensors(path))
-    if missing and get_checkpoint_conversion_mapping(causal_lm.config.model_type):
-        raise UnsupportedError(
-            f"{kind} stores {len(missing)} parameters under other names than it computes with: {sorted(missing)[:5]}; "
-            "servers would not know them"
-        )
-    ignored = tuple(causal_lm._keys_to_ignore_on_load_unexpected or ())
-    fitting_tensors(path, parameters, known=known, ignored=ignored)
+def layouts_of(causal_lm: Any) -> dict[str, Layout]:
+    """Return how transformers stores each parameter. Raises `UnsupportedError` for a way that is not known here."""
+    return {name: _layout(name, parameter, causal_lm) for name, parameter in causal_lm.named_parameters()}
+
+
+def _layout(name: str, parameter: torch.Tensor, causal_lm: Any) -> Layout:
+    empty = torch.empty(parameter.shape, device="meta")
+    stored = {key: tuple(t.shape) for key, t in revert_weight_conversion(causal_lm, {name: empty}).items()}
+    if stored == {name: tuple(parameter.shape)}:
+        return as_it_is(name, parameter)
+    if parts := _EXPERTS.get(".".join(name.split(".")[-2:])):
+        layout = experts_apart(name, parameter, parts)
+        if layout.shapes == stored:
+            return layout
+    raise UnsupportedError(
+        f"{type(causal_lm).__name__} stores {name} as {sorted(stored)[:5]} in a way that this worker does not know; "
+        "servers would not know the name that it computes with"
+    )
 
 
 def load_weights(policy: PolicyModel, path: Path, device: torch.device) -> None:
@@ -107,8 +116,8 @@ def load_weights(policy: PolicyModel, path: Path, device: torch.device) -> None:
     for name, buffer in policy.named_buffers():
         buffer.copy_(buffers[name])
     policy.causal_lm.tie_weights()
-    parameters = {name: cast(DTensor, parameter) for name, parameter in policy.causal_lm.named_parameters()}
-    laid_out = [ShardedTensor(parameter, as_it_is(name, parameter)) for name, parameter in parameters.items()]
+    parameters: dict[str, DTensor] = dict(policy.causal_lm.named_parameters())
+    laid_out = [ShardedTensor(parameters[name], layout) for name, layout in layouts_of(policy.causal_lm).items()]
     read_shards(stored_tensors(path), laid_out)
 
 

@@ -13,8 +13,7 @@ from inflight.checkpoints import max_model_len_of
 from inflight.errors import ConfigError
 from inflight_fsdp.agreement import on_every_rank
 from inflight_fsdp.config import WorkerConfig, parse_config
-from inflight_fsdp.layout import as_it_is
-from inflight_fsdp.model import PolicyModel, empty_policy, load_weights, recompute_layers, shard_policy
+from inflight_fsdp.model import PolicyModel, empty_policy, layouts_of, load_weights, recompute_layers, shard_policy
 from inflight_fsdp.optimizer import ShardedAdamW
 from inflight_fsdp.sharded import ShardedPolicy, ShardedWorker, device_of, ensure_default_group, wire_dtype_of
 
@@ -54,7 +53,7 @@ class FsdpWorker(ShardedWorker):
             module=policy,
             mesh=mesh,
             parameters=parameters,
-            layouts={name: as_it_is(name, parameter) for name, parameter in parameters.items()},
+            layouts=layouts_of(policy.causal_lm),
             optimizer=ShardedAdamW(parameters, config),
             wire_dtype=wire_dtype_of(config),
             model_config=policy.causal_lm.config.to_json_string(use_diff=True),

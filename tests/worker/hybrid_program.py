@@ -9,7 +9,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 
+from inflight.weights.buckets import plan_buckets
 from inflight_fsdp import create_worker
 from tests.worker.rank_program import ADAM, error_of, three_steps
 from tests.worker.worker_cases import settings
@@ -26,6 +28,15 @@ def main(directory: Path, rank: int, world_size: int) -> None:
     other = create_worker(settings(directory / "model", **ADAM))
     other.load(directory / "hybrid")
     other.save(directory / "resharded")
+    experts = create_worker(settings(directory / "experts", **ADAM))
+    three_steps(experts, rank, world_size)
+    experts.save(directory / "experts stepped")
+    reloaded = create_worker(settings(directory / "experts", shard_size=1, **ADAM))
+    reloaded.load(directory / "experts stepped")
+    gathered = [t for b in reloaded.gather_weights(plan_buckets(reloaded.parameter_specs(), 4096)) for t in b.tensors]
+    if rank == 0:
+        names = [spec.name for spec in reloaded.parameter_specs()]
+        save_file(dict(zip(names, gathered, strict=True)), directory / "experts gathered.safetensors")
     seen = {"refused": refused, "steps": steps, "resharded version": other.version}
     (directory / f"rank{rank}.json").write_text(json.dumps(seen))
     dist.barrier()

@@ -154,12 +154,17 @@ def test_a_checkpoint_of_one_rank_loads_on_two_bit_for_bit(directory):
     assert file_bytes(directory / "resharded") == file_bytes(directory / "one rank")
 
 
-def test_copies_of_shards_step_as_one_rank_does_and_refuse_what_does_not_divide(tmp_path):
+def test_copies_of_shards_and_experts_step_as_one_rank_does_and_what_does_not_divide_is_refused(tmp_path):
     """Four ranks in two copies of two: gradients and the norm that is clipped count every rank once."""
     make_model(tmp_path / "model", tied=True, vocab_size=259, dtype=torch.float64, tokenizer=False)
     worker = create_worker(settings(tmp_path / "model", **ADAM))
     expected = three_steps(worker, 0, 1)
     worker.save(tmp_path / "one rank")
+    worker.close()
+    make_model(tmp_path / "experts", "qwen3_moe", dtype=torch.float64, tokenizer=False)
+    worker = create_worker(settings(tmp_path / "experts", **ADAM))
+    three_steps(worker, 0, 1)
+    worker.save(tmp_path / "experts on one rank")
     worker.close()
     run_ranks(tmp_path, "hybrid_program", 4)
     for rank in range(4):
@@ -172,3 +177,11 @@ def test_copies_of_shards_step_as_one_rank_does_and_refuse_what_does_not_divide(
         weights = (load_file(tmp_path / path / "model.safetensors") for path in (name, "one rank"))
         assert_close(*weights, tolerance=1e-9)  # Adam divides by small second moments
     assert file_bytes(tmp_path / "resharded") == file_bytes(tmp_path / "hybrid")
+    # Experts, which ranks share out by rows of one parameter and checkpoints hold one by one. Their router computes in
+    # float32.
+    stepped = load_file(tmp_path / "experts stepped" / "model.safetensors")
+    assert_close(stepped, load_file(tmp_path / "experts on one rank" / "model.safetensors"), tolerance=1e-6)
+    gathered = load_file(tmp_path / "experts gathered.safetensors")
+    assert "model.layers.1.mlp.experts.3.up_proj.weight" in gathered
+    assert gathered.keys() == stepped.keys()
+    assert all(torch.equal(tensor, stepped[name]) for name, tensor in gathered.items())

@@ -15,13 +15,14 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, Gemma2Config, Gemma2ForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 
 from inflight.contracts import TrainerWorker
 from inflight.errors import CheckpointError, ConfigError, NonFiniteError, TrainerError, UnsupportedError
 from inflight.weights.buckets import plan_buckets
 from inflight_fsdp import FsdpWorker, WorkerConfig, create_worker
 from inflight_fsdp.optimizer import learning_rate_at
-from tests.models import FAMILIES, make_model
+from tests.models import FAMILIES, TRAINED_FAMILIES, make_model
 from tests.worker.worker_cases import (
     VOCAB,
     accumulate,
@@ -90,7 +91,9 @@ def plain_logprobs(model, batch):
 
 
 def plain_model(path):
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="sdpa")
+    return AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float64, attn_implementation="sdpa", experts_implementation="eager"
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -98,7 +101,7 @@ def plain_model(path):
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TRAINED_FAMILIES)
 def test_logprobs_and_gradients_equal_plain_transformers(tmp_path, make_worker, family, tied):
     path = write_model(tmp_path / "model", family, tied=tied)
     worker, model, batch = make_worker(path), plain_model(path), make_batch(LENGTHS, seed=1)
@@ -110,7 +113,11 @@ def test_logprobs_and_gradients_equal_plain_transformers(tmp_path, make_worker, 
     policy_loss(expected, batch).backward()
     gradients = gradients_of(worker, [batch], tmp_path / "checkpoint")
     assert ("lm_head.weight" in gradients) is not tied
-    assert_close(gradients, {name: p.grad for name, p in model.named_parameters()}, 1e-10)
+    expected_gradients = {name: p.grad for name, p in model.named_parameters()}
+    # Gemma's norms and the router of a mixture of experts compute in float32.
+    tolerance = 1e-10 if family in FAMILIES else 1e-7
+    assert_close(gradients, revert_weight_conversion(model, expected_gradients), tolerance)
+    assert weights_of(worker).keys() == load_file(path / "model.safetensors").keys()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
