@@ -10,7 +10,7 @@ STAMP_VLLM   := .engines/vllm-$(VLLM)/.installed
 STAMP_SGLANG := .engines/sglang-$(SGLANG)/.installed
 CERTIFICATES := docs/certificates
 
-.PHONY: demo test test-engines engines certificates certificates-engines certificates-trainers lint format types docs bench clean
+.PHONY: demo test test-engines engines certificates certificate-vllm certificate-sglang certificates-trainers lint format types docs bench clean
 
 demo: $(STAMP)
 	@test -d models/tiny || $(BIN)/inflight tiny-model models/tiny
@@ -34,14 +34,19 @@ test-engines: $(STAMP) engines
 
 # Puts each engine through the conformance kit; fails unless all that it declares holds. docs/certificates keeps those
 # that the tables of docs/compatibility.md are rendered from; CI writes its own elsewhere.
-certificates: certificates-engines certificates-trainers
+certificates: certificate-vllm certificate-sglang certificates-trainers
 
-certificates-engines: $(STAMP) engines
-	mkdir -p $(CERTIFICATES)
-	$(BIN)/inflight check endpoint --deadline-scale 3 --json $(CERTIFICATES)/vllm-$(VLLM).json \
-	  --expected-failures engines/vllm-expected.toml --serve "$(call SERVE,vllm,$(VLLM))"
-	$(BIN)/inflight check endpoint --deadline-scale 3 --json $(CERTIFICATES)/sglang-$(SGLANG).json \
-	  --expected-failures engines/sglang-expected.toml --serve "$(call SERVE,sglang,$(SGLANG))"
+certificate-vllm: $(STAMP) $(STAMP_VLLM)
+	$(call CERTIFY,vllm,$(VLLM))
+
+certificate-sglang: $(STAMP) $(STAMP_SGLANG)
+	$(call CERTIFY,sglang,$(SGLANG))
+
+define CERTIFY
+mkdir -p $(CERTIFICATES)
+$(BIN)/inflight check endpoint --deadline-scale 3 --json $(CERTIFICATES)/$(1)-$(2).json \
+  --expected-failures engines/$(1)-expected.toml --serve "$(call SERVE,$(1),$(2))"
+endef
 
 # Trainer and number of ranks.
 TRAINERS := fsdp-1 fsdp-2 fsdp-4 torchtitan-1 torchtitan-2

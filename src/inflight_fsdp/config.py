@@ -33,6 +33,9 @@ class WorkerConfig(BaseModel):
     """Neighbouring ranks that share one copy of the parameters, replicated over the others; None: all ranks."""
     wire_dtype: WireDtype | None = None
     """Of published weights; None: what the checkpoint's config.json declares, else ``dtype``."""
+    optimizer: Literal["adamw", "adamw8bit"] = "adamw"
+    """``adamw8bit`` keeps the moments in 8 bits, in blocks of 256 with a scale each (torchao): 2 bytes for each
+    parameter instead of 8. Checkpoints hold them as ``dtype``; another number of ranks cuts other blocks."""
     learning_rate: float = Field(default=1e-6, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
     betas: tuple[float, float] = (0.9, 0.999)
@@ -59,6 +62,8 @@ class WorkerConfig(BaseModel):
             raise ValueError("compute_dtype 'float32' is wider than dtype 'bfloat16': set dtype = 'float32'")
         if self.compute_dtype is not None and self.dtype == "float64":
             raise ValueError("compute_dtype is for dtype 'float32'; float64 is computed in float64")
+        if self.optimizer == "adamw8bit" and self.dtype == "float64":
+            raise ValueError("optimizer 'adamw8bit' is for dtype 'float32' or 'bfloat16'")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must be at least 0 and below 1, not {self.betas}")
         return self

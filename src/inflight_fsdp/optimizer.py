@@ -1,4 +1,4 @@
-"""AdamW over the local shards of one rank, its learning rate, and the gradient norm over all ranks.
+"""AdamW over the local shards of one rank, in full or in 8 bits, its learning rate, and the norm over all ranks.
 
 AdamW works element by element, so it needs no knowledge of sharding: plain local tensors avoid the cost of dispatching
 every operation through DTensor. The module knows nothing of models.
@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from inflight.errors import ConfigError
 from inflight_fsdp.config import WorkerConfig
 
 
@@ -45,6 +47,11 @@ class ShardedAdamW:
         for shard in self._shards:
             self._adamw.state[shard]["step"].fill_(value)
 
+    def resume(self, states: Mapping[str, Mapping[str, DTensor]], num_steps: int) -> None:
+        """Go on with what was read into the `states`, as after ``num_steps`` steps."""
+        assert states is self._states
+        self.set_num_steps(num_steps)
+
     def step(self, gradients: Sequence[torch.Tensor], learning_rate: float) -> None:
         """Update the shards in place; ``gradients`` are local, in the order of the parameters."""
         self._allocate()
@@ -65,6 +72,89 @@ class ShardedAdamW:
             self._adamw.state[shard] = {"step": num_steps, **moments}
             for key, moment in moments.items():
                 self._states.setdefault(key, {})[name] = as_sharded(moment, parameter)
+
+
+class ShardedAdamW8bit:
+    """torchao's AdamW with moments in 8 bits, for the shards of one rank. See `ShardedAdamW`.
+
+    Shards of fewer than 4,096 elements, or that blocks of 256 do not divide, keep theirs in full.
+    """
+
+    def __init__(self, parameters: Mapping[str, DTensor], config: WorkerConfig) -> None:
+        try:
+            from torchao.optim import AdamW8bit
+        except ImportError as error:
+            raise ConfigError(f"optimizer 'adamw8bit' needs torchao ({error}): pip install torchao") from error
+        self._parameters = parameters
+        with torch.no_grad():
+            self._shards = [parameter.to_local() for parameter in parameters.values()]
+        self._adamw = AdamW8bit(
+            self._shards,
+            lr=config.learning_rate,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+        )
+        self._has_states = False
+
+    @property
+    def states(self) -> Mapping[str, Mapping[str, DTensor]]:
+        """The moments as copies in the dtype of their parameters, by parameter and sharded alike."""
+        self._allocate()
+        found: dict[str, dict[str, DTensor]] = {}
+        for (name, parameter), shard in zip(self._parameters.items(), self._shards, strict=True):
+            for key in ("exp_avg", "exp_avg_sq"):
+                moment = self._adamw.state[shard][key]
+                full = moment.dequantize(shard.dtype) if hasattr(moment, "dequantize") and moment.numel() else moment
+                found.setdefault(key, {})[name] = as_sharded(full.clone(), parameter)
+        return found
+
+    @property
+    def num_steps(self) -> int:
+        """Steps taken."""
+        return int(self._adamw.state[self._shards[0]]["step"].item()) if self._has_states else 0
+
+    def set_num_steps(self, value: int) -> None:
+        """Go on as after ``value`` steps."""
+        self._allocate()
+        for shard in self._shards:
+            self._adamw.state[shard]["step"].fill_(value)
+
+    def resume(self, states: Mapping[str, Mapping[str, DTensor]], num_steps: int) -> None:
+        """Go on with these moments, rounded to 8 bits, as after ``num_steps`` steps."""
+        self.set_num_steps(num_steps)
+        for name, shard in zip(self._parameters, self._shards, strict=True):
+            for key, tensors in states.items():
+                self._adamw.state[shard][key].copy_(tensors[name].to_local())
+
+    def step(self, gradients: Sequence[torch.Tensor], learning_rate: float) -> None:
+        """Update the shards in place; ``gradients`` are local, in the order of the parameters."""
+        self._allocate()
+        for group in self._adamw.param_groups:
+            group["lr"].fill_(learning_rate)
+        for shard, gradient in zip(self._shards, gradients, strict=True):
+            shard.grad = gradient
+        self._step()
+        self._adamw.zero_grad()
+
+    def _step(self) -> None:
+        # torchao compiles its step for each shape of shard: seconds of compiling each, which a CPU does not win back.
+        on_cpu = self._shards[0].device.type == "cpu"
+        with torch.compiler.set_stance("force_eager") if on_cpu else nullcontext():
+            self._adamw.step()
+
+    def _allocate(self) -> None:
+        """Make the moments, once, by a step of zeros."""
+        if self._has_states:
+            return
+        self._has_states = True
+        for group in self._adamw.param_groups:
+            group["lr"].fill_(0.0)
+        for shard in self._shards:
+            shard.grad = torch.zeros_like(shard)
+        self._step()
+        self._adamw.zero_grad()
+        self.set_num_steps(0)
 
 
 def learning_rate_at(version: int, config: WorkerConfig) -> float:

@@ -45,8 +45,8 @@ class ShardedOptimizer(Protocol):
     def num_steps(self) -> int:
         """Steps taken."""
 
-    def set_num_steps(self, value: int) -> None:
-        """Go on as after ``value`` steps; the states are the caller's to fill."""
+    def resume(self, states: Mapping[str, Mapping[str, DTensor]], num_steps: int) -> None:
+        """Go on from what was read into the ``states``, which `states` gave, as after ``num_steps`` steps."""
 
     def step(self, gradients: Sequence[torch.Tensor], learning_rate: float) -> None:
         """Update the parameters in place; ``gradients`` are local shards, in the order of the parameters."""
@@ -176,15 +176,16 @@ class ShardedWorker:
         """See `TrainerWorker.save`. Rank 0 writes. A directory that is no checkpoint of ours is not replaced."""
         save_checkpoint(
             path,
-            self._state(),
+            self._state(self._optimizer.states),
             model_config=self._model_config,
             model_path=self._config.model_path,
         )
 
     def load(self, path: Path) -> None:
         """See `TrainerWorker.load`. Every rank reads its shards from ``path``; gradients are cleared."""
-        version, num_steps = load_checkpoint(path, self._state())
-        self._optimizer.set_num_steps(num_steps)
+        states = self._optimizer.states
+        version, num_steps = load_checkpoint(path, self._state(states))
+        self._optimizer.resume(states, num_steps)
         self._version = version
         self._clear_gradients()
         self._forget_whole_parameters()
@@ -195,11 +196,11 @@ class ShardedWorker:
             self._owns_group = False
             dist.destroy_process_group()
 
-    def _state(self) -> TrainerState:
+    def _state(self, states: Mapping[str, Mapping[str, DTensor]]) -> TrainerState:
         weights = [ShardedTensor(self._parameters[name], layout) for name, layout in self._layouts.items()]
         moments = [
             ShardedTensor(tensor, self._layouts[name].suffixed(f".{kind}"))
-            for kind, tensors in self._optimizer.states.items()
+            for kind, tensors in states.items()
             for name, tensor in tensors.items()
         ]
         return TrainerState(weights, moments, self._version, self._optimizer.num_steps)

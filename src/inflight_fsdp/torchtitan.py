@@ -241,6 +241,8 @@ def _supported_config(config: TorchTitanConfig) -> Any:
         raise UnsupportedError(f"TorchTitan's {hf.model_type} has no biases, and {str(config.model_path)!r} has")
     if hf.hidden_act != "silu":
         raise UnsupportedError(f"TorchTitan's {hf.model_type} computes silu, not hidden_act {hf.hidden_act!r}")
+    if config.optimizer != "adamw":
+        raise ConfigError(f"optimizer {config.optimizer!r}: TorchTitan's container has adamw")
     if config.dtype == "float64":
         raise ConfigError("dtype 'float64': TorchTitan trains in float32 or bfloat16")
     return hf
@@ -437,6 +439,10 @@ class TitanOptimizer:
         self._allocate()
         for parameter in self._parameters.values():
             self._state_of(parameter)["step"].fill_(value)
+
+    def resume(self, states: Mapping[str, Mapping[str, DTensor]], num_steps: int) -> None:
+        """Go on with what was read into the `states`, as after ``num_steps`` steps."""
+        self.set_num_steps(num_steps)
 
     def step(self, gradients: Sequence[torch.Tensor], learning_rate: float) -> None:
         """Update the parameters in place."""

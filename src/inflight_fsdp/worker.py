@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -14,8 +14,20 @@ from inflight.errors import ConfigError
 from inflight_fsdp.agreement import on_every_rank
 from inflight_fsdp.config import WorkerConfig, parse_config
 from inflight_fsdp.model import PolicyModel, empty_policy, layouts_of, load_weights, recompute_layers, shard_policy
-from inflight_fsdp.optimizer import ShardedAdamW
-from inflight_fsdp.sharded import ShardedPolicy, ShardedWorker, device_of, ensure_default_group, wire_dtype_of
+from inflight_fsdp.optimizer import ShardedAdamW, ShardedAdamW8bit
+from inflight_fsdp.sharded import (
+    ShardedOptimizer,
+    ShardedPolicy,
+    ShardedWorker,
+    device_of,
+    ensure_default_group,
+    wire_dtype_of,
+)
+
+_OPTIMIZERS: dict[str, Callable[[Mapping[str, DTensor], WorkerConfig], ShardedOptimizer]] = {
+    "adamw": ShardedAdamW,
+    "adamw8bit": ShardedAdamW8bit,
+}
 
 
 def create_worker(config: WorkerConfig | Mapping[str, object]) -> FsdpWorker:
@@ -54,7 +66,7 @@ class FsdpWorker(ShardedWorker):
             mesh=mesh,
             parameters=parameters,
             layouts=layouts_of(policy.causal_lm),
-            optimizer=ShardedAdamW(parameters, config),
+            optimizer=on_every_rank(lambda: _OPTIMIZERS[config.optimizer](parameters, config), device),
             wire_dtype=wire_dtype_of(config),
             model_config=policy.causal_lm.config.to_json_string(use_diff=True),
             context_length=max_model_len_of(policy.causal_lm.config),

@@ -102,7 +102,12 @@ class VllmEndpoint:
     async def _attach(self) -> Capabilities:
         paths = await self._paths()
         if problem := flags.missing_routes(paths):
-            raise await self._refusal(problem)
+            if flags.is_without_dev_mode(paths):
+                raise await self._refusal(problem)
+            raise ConfigError(
+                f"{self._url}: cannot attach to this vLLM server: {problem}. "
+                "Install another release of vLLM: 0.32.0 is known to work"
+            )
         version, models, config = await asyncio.gather(
             self._routes.get("/version"),
             self._routes.get("/v1/models"),

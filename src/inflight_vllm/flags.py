@@ -118,9 +118,14 @@ def missing_routes(paths: Mapping[str, Any]) -> str | None:
     missing = [route for route in NEEDED_ROUTES if route not in paths]
     if not missing:
         return None
-    if set(missing) >= _DEV_ROUTES:
+    if is_without_dev_mode(paths):
         return f"it was started without {DEV_MODE}=1: the routes {', '.join(sorted(_DEV_ROUTES))} are not there"
-    return f"it does not offer {', '.join(missing)}: this release of vLLM has another interface than the one known here"
+    return f"it does not offer {', '.join(missing)}: this release of vLLM has another interface"
+
+
+def is_without_dev_mode(paths: Mapping[str, Any]) -> bool:
+    """Return True if the routes are missing that only vLLM's development mode has."""
+    return not _DEV_ROUTES & set(paths)
 
 
 def offers_chat(paths: Mapping[str, Any]) -> bool:

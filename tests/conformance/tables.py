@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,10 @@ def tested_table() -> str:
             f"{certificate['capabilities']['dtype']} | {counts[0]} | {counts[1]} | {counts[2]} | "
             f"{certificate['seconds']:.0f} s | {certificate['started_at'][:10]} |"
         )
+    lines += [
+        f"| {row['engine']} | {row['version']} | | refused: {row['reason']} | | | | {row['date']} |"
+        for row in tomllib.loads((CERTIFICATES / "refused.toml").read_text())["refused"]
+    ]
     return "\n".join(lines)
 
 

@@ -420,8 +420,9 @@ class VersionLost(FsdpWorker):
 class MomentsLost(FsdpWorker):
     def load(self, path: Path) -> None:
         super().load(path)
-        for state in self._optimizer.states.values():
-            state.to_local().zero_()
+        for states in self._optimizer.states.values():
+            for state in states.values():
+                state.to_local().zero_()
         self._optimizer.set_num_steps(0)
 
 

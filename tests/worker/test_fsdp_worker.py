@@ -223,6 +223,32 @@ def test_three_steps_equal_plain_adamw(tmp_path, make_worker, model_path):
     assert_close(weights_of(worker), dict(model.named_parameters()), 1e-9)  # Adam divides by small second moments
 
 
+def test_moments_of_8_bits_step_nearly_as_those_of_32_and_are_resumed(tmp_path, make_worker):
+    path = make_model(tmp_path / "model", hidden_size=64, tokenizer=False)
+    options = {"dtype": "float32", "wire_dtype": "float32", "betas": (0.9, 0.99), "learning_rate": 1e-3}
+    small, full = make_worker(path, optimizer="adamw8bit", **options), make_worker(path, **options)
+    start = weights_of(full)
+    for seed in range(3):
+        for worker in (small, full):
+            accumulate(worker, [make_batch(LENGTHS, seed=seed)])
+        assert small.step().gradient_norm == pytest.approx(full.step().gradient_norm, rel=0.05)
+    moved = {name: float((tensor - start[name]).norm()) for name, tensor in weights_of(full).items()}
+    apart = {name: float((tensor - weights_of(full)[name]).norm()) for name, tensor in weights_of(small).items()}
+    assert sum(moved.values()) > 0
+    assert 0 < sum(apart.values()) < 0.2 * sum(moved.values())  # rounded to 8 bits
+    moments = [state["exp_avg"] for state in small._optimizer._adamw.state.values()]
+    assert any(getattr(moment, "codes", moment).dtype == torch.uint8 for moment in moments)
+    small.save(tmp_path / "saved")
+    resumed = make_worker(path, optimizer="adamw8bit", **options)
+    resumed.load(tmp_path / "saved")
+    for worker in (small, resumed):
+        accumulate(worker, [make_batch(LENGTHS, seed=9)])
+        worker.step()
+    assert all(torch.equal(tensor, weights_of(small)[name]) for name, tensor in weights_of(resumed).items())
+    with pytest.raises(ConfigError, match=r"adamw8bit.*float32"):
+        make_worker(path, optimizer="adamw8bit")
+
+
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [
