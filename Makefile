@@ -86,6 +86,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	# Apart: where transformers finds torchao, each process that imports transformers loads it, for two seconds.
+	$(BIN)/pip install --quiet --no-deps --target $(VENV)/torchao torchao==0.18.0
 	touch $(STAMP)
 
 $(STAMP_VLLM): engines/install

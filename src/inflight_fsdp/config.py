@@ -35,7 +35,7 @@ class WorkerConfig(BaseModel):
     """Of published weights; None: what the checkpoint's config.json declares, else ``dtype``."""
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
     """``adamw8bit`` keeps the moments in 8 bits, in blocks of 256 with a scale each (torchao): 2 bytes for each
-    parameter instead of 8. Checkpoints hold them as ``dtype``; another number of ranks cuts other blocks."""
+    parameter instead of 8. Checkpoints hold them as ``dtype``, and loading them rounds once more."""
     learning_rate: float = Field(default=1e-6, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
     betas: tuple[float, float] = (0.9, 0.999)

@@ -105,7 +105,7 @@ class ShardedAdamW8bit:
         for (name, parameter), shard in zip(self._parameters.items(), self._shards, strict=True):
             for key in ("exp_avg", "exp_avg_sq"):
                 moment = self._adamw.state[shard][key]
-                full = moment.dequantize(shard.dtype) if hasattr(moment, "dequantize") and moment.numel() else moment
+                full = moment if type(moment) is torch.Tensor else moment.dequantize(shard.dtype)
                 found.setdefault(key, {})[name] = as_sharded(full.clone(), parameter)
         return found
 
