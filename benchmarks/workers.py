@@ -48,7 +48,9 @@ ROOT = Path(__file__).parents[1]
 WHAT = ("memory", "speed", "learning")
 TRAINERS = ("fsdp", "torchtitan")
 NUM_RANKS = 2
-NUM_STEPS, NUM_SEGMENTS, SEGMENT_LENGTH = 20, 16, 256
+SEGMENT_LENGTH = 256
+SIZES = ((256, 4, 4_096, 8, 12), (512, 8, 32_000, 4, 8))
+"""Of the models whose speed is measured: hidden size, layers and vocabulary; segments of a batch, steps."""
 
 
 def make_model(path: Path, hidden_size: int, num_layers: int, vocab_size: int = 32_000) -> int:
@@ -197,6 +199,7 @@ class Ours:
 
 def speed(path: Path) -> dict[str, Any]:
     """Take turns, step by step, so that whatever the machine does besides is shared."""
+    num_segments, num_steps = json.loads((path / "speed.json").read_text())
     from inflight_fsdp.torchtitan import create_worker as create_titan
 
     options = {"model_path": str(path), "device": "cpu"}
@@ -208,8 +211,8 @@ def speed(path: Path) -> dict[str, Any]:
     }
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     random = torch.Generator().manual_seed(dist.get_rank())
-    for i in range(NUM_STEPS + 2):
-        token_ids_BL = torch.randint(4_096, (NUM_SEGMENTS, SEGMENT_LENGTH), generator=random)
+    for i in range(num_steps + 2):
+        token_ids_BL = torch.randint(4_096, (num_segments, SEGMENT_LENGTH), generator=random)
         for way, loop in ways.items():
             dist.barrier()
             started = time.monotonic()
@@ -273,17 +276,18 @@ def measure_memory(hidden_size: int, num_layers: int) -> dict[str, Any]:
 def measure_speed() -> list[dict[str, Any]]:
     """Return tokens/s of one rank, and the ratios of speed step by step, for two sizes of model."""
     rows = []
-    for hidden_size, num_layers, vocab_size in ((256, 4, 4_096), (512, 8, 32_000)):
+    for hidden_size, num_layers, vocab_size, num_segments, num_steps in SIZES:
         with tempfile.TemporaryDirectory() as directory:
             path = Path(directory) / "model"
             num_parameters = make_model(path, hidden_size, num_layers, vocab_size)
+            (path / "speed.json").write_text(json.dumps([num_segments, num_steps]))
             found = run_ranks("speed", path)[0]["seconds"]
         ratios = {
             f"{way} / {other}": [b / a for a, b in zip(found[way], found[other], strict=True)]
             for way in ("inflight", "torchtitan")
             for other in ("hand-written", "accelerate")
         }
-        tokens = NUM_SEGMENTS * SEGMENT_LENGTH
+        tokens = num_segments * SEGMENT_LENGTH
         rows.append(
             {
                 "num_parameters": num_parameters,

@@ -24,14 +24,14 @@ OF_SEVERAL_RANKS = {"W-02", "W-18", "W-19", "W-20", "W-27", "W-38", "W-39"}
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_the_fsdp_worker_passes_every_check(num_ranks: int) -> None:
-    with Kit(WorkerTarget(factory=FSDP, num_ranks=num_ranks, options={"device": "cpu"})) as kit:
+def test_the_fsdp_worker_passes_every_check_on_one_rank() -> None:
+    """On more, CI writes its certificates: make certificates-trainers."""
+    with Kit(WorkerTarget(factory=FSDP, num_ranks=1, options={"device": "cpu"})) as kit:
         verdicts = [kit.run(check) for check in CHECKS]
         assert kit.facts["implementation"] == "inflight_fsdp.worker.FsdpWorker"
     assert [str(verdict) for verdict in verdicts if verdict.outcome not in (Outcome.PASSED, Outcome.SKIPPED)] == []
     skipped = {verdict.id for verdict in verdicts if verdict.outcome is Outcome.SKIPPED}
-    assert skipped == (OF_SEVERAL_RANKS if num_ranks == 1 else set())
+    assert skipped == OF_SEVERAL_RANKS
     assert all(verdict.evidence for verdict in verdicts if verdict.outcome is Outcome.PASSED)
 
 
