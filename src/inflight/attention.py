@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface
 
 from inflight.errors import UnsupportedError
 
@@ -118,6 +117,8 @@ def register_segment_attention() -> str:
     Models built with that name take a ``segment_plan`` keyword. No mask function is registered under it, so
     transformers makes no mask.
     """
+    from transformers import AttentionInterface  # a second that a process without a model need not wait for
+
     AttentionInterface.register(SEGMENT_ATTENTION, _attention_of_layer)
     return SEGMENT_ATTENTION
 

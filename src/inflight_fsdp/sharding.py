@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -117,23 +116,27 @@ def part_of(tensor: ShardedTensor, stored: Mapping[str, torch.Tensor]) -> torch.
 def read_shards(stored: Mapping[str, StoredTensor], tensors: Sequence[ShardedTensor]) -> None:
     """Fill the shards of this rank, one after another, cast to their dtype; every tensor must be stored and fit.
 
-    Of a parameter that is stored as it is, only the rows of this rank are read.
+    Of a parameter that is stored as it is, only the rows of this rank are read. One file is open at a time: what was
+    read of it counts as memory of the process until it is closed.
     """
-    with ExitStack() as files:
-        opened = {
-            file: files.enter_context(safe_open(file, framework="pt"))
-            for file in sorted({stored[name].file for tensor in tensors for name in tensor.layout.shapes})
-        }
-        for tensor in tensors:
-            shard = tensor.tensor.to_local()
-            if not shard.numel():
-                continue
-            by_file = {stored[name].file for name in tensor.layout.shapes}
-            if len(by_file) == 1:
-                shard.copy_(local_part(tensor, opened[by_file.pop()]))
-            else:
-                parts = {name: opened[stored[name].file].get_tensor(name) for name in tensor.layout.shapes}
-                shard.copy_(part_of(tensor, parts))
+    by_files: dict[tuple[Path, ...], list[ShardedTensor]] = {}
+    for tensor in tensors:
+        if tensor.tensor.to_local().numel():
+            files = tuple(sorted({stored[name].file for name in tensor.layout.shapes}))
+            by_files.setdefault(files, []).append(tensor)
+    for (first, *others), members in by_files.items():
+        if not others:
+            with safe_open(first, framework="pt") as content:
+                for tensor in members:
+                    tensor.tensor.to_local().copy_(local_part(tensor, content))
+            continue
+        for tensor in members:
+            parts: dict[str, torch.Tensor] = {}
+            for file in (first, *others):
+                with safe_open(file, framework="pt") as content:
+                    names = [name for name in tensor.layout.shapes if stored[name].file == file]
+                    parts |= {name: content.get_tensor(name).clone() for name in names}
+            tensor.tensor.to_local().copy_(part_of(tensor, parts))
 
 
 def fitting_tensors(

@@ -143,6 +143,17 @@ def test_a_server_is_started_as_it_must_be_and_on_a_cpu_without_a_process_that_s
     assert environment["OMP_NUM_THREADS"] == "1"
 
 
+def test_a_missing_route_is_told_from_a_missing_mode() -> None:
+    every = dict.fromkeys(flags.NEEDED_ROUTES)
+    older = {route: None for route in every if route != "/shutdown_weight_transfer_engine"}
+    assert flags.missing_routes(every) is None
+    assert not flags.is_without_dev_mode(older)
+    assert "/shutdown_weight_transfer_engine: this release" in str(flags.missing_routes(older))
+    without = {"/inference/v1/generate": None, "/v1/models": None}
+    assert flags.is_without_dev_mode(without)
+    assert "VLLM_SERVER_DEV_MODE=1" in str(flags.missing_routes(without))
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [

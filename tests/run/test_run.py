@@ -82,6 +82,14 @@ def test_two_ranks_and_two_servers_train_together(start_run: Callable[..., RunPr
     assert len(rows[-1]["publish"]["held_s"]) == 2
 
 
+def test_a_run_cannot_tell_that_its_trainer_is_torchtitan(start_run: Callable[..., RunProcess]) -> None:
+    run = start_run("--train.trainer", "torchtitan", "--run.num_steps", "2", "--loss.reference_kl", "0.01")
+    assert run.wait() == 0, run.output()
+    assert [row["version"] for row in run.rows()] == [1, 2]
+    assert run.rows()[0]["reference_kl_k3"] == pytest.approx(0.0, abs=1e-6)
+    assert (run.directory / "checkpoints").is_dir()
+
+
 def test_an_option_that_the_worker_does_not_know_ends_the_run_with_those_it_knows(
     start_run: Callable[..., RunProcess],
 ) -> None:

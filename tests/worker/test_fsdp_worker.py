@@ -310,6 +310,16 @@ def test_gathered_weights_follow_the_specs_and_equal_the_model(make_worker, mode
         assert not tensor.requires_grad
 
 
+def test_experts_that_lie_in_several_files_are_read(tmp_path, make_worker):
+    whole = write_model(tmp_path / "whole", "qwen3_moe", tied=False)
+    plain_model(whole).save_pretrained(tmp_path / "parts", max_shard_size="100KB")
+    assert len(list((tmp_path / "parts").glob("*.safetensors"))) > 2
+    expected = weights_of(make_worker(whole))
+    found = weights_of(make_worker(tmp_path / "parts"))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
 def test_gathered_weights_do_not_change_with_the_next_step(make_worker):
     worker = make_worker()
     before = weights_of(worker)
