@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,8 @@ from inflight_fsdp.config import WorkerConfig
 from inflight_fsdp.layout import Layout, ShardedTensor
 from inflight_fsdp.optimizer import clip, global_norm, learning_rate_at
 from inflight_fsdp.sharding import gather_on_first
+
+Worker = TypeVar("Worker", bound="ShardedWorker")
 
 
 class ShardedOptimizer(Protocol):
@@ -251,6 +253,17 @@ def _local_gradient(parameter: DTensor) -> torch.Tensor:
     return torch.zeros_like(parameter.to_local()) if gradient is None else gradient.to_local()  # type: ignore[attr-defined]
 
 
+def in_a_group(device: torch.device, make: Callable[[bool], Worker]) -> Worker:
+    """Return the worker that ``make`` makes in torch's default group, or in a group of one that it then owns."""
+    owns_group = _ensure_default_group(device)
+    try:
+        return make(owns_group)
+    except BaseException:
+        if owns_group:
+            dist.destroy_process_group()
+        raise
+
+
 def wire_dtype_of(config: WorkerConfig) -> str:
     """Return the dtype of published weights: as set, else as the checkpoint declares."""
     declared = str(load_config(config.model_path).dtype).removeprefix("torch.")
@@ -270,7 +283,7 @@ def device_of(config: WorkerConfig) -> torch.device:
     return device
 
 
-def ensure_default_group(device: torch.device) -> bool:
+def _ensure_default_group(device: torch.device) -> bool:
     """Make a group of one unless there is a default group; return True if it was made. No network is used."""
     if dist.is_initialized():
         return False

@@ -6,12 +6,12 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from inflight.errors import ConfigError
 from inflight_fsdp.layout import ShardedTensor
@@ -55,24 +55,14 @@ def local_rows(tensor: DTensor) -> slice:
     return rows_of_ranks(tensor)[mesh.get_local_rank(mesh.ndim - 1)]
 
 
-def by_rows(tensor: DTensor) -> bool:
-    """Whether a tensor is cut into rows by the last dimension of its mesh, and copied over the others."""
-    *others, last = tensor.placements
-    return last == Shard(0) and all(placement == Replicate() for placement in others)
-
-
 @torch.no_grad()
 def gather_on_first(tensor: DTensor, dtype: torch.dtype) -> torch.Tensor | None:
     """Return the whole tensor in ``dtype``, in memory of its own, on rank 0, None elsewhere; collective.
 
-    Ranks send their rows to rank 0, so that no other rank holds more than its own, and nobody gets what it drops. A
-    tensor that is cut in another way is whole on every rank for a moment.
+    Ranks send their rows to rank 0, so that no other rank holds more than its own, and nobody gets what it drops.
     """
     sent_dtype = min(dtype, tensor.dtype, key=lambda d: d.itemsize)  # cast where it makes less to send
     rank = dist.get_rank()
-    if not by_rows(tensor):
-        whole = cast(DTensor, tensor.to(sent_dtype)).full_tensor()
-        return whole.to(dtype).clone() if rank == 0 else None
     mesh = tensor.device_mesh
     mine = tensor.to_local().to(sent_dtype)
     group, rows = mesh.get_group(mesh.ndim - 1), rows_of_ranks(tensor)
@@ -95,7 +85,7 @@ def local_part(tensor: ShardedTensor, content: Any) -> torch.Tensor:
     shard = tensor.tensor.to_local()
     if not shard.numel():
         return shard
-    if tensor.layout.join is None and by_rows(tensor.tensor):
+    if tensor.layout.join is None:
         part: torch.Tensor = content.get_slice(tensor.layout.name)[local_rows(tensor.tensor)]
         return part
     stored = {name: content.get_tensor(name) for name in tensor.layout.shapes}
@@ -104,12 +94,9 @@ def local_part(tensor: ShardedTensor, content: Any) -> torch.Tensor:
 
 def part_of(tensor: ShardedTensor, stored: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return this rank's shard of a parameter that is stored as ``stored``; never communicates."""
-    layout, sharded = tensor.layout, tensor.tensor
+    layout = tensor.layout
     whole = stored[layout.name] if layout.join is None else layout.join(stored)
-    if by_rows(sharded):
-        return whole[local_rows(sharded)]
-    placed = distribute_tensor(whole.to(sharded.device), sharded.device_mesh, sharded.placements, src_data_rank=None)
-    return placed.to_local()
+    return whole[local_rows(tensor.tensor)]
 
 
 @torch.no_grad()

@@ -49,7 +49,7 @@ from inflight_fsdp.sharded import (
     ShardedPolicy,
     ShardedWorker,
     device_of,
-    ensure_default_group,
+    in_a_group,
     sum_gradients_over_ranks,
     wire_dtype_of,
 )
@@ -77,13 +77,7 @@ def create_worker(config: TorchTitanConfig | Mapping[str, object]) -> TorchTitan
     """
     settings = parse_config(config, TorchTitanConfig)
     device = device_of(settings)
-    owns_group = ensure_default_group(device)
-    try:
-        return TorchTitanWorker(settings, device, owns_group=owns_group)
-    except BaseException:
-        if owns_group:
-            dist.destroy_process_group()
-        raise
+    return in_a_group(device, lambda owns_group: TorchTitanWorker(settings, device, owns_group=owns_group))
 
 
 class TorchTitanWorker(ShardedWorker):

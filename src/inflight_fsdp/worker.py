@@ -20,7 +20,7 @@ from inflight_fsdp.sharded import (
     ShardedPolicy,
     ShardedWorker,
     device_of,
-    ensure_default_group,
+    in_a_group,
     wire_dtype_of,
 )
 
@@ -38,13 +38,7 @@ def create_worker(config: WorkerConfig | Mapping[str, object]) -> FsdpWorker:
     """
     settings = parse_config(config, WorkerConfig)
     device = device_of(settings)
-    owns_group = ensure_default_group(device)
-    try:
-        return FsdpWorker(settings, device, owns_group=owns_group)
-    except BaseException:
-        if owns_group:
-            dist.destroy_process_group()
-        raise
+    return in_a_group(device, lambda owns_group: FsdpWorker(settings, device, owns_group=owns_group))
 
 
 class FsdpWorker(ShardedWorker):
