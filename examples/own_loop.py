@@ -10,7 +10,7 @@ import os
 import sys
 
 from inflight import HttpEndpoint, WeightPublisher, group_advantages, publish_weights
-from inflight.losses import PIPELINERL_PAPER, collate, global_counts
+from inflight.losses import collate, prepare, preset
 from inflight.types import Rollout, Sample
 from inflight.wire import GenerateRequest, SamplingParams
 from inflight_fsdp import create_worker
@@ -49,6 +49,7 @@ async def sample_groups(url: str, step: int) -> list[list[Rollout]]:
 
 
 def main(model: str, url: str, num_steps: int = 5) -> None:
+    loss = preset("pipelinerl_paper").loss
     worker = create_worker({"model_path": model, "learning_rate": 1e-3})
     with WeightPublisher.connect([url], run_id="own-loop", token=os.environ["INFLIGHT_TOKEN"]) as publisher:
         for step in range(num_steps):
@@ -58,9 +59,10 @@ def main(model: str, url: str, num_steps: int = 5) -> None:
                 for rollout, advantage in zip(group, advantages, strict=True):
                     num_tokens = len(rollout.completion_token_ids)
                     samples.append(Sample(rollout, [advantage] * num_tokens, [True] * num_tokens))
-            batch, counts = collate(samples), global_counts(samples)
+            batch = collate(samples)
+            plan = prepare(loss, [batch])
             logprobs = worker.forward(batch)
-            worker.backward(PIPELINERL_PAPER.loss(batch, logprobs, counts).loss)
+            worker.backward(loss(batch, logprobs, plan).loss)
             result = worker.step()
             report = publish_weights(worker, publisher, in_flight="keep", deadline_s=30.0)
             mean_reward = sum(sample.rollout.reward for sample in samples) / len(samples)

@@ -22,7 +22,7 @@ from inflight.engines.kinds import connect_endpoint
 from inflight.http.client import HttpEndpoint
 
 if TYPE_CHECKING:
-    from inflight.losses.policy import grpo_loss, reinforce_loss
+    from inflight.losses.plain import grpo_loss, reinforce_loss
     from inflight.rollouts.advantages import group_advantages
     from inflight.weights.module import ModuleWeights
     from inflight.weights.publish import WeightPublisher, publish_weights
@@ -56,8 +56,8 @@ _LOADED_ON_USE = {
     "WeightPublisher": "inflight.weights.publish",
     "publish_weights": "inflight.weights.publish",
     "group_advantages": "inflight.rollouts.advantages",
-    "grpo_loss": "inflight.losses.policy",
-    "reinforce_loss": "inflight.losses.policy",
+    "grpo_loss": "inflight.losses.plain",
+    "reinforce_loss": "inflight.losses.plain",
 }
 
 

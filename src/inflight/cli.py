@@ -70,8 +70,26 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--tensorboard", action="store_true", help="also write TensorBoard events to the run directory")
     train.set_defaults(call=_train)
 
+    losses = commands.add_parser("losses", help="list the loss presets, or describe one")
+    losses.add_argument("name", nargs="?", metavar="PRESET", help="describe this one (default: a table of all)")
+    losses.set_defaults(call=_losses)
+
     add_check(commands)
     return parser
+
+
+def _losses(arguments: argparse.Namespace, _: Sequence[str]) -> int:
+    from inflight.losses import PRESETS, preset
+
+    if arguments.name is not None:
+        print(preset(arguments.name).describe())
+        return 0
+    rows = [("preset", "loss of a token", "advantages", "denominator", "needs")]
+    rows += [(it.name, it.formula, it.advantages, it.loss.aggregation.kind, it.needs) for it in PRESETS.values()]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    return 0
 
 
 def _add_serve(commands: Any) -> None:

@@ -1,7 +1,7 @@
 """Values inside one process: frozen dataclasses, shared by the rooms of the house.
 
-Shape suffixes and legend: T packed tokens of one micro-batch. Tensors are named in annotations only; importing this
-module loads no torch.
+Shape suffixes and legend: T packed tokens of one micro-batch, S its segments. Tensors are named in annotations only;
+importing this module loads no torch.
 """
 
 from __future__ import annotations
@@ -72,16 +72,8 @@ class Sample:
     advantages: Sequence[float]
     loss_mask: Sequence[bool]
     reference_logprobs: Sequence[float] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class GlobalCounts:
-    """Denominators over the whole optimizer step: all micro-batches of all ranks."""
-
-    num_tokens: int
-    """Tokens with a true loss mask."""
-    num_sequences: int
-    """Completions with at least one such token."""
+    group_index: int = 0
+    """Which of the optimizer step's prompts it answers: 0, 1, 2, ..."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +104,10 @@ class MicroBatch:
     """int64 [T], version that sampled the token, -1 in prompts"""
     reference_logprobs_T: torch.Tensor | None = None
     """float32 [T] under the frozen reference, or None"""
+    proximal_logprobs_T: torch.Tensor | None = None
+    """float32 [T] under the trainer's weights at the start of the optimizer step; None if they are the present ones"""
+    group_ids_S: torch.Tensor | None = None
+    """int64 [S], for each segment which of the optimizer step's prompts it answers, or None"""
 
     @property
     def num_tokens(self) -> int:

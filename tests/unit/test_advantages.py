@@ -8,11 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inflight.errors import TaskError
-from inflight.rollouts import group_advantages
+from inflight.errors import InvalidRequestError, TaskError
+from inflight.rollouts import batch_advantages, group_advantages
 
-ESTIMATORS = ("mean", "leave_one_out", "std")
-REWARDS = st.lists(st.floats(-10, 10), min_size=2, max_size=16).filter(lambda rewards: len(set(rewards)) > 1)
+ESTIMATORS = ("mean", "leave_one_out", "std", "population_std", "leave_one_out_std", "opo", "maxrl", "zero")
+REWARDS = st.lists(st.integers(-40, 40).map(lambda n: n / 4), min_size=2, max_size=16).filter(
+    lambda rewards: len(set(rewards)) > 1
+)
+
+
+def lengths_of(rewards):
+    return [3 + (7 * i) % 5 for i in range(len(rewards))]
 
 
 def reference(rewards, estimator):
@@ -26,14 +32,34 @@ def reference(rewards, estimator):
         case "std":
             std = math.sqrt(sum((r - mean) ** 2 for r in rewards) / (size - 1))
             return [(r - mean) / (std + 1e-4) for r in rewards]
+        case "population_std":
+            std = math.sqrt(sum((r - mean) ** 2 for r in rewards) / size)
+            return [(r - mean) / (std + 1e-8) for r in rewards]
+        case "leave_one_out_std":
+            advantages = []
+            for i, r in enumerate(rewards):
+                others = rewards[:i] + rewards[i + 1 :]
+                centre = sum(others) / len(others)
+                variance = sum((o - centre) ** 2 for o in others) / (len(others) - 1) if len(others) > 1 else 0.0
+                advantages.append((r - centre) / (math.sqrt(variance) + 1e-6) if len(set(others)) > 1 else r - centre)
+            return advantages
+        case "opo":
+            lengths = lengths_of(rewards)
+            baseline = sum(n * r for n, r in zip(lengths, rewards, strict=True)) / sum(lengths)
+            return [r - baseline for r in rewards]
+        case "maxrl":
+            return [(r - mean) / mean if mean > 0 else 0.0 for r in rewards]
+        case "zero":
+            return [0.0] * size
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @given(rewards=REWARDS)
 @settings(deadline=None)
 def test_advantages_equal_a_plain_loop(estimator, rewards):
-    # float64: 16 values up to 10; dividing by std + 1e-4 amplifies rounding by up to 1e4.
-    assert group_advantages(rewards, estimator) == pytest.approx(reference(rewards, estimator), rel=1e-9, abs=1e-9)
+    # float64: 16 values up to 10; dividing by a standard deviation of at least 0.06.
+    advantages = group_advantages(rewards, estimator, lengths_of(rewards))
+    assert advantages == pytest.approx(reference(rewards, estimator), rel=1e-9, abs=1e-9)
 
 
 def test_known_group_has_known_advantages():
@@ -62,3 +88,32 @@ def test_group_of_equal_rewards_gives_exact_zeros(estimator, rewards):
 def test_reward_that_is_not_finite_is_refused_by_name(wrong):
     with pytest.raises(TaskError, match=f"reward 1 of a group of 3 is {wrong}"):
         group_advantages([0.0, wrong, 1.0], "mean")
+
+
+def test_batch_std_is_over_all_groups():
+    groups = [[1.0, 0.0, 0.0], [0.5, 0.5, 0.5], [3.0, 1.0]]
+    centred = [[r - sum(group) / len(group) for r in group] for group in groups]
+    everything = [a for group in centred for a in group]
+    mean = sum(everything) / 8
+    std = math.sqrt(sum((a - mean) ** 2 for a in everything) / 7)
+    advantages = batch_advantages(groups, "batch_std")
+    for group, expected in zip(advantages, centred, strict=True):
+        assert group == pytest.approx([a / (std + 1e-4) for a in expected], rel=1e-12)  # float64
+    assert advantages[1] == [0.0] * 3
+    assert batch_advantages([[1.0]], "batch_std") == [[0.0]]
+
+
+def test_batch_of_groups_is_each_group_by_itself_for_other_estimators():
+    groups, lengths = [[1.0, 0.0, 0.5], [2.0, 1.0]], [[3, 4, 5], [1, 9]]
+    for estimator in ESTIMATORS:
+        expected = [group_advantages(group, estimator, of) for group, of in zip(groups, lengths, strict=True)]
+        assert batch_advantages(groups, estimator, lengths) == expected
+
+
+def test_estimators_say_what_they_lack():
+    with pytest.raises(InvalidRequestError, match="give the completions' lengths"):
+        group_advantages([1.0, 0.0], "opo")
+    with pytest.raises(InvalidRequestError, match="call batch_advantages"):
+        group_advantages([1.0, 0.0], "batch_std")
+    with pytest.raises(InvalidRequestError, match="one entry per reward"):
+        batch_advantages([[1.0, 0.0]], "opo", [[3]])

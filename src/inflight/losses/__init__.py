@@ -1,12 +1,25 @@
 """Policy losses as pure functions, presets, metrics that add up, and the chunked log-probability head.
 
-A loss is a plain sum over the targets of packed micro-batches, weighed by counts over the whole optimizer step, so any
-split into micro-batches and ranks gives the same gradient. The room knows nothing of models, workers or rollouts.
+A `PolicyLoss` is made of pieces: a ratio at a level, a gate, corrections, penalties, and an aggregation, which alone
+has denominators. It is a plain sum over the targets of packed micro-batches, weighed by what `prepare` counted over the
+whole optimizer step, so any split into micro-batches and ranks gives the same gradient. The room knows nothing of
+models, workers or rollouts.
 """
 
-from inflight.losses.aggregation import Aggregation, global_counts, token_weights
+from inflight.losses.aggregation import (
+    Aggregation,
+    Budget,
+    Constant,
+    Counts,
+    PromptMean,
+    SegmentMean,
+    SegmentSum,
+    Sum,
+    TokenMean,
+)
+from inflight.losses.corrections import Band, Correction, MaxAge, Opsm, SecondMoment, Truncate, TrustKl, TrustTv
+from inflight.losses.gates import Gate, GeometricMean, PositiveUnclipped, PpoClip, Sapo, Score, Vespo
 from inflight.losses.head import chunked_logprobs
-from inflight.losses.kl import reference_kl
 from inflight.losses.metrics import (
     LossOutput,
     Maximum,
@@ -21,42 +34,62 @@ from inflight.losses.metrics import (
     staleness_metrics,
 )
 from inflight.losses.micro_batch import collate, empty_micro_batch
-from inflight.losses.policy import (
-    GRPO,
-    PIPELINERL,
-    PIPELINERL_PAPER,
-    PRESETS,
-    LossPreset,
-    clipped_loss,
-    grpo_loss,
-    reinforce_loss,
-)
+from inflight.losses.penalties import CrossEntropy, Distillation, Entropy, Kl, Penalty, SquaredLogRatio
+from inflight.losses.plain import grpo_loss, reinforce_loss
+from inflight.losses.policy import Plan, PolicyLoss, prepare
+from inflight.losses.presets import PRESETS, Preset, preset
 
 __all__ = [
-    "GRPO",
-    "PIPELINERL",
-    "PIPELINERL_PAPER",
     "PRESETS",
     "Aggregation",
+    "Band",
+    "Budget",
+    "Constant",
+    "Correction",
+    "Counts",
+    "CrossEntropy",
+    "Distillation",
+    "Entropy",
+    "Gate",
+    "GeometricMean",
+    "Kl",
     "LossOutput",
-    "LossPreset",
+    "MaxAge",
     "Maximum",
     "Metric",
     "Metrics",
+    "Opsm",
+    "Penalty",
+    "Plan",
+    "PolicyLoss",
+    "PositiveUnclipped",
+    "PpoClip",
+    "Preset",
+    "PromptMean",
+    "Sapo",
+    "Score",
+    "SecondMoment",
+    "SegmentMean",
+    "SegmentSum",
+    "SquaredLogRatio",
+    "Sum",
+    "TokenMean",
+    "Truncate",
+    "TrustKl",
+    "TrustTv",
+    "Vespo",
     "add_metrics",
     "chunked_logprobs",
-    "clipped_loss",
     "collate",
     "decode_metrics",
     "effective_sample_size",
     "empty_micro_batch",
     "encode_metrics",
-    "global_counts",
     "grpo_loss",
     "metric_values",
+    "prepare",
+    "preset",
     "ratio_metrics",
-    "reference_kl",
     "reinforce_loss",
     "staleness_metrics",
-    "token_weights",
 ]

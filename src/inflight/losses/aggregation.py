@@ -1,48 +1,145 @@
 """Denominators: how much each target weighs in the loss. The only place that has any.
 
-The loss is a plain sum over tokens. Its weights are made of counts over the whole optimizer step, so any split of the
+The loss is a plain sum over targets. Its weights are made of counts over the whole optimizer step, so any split of the
 segments into micro-batches and ranks gives the same gradient. The module knows nothing of losses.
 
-Shape suffixes: T packed tokens, S no fewer than the segments.
+Shape suffixes: N targets, S segments, P prompts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Literal, assert_never
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import torch
+from pydantic import Field
 
-from inflight.types import GlobalCounts, Sample
+from inflight.errors import InvalidRequestError
+from inflight.losses.pieces import Piece
+from inflight.losses.targets import Targets
 
-Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum"]
-"""Weight of a target of sequence i, with L_i targets: ``token_mean`` 1 / N_tokens (DAPO, arXiv 2503.14476),
-``sequence_mean`` 1 / (N_sequences L_i) (GRPO, arXiv 2402.03300), ``sequence_sum`` 1 / N_sequences (PipelineRL)."""
-
-
-def global_counts(samples: Iterable[Sample]) -> GlobalCounts:
-    """Return the denominators of one optimizer step, from the samples of all its micro-batches on all ranks.
-
-    Masked tokens, and completions of which every token is masked, are counted nowhere.
-    """
-    targets = [sum(sample.loss_mask) for sample in samples]
-    return GlobalCounts(num_tokens=sum(targets), num_sequences=sum(count > 0 for count in targets))
+Counted = Literal["before", "after"]
+"""Whether a denominator counts targets before or after corrections have rejected some."""
 
 
-def token_weights(
-    loss_mask_T: torch.Tensor, segment_ids_T: torch.Tensor, counts: GlobalCounts, aggregation: Aggregation
-) -> torch.Tensor:
-    """Return the weight of each token, float64 [T], 0 where there is no target. Segments must be whole."""
-    mask_T = loss_mask_T.double()
-    # A step without targets has counts of 0, and every weight is 0 then.
-    num_tokens, num_sequences = max(counts.num_tokens, 1), max(counts.num_sequences, 1)
-    match aggregation:
-        case "token_mean":
-            return mask_T / num_tokens
-        case "sequence_sum":
-            return mask_T / num_sequences
-        case "sequence_mean":
-            targets_S = torch.bincount(segment_ids_T[loss_mask_T], minlength=len(segment_ids_T))
-            return mask_T / (num_sequences * targets_S.clamp(min=1)[segment_ids_T])
-        case _:
-            assert_never(aggregation)
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Numbers over the whole optimizer step: all micro-batches of all ranks."""
+
+    num_tokens: float
+    """Targets."""
+    num_sequences: float
+    """Segments with at least one target."""
+    tokens_P: tuple[float, ...] = ()
+    """Targets of each prompt's completions together; empty if no denominator asks for it."""
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts with at least one target."""
+        return sum(tokens > 0 for tokens in self.tokens_P)
+
+
+class TokenMean(Piece):
+    """1 / N_tokens: every token of the step weighs the same (DAPO, arXiv 2503.14476, eq. 8)."""
+
+    kind: Literal["token_mean"] = "token_mean"
+    counted: Counted = "before"
+
+    def __call__(
+        self, targets: Targets, counted_N: torch.Tensor, prompts_S: torch.Tensor | None, counts: Counts
+    ) -> torch.Tensor:
+        """Return the weight of each target."""
+        return torch.full_like(targets.advantages_N, 1 / max(counts.num_tokens, 1))
+
+
+class SegmentMean(Piece):
+    """1 / (N_sequences L_i): every sequence weighs the same, and so a token of a short one more (GRPO, 2402.03300)."""
+
+    kind: Literal["segment_mean"] = "segment_mean"
+    counted: Counted = "before"
+
+    def __call__(
+        self, targets: Targets, counted_N: torch.Tensor, prompts_S: torch.Tensor | None, counts: Counts
+    ) -> torch.Tensor:
+        """Return the weight of each target."""
+        length_S = targets.segment_sum(counted_N.double()).clamp(min=1)
+        return 1 / (max(counts.num_sequences, 1) * length_S[targets.segments_N])
+
+
+class SegmentSum(Piece):
+    """1 / N_sequences: tokens of a sequence add up (PipelineRL). On a loss of whole sequences: LUSPO's weight."""
+
+    kind: Literal["segment_sum"] = "segment_sum"
+    counted: Counted = "before"
+
+    def __call__(
+        self, targets: Targets, counted_N: torch.Tensor, prompts_S: torch.Tensor | None, counts: Counts
+    ) -> torch.Tensor:
+        """Return the weight of each target."""
+        return torch.full_like(targets.advantages_N, 1 / max(counts.num_sequences, 1))
+
+
+class Constant(Piece):
+    """1 / (N_sequences length): a sum over each sequence, scaled by a fixed length (Dr. GRPO, 2503.20783)."""
+
+    kind: Literal["constant"] = "constant"
+    length: float = Field(gt=0)
+    """Tokens, usually the longest completion that sampling allows."""
+    counted: Counted = "before"
+
+    def __call__(
+        self, targets: Targets, counted_N: torch.Tensor, prompts_S: torch.Tensor | None, counts: Counts
+    ) -> torch.Tensor:
+        """Return the weight of each target."""
+        return torch.full_like(targets.advantages_N, 1 / (max(counts.num_sequences, 1) * self.length))
+
+
+class PromptMean(Piece):
+    """1 / (N_prompts T_p): every prompt weighs the same, T_p the tokens of its completions (ScaleRL, 2510.13786)."""
+
+    kind: Literal["prompt_mean"] = "prompt_mean"
+    counted: Counted = "before"
+
+    def __call__(
+        self, targets: Targets, counted_N: torch.Tensor, prompts_S: torch.Tensor | None, counts: Counts
+    ) -> torch.Tensor:
+        """Return the weight of each target."""
+        if prompts_S is None:
+            raise InvalidRequestError("prompt_mean needs the micro-batch's group_ids_S: which segments share a prompt")
+        tokens_P = torch.tensor(counts.tokens_P, dtype=torch.float64, device=prompts_S.device)
+        return 1 / (max(counts.num_prompts, 1) * tokens_P[prompts_S[targets.segments_N]].clamp(min=1))
+
+
+class Budget(Piece):
+    """1 / tokens: a fixed number of tokens, whatever the step holds (C3PO, Ring-lite, arXiv 2506.14731)."""
+
+    kind: Literal["budget"] = "budget"
+    tokens: float = Field(gt=0)
+
+    def __call__(
+        self, targets: Targets, counted_N: torch.Tensor, prompts_S: torch.Tensor | None, counts: Counts
+    ) -> torch.Tensor:
+        """Return the weight of each target."""
+        return torch.full_like(targets.advantages_N, 1 / self.tokens)
+
+
+class Sum(Piece):
+    """1: the loss is a plain sum over tokens (Tinker)."""
+
+    kind: Literal["sum"] = "sum"
+
+    def __call__(
+        self, targets: Targets, counted_N: torch.Tensor, prompts_S: torch.Tensor | None, counts: Counts
+    ) -> torch.Tensor:
+        """Return the weight of each target."""
+        return torch.ones_like(targets.advantages_N)
+
+
+Aggregation = Annotated[
+    TokenMean | SegmentMean | SegmentSum | Constant | PromptMean | Budget | Sum, Field(discriminator="kind")
+]
+
+
+def counts_after_rejection(aggregation: Aggregation) -> bool:
+    """Return whether rejected targets are left out of the denominator."""
+    return getattr(aggregation, "counted", "before") == "after"

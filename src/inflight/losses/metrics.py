@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -41,6 +42,12 @@ class Maximum:
 
 Metrics = Mapping[str, Metric | Maximum]
 
+_SAMPLE_SIZES = {
+    "ratio": "effective_sample_size",
+    "pull": "effective_sample_size_used",
+    "sequence_ratio": "effective_sample_size_sequences",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:
@@ -64,17 +71,20 @@ def metric_values(metrics: Metrics) -> dict[str, float]:
     A metric without weight (no token was counted) is left out.
     """
     values = {name: m.value for name, m in metrics.items() if not (isinstance(m, Metric) and m.weight == 0)}
-    if "ratio_squared" in values:
-        values["effective_sample_size"] = effective_sample_size(metrics)
+    for kind in ("ratio", "pull", "sequence_ratio"):
+        if values.get(f"{kind}_squared", 0.0) > 0:
+            values[_SAMPLE_SIZES[kind]] = effective_sample_size(metrics, kind)
     return values
 
 
-def effective_sample_size(metrics: Metrics) -> float:
-    """Return (sum w)^2 / (n sum w^2) of the raw ratios w of n tokens: 1 if all are equal, 1/n if one dwarfs the rest.
+def effective_sample_size(metrics: Metrics, kind: Literal["ratio", "pull", "sequence_ratio"] = "ratio") -> float:
+    """Return (sum w)^2 / (n sum w^2) of n weights w: 1 if all are equal, 1/n if one dwarfs the rest.
 
-    Ratios are never truncated here: under a tight cap those say 1 whatever the staleness.
+    ``ratio``: the raw ratios of tokens, never truncated, since under a tight cap those say 1 whatever the staleness.
+    ``pull``: the weights that tokens have in the gradient once all is truncated, clipped and rejected.
+    ``sequence_ratio``: the raw ratios of whole sequences.
     """
-    return metrics["ratio"].value ** 2 / metrics["ratio_squared"].value
+    return metrics[kind].value ** 2 / metrics[f"{kind}_squared"].value
 
 
 def encode_metrics(metrics: Metrics) -> dict[str, list[float]]:
@@ -123,15 +133,42 @@ def staleness_metrics(
     ``mismatch_k3`` are KL(behaviour || trainer) as in `ratio_metrics`, over targets of lag 0 alone: what differing
     numerics cost before staleness adds to it.
     """
-    lag_N = (current_version - versions_T[loss_mask_T]).double()
-    fresh_T = loss_mask_T & (versions_T == current_version)
-    fresh = ratio_metrics(trainer_logprobs_T[fresh_T], behaviour_logprobs_T[fresh_T])
+    lag_N = current_version - versions_T[loss_mask_T]
+    return lag_metrics(trainer_logprobs_T[loss_mask_T], behaviour_logprobs_T[loss_mask_T], lag_N)
+
+
+@torch.no_grad()
+def lag_metrics(
+    trainer_logprobs_N: torch.Tensor, behaviour_logprobs_N: torch.Tensor, lag_N: torch.Tensor
+) -> dict[str, Metric | Maximum]:
+    """Return `staleness_metrics` of the targets alone."""
+    fresh_N = lag_N == 0
+    fresh = ratio_metrics(trainer_logprobs_N[fresh_N], behaviour_logprobs_N[fresh_N])
     return {
         **mean_metrics({"lag": lag_N}),
-        "max_lag": _maximum(lag_N),
+        "max_lag": _maximum(lag_N.double()),
         "mismatch_k1": fresh["behaviour_kl_k1"],
         "mismatch_k3": fresh["behaviour_kl_k3"],
     }
+
+
+@torch.no_grad()
+def pull_metrics(pull_N: torch.Tensor, sequence_log_ratio_S: torch.Tensor) -> dict[str, Metric | Maximum]:
+    """Return what is left of the ratios in the gradient, and the ratios of whole sequences.
+
+    ``pull`` and ``pull_squared`` are the means of the weights that targets have in the gradient, beside advantage and
+    denominator; ``sequence_ratio`` and ``sequence_ratio_squared`` those of exp(sum of log ratios) of each sequence that
+    has a target, its log clamped to +-300.
+    """
+    ratio_S = sequence_log_ratio_S.double().clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
+    return mean_metrics(
+        {
+            "pull": pull_N,
+            "pull_squared": pull_N.double().square(),
+            "sequence_ratio": ratio_S,
+            "sequence_ratio_squared": ratio_S.square(),
+        }
+    )
 
 
 def mean_metrics(values: Mapping[str, torch.Tensor]) -> dict[str, Metric | Maximum]:

@@ -64,6 +64,7 @@ def collate(samples: Sequence[Sample], device: torch.device | str | None = None)
         temperature_T=temperature_S[segment_ids_T],
         versions_T=per_token(-1, lambda s: s.rollout.token_versions(), torch.int64),
         reference_logprobs_T=at_targets(lambda s: s.reference_logprobs or ()) if all(with_reference) else None,
+        group_ids_S=torch.tensor([sample.group_index for sample in samples], device=device),
     )
 
 
@@ -86,6 +87,7 @@ def empty_micro_batch(device: torch.device | str | None = None) -> MicroBatch:
         temperature_T=torch.ones(2, device=device),
         versions_T=torch.full((2,), -1, device=device),
         reference_logprobs_T=zeros_T,
+        group_ids_S=torch.zeros(1, dtype=torch.int64, device=device),
     )
 
 

@@ -1,227 +1,346 @@
-"""Policy losses as pure functions over packed, target-aligned tensors, and the presets that name whole recipes.
+"""`PolicyLoss`: a ratio, a gate, corrections, penalties and denominators put together; and `prepare`, which counts.
 
-Ratios are between the trainer and the behaviour logprobs: nothing is recomputed at the start of a step. The module
-knows nothing of models, and of denominators only what `inflight.losses.aggregation` or its caller hands it as weights.
+All that is global is counted once, by `prepare`. After that the loss is a plain sum over targets, so the segments of an
+optimizer step may be split into micro-batches and ranks in any way: losses and gradients add up to the same.
 
-Shape suffixes: T packed tokens, N targets (tokens with a true loss mask), B sequences. Without one: any shape.
+Shape suffixes: T packed tokens, N targets, S segments, P prompts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import struct
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Literal
 
 import torch
+from pydantic import model_validator
 
-from inflight.errors import ConfigError, InvalidRequestError
-from inflight.losses.aggregation import Aggregation, token_weights
-from inflight.losses.kl import reference_kl
-from inflight.losses.metrics import LossOutput, mean_metrics, ratio_metrics, staleness_metrics
+from inflight.errors import InvalidRequestError
+from inflight.losses.aggregation import Aggregation, Counts, TokenMean, counts_after_rejection
+from inflight.losses.corrections import Correction, MaxAge, SecondMoment, couples_segments
+from inflight.losses.gates import Gate, GeometricMean
+from inflight.losses.metrics import (
+    LossOutput,
+    Maximum,
+    Metric,
+    lag_metrics,
+    mean_metrics,
+    pull_metrics,
+    ratio_metrics,
+)
 from inflight.losses.micro_batch import finite_targets
-from inflight.types import GlobalCounts, MicroBatch
+from inflight.losses.penalties import Distillation, Entropy, Kl, Penalty
+from inflight.losses.pieces import Piece
+from inflight.losses.targets import Level, Targets
+from inflight.types import MicroBatch
 
-if TYPE_CHECKING:
-    from inflight.rollouts.advantages import AdvantageEstimator
+Reduce = Callable[[torch.Tensor], torch.Tensor]
+"""Sums a float64 tensor on the CPU over all ranks that share an optimizer step; every rank calls it alike."""
 
-
-def grpo_loss(
-    trainer_logprobs: torch.Tensor,
-    behaviour_logprobs: torch.Tensor,
-    advantages: torch.Tensor,
-    loss_mask: torch.Tensor,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    denominator: float | torch.Tensor | None = None,
-) -> LossOutput:
-    """Return `clipped_loss` of plain tensors of one shape, packed or padded: its sum over targets / ``denominator``.
-
-    ``advantages`` have the shape of the others, or one value for each entry of their first dimensions: [B] or [B, 1]
-    for logprobs [B, T]. ``loss_mask`` is true, or not 0, at targets; what stands elsewhere, even NaN, has no effect.
-
-    ``denominator`` is by default the number of targets of this call, which is right only if the call sees all of the
-    optimizer step. A step that is split into micro-batches or over ranks needs one number for all its calls, such as
-    its number of targets everywhere: a mean of the parts' means gives targets of short parts more weight. Gradients
-    are then to be summed; where they are averaged over R ranks, as DDP does, give a denominator R times smaller.
-
-    Raises `InvalidRequestError` if the shapes do not fit, and what `clipped_loss` raises; its metrics are returned.
-    """
-    shape = trainer_logprobs.shape
-    for name, tensor in (("behaviour_logprobs", behaviour_logprobs), ("loss_mask", loss_mask)):
-        if tensor.shape != shape:
-            raise InvalidRequestError(f"{name} are {list(tensor.shape)}, but trainer_logprobs {list(shape)}")
-    per_target = advantages.reshape(*advantages.shape, *[1] * (len(shape) - advantages.dim()))
-    sizes = list(per_target.shape)
-    if len(sizes) != len(shape) or any(size not in (1, full) for size, full in zip(sizes, shape, strict=True)):
-        raise InvalidRequestError(f"advantages {list(advantages.shape)} do not fit trainer_logprobs {list(shape)}")
-    mask_T = loss_mask.flatten() != 0
-    # A call without targets has a loss of 0, not 0 / 0.
-    weights_T = mask_T.double() / (mask_T.sum().clamp(min=1) if denominator is None else denominator)
-    return clipped_loss(
-        trainer_logprobs.flatten(),
-        behaviour_logprobs.flatten(),
-        per_target.expand(shape).flatten(),
-        mask_T,
-        weights_T,
-        clip_low=clip_low,
-        clip_high=clip_high,
-    )
-
-
-def clipped_loss(
-    trainer_logprobs_T: torch.Tensor,
-    behaviour_logprobs_T: torch.Tensor,
-    advantages_T: torch.Tensor,
-    loss_mask_T: torch.Tensor,
-    token_weights_T: torch.Tensor,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-) -> LossOutput:
-    """Return the clipped surrogate of PPO (arXiv 1707.06347, eq. 7), summed with the given weights.
-
-    With r = exp(trainer - behaviour) and advantage A, the loss of a token is
-
-        -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A),
-
-    and its gradient is -r A grad(trainer logprob), or 0 where A > 0 and r > 1 + clip_high, or A < 0 and
-    r < 1 - clip_low. What stands at masked positions, NaN included, has no effect on loss or gradient. Raises
-    `NonFiniteError` if the behaviour logprob of a target is not finite.
-
-    Metrics: those of `ratio_metrics`, ``clip_fraction_high`` and ``clip_fraction_low``.
-    """
-    trainer_N, behaviour_N, advantages_N, weights_N = _targets(
-        trainer_logprobs_T, behaviour_logprobs_T, advantages_T, loss_mask_T, token_weights_T
-    )
-    log_ratio_N = trainer_N - behaviour_N
-    ratio_N = log_ratio_N.detach().exp()
-    too_high_N = (advantages_N > 0) & (ratio_N > 1 + clip_high)
-    too_low_N = (advantages_N < 0) & (ratio_N < 1 - clip_low)
-    bound_N = torch.full_like(trainer_N, 1 - clip_low).masked_fill(too_high_N, 1 + clip_high)
-    # Tokens without a gradient are taken out before exp: that of an overflowing one would be 0 * inf.
-    inert_N = too_high_N | too_low_N | (advantages_N == 0)
-    surrogate_N = torch.where(inert_N, bound_N, log_ratio_N.masked_fill(inert_N, 0.0).exp()) * advantages_N
-    metrics = mean_metrics({"clip_fraction_high": too_high_N, "clip_fraction_low": too_low_N})
-    return LossOutput(-(weights_N * surrogate_N).sum(), {**ratio_metrics(trainer_N, behaviour_N), **metrics})
-
-
-def reinforce_loss(
-    trainer_logprobs_T: torch.Tensor,
-    behaviour_logprobs_T: torch.Tensor,
-    advantages_T: torch.Tensor,
-    loss_mask_T: torch.Tensor,
-    token_weights_T: torch.Tensor,
-    *,
-    cap: float,
-) -> LossOutput:
-    """Return REINFORCE with truncated importance weights (PipelineRL, arXiv 2509.19128), summed with the given weights.
-
-    With rho = exp(trainer - behaviour) and advantage A, the loss of a token is
-
-        -stop_gradient(min(rho, cap)) A trainer_logprob,
-
-    and its gradient is -min(rho, cap) A grad(trainer logprob): unlike a clipped token, a truncated one still teaches.
-    What stands at masked positions, NaN included, has no effect on loss or gradient. Raises `NonFiniteError` if the
-    behaviour logprob of a target is not finite.
-
-    Metrics: those of `ratio_metrics`, of the ratios before truncation, and ``truncated_fraction``.
-    """
-    trainer_N, behaviour_N, advantages_N, weights_N = _targets(
-        trainer_logprobs_T, behaviour_logprobs_T, advantages_T, loss_mask_T, token_weights_T
-    )
-    ratio_N = (trainer_N - behaviour_N).detach().exp()
-    surrogate_N = ratio_N.clamp(max=cap) * advantages_N * trainer_N
-    metrics = mean_metrics({"truncated_fraction": ratio_N > cap})
-    return LossOutput(-(weights_N * surrogate_N).sum(), {**ratio_metrics(trainer_N, behaviour_N), **metrics})
+Need = Literal["reference_logprobs", "versions", "entropy", "group_ids", "first_forward"]
+"""What a loss asks for beyond trainer and behaviour logprobs, advantages and mask. ``first_forward``: trainer logprobs
+of the whole step before its first micro-batch is trained on, for `prepare`."""
 
 
 @dataclass(frozen=True, slots=True)
-class LossPreset:
-    """One recipe: a policy loss with its settings, the advantages it expects, and how its tokens are weighed."""
+class Plan:
+    """What `prepare` found out about one optimizer step; the same on every rank."""
 
-    name: str
-    function: Callable[..., LossOutput]
-    """`clipped_loss`, `reinforce_loss`, or another function of the same five tensors."""
-    kwargs: Mapping[str, float]
-    """Keyword arguments of ``function``."""
-    advantages: AdvantageEstimator
-    """Estimator for `inflight.rollouts.group_advantages`; the loss itself takes advantages as they come."""
-    aggregation: Aggregation
+    before: Counts
+    """Of all targets."""
+    after: Counts
+    """Of those that no correction rejects; the same as ``before`` if no denominator asks."""
+    thresholds: tuple[float | None, ...] = ()
+    """Of each correction that has a statistic of the whole step, in the order of the corrections."""
+    current_version: int | None = None
+    """Version of the weights that are trained."""
 
-    def loss(
+
+class PolicyLoss(Piece):
+    """A policy loss as a value: frozen, hashable, comparable, and JSON by ``model_dump_json``.
+
+    ``loss(batch, trainer_logprobs_T, prepare(loss, [batch, ...]))`` returns the part of one micro-batch.
+    """
+
+    gate: Gate
+    level: Level = "token"
+    between: Literal["trainer/behaviour", "trainer/proximal"] = "trainer/behaviour"
+    """The gate's ratio. Proximal logprobs are the trainer's at the start of the step: a micro-batch without
+    ``proximal_logprobs_T`` says that the step is one optimizer step, where they are the trainer's own, detached."""
+    proximal: Literal["recomputed", "interpolated"] = "recomputed"
+    """``interpolated``: on the line from behaviour to trainer logprobs at (lag - 1) / lag (A-3PO, arXiv 2512.06547)."""
+    corrections: tuple[Correction, ...] = ()
+    aggregation: Aggregation = TokenMean()
+    penalties: tuple[Penalty, ...] = ()
+    non_finite: Literal["raise", "drop", "on_policy"] = "raise"
+    """Behaviour logprobs that are not finite at a target: an error; no target, and counted nowhere; or taken as the
+    trainer's own, a ratio of 1."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> PolicyLoss:
+        if isinstance(self.gate, GeometricMean) and self.level != "token":
+            raise ValueError(
+                f"geometric_mean takes the mean over a segment itself: level {self.level!r} must be 'token'"
+            )
+        return self
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """What the loss asks for beyond the fields that every micro-batch has."""
+        needs: set[Need] = set()
+        aggregations = [self.aggregation, *(p.aggregation for p in self.penalties if p.aggregation is not None)]
+        if any(isinstance(penalty, (Kl, Distillation)) for penalty in self.penalties):
+            needs.add("reference_logprobs")
+        if any(isinstance(penalty, Entropy) for penalty in self.penalties):
+            needs.add("entropy")
+        if self.proximal == "interpolated" or any(isinstance(c, MaxAge) for c in self.corrections):
+            needs.add("versions")
+        if any(aggregation.kind == "prompt_mean" for aggregation in aggregations):
+            needs.add("group_ids")
+        rejects = [c for c in self.corrections if c.kind not in ("truncate", "max_age")]
+        if any(isinstance(c, SecondMoment) for c in rejects) or (
+            rejects and any(counts_after_rejection(aggregation) for aggregation in aggregations)
+        ):
+            needs.add("first_forward")
+        return frozenset(needs)
+
+    @property
+    def locality(self) -> Literal["token", "segment"]:
+        """Whether, after `prepare`, the gradient of a target depends on its own trainer logprob only."""
+        coupled = self.level != "token" or isinstance(self.gate, GeometricMean)
+        recomputed = self.proximal == "recomputed"
+        coupled |= any(
+            couples_segments(c) or (recomputed and getattr(c, "level", "token") != "token") for c in self.corrections
+        )
+        return "segment" if coupled else "token"
+
+    def __call__(
         self,
         batch: MicroBatch,
         trainer_logprobs_T: torch.Tensor,
-        counts: GlobalCounts,
+        plan: Plan,
         *,
-        reference_kl_coef: float = 0.0,
-        current_version: int | None = None,
+        entropy_T: torch.Tensor | None = None,
     ) -> LossOutput:
         """Return the loss of one micro-batch, to be summed over micro-batches and ranks, and its metrics.
 
-        With reference logprobs in the batch, their KL is measured, and ``reference_kl_coef`` times it is added. With
-        ``current_version``, that of the weights behind ``trainer_logprobs_T``, `staleness_metrics` are added. Raises
-        `NonFiniteError` for behaviour or reference logprobs that are not finite, `ConfigError` if there is a
-        coefficient but no reference.
+        Computed in float64; the loss has the dtype of ``trainer_logprobs_T``. What stands at masked positions, NaN
+        included, has no effect on loss or gradient. Raises `NonFiniteError` if a behaviour logprob (see
+        ``non_finite``), reference logprob or advantage of a target is not finite, `InvalidRequestError` if the
+        micro-batch lacks what the loss `needs`.
         """
-        if reference_kl_coef != 0 and batch.reference_logprobs_T is None:
-            raise ConfigError(
-                f"reference_kl_coef is {reference_kl_coef} but the micro-batch has no reference_logprobs_T: "
-                "give every sample reference_logprobs, or set the coefficient to 0"
-            )
-        mask_T, behaviour_T = batch.loss_mask_T, batch.behaviour_logprobs_T
-        weights_T = token_weights(mask_T, batch.segment_ids_T, counts, self.aggregation)
-        output = self.function(trainer_logprobs_T, behaviour_T, batch.advantages_T, mask_T, weights_T, **self.kwargs)
-        loss, metrics = output.loss, dict(output.metrics)
-        if batch.reference_logprobs_T is not None:
-            penalty = reference_kl(
-                trainer_logprobs_T,
-                batch.reference_logprobs_T,
-                behaviour_T,
-                mask_T,
-                weights_T,
-                coefficient=reference_kl_coef,
-            )
-            metrics.update(penalty.metrics)
-            if reference_kl_coef != 0:
-                loss = loss + penalty.loss
-        if current_version is not None:
-            metrics.update(
-                staleness_metrics(trainer_logprobs_T, behaviour_T, batch.versions_T, mask_T, current_version)
-            )
-        return LossOutput(loss, metrics)
+        targets = self._targets(batch, trainer_logprobs_T, plan.current_version, entropy_T)
+        weight_N, keep_N = self._correct(targets, plan.thresholds)
+        live_N = keep_N & (targets.advantages_N != 0)
+        log_ratio_N = targets.at_level(targets.log_ratio(self.between), self.level)
+        gated = self.gate(targets, log_ratio_N, live_N)
+        weight_N = torch.where(live_N, weight_N, 0.0)
+        loss = (self._shares(self.aggregation, targets, keep_N, batch, plan) * weight_N * gated.loss_N).sum()
+        means = dict(gated.fractions)
+        if self.corrections:
+            means["kept_fraction"] = keep_N
+        if self.non_finite != "raise":
+            means["non_finite_behaviour"] = ~batch.behaviour_logprobs_T[batch.loss_mask_T].isfinite()
+        for penalty in self.penalties:
+            charged = penalty(targets)
+            means.update(charged.means)
+            if penalty.coefficient != 0:
+                shares_N = self._shares(penalty.aggregation or self.aggregation, targets, keep_N, batch, plan)
+                loss = loss + penalty.coefficient * (shares_N * charged.loss_N).sum()
+        trainer_N = targets.trainer_N.detach()
+        tokens_S = targets.segment_sum(torch.ones_like(trainer_N))
+        metrics: dict[str, Metric | Maximum] = {
+            **ratio_metrics(trainer_N, targets.behaviour_N),
+            **pull_metrics(weight_N * gated.pull_N, targets.segment_sum(trainer_N - targets.behaviour_N)[tokens_S > 0]),
+            **mean_metrics(means),
+        }
+        if targets.lag_N is not None:
+            metrics |= lag_metrics(trainer_N, targets.behaviour_N, targets.lag_N)
+        return LossOutput(loss.to(trainer_logprobs_T.dtype), metrics)
+
+    def gradient(
+        self,
+        batch: MicroBatch,
+        trainer_logprobs_T: torch.Tensor,
+        plan: Plan,
+        *,
+        entropy_T: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return d loss / d trainer logprobs [T], and d loss / d entropy [T] if entropies are given."""
+        leaves = [trainer_logprobs_T.detach().requires_grad_()]
+        if entropy_T is not None:
+            leaves.append(entropy_T.detach().requires_grad_())
+        with torch.enable_grad():
+            loss = self(batch, leaves[0], plan, entropy_T=leaves[1] if entropy_T is not None else None).loss
+        # A micro-batch without targets, or a loss without entropy, leaves nothing to differentiate.
+        gradients = torch.autograd.grad(loss, leaves, allow_unused=True) if loss.requires_grad else (None, None)
+        filled = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, gradients, strict=False)]
+        return filled[0], filled[1] if entropy_T is not None else None
+
+    def _targets(
+        self,
+        batch: MicroBatch,
+        trainer_logprobs_T: torch.Tensor,
+        current_version: int | None,
+        entropy_T: torch.Tensor | None = None,
+    ) -> Targets:
+        """Return the targets of a micro-batch."""
+        mask_T = batch.loss_mask_T
+        behaviour_T = batch.behaviour_logprobs_T
+        if self.non_finite == "drop":
+            mask_T = mask_T & behaviour_T.isfinite()
+        elif self.non_finite == "on_policy":
+            behaviour_T = torch.where(behaviour_T.isfinite(), behaviour_T, trainer_logprobs_T.detach())
+        trainer_N = trainer_logprobs_T[mask_T].double()
+        behaviour_N = finite_targets(behaviour_T, mask_T, "behaviour_logprobs").double()
+        lag_N = None if current_version is None else current_version - batch.versions_T[mask_T]
+        detached_N = trainer_N.detach()
+        if self.proximal == "interpolated":
+            if lag_N is None:
+                raise InvalidRequestError(
+                    "an interpolated proximal policy needs versions: give prepare the current_version"
+                )
+            share_N = torch.where(lag_N > 0, (lag_N - 1).double() / lag_N.clamp(min=1).double(), 0.0)
+            proximal_N = behaviour_N + share_N * (detached_N - behaviour_N)
+        elif batch.proximal_logprobs_T is not None:
+            proximal_N = finite_targets(batch.proximal_logprobs_T, mask_T, "proximal_logprobs").double()
+        else:
+            proximal_N = detached_N
+        reference_T = batch.reference_logprobs_T
+        wants_reference = reference_T is not None and "reference_logprobs" in self.needs
+        return Targets(
+            trainer_N=trainer_N,
+            behaviour_N=behaviour_N,
+            proximal_N=proximal_N,
+            advantages_N=finite_targets(batch.advantages_T, mask_T, "advantages").double(),
+            segments_N=batch.segment_ids_T[mask_T],
+            num_segments=len(batch.segment_lengths),
+            lag_N=lag_N,
+            reference_N=(
+                finite_targets(reference_T, mask_T, "reference_logprobs").double()
+                if wants_reference and reference_T is not None
+                else None
+            ),
+            entropy_N=None if entropy_T is None else entropy_T[mask_T].double(),
+        )
+
+    def _correct(self, targets: Targets, thresholds: Sequence[float | None]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the weight of each target and whether it is kept."""
+        weight_N = torch.ones_like(targets.advantages_N)
+        keep_N = torch.ones_like(targets.advantages_N, dtype=torch.bool)
+        for correction, threshold in zip(self.corrections, thresholds, strict=True):
+            corrected = correction(targets, threshold)
+            if corrected.weight_N is not None:
+                weight_N = weight_N * corrected.weight_N
+            if corrected.keep_N is not None:
+                keep_N = keep_N & corrected.keep_N
+        return weight_N, keep_N
+
+    def _shares(
+        self, aggregation: Aggregation, targets: Targets, keep_N: torch.Tensor, batch: MicroBatch, plan: Plan
+    ) -> torch.Tensor:
+        """Return the weight that the denominators give each target."""
+        after = counts_after_rejection(aggregation)
+        counted_N = keep_N if after else torch.ones_like(keep_N)
+        return aggregation(targets, counted_N, batch.group_ids_S, plan.after if after else plan.before)
 
 
-PIPELINERL_PAPER = LossPreset("pipelinerl_paper", reinforce_loss, {"cap": 5.0}, "leave_one_out", "sequence_sum")
-"""PipelineRL as its paper describes it (arXiv 2509.19128): importance weights truncated at 5."""
+def prepare(
+    loss: PolicyLoss,
+    batches: Sequence[MicroBatch],
+    *,
+    trainer_logprobs: Sequence[torch.Tensor] | None = None,
+    current_version: int | None = None,
+    num_groups: int | None = None,
+    reduce: Reduce | None = None,
+) -> Plan:
+    """Return what the loss has to know of a whole optimizer step; without gradients.
 
-PIPELINERL = LossPreset("pipelinerl", reinforce_loss, {"cap": 1.02}, "leave_one_out", "sequence_sum")
-"""PipelineRL as its code ships it (ServiceNow/PipelineRL at 58d3934): truncated at 1 + eps_high with eps_high 0.02."""
+    ``batches`` are all micro-batches of this rank, none of which splits a segment. ``reduce`` sums over ranks and is
+    called equally often on each, so every rank calls `prepare`, even one without a target. ``trainer_logprobs`` [T] of
+    each micro-batch are needed if the loss needs a ``first_forward``, ``num_groups`` (of the whole step) if it needs
+    ``group_ids`` and there are several ranks. ``current_version`` is that of the weights that are trained.
 
-GRPO = LossPreset("grpo", clipped_loss, {"clip_low": 0.2, "clip_high": 0.2}, "std", "sequence_mean")
-"""GRPO (arXiv 2402.03300) on the ratio to the behaviour logprobs."""
-
-PRESETS: Mapping[str, LossPreset] = {preset.name: preset for preset in (PIPELINERL_PAPER, PIPELINERL, GRPO)}
-"""Presets by the name that configurations use."""
-
-
-def _targets(
-    trainer_logprobs_T: torch.Tensor,
-    behaviour_logprobs_T: torch.Tensor,
-    advantages_T: torch.Tensor,
-    loss_mask_T: torch.Tensor,
-    token_weights_T: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the four tensors at the targets, in the dtype of the trainer logprobs.
-
-    Masked tokens are selected away before anything is computed, so that no NaN of theirs can meet a zero gradient.
+    Raises `InvalidRequestError` if something is missing, and what `PolicyLoss` raises for its targets.
     """
-    trainer_N = trainer_logprobs_T[loss_mask_T]
-    behaviour_N = finite_targets(behaviour_logprobs_T, loss_mask_T, "behaviour_logprobs").to(trainer_N.dtype)
-    return (
-        trainer_N,
-        behaviour_N,
-        advantages_T[loss_mask_T].to(trainer_N.dtype),
-        token_weights_T[loss_mask_T].to(trainer_N.dtype),
-    )
+    if "first_forward" in loss.needs and trainer_logprobs is None:
+        raise InvalidRequestError(
+            "this loss counts what its corrections leave: give prepare trainer_logprobs of every micro-batch"
+        )
+    if "versions" in loss.needs and current_version is None:
+        raise InvalidRequestError("this loss needs to know how old tokens are: give prepare the current_version")
+    if "group_ids" in loss.needs:
+        if any(batch.group_ids_S is None for batch in batches):
+            raise InvalidRequestError("this loss needs group_ids_S in every micro-batch: which segments share a prompt")
+        if num_groups is None and reduce is not None:
+            raise InvalidRequestError("this loss needs num_groups of the whole step, which one rank cannot count")
+        largest = max(
+            (int(b.group_ids_S.max()) for b in batches if b.group_ids_S is not None and len(b.group_ids_S)), default=-1
+        )
+        num_groups = largest + 1 if num_groups is None else num_groups
+        if largest >= num_groups:
+            raise InvalidRequestError(f"group_ids_S holds {largest}, but num_groups is {num_groups}")
+    else:
+        num_groups = 0
+    add = reduce or (lambda numbers: numbers)
+    with torch.no_grad():
+        logprobs = trainer_logprobs or [torch.zeros_like(batch.behaviour_logprobs_T) for batch in batches]
+        step = [
+            (loss._targets(batch, logprobs_T, current_version), batch)
+            for batch, logprobs_T in zip(batches, logprobs, strict=True)
+        ]
+        thresholds = tuple(
+            _second_moment_threshold(correction, [targets for targets, _ in step], add)
+            if isinstance(correction, SecondMoment)
+            else None
+            for correction in loss.corrections
+        )
+        everything = [(targets, torch.ones_like(targets.advantages_N, dtype=torch.bool), b) for targets, b in step]
+        before = _counts(everything, num_groups, add)
+        aggregations = [loss.aggregation, *(p.aggregation for p in loss.penalties if p.aggregation is not None)]
+        after = before
+        if loss.corrections and any(counts_after_rejection(aggregation) for aggregation in aggregations):
+            kept = [(targets, loss._correct(targets, thresholds)[1], batch) for targets, batch in step]
+            after = _counts(kept, num_groups, add)
+    return Plan(before, after, thresholds, current_version)
+
+
+def _counts(step: Sequence[tuple[Targets, torch.Tensor, MicroBatch]], num_groups: int, add: Reduce) -> Counts:
+    """Return the numbers of the targets that are marked in each micro-batch, over all ranks."""
+    numbers = torch.zeros(2 + num_groups, dtype=torch.float64)
+    for targets, counted_N, batch in step:
+        tokens_S = targets.segment_sum(counted_N.double()).cpu()
+        numbers[0] += tokens_S.sum()
+        numbers[1] += (tokens_S > 0).sum()
+        if num_groups and batch.group_ids_S is not None:
+            numbers[2:].index_add_(0, batch.group_ids_S.cpu(), tokens_S)
+    num_tokens, num_sequences, *tokens_P = add(numbers).tolist()
+    return Counts(num_tokens, num_sequences, tuple(tokens_P))
+
+
+def _second_moment_threshold(correction: SecondMoment, step: Sequence[Targets], add: Reduce) -> float:
+    """Return the largest square that may stay so that the mean of all squares up to it is within the bound.
+
+    The mean grows with the threshold, so halving the range of floats finds it with sums over ranks alone.
+    """
+    squares = torch.cat([torch.zeros(0, dtype=torch.float64), *(correction.squares(targets).cpu() for targets in step)])
+    low, high = 0, _bits_of(float("inf"))
+    while low < high:
+        middle = (low + high + 1) // 2
+        below = squares[squares <= _float_of(middle)]
+        count, total = add(torch.tensor([float(len(below)), float(below.sum())], dtype=torch.float64)).tolist()
+        if total <= correction.bound * count:
+            low = middle
+        else:
+            high = middle - 1
+    return _float_of(low)
+
+
+def _bits_of(number: float) -> int:
+    """Return the bits of a float as an integer, which grows with floats of at least 0."""
+    return int(struct.unpack("<q", struct.pack("<d", number))[0])
+
+
+def _float_of(bits: int) -> float:
+    return float(struct.unpack("<d", struct.pack("<q", bits))[0])

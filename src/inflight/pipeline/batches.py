@@ -1,14 +1,14 @@
-"""From finished groups to the messages of one optimizer step: advantages, staleness, packing, global counts."""
+"""From finished groups to the messages of one optimizer step: advantages, staleness, packing."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from inflight.losses import LossPreset, collate, empty_micro_batch, global_counts
+from inflight.losses import collate, empty_micro_batch
 from inflight.pipeline.channel import encode
 from inflight.pipeline.messages import message_of
-from inflight.rollouts import StalenessPolicy, group_advantages, pack
+from inflight.rollouts import AdvantageEstimator, StalenessPolicy, batch_advantages, pack
 from inflight.types import Group, Sample
 
 
@@ -31,21 +31,25 @@ class StepBatch:
         return sum(sample.rollout.num_tokens for sample in self.samples)
 
 
-def make_batch(groups: Sequence[Group], version: int, preset: LossPreset, staleness: StalenessPolicy) -> StepBatch:
+def make_batch(
+    groups: Sequence[Group], version: int, estimator: AdvantageEstimator, staleness: StalenessPolicy
+) -> StepBatch:
     """Return the samples of finished groups, for a step that starts from ``version``.
 
     A completion whose tokens are all too old is left out.
     """
     samples, lags, num_stale = [], [], 0
-    for group in groups:
-        advantages = group_advantages([rollout.reward for rollout in group.rollouts], preset.advantages)
-        for rollout, advantage in zip(group.rollouts, advantages, strict=True):
+    rewards = [[rollout.reward for rollout in group.rollouts] for group in groups]
+    lengths = [[len(rollout.completion_token_ids) for rollout in group.rollouts] for group in groups]
+    advantages = batch_advantages(rewards, estimator, lengths)
+    for index, group in enumerate(groups):
+        for rollout, advantage in zip(group.rollouts, advantages[index], strict=True):
             versions = rollout.token_versions()
             loss_mask = staleness.mask(versions, version)
             lags += [version - v for v, kept in zip(versions, loss_mask, strict=True) if kept]
             num_stale += loss_mask.count(False)
             if any(loss_mask):
-                samples.append(Sample(rollout, [advantage] * len(versions), loss_mask))
+                samples.append(Sample(rollout, [advantage] * len(versions), loss_mask, group_index=index))
     return StepBatch(groups, samples, version, lags, num_stale)
 
 
@@ -63,7 +67,6 @@ def split_evenly(groups: Sequence[Group], num_parts: int) -> list[list[Group]]:
 
 def frames_of(batch: StepBatch, max_tokens: int, num_ranks: int, *, publish: bool) -> list[bytes]:
     """Return the message to each rank; all have the same number of micro-batches."""
-    counts = global_counts(batch.samples)
     lengths = [sample.rollout.num_tokens for sample in batch.samples]
     frames = []
     for micro_batches in pack(lengths, max_tokens, num_ranks):
@@ -75,7 +78,7 @@ def frames_of(batch: StepBatch, max_tokens: int, num_ranks: int, *, publish: boo
         message = {
             "type": "train",
             "layouts": layouts,
-            "counts": {"num_tokens": counts.num_tokens, "num_sequences": counts.num_sequences},
+            "num_groups": len(batch.groups),
             "publish": publish,
         }
         frames.append(encode(message, tensors))

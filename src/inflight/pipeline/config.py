@@ -12,6 +12,8 @@ import pydantic
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from inflight.errors import ConfigError
+from inflight.losses import Kl, PolicyLoss, preset
+from inflight.rollouts import AdvantageEstimator
 from inflight.wire import InFlightPolicy
 
 
@@ -169,9 +171,29 @@ class LossSection(Section):
     """Policy loss, advantages and staleness."""
 
     preset: str = "pipelinerl_paper"
+    """One of `inflight losses`."""
+    policy: PolicyLoss | None = None
+    """A loss put together from pieces instead of the preset's."""
+    advantages: AdvantageEstimator | None = None
+    """None: the preset's."""
     reference_kl: float = Field(default=0.0, ge=0)
+    """Above 0: coefficient of a KL penalty towards the model that the run starts from, in place of the loss's own."""
     max_lag: int = Field(default=8, ge=0)
     """Largest lag, in versions, of a token that is trained on."""
+
+    def policy_loss(self) -> PolicyLoss:
+        """Return the loss with its KL penalty. Raises `ConfigError` if the preset is unknown or cannot be run."""
+        loss = self.policy or preset(self.preset).loss
+        if "entropy" in loss.needs:
+            raise ConfigError("loss.policy has an entropy bonus, which no worker gives entropies for: leave it out")
+        if self.reference_kl == 0:
+            return loss
+        others = tuple(penalty for penalty in loss.penalties if not isinstance(penalty, Kl))
+        return loss.model_copy(update={"penalties": (*others, Kl(coefficient=self.reference_kl))})
+
+    def estimator(self) -> AdvantageEstimator:
+        """Return the estimator of advantages. Raises `ConfigError` if the preset is unknown."""
+        return self.advantages or preset(self.preset).advantages
 
 
 class RunConfig(Section):

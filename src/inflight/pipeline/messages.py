@@ -17,6 +17,7 @@ _FIELDS = (
     "advantages_T",
     "temperature_T",
     "versions_T",
+    "group_ids_S",
 )
 
 

@@ -24,7 +24,7 @@ from inflight import __version__
 from inflight.checkpoints import load_config, load_tokenizer
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import CheckpointError, ConfigError, EndpointError, InflightError, TrainerError
-from inflight.losses import PRESETS, Metrics, add_metrics, decode_metrics, metric_values
+from inflight.losses import Metrics, add_metrics, decode_metrics, metric_values
 from inflight.pipeline.actor import Actor
 from inflight.pipeline.admission import PhasedAdmission, TokensPerGroup, pipeline_admission
 from inflight.pipeline.batches import StepBatch, frames_of, make_batch, split_evenly
@@ -65,9 +65,8 @@ class _Run:
     def __init__(self, config: RunConfig, *, resume: bool, tensorboard: bool) -> None:
         self._config = config
         self._directory = config.run.directory
-        if config.loss.preset not in PRESETS:
-            raise ConfigError(f"unknown loss preset {config.loss.preset!r}; known: {', '.join(sorted(PRESETS))}")
-        self._preset = PRESETS[config.loss.preset]
+        self._estimator = config.loss.estimator()
+        self._has_penalties = bool(config.loss.policy_loss().penalties)
         check_servers(config.servers)
         self._task = load_task(config.task.name, config.task.params, config.run.seed)
         self._vocab_size = int(load_config(config.model.path).get_text_config().vocab_size)
@@ -306,7 +305,7 @@ class _Run:
         self._journal.event("group", now, now, endpoint=group.endpoint, item=group.item_index, **facts)
         self._journal.group_finished(group)
         rewards = {rollout.reward for rollout in group.rollouts}
-        if len(rewards) == 1 and not self._config.train.train_on_equal_rewards and not self._config.loss.reference_kl:
+        if len(rewards) == 1 and not self._config.train.train_on_equal_rewards and not self._has_penalties:
             self._tokens_per_group.add(0)
             self._ledger.drop(group.item_index, "equal rewards")
         else:
@@ -358,7 +357,7 @@ class _Run:
             await self._until(lambda: self._actor.num_running == 0)
             parts = split_evenly(self._composer.take_all(), num_steps)
             for i, groups in enumerate(parts):
-                batch = make_batch(groups, self._version, self._preset, self._staleness)
+                batch = make_batch(groups, self._version, self._estimator, self._staleness)
                 await self._step(batch, publish=i == len(parts) - 1)
                 yield
 
@@ -367,7 +366,7 @@ class _Run:
         while True:
             await self._until(self._composer.ready)
             groups = self._composer.take()
-            batch = make_batch(groups, version, self._preset, self._staleness)
+            batch = make_batch(groups, version, self._estimator, self._staleness)
             if batch.samples:
                 return batch
             for group in groups:

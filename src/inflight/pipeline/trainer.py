@@ -22,10 +22,10 @@ import torch.distributed as dist
 
 from inflight.contracts import TrainerWorker
 from inflight.errors import ConfigError, InflightError, NonFiniteError, PublishError, UnsupportedError
-from inflight.losses import PRESETS, LossPreset, Metrics, add_metrics, encode_metrics
+from inflight.losses import Metrics, Plan, PolicyLoss, add_metrics, encode_metrics, prepare
 from inflight.pipeline.channel import Message, WorkerChannel
 from inflight.pipeline.messages import micro_batches_of
-from inflight.types import GlobalCounts, MicroBatch, Outcome, PublishReport
+from inflight.types import MicroBatch, Outcome, PublishReport
 from inflight.weights.publish import WeightPublisher, publish_weights
 
 _PUBLISH_ATTEMPTS = 3
@@ -74,7 +74,7 @@ class Trainer:
         self._publisher: WeightPublisher | None = None
         self._absences: dict[str, _Absence] = {}
         self._restored: set[str] = set()
-        self._preset: LossPreset | None = None
+        self._loss: PolicyLoss | None = None
         self._settings: Message = {}
 
     def run(self) -> None:
@@ -112,9 +112,9 @@ class Trainer:
             )
         factory = load_worker_factory(message["worker"])
         self._worker = factory(message["worker_settings"])
-        if message["reference_kl"] > 0:
+        self._loss = PolicyLoss.model_validate(message["loss"])
+        if "reference_logprobs" in self._loss.needs:
             self._reference = factory(message["worker_settings"])
-        self._preset = PRESETS[message["preset"]]
         if message["checkpoint"] is not None:
             self._worker.load(Path(message["checkpoint"]))
         if self._worker.rank == 0:
@@ -131,10 +131,10 @@ class Trainer:
         """Forward and backward over the micro-batches, one optimizer step, and a publish if asked for."""
         assert self._worker is not None
         started = time.time()
-        counts = GlobalCounts(**message["counts"])
+        batches, plan = self._plan(micro_batches_of(message["layouts"], tensors), message["num_groups"])
         metrics: Metrics = {}
-        for batch in micro_batches_of(message["layouts"], tensors):
-            metrics = add_metrics(metrics, self._forward_backward(batch, counts))
+        for batch in batches:
+            metrics = add_metrics(metrics, self._forward_backward(batch, plan))
         result = self._worker.step()
         trained = time.time()
         answer: Message = {
@@ -148,19 +148,40 @@ class Trainer:
             answer |= self._publish()
         return answer
 
-    def _forward_backward(self, batch: MicroBatch, counts: GlobalCounts) -> Metrics:
-        assert self._worker is not None and self._preset is not None
+    def _plan(self, batches: list[MicroBatch], num_groups: int) -> tuple[list[MicroBatch], Plan]:
+        """Return the micro-batches with all that the loss needs of them, and what it needs of the whole step."""
+        assert self._worker is not None and self._loss is not None
+        logprobs = None
+        if "first_forward" in self._loss.needs:
+            with torch.no_grad():
+                logprobs = [self._worker.forward(batch) for batch in batches]
+            batches = [
+                replace(batch, proximal_logprobs_T=logprobs_T)
+                for batch, logprobs_T in zip(batches, logprobs, strict=True)
+            ]
+        plan = prepare(
+            self._loss,
+            batches,
+            trainer_logprobs=logprobs,
+            current_version=self._worker.version,
+            num_groups=num_groups,
+            reduce=self._sum_over_ranks,
+        )
+        return batches, plan
+
+    def _sum_over_ranks(self, numbers: torch.Tensor) -> torch.Tensor:
+        assert self._worker is not None
+        if self._worker.world_size > 1:
+            dist.all_reduce(numbers)
+        return numbers
+
+    def _forward_backward(self, batch: MicroBatch, plan: Plan) -> Metrics:
+        assert self._worker is not None and self._loss is not None
         if self._reference is not None:
             with torch.no_grad():
                 batch = replace(batch, reference_logprobs_T=self._reference.forward(batch))
         logprobs_T = self._worker.forward(batch)
-        output = self._preset.loss(
-            batch,
-            logprobs_T,
-            counts,
-            current_version=self._worker.version,
-            reference_kl_coef=self._settings["reference_kl"],
-        )
+        output = self._loss(batch, logprobs_T, plan)
         if not torch.isfinite(output.loss):
             raise NonFiniteError(
                 f"the loss of step {self._worker.version + 1} is {output.loss.item()}; the last checkpoint is whole"

@@ -3,10 +3,11 @@
 Nothing here loads torch: the room works on plain numbers and on the records of `inflight.types`.
 """
 
-from inflight.rollouts.advantages import AdvantageEstimator, group_advantages
+from inflight.rollouts.advantages import AdvantageEstimator, batch_advantages, group_advantages
 from inflight.rollouts.batching import BatchComposer
 from inflight.rollouts.ledger import Ledger
 from inflight.rollouts.packing import pack
+from inflight.rollouts.shaping import has_signal, overlong_penalty, sample_pairs, shuffle_batch, within_budget
 from inflight.rollouts.staleness import StalenessPolicy
 from inflight.rollouts.tasks import load_task
 
@@ -15,7 +16,13 @@ __all__ = [
     "BatchComposer",
     "Ledger",
     "StalenessPolicy",
+    "batch_advantages",
     "group_advantages",
+    "has_signal",
     "load_task",
+    "overlong_penalty",
     "pack",
+    "sample_pairs",
+    "shuffle_batch",
+    "within_budget",
 ]

@@ -1,4 +1,4 @@
-"""Advantages of a group from its rewards. Knows nothing of tokens."""
+"""Advantages of groups from their rewards. Knows nothing of tokens but the lengths that one estimator weighs by."""
 
 from __future__ import annotations
 
@@ -7,21 +7,56 @@ import statistics
 from collections.abc import Sequence
 from typing import Literal, assert_never
 
-from inflight.errors import TaskError
+from inflight.errors import InvalidRequestError, TaskError
 
-AdvantageEstimator = Literal["mean", "leave_one_out", "std"]
-"""``mean``: R - mean of the group (Dr. GRPO, arXiv 2503.20783). ``leave_one_out``: R - mean of the others (RLOO, arXiv
-2402.14740; PipelineRL). ``std``: (R - mean) / (std + 1e-4) (GRPO, arXiv 2402.03300)."""
+AdvantageEstimator = Literal[
+    "mean", "leave_one_out", "std", "population_std", "leave_one_out_std", "batch_std", "opo", "maxrl", "zero"
+]
+"""With R the reward, mean and std those of its group:
+
+``mean``               R - mean (Dr. GRPO, arXiv 2503.20783)
+``leave_one_out``      R - mean of the others (RLOO, arXiv 2402.14740; PipelineRL)
+``std``                (R - mean) / (std + 1e-4) (GRPO, arXiv 2402.03300)
+``population_std``     the same with the divisor G instead of G - 1, and 1e-8 (TRL's AsyncGRPOTrainer)
+``leave_one_out_std``  (R - mean of the others) / (std of the others + 1e-6) (NeMo-RL)
+``batch_std``          (R - mean) / (std of all such differences of the batch + 1e-4) (ScaleRL, arXiv 2510.13786)
+``opo``                R - sum(L R) / sum(L), L the completions' lengths (OPO, arXiv 2505.23585)
+``maxrl``              (R - mean) / mean, 0 if the mean is not above 0 (MaxRL, arXiv 2602.02710)
+``zero``               0: rewards play no part
+"""
 
 _STD_EPS = 1e-4
 """As in TRL and PipelineRL; verl has 1e-6. With rewards of order 1 it changes advantages by a few 1e-4 at most."""
 
 
-def group_advantages(rewards: Sequence[float], estimator: AdvantageEstimator) -> list[float]:
-    """Return one advantage per completion of a group; exact zeros if all rewards are equal or there is only one.
+def batch_advantages(
+    groups: Sequence[Sequence[float]],
+    estimator: AdvantageEstimator,
+    lengths: Sequence[Sequence[int]] | None = None,
+) -> list[list[float]]:
+    """Return one advantage per completion of each group of an optimizer step.
 
-    The standard deviation is that of a sample (divisor G - 1). Raises `TaskError` if a reward is not finite.
+    ``lengths`` are those of the completions in tokens, for ``opo``. A group whose rewards are all equal, or of one
+    completion, has exact zeros. Standard deviations are those of a sample (divisor n - 1) unless the name says
+    otherwise. Raises `TaskError` if a reward is not finite, `InvalidRequestError` if lengths are missing.
     """
+    if estimator == "batch_std":
+        centred = [group_advantages(rewards, "mean") for rewards in groups]
+        everything = [advantage for group in centred for advantage in group]
+        scale = (statistics.stdev(everything) if len(everything) > 1 else 0.0) + _STD_EPS
+        return [[advantage / scale for advantage in group] for group in centred]
+    if lengths is not None and [len(of) for of in lengths] != [len(rewards) for rewards in groups]:
+        raise InvalidRequestError("lengths do not have one entry per reward")
+    return [
+        group_advantages(rewards, estimator, None if lengths is None else lengths[i])
+        for i, rewards in enumerate(groups)
+    ]
+
+
+def group_advantages(
+    rewards: Sequence[float], estimator: AdvantageEstimator, lengths: Sequence[int] | None = None
+) -> list[float]:
+    """Return one advantage per completion of a single group. Raises as `batch_advantages`, also for ``batch_std``."""
     wrong = [i for i, reward in enumerate(rewards) if not math.isfinite(reward)]
     if wrong:
         raise TaskError(
@@ -29,15 +64,41 @@ def group_advantages(rewards: Sequence[float], estimator: AdvantageEstimator) ->
         )
     if len(set(rewards)) < 2:
         return [0.0] * len(rewards)
+    size = len(rewards)
     total = math.fsum(rewards)
-    mean = total / len(rewards)
+    mean = total / size
     match estimator:
         case "mean":
             return [reward - mean for reward in rewards]
         case "leave_one_out":
-            return [reward - (total - reward) / (len(rewards) - 1) for reward in rewards]
+            return [reward - (total - reward) / (size - 1) for reward in rewards]
         case "std":
             scale = statistics.stdev(rewards) + _STD_EPS
             return [(reward - mean) / scale for reward in rewards]
+        case "population_std":
+            scale = statistics.pstdev(rewards) + 1e-8
+            return [(reward - mean) / scale for reward in rewards]
+        case "leave_one_out_std":
+            return [_leave_one_out_std(rewards, i) for i in range(size)]
+        case "opo":
+            if lengths is None:
+                raise InvalidRequestError("the estimator opo weighs rewards by lengths: give the completions' lengths")
+            baseline = math.fsum(n * reward for n, reward in zip(lengths, rewards, strict=True)) / sum(lengths)
+            return [reward - baseline for reward in rewards]
+        case "maxrl":
+            return [(reward - mean) / mean if mean > 0 else 0.0 for reward in rewards]
+        case "zero":
+            return [0.0] * size
+        case "batch_std":
+            raise InvalidRequestError("the estimator batch_std needs all groups of the step: call batch_advantages")
         case _:
             assert_never(estimator)
+
+
+def _leave_one_out_std(rewards: Sequence[float], index: int) -> float:
+    """Return the advantage of one completion over the others' mean, in units of the others' standard deviation."""
+    others = [reward for i, reward in enumerate(rewards) if i != index]
+    scale = statistics.stdev(others) if len(others) > 1 else 0.0
+    difference = rewards[index] - statistics.fmean(others)
+    # As in NeMo-RL: others that are all equal have no scale.
+    return difference / (scale + 1e-6) if scale > 0 else difference

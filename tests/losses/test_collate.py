@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from inflight.errors import InvalidRequestError
-from inflight.losses import PRESETS, collate, empty_micro_batch, global_counts
-from inflight.types import GlobalCounts, Rollout, Sample
+from inflight.losses import PRESETS, Counts, Plan, collate, empty_micro_batch, prepare
+from inflight.types import Rollout, Sample
 from inflight.wire import VersionSpan
 
 
@@ -77,10 +77,19 @@ def test_completion_without_tokens_is_a_segment_without_targets():
     assert batch.loss_mask_T.tolist() == [False] * 4 + [True] * 3
 
 
-def test_counts_are_of_unmasked_tokens_and_of_sequences_that_have_one():
+def test_counts_are_of_unmasked_tokens_and_of_sequences_and_prompts_that_have_one():
     silent = replace(FIRST, loss_mask=[False] * 3)
-    assert global_counts([FIRST, SECOND, silent]) == GlobalCounts(num_tokens=4, num_sequences=2)
-    assert global_counts([]) == GlobalCounts(0, 0)
+    loss = PRESETS["scalerl"].loss
+    batches = [collate([FIRST, replace(SECOND, group_index=2)]), collate([replace(silent, group_index=1)])]
+    plan = prepare(loss, batches, num_groups=4)
+    assert plan.before == Counts(num_tokens=4, num_sequences=2, tokens_P=(3, 0, 1, 0))
+    assert plan.before.num_prompts == 2
+    assert prepare(loss, []).before == Counts(0, 0)
+
+
+def test_segments_know_the_prompt_that_they_answer():
+    batch = collate([FIRST, replace(SECOND, group_index=3), FIRST])
+    assert batch.group_ids_S.tolist() == [0, 3, 0]
 
 
 def test_no_samples_make_the_empty_micro_batch():
@@ -90,10 +99,11 @@ def test_no_samples_make_the_empty_micro_batch():
 
 
 @pytest.mark.parametrize("preset", PRESETS.values(), ids=PRESETS)
-@pytest.mark.parametrize("counts", [GlobalCounts(10, 2), GlobalCounts(0, 0)])
+@pytest.mark.parametrize("counts", [Counts(10, 2, (10,)), Counts(0, 0, (0,))])
 def test_empty_micro_batch_has_zero_loss_that_depends_on_the_logprobs(preset, counts):
     logprobs_T = torch.zeros(2, requires_grad=True)
-    output = preset.loss(empty_micro_batch(), logprobs_T, counts, reference_kl_coef=0.1, current_version=3)
+    thresholds = tuple(0.1 if c.kind == "second_moment" else None for c in preset.loss.corrections)
+    output = preset.loss(empty_micro_batch(), logprobs_T, Plan(counts, counts, thresholds, current_version=3))
     output.loss.backward()
     assert output.loss.item() == 0
     assert logprobs_T.grad.tolist() == [0, 0]

@@ -14,10 +14,10 @@ from inflight.losses import (
     Maximum,
     Metric,
     add_metrics,
-    clipped_loss,
     decode_metrics,
     effective_sample_size,
     encode_metrics,
+    grpo_loss,
     metric_values,
     ratio_metrics,
     reinforce_loss,
@@ -37,7 +37,7 @@ def loss_inputs(log_ratios, advantages):
     trainer_T = torch.full((size,), -1.0, dtype=torch.float64)
     behaviour_T = trainer_T - torch.tensor(log_ratios, dtype=torch.float64)
     mask_T = torch.ones(size, dtype=torch.bool)
-    return trainer_T, behaviour_T, torch.tensor(advantages, dtype=torch.float64), mask_T, torch.ones(size)
+    return trainer_T, behaviour_T, torch.tensor(advantages, dtype=torch.float64), mask_T
 
 
 @given(log_ratios=LOG_RATIOS, cut=st.integers(0, 30))
@@ -83,6 +83,17 @@ def test_loss_reports_the_raw_effective_sample_size_and_not_the_truncated_one():
     assert effective_sample_size(output.metrics) == pytest.approx(expected, rel=1e-12)  # float64
     assert abs(expected - flattering) > 0.3
     assert output.metrics["truncated_fraction"] == Metric(2.0, 5)
+    assert effective_sample_size(output.metrics, "pull") == pytest.approx(flattering, rel=1e-12)
+
+
+def test_sequences_have_an_effective_sample_size_of_their_own():
+    log_ratios = torch.tensor([[0.5, -0.2, 9.0], [1.0, 1.0, -3.0]], dtype=torch.float64)
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    trainer = torch.full((2, 3), -1.0, dtype=torch.float64)
+    values = metric_values(grpo_loss(trainer, trainer - log_ratios, torch.ones(2), mask).metrics)
+    weights = [math.exp(0.3), math.exp(-1.0)]
+    expected = sum(weights) ** 2 / (2 * sum(w * w for w in weights))
+    assert values["effective_sample_size_sequences"] == pytest.approx(expected, rel=1e-12)  # float64
 
 
 @pytest.mark.parametrize("log_ratio", [1e4, -1e4])
@@ -97,7 +108,7 @@ def test_huge_log_ratios_leave_metrics_finite_and_are_seen_in_the_maximum(log_ra
 def test_clip_fractions_count_only_the_binding_side():
     up, down = math.log(1.5), math.log(0.5)
     log_ratios, advantages = [up, up, up, down, down, 0.0, up], [1, 1, -1, -1, 1, 1, 0]
-    metrics = clipped_loss(*loss_inputs(log_ratios, advantages)).metrics
+    metrics = grpo_loss(*loss_inputs(log_ratios, advantages)).metrics
     assert metrics["clip_fraction_high"] == Metric(2.0, 7)
     assert metrics["clip_fraction_low"] == Metric(1.0, 7)
 

@@ -1,0 +1,96 @@
+"""The two everyday losses on plain tensors, packed or padded, for loops that know nothing of micro-batches or plans."""
+
+from __future__ import annotations
+
+import torch
+
+from inflight.errors import InvalidRequestError
+from inflight.losses.gates import Gate, PpoClip, Score
+from inflight.losses.metrics import LossOutput, mean_metrics, pull_metrics, ratio_metrics
+from inflight.losses.micro_batch import finite_targets
+from inflight.losses.targets import Targets
+
+
+def grpo_loss(
+    trainer_logprobs: torch.Tensor,
+    behaviour_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    loss_mask: torch.Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    denominator: float | torch.Tensor | None = None,
+) -> LossOutput:
+    """Return the clipped surrogate of PPO (`inflight.losses.PpoClip`), summed over targets / ``denominator``.
+
+    The tensors have one shape. ``advantages`` too, or one value for each entry of its first dimensions: [B] or [B, 1]
+    for logprobs [B, T]. ``loss_mask`` is true, or not 0, at targets; what stands elsewhere, even NaN, has no effect.
+
+    ``denominator`` is by default the number of targets of this call, which is right only if the call sees all of the
+    optimizer step. A step that is split into micro-batches or over ranks needs one number for all its calls, such as
+    its number of targets everywhere: a mean of the parts' means gives targets of short parts more weight. Gradients
+    are then to be summed; where they are averaged over R ranks, as DDP does, give a denominator R times smaller.
+
+    Raises `InvalidRequestError` if the shapes do not fit, `NonFiniteError` if a behaviour logprob or an advantage of a
+    target is not finite. Metrics: those of the ratios, ``clip_fraction_high`` and ``clip_fraction_low``.
+    """
+    gate = PpoClip(low=clip_low, high=clip_high)
+    return _summed(gate, trainer_logprobs, behaviour_logprobs, advantages, loss_mask, denominator)
+
+
+def reinforce_loss(
+    trainer_logprobs: torch.Tensor,
+    behaviour_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    loss_mask: torch.Tensor,
+    *,
+    cap: float = 5.0,
+    denominator: float | torch.Tensor | None = None,
+) -> LossOutput:
+    """Return REINFORCE with importance weights truncated at ``cap`` (`inflight.losses.Score`), as PipelineRL has it.
+
+    Tensors, ``denominator``, errors: as in `grpo_loss`. Metrics: those of the ratios, and ``truncated_fraction``.
+    """
+    return _summed(Score(high=cap), trainer_logprobs, behaviour_logprobs, advantages, loss_mask, denominator)
+
+
+def _summed(
+    gate: Gate,
+    trainer_logprobs: torch.Tensor,
+    behaviour_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    loss_mask: torch.Tensor,
+    denominator: float | torch.Tensor | None,
+) -> LossOutput:
+    shape = trainer_logprobs.shape
+    for name, tensor in (("behaviour_logprobs", behaviour_logprobs), ("loss_mask", loss_mask)):
+        if tensor.shape != shape:
+            raise InvalidRequestError(f"{name} are {list(tensor.shape)}, but trainer_logprobs {list(shape)}")
+    per_target = advantages.reshape(*advantages.shape, *[1] * (len(shape) - advantages.dim()))
+    sizes = list(per_target.shape)
+    if len(sizes) != len(shape) or any(size not in (1, full) for size, full in zip(sizes, shape, strict=True)):
+        raise InvalidRequestError(f"advantages {list(advantages.shape)} do not fit trainer_logprobs {list(shape)}")
+    mask_T = loss_mask.flatten() != 0
+    length = shape[-1] if shape else 1
+    rows_T = torch.arange(mask_T.numel(), device=mask_T.device) // max(length, 1)
+    behaviour_N = finite_targets(behaviour_logprobs.flatten(), mask_T, "behaviour_logprobs").double()
+    trainer_N = trainer_logprobs.flatten()[mask_T].double()
+    targets = Targets(
+        trainer_N=trainer_N,
+        behaviour_N=behaviour_N,
+        proximal_N=trainer_N.detach(),
+        advantages_N=finite_targets(per_target.expand(shape).flatten(), mask_T, "advantages").double(),
+        segments_N=rows_T[mask_T],
+        num_segments=mask_T.numel() // max(length, 1),
+    )
+    log_ratio_N = targets.log_ratio("trainer/behaviour")
+    gated = gate(targets, log_ratio_N, targets.advantages_N != 0)
+    # A call without targets has a loss of 0, not 0 / 0.
+    loss = gated.loss_N.sum() / (mask_T.sum().clamp(min=1) if denominator is None else denominator)
+    of_rows_S = targets.segment_sum(log_ratio_N.detach())[targets.segment_sum(torch.ones_like(behaviour_N)) > 0]
+    metrics = {
+        **ratio_metrics(trainer_N.detach(), behaviour_N),
+        **pull_metrics(gated.pull_N, of_rows_S),
+        **mean_metrics(gated.fractions),
+    }
+    return LossOutput(loss.to(trainer_logprobs.dtype), metrics)
