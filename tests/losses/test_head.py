@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from inflight.losses import chunked_logprobs
+from inflight.errors import InvalidRequestError
+from inflight.losses import KeptTokens, chunked_logprobs, chunked_logprobs_and_entropy, one_pass
+from tests.losses.ledger import LiveBytes
 
 N, H, V = 13, 6, 17
 
@@ -141,27 +142,197 @@ def test_logprobs_are_never_above_zero():
     assert logprobs_N.tolist() == [0.0] * 4
 
 
-class LargestTensor(TorchDispatchMode):
-    """Remembers the most elements that any operation has returned in one tensor."""
-
-    def __init__(self):
-        super().__init__()
-        self.num_elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor):
-            self.num_elements = max(self.num_elements, result.numel())
-        return result
-
-
 def test_no_tensor_holds_the_logits_of_all_targets():
-    num_targets, hidden_size, vocab_size, chunk_size = 64, 4, 256, 8
+    num_targets, hidden_size, vocab_size, chunk_size, vocab_chunk_size = 64, 4, 256, 8, 32
     hidden_NH = torch.randn(num_targets, hidden_size, requires_grad=True)
     weight_VH = torch.randn(vocab_size, hidden_size, requires_grad=True)
     targets_N = torch.zeros(num_targets, dtype=torch.int64)
-    with LargestTensor() as largest:
-        chunked_logprobs(
-            hidden_NH, weight_VH, targets_N, torch.ones(num_targets), chunk_size=chunk_size
-        ).sum().backward()
-    assert largest.num_elements == chunk_size * vocab_size
+    sizes = {"chunk_size": chunk_size, "vocab_chunk_size": vocab_chunk_size}
+    with LiveBytes() as ledger:
+        chunked_logprobs(hidden_NH, weight_VH, targets_N, torch.ones(num_targets), **sizes).sum().backward()
+    # The largest is the gradient of the weight; the logits of all targets would be 16 times as large.
+    assert ledger.largest == 4 * vocab_size * hidden_size
+    assert ledger.largest < 4 * num_targets * vocab_size / 8
+
+
+def naive_and_entropy(hidden_NH, weight_VH, targets_N, temperature_N, bias_V, kept=None):
+    """Logprobs and entropies of whole rows, in float64."""
+    logits_NV = hidden_NH.double() @ weight_VH.double().t()
+    if bias_V is not None:
+        logits_NV = logits_NV + bias_V.double()
+    logits_NV = logits_NV / temperature_N.double()[:, None]
+    if kept is not None:
+        mask_NV = torch.zeros_like(logits_NV, dtype=torch.bool)
+        for n in range(len(targets_N)):
+            mask_NV[n, kept.token_ids_K[kept.offsets[n] : kept.offsets[n + 1]]] = True
+        logits_NV = logits_NV.masked_fill(~mask_NV, -1e30)
+    logprobs_NV = logits_NV.log_softmax(1)
+    entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(1)
+    return logprobs_NV.gather(1, targets_N[:, None]).squeeze(1), entropy_N
+
+
+def kept_tokens(targets_N, seed=0):
+    """Some tokens for each target, its own among them."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for target in targets_N.tolist():
+        others = torch.randperm(V, generator=generator)[: int(torch.randint(0, V, (), generator=generator))]
+        rows.append(torch.unique(torch.cat([others, torch.tensor([target])])))
+    sizes = torch.tensor([0, *(len(row) for row in rows)])
+    return KeptTokens(torch.cat(rows), sizes.cumsum(0))
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("sizes", [(1, 1), (4, 5), (13, 17), (5, 1000)])
+def test_entropy_and_its_gradient_are_exact_for_any_tile(sizes, bias, kept):
+    given = inputs(bias=bias)
+    kept = kept_tokens(given["targets_N"]) if kept else None
+    generator = torch.Generator().manual_seed(1)
+    upstream = [torch.randn(N, generator=generator, dtype=torch.float64) for _ in range(2)]
+    upstream[0][3] = upstream[1][3] = 0.0
+    upstream[0][5] = 0.0
+    expected = naive_and_entropy(**given, kept=kept)
+    tiles = {"chunk_size": sizes[0], "vocab_chunk_size": sizes[1]}
+    ours = chunked_logprobs_and_entropy(**given, kept=kept, **tiles)
+    leaves = [given[name] for name in ("hidden_NH", "weight_VH", "bias_V") if given[name] is not None]
+    for left, right in zip(ours, expected, strict=True):
+        # float64: logits of order 5, sums over 17 tokens.
+        torch.testing.assert_close(left, right, rtol=0, atol=1e-13)
+    both = [
+        torch.autograd.grad(sum((o * u).sum() for o, u in zip(outputs, upstream, strict=True)), leaves)
+        for outputs in (ours, expected)
+    ]
+    for left, right in zip(*both, strict=True):
+        torch.testing.assert_close(left, right, rtol=0, atol=1e-12)
+    logprobs_N = chunked_logprobs(**given, kept=kept, **tiles)
+    assert torch.equal(logprobs_N, ours[0])
+
+
+def test_gradients_with_entropy_and_kept_tokens_pass_gradcheck():
+    given = inputs(num_targets=5)
+    kept = kept_tokens(given["targets_N"])
+
+    def head(hidden_NH, weight_VH, bias_V):
+        return chunked_logprobs_and_entropy(
+            hidden_NH,
+            weight_VH,
+            given["targets_N"],
+            given["temperature_N"],
+            bias_V=bias_V,
+            kept=kept,
+            chunk_size=2,
+            vocab_chunk_size=7,
+        )
+
+    torch.autograd.gradcheck(head, (given["hidden_NH"], given["weight_VH"], given["bias_V"]))
+
+
+def test_entropy_alone_has_a_gradient():
+    given = inputs()
+    ours = chunked_logprobs_and_entropy(**given, chunk_size=4)[1]
+    expected = naive_and_entropy(**given)[1]
+    for left, right in zip(*(torch.autograd.grad(e.sum(), given["hidden_NH"]) for e in (ours, expected)), strict=True):
+        torch.testing.assert_close(left, right, rtol=0, atol=1e-12)
+
+
+def test_target_that_was_not_kept_is_refused_by_name():
+    given = inputs()
+    kept = kept_tokens((given["targets_N"] + 1) % V, seed=4)
+    mine = [
+        n
+        for n in range(N)
+        if int(given["targets_N"][n]) not in kept.token_ids_K[kept.offsets[n] : kept.offsets[n + 1]].tolist()
+    ]
+    with pytest.raises(InvalidRequestError, match=rf"target {mine[0]} .* is not among its kept tokens"):
+        chunked_logprobs(**given, kept=kept)
+
+
+# ---- one pass
+
+
+def weighted(upstream_N):
+    """A loss that is a sum over targets, with a bend: rows above -2.5 only."""
+    return lambda logprobs_C, rows: (upstream_N[rows] * logprobs_C.clamp(max=-2.5).square()).sum()
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.3])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("chunk_size", [1, 4, 13, 1024])
+def test_one_pass_equals_two(chunk_size, bias, scale):
+    given = inputs(bias=bias)
+    upstream_N = torch.randn(N, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    upstream_N[2] = 0.0
+    loss_of = weighted(upstream_N)
+    two = scale * loss_of(chunked_logprobs(**given), slice(0, N))
+    one = scale * one_pass(**given, loss_of=loss_of, chunk_size=chunk_size)
+    torch.testing.assert_close(one, two, rtol=1e-13, atol=0)
+    leaves = [given[name] for name in ("hidden_NH", "weight_VH", "bias_V") if given[name] is not None]
+    for left, right in zip(torch.autograd.grad(one, leaves), torch.autograd.grad(two, leaves), strict=True):
+        # float64: sums over 13 rows and 17 tokens.
+        torch.testing.assert_close(left, right, rtol=0, atol=1e-12)
+
+
+def test_one_pass_passes_gradcheck():
+    given = inputs(num_targets=5)
+    upstream_N = torch.linspace(-1, 1, 5, dtype=torch.float64)
+
+    def total(hidden_NH, weight_VH, bias_V):
+        return one_pass(
+            hidden_NH,
+            weight_VH,
+            given["targets_N"],
+            given["temperature_N"],
+            lambda logprobs_C, rows: (upstream_N[rows] * logprobs_C.square()).sum(),
+            bias_V=bias_V,
+            chunk_size=2,
+        )
+
+    torch.autograd.gradcheck(total, (given["hidden_NH"], given["weight_VH"], given["bias_V"]))
+
+
+# ---- memory, counted and not measured
+
+
+def transient_bytes(run, hidden_NH, weight_VH):
+    """Peak of live bytes beyond the gradients that are the result."""
+    hidden_NH.grad = weight_VH.grad = None
+    with LiveBytes() as ledger:
+        run()
+    return ledger.peak - hidden_NH.nbytes - weight_VH.nbytes
+
+
+def test_transient_memory_is_a_few_tiles_and_a_small_share_of_the_naive_way():
+    num_targets, hidden_size, vocab_size = 4096, 8, 4096
+    hidden_NH = torch.randn(num_targets, hidden_size, requires_grad=True)
+    weight_VH = torch.randn(vocab_size, hidden_size, requires_grad=True)
+    targets_N = torch.randint(vocab_size, (num_targets,))
+    temperature_N = torch.full((num_targets,), 0.8)
+
+    def naive():
+        logits_NV = hidden_NH @ weight_VH.t() / temperature_N[:, None]
+        logits_NV.log_softmax(1).gather(1, targets_N[:, None]).sum().backward()
+
+    def two_passes():
+        sizes = {"chunk_size": 256, "vocab_chunk_size": 1024}
+        chunked_logprobs(hidden_NH, weight_VH, targets_N, temperature_N, **sizes).sum().backward()
+
+    def with_entropy():
+        sizes = {"chunk_size": 256, "vocab_chunk_size": 1024}
+        both = chunked_logprobs_and_entropy(hidden_NH, weight_VH, targets_N, temperature_N, **sizes)
+        (both[0].sum() + both[1].sum()).backward()
+
+    def single_pass():
+        one_pass(
+            hidden_NH, weight_VH, targets_N, temperature_N, lambda logprobs_C, _: logprobs_C.sum(), chunk_size=256
+        ).backward()
+
+    rows, tile = 4 * num_targets, 4 * 256 * 1024
+    wanted = {two_passes: tile, with_entropy: 3 * tile, single_pass: 4 * 256 * vocab_size}
+    largest = transient_bytes(naive, hidden_NH, weight_VH)
+    assert largest >= 3 * 4 * num_targets * vocab_size
+    for run, size in wanted.items():
+        seen = transient_bytes(run, hidden_NH, weight_VH)
+        # Besides the tiles: a dozen values per target, and one more copy of hidden states and gradient.
+        assert seen <= size + 16 * rows + 2 * hidden_NH.nbytes + weight_VH.nbytes, run.__name__
+        assert seen <= largest / 10

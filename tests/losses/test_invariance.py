@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inflight.errors import InvalidRequestError
 from inflight.losses import (
     PRESETS,
     Band,
@@ -23,14 +24,17 @@ from inflight.losses import (
     TokenMean,
     Truncate,
     add_metrics,
+    chunked_logprobs,
     empty_micro_batch,
     metric_values,
+    one_pass,
     prepare,
 )
 from inflight.types import MicroBatch
 from tests.losses.steps import (
     LENGTHS,
     VERSION,
+    VOCAB,
     logprobs_of,
     loss_and_gradient,
     plan_of,
@@ -215,3 +219,34 @@ def test_first_forward_gives_prepare_what_it_needs_and_nothing_moves_with_the_ve
     assert plan.thresholds == with_version.thresholds
     assert "lag" not in loss(batch, trainer_T, plan).metrics
     assert "lag" in loss(batch, trainer_T, with_version).metrics
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_one_pass_over_the_head_equals_two_for_every_loss_that_allows_it(name):
+    loss = LOSSES[name]
+    for drop in (False, True):
+        batch, _ = random_step()
+        generator = torch.Generator().manual_seed(5)
+        hidden_NH = torch.randn(int(batch.loss_mask_T.sum()), 6, generator=generator, dtype=torch.float64)
+        weight_VH = torch.randn(VOCAB, 6, generator=generator, dtype=torch.float64)
+        given = [hidden_NH.requires_grad_(), weight_VH.requires_grad_()]
+        rows_N = batch.loss_mask_T.nonzero().squeeze(1)
+        head = {"targets_N": batch.token_ids_T[rows_N], "temperature_N": batch.temperature_T[rows_N]}
+        if drop:
+            loss = loss.model_copy(update={"non_finite": "drop"})
+            batch = replace(batch, behaviour_logprobs_T=batch.behaviour_logprobs_T.clone())
+            batch.behaviour_logprobs_T[rows_N[::5]] = math.nan
+        logprobs_N = chunked_logprobs(*given, **head)
+        trainer_T = torch.zeros(batch.num_tokens, dtype=torch.float64).index_put((rows_N,), logprobs_N)
+        plan = plan_of(loss, [batch], [trainer_T])
+        after = any(getattr(it, "counted", "before") == "after" for it in loss._aggregations)
+        if loss.locality != "token" or after:
+            with pytest.raises(InvalidRequestError, match="cannot be computed in one pass"):
+                loss.on_targets(batch, plan)
+            return
+        two = loss(batch, trainer_T, plan).loss
+        one = one_pass(*given, **head, loss_of=loss.on_targets(batch, plan), chunk_size=4)
+        assert one.item() == pytest.approx(two.item(), rel=1e-12, abs=1e-13)
+        for left, right in zip(torch.autograd.grad(one, given), torch.autograd.grad(two, given), strict=True):
+            # float64: sums over 20 rows and 11 tokens.
+            torch.testing.assert_close(left, right, rtol=1e-11, atol=1e-12)

@@ -19,7 +19,7 @@ from inflight.losses.aggregation import (
 )
 from inflight.losses.corrections import Band, Correction, MaxAge, Opsm, SecondMoment, Truncate, TrustKl, TrustTv
 from inflight.losses.gates import Gate, GeometricMean, PositiveUnclipped, PpoClip, Sapo, Score, Vespo
-from inflight.losses.head import chunked_logprobs
+from inflight.losses.head import KeptTokens, chunked_logprobs, chunked_logprobs_and_entropy, one_pass
 from inflight.losses.metrics import (
     LossOutput,
     Maximum,
@@ -52,6 +52,7 @@ __all__ = [
     "Entropy",
     "Gate",
     "GeometricMean",
+    "KeptTokens",
     "Kl",
     "LossOutput",
     "MaxAge",
@@ -80,6 +81,7 @@ __all__ = [
     "Vespo",
     "add_metrics",
     "chunked_logprobs",
+    "chunked_logprobs_and_entropy",
     "collate",
     "decode_metrics",
     "effective_sample_size",
@@ -87,6 +89,7 @@ __all__ = [
     "encode_metrics",
     "grpo_loss",
     "metric_values",
+    "one_pass",
     "prepare",
     "preset",
     "ratio_metrics",

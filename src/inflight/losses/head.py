@@ -1,16 +1,35 @@
 """Logprobs of given tokens from hidden states, without ever holding the logits of all of them.
 
-The module knows nothing of losses, models or packing.
+Logits are computed in tiles of some targets by some of the vocabulary, forward and again backward (two passes, for any
+loss); `one_pass` computes those of a few targets once and differentiates on the spot, for losses that allow it. The
+module knows nothing of losses, models or packing.
 
-Shape suffixes: N targets, C targets of one chunk, H hidden, V vocabulary.
+Shape suffixes: N targets, C targets of one tile, H hidden, V vocabulary, W the tile's part of it, K tokens kept.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
+
+from inflight.errors import InvalidRequestError
+
+CHUNK_SIZE = 1024
+VOCAB_CHUNK_SIZE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class KeptTokens:
+    """What top-p and top-k left of the vocabulary when each target was sampled: behaviour logprobs are over these."""
+
+    token_ids_K: torch.Tensor
+    """int64, those of the first target, then of the second, ..."""
+    offsets: torch.Tensor
+    """int64 [N + 1], where each target's begin; the last is K."""
 
 
 def chunked_logprobs(
@@ -20,22 +39,64 @@ def chunked_logprobs(
     temperature_N: torch.Tensor,
     *,
     bias_V: torch.Tensor | None = None,
-    chunk_size: int = 1024,
+    kept: KeptTokens | None = None,
+    chunk_size: int = CHUNK_SIZE,
+    vocab_chunk_size: int = VOCAB_CHUNK_SIZE,
 ) -> torch.Tensor:
     """Return log softmax((hidden weight^T + bias) / temperature) at the targets, [N], differentiable once.
 
     Computed in float32 whatever the inputs (in float64 if the hidden states are float64), autocast or not. Logits of at
-    most ``chunk_size`` targets exist at a time; the backward computes them again, for targets with a gradient other
-    than 0 only. Gradients go to hidden states, weight and bias; those of weight and bias are accumulated in the dtype
-    of the computation and rounded to their own once. A weight of lower precision is copied once per pass.
+    most ``chunk_size`` targets and ``vocab_chunk_size`` tokens exist at a time; the backward computes them again, for
+    targets with a gradient other than 0 only. Gradients go to hidden states, weight and bias; they are accumulated in
+    the dtype of the computation and rounded to their own once. With ``kept``, the softmax is over those tokens.
+
+    Raises `InvalidRequestError` if ``kept`` does not have the targets among its tokens.
     """
-    logprobs_N: torch.Tensor = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_NH, weight_VH, bias_V, targets_N, temperature_N, chunk_size
+    return _Head.apply(  # type: ignore[no-any-return, no-untyped-call]
+        hidden_NH, weight_VH, bias_V, targets_N, temperature_N, kept, chunk_size, vocab_chunk_size, False
+    )[0]
+
+
+def chunked_logprobs_and_entropy(
+    hidden_NH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    targets_N: torch.Tensor,
+    temperature_N: torch.Tensor,
+    *,
+    bias_V: torch.Tensor | None = None,
+    kept: KeptTokens | None = None,
+    chunk_size: int = CHUNK_SIZE,
+    vocab_chunk_size: int = VOCAB_CHUNK_SIZE,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `chunked_logprobs` and the exact entropy of each distribution in nats, [N]; both differentiable once."""
+    return _Head.apply(  # type: ignore[no-any-return, no-untyped-call]
+        hidden_NH, weight_VH, bias_V, targets_N, temperature_N, kept, chunk_size, vocab_chunk_size, True
     )
-    return logprobs_N
 
 
-class _ChunkedLogprobs(torch.autograd.Function):
+def one_pass(
+    hidden_NH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    targets_N: torch.Tensor,
+    temperature_N: torch.Tensor,
+    loss_of: Callable[[torch.Tensor, slice], torch.Tensor],
+    *,
+    bias_V: torch.Tensor | None = None,
+    chunk_size: int = CHUNK_SIZE // 4,
+) -> torch.Tensor:
+    """Return the sum of ``loss_of(logprobs_C, rows)`` over chunks of targets; its gradients are computed on the way.
+
+    ``loss_of`` is given the logprobs of some targets and which they are, and returns their part of the loss, a scalar.
+    So it must be a sum over targets in which no term depends on the logprob of another. Logits of ``chunk_size``
+    targets and the whole vocabulary exist at a time, once: a third less arithmetic than two passes. What the result is
+    multiplied by later is applied to the finished gradients.
+    """
+    return _OnePass.apply(  # type: ignore[no-any-return, no-untyped-call]
+        hidden_NH, weight_VH, bias_V, targets_N, temperature_N, loss_of, chunk_size
+    )
+
+
+class _Head(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -44,61 +105,272 @@ class _ChunkedLogprobs(torch.autograd.Function):
         bias_V: torch.Tensor | None,
         targets_N: torch.Tensor,
         temperature_N: torch.Tensor,
+        kept: KeptTokens | None,
         chunk_size: int,
-    ) -> torch.Tensor:
-        dtype = torch.float64 if hidden_NH.dtype == torch.float64 else torch.float32
-        wide_VH = weight_VH.to(dtype)
-        logprobs_N = hidden_NH.new_empty(len(targets_N), dtype=dtype)
-        normaliser_N = torch.empty_like(logprobs_N)
+        vocab_chunk_size: int,
+        with_entropy: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        dtype = _dtype_of(hidden_NH)
+        largest_N = torch.full(targets_N.shape, torch.finfo(dtype).min, dtype=dtype, device=hidden_NH.device)
+        total_N, weighted_N = torch.zeros_like(largest_N), torch.zeros_like(largest_N)
+        target_logits_N = torch.full_like(largest_N, -torch.inf)
+        tiles = _Tiles(hidden_NH, weight_VH, bias_V, temperature_N, kept, chunk_size, vocab_chunk_size)
         with torch.autocast(hidden_NH.device.type, enabled=False):
-            for start in range(0, len(targets_N), chunk_size):
-                rows = slice(start, start + chunk_size)
-                logits_CV = _scaled_logits(hidden_NH[rows].to(dtype), wide_VH, bias_V, temperature_N[rows])
-                normaliser_N[rows] = logits_CV.logsumexp(1)
-                logprobs_N[rows] = logits_CV.gather(1, targets_N[rows].unsqueeze(1)).squeeze(1) - normaliser_N[rows]
-        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, temperature_N, normaliser_N)
-        ctx.chunk_size = chunk_size
-        return logprobs_N
+            for columns, weight_WH in tiles.columns():
+                for rows, logits_CW in tiles.logits(columns, weight_WH):
+                    hit_C, column_C = _hits(targets_N[rows], columns)
+                    target_logits_N[rows][hit_C] = logits_CW[hit_C, column_C]
+                    before_C = largest_N[rows].clone()
+                    shift_C = torch.maximum(before_C, logits_CW.amax(1))
+                    # Sums so far are relative to the largest logit so far.
+                    rescale_C = (before_C - shift_C).exp_()
+                    if with_entropy:
+                        weighted_N[rows] *= rescale_C
+                        weighted_N[rows] += (before_C - shift_C) * total_N[rows] * rescale_C
+                    total_N[rows] *= rescale_C
+                    logits_CW.sub_(shift_C.unsqueeze(1))
+                    if with_entropy:
+                        powers_CW = logits_CW.exp()
+                        total_N[rows] += powers_CW.sum(1)
+                        weighted_N[rows] += powers_CW.mul_(logits_CW.nan_to_num_(neginf=0.0)).sum(1)
+                    else:
+                        total_N[rows] += logits_CW.exp_().sum(1)
+                    largest_N[rows] = shift_C
+        normaliser_N = largest_N + total_N.log()
+        logprobs_N = target_logits_N - normaliser_N
+        # Entropy: log of the sum minus the mean logit, both relative to the largest.
+        entropy_N = total_N.log() - weighted_N / total_N if with_entropy else None
+        if kept is not None and not logprobs_N.isfinite().all():
+            lost = int((~logprobs_N.isfinite()).nonzero()[0])
+            raise InvalidRequestError(f"target {lost} (token {int(targets_N[lost])}) is not among its kept tokens")
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, temperature_N, normaliser_N, entropy_N)
+        ctx.kept, ctx.sizes = kept, (chunk_size, vocab_chunk_size)
+        return logprobs_N, entropy_N
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_logprobs_N: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden_NH, weight_VH, bias_V, targets_N, temperature_N, normaliser_N = ctx.saved_tensors
+    def backward(
+        ctx: Any, grad_logprobs_N: torch.Tensor | None, grad_entropy_N: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        hidden_NH, weight_VH, bias_V, targets_N, temperature_N, normaliser_N, entropy_N = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         dtype = normaliser_N.dtype
-        wide_VH = weight_VH.to(dtype)
-        grad_hidden_NH = torch.zeros_like(hidden_NH) if needs_hidden else None
-        grad_weight_VH = torch.zeros_like(wide_VH) if needs_weight else None
+        if grad_logprobs_N is None:
+            grad_logprobs_N = torch.zeros_like(normaliser_N)
+        active_N = grad_logprobs_N != 0
+        if entropy_N is None or grad_entropy_N is None or not grad_entropy_N.any():
+            grad_entropy_N = None
+        else:
+            active_N |= grad_entropy_N != 0
+        # From here on N counts only targets with a gradient.
+        rows_N = active_N.nonzero().squeeze(1)
+        everything = len(rows_N) == len(active_N)
+
+        def select(values_N: torch.Tensor) -> torch.Tensor:
+            return values_N if everything else values_N[rows_N]
+
+        targets_N, normaliser_N, inverse_N = (
+            select(targets_N),
+            select(normaliser_N),
+            1 / select(temperature_N).to(dtype),
+        )
+        gradient_N = select(grad_logprobs_N).to(dtype)
+        kept = None if ctx.kept is None else _kept_of(ctx.kept, rows_N)
+        tiles = _Tiles(select(hidden_NH), weight_VH, bias_V, select(temperature_N), kept, *ctx.sizes)
+        pulled_NH = torch.zeros(tiles.hidden_NH.shape, dtype=dtype, device=hidden_NH.device) if needs_hidden else None
+        grad_weight_VH = torch.zeros_like(weight_VH) if needs_weight else None
         grad_bias_V = torch.zeros_like(bias_V, dtype=dtype) if needs_bias else None
         with torch.autocast(hidden_NH.device.type, enabled=False):
-            for rows_C in torch.split(grad_logprobs_N.nonzero().squeeze(1), ctx.chunk_size):
-                hidden_CH = hidden_NH[rows_C].to(dtype)
-                logits_CV = _scaled_logits(hidden_CH, wide_VH, bias_V, temperature_N[rows_C])
-                probabilities_CV = logits_CV.sub_(normaliser_N[rows_C].unsqueeze(1)).exp_()
-                # d logprob / d logits = (1[v = target] - p_v) / temperature
-                scale_C = (grad_logprobs_N[rows_C] / temperature_N[rows_C].to(dtype)).unsqueeze(1)
-                grad_logits_CV = probabilities_CV.mul_(-scale_C)
-                grad_logits_CV.scatter_add_(1, targets_N[rows_C].unsqueeze(1), scale_C)
+            for columns, weight_WH in tiles.columns():
+                wide_WH = torch.zeros_like(weight_WH) if needs_weight and weight_VH.dtype != dtype else None
+                if grad_weight_VH is not None and wide_WH is None:
+                    wide_WH = grad_weight_VH[columns]
+                for rows, logits_CW in tiles.logits(columns, weight_WH):
+                    # d logprob / d logit = 1[token = target] - p, d entropy / d logit = -p (log p + entropy)
+                    logprobs_CW = logits_CW.sub_(normaliser_N[rows].unsqueeze(1))
+                    if grad_entropy_N is None:
+                        pull_CW = logprobs_CW.exp_().mul_(-gradient_N[rows].unsqueeze(1))
+                    else:
+                        entropy_C, weight_C = select(entropy_N)[rows], select(grad_entropy_N)[rows].to(dtype)
+                        probabilities_CW = logprobs_CW.exp()
+                        pull_CW = logprobs_CW.nan_to_num_(neginf=0.0).add_(entropy_C.unsqueeze(1))
+                        pull_CW.mul_(weight_C.unsqueeze(1)).add_(gradient_N[rows].unsqueeze(1))
+                        pull_CW.mul_(probabilities_CW).neg_()
+                    hit_C, column_C = _hits(targets_N[rows], columns)
+                    pull_CW[hit_C, column_C] += gradient_N[rows][hit_C]
+                    if pulled_NH is not None:
+                        pulled_NH[rows].addmm_(pull_CW, weight_WH)
+                    if wide_WH is not None:
+                        wide_WH.addmm_(pull_CW.t(), tiles.scaled(rows))
+                    if grad_bias_V is not None:
+                        grad_bias_V[columns].addmv_(pull_CW.t(), inverse_N[rows])
+                if grad_weight_VH is not None and weight_VH.dtype != dtype:
+                    assert wide_WH is not None
+                    grad_weight_VH[columns] = wide_WH.to(weight_VH.dtype)
+        grad_hidden_NH = None
+        if pulled_NH is not None:
+            pulled_NH *= inverse_N.unsqueeze(1)
+            grad_hidden_NH = _scattered(pulled_NH.to(hidden_NH.dtype), hidden_NH, None if everything else rows_N)
+        narrow_bias_V = None if grad_bias_V is None else grad_bias_V.to(bias_V.dtype)
+        return grad_hidden_NH, grad_weight_VH, narrow_bias_V, *[None] * 6
+
+
+class _OnePass(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NH: torch.Tensor,
+        weight_VH: torch.Tensor,
+        bias_V: torch.Tensor | None,
+        targets_N: torch.Tensor,
+        temperature_N: torch.Tensor,
+        loss_of: Callable[[torch.Tensor, slice], torch.Tensor],
+        chunk_size: int,
+    ) -> torch.Tensor:
+        dtype = _dtype_of(hidden_NH)
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        wide_VH = weight_VH.to(dtype)
+        total = torch.zeros((), dtype=dtype, device=hidden_NH.device)
+        grad_hidden_NH = torch.zeros_like(hidden_NH) if needs_hidden else None
+        grad_weight_VH = torch.zeros_like(wide_VH) if needs_weight else None
+        grad_bias_V = torch.zeros_like(bias_V, dtype=dtype) if needs_bias and bias_V is not None else None
+        size = len(weight_VH)
+        tiles = _Tiles(hidden_NH, wide_VH, bias_V, temperature_N, None, chunk_size, size)
+        with torch.autocast(hidden_NH.device.type, enabled=False):
+            for rows, logits_CV in tiles.logits(slice(0, size), wide_VH):
+                targets_C = targets_N[rows].unsqueeze(1)
+                chosen_C = logits_CV.gather(1, targets_C).squeeze(1)
+                shift_C = logits_CV.amax(1)
+                powers_CV = logits_CV.sub_(shift_C.unsqueeze(1)).exp_()
+                sums_C = powers_CV.sum(1)
+                with torch.enable_grad():
+                    leaf_C = (chosen_C - shift_C - sums_C.log()).requires_grad_()
+                    part = loss_of(leaf_C, rows)
+                    (gradient_C,) = torch.autograd.grad(part, leaf_C, allow_unused=True, materialize_grads=True)
+                total += part.detach()
+                active_C = gradient_C.nonzero().squeeze(1)
+                if len(active_C) == 0:
+                    continue
+                inverse_C = 1 / temperature_N[rows].to(dtype)
+                scaled_CH = tiles.scaled(rows)
+                if len(active_C) < _DENSE * len(gradient_C):
+                    powers_CV, sums_C, scaled_CH = powers_CV[active_C], sums_C[active_C], scaled_CH[active_C]
+                    targets_C, inverse_C, gradient_C = targets_C[active_C], inverse_C[active_C], gradient_C[active_C]
+                else:
+                    active_C = torch.arange(len(gradient_C), device=hidden_NH.device)
+                pull_CV = powers_CV.mul_((-gradient_C / sums_C).unsqueeze(1))
+                pull_CV.scatter_add_(1, targets_C, gradient_C.unsqueeze(1))
                 if grad_hidden_NH is not None:
-                    grad_hidden_NH[rows_C] = (grad_logits_CV @ wide_VH).to(hidden_NH.dtype)
+                    pulled_CH = (pull_CV @ wide_VH).mul_(inverse_C.unsqueeze(1))
+                    grad_hidden_NH[rows.start + active_C] = pulled_CH.to(hidden_NH.dtype)
                 if grad_weight_VH is not None:
-                    grad_weight_VH.addmm_(grad_logits_CV.t(), hidden_CH)
+                    grad_weight_VH.addmm_(pull_CV.t(), scaled_CH)
                 if grad_bias_V is not None:
-                    grad_bias_V += grad_logits_CV.sum(0)
-        return (
+                    grad_bias_V.addmv_(pull_CV.t(), inverse_C)
+        ctx.save_for_backward(
             grad_hidden_NH,
             None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype),
-            None if grad_bias_V is None else grad_bias_V.to(bias_V.dtype),
-            None,
-            None,
-            None,
+            None if grad_bias_V is None or bias_V is None else grad_bias_V.to(bias_V.dtype),
         )
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # Scaled in place unless by 1: a second copy of the weight's gradient would be as large as the first.
+        scaled = [
+            gradient if gradient is None or upstream.item() == 1.0 else gradient.mul_(upstream)
+            for gradient in ctx.saved_tensors
+        ]
+        return *scaled, *[None] * 4
 
 
-def _scaled_logits(
-    hidden_CH: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None, temperature_C: torch.Tensor
-) -> torch.Tensor:
-    logits_CV = hidden_CH @ weight_VH.t()
-    if bias_V is not None:
-        logits_CV += bias_V
-    return logits_CV.div_(temperature_C.to(logits_CV.dtype).unsqueeze(1))
+_DENSE = 0.75
+"""Share of targets with a gradient above which leaving the others out costs more than it saves."""
+
+
+class _Tiles:
+    """The logits of some targets, tile by tile, in one buffer that every tile overwrites."""
+
+    def __init__(
+        self,
+        hidden_NH: torch.Tensor,
+        weight_VH: torch.Tensor,
+        bias_V: torch.Tensor | None,
+        temperature_N: torch.Tensor,
+        kept: KeptTokens | None,
+        chunk_size: int,
+        vocab_chunk_size: int,
+    ) -> None:
+        self.hidden_NH = hidden_NH
+        self._weight_VH = weight_VH
+        self._bias_V = bias_V
+        self._kept = kept
+        self._dtype = _dtype_of(hidden_NH)
+        self._inverse_N = 1 / temperature_N.to(self._dtype)
+        self._is_scaled = bool((self._inverse_N != 1).any())
+        self._chunk_size, self._vocab_chunk_size = chunk_size, vocab_chunk_size
+        size = min(chunk_size, len(hidden_NH)) * min(vocab_chunk_size, len(weight_VH))
+        self._buffer = torch.empty(size, dtype=self._dtype, device=hidden_NH.device)
+
+    def columns(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield parts of the vocabulary with their weight in the dtype of the computation."""
+        for start in range(0, len(self._weight_VH), self._vocab_chunk_size):
+            columns = slice(start, min(start + self._vocab_chunk_size, len(self._weight_VH)))
+            yield columns, self._weight_VH[columns].to(self._dtype)
+
+    def logits(self, columns: slice, weight_WH: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield the logits of each part of the targets over a part of the vocabulary, to be overwritten."""
+        for start in range(0, len(self.hidden_NH), self._chunk_size):
+            rows = slice(start, min(start + self._chunk_size, len(self.hidden_NH)))
+            shape = (rows.stop - rows.start, len(weight_WH))
+            logits_CW = self._buffer[: shape[0] * shape[1]].view(shape)
+            torch.mm(self.scaled(rows), weight_WH.t(), out=logits_CW)
+            if self._bias_V is not None:
+                logits_CW.addr_(self._inverse_N[rows], self._bias_V[columns].to(self._dtype))
+            if self._kept is not None:
+                logits_CW.masked_fill_(~_keep_mask(self._kept, rows, columns), -torch.inf)
+            yield rows, logits_CW
+
+    def scaled(self, rows: slice) -> torch.Tensor:
+        """Return hidden states over their temperature, [C, H]: fewer to divide than logits."""
+        hidden_CH = self.hidden_NH[rows].to(self._dtype)
+        return hidden_CH * self._inverse_N[rows].unsqueeze(1) if self._is_scaled else hidden_CH
+
+
+def _dtype_of(hidden_NH: torch.Tensor) -> torch.dtype:
+    return torch.float64 if hidden_NH.dtype == torch.float64 else torch.float32
+
+
+def _hits(targets_C: torch.Tensor, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which targets lie in a part of the vocabulary, as row indices, and in which of its columns."""
+    hit_C = ((targets_C >= columns.start) & (targets_C < columns.stop)).nonzero().squeeze(1)
+    return hit_C, targets_C[hit_C] - columns.start
+
+
+def _keep_mask(kept: KeptTokens, rows: slice, columns: slice) -> torch.Tensor:
+    """Return which tokens of a tile were kept, bool [C, W]."""
+    offsets = kept.offsets[rows.start : rows.stop + 1]
+    token_ids_K = kept.token_ids_K[int(offsets[0]) : int(offsets[-1])]
+    row_K = torch.repeat_interleave(torch.arange(len(offsets) - 1, device=offsets.device), offsets.diff())
+    inside_K = (token_ids_K >= columns.start) & (token_ids_K < columns.stop)
+    mask_CW = torch.zeros(rows.stop - rows.start, columns.stop - columns.start, dtype=torch.bool, device=offsets.device)
+    mask_CW[row_K[inside_K], token_ids_K[inside_K] - columns.start] = True
+    return mask_CW
+
+
+def _kept_of(kept: KeptTokens, rows_N: torch.Tensor) -> KeptTokens:
+    """Return the kept tokens of some targets."""
+    sizes_N = kept.offsets.diff()[rows_N]
+    offsets = torch.cat([sizes_N.new_zeros(1), sizes_N.cumsum(0)])
+    shift_K = torch.repeat_interleave(kept.offsets[:-1][rows_N] - offsets[:-1], sizes_N)
+    return KeptTokens(kept.token_ids_K[torch.arange(len(shift_K), device=shift_K.device) + shift_K], offsets)
+
+
+def _scattered(values_NH: torch.Tensor, like_NH: torch.Tensor, rows_N: torch.Tensor | None) -> torch.Tensor:
+    """Return the values at their rows, and zeros at others; as they are if they are all."""
+    if rows_N is None:
+        return values_NH
+    full_NH = torch.zeros_like(like_NH)
+    full_NH[rows_N] = values_NH
+    return full_NH

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -89,7 +89,7 @@ class PolicyLoss(Piece):
     def needs(self) -> frozenset[Need]:
         """What the loss asks for beyond the fields that every micro-batch has."""
         needs: set[Need] = set()
-        aggregations = [self.aggregation, *(p.aggregation for p in self.penalties if p.aggregation is not None)]
+        aggregations = self._aggregations
         if any(isinstance(penalty, (Kl, Distillation)) for penalty in self.penalties):
             needs.add("reference_logprobs")
         if any(isinstance(penalty, Entropy) for penalty in self.penalties):
@@ -132,27 +132,15 @@ class PolicyLoss(Piece):
         """
         targets = self._targets(batch, trainer_logprobs_T, plan.current_version, entropy_T)
         weight_N, keep_N = self._correct(targets, plan.thresholds)
-        live_N = keep_N & (targets.advantages_N != 0)
-        log_ratio_N = targets.at_level(targets.log_ratio(self.between), self.level)
-        gated = self.gate(targets, log_ratio_N, live_N)
-        weight_N = torch.where(live_N, weight_N, 0.0)
-        loss = (self._shares(self.aggregation, targets, keep_N, batch, plan) * weight_N * gated.loss_N).sum()
-        means = dict(gated.fractions)
-        if self.corrections:
-            means["kept_fraction"] = keep_N
+        shares = [self._shares(it, targets, keep_N, batch, plan) for it in self._aggregations]
+        loss, pull_N, means = self._sum(targets, weight_N, keep_N, shares)
         if self.non_finite != "raise":
             means["non_finite_behaviour"] = ~batch.behaviour_logprobs_T[batch.loss_mask_T].isfinite()
-        for penalty in self.penalties:
-            charged = penalty(targets)
-            means.update(charged.means)
-            if penalty.coefficient != 0:
-                shares_N = self._shares(penalty.aggregation or self.aggregation, targets, keep_N, batch, plan)
-                loss = loss + penalty.coefficient * (shares_N * charged.loss_N).sum()
         trainer_N = targets.trainer_N.detach()
         tokens_S = targets.segment_sum(torch.ones_like(trainer_N))
         metrics: dict[str, Metric | Maximum] = {
             **ratio_metrics(trainer_N, targets.behaviour_N),
-            **pull_metrics(weight_N * gated.pull_N, targets.segment_sum(trainer_N - targets.behaviour_N)[tokens_S > 0]),
+            **pull_metrics(pull_N, targets.segment_sum(trainer_N - targets.behaviour_N)[tokens_S > 0]),
             **mean_metrics(means),
         }
         if targets.lag_N is not None:
@@ -178,6 +166,70 @@ class PolicyLoss(Piece):
         filled = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, gradients, strict=False)]
         return filled[0], filled[1] if entropy_T is not None else None
 
+    def on_targets(self, batch: MicroBatch, plan: Plan) -> Callable[[torch.Tensor, slice], torch.Tensor]:
+        """Return what `inflight.losses.one_pass` asks for: the part of the loss of some of the batch's targets.
+
+        Targets are those of ``loss_mask_T``, in order. Raises `InvalidRequestError` if the loss couples targets: its
+        `locality` must be ``token``, its denominators count before rejection, and it must not need entropies.
+        """
+        if self.locality != "token" or any(map(counts_after_rejection, self._aggregations)) or "entropy" in self.needs:
+            raise InvalidRequestError(
+                "the loss of a target depends on other targets or on entropies, so it cannot be computed in one pass: "
+                "use chunked_logprobs"
+            )
+        rows_N = batch.loss_mask_T.nonzero().squeeze(1)
+        targets = self._targets(batch, torch.zeros_like(batch.behaviour_logprobs_T), plan.current_version)
+        every_N = torch.ones_like(targets.advantages_N, dtype=torch.bool)
+        counted_N = self._mask(batch)[rows_N]
+        shares = [
+            torch.zeros(len(rows_N), dtype=torch.float64, device=rows_N.device).masked_scatter(
+                counted_N, self._shares(it, targets, every_N, batch, plan)
+            )
+            for it in self._aggregations
+        ]
+
+        def loss_of(logprobs_C: torch.Tensor, rows: slice) -> torch.Tensor:
+            part = _rows_of(batch, rows_N[rows])
+            of_part = self._targets(part, logprobs_C, plan.current_version)
+            weight_C, keep_C = self._correct(of_part, plan.thresholds)
+            shares_C = [shares_N[rows][counted_N[rows]] for shares_N in shares]
+            return self._sum(of_part, weight_C, keep_C, shares_C)[0].to(logprobs_C.dtype)
+
+        return loss_of
+
+    @property
+    def _aggregations(self) -> list[Aggregation]:
+        """The policy term's, then each penalty's."""
+        return [self.aggregation, *(penalty.aggregation or self.aggregation for penalty in self.penalties)]
+
+    def _sum(
+        self, targets: Targets, weight_N: torch.Tensor, keep_N: torch.Tensor, shares: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the loss, the weight of each target in its gradient, and what else is worth a mean.
+
+        ``shares`` are the weights by the denominators of the policy term and of each penalty.
+        """
+        live_N = keep_N & (targets.advantages_N != 0)
+        log_ratio_N = targets.at_level(targets.log_ratio(self.between), self.level)
+        gated = self.gate(targets, log_ratio_N, live_N)
+        weight_N = torch.where(live_N, weight_N, 0.0)
+        loss = (shares[0] * weight_N * gated.loss_N).sum()
+        means = dict(gated.fractions)
+        if self.corrections:
+            means["kept_fraction"] = keep_N
+        for penalty, shares_N in zip(self.penalties, shares[1:], strict=True):
+            charged = penalty(targets)
+            means.update(charged.means)
+            if penalty.coefficient != 0:
+                loss = loss + penalty.coefficient * (shares_N * charged.loss_N).sum()
+        return loss, weight_N * gated.pull_N, means
+
+    def _mask(self, batch: MicroBatch) -> torch.Tensor:
+        """Return which tokens are targets, bool [T]."""
+        if self.non_finite == "drop":
+            return batch.loss_mask_T & batch.behaviour_logprobs_T.isfinite()
+        return batch.loss_mask_T
+
     def _targets(
         self,
         batch: MicroBatch,
@@ -186,11 +238,9 @@ class PolicyLoss(Piece):
         entropy_T: torch.Tensor | None = None,
     ) -> Targets:
         """Return the targets of a micro-batch."""
-        mask_T = batch.loss_mask_T
+        mask_T = self._mask(batch)
         behaviour_T = batch.behaviour_logprobs_T
-        if self.non_finite == "drop":
-            mask_T = mask_T & behaviour_T.isfinite()
-        elif self.non_finite == "on_policy":
+        if self.non_finite == "on_policy":
             behaviour_T = torch.where(behaviour_T.isfinite(), behaviour_T, trainer_logprobs_T.detach())
         trainer_N = trainer_logprobs_T[mask_T].double()
         behaviour_N = finite_targets(behaviour_T, mask_T, "behaviour_logprobs").double()
@@ -298,12 +348,29 @@ def prepare(
         )
         everything = [(targets, torch.ones_like(targets.advantages_N, dtype=torch.bool), b) for targets, b in step]
         before = _counts(everything, num_groups, add)
-        aggregations = [loss.aggregation, *(p.aggregation for p in loss.penalties if p.aggregation is not None)]
         after = before
-        if loss.corrections and any(counts_after_rejection(aggregation) for aggregation in aggregations):
+        if loss.corrections and any(map(counts_after_rejection, loss._aggregations)):
             kept = [(targets, loss._correct(targets, thresholds)[1], batch) for targets, batch in step]
             after = _counts(kept, num_groups, add)
     return Plan(before, after, thresholds, current_version)
+
+
+def _rows_of(batch: MicroBatch, rows_N: torch.Tensor) -> MicroBatch:
+    """Return some targets as if they were all that there is of their segments."""
+
+    def select(values_T: torch.Tensor | None) -> torch.Tensor | None:
+        return None if values_T is None else values_T[rows_N]
+
+    return replace(
+        batch,
+        loss_mask_T=torch.ones_like(rows_N, dtype=torch.bool),
+        segment_ids_T=batch.segment_ids_T[rows_N],
+        behaviour_logprobs_T=batch.behaviour_logprobs_T[rows_N],
+        advantages_T=batch.advantages_T[rows_N],
+        versions_T=batch.versions_T[rows_N],
+        reference_logprobs_T=select(batch.reference_logprobs_T),
+        proximal_logprobs_T=select(batch.proximal_logprobs_T),
+    )
 
 
 def _counts(step: Sequence[tuple[Targets, torch.Tensor, MicroBatch]], num_groups: int, add: Reduce) -> Counts:
