@@ -29,6 +29,9 @@ class WorkerConfig(BaseModel):
     cast when a layer is made whole, and gradients are summed over ranks in float32. The head computes in float32."""
     activation_checkpointing: bool = False
     """Keep each layer's input only, and compute the layer again in the backward: less memory, a third more compute."""
+    compile: bool = False
+    """Compute the parts of each layer by graphs of torch's compiler; attention stays as it is. The first steps are
+    slower by the time it takes to make them. Needs a C++ compiler on a CPU, triton on a GPU."""
     shard_size: int | None = Field(default=None, ge=1)
     """Neighbouring ranks that share one copy of the parameters, replicated over the others; None: all ranks."""
     wire_dtype: WireDtype | None = None

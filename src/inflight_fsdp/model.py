@@ -22,6 +22,7 @@ from inflight.attention import SegmentPlan, register_segment_attention
 from inflight.checkpoints import empty_causal_lm
 from inflight.errors import UnsupportedError
 from inflight.losses.head import chunked_logprobs
+from inflight_fsdp.compiled import compile_layers
 from inflight_fsdp.layout import Layout, ShardedTensor, as_it_is, experts_apart
 from inflight_fsdp.sharded import sum_gradients_over_ranks
 from inflight_fsdp.sharding import fitting_tensors, read_shards, stored_tensors
@@ -69,13 +70,16 @@ class PolicyModel(nn.Module):
         return logprobs_N.new_zeros(token_ids_T.shape[0]).index_copy(0, target_rows_N, logprobs_N)
 
 
-def empty_policy(path: Path, dtype: str, logprob_chunk_size: int) -> PolicyModel:
+def empty_policy(path: Path, dtype: str, logprob_chunk_size: int, *, compiled: bool = False) -> PolicyModel:
     """Return the model of a directory with its parameters on the meta device, unsharded, dropout off.
+
+    The parts of its layers are ``compiled``, if so asked, when they are first called.
 
     Raises `ConfigError` if there is none or its weights do not fit it, `UnsupportedError` if it is of a kind that this
     worker cannot train. Of the weights only the files' headers are read.
     """
-    causal_lm: Any = empty_causal_lm(path, attention=register_segment_attention(), dtype=dtype)
+    attention = register_segment_attention(in_graphs=not compiled)
+    causal_lm: Any = empty_causal_lm(path, attention=attention, dtype=dtype)
     kind = type(causal_lm).__name__
     if not causal_lm._supports_attention_backend or causal_lm._is_stateful:
         raise UnsupportedError(f"{kind} does not take its attention from transformers' interface and cannot be packed")
@@ -86,7 +90,10 @@ def empty_policy(path: Path, dtype: str, logprob_chunk_size: int) -> PolicyModel
         raise UnsupportedError(f"{kind} keeps state that is not trained: {buffers[:5]}")
     wanted = {name: shape for layout in layouts_of(causal_lm).values() for name, shape in layout.shapes.items()}
     fitting_tensors(path, wanted, known=known, ignored=tuple(causal_lm._keys_to_ignore_on_load_unexpected or ()))
-    return PolicyModel(causal_lm.eval(), logprob_chunk_size)
+    policy = PolicyModel(causal_lm.eval(), logprob_chunk_size)
+    if compiled:
+        compile_layers(_layers(policy))
+    return policy
 
 
 def layouts_of(causal_lm: Any) -> dict[str, Layout]:
