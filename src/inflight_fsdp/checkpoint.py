@@ -54,7 +54,7 @@ def save_checkpoint(path: Path, state: TrainerState, *, model_config: str, model
     path = path.absolute()
     fresh = path.with_name(f".{path.name}.new")
     failure: str | None = None
-    device = state.weights[0].tensor.device
+    device = _device_of(state)
     is_writer = dist.get_rank() == 0
     if is_writer:
         try:
@@ -95,13 +95,18 @@ def load_checkpoint(path: Path, state: TrainerState) -> tuple[int, int]:
             staged += _read_shards(source / name, tensors)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         failure = _reason(error)
-    failure = first_failure(failure, state.weights[0].tensor.device)
+    failure = first_failure(failure, _device_of(state))
     if failure is not None:
         raise CheckpointError(f"nothing was loaded from {path}: {failure}")
     with torch.no_grad():
         for shard, stored in staged:
             shard.copy_(stored)
     return counters["version"], counters["optimizer_steps"]
+
+
+def _device_of(state: TrainerState) -> torch.device:
+    """Return the device that ranks communicate from, which need not be the one that shards are kept on."""
+    return torch.device(state.weights[0].tensor.device_mesh.device_type)
 
 
 def _prepare(path: Path, fresh: Path, model_config: str, model_path: Path) -> None:

@@ -142,7 +142,7 @@ class ShardedWorker:
         if all(parameter.grad is None for parameter in self._parameters.values()):
             raise TrainerError(f"step at version {self._version} without a gradient: call backward first")
         gradients = [_local_gradient(parameter) for parameter in self._parameters.values()]
-        norm = global_norm(gradients, self._mesh.get_group(self._mesh.ndim - 1))
+        norm = global_norm(gradients, self._mesh.get_group(self._mesh.ndim - 1), self._device)
         self._clear_gradients()
         if not math.isfinite(norm):
             raise NonFiniteError(
@@ -281,6 +281,11 @@ def device_of(config: WorkerConfig) -> torch.device:
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
+
+
+def storage_device_of(config: WorkerConfig, device: torch.device) -> torch.device:
+    """Return where shards, gradients and optimizer states of a worker that computes on ``device`` are kept."""
+    return torch.device("cpu") if config.cpu_offload else device
 
 
 def _ensure_default_group(device: torch.device) -> bool:

@@ -51,6 +51,7 @@ from inflight_fsdp.sharded import (
     ShardedWorker,
     device_of,
     in_a_group,
+    storage_device_of,
     sum_gradients_over_ranks,
     wire_dtype_of,
 )
@@ -102,7 +103,7 @@ class TorchTitanWorker(ShardedWorker):
         known = (_HEAD,) if hf_config.tie_word_embeddings else ()
         stored = on_every_rank(lambda: fitting_tensors(config.model_path, wanted, known=known), device)
         mesh = _parallelize(decoder, family, config, device)
-        decoder.to_empty(device=device)
+        decoder.to_empty(device=storage_device_of(config, device))
         with torch.no_grad():
             decoder.init_states(buffer_device=device)  # the rotary tables; ties a tied head again
         parameters = {canonical_fqn(name): cast(DTensor, p) for name, p in decoder.named_parameters()}
@@ -392,7 +393,10 @@ def _parallelize(decoder: Decoder, family: _Family, config: TorchTitanConfig, de
         decoder,
         parallel_dims=dims,
         training=TrainingConfig(
-            dtype=cast(Any, config.dtype), mixed_precision_param=cast(Any, config.compute_dtype or config.dtype)
+            dtype=cast(Any, config.dtype),
+            mixed_precision_param=cast(Any, config.compute_dtype or config.dtype),
+            # TorchTitan pins what it keeps in host memory, which takes a GPU; on a CPU there is nothing to move.
+            enable_cpu_offload=config.cpu_offload and device.type != "cpu",
         ),
         parallelism=parallelism,
         compile_config=CompileConfig(enable=False),

@@ -22,6 +22,7 @@ from inflight_fsdp.sharded import (
     ShardedWorker,
     device_of,
     in_a_group,
+    storage_device_of,
     wire_dtype_of,
 )
 
@@ -58,8 +59,9 @@ class FsdpWorker(ShardedWorker):
         if config.activation_checkpointing:
             recompute_layers(policy)
         compute_dtype = None if config.compute_dtype in (None, config.dtype) else getattr(torch, config.compute_dtype)
-        shard_policy(policy, mesh, compute_dtype)
-        on_every_rank(lambda: load_weights(policy, config.model_path, device), device)
+        shard_policy(policy, mesh, compute_dtype, cpu_offload=config.cpu_offload)
+        storage_device = storage_device_of(config, device)
+        on_every_rank(lambda: load_weights(policy, config.model_path, device, storage_device), device)
         parameters: dict[str, DTensor] = dict(policy.causal_lm.named_parameters())
         sharded = ShardedPolicy(
             module=policy,
