@@ -45,11 +45,19 @@ class TrainerState:
     optimizer_steps: int
 
 
-def save_checkpoint(path: Path, state: TrainerState, *, model_config: str, model_path: Path) -> None:
+def save_checkpoint(
+    path: Path,
+    state: TrainerState,
+    *,
+    model_config: str,
+    model_path: Path,
+    group: dist.ProcessGroup | None = None,
+) -> None:
     """Write a checkpoint at ``path``, replacing an earlier one once the new one is complete; collective.
 
-    ``model_config`` is the text of config.json; tokenizer files come from ``model_path``. Raises `CheckpointError` on
-    every rank, with what was at ``path`` still whole.
+    ``model_config`` is the text of config.json; tokenizer files come from ``model_path``. Ranks agree over ``group``,
+    which is of all ranks (None: the default one), and gather over the groups of the tensors' mesh. Raises
+    `CheckpointError` on every rank, with what was at ``path`` still whole.
     """
     path = path.absolute()
     fresh = path.with_name(f".{path.name}.new")
@@ -61,10 +69,10 @@ def save_checkpoint(path: Path, state: TrainerState, *, model_config: str, model
             _prepare(path, fresh, model_config, model_path)
         except OSError as error:
             failure = _reason(error)
-    failure = first_failure(failure, device)
+    failure = first_failure(failure, device, group)
     for name, tensors in ((_WEIGHTS, state.weights), (_OPTIMIZER, state.optimizer)):
         if failure is None:
-            failure = first_failure(_write_tensors(fresh / name if is_writer else None, tensors), device)
+            failure = first_failure(_write_tensors(fresh / name if is_writer else None, tensors), device, group)
     if is_writer and failure is None:
         try:
             counters = {"edition": _EDITION, "version": state.version, "optimizer_steps": state.optimizer_steps}
@@ -74,7 +82,7 @@ def save_checkpoint(path: Path, state: TrainerState, *, model_config: str, model
             failure = _reason(error)
     if is_writer and failure is not None:
         shutil.rmtree(fresh, ignore_errors=True)
-    failure = first_failure(failure, device)
+    failure = first_failure(failure, device, group)
     if failure is not None:
         raise CheckpointError(f"no checkpoint was written to {path}: {failure}; what was there before is whole")
 
