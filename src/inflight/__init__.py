@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from inflight import errors, types, wire
 from inflight.contracts import (
+    BackgroundSaver,
     InferenceEndpoint,
     StreamingEndpoint,
     Task,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BackgroundSaver",
     "HttpEndpoint",
     "InferenceEndpoint",
     "ModuleWeights",

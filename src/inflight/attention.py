@@ -9,9 +9,9 @@ Shape suffixes: T packed tokens, P padded slots, N segments of one class, L toke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,7 @@ _SMALL = 32
 """Segments up to this length share one class: the kernels work on blocks of this size anyway."""
 
 _Classes = tuple[tuple[int, int], ...]
+Function = TypeVar("Function", bound=Callable[..., object])
 
 _REFUSED_ARGUMENTS = ("softcap", "s_aux", "sinks", "position_bias", "indices", "block_indices")
 
@@ -111,16 +112,27 @@ def segment_attention(
     return _to_packed(outputs, plan).unsqueeze(0)
 
 
-def register_segment_attention() -> str:
+def register_segment_attention(*, in_graphs: bool = True) -> str:
     """Make segment attention known to transformers in this process; return its name. Idempotent.
 
     Models built with that name take a ``segment_plan`` keyword. No mask function is registered under it, so
-    transformers makes no mask.
+    transformers makes no mask. Unless it may be part of ``in_graphs`` that torch's compiler makes, that of compiled
+    layers is called by them and not looked into: its shapes are those of the segments, which every batch has others of.
     """
     from transformers import AttentionInterface  # a second that a process without a model need not wait for
 
-    AttentionInterface.register(SEGMENT_ATTENTION, _attention_of_layer)
-    return SEGMENT_ATTENTION
+    if in_graphs:
+        AttentionInterface.register(SEGMENT_ATTENTION, _attention_of_layer)
+        return SEGMENT_ATTENTION
+    name = f"{SEGMENT_ATTENTION}_outside_of_graphs"
+    AttentionInterface.register(name, outside_of_graphs(_attention_of_layer))
+    return name
+
+
+def outside_of_graphs(function: Function) -> Function:
+    """Return a function that layers compiled by torch call, and do not look into."""
+    disabled = torch.compiler.disable(function, reason="segments differ from batch to batch")  # type: ignore[no-untyped-call]
+    return cast(Function, disabled)
 
 
 def check_model_is_supported(config: Any) -> None:

@@ -197,6 +197,37 @@ class TrainerWorker(WeightSource, Protocol):
 
 
 @runtime_checkable
+class BackgroundSaver(Protocol):
+    """What a `TrainerWorker` may have besides: a save that training need not wait for.
+
+    At most one save is under way. While it is, every method of `TrainerWorker` may be called; `save` and `load` wait
+    for it first.
+    """
+
+    @abstractmethod
+    def begin_save(self, path: Path) -> None:
+        """Begin what `TrainerWorker.save` does, with the present state; collective.
+
+        Returns once that state is copied: whatever changes afterwards is not saved. It first waits for an earlier save;
+        if that one failed its `CheckpointError` is raised on every rank, and nothing was begun.
+        """
+
+    @abstractmethod
+    def finish_save(self, timeout_s: float) -> None:
+        """Return once the save that was begun stands at its path; at once if none was begun since. Not collective.
+
+        Raises `CheckpointError`, once, if it failed: what was at the path before is still whole, and training's state
+        is what it would be without the save. Raises `CheckpointError` too if it goes on after ``timeout_s`` seconds: it
+        is pending still, and the call may be repeated.
+        """
+
+    @property
+    @abstractmethod
+    def save_pending(self) -> bool:
+        """Return whether a save is under way on this rank; False once it ended, well or not. Never waits."""
+
+
+@runtime_checkable
 class WeightSender(Protocol):
     """The trainer's end of a transport. Used by rank 0 only; its blocking calls run outside the event loop."""
 

@@ -14,10 +14,11 @@ T = TypeVar("T")
 _MESSAGE_BYTES = 2048
 
 
-def first_failure(failure: str | None, device: torch.device) -> str | None:
-    """Return the failure of the lowest rank that has one, the same on every rank; collective over the default group.
+def first_failure(failure: str | None, device: torch.device, group: dist.ProcessGroup | None = None) -> str | None:
+    """Return the failure of the lowest rank that has one, the same on every rank; collective over a group of all ranks.
 
-    Messages of other ranks say which rank they come from. ``device`` is one that the group can communicate from.
+    Messages of other ranks say which rank they come from. ``device`` is one that the group can communicate from; a
+    group of None is the default one.
     """
     if dist.get_world_size() == 1:
         return failure
@@ -26,7 +27,7 @@ def first_failure(failure: str | None, device: torch.device) -> str | None:
     mine[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
     mine = mine.to(device)
     everyone = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, mine)
+    dist.all_gather(everyone, mine, group=group)
     for rank, message in enumerate(everyone):
         if message[0]:
             words = bytes(message.tolist()).rstrip(b"\0").decode(errors="ignore")

@@ -45,26 +45,34 @@ class TrainerState:
     optimizer_steps: int
 
 
-def save_checkpoint(path: Path, state: TrainerState, *, model_config: str, model_path: Path) -> None:
+def save_checkpoint(
+    path: Path,
+    state: TrainerState,
+    *,
+    model_config: str,
+    model_path: Path,
+    group: dist.ProcessGroup | None = None,
+) -> None:
     """Write a checkpoint at ``path``, replacing an earlier one once the new one is complete; collective.
 
-    ``model_config`` is the text of config.json; tokenizer files come from ``model_path``. Raises `CheckpointError` on
-    every rank, with what was at ``path`` still whole.
+    ``model_config`` is the text of config.json; tokenizer files come from ``model_path``. Ranks agree over ``group``,
+    which is of all ranks (None: the default one), and gather over the groups of the tensors' mesh. Raises
+    `CheckpointError` on every rank, with what was at ``path`` still whole.
     """
     path = path.absolute()
     fresh = path.with_name(f".{path.name}.new")
     failure: str | None = None
-    device = state.weights[0].tensor.device
+    device = _device_of(state)
     is_writer = dist.get_rank() == 0
     if is_writer:
         try:
             _prepare(path, fresh, model_config, model_path)
         except OSError as error:
             failure = _reason(error)
-    failure = first_failure(failure, device)
+    failure = first_failure(failure, device, group)
     for name, tensors in ((_WEIGHTS, state.weights), (_OPTIMIZER, state.optimizer)):
         if failure is None:
-            failure = first_failure(_write_tensors(fresh / name if is_writer else None, tensors), device)
+            failure = first_failure(_write_tensors(fresh / name if is_writer else None, tensors), device, group)
     if is_writer and failure is None:
         try:
             counters = {"edition": _EDITION, "version": state.version, "optimizer_steps": state.optimizer_steps}
@@ -74,7 +82,7 @@ def save_checkpoint(path: Path, state: TrainerState, *, model_config: str, model
             failure = _reason(error)
     if is_writer and failure is not None:
         shutil.rmtree(fresh, ignore_errors=True)
-    failure = first_failure(failure, device)
+    failure = first_failure(failure, device, group)
     if failure is not None:
         raise CheckpointError(f"no checkpoint was written to {path}: {failure}; what was there before is whole")
 
@@ -95,13 +103,18 @@ def load_checkpoint(path: Path, state: TrainerState) -> tuple[int, int]:
             staged += _read_shards(source / name, tensors)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         failure = _reason(error)
-    failure = first_failure(failure, state.weights[0].tensor.device)
+    failure = first_failure(failure, _device_of(state))
     if failure is not None:
         raise CheckpointError(f"nothing was loaded from {path}: {failure}")
     with torch.no_grad():
         for shard, stored in staged:
             shard.copy_(stored)
     return counters["version"], counters["optimizer_steps"]
+
+
+def _device_of(state: TrainerState) -> torch.device:
+    """Return the device that ranks communicate from, which need not be the one that shards are kept on."""
+    return torch.device(state.weights[0].tensor.device_mesh.device_type)
 
 
 def _prepare(path: Path, fresh: Path, model_config: str, model_path: Path) -> None:

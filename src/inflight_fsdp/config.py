@@ -29,6 +29,13 @@ class WorkerConfig(BaseModel):
     cast when a layer is made whole, and gradients are summed over ranks in float32. The head computes in float32."""
     activation_checkpointing: bool = False
     """Keep each layer's input only, and compute the layer again in the backward: less memory, a third more compute."""
+    compile: bool = False
+    """Compute the parts of each layer by graphs of torch's compiler; attention stays as it is. The first steps are
+    slower by the time it takes to make them. Needs a C++ compiler on a CPU, triton on a GPU."""
+    cpu_offload: bool = False
+    """Keep shards, gradients and optimizer states in host memory, and step there: a GPU holds the layers that it
+    computes with and the activations. On a CPU the numbers are those of a worker without it. On a GPU it has not been
+    run: no machine that this was written on has one."""
     shard_size: int | None = Field(default=None, ge=1)
     """Neighbouring ranks that share one copy of the parameters, replicated over the others; None: all ranks."""
     wire_dtype: WireDtype | None = None

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -22,6 +22,7 @@ from inflight.attention import SegmentPlan, register_segment_attention
 from inflight.checkpoints import empty_causal_lm
 from inflight.errors import UnsupportedError
 from inflight.losses.head import chunked_logprobs
+from inflight_fsdp.compiled import compile_layers
 from inflight_fsdp.layout import Layout, ShardedTensor, as_it_is, experts_apart
 from inflight_fsdp.sharded import sum_gradients_over_ranks
 from inflight_fsdp.sharding import fitting_tensors, read_shards, stored_tensors
@@ -69,13 +70,16 @@ class PolicyModel(nn.Module):
         return logprobs_N.new_zeros(token_ids_T.shape[0]).index_copy(0, target_rows_N, logprobs_N)
 
 
-def empty_policy(path: Path, dtype: str, logprob_chunk_size: int) -> PolicyModel:
+def empty_policy(path: Path, dtype: str, logprob_chunk_size: int, *, compiled: bool = False) -> PolicyModel:
     """Return the model of a directory with its parameters on the meta device, unsharded, dropout off.
+
+    The parts of its layers are ``compiled``, if so asked, when they are first called.
 
     Raises `ConfigError` if there is none or its weights do not fit it, `UnsupportedError` if it is of a kind that this
     worker cannot train. Of the weights only the files' headers are read.
     """
-    causal_lm: Any = empty_causal_lm(path, attention=register_segment_attention(), dtype=dtype)
+    attention = register_segment_attention(in_graphs=not compiled)
+    causal_lm: Any = empty_causal_lm(path, attention=attention, dtype=dtype)
     kind = type(causal_lm).__name__
     if not causal_lm._supports_attention_backend or causal_lm._is_stateful:
         raise UnsupportedError(f"{kind} does not take its attention from transformers' interface and cannot be packed")
@@ -86,7 +90,10 @@ def empty_policy(path: Path, dtype: str, logprob_chunk_size: int) -> PolicyModel
         raise UnsupportedError(f"{kind} keeps state that is not trained: {buffers[:5]}")
     wanted = {name: shape for layout in layouts_of(causal_lm).values() for name, shape in layout.shapes.items()}
     fitting_tensors(path, wanted, known=known, ignored=tuple(causal_lm._keys_to_ignore_on_load_unexpected or ()))
-    return PolicyModel(causal_lm.eval(), logprob_chunk_size)
+    policy = PolicyModel(causal_lm.eval(), logprob_chunk_size)
+    if compiled:
+        compile_layers(_layers(policy))
+    return policy
 
 
 def layouts_of(causal_lm: Any) -> dict[str, Layout]:
@@ -109,12 +116,16 @@ def _layout(name: str, parameter: torch.Tensor, causal_lm: Any) -> Layout:
     )
 
 
-def load_weights(policy: PolicyModel, path: Path, device: torch.device) -> None:
-    """Make a sharded policy's parameters on ``device`` and fill this rank's shards; no rank holds a whole tensor."""
+def load_weights(policy: PolicyModel, path: Path, device: torch.device, storage_device: torch.device) -> None:
+    """Fill this rank's shards of a sharded policy, on the ``storage_device``; no rank holds a whole tensor.
+
+    Buffers, which nobody shards, are on the ``device`` that computes.
+    """
     buffers = dict(policy.named_buffers())
-    policy.to_empty(device=device)
-    for name, buffer in policy.named_buffers():
-        buffer.copy_(buffers[name])
+    policy.to_empty(device=storage_device)
+    for name, buffer in buffers.items():
+        owner, _, attribute = name.rpartition(".")
+        setattr(policy.get_submodule(owner), attribute, buffer.to(device))
     policy.causal_lm.tie_weights()
     parameters: dict[str, DTensor] = dict(policy.causal_lm.named_parameters())
     laid_out = [ShardedTensor(parameters[name], layout) for name, layout in layouts_of(policy.causal_lm).items()]
@@ -131,18 +142,22 @@ def recompute_layers(policy: PolicyModel) -> None:
         layer.training = True  # what transformers looks at; the layer's own modules stay in eval, without dropout
 
 
-def shard_policy(policy: PolicyModel, mesh: DeviceMesh, compute_dtype: torch.dtype | None = None) -> None:
+def shard_policy(
+    policy: PolicyModel, mesh: DeviceMesh, compute_dtype: torch.dtype | None = None, *, cpu_offload: bool = False
+) -> None:
     """Shard each decoder layer and the rest over the mesh's last dimension, gradients summed over all of its ranks.
 
     With a ``compute_dtype`` parameters are cast to it where they are whole; gradients are summed in their own dtype.
+    With ``cpu_offload`` shards and their gradients are in host memory, pinned if the mesh is of GPUs.
     """
     precision = MixedPrecisionPolicy()
     if compute_dtype is not None:
         own = next(policy.parameters()).dtype
         precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=own, cast_forward_inputs=False)
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if cpu_offload else OffloadPolicy()
     for layer in _layers(policy):
-        fully_shard(layer, mesh=mesh, mp_policy=precision)
-    fully_shard(policy, mesh=mesh, mp_policy=precision)
+        fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    fully_shard(policy, mesh=mesh, mp_policy=precision, offload_policy=offload)
     if mesh.size() > 1:
         sum_gradients_over_ranks(policy)
 

@@ -13,6 +13,7 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from inflight.errors import ConfigError
 from inflight_fsdp.config import WorkerConfig
@@ -171,11 +172,14 @@ def learning_rate_at(version: int, config: WorkerConfig) -> float:
     return config.learning_rate * factor
 
 
-def global_norm(gradients: Sequence[torch.Tensor], group: dist.ProcessGroup) -> float:
-    """Return the 2-norm over all shards of all ranks, the same on every rank; squares are summed in float64."""
+def global_norm(gradients: Sequence[torch.Tensor], group: dist.ProcessGroup, device: torch.device) -> float:
+    """Return the 2-norm over all shards of all ranks, the same on every rank; squares are summed in float64.
+
+    ``device`` is one that the group can communicate from; gradients may be elsewhere.
+    """
     dtype = torch.float64 if gradients[0].dtype == torch.float64 else torch.float32
     norms = torch.stack([torch.linalg.vector_norm(gradient, dtype=dtype) for gradient in gradients])
-    total = norms.double().square().sum()
+    total = norms.double().square().sum().to(device)
     if group.size() > 1:
         dist.all_reduce(total, group=group)
     return math.sqrt(total.item())
@@ -188,7 +192,10 @@ def clip(gradients: Sequence[torch.Tensor], norm: float, max_norm: float | None)
 
 
 def as_sharded(local: torch.Tensor, like: DTensor) -> DTensor:
-    """Return a local shard as part of a tensor that is sharded as ``like``; never communicates."""
-    return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    """Return a local shard as part of a tensor that is sharded as ``like``; never communicates or copies.
+
+    As ``fully_shard`` makes its own: ``DTensor.from_local`` would move what is in host memory to the mesh's device.
+    """
+    meta = TensorMeta(like.shape, like.stride(), local.dtype)
+    spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
 """`ShardedWorker`: one rank of a trainer whose parameters are DTensors, whatever made them.
 
-Satisfies `inflight.contracts.TrainerWorker`. It knows neither transformers nor torchtitan: what those differ in is in
-its `ShardedPolicy`.
+Satisfies `inflight.contracts.TrainerWorker` and `BackgroundSaver`. It knows neither transformers nor torchtitan: what
+those differ in is in its `ShardedPolicy`.
 
 Shape suffixes: T packed tokens, N targets.
 """
@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -24,9 +25,10 @@ from torch.distributed.tensor import DTensor
 
 from inflight.attention import SegmentPlan
 from inflight.checkpoints import load_config
-from inflight.errors import ConfigError, NonFiniteError, TrainerError
+from inflight.errors import CheckpointError, ConfigError, NonFiniteError, TrainerError
 from inflight.types import MicroBatch, StepResult, WeightBucket
 from inflight.wire import DTYPE_SIZES, BucketSpec, TensorSpec
+from inflight_fsdp.background import LONGEST_WAIT_S, BackgroundSave, SaveGroups, copy_to_host, make_save_groups
 from inflight_fsdp.checkpoint import TrainerState, load_checkpoint, save_checkpoint
 from inflight_fsdp.config import WorkerConfig
 from inflight_fsdp.layout import Layout, ShardedTensor
@@ -92,6 +94,8 @@ class ShardedWorker:
         self._parameter_of = {stored: name for name, layout in self._layouts.items() for stored in layout.shapes}
         self._split: tuple[str, dict[str, torch.Tensor]] = ("", {})
         self._version = 0
+        self._save_groups: SaveGroups | None = None
+        self._begun_save: BackgroundSave | None = None
 
     @property
     def rank(self) -> int:
@@ -142,7 +146,7 @@ class ShardedWorker:
         if all(parameter.grad is None for parameter in self._parameters.values()):
             raise TrainerError(f"step at version {self._version} without a gradient: call backward first")
         gradients = [_local_gradient(parameter) for parameter in self._parameters.values()]
-        norm = global_norm(gradients, self._mesh.get_group(self._mesh.ndim - 1))
+        norm = global_norm(gradients, self._mesh.get_group(self._mesh.ndim - 1), self._device)
         self._clear_gradients()
         if not math.isfinite(norm):
             raise NonFiniteError(
@@ -175,7 +179,11 @@ class ShardedWorker:
         self._split = ("", {})
 
     def save(self, path: Path) -> None:
-        """See `TrainerWorker.save`. Rank 0 writes. A directory that is no checkpoint of ours is not replaced."""
+        """See `TrainerWorker.save`. Rank 0 writes. A directory that is no checkpoint of ours is not replaced.
+
+        Waits for a save in the background; if that one fails its error is raised, and nothing is written.
+        """
+        self.finish_save(LONGEST_WAIT_S)
         save_checkpoint(
             path,
             self._state(self._optimizer.states),
@@ -183,8 +191,45 @@ class ShardedWorker:
             model_path=self._config.model_path,
         )
 
+    def begin_save(self, path: Path) -> None:
+        """See `BackgroundSaver.begin_save`. The copy takes as much host memory as the shards and their moments."""
+        self.finish_save(LONGEST_WAIT_S)
+        if self._save_groups is None:
+            self._save_groups = make_save_groups(self._mesh)
+        write = partial(
+            save_checkpoint,
+            path.absolute(),
+            copy_to_host(self._state(self._optimizer.states), self._save_groups),
+            model_config=self._model_config,
+            model_path=self._config.model_path,
+            group=self._save_groups.everyone,
+        )
+        self._begun_save = BackgroundSave(path, write)
+
+    def finish_save(self, timeout_s: float) -> None:
+        """See `BackgroundSaver.finish_save`."""
+        begun = self._begun_save
+        if begun is None:
+            return
+        if not begun.wait(timeout_s):
+            raise CheckpointError(
+                f"the save to {begun.path} goes on after {timeout_s:g} s; what was there before is whole"
+            )
+        self._begun_save = None
+        if begun.failure is not None:
+            raise begun.failure
+
+    @property
+    def save_pending(self) -> bool:
+        """See `BackgroundSaver.save_pending`."""
+        return self._begun_save is not None and self._begun_save.is_running
+
     def load(self, path: Path) -> None:
-        """See `TrainerWorker.load`. Every rank reads its shards from ``path``; gradients are cleared."""
+        """See `TrainerWorker.load`. Every rank reads its shards from ``path``; gradients are cleared.
+
+        Waits for a save in the background, which may be to ``path``; how it ended is left to `finish_save`.
+        """
+        self._wait_for_save()
         states = self._optimizer.states
         version, num_steps = load_checkpoint(path, self._state(states))
         self._optimizer.resume(states, num_steps)
@@ -193,10 +238,22 @@ class ShardedWorker:
         self._forget_whole_parameters()
 
     def close(self) -> None:
-        """End the process group if this worker made it. Idempotent."""
+        """Wait for a save in the background, and end the process groups that this worker made. Idempotent.
+
+        How the save ended is for `finish_save` to tell, before.
+        """
+        self._wait_for_save()
+        if self._save_groups is not None and dist.is_initialized():
+            for group in {self._save_groups.everyone, self._save_groups.mesh.get_group(0)}:
+                dist.destroy_process_group(group)
+        self._save_groups = None
         if self._owns_group:
             self._owns_group = False
             dist.destroy_process_group()
+
+    def _wait_for_save(self) -> None:
+        if self._begun_save is not None:
+            self._begun_save.wait(LONGEST_WAIT_S)
 
     def _state(self, states: Mapping[str, Mapping[str, DTensor]]) -> TrainerState:
         weights = [ShardedTensor(self._parameters[name], layout) for name, layout in self._layouts.items()]
@@ -281,6 +338,11 @@ def device_of(config: WorkerConfig) -> torch.device:
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
+
+
+def storage_device_of(config: WorkerConfig, device: torch.device) -> torch.device:
+    """Return where shards, gradients and optimizer states of a worker that computes on ``device`` are kept."""
+    return torch.device("cpu") if config.cpu_offload else device
 
 
 def _ensure_default_group(device: torch.device) -> bool:

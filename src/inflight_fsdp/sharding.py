@@ -59,12 +59,14 @@ def local_rows(tensor: DTensor) -> slice:
 def gather_on_first(tensor: DTensor, dtype: torch.dtype) -> torch.Tensor | None:
     """Return the whole tensor in ``dtype``, in memory of its own, on rank 0, None elsewhere; collective.
 
-    Ranks send their rows to rank 0, so that no other rank holds more than its own, and nobody gets what it drops.
+    Ranks send their rows to rank 0, so that no other rank holds more than its own, and nobody gets what it drops. It is
+    on the device of the tensor's mesh, which is the one that the mesh's groups communicate from: shards that are kept
+    in host memory are moved there first.
     """
     sent_dtype = min(dtype, tensor.dtype, key=lambda d: d.itemsize)  # cast where it makes less to send
     rank = dist.get_rank()
     mesh = tensor.device_mesh
-    mine = tensor.to_local().to(sent_dtype)
+    mine = tensor.to_local().to(sent_dtype).to(mesh.device_type)
     group, rows = mesh.get_group(mesh.ndim - 1), rows_of_ranks(tensor)
     if rank == 0:
         full = torch.empty(tensor.shape, dtype=sent_dtype, device=mine.device)

@@ -37,11 +37,12 @@ from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.module import Module
 
-from inflight.attention import SegmentPlan, segment_attention
+from inflight.attention import SegmentPlan, outside_of_graphs, segment_attention
 from inflight.checkpoints import load_config, max_model_len_of
 from inflight.errors import ConfigError, UnsupportedError
 from inflight.losses.head import chunked_logprobs
 from inflight_fsdp.agreement import on_every_rank
+from inflight_fsdp.compiled import check_compiler, compile_layers
 from inflight_fsdp.config import WorkerConfig, parse_config
 from inflight_fsdp.layout import Layout, ShardedTensor, Stored, as_it_is
 from inflight_fsdp.optimizer import as_sharded
@@ -50,6 +51,7 @@ from inflight_fsdp.sharded import (
     ShardedWorker,
     device_of,
     in_a_group,
+    storage_device_of,
     sum_gradients_over_ranks,
     wire_dtype_of,
 )
@@ -84,11 +86,16 @@ class TorchTitanWorker(ShardedWorker):
     """One trainer rank. Made by `create_worker`; `inflight.contracts.TrainerWorker` says what each method does."""
 
     def __init__(self, config: TorchTitanConfig, device: torch.device, *, owns_group: bool) -> None:
+        if config.compile:
+            on_every_rank(lambda: check_compiler(device), device)
         hf_config = on_every_rank(lambda: _supported_config(config), device)
         family = _FAMILIES[hf_config.model_type]
         model_config = on_every_rank(lambda: model_config_of(hf_config, config), device)
         with torch.device("meta"):
             decoder = _empty_decoder(model_config, config)
+        if config.compile:
+            # TorchTitan's own compiling allows no break in a layer's graph, and attention over segments is one.
+            compile_layers(decoder.layers.values())
         decoder.tok_embeddings.padding_idx = hf_config.pad_token_id  # whose row has no gradient, as in transformers
         adapter = family.adapter(model_config, None)
         layouts = {name: _layout(name, parameter, adapter) for name, parameter in decoder.named_parameters()}
@@ -96,9 +103,9 @@ class TorchTitanWorker(ShardedWorker):
         known = (_HEAD,) if hf_config.tie_word_embeddings else ()
         stored = on_every_rank(lambda: fitting_tensors(config.model_path, wanted, known=known), device)
         mesh = _parallelize(decoder, family, config, device)
-        decoder.to_empty(device=device)
+        decoder.to_empty(device=storage_device_of(config, device))
         with torch.no_grad():
-            decoder.init_states()  # the rotary tables; ties a tied head again
+            decoder.init_states(buffer_device=device)  # the rotary tables; ties a tied head again
         parameters = {canonical_fqn(name): cast(DTensor, p) for name, p in decoder.named_parameters()}
         laid_out = [ShardedTensor(parameter, layouts[name]) for name, parameter in parameters.items()]
         on_every_rank(lambda: read_shards(stored, laid_out), device)
@@ -191,10 +198,13 @@ class SegmentAttention(Module):  # type: ignore[misc]
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):  # type: ignore[misc]
-        """Has no setting."""
+        """Says whether it may be part of graphs that torch's compiler makes."""
+
+        in_graphs: bool = True
 
     def __init__(self, config: Config) -> None:
         super().__init__()
+        self._attend = segment_attention if config.in_graphs else outside_of_graphs(segment_attention)
 
     def forward(
         self,
@@ -208,7 +218,7 @@ class SegmentAttention(Module):  # type: ignore[misc]
     ) -> torch.Tensor:
         """Return [1, L, A, D]; TorchTitan calls the plan of segments masks."""
         query, key, value = (x.transpose(1, 2) for x in (query_1LAD, key_1LAD, value_1LAD))
-        return segment_attention(query, key, value, attention_masks, scale)
+        return self._attend(query, key, value, attention_masks, scale)
 
 
 # ------------------------------------------------------------------------------------------ from config.json to a model
@@ -246,7 +256,7 @@ def _norm(size: int, hf: Any) -> RMSNorm.Config:
     return RMSNorm.Config(normalized_shape=size, eps=hf.rms_norm_eps, param_init=_NO_INIT)
 
 
-def _layer(kind: Any, hf: Any, rope: RoPE.Config, *, qk_norm: bool) -> Any:
+def _layer(kind: Any, hf: Any, rope: RoPE.Config, config: TorchTitanConfig, *, qk_norm: bool) -> Any:
     return kind.Config(
         attention_norm=_norm(hf.hidden_size, hf),
         ffn_norm=_norm(hf.hidden_size, hf),
@@ -257,7 +267,7 @@ def _layer(kind: Any, hf: Any, rope: RoPE.Config, *, qk_norm: bool) -> Any:
             head_dim=hf.head_dim,
             wqkv_param_init=_NO_INIT,
             wo_param_init=_NO_INIT,
-            inner_attention=SegmentAttention.Config(),
+            inner_attention=SegmentAttention.Config(in_graphs=not config.compile),
             qk_norm=_norm(hf.head_dim, hf) if qk_norm else None,
             rope=rope,
         ),
@@ -293,7 +303,7 @@ def _model(kind: Any, hf: Any, layers: list[Any], config: TorchTitanConfig) -> D
 def _qwen3(hf: Any, config: TorchTitanConfig) -> Decoder.Config:
     _rope_kind(hf, ("default",))
     rope = CosSinRoPE.Config(dim=hf.head_dim, max_seq_len=hf.max_position_embeddings, theta=_theta(hf))
-    layers = [_layer(Qwen3TransformerBlock, hf, rope, qk_norm=True) for _ in range(hf.num_hidden_layers)]
+    layers = [_layer(Qwen3TransformerBlock, hf, rope, config, qk_norm=True) for _ in range(hf.num_hidden_layers)]
     return _model(Qwen3Model, hf, layers, config)
 
 
@@ -306,7 +316,7 @@ def _llama3(hf: Any, config: TorchTitanConfig) -> Decoder.Config:
         rope.low_freq_factor = scaling["low_freq_factor"]
         rope.high_freq_factor = scaling["high_freq_factor"]
         rope.original_max_position_embeddings = scaling["original_max_position_embeddings"]
-    layers = [_layer(Llama3TransformerBlock, hf, rope, qk_norm=False) for _ in range(hf.num_hidden_layers)]
+    layers = [_layer(Llama3TransformerBlock, hf, rope, config, qk_norm=False) for _ in range(hf.num_hidden_layers)]
     return _model(Llama3Model, hf, layers, config)
 
 
@@ -383,7 +393,10 @@ def _parallelize(decoder: Decoder, family: _Family, config: TorchTitanConfig, de
         decoder,
         parallel_dims=dims,
         training=TrainingConfig(
-            dtype=cast(Any, config.dtype), mixed_precision_param=cast(Any, config.compute_dtype or config.dtype)
+            dtype=cast(Any, config.dtype),
+            mixed_precision_param=cast(Any, config.compute_dtype or config.dtype),
+            # TorchTitan pins what it keeps in host memory, which takes a GPU; on a CPU there is nothing to move.
+            enable_cpu_offload=config.cpu_offload and device.type != "cpu",
         ),
         parallelism=parallelism,
         compile_config=CompileConfig(enable=False),

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from inflight.checkpoints import max_model_len_of
 from inflight.errors import ConfigError
 from inflight_fsdp.agreement import on_every_rank
+from inflight_fsdp.compiled import check_compiler
 from inflight_fsdp.config import WorkerConfig, parse_config
 from inflight_fsdp.model import PolicyModel, empty_policy, layouts_of, load_weights, recompute_layers, shard_policy
 from inflight_fsdp.optimizer import ShardedAdamW, ShardedAdamW8bit
@@ -21,6 +22,7 @@ from inflight_fsdp.sharded import (
     ShardedWorker,
     device_of,
     in_a_group,
+    storage_device_of,
     wire_dtype_of,
 )
 
@@ -48,12 +50,18 @@ class FsdpWorker(ShardedWorker):
 
     def __init__(self, config: WorkerConfig, device: torch.device, *, owns_group: bool) -> None:
         mesh = _mesh(config, device)
-        policy = on_every_rank(lambda: empty_policy(config.model_path, config.dtype, config.logprob_chunk_size), device)
+        if config.compile:
+            on_every_rank(lambda: check_compiler(device), device)
+        policy = on_every_rank(
+            lambda: empty_policy(config.model_path, config.dtype, config.logprob_chunk_size, compiled=config.compile),
+            device,
+        )
         if config.activation_checkpointing:
             recompute_layers(policy)
         compute_dtype = None if config.compute_dtype in (None, config.dtype) else getattr(torch, config.compute_dtype)
-        shard_policy(policy, mesh, compute_dtype)
-        on_every_rank(lambda: load_weights(policy, config.model_path, device), device)
+        shard_policy(policy, mesh, compute_dtype, cpu_offload=config.cpu_offload)
+        storage_device = storage_device_of(config, device)
+        on_every_rank(lambda: load_weights(policy, config.model_path, device, storage_device), device)
         parameters: dict[str, DTensor] = dict(policy.causal_lm.named_parameters())
         sharded = ShardedPolicy(
             module=policy,

@@ -80,9 +80,9 @@ class RunProcess:
             raise AssertionError(f"the run hangs: {self.output()[-3000:]}") from None
 
     def wait_for_steps(self, num_steps: int, timeout_s: float = 120.0) -> None:
-        self._wait_until(lambda: len(self.rows()) >= num_steps, timeout_s)
+        self.wait_until(lambda: len(self.rows()) >= num_steps, timeout_s)
 
-    def _wait_until(self, condition: Callable[[], bool], timeout_s: float) -> None:
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert self.process.poll() is None, self.output()
@@ -104,11 +104,11 @@ class RunProcess:
         self, kind: str, is_meant: Callable[[dict[str, Any]], bool], timeout_s: float = 120.0
     ) -> list[dict[str, Any]]:
         """Return the events that are meant, as soon as there is one."""
-        self._wait_until(lambda: any(map(is_meant, self.events(kind))), timeout_s)
+        self.wait_until(lambda: any(map(is_meant, self.events(kind))), timeout_s)
         return [event for event in self.events(kind) if is_meant(event)]
 
     def wait_for_output(self, text: str, timeout_s: float = 120.0) -> None:
-        self._wait_until(lambda: text in self.output(), timeout_s)
+        self.wait_until(lambda: text in self.output(), timeout_s)
 
     def summary(self) -> dict[str, Any]:
         return json.loads((self.directory / "summary.json").read_text())

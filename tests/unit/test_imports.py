@@ -23,6 +23,7 @@ HEAVY = ("torch", "transformers", "starlette", "uvicorn", "safetensors", *ENGINE
 
 PUBLIC_NAMES = {
     "inflight": [
+        "BackgroundSaver",
         "HttpEndpoint",
         "InferenceEndpoint",
         "ModuleWeights",

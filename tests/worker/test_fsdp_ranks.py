@@ -109,6 +109,17 @@ def test_gathered_weights_are_those_of_the_checkpoint_and_on_rank_0_only(directo
             assert torch.equal(torch.tensor(values, dtype=torch.float64), weights[name])
 
 
+def test_shards_in_host_memory_give_the_same_bits(directory):
+    """On a CPU nothing moves; what is seen is that every path bears the policy of ``fully_shard``."""
+    for rank in range(NUM_RANKS):
+        seen = seen_by(directory, rank)
+        assert seen["offloaded steps"] == seen["steps"]
+        assert seen["offloaded gather"] == seen["gather"]
+    expected = file_bytes(directory / "stepped" / "checkpoint")
+    assert file_bytes(directory / "offloaded" / "checkpoint") == expected
+    assert file_bytes(directory / "offloaded" / "loaded") == expected
+
+
 def test_a_gradient_that_is_not_finite_on_one_rank_raises_on_all_and_changes_nothing(directory):
     for rank in range(NUM_RANKS):
         seen = seen_by(directory, rank)["non-finite"]

@@ -17,6 +17,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, Gemma2Config, Gemma2ForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -24,7 +27,7 @@ from inflight.contracts import TrainerWorker
 from inflight.errors import CheckpointError, ConfigError, NonFiniteError, TrainerError, UnsupportedError
 from inflight.weights.buckets import plan_buckets
 from inflight_fsdp import FsdpWorker, WorkerConfig, create_worker
-from inflight_fsdp.optimizer import learning_rate_at
+from inflight_fsdp.optimizer import as_sharded, learning_rate_at
 from tests.models import FAMILIES, TRAINED_FAMILIES, make_model
 from tests.worker.worker_cases import (
     VOCAB,
@@ -641,6 +644,40 @@ def test_mixed_precision_computes_in_bfloat16_and_keeps_what_bfloat16_would_lose
     moved = (after[name] - before[name]).abs()
     assert 0 < moved.max() < 1e-5
     assert (after[name].bfloat16() == before[name].bfloat16()).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("others", [{}, {"compute_dtype": "bfloat16", "activation_checkpointing": True}], ids=str)
+def test_shards_in_host_memory_give_the_same_bits(make_worker, tmp_path, others):
+    workers = [make_worker(dtype="float32", cpu_offload=flag, betas=(0.9, 0.99), **others) for flag in (False, True)]
+    for worker, name in zip(workers, ("device", "host"), strict=True):
+        for seed in range(2):  # two micro-batches: the second is added to a gradient that is in host memory
+            accumulate(worker, [make_batch(LENGTHS, seed=seed), make_batch((5, 20), seed=seed + 10)])
+            worker.step()
+        worker.save(tmp_path / name)
+    assert file_bytes(tmp_path / "host") == file_bytes(tmp_path / "device")
+    workers[1].load(tmp_path / "device")
+    results = []
+    for worker in workers:
+        accumulate(worker, [make_batch(LENGTHS, seed=5)])
+        results.append(worker.step())
+    assert results[0] == results[1]
+    assert all(torch.equal(tensor, weights_of(workers[1])[name]) for name, tensor in weights_of(workers[0]).items())
+
+
+def test_a_shard_stays_in_host_memory_whatever_the_device_of_its_mesh():
+    """With shards in host memory a mesh of GPUs has local tensors on the CPU; `DTensor.from_local` would move them."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = DeviceMesh("cuda", [0], _init_backend=False, _rank=0)
+        meta = TensorMeta(torch.Size([4, 3]), (3, 1), torch.float32)
+        parameter = DTensor(torch.ones(4, 3), DTensorSpec(mesh, (Shard(0),), tensor_meta=meta), requires_grad=False)
+        moment = torch.zeros(4, 3)
+        sharded = as_sharded(moment, parameter)
+        assert sharded.device_mesh.device_type == "cuda"
+        assert sharded.to_local().data_ptr() == moment.data_ptr()
+        assert (sharded.shape, sharded.stride(), sharded.placements) == (parameter.shape, (3, 1), (Shard(0),))
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(

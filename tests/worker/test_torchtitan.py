@@ -174,7 +174,9 @@ def test_two_copies_step_as_one_rank_does(tmp_path, make_pair, model_path):
     assert_close(load_file(tmp_path / "saved" / "model.safetensors"), weights_of(ours), 1e-3)
 
 
-@pytest.mark.parametrize("change", [{"activation_checkpointing": True}, {"optimizer_implementation": "foreach"}])
+@pytest.mark.parametrize(
+    "change", [{"activation_checkpointing": True}, {"optimizer_implementation": "foreach"}, {"cpu_offload": True}]
+)
 def test_ways_to_compute_the_same(make_pair, model_path, change):
     ours, _ = make_pair(model_path)
     other = create_worker(options(model_path, **change))

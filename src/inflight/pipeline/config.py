@@ -37,6 +37,8 @@ class RunSection(Section):
     seed: int = 0
     checkpoint_every_steps: int = Field(default=50, ge=1)
     keep_checkpoints: int = Field(default=2, ge=1)
+    background_saves: bool = False
+    """Train on while a checkpoint is written. The workers copy their state first, which takes host memory for it."""
     start_timeout_s: float = Field(default=300.0, gt=0)
     """Longest wait for the servers to start, and for one of them to come back once none is left."""
     step_timeout_s: float = Field(default=900.0, gt=0)

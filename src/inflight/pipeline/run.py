@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import json
 import os
 import secrets
 import signal
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -59,6 +61,16 @@ def train(config: RunConfig, *, resume: bool = False, tensorboard: bool = False)
     return asyncio.run(_Run(config, resume=resume, tensorboard=tensorboard).run())
 
 
+@dataclass(slots=True)
+class _BegunSave:
+    """A checkpoint that the ranks are writing while they train, and the run's own state at that version."""
+
+    version: int
+    state: dict[str, Any]
+    ended_on: set[int] = field(default_factory=set)
+    """Ranks that have said that it stands."""
+
+
 class _Run:
     """State of one run that outlives a step."""
 
@@ -84,6 +96,7 @@ class _Run:
         self._progress = Progress(config.run.num_steps)
         self._version = 0
         self._training = False
+        self._begun_save: _BegunSave | None = None
         self._interrupted = asyncio.Event()
         self._arrived = asyncio.Event()
         self._servers: list[Server] = []
@@ -324,10 +337,13 @@ class _Run:
                     await self._save()
                     last_saved = self._version
                 if done:
+                    await self._finish_save()
                     return
         except asyncio.CancelledError:  # Ctrl-C while waiting for data: the steps since the last checkpoint are kept
-            if self._interrupted.is_set() and self._version > last_saved:
-                await self._save()
+            if self._interrupted.is_set():
+                if self._version > last_saved:
+                    await self._save()
+                await self._finish_save()
             raise
 
     def _reward_reached(self) -> bool:
@@ -400,6 +416,7 @@ class _Run:
         metrics: Metrics = {}
         for answer in answers:
             metrics = add_metrics(metrics, decode_metrics(answer["metrics"]))
+        self._note_saved(answers)
         self._note_publish(answers[0])
         row = self._journal.step(
             self._version,
@@ -444,9 +461,31 @@ class _Run:
 
     async def _save(self) -> None:
         """Write a checkpoint; in-flight and unused work is recorded in the ledger, to be issued again."""
-        await self._trainers.save(checkpoint_path(self._directory, self._version))
+        path = checkpoint_path(self._directory, self._version)
+        if self._config.run.background_saves:
+            self._note_saved(await self._trainers.begin_save(path))
+        else:
+            await self._trainers.save(path)
         state = {"ledger": self._ledger.to_json(), "journal": self._journal.state()}
-        finish_checkpoint(self._directory, self._version, state, self._config.run.keep_checkpoints)
+        if self._config.run.background_saves:
+            self._begun_save = _BegunSave(self._version, copy.deepcopy(state))
+        else:
+            finish_checkpoint(self._directory, self._version, state, self._config.run.keep_checkpoints)
+
+    async def _finish_save(self) -> None:
+        """Wait for the checkpoint that is being written, if there is one."""
+        if self._begun_save is not None:
+            self._note_saved(await self._trainers.finish_save())
+
+    def _note_saved(self, answers: Sequence[Message]) -> None:
+        """Make the checkpoint that is being written the latest once every rank has said that it stands."""
+        begun = self._begun_save
+        if begun is None:
+            return
+        begun.ended_on |= {rank for rank, answer in enumerate(answers) if answer.get("saved") == begun.version}
+        if len(begun.ended_on) == len(answers):
+            finish_checkpoint(self._directory, begun.version, begun.state, self._config.run.keep_checkpoints)
+            self._begun_save = None
 
     def _ledger_counts(self) -> dict[str, Any]:
         return {

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from inflight.contracts import TrainerWorker
+from inflight.contracts import BackgroundSaver, TrainerWorker
 from inflight.errors import ConfigError, InflightError, NonFiniteError, PublishError, UnsupportedError
 from inflight.losses import Metrics, Plan, PolicyLoss, add_metrics, encode_metrics, prepare
 from inflight.pipeline.channel import Message, WorkerChannel
@@ -71,6 +71,9 @@ class Trainer:
         self._channel = channel
         self._worker: TrainerWorker | None = None
         self._reference: TrainerWorker | None = None
+        self._saver: BackgroundSaver | None = None
+        self._saving: int | None = None
+        """Version whose save was begun, until the run was told that it has ended."""
         self._publisher: WeightPublisher | None = None
         self._absences: dict[str, _Absence] = {}
         self._restored: set[str] = set()
@@ -79,7 +82,14 @@ class Trainer:
 
     def run(self) -> None:
         """Answer messages until the run ends or says so."""
-        handlers = {"start": self._start, "train": self._train, "save": self._save, "publish": self._publish_again}
+        handlers = {
+            "start": self._start,
+            "train": self._train,
+            "save": self._save,
+            "begin_save": self._begin_save,
+            "finish_save": self._finish_save,
+            "publish": self._publish_again,
+        }
         while True:
             try:
                 message, tensors = self._channel.receive()
@@ -112,6 +122,13 @@ class Trainer:
             )
         factory = load_worker_factory(message["worker"])
         self._worker = factory(message["worker_settings"])
+        if message["background_saves"]:
+            if not isinstance(self._worker, BackgroundSaver):
+                raise ConfigError(
+                    f"run.background_saves is true, and worker {message['worker']!r} cannot save in the background: it "
+                    "is no inflight.BackgroundSaver"
+                )
+            self._saver = self._worker
         self._loss = PolicyLoss.model_validate(message["loss"])
         if "reference_logprobs" in self._loss.needs:
             self._reference = factory(message["worker_settings"])
@@ -146,7 +163,7 @@ class Trainer:
         }
         if message["publish"]:
             answer |= self._publish()
-        return answer
+        return answer | self._ended_save()
 
     def _plan(self, batches: list[MicroBatch], num_groups: int) -> tuple[list[MicroBatch], Plan]:
         """Return the micro-batches with all that the loss needs of them, and what it needs of the whole step."""
@@ -193,6 +210,27 @@ class Trainer:
         assert self._worker is not None
         self._worker.save(Path(message["path"]))
         return {"version": self._worker.version}
+
+    def _begin_save(self, message: Message, tensors: dict[str, torch.Tensor]) -> Message:
+        assert self._worker is not None and self._saver is not None
+        ended = self._finish_save(message, tensors)
+        self._saver.begin_save(Path(message["path"]))
+        self._saving = self._worker.version
+        return ended
+
+    def _finish_save(self, message: Message, _: dict[str, torch.Tensor]) -> Message:
+        """Wait until the save that was begun stands at its path; says which one, if there was one."""
+        if self._saver is None or self._saving is None:
+            return {}
+        self._saver.finish_save(message["timeout_s"])
+        ended, self._saving = self._saving, None
+        return {"saved": ended}
+
+    def _ended_save(self) -> Message:
+        """Say which save has ended by now. Raises `CheckpointError` if it failed."""
+        if self._saver is None or self._saver.save_pending:
+            return {}
+        return self._finish_save({"timeout_s": 0.0}, {})
 
     def _publish_again(self, _: Message, __: dict[str, torch.Tensor]) -> Message:
         """Publish the present version to whoever answers; every removed endpoint is asked, whatever its pause."""

@@ -11,6 +11,9 @@ from inflight.pipeline.channel import Message, encode
 from inflight.pipeline.config import RunConfig
 from inflight.pipeline.processes import Rank, ask, start_ranks
 
+_ANSWER_S = 10.0
+"""How long a rank that gave up waiting may take to say so."""
+
 
 class TrainerGroup:
     """All ranks of one run. Every call asks all of them; what a rank answers instead is raised in its own words."""
@@ -49,6 +52,7 @@ class TrainerGroup:
             },
             "threads": train.threads,
             "loss": config.loss.policy_loss().model_dump(mode="json"),
+            "background_saves": config.run.background_saves,
             "checkpoint": None if checkpoint is None else str(checkpoint),
             "urls": list(urls),
             "run_id": run_id,
@@ -71,6 +75,22 @@ class TrainerGroup:
         """Write a checkpoint of the workers."""
         message = encode({"type": "save", "path": str(path)})
         await self._ask([message] * len(self.ranks), self._config.run.step_timeout_s)
+
+    async def begin_save(self, path: Path) -> list[Message]:
+        """Have the workers copy their state and begin to write it; returns every rank's answer.
+
+        An earlier save is waited for first. The answers to it and to later messages say, under ``saved``, the version
+        whose save has ended on that rank.
+        """
+        timeout_s = self._config.run.step_timeout_s
+        message = encode({"type": "begin_save", "path": str(path), "timeout_s": timeout_s})
+        return await self._ask([message] * len(self.ranks), 2 * timeout_s)
+
+    async def finish_save(self) -> list[Message]:
+        """Wait until the save that was begun has ended on every rank; returns every rank's answer."""
+        timeout_s = self._config.run.step_timeout_s
+        message = encode({"type": "finish_save", "timeout_s": timeout_s})
+        return await self._ask([message] * len(self.ranks), timeout_s + _ANSWER_S)
 
     async def stop(self) -> None:
         """End the ranks' input and wait for them to end."""

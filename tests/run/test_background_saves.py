@@ -1,0 +1,155 @@
+"""Runs that train on while a checkpoint is written, as their user sees them: slow disks, kills, other ranks."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.run.runs import ROOT, RunProcess
+
+pytestmark = pytest.mark.timeout(300)
+
+SLOW_DISK = """
+import os, pathlib, time
+
+fsync = os.fsync
+
+def slow_fsync(descriptor):
+    deadline = time.monotonic() + 120
+    while pathlib.Path({marker!r}).exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    fsync(descriptor)
+
+os.fsync = slow_fsync
+"""
+SAVES = ("--run.background_saves", "true", "--run.checkpoint_every_steps", "2")
+
+
+@pytest.fixture
+def slow_disk(tmp_path: Path) -> Path:
+    """A file; while it exists, no process of a run writes any file to the end."""
+    marker = tmp_path / "the disk is slow"
+    (tmp_path / "python").mkdir()
+    (tmp_path / "python" / "sitecustomize.py").write_text(SLOW_DISK.format(marker=str(marker)))
+    return marker
+
+
+@pytest.fixture
+def start_run(tmp_path: Path, model_dir: Path) -> Iterator[Callable[..., RunProcess]]:
+    runs: list[RunProcess] = []
+
+    def start(*overrides: str) -> RunProcess:
+        environment = {"PYTHONPATH": f"{tmp_path / 'python'}:{ROOT}"}
+        runs.append(RunProcess(tmp_path, model_dir, *overrides, environment=environment))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.kill()
+
+
+def latest(run: RunProcess) -> int:
+    pointer = run.directory / "checkpoints" / "latest.json"
+    version: Any = json.loads(pointer.read_text())["version"] if pointer.exists() else -1
+    return int(version)
+
+
+def being_saved(run: RunProcess) -> int:
+    partial = [path.name for path in (run.directory / "checkpoints").glob(".version-*.new")]
+    return int(partial[0].removeprefix(".version-").removesuffix(".new")) if partial else -1
+
+
+def wait_for_checkpoint(run: RunProcess) -> None:
+    run.wait_until(lambda: latest(run) >= 0)
+
+
+def test_a_run_trains_on_while_the_disk_is_slow_and_resumes_on_fewer_ranks(
+    start_run: Callable[..., RunProcess], slow_disk: Path
+) -> None:
+    slow_disk.touch()
+    run = start_run(*SAVES, "--run.num_steps", "7", "--train.num_ranks", "2")
+    run.wait_for_steps(4)  # the save of step 2 is under way; that of step 4 has to wait for it
+    assert latest(run) == -1
+    assert not list((run.directory / "checkpoints").glob("version-*"))
+    slow_disk.unlink()
+    assert run.wait() == 0, run.output()
+    assert [row["version"] for row in run.rows()] == list(range(1, 8))
+    assert latest(run) == 7
+    kept = sorted(path.name for path in (run.directory / "checkpoints").glob("version-*/"))
+    assert kept == ["version-000006", "version-000007"]
+    resumed = start_run(*SAVES, "--run.num_steps", "9", "--resume")
+    assert resumed.wait() == 0, resumed.output()
+    assert [row["version"] for row in resumed.rows()] == list(range(1, 10))
+    assert load_file(run.directory / "checkpoints" / "version-000009" / "model.safetensors")
+
+
+def test_a_run_that_is_killed_while_it_saves_resumes_from_the_checkpoint_before(
+    start_run: Callable[..., RunProcess], slow_disk: Path
+) -> None:
+    run = start_run(*SAVES, "--run.num_steps", "100000")
+    wait_for_checkpoint(run)
+    slow_disk.touch()
+    time.sleep(0.5)  # a save that was nearly done
+    run.wait_until(lambda: being_saved(run) > 0)
+    pending, before = being_saved(run), latest(run)
+    run.wait_for_steps(pending + 1)
+    run.kill()
+    assert latest(run) == before < pending
+    assert not (run.directory / "checkpoints" / f"version-{pending:06d}").exists()
+    slow_disk.unlink()
+    resumed = start_run(*SAVES, "--run.num_steps", str(before + 3), "--resume")
+    assert resumed.wait() == 0, resumed.output()
+    assert [row["version"] for row in resumed.rows()][-3:] == [before + 1, before + 2, before + 3]
+    assert latest(resumed) == before + 3
+
+
+def test_an_interrupt_waits_for_the_save_and_keeps_every_step(
+    start_run: Callable[..., RunProcess], slow_disk: Path
+) -> None:
+    run = start_run(*SAVES, "--run.num_steps", "100000")
+    wait_for_checkpoint(run)
+    slow_disk.touch()
+    run.wait_for_steps(len(run.rows()) + 1)
+    run.interrupt()
+    time.sleep(2)
+    assert run.process.poll() is None, run.output()
+    slow_disk.unlink()
+    assert run.wait() == 130, run.output()
+    assert latest(run) == run.rows()[-1]["version"]
+
+
+def test_a_save_that_fails_in_the_background_ends_the_run_with_the_cause(
+    start_run: Callable[..., RunProcess],
+) -> None:
+    run = start_run(*SAVES, "--run.num_steps", "100000")
+    wait_for_checkpoint(run)
+    before = latest(run)
+    for version in range(before + 1, before + 20):
+        path = run.directory / "checkpoints" / f"version-{version:06d}"
+        if not path.exists():
+            path.write_text("in the way")
+    assert run.wait() == 1
+    assert "is no checkpoint of a worker" in run.output()
+    assert "Traceback" not in run.output()
+    assert latest(run) >= before
+
+
+def test_a_worker_that_cannot_save_in_the_background_is_refused(
+    start_run: Callable[..., RunProcess], tmp_path: Path
+) -> None:
+    package = tmp_path / "python" / "plain_worker-1.0.dist-info"
+    package.mkdir(parents=True)
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: plain-worker\nVersion: 1.0\n")
+    (package / "entry_points.txt").write_text(
+        "[inflight.workers]\nplain = tests.conformance.plain.worker:create_worker\n"
+    )
+    run = start_run(*SAVES, "--train.trainer", "plain")
+    assert run.wait() == 1, run.output()
+    assert "run.background_saves is true, and worker 'plain' cannot save in the background" in run.output()
+    assert "Traceback" not in run.output()
