@@ -13,10 +13,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import math
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -45,7 +43,7 @@ from inflight.weights.publish import WeightPublisher, publish_weights
 from inflight.weights.transports.process_group import ProcessGroupSender
 from inflight.wire import BucketSpec, GenerateRequest, GenerateResponse, SamplingParams, TensorSpec
 from inflight_fsdp import create_worker
-from quickstart import mean_reward, quickstart_model
+from quickstart import quickstart_model, run_quickstart
 from results import read_results, write_results
 
 NUM_ROUNDS = 5
@@ -242,30 +240,13 @@ def measure_mismatch(name: str, dtype: str, model: Path) -> dict[str, Any]:
     }
 
 
-def measure_learning(fleet: str, directory: Path, num_steps: int) -> dict[str, Any]:
+def measure_learning(fleet: str, num_steps: int) -> dict[str, Any]:
     """Return the reward of each step of the quickstart, on servers that are ``+``-joined engines."""
-    model, config = quickstart_model(), directory / f"{fleet}.toml"
-    lines = [(ROOT / "examples" / "quickstart.toml").read_text()]
+    lines = [""]
     for engine in fleet.split("+"):
         lines += ["[[servers.fleet]]", f'engine = "{engine}"']
         lines += [] if engine == "local" else [f'python = "{python_of(engine)}"']
-    config.write_text("\n".join(lines))
-    command = [sys.executable, "-m", "inflight", "train", str(config), "--run.directory", str(directory / fleet)]
-    command += ["--run.num_steps", str(num_steps), "--model.path", str(model)]
-    started = time.monotonic()
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=3600)
-    rows = [json.loads(line) for line in (directory / fleet / "metrics.jsonl").read_text().splitlines()]
-    return {
-        "engine": fleet,
-        "steps": len(rows),
-        "seconds": time.monotonic() - started,
-        "lag_mean": statistics.fmean(row["lag_mean"] for row in rows),
-        "lag_max": max(row["lag_max"] for row in rows),
-        "ess_mean": statistics.fmean(row["effective_sample_size"] for row in rows),
-        "reward_first": mean_reward(rows[:10]),
-        "reward_last": mean_reward(rows[-10:]),
-        "curve": [[row["num_samples"], row["time_s"], row["reward"]] for row in rows],
-    }
+    return {"engine": fleet, **run_quickstart(num_steps=num_steps, more_config="\n".join(lines))}
 
 
 def main() -> None:
@@ -284,7 +265,7 @@ def main() -> None:
         for what in arguments.what or tuple(rows):
             if what == "learning":
                 for fleet in arguments.fleet or FLEETS:
-                    row = measure_learning(fleet, Path(directory), arguments.steps)
+                    row = measure_learning(fleet, arguments.steps)
                     rows[what] = [*(kept for kept in rows[what] if kept["engine"] != fleet), row]
                     print({key: value for key, value in row.items() if key != "curve"}, flush=True)
                     write_results("engines", rows)

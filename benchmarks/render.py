@@ -114,6 +114,7 @@ def main() -> None:
     plot_learning(result["runs"])
     plot_quickstart(read_results("engines")["rows"]["learning"], "engine", "engines.png")
     plot_quickstart(read_results("workers")["rows"]["learning"], "trainer", "trainers.png")
+    plot_quickstart(read_results("losses")["rows"]["learning"], "preset", "presets.png")
     template = (Path(__file__).parent / "performance.template.md").read_text()
     page = (
         template.replace("{{engine_table}}", engine_table(engine["rows"]))

@@ -41,7 +41,7 @@ from inflight.contracts import TrainerWorker
 from inflight.types import MicroBatch
 from inflight.weights.buckets import DEFAULT_BUCKET_BYTES, plan_buckets
 from inflight_fsdp import create_worker
-from quickstart import mean_reward, quickstart_model
+from quickstart import run_quickstart
 from results import read_results, write_results
 
 ROOT = Path(__file__).parents[1]
@@ -307,22 +307,7 @@ def measure_speed() -> list[dict[str, Any]]:
 
 def measure_learning(trainer: str, num_steps: int) -> dict[str, Any]:
     """Return the reward of each step of the quickstart."""
-    model = quickstart_model()
-    with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, "-m", "inflight", "train", str(ROOT / "examples" / "quickstart.toml")]
-        command += ["--run.directory", f"{directory}/run", "--run.num_steps", str(num_steps)]
-        command += ["--model.path", str(model), "--train.trainer", trainer]
-        started = time.monotonic()
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=3600)
-        rows = [json.loads(line) for line in (Path(directory) / "run" / "metrics.jsonl").read_text().splitlines()]
-    return {
-        "trainer": trainer,
-        "steps": len(rows),
-        "seconds": time.monotonic() - started,
-        "reward_first": mean_reward(rows[:10]),
-        "reward_last": mean_reward(rows[-10:]),
-        "curve": [[row["num_samples"], row["time_s"], row["reward"]] for row in rows],
-    }
+    return {"trainer": trainer, **run_quickstart("--train.trainer", trainer, num_steps=num_steps)}
 
 
 def main() -> None:

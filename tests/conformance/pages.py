@@ -16,7 +16,15 @@ from tests.conformance.tables import TABLES
 ROOT = Path(__file__).parents[2]
 PAGES = tuple(
     ROOT / "docs" / f"{name}.md"
-    for name in ("contract", "conformance", "compatibility", "trainers", "inference-adapter", "trainer-adapter")
+    for name in (
+        "contract",
+        "conformance",
+        "compatibility",
+        "trainers",
+        "losses",
+        "inference-adapter",
+        "trainer-adapter",
+    )
 )
 _FILE = re.compile(r"<!-- file: (\S+) -->\n.*?<!-- end -->", re.DOTALL)
 _MUTANTS = re.compile(r"<!-- mutants -->\n.*?<!-- end -->", re.DOTALL)

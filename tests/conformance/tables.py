@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from inflight.losses import PRESETS
+
 ROOT = Path(__file__).parents[2]
 CERTIFICATES = ROOT / "docs" / "certificates"
 RESULTS = ROOT / "benchmarks" / "results"
@@ -161,7 +163,76 @@ def trainer_speed_table() -> str:
     return "\n".join(lines)
 
 
+def presets_table() -> str:
+    """Return one row for each loss preset."""
+    lines = ["| preset | loss of a token | advantages | denominator | source |", "|---|---|---|---|---|"]
+    lines += [
+        f"| `{it.name}` | {it.formula} | {it.advantages} | {it.loss.aggregation.kind} | {it.source} |"
+        for it in PRESETS.values()
+    ]
+    return "\n".join(lines)
+
+
+def head_table() -> str:
+    """Return time and memory of each head as shares of the naive one."""
+    shapes: Any = _rows("head", "losses")
+    titles = [f"{s['num_targets']:,} x {s['hidden_size']:,} x {s['vocab_size']:,}" for s in shapes]
+    lines = [
+        f"| head | {' | '.join(titles)} |",
+        f"|---|{'---|' * len(titles)}",
+    ]
+    for name in shapes[0]["heads"]:
+        cells = []
+        for shape in shapes:
+            row = shape["heads"][name]
+            ratio = row["time_ratio"]
+            cells.append(
+                f"**{ratio['median']:.2f}** ({ratio['min']:.2f} to {ratio['max']:.2f}), "
+                f"{row['transient_bytes'] / 2**20:,.0f} MiB ({_share(row['memory_ratio'])})"
+            )
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def head_tile_table() -> str:
+    """Return the memory of other heads beside inflight's with the same tiles."""
+    shapes: Any = _rows("head", "losses")
+    lines = [
+        "| head | targets x hidden x vocabulary | its memory | inflight's at its tile | share |",
+        "|---|---|---|---|---|",
+    ]
+    for shape in shapes:
+        for name, row in shape["heads"].items():
+            if "inflight_at_its_tile_bytes" in row:
+                own = row["inflight_at_its_tile_bytes"]
+                lines.append(
+                    f"| {name} | {shape['num_targets']:,} x {shape['hidden_size']:,} x {shape['vocab_size']:,} | "
+                    f"{row['transient_bytes'] / 2**20:,.0f} MiB | {own / 2**20:,.0f} MiB | "
+                    f"**{own / row['transient_bytes']:.2f}** |"
+                )
+    return "\n".join(lines)
+
+
+def preset_learning_table() -> str:
+    """Return how the quickstart went with each of some presets."""
+    lines = ["| preset | mean reward, first ten steps | last ten | mean ESS | seconds |", "|---|---|---|---|---|"]
+    lines += [
+        f"| `{row['preset']}` | {row['reward_first']:.3f} | {row['reward_last']:.3f} | {row['ess_mean']:.3f} | "
+        f"{row['seconds']:.0f} |"
+        for row in _rows("learning", "losses")
+    ]
+    return "\n".join(lines)
+
+
+def _share(ratio: float) -> str:
+    return f"1/{1 / ratio:,.0f}" if ratio < 0.5 else f"{ratio:.2f}"
+
+
 TABLES = {
+    "presets": presets_table,
+    "head": head_table,
+    "head_tiles": head_tile_table,
+    "preset_learning": preset_learning_table,
     "trainers": trainers_table,
     "trainer_learning": trainer_learning_table,
     "trainer_memory": trainer_memory_table,
