@@ -1,29 +1,24 @@
-"""The library's losses, advantages and head against the installed releases of TRL, Liger and verl.
+"""The library's losses and head against the installed releases of TRL, Liger, verl and PyTorch.
 
 Each case states a loss of the library beside the framework's own settings; value and gradient with respect to trainer
-logprobs (for Liger: to hidden states and weight) are compared on the same targets, padded there and packed here. Where
-a framework differs, by intent or not, a test says how.
+logprobs (for Liger: to hidden states and weight) are compared. Where a framework differs is in
+`tests.losses.test_parity_differences`.
 
 Shape suffixes: B rows, T padded columns or packed tokens, N targets, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
-import importlib
 import logging
 import math
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from types import ModuleType
 
 import pytest
 import torch
-from torch import Tensor
 
 from inflight.losses import (
-    PRESETS,
     Band,
     Constant,
     Kl,
@@ -33,102 +28,50 @@ from inflight.losses import (
     Score,
     SegmentMean,
     SegmentSum,
-    Sum,
     TokenMean,
     Truncate,
     TrustKl,
     TrustTv,
     chunked_logprobs,
-    prepare,
 )
-from inflight.rollouts import batch_advantages
 from tests.losses.anchors.packages import anchors_folder, importable_anchors
-from tests.losses.padded import NUM_GENERATIONS, Padded, head_inputs, padded_batch
-
-FLOAT64 = 1e-12
-"""float64 on both sides: sums of 75 terms in another order, relative to the largest."""
-FLOAT32_TAU = 1e-7
-"""TRL's SAPO: torch.where of two Python floats makes tau float32 (trl/trainer/grpo_trainer.py:3122)."""
-EPSILON = 4e-8
-"""verl adds 1e-8 to the number of tokens that it divides by (verl/trainer/ppo/core_algos.py:1196): 1e-8 of the only
-token of a row, and for geo_mean (lines 1984, 1987) of its log ratio of up to 2 before exp and of its advantage."""
-FLOAT32 = 1e-5
-"""Liger and most heads compute logprobs in float32, whatever the inputs: 2^-24 of logits of order 10, over 211."""
-
-SEEDS = (0, 1, 2)
-Anchor = Callable[[ModuleType, Padded, Tensor], Tensor]
-"""The framework's loss of a batch, given its module of `tests.losses.anchors` and the trainer logprobs."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """One loss of the library and what the framework calls the same."""
-
-    name: str
-    ours: PolicyLoss
-    theirs: Anchor
-    per_token: bool = False
-    drift: float = 2.0
-    tolerance: float = FLOAT64
+from tests.losses.padded import head_inputs, padded_batch
+from tests.losses.parity import (
+    AGGREGATIONS,
+    EPSILON,
+    FLOAT32,
+    FLOAT32_TAU,
+    FLOAT64,
+    GSPO,
+    PARTS,
+    SEEDS,
+    SEQUENCE,
+    TEMPERATURE,
+    Anchor,
+    Case,
+    assert_close,
+    charging,
+    corrected,
+    head_batch,
+    of_framework,
+    of_framework_parts,
+    of_library,
+    of_library_head,
+    of_liger,
+    of_parts,
+    preset_loss,
+    trl_engine_loss,
+    trl_loss,
+    verl_kl_loss,
+    verl_loss,
+    verl_tolerance,
+    whole_in_order_of_parts,
+)
 
 
 def by_name(cases):
+    """A parameter ``case`` for each."""
     return pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in cases])
-
-
-def preset_loss(name, **changes):
-    """The loss of a preset, with some pieces changed."""
-    return PRESETS[name].loss.model_copy(update=changes)
-
-
-@pytest.fixture(scope="module")
-def trl():
-    return importlib.import_module("tests.losses.anchors.trl_anchor")
-
-
-@pytest.fixture(scope="module")
-def liger():
-    return importlib.import_module("tests.losses.anchors.liger_anchor")
-
-
-@pytest.fixture(scope="module")
-def verl():
-    return importlib.import_module("tests.losses.anchors.verl_anchor")
-
-
-def value_and_gradient(loss, leaf):
-    (gradient,) = torch.autograd.grad(loss, leaf)
-    return loss.detach(), gradient
-
-
-def of_library(loss, padded, *, plan=None, batch=None):
-    """Value and gradient with respect to the padded trainer logprobs."""
-    leaf_BT = padded.trainer_BT.clone().requires_grad_()
-    batch = batch or padded.packed()
-    trainer_T = padded.pack(leaf_BT)
-    plan = plan or prepare(loss, [batch], trainer_logprobs=[trainer_T.detach()])
-    return value_and_gradient(loss(batch, trainer_T, plan).loss, leaf_BT)
-
-
-def of_framework(theirs, anchor, padded):
-    leaf_BT = padded.trainer_BT.clone().requires_grad_()
-    return value_and_gradient(theirs(anchor, padded, leaf_BT), leaf_BT)
-
-
-def assert_close(found, expected, tolerance):
-    """Value and gradients are equal up to ``tolerance`` of the largest entry; the gradients are not all zero."""
-    (value, *gradients), (expected_value, *expected_gradients) = found, expected
-    assert value.item() == pytest.approx(expected_value.item(), rel=tolerance, abs=tolerance)
-    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
-        largest = expected_gradient.abs().max().item()
-        assert largest > 0
-        torch.testing.assert_close(gradient.double(), expected_gradient.double(), rtol=0, atol=tolerance * largest)
-
-
-def differ(found, expected, by=1e-3):
-    """Whether the values, or some entry of the gradients, are further apart than rounding goes."""
-    pairs = list(zip(found, expected, strict=True))
-    return all(f.isfinite().all() for f, _ in pairs) and max((f - e).abs().max().item() for f, e in pairs) > by
 
 
 def assert_parity(case, anchor):
@@ -138,46 +81,6 @@ def assert_parity(case, anchor):
 
 
 # ---- TRL
-
-
-def trl_loss(**settings) -> Anchor:
-    """TRL's loss with the behaviour policy as its old one."""
-    return lambda trl, padded, x_BT: trl.trl_loss(
-        x_BT, padded.behaviour_BT, padded.row_advantages, padded.mask_BT, **settings
-    )
-
-
-def trl_kl_loss(**settings) -> Anchor:
-    return lambda trl, padded, x_BT: trl.trl_loss(
-        x_BT, padded.behaviour_BT, padded.row_advantages, padded.mask_BT, ref_logps_BT=padded.reference_BT, **settings
-    )
-
-
-def trl_engine_loss(mode, clip_max, clip_min=None, **settings) -> Anchor:
-    """TRL's loss with vLLM: old logprobs are the trainer's at the start, behaviour logprobs the engine's."""
-
-    def theirs(trl, padded, x_BT):
-        scored = trl.trl_scored_batch(
-            torch.arange(float(len(x_BT))),
-            padded.proximal_BT,
-            padded.mask_BT,
-            num_generations=NUM_GENERATIONS,
-            sampling_logps_BT=padded.behaviour_BT,
-            mode=mode,
-            clip_max=clip_max,
-            clip_min=clip_min,
-        )
-        return trl.trl_loss(
-            x_BT,
-            padded.proximal_BT,
-            padded.row_advantages,
-            padded.mask_BT,
-            sampling_ratio=scored["importance_sampling_ratio"],
-            ref_logps_BT=padded.reference_BT,
-            **settings,
-        )
-
-    return theirs
 
 
 def trl_opsm(trl, padded, x_BT):
@@ -191,14 +94,7 @@ def trl_opsm(trl, padded, x_BT):
     )
 
 
-def corrected(*corrections, **changes):
-    """PPO on the policy at the start of the step, corrected for the engine's."""
-    return PolicyLoss(gate=PpoClip(), between="trainer/proximal", corrections=corrections, **changes)
-
-
 WIDE_GSPO = PolicyLoss(gate=PpoClip(), level="segment_mean", aggregation=SegmentMean())
-SEQUENCE = {"importance_sampling_level": "sequence"}
-GSPO = {**SEQUENCE, "epsilon_low": 3e-4, "epsilon_high": 4e-4}
 
 TRL_CASES = (
     Case("grpo", preset_loss("grpo"), trl_loss(loss_type="grpo")),
@@ -227,12 +123,12 @@ TRL_CASES = (
     Case("advantages of tokens", PolicyLoss(gate=PpoClip()), lambda trl, padded, x_BT: trl.trl_loss(
         x_BT, padded.behaviour_BT, padded.advantages_BT, padded.mask_BT), per_token=True),
     Case("beta, use_bias_correction_kl", PolicyLoss(gate=PpoClip(), penalties=(Kl(coefficient=0.3),)),
-         trl_kl_loss(beta=0.3)),
+         trl_loss(beta=0.3)),
     Case("beta without use_bias_correction_kl",
          PolicyLoss(gate=PpoClip(), penalties=(Kl(coefficient=0.3, estimator="k3"),)),
-         trl_kl_loss(beta=0.3, use_bias_correction_kl=False)),
+         trl_loss(beta=0.3, use_bias_correction_kl=False)),
     Case("beta in a mean over sequences", preset_loss("grpo", penalties=(Kl(coefficient=0.3),)),
-         trl_kl_loss(loss_type="grpo", beta=0.3)),
+         trl_loss(loss_type="grpo", beta=0.3)),
     Case("off_policy_mask_threshold", preset_loss("opsm"), trl_opsm),
     Case("sequence_mask, TRL's default", preset_loss("trl_default"), trl_engine_loss("sequence_mask", 3.0)),
     Case("sequence_truncate", corrected(Truncate(level="segment_product", high=3.0)),
@@ -270,29 +166,6 @@ def test_a_step_without_old_logprobs_is_on_policy_here_and_in_trl(trl):
     assert_close(of_library(corrected(), padded, batch=batch), expected, FLOAT64)
 
 
-PARTS = ((0, 7), (1, 2, 3), (4, 5, 6, 8, 9, 10, 11))
-"""Micro-batches of 24, 15 and 52 tokens or fewer, of 2, 3 and 7 rows."""
-
-
-def of_parts(loss, padded):
-    """The library's value and gradient, micro-batch by micro-batch under one plan, in the order of `PARTS`."""
-    parts = [padded.rows(*rows) for rows in PARTS]
-    batches = [part.packed() for part in parts]
-    plan = prepare(loss, batches, trainer_logprobs=[part.pack(part.trainer_BT) for part in parts])
-    pairs = [of_library(loss, part, plan=plan, batch=batch) for part, batch in zip(parts, batches, strict=True)]
-    return sum(value for value, _ in pairs), torch.cat([gradient for _, gradient in pairs])
-
-
-def of_framework_parts(theirs, anchor, padded):
-    pairs = [of_framework(theirs, anchor, padded.rows(*rows)) for rows in PARTS]
-    return sum(value for value, _ in pairs), torch.cat([gradient for _, gradient in pairs])
-
-
-def whole_in_order_of_parts(loss, padded):
-    value, gradient_BT = of_library(loss, padded)
-    return value, gradient_BT[[row for rows in PARTS for row in rows]]
-
-
 def test_micro_batches_of_trl_dapo_add_up_as_here(trl):
     padded = padded_batch()
     accumulation = {"num_items_in_batch": int(padded.mask_BT.sum()), "gradient_accumulation_steps": len(PARTS)}
@@ -302,92 +175,7 @@ def test_micro_batches_of_trl_dapo_add_up_as_here(trl):
     assert_close(of_parts(loss, padded), whole, FLOAT64)
 
 
-@pytest.mark.parametrize(
-    ("loss_type", "loss"),
-    [
-        ("grpo", preset_loss("grpo")),
-        ("bnpo", preset_loss("bnpo")),
-        ("dr_grpo", preset_loss("dr_grpo", aggregation=Constant(length=512))),
-        ("luspo", PolicyLoss(gate=PpoClip(), aggregation=SegmentSum())),
-    ],
-)
-def test_unequal_micro_batches_add_up_here_but_not_in_trl(loss_type, loss, trl):
-    padded = padded_batch()
-    whole = whole_in_order_of_parts(loss, padded)
-    assert_close(of_parts(loss, padded), whole, FLOAT64)
-    theirs = trl_loss(loss_type=loss_type, gradient_accumulation_steps=len(PARTS))
-    assert differ(of_framework_parts(theirs, trl, padded), whole, by=1e-4)
-
-
-def test_unequal_micro_batches_of_trl_async_do_not_add_up_even_with_the_count_of_the_step(trl):
-    padded = padded_batch()
-    whole = whole_in_order_of_parts(preset_loss("trl_async_default"), padded)
-    assert_close(of_parts(preset_loss("trl_async_default"), padded), whole, FLOAT64)
-    theirs = of_framework_parts(
-        lambda trl, part, x_BT: trl.trl_async_loss(
-            x_BT,
-            part.behaviour_BT,
-            part.advantages_BT,
-            part.mask_BT,
-            num_items_in_batch=int(padded.mask_BT.sum()),
-            gradient_accumulation_steps=len(PARTS),
-        ),
-        trl,
-        padded,
-    )
-    assert differ(theirs, whole)
-
-
-def with_an_empty_row(padded):
-    """The batch with no target in its third row, and the same without the row."""
-    mask_BT = padded.mask_BT.clone()
-    mask_BT[2] = False
-    others = [row for row in range(len(mask_BT)) if row != 2]
-    return replace(padded, mask_BT=mask_BT), padded.rows(*others), others
-
-
-def test_rows_without_targets_count_in_the_sequence_means_of_trl_but_not_here_nor_in_verl(trl, verl):
-    padded, without, others = with_an_empty_row(padded_batch())
-    value, gradient_BT = of_library(preset_loss("grpo"), padded)
-    same = (value, gradient_BT[others])
-    assert_close(same, of_library(preset_loss("grpo"), without), FLOAT64)
-    value, gradient_BT = of_framework(trl_loss(loss_type="grpo"), trl, padded)
-    more = len(padded.mask_BT) / len(others)
-    assert_close((more * value, more * gradient_BT[others]), same, FLOAT64)
-    theirs = verl_loss("vanilla", "seq-mean-token-mean", old="behaviour", clip_ratio_c=1e3)
-    value, gradient_BT = of_framework(theirs, verl, padded)
-    assert_close((value, gradient_BT[others]), same, EPSILON)
-
-
-def test_a_sequence_level_of_trl_multiplies_its_kl_by_the_ratio_of_the_sequence_and_here_by_that_of_the_token(trl):
-    padded = padded_batch()
-    ours = of_library(preset_loss("gspo", penalties=(Kl(coefficient=0.3),)), padded)
-    assert differ(ours, of_framework(trl_kl_loss(loss_type="grpo", beta=0.3, **GSPO), trl, padded))
-    biased = of_library(preset_loss("gspo", penalties=(Kl(coefficient=0.3, estimator="k3"),)), padded)
-    theirs = trl_kl_loss(loss_type="grpo", beta=0.3, use_bias_correction_kl=False, **GSPO)
-    assert_close(of_framework(theirs, trl, padded), biased, FLOAT64)
-
-
-def test_with_an_engine_the_kl_of_trl_has_the_ratio_to_the_old_policy_and_here_that_to_the_behaviour_policy(trl):
-    padded = padded_batch()
-    loss = corrected(Truncate(high=2.0), penalties=(Kl(coefficient=0.3),))
-    theirs = of_framework(trl_engine_loss("token_truncate", 2.0, beta=0.3), trl, padded)
-    assert differ(of_library(loss, padded), theirs)
-    without = of_library(loss.model_copy(update={"penalties": ()}), padded)
-    kl_only = PolicyLoss(gate=PpoClip(), penalties=(Kl(coefficient=0.3),))
-    behaves_as_old = replace(padded, behaviour_BT=padded.proximal_BT, advantages_BT=torch.zeros_like(padded.trainer_BT))
-    with_old = of_library(kl_only, behaves_as_old)
-    assert_close(tuple(a + b for a, b in zip(without, with_old, strict=True)), theirs, FLOAT64)
-
-
 # ---- verl
-
-
-def verl_loss(name, agg_mode="token-mean", old="proximal", **settings) -> Anchor:
-    """A policy loss of verl, with the proximal or the behaviour policy as its old one."""
-    return lambda verl, padded, x_BT: verl.verl_policy_loss(
-        name, getattr(padded, f"{old}_BT"), x_BT, padded.advantages_BT, padded.mask_BT, agg_mode, **settings
-    )
 
 
 def verl_bypass(agg_mode="token-mean", loss_type="reinforce", clip_ratio_c=3.0, **correction) -> Anchor:
@@ -419,39 +207,13 @@ def verl_rejected(options, threshold) -> Anchor:
     return theirs
 
 
-def verl_kl_loss(kind) -> Anchor:
-    """A loss of verl's actor with a KL loss: both are aggregated by tokens."""
-
-    def theirs(verl, padded, x_BT):
-        penalty_BT = verl.verl_kl_penalty(x_BT, padded.reference_BT, kind)
-        return verl_loss("gpg")(verl, padded, x_BT) + 0.3 * verl.verl_agg_loss(penalty_BT, padded.mask_BT, "token-mean")
-
-    return theirs
-
-
-AGGREGATIONS = {
-    "token-mean": TokenMean(),
-    "token-sum": Sum(),
-    "seq-mean-token-sum": SegmentSum(),
-    "seq-mean-token-sum-norm": Constant(length=17),
-    "seq-mean-token-mean": SegmentMean(),
-}
-"""By verl's names; the norm is by default the number of columns."""
 SQRT = math.sqrt(1.2)
 """verl's k2 = x^2 / 2 is at most .6 where abs(x) is at most this."""
-
-
-def verl_tolerance(agg_mode):
-    return EPSILON if agg_mode == "seq-mean-token-mean" else FLOAT64
 
 
 def rejecting(**band):
     """verl's vanilla loss, with the denominator that counts what rejection leaves."""
     return preset_loss("verl_default", corrections=(Band(**band),), aggregation=TokenMean(counted="after"))
-
-
-def charging(estimator):
-    return PolicyLoss(gate=Score(low=1.0, high=1.0), penalties=(Kl(coefficient=0.3, estimator=estimator),))
 
 
 VERL_CASES = (
@@ -558,79 +320,6 @@ def test_micro_batches_of_verl_add_up_under_global_counts_as_here(agg_mode, verl
     assert_close(of_parts(loss, padded), whole, FLOAT64)
 
 
-def test_micro_batches_of_geo_mean_add_up_here_but_neither_they_nor_those_of_kl_cov_do_in_verl(verl):
-    padded = padded_batch()
-    counts = {"dp_size": 1, "batch_num_tokens": int(padded.mask_BT.sum()), "global_batch_size": len(padded.mask_BT)}
-    whole = whole_in_order_of_parts(preset_loss("gmpo"), padded)
-    assert_close(of_parts(preset_loss("gmpo"), padded), whole, FLOAT64)
-    geo_mean = verl_loss("geo_mean", old="behaviour", clip_ratio_low=0.4, clip_ratio_high=0.4, global_counts=counts)
-    assert differ(of_framework_parts(geo_mean, verl, padded), whole)
-    kl_cov = verl_loss("kl_cov", policy_loss={"kl_cov_ratio": 0.2}, global_counts=counts)
-    value, gradient_BT = of_framework(kl_cov, verl, padded)
-    in_order = (value, gradient_BT[[row for rows in PARTS for row in rows]])
-    assert differ(of_framework_parts(kl_cov, verl, padded), in_order, by=1e-4)
-
-
-def one_token(trainer, behaviour, *, advantage=1.0, reference=-1.0):
-    """A batch of one row and one target."""
-    values = [torch.tensor([[value]], dtype=torch.float64) for value in (trainer, behaviour, behaviour, reference)]
-    true = torch.tensor([[True]])
-    return Padded(*values, advantages_BT=torch.tensor([[advantage]], dtype=torch.float64), mask_BT=true, inside_BT=true)
-
-
-def test_verl_has_no_gradient_where_the_log_ratio_exceeds_20_and_here_it_is_the_ratio(verl):
-    padded = one_token(-0.5, -25.5, advantage=-1.0)
-    loss = PolicyLoss(gate=PpoClip())
-    value, gradient = of_library(loss, padded)
-    assert value.item() == gradient.item() == pytest.approx(math.exp(25), rel=1e-12)
-    value, gradient = of_framework(verl_loss("vanilla", clip_ratio_c=1e30), verl, padded)
-    assert value.item() == pytest.approx(math.exp(20), rel=1e-12)
-    assert gradient.item() == 0
-
-
-def test_k3_of_verl_has_no_gradient_where_its_value_would_exceed_10_and_here_it_has(verl):
-    for d, clamped in ((-2.6, False), (-2.7, True)):
-        padded = one_token(-3.0, -3.0, advantage=1.0, reference=-3.0 - d)
-        ours = of_library(charging("k3"), padded)
-        k3 = math.exp(-d) + d - 1
-        assert ours[0].item() == pytest.approx(3.0 + 0.3 * k3, rel=1e-12)
-        assert ours[1].item() == pytest.approx(-1.0 + 0.3 * (1 - math.exp(-d)), rel=1e-12)
-        theirs = of_framework(verl_kl_loss("k3"), verl, padded)
-        if clamped:
-            assert theirs[0].item() == pytest.approx(3.0 + 0.3 * 10, rel=1e-12)
-            assert theirs[1].item() == -1.0
-        else:
-            assert_close(theirs, ours, FLOAT64)
-
-
-def test_a_batch_without_targets_has_a_loss_of_zero_here_and_nan_in_verl(verl):
-    padded = padded_batch()
-    padded = replace(padded, mask_BT=torch.zeros_like(padded.mask_BT))
-    batch = padded.packed()
-    loss = preset_loss("verl_default")
-    assert loss(batch, padded.pack(padded.trainer_BT), prepare(loss, [batch])).loss == 0
-    assert verl_loss("vanilla")(verl, padded, padded.trainer_BT).isnan()
-
-
-@pytest.mark.parametrize(
-    ("framework", "theirs", "ours"),
-    [
-        ("trl", trl_loss(loss_type="grpo"), "grpo"),
-        ("verl", verl_loss("vanilla", "seq-mean-token-mean", old="behaviour", clip_ratio_c=1e3), "grpo"),
-        ("verl", verl_loss("sapo", old="behaviour"), "sapo"),
-        ("verl", verl_loss("geo_mean", old="behaviour", clip_ratio_low=0.4, clip_ratio_high=0.4), "gmpo"),
-    ],
-    ids=["trl grpo", "verl vanilla", "verl sapo", "verl geo_mean"],
-)
-def test_nan_at_a_masked_position_spoils_the_loss_there_and_not_here(framework, theirs, ours, request):
-    clean = padded_batch()
-    anchor = request.getfixturevalue(framework)
-    poisoned = replace(clean, behaviour_BT=clean.behaviour_BT.masked_fill(~clean.mask_BT, math.nan))
-    assert theirs(anchor, poisoned, poisoned.trainer_BT).isnan()
-    expected = of_framework(theirs, anchor, clean)
-    assert_close(of_library(preset_loss(ours), poisoned), expected, EPSILON)
-
-
 # ---- Liger
 
 
@@ -639,8 +328,8 @@ class LigerCase:
     name: str
     ours: PolicyLoss
     settings: dict
-    with_ratio: bool = False
-    """Whether the engine's correction is given: a ratio for each token, truncated at 2."""
+    truncated_at: float | None = None
+    """Bound of the engine's correction, a ratio for each token; without it there is none."""
 
 
 LIGER_CASES = (
@@ -659,170 +348,26 @@ LIGER_CASES = (
     LigerCase("beta", charging("k3").model_copy(update={"gate": PpoClip()}), {"beta": 0.3}),
     LigerCase("beta, use_bias_correction_kl", charging("ratio_k3").model_copy(update={"gate": PpoClip()}),
               {"beta": 0.3, "use_bias_correction_kl": True}),
-    LigerCase("token_truncate is tis", preset_loss("tis"), {}, with_ratio=True),
-    LigerCase("vespo with token_truncate", preset_loss("vespo"), {"loss_type": "vespo"}, with_ratio=True),
+    LigerCase("token_truncate is tis", preset_loss("tis"), {}, truncated_at=2.0),
+    LigerCase("vespo of an engine", preset_loss("vespo"), {"loss_type": "vespo"}, truncated_at=1e6),
 )  # fmt: skip
-TEMPERATURE = 0.7
-
-
-def library_logprobs(hidden_BTH, weight_VH, tokens_BT):
-    """Logprobs [B, T] by the library's head."""
-    logprobs_N = chunked_logprobs(
-        hidden_BTH.flatten(0, 1),
-        weight_VH,
-        tokens_BT.flatten(),
-        torch.full((tokens_BT.numel(),), TEMPERATURE, dtype=torch.float64),
-    )
-    return logprobs_N.view(tokens_BT.shape)
-
-
-def of_library_head(loss, padded, hidden_BTH, weight_VH, tokens_BT):
-    """Value and gradients with respect to hidden states and weight, in float64."""
-    hidden_BTH, weight_VH = (tensor.double().requires_grad_() for tensor in (hidden_BTH, weight_VH))
-    trainer_T = padded.pack(library_logprobs(hidden_BTH, weight_VH, tokens_BT))
-    batch = padded.packed()
-    value = loss(batch, trainer_T, prepare(loss, [batch], trainer_logprobs=[trainer_T.detach()])).loss
-    return value.detach(), *torch.autograd.grad(value, (hidden_BTH, weight_VH))
-
-
-def of_liger(liger, padded, hidden_BTH, weight_VH, tokens_BT, *, old="behaviour", chunk_size=1, **settings):
-    hidden_BTH, weight_VH = (tensor.clone().requires_grad_() for tensor in (hidden_BTH, weight_VH))
-    value = liger.liger_loss(
-        hidden_BTH,
-        weight_VH,
-        tokens_BT,
-        padded.mask_BT,
-        padded.row_advantages.float(),
-        getattr(padded, f"{old}_BT").float(),
-        padded.reference_BT.float(),
-        temperature=TEMPERATURE,
-        chunk_size=chunk_size,
-        **settings,
-    )
-    return value.detach(), *torch.autograd.grad(value, (hidden_BTH, weight_VH))
-
-
-def head_batch(seed=0):
-    """Inputs of a head, and a batch around the logprobs that they give."""
-    inputs = hidden_BTH, weight_VH, tokens_BT = head_inputs()
-    trainer_BT = library_logprobs(hidden_BTH.double(), weight_VH.double(), tokens_BT)
-    return padded_batch(seed, trainer_BT=trainer_BT), inputs
 
 
 @pytest.mark.parametrize("chunk_size", [1, 5])
 @by_name(LIGER_CASES)
 def test_loss_and_gradients_of_hidden_states_and_weight_are_those_of_liger(case, chunk_size, liger):
-    padded, inputs = head_batch()
-    settings = dict(case.settings)
-    if case.with_ratio:
-        ratio_BT = (padded.proximal_BT - padded.behaviour_BT).exp().float()
-        high = 2.0 if case.ours.corrections else 1e6
-        settings |= {"sampling_ratio": ratio_BT.clamp(max=high).masked_fill(~padded.mask_BT, 1.0), "old": "proximal"}
-    theirs = of_liger(liger, padded, *inputs, chunk_size=chunk_size, **settings)
-    assert_close(theirs, of_library_head(case.ours, padded, *inputs), FLOAT32)
-
-
-def test_luspo_of_liger_at_level_token_ignores_the_mask_unlike_trl_and_here(liger, trl):
-    padded, inputs = head_batch()
-    loss = PolicyLoss(gate=PpoClip(), aggregation=SegmentSum())
-    ours = of_library_head(loss, padded, *inputs)
-    assert_close(of_library(loss, padded), of_framework(trl_loss(loss_type="luspo"), trl, padded), FLOAT64)
-    theirs = of_liger(liger, padded, *inputs, loss_type="luspo")
-    assert differ(theirs, ours, by=0.1)
-    # Hidden states of masked positions change it, too.
-    hidden_BTH, weight_VH, tokens_BT = inputs
-    changed_BTH = torch.where(padded.mask_BT[..., None], hidden_BTH, 0.0)
-    assert_close(of_library_head(loss, padded, changed_BTH, weight_VH, tokens_BT)[:1], ours[:1], FLOAT64)
-    assert differ(of_liger(liger, padded, changed_BTH, weight_VH, tokens_BT, loss_type="luspo")[:1], theirs[:1], by=0.1)
-
-
-# ---- advantages
-
-GROUPS = ((1.0, 0.0, 0.5), (2.0, 2.5, 4.0), (0.0, 0.0, 1.0), (1.0, 1.0, 1.0))
-REWARDS = torch.tensor(GROUPS, dtype=torch.float64).flatten()
-
-
-def trl_advantages(trl, rewards_B, scale_rewards):
-    padded = padded_batch()
-    scored = trl.trl_scored_batch(
-        rewards_B, padded.proximal_BT, padded.mask_BT, num_generations=NUM_GENERATIONS, scale_rewards=scale_rewards
-    )
-    return scored["advantages"].tolist()
-
-
-def flat(groups):
-    return [advantage for group in groups for advantage in group]
-
-
-@pytest.mark.parametrize(("scale_rewards", "estimator"), [("group", "std"), ("none", "mean")])
-def test_advantages_of_a_group_are_those_of_trl(scale_rewards, estimator, trl):
-    found = flat(batch_advantages(GROUPS, estimator))
-    assert found == pytest.approx(trl_advantages(trl, REWARDS, scale_rewards), rel=FLOAT64, abs=FLOAT64)
-
-
-def test_batch_std_is_that_of_trl_for_groups_of_one_mean_and_otherwise_leaves_out_what_lies_between_groups(trl):
-    centred = [[reward - sum(group) / len(group) for reward in group] for group in GROUPS]
-    ours = flat(batch_advantages(GROUPS, "batch_std"))
-    # TRL computes n / (n - 1) in float32 (trl/trainer/utils.py:1041).
-    assert ours == pytest.approx(trl_advantages(trl, torch.tensor(flat(centred)).double(), "batch"), rel=1e-7, abs=1e-7)
-    theirs = trl_advantages(trl, REWARDS, "batch")
-    factor = (torch.tensor(flat(centred)).double().std().item() + 1e-4) / (REWARDS.std().item() + 1e-4)
-    assert factor < 0.8
-    assert [factor * advantage for advantage in ours] == pytest.approx(theirs, rel=1e-6, abs=1e-6)
-
-
-def test_leave_one_out_advantages_are_those_of_trl(trl):
-    padded = padded_batch()
-    theirs = trl.trl_rloo_advantages(REWARDS, padded.proximal_BT, padded.mask_BT, num_generations=NUM_GENERATIONS)
-    assert flat(batch_advantages(GROUPS, "leave_one_out")) == pytest.approx(theirs.tolist(), rel=FLOAT64, abs=FLOAT64)
-
-
-VERL_GROUPS = (*GROUPS[:3], (0.25, 1.0), (3.0,))
-VERL_REWARDS = torch.tensor([reward for group in VERL_GROUPS for reward in group], dtype=torch.float64)
-GROUP_IDS = torch.tensor([index for index, group in enumerate(VERL_GROUPS) for _ in group])
-
-
-def verl_advantages(verl, name, **settings):
-    """verl's advantages of each row, of which there are 12, and the rows' numbers of targets."""
-    mask_BT = padded_batch().mask_BT
-    advantages_BT = verl.verl_advantages(name, VERL_REWARDS, mask_BT, GROUP_IDS, **settings)
-    assert ((advantages_BT == 0) | mask_BT).all()
-    assert torch.equal(torch.where(mask_BT, advantages_BT[:, :1], 0.0), advantages_BT)
-    return advantages_BT[:, 0].tolist(), mask_BT.sum(1).tolist()
-
-
-@pytest.mark.parametrize(
-    ("name", "settings", "estimator", "tolerance", "of_one"),
-    [
-        ("grpo", {"epsilon": 1e-4}, "std", FLOAT64, 3.0 / (1 + 1e-4)),
-        # float32 inside (verl/utils/groupwise.py)
-        ("grpo_vectorized", {"epsilon": 1e-4}, "std", 1e-6, 3.0 / (1 + 1e-4)),
-        ("grpo", {"norm_adv_by_std_in_grpo": False}, "mean", FLOAT64, 3.0),
-        ("rloo", {}, "leave_one_out", FLOAT64, 3.0),
-        ("rloo_vectorized", {}, "leave_one_out", FLOAT64, 0.0),
-        ("opo", {}, "opo", FLOAT64, 3.0),
-    ],
-    ids=["grpo", "grpo_vectorized", "grpo without std", "rloo", "rloo_vectorized", "opo"],
-)
-def test_advantages_are_those_of_verl_but_for_a_group_of_one_which_has_its_raw_reward_in_verl_and_0_here(
-    name, settings, estimator, tolerance, of_one, verl
-):
-    theirs, lengths = verl_advantages(verl, name, **settings)
-    of_groups = [[lengths.pop(0) for _ in group] for group in VERL_GROUPS]
-    ours = flat(batch_advantages(VERL_GROUPS, estimator, of_groups))
-    assert ours[:-1] == pytest.approx(theirs[:-1], rel=tolerance, abs=tolerance)
-    assert ours[-1] == 0
-    assert theirs[-1] == pytest.approx(of_one, rel=1e-6)  # its deviation of 1 is a float32
-
-
-def test_grpo_of_verl_adds_1e_6_to_the_deviation_and_here_it_is_1e_4_as_in_trl(verl):
-    theirs, _ = verl_advantages(verl, "grpo")
-    ours = flat(batch_advantages(VERL_GROUPS, "std"))
-    furthest = max(abs(a - b) for a, b in zip(ours[:-1], theirs[:-1], strict=True))
-    assert 1e-5 < furthest < 1e-3
+    for seed in SEEDS:
+        padded, inputs = head_batch(seed)
+        settings = dict(case.settings)
+        if case.truncated_at is not None:
+            ratio_BT = (padded.proximal_BT - padded.behaviour_BT).exp().clamp(max=case.truncated_at)
+            settings |= {"sampling_ratio": ratio_BT.masked_fill(~padded.mask_BT, 1.0).float(), "old": "proximal"}
+        theirs = of_liger(liger, padded, *inputs, chunk_size=chunk_size, **settings)
+        assert_close(theirs, of_library_head(case.ours, padded, *inputs), FLOAT32)
 
 
 # ---- heads
+
 
 HEADS = {
     "trl chunked": ("trl", "trl_chunked_logprobs", FLOAT32),
@@ -833,11 +378,6 @@ HEADS = {
     "torch": ("torch_head", "torch_logprobs", FLOAT64),
 }
 """Fixture, function, and the precision that it computes in when it is given float64."""
-
-
-@pytest.fixture(scope="module")
-def torch_head():
-    return importlib.import_module("tests.losses.anchors.torch_anchor")
 
 
 @pytest.mark.parametrize("temperature", [1.0, TEMPERATURE])
@@ -869,17 +409,24 @@ def falls_on_both_sides(ratios, bound):
     return bool((ratios < bound).any() and (ratios > bound).any())
 
 
-@pytest.mark.parametrize("per_token", [False, True])
+RATIO_BOUNDS = {
+    "token": (0.8, 0.9, 1.02, 1.2, 1.28, 1.4, 2.0, 3.0, 4.0, 5.0, math.exp(0.4), math.exp(-0.4)),
+    "segment_mean": (0.8, 1 - 3e-4, 1 + 4e-4, 1.2),
+    "segment_product": (0.8, 1.2, 2.0),
+}
+"""All at which some case changes its branch."""
+
+
 @pytest.mark.parametrize("old", ["behaviour", "proximal"])
-def test_ratios_of_the_inputs_fall_on_both_sides_of_every_bound_for_both_signs_of_advantages(old, per_token):
-    bounds = {
-        "token": (0.8, 0.9, 1.02, 1.2, 1.28, 1.4, 2.0, 3.0, 4.0, 5.0, math.exp(0.4), math.exp(-0.4)),
-        "segment_mean": (0.8, 1 - 3e-4, 1 + 4e-4, 1.2),
-        "segment_product": (0.8, 1.2, 2.0),
-    }
-    signs, ratios = [], {level: [] for level in bounds}
+@pytest.mark.parametrize(
+    "make_batch",
+    [padded_batch, lambda seed: padded_batch(seed, per_token=True), lambda seed: head_batch(seed)[0]],
+    ids=["advantages of rows", "advantages of tokens", "around a head"],
+)
+def test_ratios_of_the_inputs_fall_on_both_sides_of_every_bound_for_both_signs_of_advantages(make_batch, old):
+    signs, ratios = [], {level: [] for level in RATIO_BOUNDS}
     for seed in SEEDS:
-        padded = padded_batch(seed, per_token=per_token)
+        padded = make_batch(seed)
         log_BT = torch.where(padded.mask_BT, padded.trainer_BT - getattr(padded, f"{old}_BT"), 0.0)
         sum_BT = log_BT.sum(1, keepdim=True).expand(log_BT.shape)
         of_levels = {"token": log_BT, "segment_mean": sum_BT / padded.mask_BT.sum(1, keepdim=True)}
@@ -891,8 +438,8 @@ def test_ratios_of_the_inputs_fall_on_both_sides_of_every_bound_for_both_signs_o
         assert (~padded.mask_BT & padded.inside_BT).any()
     sign_N = torch.cat(signs)
     assert (sign_N == 0).any()
-    for level in bounds:
-        for bound in bounds[level]:
+    for level, bounds in RATIO_BOUNDS.items():
+        for bound in bounds:
             for sign in (-1, 1):
                 assert falls_on_both_sides(torch.cat(ratios[level])[sign_N == sign], bound), (level, bound, sign)
 
@@ -901,10 +448,14 @@ def test_ratios_of_old_to_behaviour_policy_fall_on_both_sides_of_every_bound():
     for seed in SEEDS:
         padded = padded_batch(seed)
         log_BT = torch.where(padded.mask_BT, padded.proximal_BT - padded.behaviour_BT, 0.0)
-        for bound in (0.5, 1 / 1.5, 1.5, 2.0, 5.0):
-            assert falls_on_both_sides(log_BT[padded.mask_BT].exp(), bound), bound
-        for bound in (2.0, 3.0):
-            assert falls_on_both_sides(log_BT.sum(1).exp(), bound), bound
+        sum_B = log_BT.sum(1)
+        for log_ratios, bounds in (
+            (log_BT[padded.mask_BT], (0.5, 1 / 1.5, 1.5, 2.0, 5.0)),
+            (sum_B / padded.mask_BT.sum(1), (1 / 1.1, 1 / 0.9)),
+            (sum_B, (1 / 1.5, 2.0, 3.0)),
+        ):
+            for bound in bounds:
+                assert falls_on_both_sides(log_ratios.exp(), bound), bound
 
 
 def test_the_bounds_of_dppo_are_reached_on_both_sides():
