@@ -11,6 +11,8 @@ PYTEST ?=
 STAMP_VLLM   := .engines/vllm-$(VLLM)/.installed
 STAMP_SGLANG := .engines/sglang-$(SGLANG)/.installed
 CERTIFICATES := docs/certificates
+# Frameworks that tests compare losses with.
+ANCHORS := tests/losses/anchors/requirements.txt
 
 .PHONY: demo test test-engines engines certificates certificate-vllm certificate-sglang certificates-trainers lint format types docs bench clean
 
@@ -79,13 +81,17 @@ docs: $(STAMP)
 	$(BIN)/python -m tests.conformance.pages
 
 # torch first, by itself: the constraint then keeps every later package on that build.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt $(ANCHORS)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	# Apart: where transformers finds torchao, each process that imports transformers loads it, for two seconds.
 	$(BIN)/pip install --quiet --no-deps --target $(VENV)/torchao torchao==0.18.0
+	# Apart too: they ask for other releases of what is installed. Two packages of verl have the names of ours.
+	rm -rf $(VENV)/anchors
+	$(BIN)/pip install --quiet --no-deps --target $(VENV)/anchors --requirement $(ANCHORS)
+	rm -r $(VENV)/anchors/tests $(VENV)/anchors/scripts
 	touch $(STAMP)
 
 $(STAMP_VLLM): engines/install
