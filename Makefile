@@ -74,6 +74,7 @@ bench: $(STAMP) engines
 	$(BIN)/python benchmarks/engine.py
 	$(BIN)/python benchmarks/pipeline.py
 	$(BIN)/python benchmarks/engines.py
+	$(BIN)/python benchmarks/losses.py
 
 docs: $(STAMP)
 	$(BIN)/python -m inflight.http.openapi > docs/openapi.json

@@ -356,7 +356,8 @@ _MASKED = (
         "mean",
         "-A sg(min(rho, 20)) log pi unless pi left mu by .2 with A's sign",
         "A min(rho, 20), or 0",
-        "DPPO-TV, arXiv 2602.04879, in verl's form",
+        "DPPO-TV, arXiv 2602.04879, in the form of SkyRL and verl",
+        "verl's configuration lowers the cap to 3",
     ),
     Preset(
         "dppo_kl",
@@ -466,6 +467,7 @@ _OF_FRAMEWORKS = (
         "B 1[B <= 3] x " + _CLIPPED,
         "B A r inside the clip and the band",
         "TRL's GRPOTrainer (loss_type dapo, sequence_mask, cap 3)",
+        "where TRL adds a KL it weighs k3 by pi / old, and ratio_k3 by pi / mu",
     ),
     Preset(
         "trl_async_default",
