@@ -8,6 +8,8 @@ VLLM   ?= 0.32.0
 SGLANG ?= 0.5.23
 # More arguments for pytest, as PYTEST="-k publish".
 PYTEST ?=
+# Tests at a time: most of the time of one is a process waiting for another.
+WORKERS ?= 2
 STAMP_VLLM   := .engines/vllm-$(VLLM)/.installed
 STAMP_SGLANG := .engines/sglang-$(SGLANG)/.installed
 CERTIFICATES := docs/certificates
@@ -22,7 +24,7 @@ demo: $(STAMP)
 	$(BIN)/inflight train examples/quickstart.toml
 
 test: $(STAMP) lint types
-	$(BIN)/python -m pytest --durations 40 $(PYTEST)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 40 $(PYTEST)
 
 # The real engines, each in a virtual environment of its own.
 engines: $(STAMP_VLLM) $(STAMP_SGLANG)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from inflight.losses import (
     Maximum,
     Metric,
+    PpoClip,
     add_metrics,
     decode_metrics,
     effective_sample_size,
@@ -23,6 +24,7 @@ from inflight.losses import (
     reinforce_loss,
     staleness_metrics,
 )
+from inflight.losses.targets import Targets
 
 LOG_RATIOS = st.lists(st.floats(-5, 5), min_size=1, max_size=30)
 
@@ -94,6 +96,20 @@ def test_sequences_have_an_effective_sample_size_of_their_own():
     weights = [math.exp(0.3), math.exp(-1.0)]
     expected = sum(weights) ** 2 / (2 * sum(w * w for w in weights))
     assert values["effective_sample_size_sequences"] == pytest.approx(expected, rel=1e-12)  # float64
+    # Clipped above 1.2: of the tokens e^.5, e^-.2 and e, e, e^-3 the pulls are 0, e^-.2 and 0, 0, e^-3.
+    pulls = [math.exp(-0.2) / 2, math.exp(-3.0) / 3]
+    used = sum(pulls) ** 2 / (2 * sum(p * p for p in pulls))
+    assert values["effective_sample_size_sequences_used"] == pytest.approx(used, rel=1e-12)
+
+
+def test_dual_clip_is_counted_apart():
+    up = math.log(4.0)
+    batch = loss_inputs([up, up, 0.0], [1, -1, -1])
+    targets = Targets(*batch[:2], batch[0], batch[2], torch.zeros(3, dtype=torch.int64), 1)
+    fractions = PpoClip(dual=3.0)(targets, targets.log_ratio("trainer/behaviour"), batch[3]).fractions
+    assert fractions["clip_fraction_high"].tolist() == [True, False, False]
+    assert fractions["clip_fraction_dual"].tolist() == [False, True, False]
+    assert not fractions["clip_fraction_low"].any()
 
 
 @pytest.mark.parametrize("log_ratio", [1e4, -1e4])
@@ -123,6 +139,8 @@ def test_lag_is_per_token_and_mismatch_is_of_fresh_tokens_only():
     assert metrics["max_lag"] == Maximum(4.0)
     # float64.
     assert metrics["mismatch_k1"].value == pytest.approx(0.1, rel=1e-12)
+    assert metrics["stale_k1"].value == pytest.approx(-9.0, rel=1e-12)
+    assert metrics["stale_k3"] == Metric(pytest.approx(2 * (math.exp(9.0) - 10.0)), 2)
     assert metrics["mismatch_k3"].value == pytest.approx((math.exp(0.1) + math.exp(-0.3) - 2 + 0.2) / 2, rel=1e-12)
 
 

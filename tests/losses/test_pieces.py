@@ -212,6 +212,29 @@ def test_second_moment_keeps_as_many_targets_as_the_bound_allows(bound):
     assert kept.sum == len(squares)
 
 
+SMOOTH = {
+    **{
+        name: PRESETS[name].loss
+        for name in ("grpo", "dapo", "dual_clip", "gspo", "gmpo", "sapo", "importance_sampling")
+    },
+    "prefix": PolicyLoss(gate=PpoClip(low=None, high=None), level="prefix"),
+    "product": PolicyLoss(gate=PpoClip(low=None, high=None), level="segment_product"),
+    **{
+        f"kl_{it}": PolicyLoss(gate=PpoClip(), penalties=(Kl(coefficient=0.5, estimator=it),))
+        for it in ("k1", "k2", "k3", "ratio_k1", "ratio_k3")
+    },
+}
+"""Losses without a stopped gradient: numerical differences see all that their gradient is of."""
+
+
+@pytest.mark.parametrize("name", SMOOTH)
+def test_gradient_passes_gradcheck(name):
+    batch, logits_TV = random_step(lengths=(4, 5), drift=0.5, seed=2)
+    trainer_T = logprobs_of(logits_TV, batch.token_ids_T, batch.temperature_T)
+    plan = prepare(SMOOTH[name], [batch])
+    torch.autograd.gradcheck(lambda x_T: SMOOTH[name](batch, x_T, plan).loss, trainer_T.requires_grad_())
+
+
 # ---- what is not finite
 
 

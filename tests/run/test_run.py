@@ -261,3 +261,23 @@ def test_reference_kl_is_zero_at_the_start_and_then_measured(start_run: Callable
     first, *_, last = [row["reference_kl_k3"] for row in run.rows()]
     assert abs(first) < 1e-6  # float32: the same weights on both sides
     assert last > 10 * abs(first)
+
+
+def test_a_loss_that_counts_over_the_whole_step_trains_on_two_ranks(start_run: Callable[..., RunProcess]) -> None:
+    """Second moments of all ranks, prompts of all ranks, and what corrections leave of both."""
+    policy = """{
+        gate = { kind = "ppo_clip" },
+        corrections = [
+            { kind = "second_moment", bound = 1e-12, between = "trainer/behaviour" },
+            { kind = "max_age", versions = 8 },
+        ],
+        aggregation = { kind = "prompt_mean", counted = "after" },
+    }"""
+    run = start_run(
+        *("--loss.policy", " ".join(policy.split()).replace(", ]", " ]").replace(", }", " }")),
+        *("--loss.advantages", "batch_std", "--train.num_ranks", "2", "--run.num_steps", "3"),
+    )
+    assert run.wait() == 0, run.output()
+    for row in run.rows():
+        assert 0 < row["kept_fraction"] < 1
+        assert row["effective_sample_size_sequences"] > 0

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from inflight.errors import ConfigError, TaskError
+from inflight.losses import PRESETS, Kl, PolicyLoss, Score
 from inflight.pipeline.config import load_config
 from inflight.rollouts import load_task
 
@@ -33,6 +34,23 @@ def test_every_kind_of_value_can_be_overridden(config_file: Path) -> None:
     assert config.train.train_on_equal_rewards
 
 
+def test_a_loss_may_be_put_together_in_the_configuration(config_file: Path) -> None:
+    pieces = '{ gate = { kind = "score", high = 2.0 }, penalties = [{ kind = "kl", coefficient = 0.1 }] }'
+    loss = load_config(config_file, ["--loss.policy", pieces]).loss
+    assert loss.policy_loss() == PolicyLoss(gate=Score(high=2.0), penalties=(Kl(coefficient=0.1),))
+    assert loss.estimator() == "leave_one_out"
+    loss = load_config(config_file, ["--loss.policy", pieces, "--loss.reference_kl", "0.3"]).loss
+    assert loss.policy_loss().penalties == (Kl(coefficient=0.3),)
+    loss = load_config(config_file, ["--loss.preset", "scalerl"]).loss
+    assert (loss.policy_loss(), loss.estimator()) == (PRESETS["scalerl"].loss, "batch_std")
+
+
+def test_an_entropy_bonus_is_refused_in_a_run(config_file: Path) -> None:
+    pieces = '{ gate = { kind = "score" }, penalties = [{ kind = "entropy", coefficient = 0.1 }] }'
+    with pytest.raises(ConfigError, match="no worker gives entropies for"):
+        load_config(config_file, ["--loss.policy", pieces]).loss.policy_loss()
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
@@ -46,6 +64,11 @@ def test_every_kind_of_value_can_be_overridden(config_file: Path) -> None:
         (["--run.directory.name", "x"], "'directory' is a value, not a section"),
         (["--servers.max_concurrent", "4"], "a group would never run as a whole"),
         (["--run.mode", "conventional", "--run.conventional_steps", "16"], "loss.max_lag 8 masks them"),
+        (
+            ["--loss.preset", "dapo", "--loss.policy", '{ gate = { kind = "score" } }'],
+            "both preset ('dapo') and policy are set",
+        ),
+        (["--loss.policy", '{ gate = { kind = "scroe" } }'], "loss.policy.gate: Input tag 'scroe'"),
     ],
 )
 def test_wrong_overrides_are_named_with_what_to_write_instead(

@@ -206,19 +206,20 @@ def _clipped(
     below by the floor where A is negative."""
     advantages_N = targets.advantages_N
     raw_N = log_ratio_N.detach().exp()
-    too_high_N, too_low_N = torch.zeros_like(live_N), torch.zeros_like(live_N)
+    positive_N, negative_N = live_N & (advantages_N > 0), live_N & (advantages_N < 0)
+    nobody_N = torch.zeros_like(live_N)
+    too_high_N = nobody_N if ceilings[0] is None else positive_N & (raw_N > ceilings[0])
+    bounded_N = nobody_N if ceilings[1] is None else negative_N & (raw_N > ceilings[1])
+    too_low_N = nobody_N if floor is None else negative_N & (raw_N < floor)
     bound_N = torch.zeros_like(raw_N)
-    for sign_N, ceiling in zip((advantages_N > 0, advantages_N < 0), ceilings, strict=True):
-        if ceiling is not None:
-            above_N = live_N & sign_N & (raw_N > ceiling)
-            too_high_N = too_high_N | above_N
-            bound_N = bound_N.masked_fill(above_N, ceiling)
-    if floor is not None:
-        too_low_N = live_N & (advantages_N < 0) & (raw_N < floor)
-        bound_N = bound_N.masked_fill(too_low_N, floor)
+    for bound, beyond_N in ((ceilings[0], too_high_N), (ceilings[1], bounded_N), (floor, too_low_N)):
+        if bound is not None:
+            bound_N = bound_N.masked_fill(beyond_N, bound)
     # Targets without a gradient are taken out before exp: that of an overflowing one would be 0 * inf.
-    inert_N = too_high_N | too_low_N | ~live_N
+    inert_N = too_high_N | bounded_N | too_low_N | ~live_N
     ratio_N = torch.where(inert_N, 0.0, log_ratio_N).exp()
     pull_N = torch.where(inert_N, 0.0, ratio_N.detach())
     fractions = {"clip_fraction_high": too_high_N, "clip_fraction_low": too_low_N}
+    if ceilings[1] is not None:
+        fractions["clip_fraction_dual"] = bounded_N
     return Gated(-advantages_N * torch.where(inert_N, bound_N, ratio_N), pull_N, fractions)

@@ -46,6 +46,7 @@ _SAMPLE_SIZES = {
     "ratio": "effective_sample_size",
     "pull": "effective_sample_size_used",
     "sequence_ratio": "effective_sample_size_sequences",
+    "sequence_pull": "effective_sample_size_sequences_used",
 }
 
 
@@ -71,18 +72,21 @@ def metric_values(metrics: Metrics) -> dict[str, float]:
     A metric without weight (no token was counted) is left out.
     """
     values = {name: m.value for name, m in metrics.items() if not (isinstance(m, Metric) and m.weight == 0)}
-    for kind in ("ratio", "pull", "sequence_ratio"):
+    for kind, name in _SAMPLE_SIZES.items():
         if values.get(f"{kind}_squared", 0.0) > 0:
-            values[_SAMPLE_SIZES[kind]] = effective_sample_size(metrics, kind)
+            values[name] = effective_sample_size(metrics, kind)
     return values
 
 
-def effective_sample_size(metrics: Metrics, kind: Literal["ratio", "pull", "sequence_ratio"] = "ratio") -> float:
+WeightKind = Literal["ratio", "pull", "sequence_ratio", "sequence_pull"]
+
+
+def effective_sample_size(metrics: Metrics, kind: WeightKind = "ratio") -> float:
     """Return (sum w)^2 / (n sum w^2) of n weights w: 1 if all are equal, 1/n if one dwarfs the rest.
 
     ``ratio``: the raw ratios of tokens, never truncated, since under a tight cap those say 1 whatever the staleness.
     ``pull``: the weights that tokens have in the gradient once all is truncated, clipped and rejected.
-    ``sequence_ratio``: the raw ratios of whole sequences.
+    ``sequence_ratio``: the raw ratios of whole sequences. ``sequence_pull``: the mean pull of each sequence's tokens.
     """
     return metrics[kind].value ** 2 / metrics[f"{kind}_squared"].value
 
@@ -131,7 +135,7 @@ def staleness_metrics(
 
     ``lag`` and ``max_lag`` are mean and largest ``current_version - version`` of the targets. ``mismatch_k1`` and
     ``mismatch_k3`` are KL(behaviour || trainer) as in `ratio_metrics`, over targets of lag 0 alone: what differing
-    numerics cost before staleness adds to it.
+    numerics cost before staleness adds to it. ``stale_k1`` and ``stale_k3`` are those of the other targets.
     """
     lag_N = current_version - versions_T[loss_mask_T]
     return lag_metrics(trainer_logprobs_T[loss_mask_T], behaviour_logprobs_T[loss_mask_T], lag_N)
@@ -143,28 +147,34 @@ def lag_metrics(
 ) -> dict[str, Metric | Maximum]:
     """Return `staleness_metrics` of the targets alone."""
     fresh_N = lag_N == 0
-    fresh = ratio_metrics(trainer_logprobs_N[fresh_N], behaviour_logprobs_N[fresh_N])
+    parts = {"mismatch": fresh_N, "stale": ~fresh_N}
+    kl = {
+        name: ratio_metrics(trainer_logprobs_N[part_N], behaviour_logprobs_N[part_N]) for name, part_N in parts.items()
+    }
     return {
         **mean_metrics({"lag": lag_N}),
         "max_lag": _maximum(lag_N.double()),
-        "mismatch_k1": fresh["behaviour_kl_k1"],
-        "mismatch_k3": fresh["behaviour_kl_k3"],
+        **{f"{name}_{k}": kl[name][f"behaviour_kl_{k}"] for name in parts for k in ("k1", "k3")},
     }
 
 
 @torch.no_grad()
-def pull_metrics(pull_N: torch.Tensor, sequence_log_ratio_S: torch.Tensor) -> dict[str, Metric | Maximum]:
-    """Return what is left of the ratios in the gradient, and the ratios of whole sequences.
+def pull_metrics(
+    pull_N: torch.Tensor, sequence_pull_S: torch.Tensor, sequence_log_ratio_S: torch.Tensor
+) -> dict[str, Metric | Maximum]:
+    """Return what is left of the ratios in the gradient, and both for whole sequences, of those that have a target.
 
     ``pull`` and ``pull_squared`` are the means of the weights that targets have in the gradient, beside advantage and
-    denominator; ``sequence_ratio`` and ``sequence_ratio_squared`` those of exp(sum of log ratios) of each sequence that
-    has a target, its log clamped to +-300.
+    denominator; ``sequence_pull`` those of each sequence's mean pull; ``sequence_ratio`` those of exp(sum of log
+    ratios) of each sequence, its log clamped to +-300.
     """
     ratio_S = sequence_log_ratio_S.double().clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
     return mean_metrics(
         {
             "pull": pull_N,
             "pull_squared": pull_N.double().square(),
+            "sequence_pull": sequence_pull_S,
+            "sequence_pull_squared": sequence_pull_S.double().square(),
             "sequence_ratio": ratio_S,
             "sequence_ratio_squared": ratio_S.square(),
         }

@@ -87,10 +87,14 @@ def _summed(
     gated = gate(targets, log_ratio_N, targets.advantages_N != 0)
     # A call without targets has a loss of 0, not 0 / 0.
     loss = gated.loss_N.sum() / (mask_T.sum().clamp(min=1) if denominator is None else denominator)
-    of_rows_S = targets.segment_sum(log_ratio_N.detach())[targets.segment_sum(torch.ones_like(behaviour_N)) > 0]
+    has_targets_S = targets.segment_sum(torch.ones_like(behaviour_N)) > 0
     metrics = {
         **ratio_metrics(trainer_N.detach(), behaviour_N),
-        **pull_metrics(gated.pull_N, of_rows_S),
+        **pull_metrics(
+            gated.pull_N,
+            targets.segment_mean(gated.pull_N)[has_targets_S],
+            targets.segment_sum(log_ratio_N.detach())[has_targets_S],
+        ),
         **mean_metrics(gated.fractions),
     }
     return LossOutput(loss.to(trainer_logprobs.dtype), metrics)

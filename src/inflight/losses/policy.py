@@ -140,7 +140,11 @@ class PolicyLoss(Piece):
         tokens_S = targets.segment_sum(torch.ones_like(trainer_N))
         metrics: dict[str, Metric | Maximum] = {
             **ratio_metrics(trainer_N, targets.behaviour_N),
-            **pull_metrics(pull_N, targets.segment_sum(trainer_N - targets.behaviour_N)[tokens_S > 0]),
+            **pull_metrics(
+                pull_N,
+                targets.segment_mean(pull_N)[tokens_S > 0],
+                targets.segment_sum(trainer_N - targets.behaviour_N)[tokens_S > 0],
+            ),
             **mean_metrics(means),
         }
         if targets.lag_N is not None:

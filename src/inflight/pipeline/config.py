@@ -175,13 +175,19 @@ class LossSection(Section):
     preset: str = "pipelinerl_paper"
     """One of `inflight losses`."""
     policy: PolicyLoss | None = None
-    """A loss put together from pieces instead of the preset's."""
+    """A loss put together from pieces, instead of a preset."""
     advantages: AdvantageEstimator | None = None
-    """None: the preset's."""
+    """None: the preset's, and ``leave_one_out`` with a ``policy``."""
     reference_kl: float = Field(default=0.0, ge=0)
     """Above 0: coefficient of a KL penalty towards the model that the run starts from, in place of the loss's own."""
     max_lag: int = Field(default=8, ge=0)
     """Largest lag, in versions, of a token that is trained on."""
+
+    @model_validator(mode="after")
+    def _names_one_loss(self) -> LossSection:
+        if self.policy is not None and "preset" in self.model_fields_set:
+            raise ValueError(f"both preset ({self.preset!r}) and policy are set: which loss is it? Leave one out")
+        return self
 
     def policy_loss(self) -> PolicyLoss:
         """Return the loss with its KL penalty. Raises `ConfigError` if the preset is unknown or cannot be run."""
@@ -195,7 +201,9 @@ class LossSection(Section):
 
     def estimator(self) -> AdvantageEstimator:
         """Return the estimator of advantages. Raises `ConfigError` if the preset is unknown."""
-        return self.advantages or preset(self.preset).advantages
+        if self.advantages is not None:
+            return self.advantages
+        return "leave_one_out" if self.policy is not None else preset(self.preset).advantages
 
 
 class RunConfig(Section):
