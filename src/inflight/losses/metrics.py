@@ -42,7 +42,9 @@ class Maximum:
 
 Metrics = Mapping[str, Metric | Maximum]
 
-_SAMPLE_SIZES = {
+WeightKind = Literal["ratio", "pull", "sequence_ratio", "sequence_pull"]
+
+_SAMPLE_SIZES: Mapping[WeightKind, str] = {
     "ratio": "effective_sample_size",
     "pull": "effective_sample_size_used",
     "sequence_ratio": "effective_sample_size_sequences",
@@ -76,9 +78,6 @@ def metric_values(metrics: Metrics) -> dict[str, float]:
         if values.get(f"{kind}_squared", 0.0) > 0:
             values[name] = effective_sample_size(metrics, kind)
     return values
-
-
-WeightKind = Literal["ratio", "pull", "sequence_ratio", "sequence_pull"]
 
 
 def effective_sample_size(metrics: Metrics, kind: WeightKind = "ratio") -> float:
