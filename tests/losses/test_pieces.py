@@ -316,6 +316,17 @@ def test_loss_says_what_it_lacks():
         prepare(PRESETS["m2po"].loss, [batch])
 
 
+def test_logprobs_and_plans_that_do_not_fit_are_refused():
+    batch, logits_TV = random_step()
+    trainer_T = logprobs_of(logits_TV, batch.token_ids_T, batch.temperature_T)
+    loss = PRESETS["tis"].loss
+    plan = prepare(loss, [batch])
+    with pytest.raises(InvalidRequestError, match=r"trainer_logprobs are \[27\], the micro-batch has 28 tokens"):
+        loss(batch, trainer_T[1:], plan)
+    with pytest.raises(InvalidRequestError, match="plan is of a loss with 0 corrections, this one has 1"):
+        loss(batch, trainer_T, prepare(PRESETS["grpo"].loss, [batch]))
+
+
 def test_pieces_that_make_no_sense_are_refused():
     for wrong in (
         lambda: PpoClip(low=-0.1),

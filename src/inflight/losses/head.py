@@ -50,8 +50,10 @@ def chunked_logprobs(
     targets with a gradient other than 0 only. Gradients go to hidden states, weight and bias; they are accumulated in
     the dtype of the computation and rounded to their own once. With ``kept``, the softmax is over those tokens.
 
-    Raises `InvalidRequestError` if ``kept`` does not have the targets among its tokens.
+    Raises `InvalidRequestError` if shapes do not fit, a target is no token of the vocabulary or not among those that
+    were ``kept``, or a temperature is not above 0.
     """
+    _check(hidden_NH, weight_VH, targets_N, temperature_N)
     return _Head.apply(  # type: ignore[no-any-return, no-untyped-call]
         hidden_NH, weight_VH, bias_V, targets_N, temperature_N, kept, chunk_size, vocab_chunk_size, False
     )[0]
@@ -69,6 +71,7 @@ def chunked_logprobs_and_entropy(
     vocab_chunk_size: int = VOCAB_CHUNK_SIZE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `chunked_logprobs` and the exact entropy of each distribution in nats, [N]; both differentiable once."""
+    _check(hidden_NH, weight_VH, targets_N, temperature_N)
     return _Head.apply(  # type: ignore[no-any-return, no-untyped-call]
         hidden_NH, weight_VH, bias_V, targets_N, temperature_N, kept, chunk_size, vocab_chunk_size, True
     )
@@ -89,8 +92,9 @@ def one_pass(
     ``loss_of`` is given the logprobs of some targets and which they are, and returns their part of the loss, a scalar.
     So it must be a sum over targets in which no term depends on the logprob of another. Logits of ``chunk_size``
     targets and the whole vocabulary exist at a time, once: a third less arithmetic than two passes. What the result is
-    multiplied by later is applied to the finished gradients.
+    multiplied by later is applied to the finished gradients. Raises as `chunked_logprobs` does.
     """
+    _check(hidden_NH, weight_VH, targets_N, temperature_N)
     return _OnePass.apply(  # type: ignore[no-any-return, no-untyped-call]
         hidden_NH, weight_VH, bias_V, targets_N, temperature_N, loss_of, chunk_size
     )
@@ -336,6 +340,30 @@ class _Tiles:
         """Return hidden states over their temperature, [C, H]: fewer to divide than logits."""
         hidden_CH = self.hidden_NH[rows].to(self._dtype)
         return hidden_CH * self._inverse_N[rows].unsqueeze(1) if self._is_scaled else hidden_CH
+
+
+def _check(
+    hidden_NH: torch.Tensor, weight_VH: torch.Tensor, targets_N: torch.Tensor, temperature_N: torch.Tensor
+) -> None:
+    shapes = [list(tensor.shape) for tensor in (hidden_NH, weight_VH, targets_N, temperature_N)]
+    rows = shapes[0][:1]
+    if len(shapes[0]) != 2 or shapes[1][1:] != shapes[0][1:] or shapes[2] != rows or shapes[3] != rows:
+        raise InvalidRequestError(
+            f"hidden {shapes[0]}, weight {shapes[1]}, targets {shapes[2]} and temperature {shapes[3]} do not fit: "
+            "they are [N, H], [V, H], [N] and [N]"
+        )
+    wrong_N = (targets_N < 0) | (targets_N >= len(weight_VH))
+    if wrong_N.any():
+        first = int(wrong_N.nonzero()[0])
+        raise InvalidRequestError(
+            f"target {first} is token {int(targets_N[first])}, the vocabulary has {len(weight_VH)}: select the targets "
+            "of hidden states and of temperatures alike"
+        )
+    if not (temperature_N > 0).all():
+        first = int((~(temperature_N > 0)).nonzero()[0])
+        raise InvalidRequestError(
+            f"the temperature of target {first} is {temperature_N[first].item()}; greedy tokens are scored at 1"
+        )
 
 
 def _dtype_of(hidden_NH: torch.Tensor) -> torch.dtype:

@@ -128,8 +128,17 @@ class PolicyLoss(Piece):
         Computed in float64; the loss has the dtype of ``trainer_logprobs_T``. What stands at masked positions, NaN
         included, has no effect on loss or gradient. Raises `NonFiniteError` if a behaviour logprob (see
         ``non_finite``), reference logprob or advantage of a target is not finite, `InvalidRequestError` if the
-        micro-batch lacks what the loss `needs`.
+        micro-batch lacks what the loss `needs`, the logprobs are not [T], or the plan is of another loss.
         """
+        if trainer_logprobs_T.shape != batch.loss_mask_T.shape:
+            raise InvalidRequestError(
+                f"trainer_logprobs are {list(trainer_logprobs_T.shape)}, the micro-batch has {batch.num_tokens} tokens"
+            )
+        if len(plan.thresholds) != len(self.corrections):
+            raise InvalidRequestError(
+                f"the plan is of a loss with {len(plan.thresholds)} corrections, this one has {len(self.corrections)}: "
+                "prepare it with this loss"
+            )
         targets = self._targets(batch, trainer_logprobs_T, plan.current_version, entropy_T)
         weight_N, keep_N = self._correct(targets, plan.thresholds)
         shares = [self._shares(it, targets, keep_N, batch, plan) for it in self._aggregations]
