@@ -268,7 +268,7 @@ def test_a_loss_that_counts_over_the_whole_step_trains_on_two_ranks(start_run: C
     policy = """{
         gate = { kind = "ppo_clip" },
         corrections = [
-            { kind = "second_moment", bound = 1e-12, between = "trainer/behaviour" },
+            { kind = "second_moment", bound = 1e-15, between = "trainer/behaviour" },
             { kind = "max_age", versions = 8 },
         ],
         aggregation = { kind = "prompt_mean", counted = "after" },
@@ -278,6 +278,8 @@ def test_a_loss_that_counts_over_the_whole_step_trains_on_two_ranks(start_run: C
         *("--loss.advantages", "batch_std", "--train.num_ranks", "2", "--run.num_steps", "3"),
     )
     assert run.wait() == 0, run.output()
-    for row in run.rows():
-        assert 0 < row["kept_fraction"] < 1
-        assert row["effective_sample_size_sequences"] > 0
+    first, *later = run.rows()
+    # float32 on both sides: some logprobs differ in their last bit. Stale ones differ by more, nearly all of them.
+    assert 0 < first["kept_fraction"] < 1
+    assert first["effective_sample_size_used"] < first["effective_sample_size"]
+    assert all(row["kept_fraction"] < first["kept_fraction"] for row in later)
