@@ -134,7 +134,7 @@ def test_lag_is_per_token_and_mismatch_is_of_fresh_tokens_only():
     versions_T = torch.tensor([-1, 3, 5, 7, 7])
     trainer_T = torch.tensor([0.0, -1.0, -1.0, -1.0, -1.0], dtype=torch.float64)
     behaviour_T = trainer_T - torch.tensor([9.0, 9.0, 9.0, 0.1, -0.3], dtype=torch.float64)
-    metrics = staleness_metrics(trainer_T, behaviour_T, versions_T, mask_T, current_version=7)
+    metrics = staleness_metrics(trainer_T[mask_T], behaviour_T[mask_T], 7 - versions_T[mask_T])
     assert metrics["lag"] == Metric(6.0, 4)
     assert metrics["max_lag"] == Maximum(4.0)
     # float64.

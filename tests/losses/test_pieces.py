@@ -156,6 +156,24 @@ def test_cross_entropy_on_all_targets_is_plain_imitation():
     assert value == pytest.approx(-trainer_T[batch.loss_mask_T].mean().item(), rel=1e-13)
 
 
+def test_bound_on_the_log_ratio_of_a_kl_ends_its_gradient():
+    batch, logits_TV = random_step()
+    trainer_T = logprobs_of(logits_TV, batch.token_ids_T, batch.temperature_T)
+    batch = replace(batch, advantages_T=torch.zeros_like(batch.advantages_T))
+    d_T = trainer_T - batch.reference_logprobs_T
+    inside_T = batch.loss_mask_T & (d_T.abs() < 0.5)
+    assert 0 < inside_T.sum() < batch.loss_mask_T.sum()
+    loss = PolicyLoss(gate=Score(), aggregation=Sum(), penalties=(Kl(coefficient=1.0, estimator="k2", clamp=0.5),))
+    value, gradient_T = loss_and_gradient(loss, batch, trainer_T, prepare(loss, [batch]))
+    assert value == pytest.approx((d_T.clamp(-0.5, 0.5) ** 2 / 2)[batch.loss_mask_T].sum().item(), rel=1e-12)
+    torch.testing.assert_close(gradient_T, torch.where(inside_T, d_T, 0.0), rtol=1e-12, atol=0)
+
+
+def test_loss_says_whether_groups_of_equal_rewards_teach_it_anything():
+    having = {name for name, it in PRESETS.items() if it.loss.has_terms_without_advantage}
+    assert having == {"deepseek_v32", "skyrl_default", "nemo_default", "opd"}
+
+
 def test_entropy_bonus_has_the_gradient_of_the_entropy():
     batch, logits_TV = random_step()
     trainer_T = logprobs_of(logits_TV, batch.token_ids_T, batch.temperature_T)

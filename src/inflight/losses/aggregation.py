@@ -9,7 +9,7 @@ Shape suffixes: N targets, S segments, P prompts.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, assert_never
 
 import torch
 from pydantic import Field
@@ -45,12 +45,6 @@ class TokenMean(Piece):
     kind: Literal["token_mean"] = "token_mean"
     counted: Counted = "before"
 
-    def __call__(
-        self, targets: Targets, counted_N: torch.Tensor, prompts_S: torch.Tensor | None, counts: Counts
-    ) -> torch.Tensor:
-        """Return the weight of each target."""
-        return torch.full_like(targets.advantages_N, 1 / max(counts.num_tokens, 1))
-
 
 class SegmentMean(Piece):
     """1 / (N_sequences L_i): every sequence weighs the same, and so a token of a short one more (GRPO, 2402.03300)."""
@@ -58,25 +52,12 @@ class SegmentMean(Piece):
     kind: Literal["segment_mean"] = "segment_mean"
     counted: Counted = "before"
 
-    def __call__(
-        self, targets: Targets, counted_N: torch.Tensor, prompts_S: torch.Tensor | None, counts: Counts
-    ) -> torch.Tensor:
-        """Return the weight of each target."""
-        length_S = targets.segment_sum(counted_N.double()).clamp(min=1)
-        return 1 / (max(counts.num_sequences, 1) * length_S[targets.segments_N])
-
 
 class SegmentSum(Piece):
     """1 / N_sequences: tokens of a sequence add up (PipelineRL). On a loss of whole sequences: LUSPO's weight."""
 
     kind: Literal["segment_sum"] = "segment_sum"
     counted: Counted = "before"
-
-    def __call__(
-        self, targets: Targets, counted_N: torch.Tensor, prompts_S: torch.Tensor | None, counts: Counts
-    ) -> torch.Tensor:
-        """Return the weight of each target."""
-        return torch.full_like(targets.advantages_N, 1 / max(counts.num_sequences, 1))
 
 
 class Constant(Piece):
@@ -87,27 +68,12 @@ class Constant(Piece):
     """Tokens, usually the longest completion that sampling allows."""
     counted: Counted = "before"
 
-    def __call__(
-        self, targets: Targets, counted_N: torch.Tensor, prompts_S: torch.Tensor | None, counts: Counts
-    ) -> torch.Tensor:
-        """Return the weight of each target."""
-        return torch.full_like(targets.advantages_N, 1 / (max(counts.num_sequences, 1) * self.length))
-
 
 class PromptMean(Piece):
     """1 / (N_prompts T_p): every prompt weighs the same, T_p the tokens of its completions (ScaleRL, 2510.13786)."""
 
     kind: Literal["prompt_mean"] = "prompt_mean"
     counted: Counted = "before"
-
-    def __call__(
-        self, targets: Targets, counted_N: torch.Tensor, prompts_S: torch.Tensor | None, counts: Counts
-    ) -> torch.Tensor:
-        """Return the weight of each target."""
-        if prompts_S is None:
-            raise InvalidRequestError("prompt_mean needs the micro-batch's group_ids_S: which segments share a prompt")
-        tokens_P = torch.tensor(counts.tokens_P, dtype=torch.float64, device=prompts_S.device)
-        return 1 / (max(counts.num_prompts, 1) * tokens_P[prompts_S[targets.segments_N]].clamp(min=1))
 
 
 class Budget(Piece):
@@ -116,28 +82,56 @@ class Budget(Piece):
     kind: Literal["budget"] = "budget"
     tokens: float = Field(gt=0)
 
-    def __call__(
-        self, targets: Targets, counted_N: torch.Tensor, prompts_S: torch.Tensor | None, counts: Counts
-    ) -> torch.Tensor:
-        """Return the weight of each target."""
-        return torch.full_like(targets.advantages_N, 1 / self.tokens)
-
 
 class Sum(Piece):
     """1: the loss is a plain sum over tokens (Tinker)."""
 
     kind: Literal["sum"] = "sum"
 
-    def __call__(
-        self, targets: Targets, counted_N: torch.Tensor, prompts_S: torch.Tensor | None, counts: Counts
-    ) -> torch.Tensor:
-        """Return the weight of each target."""
-        return torch.ones_like(targets.advantages_N)
-
 
 Aggregation = Annotated[
     TokenMean | SegmentMean | SegmentSum | Constant | PromptMean | Budget | Sum, Field(discriminator="kind")
 ]
+
+
+def token_shares(
+    aggregation: Aggregation,
+    targets: Targets,
+    counted_N: torch.Tensor,
+    prompts_S: torch.Tensor | None,
+    counts: Counts,
+) -> torch.Tensor:
+    """Return the weight of each target, float64 [N].
+
+    ``counted_N`` and ``counts`` are of all targets or of those that are kept, as the aggregation counts; ``prompts_S``
+    says which segments share a prompt. Raises `InvalidRequestError` if that is needed and None.
+    """
+    # A step without targets has counts of 0; nothing is weighed then.
+    num_tokens, num_sequences = max(counts.num_tokens, 1), max(counts.num_sequences, 1)
+    match aggregation:
+        case TokenMean():
+            denominator: float | torch.Tensor = num_tokens
+        case SegmentMean():
+            length_S = targets.segment_sum(counted_N.double()).clamp(min=1)
+            denominator = num_sequences * length_S[targets.segments_N]
+        case SegmentSum():
+            denominator = num_sequences
+        case Constant():
+            denominator = num_sequences * aggregation.length
+        case PromptMean():
+            if prompts_S is None:
+                raise InvalidRequestError(
+                    "prompt_mean needs the micro-batch's group_ids_S: which segments share a prompt"
+                )
+            tokens_P = torch.tensor(counts.tokens_P, dtype=torch.float64, device=prompts_S.device)
+            denominator = max(counts.num_prompts, 1) * tokens_P[prompts_S[targets.segments_N]].clamp(min=1)
+        case Budget():
+            denominator = aggregation.tokens
+        case Sum():
+            denominator = 1.0
+        case _:
+            assert_never(aggregation)
+    return torch.ones_like(targets.advantages_N) / denominator
 
 
 def counts_after_rejection(aggregation: Aggregation) -> bool:

@@ -8,6 +8,8 @@ Shape suffixes: N targets, S segments.
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -17,6 +19,9 @@ from pydantic import Field
 from inflight.errors import InvalidRequestError
 from inflight.losses.pieces import Piece
 from inflight.losses.targets import Between, Level, Targets
+
+Reduce = Callable[[torch.Tensor], torch.Tensor]
+"""Sums a float64 tensor on the CPU over all ranks that share an optimizer step; every rank calls it alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,16 +186,28 @@ def couples_segments(correction: Correction) -> bool:
     return False
 
 
-__all__ = [
-    "Band",
-    "Corrected",
-    "Correction",
-    "MaxAge",
-    "Opsm",
-    "SecondMoment",
-    "Truncate",
-    "TrustKl",
-    "TrustTv",
-    "couples_segments",
-    "depends_on_trainer",
-]
+def second_moment_threshold(correction: SecondMoment, step: Sequence[Targets], add: Reduce) -> float:
+    """Return the largest square that may stay so that the mean of all squares up to it is within the bound.
+
+    The mean grows with the threshold, so halving the range of floats finds it with sums over ranks alone.
+    """
+    squares = torch.cat([torch.zeros(0, dtype=torch.float64), *(correction.squares(targets).cpu() for targets in step)])
+    low, high = 0, _bits_of(float("inf"))
+    while low < high:
+        middle = (low + high + 1) // 2
+        below = squares[squares <= _float_of(middle)]
+        count, total = add(torch.tensor([float(len(below)), float(below.sum())], dtype=torch.float64)).tolist()
+        if total <= correction.bound * count:
+            low = middle
+        else:
+            high = middle - 1
+    return _float_of(low)
+
+
+def _bits_of(number: float) -> int:
+    """Return the bits of a float as an integer, which grows with floats of at least 0."""
+    return int(struct.unpack("<q", struct.pack("<d", number))[0])
+
+
+def _float_of(bits: int) -> float:
+    return float(struct.unpack("<d", struct.pack("<q", bits))[0])

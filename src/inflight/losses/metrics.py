@@ -124,27 +124,14 @@ def ratio_metrics(trainer_logprobs_N: torch.Tensor, behaviour_logprobs_N: torch.
 
 @torch.no_grad()
 def staleness_metrics(
-    trainer_logprobs_T: torch.Tensor,
-    behaviour_logprobs_T: torch.Tensor,
-    versions_T: torch.Tensor,
-    loss_mask_T: torch.Tensor,
-    current_version: int,
-) -> Metrics:
-    """Return how old the targets are, in versions, and the mismatch of those that are not old at all.
-
-    ``lag`` and ``max_lag`` are mean and largest ``current_version - version`` of the targets. ``mismatch_k1`` and
-    ``mismatch_k3`` are KL(behaviour || trainer) as in `ratio_metrics`, over targets of lag 0 alone: what differing
-    numerics cost before staleness adds to it. ``stale_k1`` and ``stale_k3`` are those of the other targets.
-    """
-    lag_N = current_version - versions_T[loss_mask_T]
-    return lag_metrics(trainer_logprobs_T[loss_mask_T], behaviour_logprobs_T[loss_mask_T], lag_N)
-
-
-@torch.no_grad()
-def lag_metrics(
     trainer_logprobs_N: torch.Tensor, behaviour_logprobs_N: torch.Tensor, lag_N: torch.Tensor
 ) -> dict[str, Metric | Maximum]:
-    """Return `staleness_metrics` of the targets alone."""
+    """Return how old the targets are, in versions, and the mismatch of those that are not old at all.
+
+    ``lag`` and ``max_lag`` are mean and largest lag. ``mismatch_k1`` and ``mismatch_k3`` are KL(behaviour || trainer)
+    as in `ratio_metrics`, over targets of lag 0 alone: what differing numerics cost before staleness adds to it.
+    ``stale_k1`` and ``stale_k3`` are those of the other targets.
+    """
     fresh_N = lag_N == 0
     parts = {"mismatch": fresh_N, "stale": ~fresh_N}
     kl = {

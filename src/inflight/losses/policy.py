@@ -8,7 +8,6 @@ Shape suffixes: T packed tokens, N targets, S segments, P prompts.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -17,26 +16,30 @@ import torch
 from pydantic import model_validator
 
 from inflight.errors import InvalidRequestError
-from inflight.losses.aggregation import Aggregation, Counts, TokenMean, counts_after_rejection
-from inflight.losses.corrections import Correction, MaxAge, SecondMoment, couples_segments
+from inflight.losses.aggregation import Aggregation, Counts, TokenMean, counts_after_rejection, token_shares
+from inflight.losses.corrections import (
+    Correction,
+    MaxAge,
+    Reduce,
+    SecondMoment,
+    couples_segments,
+    second_moment_threshold,
+)
 from inflight.losses.gates import Gate, GeometricMean
 from inflight.losses.metrics import (
     LossOutput,
     Maximum,
     Metric,
-    lag_metrics,
     mean_metrics,
     pull_metrics,
     ratio_metrics,
+    staleness_metrics,
 )
 from inflight.losses.micro_batch import finite_targets
-from inflight.losses.penalties import Distillation, Entropy, Kl, Penalty
+from inflight.losses.penalties import Distillation, Entropy, Kl, Penalty, SquaredLogRatio
 from inflight.losses.pieces import Piece
 from inflight.losses.targets import Level, Targets
 from inflight.types import MicroBatch
-
-Reduce = Callable[[torch.Tensor], torch.Tensor]
-"""Sums a float64 tensor on the CPU over all ranks that share an optimizer step; every rank calls it alike."""
 
 Need = Literal["reference_logprobs", "versions", "entropy", "group_ids", "first_forward"]
 """What a loss asks for beyond trainer and behaviour logprobs, advantages and mask. ``first_forward``: trainer logprobs
@@ -106,6 +109,14 @@ class PolicyLoss(Piece):
         return frozenset(needs)
 
     @property
+    def has_terms_without_advantage(self) -> bool:
+        """Whether targets of no advantage teach something: imitation, or a pull towards a reference.
+
+        The squared log ratio is none: it holds back what the policy term has moved.
+        """
+        return any(not isinstance(penalty, SquaredLogRatio) for penalty in self.penalties)
+
+    @property
     def locality(self) -> Literal["token", "segment"]:
         """Whether, after `prepare`, the gradient of a target depends on its own trainer logprob only."""
         coupled = self.level != "token" or isinstance(self.gate, GeometricMean)
@@ -157,7 +168,7 @@ class PolicyLoss(Piece):
             **mean_metrics(means),
         }
         if targets.lag_N is not None:
-            metrics |= lag_metrics(trainer_N, targets.behaviour_N, targets.lag_N)
+            metrics |= staleness_metrics(trainer_N, targets.behaviour_N, targets.lag_N)
         return LossOutput(loss.to(trainer_logprobs_T.dtype), metrics)
 
     def gradient(
@@ -306,7 +317,8 @@ class PolicyLoss(Piece):
         """Return the weight that the denominators give each target."""
         after = counts_after_rejection(aggregation)
         counted_N = keep_N if after else torch.ones_like(keep_N)
-        return aggregation(targets, counted_N, batch.group_ids_S, plan.after if after else plan.before)
+        counts = plan.after if after else plan.before
+        return token_shares(aggregation, targets, counted_N, batch.group_ids_S, counts)
 
 
 def prepare(
@@ -354,7 +366,7 @@ def prepare(
             for batch, logprobs_T in zip(batches, logprobs, strict=True)
         ]
         thresholds = tuple(
-            _second_moment_threshold(correction, [targets for targets, _ in step], add)
+            second_moment_threshold(correction, [targets for targets, _ in step], add)
             if isinstance(correction, SecondMoment)
             else None
             for correction in loss.corrections
@@ -397,30 +409,3 @@ def _counts(step: Sequence[tuple[Targets, torch.Tensor, MicroBatch]], num_groups
             numbers[2:].index_add_(0, batch.group_ids_S.cpu(), tokens_S)
     num_tokens, num_sequences, *tokens_P = add(numbers).tolist()
     return Counts(num_tokens, num_sequences, tuple(tokens_P))
-
-
-def _second_moment_threshold(correction: SecondMoment, step: Sequence[Targets], add: Reduce) -> float:
-    """Return the largest square that may stay so that the mean of all squares up to it is within the bound.
-
-    The mean grows with the threshold, so halving the range of floats finds it with sums over ranks alone.
-    """
-    squares = torch.cat([torch.zeros(0, dtype=torch.float64), *(correction.squares(targets).cpu() for targets in step)])
-    low, high = 0, _bits_of(float("inf"))
-    while low < high:
-        middle = (low + high + 1) // 2
-        below = squares[squares <= _float_of(middle)]
-        count, total = add(torch.tensor([float(len(below)), float(below.sum())], dtype=torch.float64)).tolist()
-        if total <= correction.bound * count:
-            low = middle
-        else:
-            high = middle - 1
-    return _float_of(low)
-
-
-def _bits_of(number: float) -> int:
-    """Return the bits of a float as an integer, which grows with floats of at least 0."""
-    return int(struct.unpack("<q", struct.pack("<d", number))[0])
-
-
-def _float_of(bits: int) -> float:
-    return float(struct.unpack("<d", struct.pack("<q", bits))[0])

@@ -39,7 +39,7 @@ from inflight.pipeline.plots import plot_run
 from inflight.pipeline.processes import Server, start_servers, watch_servers
 from inflight.pipeline.progress import Progress
 from inflight.pipeline.trainer_group import TrainerGroup
-from inflight.rollouts import BatchComposer, Ledger, StalenessPolicy, load_task
+from inflight.rollouts import BatchComposer, Ledger, StalenessPolicy, has_signal, load_task
 from inflight.types import Group
 from inflight.wire import SamplingParams
 
@@ -78,7 +78,9 @@ class _Run:
         self._config = config
         self._directory = config.run.directory
         self._estimator = config.loss.estimator()
-        self._has_penalties = bool(config.loss.policy_loss().penalties)
+        self._trains_on_equal_rewards = (
+            config.train.train_on_equal_rewards or config.loss.policy_loss().has_terms_without_advantage
+        )
         check_servers(config.servers)
         self._task = load_task(config.task.name, config.task.params, config.run.seed)
         self._vocab_size = int(load_config(config.model.path).get_text_config().vocab_size)
@@ -317,8 +319,7 @@ class _Run:
         facts = {"oldest": min(versions, default=None), "newest": max(versions, default=None)}
         self._journal.event("group", now, now, endpoint=group.endpoint, item=group.item_index, **facts)
         self._journal.group_finished(group)
-        rewards = {rollout.reward for rollout in group.rollouts}
-        if len(rewards) == 1 and not self._config.train.train_on_equal_rewards and not self._has_penalties:
+        if not self._trains_on_equal_rewards and not has_signal([rollout.reward for rollout in group.rollouts]):
             self._tokens_per_group.add(0)
             self._ledger.drop(group.item_index, "equal rewards")
         else:

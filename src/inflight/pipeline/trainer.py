@@ -114,8 +114,9 @@ class Trainer:
         self._settings = message
         torch.set_num_threads(message["threads"])
         if int(os.environ["WORLD_SIZE"]) > 1:
+            # Counts and verdicts travel between ranks in host memory.
             dist.init_process_group(
-                message["backend"],
+                "cpu:gloo,cuda:nccl" if message["backend"] == "nccl" else message["backend"],
                 init_method=f"file://{os.environ['INFLIGHT_RENDEZVOUS']}",
                 rank=int(os.environ["RANK"]),
                 world_size=int(os.environ["WORLD_SIZE"]),
