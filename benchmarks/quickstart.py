@@ -41,12 +41,12 @@ def run_quickstart(*overrides: str, num_steps: int = 100, more_config: str = "")
         "lag_mean": statistics.fmean(row["lag_mean"] for row in rows),
         "lag_max": max(row["lag_max"] for row in rows),
         "ess_mean": statistics.fmean(row["effective_sample_size"] for row in rows),
-        "reward_first": _mean_reward(rows[:10]),
-        "reward_last": _mean_reward(rows[-10:]),
+        "reward_first": mean_reward(rows[:10]),
+        "reward_last": mean_reward(rows[-10:]),
         "curve": [[row["num_samples"], row["time_s"], row["reward"]] for row in rows],
     }
 
 
-def _mean_reward(rows: Sequence[dict[str, Any]]) -> float:
+def mean_reward(rows: Sequence[dict[str, Any]]) -> float:
     """Return the mean over rows of metrics that have a reward."""
     return statistics.fmean(row["reward"] for row in rows if row["reward"] is not None)

@@ -25,13 +25,18 @@ from inflight.http.client import HttpEndpoint
 if TYPE_CHECKING:
     from inflight.losses.plain import grpo_loss, reinforce_loss
     from inflight.rollouts.advantages import group_advantages
+    from inflight.weights.adapter_source import AdapterWeights
+    from inflight.weights.fleet import Fleet
     from inflight.weights.module import ModuleWeights
     from inflight.weights.publish import WeightPublisher, publish_weights
+    from inflight.weights.storing import store_weights
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdapterWeights",
     "BackgroundSaver",
+    "Fleet",
     "HttpEndpoint",
     "InferenceEndpoint",
     "ModuleWeights",
@@ -49,17 +54,21 @@ __all__ = [
     "grpo_loss",
     "publish_weights",
     "reinforce_loss",
+    "store_weights",
     "types",
     "wire",
 ]
 
 _LOADED_ON_USE = {
+    "AdapterWeights": "inflight.weights.adapter_source",
+    "Fleet": "inflight.weights.fleet",
     "ModuleWeights": "inflight.weights.module",
     "WeightPublisher": "inflight.weights.publish",
     "publish_weights": "inflight.weights.publish",
     "group_advantages": "inflight.rollouts.advantages",
     "grpo_loss": "inflight.losses.plain",
     "reinforce_loss": "inflight.losses.plain",
+    "store_weights": "inflight.weights.storing",
 }
 
 

@@ -6,12 +6,13 @@ import argparse
 import os
 import secrets
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from inflight import __version__
 from inflight.conformance.command import add_parser as add_check
+from inflight.contracts import InferenceEndpoint
 from inflight.errors import ConfigError, InflightError
 from inflight.http.tokens import TOKEN_VARIABLE, read_token
 
@@ -74,8 +75,73 @@ def _parser() -> argparse.ArgumentParser:
     losses.add_argument("name", nargs="?", metavar="PRESET", help="describe this one (default: a table of all)")
     losses.set_defaults(call=_losses)
 
+    _add_bench(commands)
     add_check(commands)
     return parser
+
+
+def _add_bench(commands: Any) -> None:
+    bench = commands.add_parser("bench", help="measure on this machine, beside its own limits")
+    subjects = bench.add_subparsers(dest="subject", required=True, metavar="SUBJECT")
+    weights = subjects.add_parser(
+        "weights",
+        help="publish a model over each transport and print where the time goes",
+        epilog="Spans are medians in milliseconds. 'share' is the time of the bare operation named under 'limit', on "
+        "the same bytes and in the same run, over the time of the publish.",
+    )
+    weights.add_argument(
+        "--sizes", default="64MB,1GB", metavar="SIZES", help="sizes of the model, as 64MB,1GB (default: %(default)s)"
+    )
+    weights.add_argument(
+        "--ways", default=None, metavar="WAYS", help="transports and encodings, as gloo,shm,http+delta"
+    )
+    weights.add_argument("--rounds", type=int, default=5, help="publishes of each kind (default: %(default)s)")
+    weights.add_argument("--requests", type=int, default=2, help="requests in the busy rounds (default: %(default)s)")
+    weights.add_argument("--changed", type=float, default=0.02, help="share of elements that change (default: 0.02)")
+    weights.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    weights.add_argument("--threads", type=int, default=1, help="threads of the server (default: %(default)s)")
+    weights.add_argument("--directory", type=Path, help="where model and files lie (default: the temporary directory)")
+    weights.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file, too")
+    weights.set_defaults(call=_bench_weights)
+
+
+def _bench_weights(arguments: argparse.Namespace, _: Sequence[str]) -> int:
+    import json
+
+    from inflight.bench.report import table
+    from inflight.bench.weights import DEFAULT_WAYS, measure
+
+    ways = DEFAULT_WAYS if arguments.ways is None else tuple(arguments.ways.split(","))
+    if arguments.rounds < 1:
+        raise ConfigError(f"--rounds must be at least 1, not {arguments.rounds}")
+    results = []
+    for size_bytes in [_bytes_of(text) for text in arguments.sizes.split(",")]:
+        measured = measure(
+            size_bytes,
+            ways,
+            num_rounds=arguments.rounds,
+            num_requests=arguments.requests,
+            changed_share=arguments.changed,
+            dtype=arguments.dtype,
+            num_threads=arguments.threads,
+            directory=arguments.directory,
+            tell=lambda text: print(f"bench: {text}", file=sys.stderr, flush=True),
+        )
+        print(table(measured), flush=True)
+        results += measured
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps([result.as_json() for result in results], indent=2) + "\n")
+    return 0
+
+
+def _bytes_of(text: str) -> int:
+    """Return how many bytes a size such as 64MB or 1GB names, in powers of ten. Raises `ConfigError`."""
+    units = {"kb": 10**3, "mb": 10**6, "gb": 10**9}
+    number, unit = text.strip()[:-2], text.strip()[-2:].lower()
+    try:
+        return int(float(number) * units[unit])
+    except (KeyError, ValueError) as error:
+        raise ConfigError(f"{text!r} is no size; write it as 64MB or 1GB") from error
 
 
 def _losses(arguments: argparse.Namespace, _: Sequence[str]) -> int:
@@ -108,6 +174,10 @@ def _add_serve(commands: Any) -> None:
     )
     serve.add_argument("--ready-file", type=Path, help="written with url and pid as JSON once the server answers")
     serve.add_argument("--exit-with-stdin", action="store_true", help="stop when standard input ends")
+    following = serve.add_argument_group("taking new weights from where a trainer stores them")
+    following.add_argument("--follow", metavar="DIR_OR_URL", help="take the newest version that is stored here")
+    following.add_argument("--follow-run", metavar="RUN_ID", help="run whose versions are taken")
+    following.add_argument("--follow-token-file", type=Path, help="file with the token of an URL to follow")
     engine = serve.add_argument_group("another engine, started on loopback behind this server")
     engine.add_argument("--engine", default="local", help="local (the embedded one, default), vllm or sglang")
     engine.add_argument("--python", help="interpreter of the environment that has the engine (default: this)")
@@ -134,14 +204,39 @@ def _serve(arguments: argparse.Namespace, _: Sequence[str]) -> int:
         if given_token is None:
             say(f"control token {token} (set {TOKEN_VARIABLE} to choose it)")
 
+    follow = _follower(arguments, say)
     if arguments.engine == "local":
-        _serve_local(arguments, token, say_ready)
+        _serve_local(arguments, token, say_ready, follow)
+    elif follow is not None:
+        raise ConfigError("--follow is for the embedded engine; publish to another --engine instead")
     else:
         _serve_engine(arguments, token, say, say_ready)
     return 0
 
 
-def _serve_local(arguments: argparse.Namespace, token: str, say_ready: Callable[[str], None]) -> None:
+def _follower(
+    arguments: argparse.Namespace, say: Callable[[str], None]
+) -> Callable[[InferenceEndpoint], Awaitable[None]] | None:
+    """Return what brings an endpoint to the versions that are stored where it says; None if it does not say."""
+    if arguments.follow is None:
+        if arguments.follow_run is not None or arguments.follow_token_file is not None:
+            raise ConfigError("--follow-run and --follow-token-file are for --follow DIR_OR_URL")
+        return None
+    if not arguments.follow_run:
+        raise ConfigError("--follow needs --follow-run, the run_id that the trainer stores under")
+    from inflight.weights.following import follow, store_spec
+
+    token = None if arguments.follow_token_file is None else read_token(arguments.follow_token_file)
+    spec = store_spec(arguments.follow, arguments.follow_run, token)
+    return lambda endpoint: follow(endpoint, spec, note=say)
+
+
+def _serve_local(
+    arguments: argparse.Namespace,
+    token: str,
+    say_ready: Callable[[str], None],
+    follow: Callable[[InferenceEndpoint], Awaitable[None]] | None,
+) -> None:
     """Serve with the embedded engine, in this process."""
     import torch
 
@@ -171,6 +266,7 @@ def _serve_local(arguments: argparse.Namespace, token: str, say_ready: Callable[
             ready_file=arguments.ready_file,
             exit_with_stdin=arguments.exit_with_stdin,
             on_ready=lambda url: say_ready(f"serving {endpoint.name} at {url}"),
+            while_serving=None if follow is None else lambda: follow(endpoint),
         )
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from inflight.types import MicroBatch, StepResult, TaskItem, WeightBucket
 from inflight.wire import (
+    AdapterSpec,
     BucketSpec,
     BucketTransfer,
     Capabilities,
@@ -23,8 +24,8 @@ from inflight.wire import (
     CompletionChunk,
     GenerateRequest,
     GenerateResponse,
-    ProcessGroupSpec,
     TensorSpec,
+    TransportSpec,
     UpdateRef,
     WeightUpdate,
     WeightVersion,
@@ -38,9 +39,10 @@ if TYPE_CHECKING:
 class InferenceEndpoint(Protocol):
     """The whole of what inflight asks of an inference server.
 
-    States: JOINING -> READY(v) -> HELD(v) -> UPDATING(v to w) -> READY(w). A failure after the first byte was applied
-    leads to POISONED, where `generate` raises `PoisonedError`; the only ways out are a complete update or a restart.
-    Every method may raise `UnreachableError`, `DeadlineError` or `ProtocolError`, after which the state is unknown.
+    States: JOINING -> READY(v) -> HELD(v) -> UPDATING(v to w) -> READY(w); a staged update goes through STAGING(v to w)
+    first. A failure after the first byte was applied leads to POISONED, where `generate` raises `PoisonedError`; the
+    only ways out are a complete update or a restart. Calls of an update whose session has a name are idempotent. Every
+    method may raise `UnreachableError`, `DeadlineError` or `ProtocolError`, after which the state is unknown.
     """
 
     @property
@@ -53,26 +55,27 @@ class InferenceEndpoint(Protocol):
         """Return what this endpoint can do. Constant over its life."""
 
     @abstractmethod
-    async def init_process_group(self, spec: ProcessGroupSpec) -> None:
-        """Join the group that weights travel in, leaving any earlier one; returns when all ranks have joined.
+    async def init_process_group(self, spec: TransportSpec) -> None:
+        """Take weights as ``spec`` says from now on, leaving any earlier group; returns when all ranks have joined.
 
         Pending until then, so that the sender joins concurrently. The run that owns the group is the only one whose
         updates are accepted from now on. Raises `TransferError` if the group is not formed in ``spec.timeout_s``: the
-        endpoint then belongs to no group and serves as before.
+        endpoint then belongs to no group and serves as before. Raises `FencedError` if a later epoch of the run's
+        trainer has called.
         """
 
     @abstractmethod
     async def request_weight_update(self, update: WeightUpdate) -> None:
         """Accept an update and hold sampling as ``update.in_flight`` says; when this returns no token is being sampled.
 
-        Raises `UpdateRefusedError` if the manifest does not fit the model, the version is not newer, the run does not
-        own the group, another update is open, or the drain did not end before ``update.deadline_s``: the old weights
-        serve on and nothing may be sent.
+        A staged update is accepted only, and sampling goes on. Raises `UpdateRefusedError` if the manifest does not fit
+        the model, the version is not newer, the run does not own the group, another update is open, or the drain did
+        not end before ``update.deadline_s``: the old weights serve on and nothing may be sent.
         """
 
     @abstractmethod
     async def receive_weights(self, bucket: BucketTransfer) -> None:
-        """Receive one bucket; pending while the sender sends it. Buckets come in order.
+        """Receive one bucket and compare its checksum; pending while the sender sends it. Buckets come in order.
 
         Raises `TransferError`, or `UpdateRefusedError` if no such update is open: see `abort_weight_update` for what
         is true then.
@@ -82,7 +85,9 @@ class InferenceEndpoint(Protocol):
     async def commit_weight_update(self, ref: UpdateRef) -> WeightVersion:
         """Switch to the new weights and resume: every later token is sampled from ``ref.version``.
 
-        Raises `UpdateRefusedError` if buckets are missing. A failure while applying raises `PoisonedError`.
+        Sampling is held here, as ``in_flight`` says, if the update is staged. Raises `UpdateRefusedError` if buckets
+        are missing, or if a drain does not end in time: the update is over then and the old weights serve on. A failure
+        while applying raises `PoisonedError`.
         """
 
     @abstractmethod
@@ -155,6 +160,24 @@ class WeightSource(Protocol):
         On rank 0 buckets hold tensors, on the others none. A yielded tensor is valid until the next one is asked for
         and the one after it.
         """
+
+
+@runtime_checkable
+class PartialWeightSource(WeightSource, Protocol):
+    """A source that leaves out what training does not change; its `parameter_specs` list the others only."""
+
+    @abstractmethod
+    def frozen_names(self) -> Sequence[str]:
+        """Return the names of the tensors that are left out: they are as in the checkpoint. Never communicates."""
+
+
+@runtime_checkable
+class AdapterSource(WeightSource, Protocol):
+    """A source whose tensors are those of a low-rank adapter, by the names that `AdapterSpec` says."""
+
+    @abstractmethod
+    def adapter_spec(self) -> AdapterSpec:
+        """Return how endpoints merge the adapter. Never communicates."""
 
 
 @runtime_checkable
@@ -231,8 +254,16 @@ class BackgroundSaver(Protocol):
 class WeightSender(Protocol):
     """The trainer's end of a transport. Used by rank 0 only; its blocking calls run outside the event loop."""
 
+    @property
     @abstractmethod
-    def specs(self, run_id: str, num_ranks: Sequence[int], timeout_s: float) -> list[ProcessGroupSpec]:
+    def is_collective(self) -> bool:
+        """Return whether a bucket is received while it is sent, by all at once. False: once it was sent, by each alone.
+
+        Where it is not, an endpoint that fails costs the others nothing.
+        """
+
+    @abstractmethod
+    def specs(self, run_id: str, num_ranks: Sequence[int], timeout_s: float) -> Sequence[TransportSpec]:
         """Open a new group for endpoints that take ``num_ranks[i]`` ranks each; return the spec for each of them."""
 
     @abstractmethod
@@ -240,8 +271,16 @@ class WeightSender(Protocol):
         """Join the group just opened; blocks until every rank has joined. Raises `TransferError` after the timeout."""
 
     @abstractmethod
+    def begin(self, update: WeightUpdate) -> None:
+        """Note that the buckets sent from now on are those of ``update``. Raises `TransferError`."""
+
+    @abstractmethod
     def send(self, bucket: WeightBucket, timeout_s: float) -> None:
         """Send one bucket; blocks until it has left. Raises `TransferError`; the group is unusable then."""
+
+    @abstractmethod
+    def end(self, *, is_done: bool) -> None:
+        """Note that the update is over. ``is_done`` says that no endpoint will read any of it again."""
 
     @abstractmethod
     def abort(self) -> None:
@@ -257,12 +296,15 @@ class WeightReceiver(Protocol):
         """Join the group; blocks until every rank has joined. Raises `TransferError` after the timeout."""
 
     @abstractmethod
-    def receive(self, specs: Sequence[TensorSpec], timeout_s: float) -> list[torch.Tensor]:
-        """Return the tensors of one bucket, in order. Raises `TransferError`; the group is unusable then."""
+    def begin(self, ref: UpdateRef) -> None:
+        """Note that the buckets to receive are those of this update, from the first on.
+
+        The memory of all tensors returned so far is taken back: coming ones may lie there.
+        """
 
     @abstractmethod
-    def recycle(self) -> None:
-        """Take back the memory of all tensors returned so far: coming ones may lie there."""
+    def receive(self, specs: Sequence[TensorSpec], timeout_s: float) -> list[torch.Tensor]:
+        """Return the tensors of the next bucket, in order. Raises `TransferError`; the group is unusable then."""
 
     @abstractmethod
     def abort(self) -> None:

@@ -12,11 +12,12 @@
     │   └── PoisonedError            weights are torn: only a complete update or a restart leads out
     ├── UpdateError
     │   ├── UpdateRefusedError       before any byte was sent: the old weights serve on
+    │   │   └── FencedError          another incarnation of this run's trainer has taken over; stop
     │   ├── UpdateAbortedError       before any byte was applied: the old weights serve on
     │   ├── TransferError            the weight group is unusable and must be formed anew
     │   └── PublishError             the report says, endpoint by endpoint, who serves what
     ├── TrainerError
-    │   ├── NonFiniteError           loss, gradient or sampled logprobs are not finite; nothing was changed by it
+    │   ├── NonFiniteError           loss, gradient, logprobs or weights are not finite; nothing was changed by it
     │   ├── CheckpointError          nothing was loaded, or the previous checkpoint is still whole
     │   └── WorkerDiedError          a trainer rank is gone; the last checkpoint is whole
     └── TaskError                    a task could not be made or a reward could not be computed
@@ -112,6 +113,12 @@ class UpdateRefusedError(UpdateError):
     code = "update_refused"
 
 
+class FencedError(UpdateRefusedError):
+    """The run's trainer was replaced by a later incarnation, and this one's calls change nothing any more."""
+
+    code = "fenced"
+
+
 class UpdateAbortedError(UpdateError):
     """The update ended before any byte was applied; the old weights serve on."""
 
@@ -145,7 +152,7 @@ class TrainerError(InflightError):
 
 
 class NonFiniteError(TrainerError):
-    """Loss, gradient or sampled logprobs are NaN or infinite; weights and optimizer are as before the step."""
+    """Loss, gradient, logprobs or weights are NaN or infinite; weights and optimizer are as they were before."""
 
     code = "non_finite"
 

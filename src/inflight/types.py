@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from inflight.wire import TensorSpec, UpdateTimings, VersionSpan
+    from inflight.wire import Encoding, TensorSpec, UpdateTimings, VersionSpan
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -135,6 +135,10 @@ class WeightBucket:
     index: int
     specs: tuple[TensorSpec, ...]
     tensors: tuple[torch.Tensor, ...]
+    encoding: Encoding = "raw"
+    """How its bytes were made from the weights; unless ``raw``, they are one ``uint8`` tensor"""
+    checksum: str | None = None
+    """XXH3-128 of its bytes as 32 hexadecimal digits, None if it was not computed"""
 
 
 class Outcome(StrEnum):
@@ -184,13 +188,22 @@ class PublishSpans:
 
 @dataclass(frozen=True, slots=True)
 class PublishReport:
-    """Who serves what after a publish, and what it cost. ``applied_everywhere`` is the only meaning of success."""
+    """Who serves what after a publish, and what it cost."""
 
     run_id: str
     version: int
     size_bytes: int
     endpoints: tuple[EndpointReport, ...]
     spans: PublishSpans
+    num_needed: int
+    """Endpoints that had to apply it."""
+    sent_bytes: int
+    """Bytes that were sent or stored, once however many endpoints took them; fewer than ``size_bytes`` if encoded."""
+
+    @property
+    def succeeded(self) -> bool:
+        """True when as many endpoints serve the new version as had to."""
+        return sum(e.outcome is Outcome.APPLIED for e in self.endpoints) >= self.num_needed
 
     @property
     def applied_everywhere(self) -> bool:

@@ -13,13 +13,19 @@ from enum import StrEnum
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, RootModel, model_validator
 
-CONTRACT_EDITION = 1
+CONTRACT_EDITION = 2
 """Edition of the contract; it grows when a peer of the previous edition would be misread."""
 
 DTYPE_SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Wire dtypes of weights, and the size of one element in bytes."""
+
+Backend = Literal["gloo", "nccl", "shm", "file", "http"]
+"""How weights travel: by broadcast in a process group, or by what the publisher stores and each endpoint reads."""
+
+Encoding = Literal["raw", "bfloat16", "float8", "delta"]
+"""How the bytes of a bucket are made from its tensors; see `inflight.weights.encoding`."""
 
 
 class WireModel(BaseModel):
@@ -46,6 +52,8 @@ class EndpointState(StrEnum):
 
     JOINING = "joining"
     READY = "ready"
+    STAGING = "staging"
+    """An update arrives while sampling goes on from the weights of before."""
     HELD = "held"
     UPDATING = "updating"
     POISONED = "poisoned"
@@ -56,10 +64,13 @@ class EndpointState(StrEnum):
 
 
 class TensorSpec(WireModel):
-    """One tensor as it travels: checkpoint name, wire dtype (a key of `DTYPE_SIZES`), full unsharded shape."""
+    """One tensor as it is loaded: checkpoint name, dtype (a key of `DTYPE_SIZES`), full unsharded shape.
+
+    ``uint8`` is for the bytes of a whole bucket, which a transport moves as one tensor.
+    """
 
     name: str = Field(min_length=1)
-    dtype: Literal["float64", "float32", "bfloat16", "float16"]
+    dtype: Literal["float64", "float32", "bfloat16", "float16", "uint8"]
     shape: tuple[Annotated[int, Field(ge=0)], ...]
 
     @property
@@ -70,17 +81,46 @@ class TensorSpec(WireModel):
     @property
     def size_bytes(self) -> int:
         """Bytes of the tensor on the wire."""
-        return self.num_elements * DTYPE_SIZES[self.dtype]
+        return self.num_elements * DTYPE_SIZES.get(self.dtype, 1)
+
+
+class AdapterSpec(WireModel):
+    """A low-rank adapter: each adapted weight is its base plus `scale` times B A.
+
+    The base is the weights of the endpoint's last update that was no adapter, or of the checkpoint it was started from.
+    The tensors of module M are named as PEFT saves them, ``base_model.model.M.lora_A.weight`` [rank, in] and
+    ``base_model.model.M.lora_B.weight`` [out, rank], and change ``M.weight`` [out, in].
+    """
+
+    rank: int = Field(ge=1)
+    alpha: float = Field(gt=0)
+    rslora: bool = False
+    """Whether the scale is divided by the square root of the rank (arXiv 2312.03732), and not by the rank."""
+
+    @property
+    def scale(self) -> float:
+        """What the product of the two matrices is multiplied by."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
 class Manifest(WireModel):
-    """Every tensor of one update, in the order in which they travel."""
+    """Every tensor of one update, in the order in which they travel; and which of the model's are left out."""
 
     tensors: tuple[TensorSpec, ...] = Field(min_length=1)
+    adapter: AdapterSpec | None = None
+    """The tensors are those of an adapter, which replaces the one before; None: they are the model's own."""
+    frozen: tuple[str, ...] = ()
+    """Tensors of the model that are not sent, because they are as in the checkpoint that every server starts from."""
+
+    @model_validator(mode="after")
+    def _adapter_freezes_nothing(self) -> Manifest:
+        if self.adapter is not None and self.frozen:
+            raise ValueError("an adapter leaves every other tensor out: frozen must be empty")
+        return self
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> Manifest:
-        names = [tensor.name for tensor in self.tensors]
+        names = [*(tensor.name for tensor in self.tensors), *self.frozen]
         if len(set(names)) != len(names):
             twice = sorted({name for name in names if names.count(name) > 1})
             raise ValueError(f"tensor names appear twice in the manifest: {twice[:5]}")
@@ -113,10 +153,12 @@ class ProcessGroupSpec(WireModel):
     """How one endpoint joins the group that weights travel in.
 
     The trainer is rank 0 and hosts the store. The endpoint's ranks are ``rank`` to ``rank + num_ranks - 1`` of
-    ``world_size``. The call returns once the group is formed, or fails after ``timeout_s`` seconds.
+    ``world_size``. The call returns once the group is formed, or fails after ``timeout_s`` seconds. ``epoch`` tells the
+    incarnations of a run's trainer apart: the calls of one that another has replaced are refused.
     """
 
     run_id: str = Field(min_length=1)
+    epoch: int = Field(default=0, ge=0)
     backend: Literal["gloo", "nccl"]
     group_name: str = Field(min_length=1)
     master_address: str
@@ -126,26 +168,72 @@ class ProcessGroupSpec(WireModel):
     timeout_s: float = Field(gt=0)
 
 
+class DirectorySpec(WireModel):
+    """Where one endpoint reads the buckets that the publisher stores, on a file system that both of them see.
+
+    ``shm`` is memory of this host: buckets lie in files of a directory in memory and are mapped. ``file`` is any file
+    system: each update is a directory of safetensors files. ``epoch`` as in `ProcessGroupSpec`.
+    """
+
+    run_id: str = Field(min_length=1)
+    epoch: int = Field(default=0, ge=0)
+    backend: Literal["shm", "file"]
+    directory: str = Field(min_length=1, max_length=4096)
+    timeout_s: float = Field(gt=0)
+
+
+class PullSpec(WireModel):
+    """Where one endpoint fetches the files of `DirectorySpec` over HTTP, in ranges. ``token`` is the bearer token."""
+
+    run_id: str = Field(min_length=1)
+    epoch: int = Field(default=0, ge=0)
+    backend: Literal["http"]
+    url: str = Field(pattern=r"^https?://", max_length=2048)
+    token: str = Field(min_length=1, max_length=1024, repr=False)
+    timeout_s: float = Field(gt=0)
+
+
+TransportSpec = ProcessGroupSpec | DirectorySpec | PullSpec
+"""How weights come to one endpoint."""
+
+
+class TransportBody(RootModel[Annotated[TransportSpec, Field(discriminator="backend")]]):
+    """Body of ``/init_process_group``: how weights come to this endpoint from now on."""
+
+
 class UpdateRef(WireModel):
-    """Names one update session: the version that it leads to, in the run that owns it."""
+    """Names one update session: the version that it leads to, in the run that owns it, and which attempt it is.
+
+    A ``session_id`` makes every call of the session idempotent: one that is repeated, or comes late, does nothing. An
+    update without one is told from others by run and version only.
+    """
 
     run_id: str = Field(min_length=1)
     version: int = Field(ge=0)
+    session_id: str = Field(default="", max_length=64, pattern=r"^[A-Za-z0-9._-]*$")
 
 
 class WeightUpdate(WireModel):
     """Announces an update: the only message that an endpoint may refuse, and nothing has been sent yet.
 
     ``deadline_s`` bounds the preparation on the endpoint (draining, for instance). ``lease_s`` is how long the endpoint
-    stays held without hearing from the publisher: after that it releases itself, with the old weights if no byte was
-    applied.
+    keeps the update open without hearing from the publisher: after that it ends it by itself, with the old weights if
+    no byte was applied. ``staged`` says when sampling is held: False on acceptance, True by the commit, so that it goes
+    on while buckets arrive. ``encodings`` says which may be used besides ``raw``; ``delta`` is relative to the weights
+    that ``base`` names, which the endpoint must have kept. ``keep`` asks it to keep these for a later one.
     """
 
     run_id: str = Field(min_length=1)
     version: int = Field(ge=0)
+    session_id: str = Field(default="", max_length=64, pattern=r"^[A-Za-z0-9._-]*$")
+    epoch: int = Field(default=0, ge=0)
     manifest: Manifest
     buckets: tuple[BucketSpec, ...] = Field(min_length=1)
     in_flight: InFlightPolicy
+    staged: bool = False
+    encodings: tuple[Encoding, ...] = ()
+    base: UpdateRef | None = None
+    keep: bool = False
     deadline_s: float = Field(gt=0)
     lease_s: float = Field(gt=0)
 
@@ -163,19 +251,38 @@ class WeightUpdate(WireModel):
                 raise ValueError(f"bucket {bucket.index} says {bucket.size_bytes} bytes, its tensors have {size_bytes}")
         return self
 
+    @model_validator(mode="after")
+    def _delta_has_a_base(self) -> WeightUpdate:
+        if ("delta" in self.encodings) != (self.base is not None):
+            raise ValueError("encoding delta and a base come together or not at all")
+        return self
+
     @property
     def ref(self) -> UpdateRef:
         """The name of this session."""
-        return UpdateRef(run_id=self.run_id, version=self.version)
+        return UpdateRef(run_id=self.run_id, version=self.version, session_id=self.session_id)
 
 
 class BucketTransfer(WireModel):
-    """Asks the endpoint to receive one bucket now; pending while the sender sends it."""
+    """Asks the endpoint to receive one bucket now; pending until it has arrived, and was compared.
+
+    ``size_bytes`` are those that travel, None for the bucket's own (``raw``). ``checksum`` is their XXH3-128 in
+    hexadecimal digits, None for no comparison.
+    """
 
     run_id: str = Field(min_length=1)
     version: int = Field(ge=0)
+    session_id: str = Field(default="", max_length=64, pattern=r"^[A-Za-z0-9._-]*$")
     bucket_index: int = Field(ge=0)
+    encoding: Encoding = "raw"
+    size_bytes: int | None = Field(default=None, ge=0)
+    checksum: str | None = Field(default=None, pattern=r"^[0-9a-f]{32}$")
     timeout_s: float = Field(gt=0)
+
+    @property
+    def ref(self) -> UpdateRef:
+        """The name of the session that the bucket belongs to."""
+        return UpdateRef(run_id=self.run_id, version=self.version, session_id=self.session_id)
 
 
 class UpdateTimings(WireModel):
@@ -195,6 +302,14 @@ class WeightVersion(WireModel):
     state: EndpointState
     version: int = Field(ge=0)
     run_id: str | None = None
+    session_id: str = ""
+    """Of the update that brought the served version; empty if it had none, or is not remembered."""
+    owner_run_id: str | None = None
+    """Run whose updates are accepted, or were last."""
+    epoch: int = Field(default=0, ge=0)
+    """Highest epoch that was seen of that run."""
+    kept: UpdateRef | None = None
+    """Update whose weights were kept as the base of a delta."""
     updating_to: int | None = None
     num_running: int = Field(default=0, ge=0)
     last_update: UpdateTimings | None = None
@@ -451,7 +566,15 @@ class Capabilities(WireModel):
     """Longest sequence, prompt and completion together, in tokens."""
     dtype: str
     in_flight_policies: tuple[InFlightPolicy, ...]
-    transports: tuple[Literal["gloo", "nccl"], ...]
+    transports: tuple[Backend, ...]
+    staging: bool = False
+    """Whether sampling may go on while an update arrives, see `WeightUpdate.staged`."""
+    encodings: tuple[Encoding, ...] = ()
+    """Encodings of buckets that are understood besides ``raw``."""
+    partial_updates: bool = False
+    """Whether an update may leave tensors out, see `Manifest.frozen`."""
+    adapters: bool = False
+    """Whether an update may be an adapter, see `Manifest.adapter`."""
     version_binding: Literal["spans", "first_token", "admission"]
     logprob_kind: Literal["processed", "raw"]
     num_ranks: int = Field(ge=1)

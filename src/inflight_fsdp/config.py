@@ -36,6 +36,10 @@ class WorkerConfig(BaseModel):
     """Keep shards, gradients and optimizer states in host memory, and step there: a GPU holds the layers that it
     computes with and the activations. On a CPU the numbers are those of a worker without it. On a GPU it has not been
     run: no machine that this was written on has one."""
+    frozen: tuple[str, ...] = ()
+    """Parameters that are not trained, by patterns of their names as in a shell: ``model.layers.[0-9].*``. They have
+    no gradients and no optimizer states, checkpoints hold them all the same, and a publish leaves them out: endpoints
+    must declare ``partial_updates``. A parameter that is tied to another has the name of the first."""
     shard_size: int | None = Field(default=None, ge=1)
     """Neighbouring ranks that share one copy of the parameters, replicated over the others; None: all ranks."""
     wire_dtype: WireDtype | None = None

@@ -8,6 +8,8 @@ Shape suffixes: T packed tokens, N targets, H hidden, V vocabulary.
 
 from __future__ import annotations
 
+import fnmatch
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from inflight.attention import SegmentPlan, register_segment_attention
 from inflight.checkpoints import empty_causal_lm
-from inflight.errors import UnsupportedError
+from inflight.errors import ConfigError, UnsupportedError
 from inflight.losses.head import chunked_logprobs
 from inflight_fsdp.compiled import compile_layers
 from inflight_fsdp.layout import Layout, ShardedTensor, as_it_is, experts_apart
@@ -130,6 +132,22 @@ def load_weights(policy: PolicyModel, path: Path, device: torch.device, storage_
     parameters: dict[str, DTensor] = dict(policy.causal_lm.named_parameters())
     laid_out = [ShardedTensor(parameters[name], layout) for name, layout in layouts_of(policy.causal_lm).items()]
     read_shards(stored_tensors(path), laid_out)
+
+
+def freeze(causal_lm: nn.Module, patterns: Sequence[str]) -> None:
+    """Have the parameters that a pattern matches take no gradients.
+
+    Raises `ConfigError` for a pattern that matches none, or if they match all.
+    """
+    names = {name for name, _ in causal_lm.named_parameters()}
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            raise ConfigError(f"frozen: {pattern!r} matches no parameter; there are {sorted(names)[:5]} ...")
+    frozen = {name for pattern in patterns for name in fnmatch.filter(names, pattern)}
+    if frozen == names:
+        raise ConfigError(f"frozen: {list(patterns)} matches every parameter, and nothing is left to train")
+    for name in frozen:
+        causal_lm.get_parameter(name).requires_grad_(False)
 
 
 def recompute_layers(policy: PolicyModel) -> None:

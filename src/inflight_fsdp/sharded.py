@@ -65,10 +65,13 @@ class ShardedPolicy:
     mesh: DeviceMesh
     """Of all ranks; parameters are sharded over its last dimension."""
     parameters: Mapping[str, DTensor]
-    """By the trainer's names. They live as long as the module; its attributes change while layers are whole."""
+    """By the trainer's names. They live as long as the module; its attributes change while layers are whole.
+
+    Those that do not require gradients are not trained, and not published."""
     layouts: Mapping[str, Layout]
     """By the same names, in the same order."""
     optimizer: ShardedOptimizer
+    """Of the parameters that are trained."""
     wire_dtype: str
     model_config: str
     """The text of config.json."""
@@ -86,6 +89,7 @@ class ShardedWorker:
         self._mesh = policy.mesh
         self._policy = policy.module
         self._parameters = dict(policy.parameters)
+        self._trained = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
         self._layouts = dict(policy.layouts)
         self._optimizer = policy.optimizer
         self._wire_dtype = policy.wire_dtype
@@ -143,9 +147,9 @@ class ShardedWorker:
     @torch.no_grad()
     def step(self) -> StepResult:
         """See `TrainerWorker.step`. Raises `TrainerError` if `backward` was not called since; nothing changed then."""
-        if all(parameter.grad is None for parameter in self._parameters.values()):
+        if all(parameter.grad is None for parameter in self._trained.values()):
             raise TrainerError(f"step at version {self._version} without a gradient: call backward first")
-        gradients = [_local_gradient(parameter) for parameter in self._parameters.values()]
+        gradients = [_local_gradient(parameter) for parameter in self._trained.values()]
         norm = global_norm(gradients, self._mesh.get_group(self._mesh.ndim - 1), self._device)
         self._clear_gradients()
         if not math.isfinite(norm):
@@ -161,12 +165,17 @@ class ShardedWorker:
         return StepResult(self._version, norm, learning_rate)
 
     def parameter_specs(self) -> Sequence[TensorSpec]:
-        """See `TrainerWorker.parameter_specs`."""
+        """See `TrainerWorker.parameter_specs`. What is not trained is left out."""
         return [
             TensorSpec(name=name, dtype=self._wire_dtype, shape=shape)  # type: ignore[arg-type]
-            for layout in self._layouts.values()
-            for name, shape in layout.shapes.items()
+            for trained in self._trained
+            for name, shape in self._layouts[trained].shapes.items()
         ]
+
+    def frozen_names(self) -> Sequence[str]:
+        """See `PartialWeightSource.frozen_names`."""
+        frozen = (layout for name, layout in self._layouts.items() if name not in self._trained)
+        return [name for layout in frozen for name in layout.shapes]
 
     def gather_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
         """See `TrainerWorker.gather_weights`. Yielded tensors share no memory with the parameters."""

@@ -86,6 +86,10 @@ class TorchTitanWorker(ShardedWorker):
     """One trainer rank. Made by `create_worker`; `inflight.contracts.TrainerWorker` says what each method does."""
 
     def __init__(self, config: TorchTitanConfig, device: torch.device, *, owns_group: bool) -> None:
+        if config.frozen:
+            raise ConfigError(
+                "frozen is not known to the TorchTitan worker, which trains every parameter; leave it out"
+            )
         if config.compile:
             on_every_rank(lambda: check_compiler(device), device)
         hf_config = on_every_rank(lambda: _supported_config(config), device)

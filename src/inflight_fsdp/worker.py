@@ -14,7 +14,15 @@ from inflight.errors import ConfigError
 from inflight_fsdp.agreement import on_every_rank
 from inflight_fsdp.compiled import check_compiler
 from inflight_fsdp.config import WorkerConfig, parse_config
-from inflight_fsdp.model import PolicyModel, empty_policy, layouts_of, load_weights, recompute_layers, shard_policy
+from inflight_fsdp.model import (
+    PolicyModel,
+    empty_policy,
+    freeze,
+    layouts_of,
+    load_weights,
+    recompute_layers,
+    shard_policy,
+)
 from inflight_fsdp.optimizer import ShardedAdamW, ShardedAdamW8bit
 from inflight_fsdp.sharded import (
     ShardedOptimizer,
@@ -56,6 +64,7 @@ class FsdpWorker(ShardedWorker):
             lambda: empty_policy(config.model_path, config.dtype, config.logprob_chunk_size, compiled=config.compile),
             device,
         )
+        on_every_rank(lambda: freeze(policy.causal_lm, config.frozen), device)
         if config.activation_checkpointing:
             recompute_layers(policy)
         compute_dtype = None if config.compute_dtype in (None, config.dtype) else getattr(torch, config.compute_dtype)
@@ -63,12 +72,13 @@ class FsdpWorker(ShardedWorker):
         storage_device = storage_device_of(config, device)
         on_every_rank(lambda: load_weights(policy, config.model_path, device, storage_device), device)
         parameters: dict[str, DTensor] = dict(policy.causal_lm.named_parameters())
+        trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         sharded = ShardedPolicy(
             module=policy,
             mesh=mesh,
             parameters=parameters,
             layouts=layouts_of(policy.causal_lm),
-            optimizer=on_every_rank(lambda: _OPTIMIZERS[config.optimizer](parameters, config), device),
+            optimizer=on_every_rank(lambda: _OPTIMIZERS[config.optimizer](trained, config), device),
             wire_dtype=wire_dtype_of(config),
             model_config=policy.causal_lm.config.to_json_string(use_diff=True),
             context_length=max_model_len_of(policy.causal_lm.config),

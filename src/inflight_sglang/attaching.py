@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,9 +10,9 @@ from typing import Any
 
 from inflight.engines.checkpoint_specs import tensor_specs_of
 from inflight.errors import ConfigError, ProtocolError
-from inflight.wire import DTYPE_SIZES, Capabilities, InFlightPolicy, Manifest, TensorSpec
+from inflight.wire import DTYPE_SIZES, Backend, Capabilities, InFlightPolicy, Manifest, TensorSpec
 from inflight_sglang import flags
-from inflight_sglang.flags import Problem
+from inflight_sglang.flags import Problem, Updates
 from inflight_sglang.requests import RequestLimits
 from inflight_sglang.routes import SglangRoutes
 
@@ -27,14 +26,17 @@ class Attached:
     specs: tuple[TensorSpec, ...] | None
 
 
-async def attach(routes: SglangRoutes, model_dir: Path | None) -> Attached:
-    """Return what the server can do. Raises `ConfigError` with the command that starts it as it must be."""
+async def attach(routes: SglangRoutes, model_dir: Path | None, updates: Updates | None) -> Attached:
+    """Return what the server can do. Raises `ConfigError` with the command that starts it as it must be.
+
+    ``updates`` None: staged where that is possible, but for servers on CUDA, whose own groups take NCCL.
+    """
     paths = (await routes.get("/openapi.json")).get("paths")
     if not isinstance(paths, dict):
         raise ProtocolError("GET /openapi.json answered no routes: is this an SGLang server?", routes.url)
     if problem := flags.missing_routes(paths):
         raise _refusal(routes, {}, problem)
-    info, models = await asyncio.gather(routes.get("/server_info"), routes.get("/v1/models"))
+    info = await routes.get("/server_info")  # as it was started: /v1/models and /model_info name the last files loaded
     if problem := flags.wrong_setting(info):
         raise _refusal(routes, info, problem)
     directory = model_dir or Path(str(info.get("model_path")))
@@ -48,7 +50,15 @@ async def attach(routes: SglangRoutes, model_dir: Path | None) -> Attached:
         raise _refusal(routes, info, problem)
     specs = tensor_specs_of(directory, dtype) if directory.is_dir() else None
     vocab_size = _vocab_size(routes, directory, config)
+    why_not = flags.why_not_staged(routes.url, info, config)
+    if specs is None and why_not is None:  # a load of other shapes ends SGLang: it goes back by reading the same files
+        why_not = f"its checkpoint {str(directory)!r} cannot be read here; give model_dir"
+    if updates == "staged" and why_not is not None:
+        raise ConfigError(f"{routes.url}: updates cannot be staged beside this SGLang server: {why_not}")
     try:
+        on_cuda = info["device"] == "cuda"
+        staged = why_not is None and (updates == "staged" or (updates is None and not on_cuda))
+        native: tuple[Backend, ...] = ("gloo", "nccl") if on_cuda else ("gloo",)
         limits = RequestLimits(
             vocab_size=vocab_size,
             max_model_len=int(info["max_req_input_len"]),
@@ -58,12 +68,15 @@ async def attach(routes: SglangRoutes, model_dir: Path | None) -> Attached:
         capabilities = Capabilities(
             engine="sglang",
             engine_version=str(info["version"]),
-            model=str(models["data"][0]["id"]),
+            model=str(info["served_model_name"]),
             vocab_size=vocab_size,
             max_model_len=limits.max_model_len,
             dtype=dtype,
             in_flight_policies=tuple(InFlightPolicy),
-            transports=("gloo", "nccl") if info["device"] == "cuda" else ("gloo",),
+            transports=("gloo", "shm", "file", "http") if staged else native,
+            staging=staged,
+            encodings=("bfloat16", "float8", "delta") if staged else (),
+            partial_updates=staged,
             version_binding="spans",
             logprob_kind="processed",
             num_ranks=int(info["tp_size"]),
@@ -74,9 +87,7 @@ async def attach(routes: SglangRoutes, model_dir: Path | None) -> Attached:
             manifest_digest=None if specs is None else Manifest(tensors=specs).digest(),
         )
     except (KeyError, TypeError, IndexError, ValueError) as error:
-        raise ProtocolError(
-            f"/server_info or /v1/models lack {error}: an interface not known here", routes.url
-        ) from error
+        raise ProtocolError(f"/server_info lacks {error}: an interface not known here", routes.url) from error
     return Attached(capabilities, limits, specs)
 
 

@@ -7,7 +7,6 @@ import contextlib
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 from inflight.engines.labels import parse_label
 from inflight.errors import (
@@ -27,19 +26,19 @@ from inflight.wire import (
     EndpointState,
     GenerateRequest,
     GenerateResponse,
-    InFlightPolicy,
-    ProcessGroupSpec,
+    TransportSpec,
     UpdateRef,
     WeightUpdate,
     WeightVersion,
 )
 from inflight_sglang.attaching import Attached, attach
 from inflight_sglang.chat import chat_completion_of, rendered
+from inflight_sglang.checkpoint_files import CheckpointIntake
+from inflight_sglang.flags import Updates
 from inflight_sglang.requests import body_of, check_request, misaligned, response_of, rids_of
 from inflight_sglang.routes import SglangRoutes, words_of
 from inflight_sglang.updates import SglangUpdates
 
-_KNOWN_TRANSPORTS: tuple[Literal["gloo", "nccl"], ...] = ("gloo", "nccl")
 _CLOSE_S = 5.0
 
 
@@ -49,6 +48,11 @@ class SglangEndpoint:
     The first call asks the server how it was started, and raises `ConfigError` with the command that starts it as
     needed. ``api_key`` is the server's own. ``model_dir`` is the checkpoint as this process sees it, where that differs
     from the server's path: manifests are checked against it before anything is sent, and the vocabulary is read there.
+    ``updates`` says where weights are received: staged in this process, compared, and loaded by the commit from files
+    that both see; or by the engine itself as they come, which poisons it if they stop half way. None is staged for a
+    server on this host's CPU, with one rank, and native otherwise. With staged updates SGLang's own ``/model_info`` and
+    ``/v1/models`` name the files last loaded, which are gone by then; nothing here reads them.
+
     An instance belongs to the event loop in which it is first used. The version is the server's: it may be replaced by
     a new one, and another instance may publish.
 
@@ -62,22 +66,23 @@ class SglangEndpoint:
         *,
         api_key: str | None = None,
         model_dir: Path | None = None,
+        updates: Updates | None = None,
         control_timeout_s: float = 30.0,
         generate_timeout_s: float = 600.0,
     ) -> None:
         self._url = url.rstrip("/")
         self._model_dir = model_dir
+        self._wanted_updates = updates
         self._generate_timeout_s = generate_timeout_s
         self._routes = SglangRoutes(self._url, api_key=api_key, control_timeout_s=control_timeout_s)
         self._running: set[str] = set()
         self._num_sent = 0
         self._engine = SglangUpdates(self._routes, lambda: self._num_sent)
-        self._updates = UpdateReceiver(
-            self, self._engine, None, policies=tuple(InFlightPolicy), transports=_KNOWN_TRANSPORTS
-        )
+        self._staged = CheckpointIntake(self._engine.clear)
         self._was_replaced = False
         self._attaching: asyncio.Future[Capabilities] | None = None
         self._attached: Attached
+        self._updates: UpdateReceiver  # both from the first call on
 
     def __repr__(self) -> str:
         return f"SglangEndpoint({self._url!r})"
@@ -98,22 +103,29 @@ class SglangEndpoint:
         return await asyncio.shield(self._attaching)
 
     async def _attach(self) -> Capabilities:
-        self._attached = attached = await attach(self._routes, self._model_dir)
-        self._engine.num_ranks = attached.capabilities.num_ranks
-        if attached.specs is not None:
-            self._updates.session.expect(attached.specs)
+        self._attached = attached = await attach(self._routes, self._model_dir, self._wanted_updates)
+        can = attached.capabilities
+        self._engine.num_ranks = can.num_ranks
+        if can.staging:
+            self._engine.files = lambda: self._staged.files
+        self._updates = UpdateReceiver(
+            self,
+            self._staged if can.staging else self._engine,
+            attached.specs,
+            policies=can.in_flight_policies,
+            transports=can.transports,
+            staging=can.staging,
+            encodings=can.encodings,
+            partial_updates=can.partial_updates,
+        )
         await self._found()
-        return attached.capabilities
+        return can
 
     # ---------------------------------------------------------------------------------------------------- weights
 
-    async def init_process_group(self, spec: ProcessGroupSpec) -> None:
+    async def init_process_group(self, spec: TransportSpec) -> None:
         """See `InferenceEndpoint.init_process_group`. What another client left open on the server is cleared."""
-        declared = (await self.capabilities()).transports
-        if spec.backend not in declared:
-            raise UnsupportedError(
-                f"the {spec.backend} transport is not declared here; declared: {', '.join(declared)}"
-            )
+        await self.capabilities()
         await self._updates.init_process_group(spec)
         await self._found()
         self._was_replaced = False  # the group just formed is that of the process that answers now
@@ -131,14 +143,17 @@ class SglangEndpoint:
 
     async def receive_weights(self, bucket: BucketTransfer) -> None:
         """See `InferenceEndpoint.receive_weights`."""
+        await self.capabilities()
         await self._updates.receive_weights(bucket)
 
     async def commit_weight_update(self, ref: UpdateRef) -> WeightVersion:
         """See `InferenceEndpoint.commit_weight_update`. Cancelling the call does not stop what it began."""
+        await self.capabilities()
         return await self._updates.commit_weight_update(ref)
 
     async def abort_weight_update(self, ref: UpdateRef) -> WeightVersion:
-        """See `InferenceEndpoint.abort_weight_update`. POISONED from the first bucket on: SGLang loads as they come."""
+        """See `InferenceEndpoint.abort_weight_update`. Native updates: POISONED from the first bucket on."""
+        await self.capabilities()
         return await self._updates.abort_weight_update(ref)
 
     async def weight_version(self) -> WeightVersion:
@@ -147,14 +162,9 @@ class SglangEndpoint:
         session = self._updates.session
         loads, _ = await asyncio.gather(self._routes.get("/v1/loads"), self._found())
         num_running = sum(int(load["num_running_reqs"]) for load in loads["loads"])
-        return WeightVersion(
-            state=session.state,
-            version=session.version,
-            run_id=session.run_id,
-            updating_to=None if session.update is None else session.update.version,
-            # A server that is paused says what ran before; where weights are torn every request was ended.
-            num_running=0 if session.state is EndpointState.POISONED else num_running,
-            last_update=self._engine.timings,
+        # A server that is paused says what ran before; where weights are torn every request was ended.
+        return self._updates.weight_version(
+            num_running=0 if session.state is EndpointState.POISONED else num_running, last_update=self._engine.timings
         )
 
     async def hold(self, update: WeightUpdate) -> None:
@@ -244,9 +254,12 @@ class SglangEndpoint:
 
     async def aclose(self) -> None:
         """See `InferenceEndpoint.aclose`. An open update is ended first, so that the server is not left held."""
-        if (update := self._updates.session.update) is not None:
-            with contextlib.suppress(InflightError):
-                await self._updates.abort_weight_update(update.ref)
-        self._updates.close()
+        attaching = self._attaching
+        if attaching is not None and attaching.done() and not attaching.cancelled() and attaching.exception() is None:
+            if (update := self._updates.session.update) is not None:
+                with contextlib.suppress(InflightError):
+                    await self._updates.abort_weight_update(update.ref)
+            self._updates.close()
+        await self._staged.aclose(_CLOSE_S)
         await self._engine.aclose(_CLOSE_S)
         await self._routes.aclose()

@@ -6,11 +6,13 @@ import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from ipaddress import ip_address
+from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
 from inflight.contracts import InferenceEndpoint
 from inflight.engines.kinds import EngineOptions, has_gpu
+from inflight.errors import ConfigError
 
 MODULE = "sglang.launch_server"
 NEEDED_ARGUMENTS = ("--disable-overlap-schedule",)
@@ -40,14 +42,16 @@ NEEDED_ROUTES = (
     "/begin_weight_update",
     "/update_weights_from_distributed",
     "/end_weight_update",
+    "/update_weights_from_disk",
     "/update_weight_version",
     "/model_info",
     "/server_info",
     "/ready",
     "/v1/loads",
-    "/v1/models",
 )
 """Every route of SGLang that the endpoint calls."""
+Updates = Literal["staged", "native"]
+"""Whether weights are staged beside the server and loaded from files, or received by the engine itself in a group."""
 _CHAT_ROUTES = ("/v1/tokenize", "/v1/detokenize")
 
 
@@ -92,15 +96,32 @@ class SglangKind:
     def connect(
         self, url: str, *, token: str | None, control_timeout_s: float, generate_timeout_s: float
     ) -> InferenceEndpoint:
-        """See `EngineKind.connect`. The token is SGLang's ``--api-key``."""
+        """See `EngineKind.connect`. The token is SGLang's ``--api-key``; ``?updates=`` chooses as the endpoint's does.
+
+        Raises `ConfigError` for another query.
+        """
         from inflight_sglang.endpoint import SglangEndpoint
 
+        address, _, query = url.partition("?")
         return SglangEndpoint(
-            url, api_key=token, control_timeout_s=control_timeout_s, generate_timeout_s=generate_timeout_s
+            address,
+            api_key=token,
+            updates=_updates_of(query),
+            control_timeout_s=control_timeout_s,
+            generate_timeout_s=generate_timeout_s,
         )
 
 
 KIND = SglangKind()
+
+
+def _updates_of(query: str) -> Updates | None:
+    if query == "":
+        return None
+    for updates in get_args(Updates):
+        if query == f"updates={updates}":
+            return updates  # type: ignore[no-any-return]
+    raise ConfigError(f"?{query} is not understood; write ?updates=staged or ?updates=native, or nothing")
 
 
 def _context_length(options: EngineOptions) -> int:
@@ -215,6 +236,38 @@ def wrong_setting(info: Mapping[str, Any]) -> Problem | None:
         if is_wrong(info.get(name)):
             return Problem(f"{name} is {info.get(name)!r}: {reason}", remedy)
     return None
+
+
+_UNSTAGED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("tp_size", _is_above_one, "files are handed to one rank only"),
+    ("quantization", lambda value: value is not None, "quantized weights are not loaded from files again"),
+    ("enable_lora", bool, "adapters are named after the model, which SGLang names after its last files"),
+    ("model_checksum", lambda value: value is not None, "only the files of the start would pass --model-checksum"),
+    (
+        "load_format",
+        lambda value: value not in (None, "auto", "safetensors", "dummy"),
+        "another loader would be used from the first update on",
+    ),
+)
+
+
+def why_not_staged(url: str, info: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
+    """Return why updates cannot be staged beside a server, None if they can. ``config`` as for `dtype_of`."""
+    if not _is_loopback(urlsplit(url).hostname or ""):
+        return "its address is not this host's loopback, and files of this process have to be seen there"
+    if "quantization_config" in config:
+        return "quantized weights are not loaded from files again"
+    for name, is_wrong, reason in _UNSTAGED:
+        if is_wrong(info.get(name)):
+            return f"{name} is {info.get(name)!r}: {reason}"
+    return None
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 _DTYPES = {"half": "float16", "float": "float32"}

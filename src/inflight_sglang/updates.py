@@ -1,8 +1,9 @@
 """Weight updates over SGLang's routes: the hold, the group, the buckets and the commit of one server.
 
-SGLang loads a bucket as it arrives, so that an update that ends after its first one leaves torn weights. Its session
-is therefore opened for the first bucket and not before: whoever finds it open knows that bytes may have been loaded.
-The engine cannot be called back from a broadcast, and is sent into one only when its sender is there. Where the sender
+In a group of its own SGLang loads a bucket as it arrives, so that an update that ends after its first one leaves torn
+weights. Its session is therefore opened for the first bucket and not before: whoever finds it open knows that bytes may
+have been loaded. A staged update is loaded by the commit, from files, and the session is open for the hold only. The
+engine cannot be called back from a broadcast, and is sent into one only when its sender is there. Where the sender
 stops half way, the call is left behind here, and what it led to is looked at when it ends.
 """
 
@@ -13,20 +14,24 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from inflight.engines.labels import ServedVersion, label_of, parse_label
-from inflight.errors import DeadlineError, InflightError, ProtocolError, TransferError
+from inflight.errors import DeadlineError, InflightError, ProtocolError, TransferError, UpdateRefusedError
 from inflight.weights.threads import run_abandonable
 from inflight.wire import (
     BucketSpec,
+    BucketTransfer,
     ProcessGroupSpec,
     TensorSpec,
+    TransportSpec,
     UpdateRef,
     UpdateTimings,
     WeightUpdate,
 )
 from inflight_sglang import pausing
+from inflight_sglang.checkpoint_files import CheckpointFiles
 from inflight_sglang.routes import SglangRoutes, words_of
 
 if TYPE_CHECKING:
@@ -34,6 +39,8 @@ if TYPE_CHECKING:
 
 _NOTHING_LOADED = ("Failed to receive weights", "update_weights_from_distributed must run between")
 """How SGLang's refusals of a bucket begin that was not loaded, not even in part."""
+_NO_FILES = "Failed to get weights iterator: Cannot find any model weights"
+"""How SGLang answers for a directory that it sees and finds empty; it looks for another in the Hub."""
 _STUCK_S = 1860.0
 """A little longer than torch waits for a broadcast, in a group that SGLang joined."""
 
@@ -41,7 +48,8 @@ _STUCK_S = 1860.0
 class SglangUpdates:
     """Satisfies `HeldEngine` but for the version, and `WeightIntake`. ``is_open`` is set while requests may be sent.
 
-    ``num_sent`` counts the requests of this client that the server has not answered.
+    ``num_sent`` counts the requests of this client that the server has not answered. With ``files``, those of the open
+    update, it is the engine of staged updates, whose intake is another.
     """
 
     def __init__(self, routes: SglangRoutes, num_sent: Callable[[], int]) -> None:
@@ -58,11 +66,13 @@ class SglangUpdates:
         self._was_torn = False
         self._session_is_open = False
         self._has_loaded = False
+        self._has_seen_files = False
         self._loading: asyncio.Future[None] | None = None
         self._settling: asyncio.Future[None] | None = None
         self._background: set[asyncio.Future[None]] = set()
         self._held_since = 0.0
         self.num_ranks = 1
+        self.files: Callable[[], CheckpointFiles] | None = None
         self.num_changes = 0
         """Grows whenever what the server says of its weights may change by a call of this client."""
         self.is_torn = False
@@ -77,22 +87,21 @@ class SglangUpdates:
         """See `WeightIntake.has_applied`. A bucket that is under way may be in the model already."""
         return self._has_loaded or (self._loading is not None and not self._loading.done())
 
-    async def join(self, spec: ProcessGroupSpec) -> None:
+    @property
+    def kept(self) -> UpdateRef | None:
+        """See `WeightIntake.kept`. Nothing is."""
+        return None
+
+    async def join(self, spec: TransportSpec) -> None:
         """See `WeightIntake.join`. What a publisher that died left behind is cleared first."""
         from inflight.weights.transports.process_group import AnnouncedRanks
 
+        assert isinstance(spec, ProcessGroupSpec)  # no other transport is declared
         if spec.group_name in self._former:
             raise TransferError(f"the weight group {spec.group_name!r} was joined before; open a new one")
         deadline = time.monotonic() + spec.timeout_s
         self._ranks = ranks = AnnouncedRanks(spec, self.num_ranks)
-        try:
-            async with asyncio.timeout(spec.timeout_s), self._alone():
-                await self._clear()
-        except TimeoutError as error:
-            raise TransferError(
-                f"the engine did not come free within {spec.timeout_s:g} s: it waits for the rest of a bucket, whose "
-                "publisher has to give its group up"
-            ) from error
+        await self.clear(spec)
         # SGLang's own joining blocks all of its sampling, for up to half an hour: it begins when everyone is there.
         await run_abandonable(ranks.meet, "inflight-meet")
         body = spec.model_dump(include={"master_address", "master_port", "world_size", "group_name", "backend"})
@@ -112,6 +121,18 @@ class SglangUpdates:
         else:  # given up meanwhile
             self._stale.add(spec.group_name)
 
+    async def clear(self, spec: TransportSpec) -> None:
+        """End what a publisher that died left behind on the server. Raises `TransferError` if that takes too long."""
+        self._has_seen_files = False
+        try:
+            async with asyncio.timeout(spec.timeout_s), self._alone():
+                await self._clear()
+        except TimeoutError as error:
+            raise TransferError(
+                f"the engine did not come free within {spec.timeout_s:g} s: it waits for the rest of a bucket, whose "
+                "publisher has to give its group up"
+            ) from error
+
     def leave(self) -> None:
         """See `WeightIntake.leave`. The engine is told in the background; a broadcast that it is in goes on."""
         if self._ranks is not None:
@@ -124,14 +145,18 @@ class SglangUpdates:
             self._group = None
             self.in_background(self._forget_stale_groups())
 
-    def begin(self) -> None:
+    def begin(self, update: WeightUpdate) -> None:
         """See `WeightIntake.begin`."""
         self._has_loaded = False
 
-    async def receive(self, bucket: BucketSpec, tensors: Sequence[TensorSpec], timeout_s: float) -> None:
+    def committed(self) -> None:
+        """See `WeightIntake.committed`."""
+
+    async def receive(self, transfer: BucketTransfer, bucket: BucketSpec, tensors: Sequence[TensorSpec]) -> None:
         """See `WeightIntake.receive`. SGLang is asked once the bucket is being sent, and is not called back."""
         if self._group is None or self._ranks is None:
             raise TransferError("no weight group is formed")
+        timeout_s = transfer.timeout_s
         ranks, index, deadline = self._ranks, self._num_received, time.monotonic() + timeout_s
         self._num_received += 1
         await run_abandonable(lambda: ranks.await_send(index, timeout_s), "inflight-await-send")
@@ -180,6 +205,7 @@ class SglangUpdates:
         """See `HeldEngine.hold`."""
         ref = update.ref
         self.num_changes += 1
+        self._has_loaded = False
         self._update, self._was_torn = ref, self.is_torn
         if not self.is_torn:
             self.is_open.clear()
@@ -187,8 +213,12 @@ class SglangUpdates:
             async with self._alone():
                 try:
                     self._held_since = await pausing.stop(self._routes, update.in_flight, self._num_sent)
+                    if self.files is not None:
+                        await self._begin_session()
+                    if self.files is not None and not self._has_seen_files:
+                        await self._show(self.files())
                 except BaseException:
-                    await asyncio.shield(self._go_on())
+                    await asyncio.shield(self._resume())
                     raise
         except BaseException:
             if self._update is ref:
@@ -199,10 +229,13 @@ class SglangUpdates:
         """See `HeldEngine.apply`. The label changes while nothing is sampled, so that spans change with it."""
         async with self._alone():
             started = time.monotonic()
+            if self.files is not None:
+                await self._load_files(self.files(), label_of(update.ref))
             await self._routes.post("/end_weight_update", {})
             self._session_is_open = False
             loaded = time.monotonic()
-            await pausing.set_label(self._routes, label_of(update.ref))
+            if self.files is None:
+                await pausing.set_label(self._routes, label_of(update.ref))
             await pausing.go_on(self._routes)
             self.timings = UpdateTimings(load_s=loaded - started, held_s=time.monotonic() - self._held_since)
             if self._num_sent():
@@ -258,6 +291,39 @@ class SglangUpdates:
             await asyncio.gather(*late, return_exceptions=True)
 
     # ---------------------------------------------------------------------------------------------------- details
+
+    async def _begin_session(self) -> None:
+        """Open the session of a load: SGLang does not survive two loads at the same time, and has one session only.
+
+        It tells others, should this process die meanwhile, that the weights may be torn.
+        """
+        self._session_is_open = True
+        try:
+            await self._routes.post("/begin_weight_update", {"selector": "target"})
+        except ProtocolError as error:
+            self._session_is_open = False
+            raise UpdateRefusedError(f"the engine takes no weights now: {error.message}") from error
+
+    async def _resume(self) -> None:
+        """Sample again after a hold that failed."""
+        await _quietly(self._end_session())
+        await self._go_on()
+
+    async def _show(self, files: CheckpointFiles) -> None:
+        """Make sure that the server sees files of this process: with none of them to load, nothing is changed."""
+        status, answer = await self._routes.ask("POST", "/update_weights_from_disk", _body_of_files(files.probe))
+        if status == 200 or not words_of(answer).startswith(_NO_FILES):
+            raise UpdateRefusedError(
+                "the server does not see the files of this process, though its address is this host's: attach with "
+                f"?updates=native. It says: {words_of(answer)}"
+            )
+        self._has_seen_files = True
+
+    async def _load_files(self, files: CheckpointFiles, label: str) -> None:
+        """Have the engine load what was staged, and call it so: tokens that are sampled from then on carry this."""
+        self._has_loaded = True
+        body = _body_of_files(files.checkpoint) | {"weight_version": label}
+        await self._routes.post("/update_weights_from_disk", body, _STUCK_S)
 
     async def _note_first_token(self, timings: UpdateTimings, since: float) -> None:
         """Measure when the first token of the new version comes, by a request for one token."""
@@ -332,6 +398,12 @@ class SglangUpdates:
 
     def _unsettled(self) -> list[asyncio.Future[None]]:
         return [task for task in (self._loading, self._settling) if task is not None and not task.done()]
+
+
+def _body_of_files(directory: Path) -> dict[str, Any]:
+    """Return what `/update_weights_from_disk` takes; flushing would be refused while requests are paused."""
+    common = {"load_format": "safetensors", "flush_cache": False, "abort_all_requests": False}
+    return {"model_path": str(directory), **common}
 
 
 async def _quietly(call: Awaitable[Any]) -> None:

@@ -23,6 +23,7 @@ from inflight.http.connection import HttpConnection
 from inflight.weights.receiving import UpdateReceiver
 from inflight.wire import (
     DTYPE_SIZES,
+    Backend,
     BucketTransfer,
     Capabilities,
     ChatChoice,
@@ -32,14 +33,15 @@ from inflight.wire import (
     ChatMessage,
     ChatTokenLogprob,
     ChatUsage,
+    Encoding,
     EndpointState,
     GenerateRequest,
     GenerateResponse,
     InFlightPolicy,
     Manifest,
-    ProcessGroupSpec,
     SamplingParams,
     TensorSpec,
+    TransportSpec,
     UpdateRef,
     WeightUpdate,
     WeightVersion,
@@ -49,6 +51,8 @@ from inflight_vllm.requests import bodies_of, check_request, response_of
 from inflight_vllm.updates import PROTOCOL, VllmRoutes, VllmUpdates, words_of
 
 _GENERATE = "/inference/v1/generate"
+_TRANSPORTS: tuple[Backend, ...] = ("gloo", "shm", "file", "http")
+_ENCODINGS: tuple[Encoding, ...] = ("bfloat16", "float8", "delta")
 
 
 class VllmEndpoint:
@@ -78,7 +82,17 @@ class VllmEndpoint:
         self._http = HttpConnection(self._url)
         self._routes = VllmRoutes(self._http, self._url, self._headers, control_timeout_s)
         self._engine = VllmUpdates(self._routes, lambda: len(self._running), self._probe)
-        self._updates = UpdateReceiver(self, self._engine, None, policies=tuple(InFlightPolicy), transports=("gloo",))
+        self._updates = UpdateReceiver(
+            self,
+            self._engine,
+            None,
+            policies=tuple(InFlightPolicy),
+            transports=_TRANSPORTS,
+            staging=True,
+            encodings=_ENCODINGS,
+            partial_updates=True,
+            adapters=True,
+        )
         self._running: dict[str, int] = {}
         self._attaching: asyncio.Future[Capabilities] | None = None
         self._has_chat = False
@@ -146,7 +160,11 @@ class VllmEndpoint:
             max_model_len=max_model_len,
             dtype=dtype,
             in_flight_policies=tuple(InFlightPolicy),
-            transports=("gloo",),
+            transports=_TRANSPORTS,
+            staging=True,
+            encodings=_ENCODINGS,
+            partial_updates=True,
+            adapters=True,
             version_binding="spans",
             logprob_kind="processed",
             num_ranks=int((await self._routes.get("/get_world_size"))["world_size"]),
@@ -202,7 +220,7 @@ class VllmEndpoint:
 
     # --------------------------------------------------------------------------------------------------- weights
 
-    async def init_process_group(self, spec: ProcessGroupSpec) -> None:
+    async def init_process_group(self, spec: TransportSpec) -> None:
         """See `InferenceEndpoint.init_process_group`. What another client left open on the server is cleared."""
         await self.capabilities()
         await self._updates.init_process_group(spec)
@@ -244,15 +262,11 @@ class VllmEndpoint:
         return self._version(state, can)
 
     def _version(self, state: EndpointState, can: Capabilities) -> WeightVersion:
-        session = self._updates.session
-        return WeightVersion(
-            state=state,
-            version=session.version,
-            run_id=session.run_id,
-            updating_to=None if session.update is None else session.update.version,
+        answer = self._updates.weight_version(
             num_running=min(sum(self._running.values()), can.max_concurrent_sequences),
             last_update=self._engine.timings,
         )
+        return answer.model_copy(update={"state": state})
 
     async def hold(self, update: WeightUpdate) -> None:
         """See `HeldEngine.hold`."""

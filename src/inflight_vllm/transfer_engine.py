@@ -1,43 +1,41 @@
 """The engine's half: a weight transfer engine that vLLM loads in each of its workers, found by its entry point.
 
-    join -> start_weight_update -> one update_weights for each bucket -> finish_weight_update
+    join -> start_weight_update -> update_weights: begin, then once for each bucket -> finish_weight_update
 
 A bucket is received in a thread and staged in host memory, so that the worker goes on answering, a receive can be
 ended, and the model is touched by ``finish_weight_update`` only: whatever fails before leaves the old weights serving.
 ``Worker.inflight_status`` says through vLLM's ``collective_rpc`` how far it is, which vLLM's own calls cannot return.
 
-Facts of vLLM 0.32 that this module takes care of: a reload that failed leaves half-loaded layers behind, which would
-corrupt the next one, so that a dirty model is flushed before it is loaded again; on a CPU linear layers are packed, and
-a head that is tied to the embedding keeps its old packing until it is packed again.
+An update in part is completed with the tensors that vLLM keeps in the same layers, and an adapter is merged into its
+base, in that thread too; where these are not known any more the update is refused when it begins. vLLM sets no session
+up for the weights to be staged in while it samples: it asks for no pause, and only ``finish_weight_update`` needs one.
 """
 
 from __future__ import annotations
 
-import hashlib
-import mmap
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.model_loader.reload.layerwise import (
-    finalize_layerwise_reload,
-    get_layerwise_info,
-    initialize_layerwise_reload,
-)
 
-from inflight.weights.packing import unpack
-from inflight.weights.transports.process_group import ProcessGroupReceiver
-from inflight.wire import ProcessGroupSpec, TensorSpec
+from inflight.contracts import WeightReceiver
+from inflight.errors import UpdateRefusedError
+from inflight.weights.adapters import adapter_difference, changed_names
+from inflight.weights.merging import AdaptedLoad, AdaptedWeights, Named
+from inflight.weights.staging import KeptWeights, Staging
+from inflight.weights.transports import make_receiver
+from inflight.wire import BucketTransfer, Manifest, ProcessGroupSpec, TransportBody, WeightUpdate
+from inflight_vllm.base_weights import BaseWeights
+from inflight_vllm.reloading import ReloadedModel
 
 BACKEND = "inflight"
 """What ``--weight-transfer-config '{"backend": ...}'`` names."""
-PROTOCOL = 1
+PROTOCOL = 3
 """Grows when a client of the one before would be misread; an attaching client compares it."""
 
 Phase = Literal["idle", "busy", "done", "failed"]
@@ -63,109 +61,103 @@ def _status(worker: Any, wait_s: float = 0.0) -> dict[str, Any]:
 
 @dataclass
 class JoinInfo:
-    """``init_info``: the contract's `ProcessGroupSpec`; the worker's own rank is added to ``rank``."""
+    """``init_info``: the contract's `TransportSpec`; the worker's own rank is added to the rank of a group."""
 
-    run_id: str
-    backend: Literal["gloo", "nccl"]
-    group_name: str
-    master_address: str
-    master_port: int
-    rank: int
-    world_size: int
-    timeout_s: float
+    spec: dict[str, Any]
 
 
 @dataclass
-class BucketInfo:
-    """``update_info``: where one bucket comes from, or ``forget`` what was staged, or ``drop`` the group too.
+class UpdateInfo:
+    """``update_info``: ``begin`` an update, receive one ``bucket`` of it, ``forget`` what came, or ``drop`` the group.
 
-    ``tensors`` are `TensorSpec` bodies in the order of their bytes. ``shared_memory`` reads the bytes of a bucket from
-    the file at ``path``, ``safetensors`` the named tensors from a safetensors file there; ``sha256`` of the file's
-    bytes, if given, is compared before anything is staged.
+    ``update`` is the body of a `WeightUpdate`, ``transfer`` of a `BucketTransfer`.
     """
 
-    source: Literal["group", "shared_memory", "safetensors", "forget", "drop"]
-    tensors: list[dict[str, Any]] | None = None
-    timeout_s: float = 60.0
-    path: str | None = None
-    sha256: str | None = None
+    source: Literal["begin", "bucket", "forget", "drop"]
+    update: dict[str, Any] | None = None
+    transfer: dict[str, Any] | None = None
 
 
-class InflightTransferEngine(WeightTransferEngine[JoinInfo, BucketInfo]):  # type: ignore[misc]  # no vLLM here
+class InflightTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):  # type: ignore[misc]  # no vLLM here
     """One worker's half of the updates of its model. vLLM makes it and calls it from the worker's main thread."""
 
     init_info_cls = JoinInfo
-    update_info_cls = BucketInfo
+    update_info_cls = UpdateInfo
     supports_draft_weight_update = False
 
     def __init__(self, config: WeightTransferConfig, vllm_config: Any, device: torch.device, model: Any) -> None:
         super().__init__(config, vllm_config, device, model)
-        self._receiver: ProcessGroupReceiver | None = None
+        self._receiver: WeightReceiver | None = None
         self._group: str | None = None
-        self._staged: list[tuple[str, torch.Tensor]] = []
+        self._update: WeightUpdate | None = None
+        self._staging: Staging | None = None
+        self._kept: KeptWeights | None = None
         self._num_staged = 0
         self._phase: Phase = "idle"
         self._problem = ""
         self._work: threading.Event = threading.Event()
-        self._is_dirty = False
+        self._reloaded = ReloadedModel(model, self.model_config, device)
+        self._base = BaseWeights(self.model_config.model, self.model_config.dtype)
+        self._completing: list[str] = []
+        self._adapted = AdaptedWeights()
+        self._prepared: AdaptedLoad | None = None
+        self._companions: Named = []
 
     # ------------------------------------------------------------------------------------------- what vLLM calls
 
     def init_transfer_engine(self, init_info: JoinInfo) -> None:
         """Give an earlier group up and begin to join; `status` says when it is done."""
         self._drop()
-        parallel = self.parallel_config
-        offset = parallel.data_parallel_index * parallel.world_size + parallel.rank
-        spec = ProcessGroupSpec(**{**vars(init_info), "rank": init_info.rank + offset})
-        receiver = self._receiver = ProcessGroupReceiver(spec, self.device)
+        spec = TransportBody.model_validate(init_info.spec).root
+        name = f"{spec.backend} of {spec.run_id}"
+        if isinstance(spec, ProcessGroupSpec):
+            parallel = self.parallel_config
+            offset = parallel.data_parallel_index * parallel.world_size + parallel.rank
+            spec, name = spec.model_copy(update={"rank": spec.rank + offset}), spec.group_name
+        receiver = self._receiver = make_receiver(spec, self.device)
 
         def join() -> None:
             receiver.join()
             if self._receiver is receiver:
-                self._group = spec.group_name
+                self._group = name
 
         self._begin(join)
 
     def start_weight_update(self) -> None:
         """Forget what an earlier session left; nothing of the model changes before `finish_weight_update`."""
         self._forget()
-        if self._receiver is not None:
-            self._receiver.recycle()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Begin to receive one bucket; `status` says when it is staged."""
+        """Begin an update, or to receive one bucket of it; `status` says when that is staged."""
         self.receive_weights(self.parse_update_info(update_info))
 
-    def receive_weights(self, update_info: BucketInfo) -> None:
+    def receive_weights(self, update_info: UpdateInfo) -> None:
         """See `update_weights`."""
         if update_info.source == "drop":
             self._drop()
-            return
-        if update_info.source == "forget":
+        elif update_info.source == "forget":
             self._forget()
-            return
-        if self._phase == "busy":
-            raise RuntimeError("a bucket is being received already; wait for it, or drop it")
-        specs = [TensorSpec.model_validate(tensor) for tensor in update_info.tensors or ()]
-        fetch = self._source(update_info, specs)
-        staged = self._staged
-
-        def receive() -> None:
-            arrived = fetch()
-            staged.extend((spec.name, tensor) for spec, tensor in zip(specs, arrived, strict=True))
-            if staged is self._staged:
-                self._num_staged += 1
-
-        self._begin(receive)
+        elif update_info.source == "begin":
+            self._begin_update(WeightUpdate.model_validate(update_info.update))
+        else:
+            self._begin_bucket(BucketTransfer.model_validate(update_info.transfer))
 
     def finish_weight_update(self) -> None:
-        """Load everything that was staged; without any, nothing changes."""
+        """Load what was staged, if all of it has come; without any of it, nothing changes."""
         if self._phase == "busy":
             raise RuntimeError("a bucket is still being received")
-        staged = self._staged
+        staging, update, load = self._staging, self._update, self._prepared
+        if staging is None or update is None or self._num_staged == 0:
+            self._forget()
+            return
+        if load is None:
+            raise RuntimeError(f"{self._num_staged} of {len(update.buckets)} buckets have come")
+        self._reloaded.load([*load.tensors, *self._companions])
+        self._adapted.loaded(load)
+        if update.manifest.adapter is None:
+            self._base.loaded(staging.tensors(), keep=update.keep)
+        self._kept, self._staging = staging.keep(), None
         self._forget()
-        if staged:
-            self._load(staged)
 
     def shutdown(self) -> None:
         """Give the group up."""
@@ -184,7 +176,8 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, BucketInfo]):  # typ
             "problem": self._problem,
             "group": self._group,
             "num_staged": self._num_staged,
-            "is_dirty": self._is_dirty,
+            "kept": None if self._kept is None else self._kept.ref.model_dump(),
+            "is_dirty": self._reloaded.is_dirty,
         }
 
     def _begin(self, work: Callable[[], None]) -> None:
@@ -205,8 +198,61 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, BucketInfo]):  # typ
 
         threading.Thread(target=run, name="inflight-receive", daemon=True).start()
 
+    def _begin_update(self, update: WeightUpdate) -> None:
+        receiver = self._receiver
+        if receiver is None or self._group is None:
+            raise RuntimeError("this engine belongs to no weight group: it was restarted, or gave it up")
+        if update.base is not None and (self._kept is None or update.base != self._kept.ref):
+            raise RuntimeError(f"version {update.base.version} was not kept here, to which the update is a delta")
+        self._forget()
+        self._completing = self._completion(update.manifest)
+        receiver.begin(update.ref)
+        self._update, self._staging = update, Staging(update, self._kept)
+
+    def _completion(self, manifest: Manifest) -> list[str]:
+        """Return what has to be loaded beside what an update changes. Raises `UpdateRefusedError` if that is lost."""
+        if manifest.adapter is None and not manifest.frozen:
+            return []
+        shapes = self._base.shapes()
+        if manifest.adapter is not None and (problem := adapter_difference(shapes, manifest)) is not None:
+            raise UpdateRefusedError(problem)
+        adapted = self._adapted.names
+        changed = changed_names(manifest)
+        companions = self._reloaded.companions([*changed, *adapted], shapes)
+        bases = [] if manifest.adapter is None else [name for name in changed if name not in adapted]
+        self._base.require([*bases, *companions])
+        return companions
+
+    def _prepare(self, manifest: Manifest, staging: Staging, completing: Sequence[str]) -> tuple[AdaptedLoad, Named]:
+        """Return what an update that has arrived has loaded, and the other tensors of the same layers."""
+        load = self._adapted.prepare(manifest, staging.tensors(), self._base.tensor)
+        return load, [(name, self._base.tensor(name)) for name in completing]
+
+    def _begin_bucket(self, transfer: BucketTransfer) -> None:
+        if self._phase == "busy":
+            raise RuntimeError("a bucket is being received already; wait for it, or drop it")
+        receiver, staging, update = self._receiver, self._staging, self._update
+        if receiver is None or staging is None or update is None or transfer.ref != update.ref:
+            raise RuntimeError("no such update was begun: this engine was restarted, or gave it up")
+        bucket = update.buckets[transfer.bucket_index]
+        tensors = update.manifest.tensors[bucket.start : bucket.stop]
+        completing = self._completing
+
+        def receive() -> None:
+            staging.receive(receiver, transfer, bucket, tensors)
+            is_last = transfer.bucket_index == len(update.buckets) - 1
+            prepared, companions = self._prepare(update.manifest, staging, completing) if is_last else (None, [])
+            if staging is self._staging:
+                self._num_staged += 1
+                self._prepared, self._companions = prepared, companions
+
+        self._begin(receive)
+
     def _forget(self) -> None:
-        self._staged, self._num_staged = [], 0
+        staging, self._staging, self._num_staged = self._staging, None, 0
+        self._prepared, self._companions = None, []
+        if staging is not None:
+            staging.drop()
 
     def _drop(self) -> None:
         receiver, self._receiver, self._group = self._receiver, None, None
@@ -214,91 +260,3 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, BucketInfo]):  # typ
         self._phase, self._problem, self._work = "idle", "", threading.Event()
         if receiver is not None:
             receiver.abort()
-
-    # -------------------------------------------------------------------------------------------------- sources
-
-    def _source(self, info: BucketInfo, specs: list[TensorSpec]) -> Callable[[], list[torch.Tensor]]:
-        if info.source == "group":
-            receiver = self._receiver
-            if receiver is None or self._group is None:
-                raise RuntimeError("this engine belongs to no weight group: it was restarted, or gave it up")
-            return lambda: receiver.receive(specs, info.timeout_s)
-        if info.path is None:
-            raise ValueError(f"source {info.source!r} needs a path")
-        path = Path(info.path)
-        if info.source == "shared_memory":
-            return lambda: _from_memory(path, specs, info.sha256)
-        return lambda: _from_safetensors(path, specs, info.sha256)
-
-    # -------------------------------------------------------------------------------------------------- loading
-
-    def _load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        if self._is_dirty:
-            self._flush()
-        self._is_dirty = True
-        initialize_layerwise_reload(self.model)
-        self.model.load_weights((name, tensor.to(self.device)) for name, tensor in tensors)
-        finalize_layerwise_reload(self.model, self.model_config)
-        self._pack_tied_head()
-        self._is_dirty = False
-
-    def _flush(self) -> None:
-        """Put back the layers that a load that failed left half-way, without what it had brought for them."""
-        initialize_layerwise_reload(self.model)
-        for layer in self.model.modules():
-            info = get_layerwise_info(layer)
-            info.loaded_weights.clear()
-            info.load_numel = 0
-        finalize_layerwise_reload(self.model, self.model_config)
-
-    def _pack_tied_head(self) -> None:
-        if self.device.type != "cpu":
-            return
-        from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-
-        embeddings = [m for m in self.model.modules() if type(m) is VocabParallelEmbedding]
-        for head in self.model.modules():
-            if isinstance(head, ParallelLMHead) and any(_is_tied(head, embedding) for embedding in embeddings):
-                dispatch_cpu_unquantized_gemm(head, remove_weight=False)
-
-
-def _is_tied(head: torch.nn.Module, embedding: torch.nn.Module) -> bool:
-    mine: Any = head.weight
-    theirs: Any = embedding.weight
-    return mine is theirs or (mine.numel() > 0 and mine.data_ptr() == theirs.data_ptr())
-
-
-def _from_memory(path: Path, specs: list[TensorSpec], sha256: str | None) -> list[torch.Tensor]:
-    """Return the tensors whose bytes lie one after another in the file at ``path``, copied out of it."""
-    size_bytes = sum(spec.size_bytes for spec in specs)
-    with path.open("rb") as file:
-        found = path.stat().st_size
-        if found < size_bytes:
-            raise ValueError(f"{path} holds {found} bytes, the bucket has {size_bytes}")
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-            content = bytearray(mapped[:size_bytes])
-    _compare(path, content, sha256)
-    return unpack(torch.frombuffer(content, dtype=torch.uint8), specs)
-
-
-def _from_safetensors(path: Path, specs: list[TensorSpec], sha256: str | None) -> list[torch.Tensor]:
-    """Return the named tensors of a safetensors file; raises if one is missing or of another shape or dtype."""
-    from safetensors.torch import load
-
-    content = path.read_bytes()
-    _compare(path, content, sha256)
-    found = load(content)
-    for spec in specs:
-        tensor = found.get(spec.name)
-        if tensor is None:
-            raise ValueError(f"{path} has no tensor {spec.name}")
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        if (dtype, tuple(tensor.shape)) != (spec.dtype, spec.shape):
-            raise ValueError(f"{spec.name} in {path} is {dtype} {tuple(tensor.shape)}, not {spec.dtype} {spec.shape}")
-    return [found[spec.name] for spec in specs]
-
-
-def _compare(path: Path, content: bytes | bytearray, sha256: str | None) -> None:
-    if sha256 is not None and (found := hashlib.sha256(content).hexdigest()) != sha256:
-        raise ValueError(f"{path} was damaged: its sha256 is {found}, {sha256} was announced; nothing was loaded")

@@ -13,18 +13,21 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from inflight.engines.labels import label_of, parse_label
-from inflight.errors import InflightError, ProtocolError, TransferError
+from inflight.errors import InflightError, ProtocolError, TransferError, UpdateRefusedError
 from inflight.http.connection import HttpConnection
 from inflight.wire import (
     BucketSpec,
+    BucketTransfer,
     InFlightPolicy,
     ProcessGroupSpec,
     TensorSpec,
+    TransportSpec,
+    UpdateRef,
     UpdateTimings,
     WeightUpdate,
 )
 
-PROTOCOL = 1
+PROTOCOL = 3
 """Of the engine's half, see `inflight_vllm.transfer_engine.PROTOCOL`."""
 _PAUSES = {
     InFlightPolicy.KEEP: "mode=keep&clear_cache=false",  # with the cache cleared, vLLM computes it all again
@@ -88,6 +91,8 @@ class VllmUpdates:
         self._probe = probe
         self._lock = asyncio.Lock()
         self._group: str | None = None
+        self._update: WeightUpdate | None = None
+        self._kept: UpdateRef | None = None
         self._num_joins = 0
         self._session_is_open = False
         self._is_torn = False
@@ -106,44 +111,59 @@ class VllmUpdates:
         return False
 
     @property
+    def kept(self) -> UpdateRef | None:
+        """See `WeightIntake.kept`. The engine's half compares it once more."""
+        return self._kept
+
+    @property
     def group(self) -> str | None:
         """Name of the group that the engine joined."""
         return self._group
 
-    async def join(self, spec: ProcessGroupSpec) -> None:
+    async def join(self, spec: TransportSpec) -> None:
         """See `WeightIntake.join`. What a publisher that died left behind is cleared first."""
         self._num_joins += 1
         async with self._lock:
             await self._clear()
-            body = spec.model_dump()
-            await self._routes.post("/init_weight_transfer_engine", {"init_info": body})
+            await self._routes.post("/init_weight_transfer_engine", {"init_info": {"spec": spec.model_dump()}})
             try:
                 await self._done("joining the weight group", spec.timeout_s, wait_s=0.0)
             except BaseException:
                 await asyncio.shield(self._quietly(self._routes.post("/shutdown_weight_transfer_engine")))
                 raise
-            self._group = spec.group_name
+            self._group = spec.group_name if isinstance(spec, ProcessGroupSpec) else f"{spec.backend} of {spec.run_id}"
 
     def leave(self) -> None:
         """See `WeightIntake.leave`. The engine is told in the background."""
         if self._group is not None:
-            self._group = None
-            self._in_background(self._leave(self._num_joins))
+            name, self._group = self._group, None
+            self._in_background(self._leave(name, self._num_joins))
 
-    def begin(self) -> None:
-        """See `WeightIntake.begin`. ``start_weight_update`` does it in the engine."""
+    def begin(self, update: WeightUpdate) -> None:
+        """See `WeightIntake.begin`. The engine is told when sampling is held, or by the first bucket."""
+        self._update = update
 
-    async def receive(self, bucket: BucketSpec, tensors: Sequence[TensorSpec], timeout_s: float) -> None:
+    async def receive(self, transfer: BucketTransfer, bucket: BucketSpec, tensors: Sequence[TensorSpec]) -> None:
         """See `WeightIntake.receive`. A bucket that is offered while the hold is still pending waits for it."""
-        body = {"source": "group", "tensors": [tensor.model_dump() for tensor in tensors], "timeout_s": timeout_s}
+        update = self._update
+        assert update is not None  # the session lets no bucket through without one
         await asyncio.sleep(0)  # a hold that was asked for in the same moment takes the lock first
         async with self._lock:
             try:
+                if update.staged and bucket.index == 0:
+                    await self._open_session(update)
+                body = {"source": "bucket", "transfer": transfer.model_dump()}
                 await self._routes.post("/update_weights", {"update_info": body})
             except ProtocolError as error:
                 self._session_is_open = False  # vLLM ends a session that fails
                 raise TransferError(f"bucket {bucket.index} was refused by the engine: {error.message}") from error
-        await self._done(f"receiving bucket {bucket.index}", timeout_s, wait_s=_WAIT_S)
+        # A status call that waits would keep the worker from sampling.
+        wait_s = 0.0 if update.staged else _WAIT_S
+        await self._done(f"receiving bucket {bucket.index}", transfer.timeout_s, wait_s=wait_s)
+
+    def committed(self) -> None:
+        """See `WeightIntake.committed`."""
+        self._kept = self._update.ref if self._update is not None and self._update.keep else None
 
     # ----------------------------------------------------------------------------------------------- the engine
 
@@ -156,9 +176,8 @@ class VllmUpdates:
                     f"/pause?{_PAUSES[update.in_flight]}", timeout_s=update.deadline_s + update.lease_s
                 )
                 self._held_since = time.monotonic()
-                await self._check_group()  # only now, because a worker that samples answers after its step
-                await self._routes.post("/start_weight_update")
-                self._session_is_open = True
+                if not update.staged:
+                    await self._open_session(update)  # only now: a worker that samples answers after its step
         except BaseException:
             await self.release()
             raise
@@ -214,6 +233,19 @@ class VllmUpdates:
 
     # -------------------------------------------------------------------------------------------------- details
 
+    async def _open_session(self, update: WeightUpdate) -> None:
+        await self._check_group()
+        await self._routes.post("/start_weight_update")
+        self._session_is_open = True
+        body = {"source": "begin", "update": update.model_dump(mode="json")}
+        try:
+            await self._routes.post("/update_weights", {"update_info": body})
+        except ProtocolError as error:
+            self._session_is_open = False  # vLLM ends a session that fails
+            raise UpdateRefusedError(
+                f"update to version {update.version} refused by the engine: {error.message}"
+            ) from error
+
     async def _check_group(self) -> None:
         """Raise `TransferError` unless every worker belongs to the group that was joined."""
         for status in await self._routes.status():
@@ -257,14 +289,16 @@ class VllmUpdates:
         await self._quietly(self._routes.post("/update_weights", {"update_info": {"source": source}}))
         await self._quietly(self._routes.post("/finish_weight_update", {}))
 
-    async def _leave(self, num_joins: int) -> None:
+    async def _leave(self, name: str, num_joins: int) -> None:
         async with self._lock:
             if num_joins != self._num_joins:
                 return  # joining the next group gave the one before up
             if self._session_is_open:
                 await self._quietly(self._routes.post("/update_weights", {"update_info": {"source": "drop"}}))
-            else:
-                await self._quietly(self._routes.post("/shutdown_weight_transfer_engine"))
+                return
+            with contextlib.suppress(InflightError):
+                if all(status.get("group") == name for status in await self._routes.status()):
+                    await self._routes.post("/shutdown_weight_transfer_engine")  # else it is another publisher's
 
     async def _resume(self) -> None:
         """Resume; vLLM refuses while a drain that was given up is still pending in it, for a moment."""

@@ -22,6 +22,7 @@ PAGES = tuple(
         "compatibility",
         "trainers",
         "losses",
+        "weights",
         "inference-adapter",
         "trainer-adapter",
     )

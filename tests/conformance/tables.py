@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -228,7 +229,90 @@ def _share(ratio: float) -> str:
     return f"1/{1 / ratio:,.0f}" if ratio < 0.5 else f"{ratio:.2f}"
 
 
+def weights_spans_table() -> str:
+    """Return the spans of each transport, beside the machine's own limit."""
+    lines = [
+        "| transport | weights | sent | gather | wire | hold | load | first token | total | GB/s | limit | share |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in _rows("table", "weights"):
+        spans = {name: _milliseconds(spread["median"]) for name, spread in row["spans"].items()}
+        first = _milliseconds(row["busy"].get("first_token", {}).get("median"))
+        lines.append(
+            f"| {row['way'].replace('+', ' + ')} | {row['size_bytes'] / 1e6:,.0f} MB "
+            f"| {row['sent_bytes'] / 1e6:,.1f} MB "
+            f"| {spans['gather']} | {spans['wire']} | {spans['hold']} | {spans['load']} | {first} | {spans['total']} "
+            f"| {row['gb_per_s']:.2f} | {row['limit']}, {_milliseconds(row['limit_s']['median'])} "
+            f"| {100 * row['share_of_limit']:.0f} % |"
+        )
+    return "\n".join(lines)
+
+
+def weights_targets_table() -> str:
+    """Return what was aimed at and what was measured."""
+    largest = {row["way"]: row for row in _rows("table", "weights")}  # the last one of each way is the largest
+    gloo, shm, delta = largest["gloo"], largest["shm"], largest["gloo+delta"]
+    small: Any = _rows("small", "weights")
+    hold, copy = shm["spans"]["held"]["median"], shm["copy_s"]["median"]
+    lines = ["| what | target | measured |", "|---|---|---|"]
+    lines += [
+        f"| {what} | {target} | {measured} |"
+        for what, target, measured in (
+            (
+                "gloo, 1 GB: one bare broadcast over the whole publish",
+                "0.9 or more",
+                f"**{gloo['share_of_limit']:.2f}**, over its wire alone "
+                f"{gloo['limit_s']['median'] / gloo['spans']['wire']['median']:.2f}",
+            ),
+            (
+                "1,000 tensors of 16 KB, one by one over packed",
+                "3 or more",
+                f"**{small['ratio_median']:.1f}** ({small['ratio_min']:.1f} to {small['ratio_max']:.1f})",
+            ),
+            (
+                "shared memory, 1 GB: hold over one copy of the bytes",
+                "1.3 or less",
+                f"**{hold / copy:.2f}** ({_milliseconds(hold)} and {_milliseconds(copy)})",
+            ),
+            (
+                "delta at 2 % changed, gloo, 1 GB: bytes of it over all bytes",
+                "1/10 or less",
+                f"**1/{delta['size_bytes'] / delta['sent_bytes']:.0f}**",
+            ),
+            (
+                "the same, end to end over all of it",
+                "below 1",
+                f"**{delta['spans']['total']['median'] / gloo['spans']['total']['median']:.2f}**",
+            ),
+        )
+    ]
+    return "\n".join(lines)
+
+
+def resharding_table() -> str:
+    """Return what slices straight from rank to rank cost, beside gathering and broadcasting."""
+    rows: Any = json.loads((RESULTS / "resharding.json").read_text())["rows"]
+    ways = (("slices, straight", rows["direct"]), ("gathered on rank 0, then broadcast", rows["gathered"]))
+    lines = ["| way | bytes on the wire | seconds, median |", "|---|---|---|"]
+    lines += [
+        f"| {way} | {row['wire_bytes'] / 1e6:,.0f} MB | {statistics.median(row['seconds']):.2f} |" for way, row in ways
+    ]
+    sent = rows["direct"]["sent_bytes"].values()
+    ratio = rows["gathered / direct"]
+    return (
+        "\n".join(lines)
+        + f"\n\n{rows['trainer_ranks']} trainer ranks to {rows['server_ranks']} server ranks. The least that "
+        f"the layouts allow is {rows['lower_bound_bytes'] / 1e6:,.0f} MB; each trainer rank sends "
+        f"{min(sent) / 1e6:,.1f} to {max(sent) / 1e6:,.1f} MB. "
+        f"**{ratio['median']:.2f}** times as fast, quartiles {ratio['quartiles'][0]:.2f} to "
+        f"{ratio['quartiles'][1]:.2f}."
+    )
+
+
 TABLES = {
+    "resharding": resharding_table,
+    "weights_spans": weights_spans_table,
+    "weights_targets": weights_targets_table,
     "presets": presets_table,
     "head": head_table,
     "head_tiles": head_tile_table,

@@ -244,7 +244,7 @@ def test_the_page_escapes_evidence_and_keeps_it_readable() -> None:
     text = html_page(EVERYTHING)
     assert "&lt;b&gt;bold&lt;/b&gt; &amp; " in text and "<b>bold" not in text
     page = Page(text)
-    for words in ("tiny", "2.0", "edition 1", "3 of 8 logprobs differ", "File <stdin>", "issue 31", "0.25"):
+    for words in ("tiny", "2.0", "edition 2", "3 of 8 logprobs differ", "File <stdin>", "issue 31", "0.25"):
         assert words in page.text
     assert not re.search(r"url\(|@import|https?://(?!127\.0\.0\.1)", text)
 
@@ -261,13 +261,13 @@ def test_the_page_unfolds_what_keeps_it_from_conforming() -> None:
 @pytest.mark.parametrize(
     ("subject", "message", "color"),
     [
-        (certificate(PASSED), "edition 1: 1 of 1", "brightgreen"),
-        (certificate(PASSED, SKIPPED), "edition 1: 1 of 1", "brightgreen"),
-        (certificate(PASSED, EXPECTED), "edition 1: 1 of 2", "yellowgreen"),
-        (certificate(PASSED, left_out=("E-02", "E-03")), "edition 1: 1 of 1, 2 left out", "lightgrey"),
-        (EVERYTHING, "edition 1: 2 of 5", "red"),
-        (certificate(PASSED, problem="gone"), "edition 1: 1 of 1", "red"),
-        (certificate(SKIPPED), "edition 1: 0 of 0", "red"),
+        (certificate(PASSED), "edition 2: 1 of 1", "brightgreen"),
+        (certificate(PASSED, SKIPPED), "edition 2: 1 of 1", "brightgreen"),
+        (certificate(PASSED, EXPECTED), "edition 2: 1 of 2", "yellowgreen"),
+        (certificate(PASSED, left_out=("E-02", "E-03")), "edition 2: 1 of 1, 2 left out", "lightgrey"),
+        (EVERYTHING, "edition 2: 2 of 5", "red"),
+        (certificate(PASSED, problem="gone"), "edition 2: 1 of 1", "red"),
+        (certificate(SKIPPED), "edition 2: 0 of 0", "red"),
     ],
 )
 def test_the_badge_is_what_shields_asks_for(subject: Certificate, message: str, color: str) -> None:
@@ -292,7 +292,7 @@ def test_the_terminal_says_what_to_look_at_and_where_the_time_went() -> None:
         "File <stdin>",
         "issue 32",
         "1 passed  1 failed  1 hung  1 skipped  1 expected failure  1 unexpected pass",
-        "does not conform to edition 1 of the contract: 2 of 5 checks hold",
+        "does not conform to edition 2 of the contract: 2 of 5 checks hold",
         "where the time went, 10.00 s in all",
         "starting and bringing back",
     ):
@@ -302,7 +302,7 @@ def test_the_terminal_says_what_to_look_at_and_where_the_time_went() -> None:
 
 def test_a_run_that_left_checks_out_or_ended_early_says_so() -> None:
     text = printed(certificate(PASSED, left_out=("E-02",), problem="before E-03: it is gone"))
-    assert "conforms, as far as it was checked, to edition 1" in printed(certificate(PASSED, left_out=("E-02",)))
+    assert "conforms, as far as it was checked, to edition 2" in printed(certificate(PASSED, left_out=("E-02",)))
     assert "1 check was left out" in text and "ended early, before E-03: it is gone" in text
 
 

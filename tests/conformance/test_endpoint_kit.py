@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import inflight.local.engine
+import inflight.weights.float8
 from inflight.conformance.endpoint import CHECKS
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.judge import judge
@@ -20,7 +21,7 @@ from inflight.conformance.verdicts import Outcome
 from tests.conformance.mutants import MUTANTS, target_of
 from tests.conformance.mutants.mutant import Mutant
 
-PATCHED = ((inflight.local.engine, "sample"),)
+PATCHED = ((inflight.local.engine, "sample"), (inflight.weights.float8, "decode_float8"))
 """What mutants change for a whole process."""
 CHECK_OF_ID = {check.id: check for check in CHECKS}
 OF_A_SERVER = [check for check in CHECKS if {"url", "process"} & set(check.needs)]

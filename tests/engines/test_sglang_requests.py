@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from inflight.engines.kinds import EngineOptions
-from inflight.errors import InvalidRequestError, NonFiniteError, ProtocolError, UnsupportedError
+from inflight.errors import ConfigError, InvalidRequestError, NonFiniteError, ProtocolError, UnsupportedError
 from inflight.weights.buckets import plan_buckets
 from inflight.wire import GenerateRequest, Manifest, SamplingParams, TensorSpec, VersionSpan, WeightUpdate
 from inflight_sglang import KIND, flags
@@ -270,3 +270,38 @@ def test_the_command_starts_a_server_that_inflight_attaches_to(tmp_path: Path) -
     on_a_gpu = shlex.join(KIND.command(EngineOptions(model=tmp_path, device="cuda"), "0.0.0.0", 30000))
     assert "torch_native" not in on_a_gpu
     assert "--disable-overlap-schedule" in on_a_gpu
+
+
+@pytest.mark.parametrize(
+    ("url", "info", "config", "says"),
+    [
+        ("http://10.0.0.7:30000", {}, {}, "loopback"),
+        ("http://engine:30000", {}, {}, "loopback"),
+        ("http://127.0.0.1:30000", {"tp_size": 2}, {}, "tp_size is 2"),
+        ("http://127.0.0.1:30000", {"quantization": "fp8"}, {}, "quantized"),
+        ("http://127.0.0.1:30000", {}, {"quantization_config": {"bits": 4}}, "quantized"),
+        ("http://127.0.0.1:30000", {"enable_lora": True}, {}, "adapters"),
+        ("http://127.0.0.1:30000", {"load_format": "gguf"}, {}, "loader"),
+    ],
+)
+def test_updates_are_staged_only_where_the_server_can_load_files_of_this_process(
+    url: str, info: dict[str, Any], config: dict[str, Any], says: str
+) -> None:
+    reason = flags.why_not_staged(url, {"tp_size": 1, "load_format": "auto", **info}, config)
+    assert reason is not None
+    assert says in reason
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]", "127.3.2.1"])
+def test_a_plain_server_on_loopback_takes_staged_updates(host: str) -> None:
+    info = {"tp_size": 1, "quantization": None, "enable_lora": None, "load_format": "auto", "model_checksum": None}
+    assert flags.why_not_staged(f"http://{host}:30000", info, {"vocab_size": 10}) is None
+
+
+def test_the_query_of_the_url_chooses_how_updates_arrive_and_is_checked() -> None:
+    def connect(query: str) -> object:
+        return KIND.connect(f"http://127.0.0.1:1{query}", token=None, control_timeout_s=1.0, generate_timeout_s=1.0)
+
+    assert repr(connect("?updates=native")) == repr(connect("?updates=staged")) == repr(connect(""))
+    with pytest.raises(ConfigError, match=r"\?updates=native"):
+        connect("?updates=other")

@@ -375,7 +375,7 @@ def test_every_error_survives_pickling(kind: type[InflightError]) -> None:
 
 def test_a_publish_error_survives_pickling_with_its_report() -> None:
     spans = PublishSpans(gather_s=1, hold_s=1, wire_s=1, load_s=1, first_token_s=None, total_s=2)
-    report = PublishReport("run", 3, 100, (EndpointReport("http://e:1", Outcome.REFUSED, 2, "why"),), spans)
+    report = PublishReport("run", 3, 100, (EndpointReport("http://e:1", Outcome.REFUSED, 2, "why"),), spans, 1, 100)
     copy = pickle.loads(pickle.dumps(PublishError("did not reach", report)))
     assert (type(copy), str(copy), copy.report) == (PublishError, "did not reach", report)
 

@@ -107,6 +107,12 @@ def test_after_two_publishers_the_engine_says_whose_weights_it_serves(engine: Re
         assert not any(is_uniform(logprob, VOCAB_SIZE) for logprob in sampled(engine))
 
 
+def test_a_publisher_that_was_replaced_leaves_the_other_ones_group_alone(engine: RealEngine) -> None:
+    with engine.publisher("replaced") as replaced, engine.publisher("replacing") as replacing:
+        replaced.close()
+        assert publish(replacing, engine.tensors, 1).applied_everywhere
+
+
 def test_two_publishers_at_the_same_time_leave_whole_weights_and_say_whose(engine: RealEngine) -> None:
     """Whatever comes out, what each is told is true, and the engine serves one of the two, whole."""
     tensors = {"uniform": muted(engine.tensors), "sharp": engine.tensors}

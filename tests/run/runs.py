@@ -64,7 +64,7 @@ class RunProcess:
                 stdout=output,
                 stderr=output,
                 cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})},
+                env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", **(environment or {})},
                 start_new_session=True,
             )
 

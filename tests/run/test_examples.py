@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.servers import TOKEN, ServerProcess
 
 ROOT = Path(__file__).parents[2]
@@ -25,3 +27,25 @@ def test_own_loop_example_publishes_every_step(model_dir: Path, start_server: Ca
     )
     assert done.returncode == 0, done.stderr
     assert re.findall(r"version (\d+):", done.stdout) == ["1", "2", "3", "4", "5"]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm", "file", "http"])
+def test_weight_transports_example_sends_what_changed(
+    model_dir: Path, start_server: Callable[..., ServerProcess], backend: str
+) -> None:
+    server = start_server(model_dir)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "weight_transports.py"), str(model_dir), server.url, backend],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "INFLIGHT_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    sent = [
+        tuple(int(number.replace(",", "")) for number in found)
+        for found in re.findall(r"version \d: ([\d,]+) of ([\d,]+) bytes sent", done.stdout)
+    ]
+    assert len(sent) == 3
+    assert sent[0][0] == sent[0][1]  # nobody has a base yet
+    assert all(small < full / 10 for small, full in sent[1:])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from inflight.pipeline.fleet import check_servers
 from inflight.pipeline.trainer_group import TrainerGroup
 from inflight.rollouts import Ledger, load_task
 from inflight.types import Group
-from inflight.wire import SamplingParams
+from inflight.wire import SamplingParams, WeightVersion
 from tests.models import make_model
 from tests.run.runs import CONFIG, ROOT, RunProcess, ends_within
 from tests.servers import TOKEN, ServerProcess
@@ -85,6 +87,18 @@ def test_a_mixed_fleet_is_started_side_by_side_and_every_member_samples(start_ru
         ({"fleet": "[{ max_concurrent = 2 }]"}, "sampling.group_size 4 exceeds servers.max_concurrent 2"),
         ({"python": "/bin/python3"}, "python and engine_arguments are for other engines"),
         ({"fleet": '[{ engine_arguments = ["--x"] }]'}, "python and engine_arguments are for other engines"),
+        ({"backend": "file"}, "servers.backend 'file' needs servers.directory"),
+        ({"backend": "shm", "directory": "/x"}, "servers.directory is for servers.backend 'file', and it is 'shm'"),
+        ({"backend": "ftp"}, "servers.backend: Input should be 'gloo', 'nccl', 'shm', 'file' or 'http' (got 'ftp')"),
+        (
+            {"updates": "pull"},
+            "servers.updates 'pull' stores versions in servers.directory, and servers.backend is 'gloo'",
+        ),
+        ({"updates": "pull", "backend": "file", "directory": "/x", "quorum": "1"}, "'pull' waits for nobody"),
+        ({"updates": "pull", "backend": "file", "directory": "/x", "engine": "vllm"}, "and vllm does not"),
+        ({"delta": "true", "encoding": "float8"}, "servers.encoding is 'float8': leave one of them out"),
+        ({"encoding": "float4"}, "servers.encoding: Input should be 'raw', 'bfloat16' or 'float8' (got 'float4')"),
+        ({"quorum": "0"}, "servers.quorum: Input should be greater than or equal to 1 (got 0)"),
     ],
 )
 def test_fields_that_contradict_one_another_are_refused(
@@ -105,6 +119,8 @@ def test_fields_that_contradict_one_another_are_refused(
         ({"urls": '["127.0.0.1:9"]'}, "'127.0.0.1:9' is no endpoint; write http://HOST:PORT"),
         ({"urls": '["http://127.0.0.1:9", "http://127.0.0.1:9/"]'}, "names http://127.0.0.1:9 twice"),
         ({"engine": "vllm", "python": "/nowhere/python"}, "servers.python '/nowhere/python' is no interpreter"),
+        ({"count": "2", "quorum": "3"}, "servers.quorum 3 exceeds the number of servers, 2"),
+        ({"urls_file": "/nowhere/servers.txt"}, "servers.urls_file '/nowhere/servers.txt' is not there"),
     ],
 )
 def test_servers_that_cannot_be_are_refused_before_anything_is_started(
@@ -128,6 +144,49 @@ def test_a_member_of_a_fleet_takes_the_sections_limit_unless_it_has_its_own(conf
     fleet = '[{ engine = "vllm", max_concurrent = 64 }, { engine = "local" }]'
     members = load_config(config_file, ["--servers.fleet", fleet, "--servers.max_concurrent", "16"]).servers.members
     assert [member.max_concurrent for member in members] == [64, 16]
+
+
+def test_a_file_of_urls_starts_no_server_unless_it_is_told_to(config_file: Path) -> None:
+    words = ["--servers.urls_file", "servers.txt"]
+    assert load_config(config_file, words).servers.members == ()
+    (member,) = load_config(config_file, [*words, "--servers.count", "2"]).servers.members
+    assert member.count == 2
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"backend": "http", "encoding": "bfloat16", "staged": "false"},
+        {"backend": "file", "directory": "{directory}/weights", "delta": "true", "quorum": "1"},
+    ],
+    ids=["http", "file"],
+)
+def test_weights_travel_as_the_run_says(
+    start_run: Callable[..., RunProcess], tmp_path: Path, how: dict[str, str]
+) -> None:
+    words = [word for key, value in how.items() for word in (f"--servers.{key}", value.format(directory=tmp_path))]
+    run = start_run(*words, "--run.num_steps", "3")
+    assert run.wait() == 0, run.output()
+    publish = run.rows()[-1]["publish"]
+    # Every weight changes in a step of float32, and a delta that would not be smaller is not sent.
+    assert 0 < publish["sent_bytes"] <= publish["size_bytes"] / (2 if how["backend"] == "http" else 1)
+    assert list(publish["outcomes"].values()) == ["applied"]
+    assert (tmp_path / "weights").exists() == (how["backend"] == "file")
+
+
+def test_servers_that_pull_go_to_the_newest_version_by_themselves(
+    start_run: Callable[..., RunProcess], tmp_path: Path
+) -> None:
+    words = ("--servers.updates", "pull", "--servers.backend", "file", "--servers.directory", str(tmp_path / "weights"))
+    run = start_run(*words, "--servers.count", "2", "--run.num_steps", "8")
+    assert run.wait() == 0, run.output()
+    served = [version for event in run.events("versions") for version in event["servers"].values()]
+    assert max(served) > 0
+    last = run.rows()[-1]
+    assert len(last["serving"]) == 2
+    assert last["publish"]["version"] == 8
+    assert last["publish"]["sent_bytes"] == last["publish"]["size_bytes"]
+    assert any(group["newest"] > 0 for group in run.events("group"))
 
 
 @pytest.mark.parametrize("what", ["dtype", "vocabulary"])
@@ -166,6 +225,39 @@ def test_a_server_replaced_on_its_port_gets_work_again_only_once_it_has_the_pres
     assert groups
     assert min(group["oldest"] for group in groups) >= back["version"] > 0
     assert run.summary()["failure"] is None
+
+
+def test_servers_join_leave_die_and_come_back_as_a_file_lists_them(
+    start_run: Callable[..., RunProcess], start_server: Start, model_dir: Path, tmp_path: Path
+) -> None:
+    listed = tmp_path / "servers.txt"
+    first, second = start_server(model_dir), start_server(model_dir)
+    listed.write_text(f"# the fleet\n{first.url}\n\n{second.url}  # same host\n")
+    run = start_run("--servers.urls_file", str(listed), "--run.num_steps", "100000", "--servers.backend", "http")
+    run.wait_for_steps(2)
+
+    third = start_server(model_dir)
+    listed.write_text(f"{first.url}\n{second.url}\nnonsense\n{third.url}\n")
+    (joined,) = run.wait_for_events("fleet", lambda event: third.url in event["joined"])
+    run.wait_for_events("group", lambda event: event["endpoint"] == third.url)
+    assert f"{third.url} has joined, at version {joined['version']}" in run.output()
+    assert "line 3 of" in run.output() and "'nonsense' is no endpoint" in run.output()
+
+    replaced(second, start_server, model_dir)
+    (back,) = run.wait_for_events("fleet", lambda event: second.url in event["restored"])
+    assert second.url in back["serving"]
+
+    listed.write_text(f"{second.url}\n{third.url}\n")
+    run.wait_for_events("fleet", lambda event: first.url in event["left"])
+    num_groups = len(run.events("group"))
+    run.wait_until(lambda: len(run.events("group")) >= num_groups + 8)
+    assert first.url not in {group["endpoint"] for group in run.events("group")[num_groups:]}
+
+    run.interrupt()
+    assert run.wait() == 130, run.output()
+    assert run.summary()["failure"] is None
+    groups = [group for group in run.events("group") if group["endpoint"] == third.url]
+    assert min(group["oldest"] for group in groups) >= joined["version"] > 0
 
 
 def test_a_run_whose_only_attached_server_comes_back_goes_on(
@@ -215,12 +307,12 @@ def test_a_server_restarted_between_two_publishes_is_in_the_next_one(
         try:
             first = await trainers.load_and_connect(urls, "restarts", None)
             fresh = await asyncio.to_thread(replaced, fickle, start_server, model_dir)
-            second = await trainers.publish()
+            second = await trainers.publish({})
             fresh.kill()
-            third = await trainers.publish()
-            fourth = await trainers.publish()
+            third = await trainers.publish({})
+            fourth = await trainers.publish({})
             await asyncio.to_thread(replaced, fresh, start_server, model_dir)
-            return first, second, third, fourth, await trainers.publish()
+            return first, second, third, fourth, await trainers.publish({})
         finally:
             await trainers.stop()
 
@@ -246,10 +338,10 @@ def test_a_publish_without_anybody_to_reach_says_so_and_is_no_failure(
         try:
             await trainers.load_and_connect([server.url], "nobody", None)
             server.kill()
-            alone = await trainers.publish(), await trainers.publish()
+            alone = await trainers.publish({}), await trainers.publish({})
             other = make_model(config_file.parent / "other", vocab_size=300)
             await asyncio.to_thread(start_server, other, "--port", str(urlsplit(server.url).port))
-            return *alone, await trainers.publish()
+            return *alone, await trainers.publish({})
         finally:
             await trainers.stop()
 
@@ -257,6 +349,51 @@ def test_a_publish_without_anybody_to_reach_says_so_and_is_no_failure(
     assert [answer["endpoints"] for answer in (first, second, stranger)] == [[], [], []]
     assert "publish" not in first
     assert "came back with tiny in float32 with 300 tokens, it was tiny in float32 with 258" in stranger["lost"][0]
+
+
+def test_a_run_that_is_resumed_takes_its_servers_over_and_the_old_trainer_is_stopped(
+    start_run: Callable[..., RunProcess], start_server: Start, model_dir: Path
+) -> None:
+    """The servers hold a later version than the checkpoint when the new trainer comes."""
+    server = start_server(model_dir)
+    words = ("--servers.urls", json.dumps([server.url]), "--run.num_steps", "100000")
+    old = start_run(*words)
+    old.wait_for_steps(5)  # the last checkpoint is that of step 3
+    asleep = [old.process.pid, *children(old.process.pid)]
+    for pid in asleep:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        before = version_of(server)
+        new = start_run(*words, "--resume")
+        new.wait_until(lambda: (now := version_of(server)).epoch == 2 and now.version < before.version)
+        assert version_of(server).run_id == before.run_id
+        new.wait_for_steps(len(new.rows()) + 1)
+    finally:
+        for pid in asleep:
+            os.kill(pid, signal.SIGCONT)
+    assert old.wait(60) == 1, old.output()
+    assert "epoch 2 has taken over. Stop this trainer" in old.output()
+    assert "Traceback" not in old.output()
+    new.wait_for_steps(len(new.rows()) + 2)
+    new.interrupt()
+    assert new.wait() == 130, new.output()
+    assert new.summary()["failure"] is None
+
+
+def children(pid: int) -> list[int]:
+    """Process ids of a process's children."""
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def version_of(server: ServerProcess) -> WeightVersion:
+    async def ask() -> WeightVersion:
+        endpoint = HttpEndpoint(server.url, token=TOKEN)
+        try:
+            return await endpoint.weight_version()
+        finally:
+            await endpoint.aclose()
+
+    return asyncio.run(ask())
 
 
 def test_tokens_older_than_what_was_published_give_a_replaced_server_away(

@@ -23,7 +23,9 @@ HEAVY = ("torch", "transformers", "starlette", "uvicorn", "safetensors", *ENGINE
 
 PUBLIC_NAMES = {
     "inflight": [
+        "AdapterWeights",
         "BackgroundSaver",
+        "Fleet",
         "HttpEndpoint",
         "InferenceEndpoint",
         "ModuleWeights",
@@ -41,6 +43,7 @@ PUBLIC_NAMES = {
         "grpo_loss",
         "publish_weights",
         "reinforce_loss",
+        "store_weights",
         "types",
         "wire",
     ],
@@ -148,6 +151,7 @@ LEVELS = {
     "rollouts": 2,
     "local": 3,
     "pipeline": 3,
+    "bench": 4,
     "conformance": 4,
     "cli": 4,
     "__main__": 5,

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from inflight import ModuleWeights, TrainerWorker, WeightSource, publish_weights
+from inflight.contracts import PartialWeightSource
 from inflight.errors import ConfigError, UnsupportedError
 from inflight.weights.buckets import plan_buckets
 from inflight.weights.packing import Packer
@@ -191,3 +192,23 @@ def test_sharded_weights_are_refused_by_name() -> None:
             ModuleWeights(module).parameter_specs()
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_skipped_are_what_takes_no_gradients_and_never_what_was_sent_before(model_dir: Path) -> None:
+    model = load(model_dir)
+    everything = ModuleWeights(model)
+    names = [spec.name for spec in everything.parameter_specs()]
+    assert list(everything.frozen_names()) == []
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.1" in name)
+    model.register_buffer("steps", torch.ones(3))
+    weights = ModuleWeights(model, skip_frozen=True)
+    assert isinstance(weights, PartialWeightSource)
+    trained = [name for name in names if "layers.1" in name]
+    assert [spec.name for spec in weights.parameter_specs()] == trained
+    assert sorted(weights.frozen_names()) == sorted([*(name for name in names if "layers.1" not in name), "steps"])
+    assert_equal(gathered(weights), {n: p.detach() for n, p in model.named_parameters() if n in trained})
+    model.requires_grad_(False)
+    assert [spec.name for spec in weights.parameter_specs()] == trained
+    with pytest.raises(ConfigError, match="every parameter is frozen"):
+        ModuleWeights(model, skip_frozen=True).parameter_specs()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,12 +39,15 @@ def connect() -> Iterator[Callable[..., WeightPublisher]]:
     """Connect publishers to server processes; each is closed at the end of the test."""
     publishers: list[WeightPublisher] = []
 
-    def connect(*servers: ServerProcess, run_id: str | None = None, timeout_s: float = 20.0) -> WeightPublisher:
+    def connect(
+        *servers: ServerProcess, run_id: str | None = None, timeout_s: float = 20.0, **options: Any
+    ) -> WeightPublisher:
         publisher = WeightPublisher.connect(
             [server.url for server in servers],
             run_id=run_id or f"run-{uuid.uuid4().hex[:8]}",
             token=TOKEN,
             connect_timeout_s=timeout_s,
+            **options,
         )
         publishers.append(publisher)
         return publisher

@@ -102,14 +102,14 @@ def test_views_that_only_look_adjacent_are_copied() -> None:
 
 def test_equal_manifests_fit_in_any_order() -> None:
     specs = [spec_of("a", torch.zeros(2)), spec_of("b", torch.zeros(3, 1))]
-    assert manifest_difference(specs, specs) is None
-    assert manifest_difference(specs, specs[::-1]) is None
+    assert manifest_difference(specs, Manifest(tensors=tuple(specs))) is None
+    assert manifest_difference(specs, Manifest(tensors=tuple(specs[::-1]))) is None
 
 
 def test_a_misfit_names_what_is_missing_unknown_misshapen_and_mistyped() -> None:
     expected = [spec_of("a", torch.zeros(2)), spec_of("b", torch.zeros(2)), spec_of("c", torch.zeros(2))]
     offered = [spec_of("b", torch.zeros(2, 1)), spec_of("c", torch.zeros(2).bfloat16()), spec_of("d", torch.zeros(2))]
-    text = manifest_difference(expected, offered)
+    text = manifest_difference(expected, Manifest(tensors=tuple(offered)))
     assert text is not None
     assert "1 tensors are missing: ['a']" in text
     assert "1 tensors are unknown here: ['d']" in text

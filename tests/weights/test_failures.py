@@ -16,6 +16,7 @@ import pytest
 from inflight.errors import (
     ConfigError,
     EndpointError,
+    ProtocolError,
     PublishError,
     TransferError,
     UnreachableError,
@@ -310,6 +311,7 @@ def test_a_receive_that_ends_late_does_not_touch_the_group_formed_meanwhile(
             await endpoint.generate(request())
             second = ProcessGroupSender()
             (spec,) = second.specs("late", [1], 10)
+            spec = spec.model_copy(update={"epoch": first.epoch})
             await asyncio.gather(endpoint.init_process_group(spec), asyncio.to_thread(second.join))
             with pytest.raises(TransferError):
                 await late
@@ -333,7 +335,7 @@ def test_the_fingerprint_of_the_survivor_is_that_of_the_old_weights(
         saboteur.stage = "during a bucket"
 
         def gone() -> None:
-            raise UnreachableError("pulled out", sleeper.url)
+            raise ProtocolError("pulled out", sleeper.url)
 
         saboteur.act = gone
         report = failed(PlainWorker(silenced(tensors), version=2), publisher, 20)

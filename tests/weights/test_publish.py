@@ -105,7 +105,8 @@ def test_a_publish_reports_every_endpoint_and_where_the_time_went(
     ]
     spans = report.spans
     assert 0 < spans.gather_s < spans.total_s
-    assert 0 < spans.wire_s < spans.hold_s < spans.total_s
+    assert 0 < spans.wire_s < spans.total_s
+    assert 0 < spans.hold_s < spans.total_s - spans.wire_s  # what arrives is staged while sampling goes on
     assert 0 < spans.load_s < spans.hold_s
     assert spans.first_token_s is not None
     assert 0 < spans.first_token_s < 5

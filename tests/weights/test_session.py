@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from inflight.errors import PoisonedError, UpdateRefusedError
+from inflight.errors import FencedError, PoisonedError, UpdateRefusedError
 from inflight.weights.buckets import plan_buckets
 from inflight.weights.session import UpdateSession
 from inflight.wire import BucketTransfer, EndpointState, InFlightPolicy, Manifest, TensorSpec, UpdateRef, WeightUpdate
@@ -207,3 +207,16 @@ def test_a_poisoned_endpoint_stays_so_through_an_aborted_update_and_is_healed_by
     session.committed()
     assert (session.state, session.version) == (EndpointState.READY, 2)
     session.refuse_if_poisoned()
+
+
+def test_an_old_trainer_is_refused_even_after_another_run_had_the_group() -> None:
+    session = UpdateSession(SPECS)
+    session.joined()
+    session.fence("a", 5)
+    session.group_formed("a")
+    session.fence("b", 1)
+    session.group_formed("b")
+    with pytest.raises(FencedError, match="epoch 4, epoch 5 has taken over"):
+        session.fence("a", 4)
+    assert (session.owner, session.epoch) == ("b", 1)
+    session.fence("a", 5)

@@ -155,6 +155,7 @@ def announcement_of(
     return WeightUpdate.model_validate(
         {
             "run_id": run_id,
+            "epoch": 1,
             "version": worker.version,
             "manifest": Manifest(tensors=tuple(specs)),
             "buckets": plan_buckets(specs, bucket_bytes),

@@ -22,6 +22,7 @@ from inflight_fsdp import FsdpWorker, create_worker
 from tests.worker.worker_cases import accumulate, file_bytes, make_batch, part_of, policy_loss, settings
 
 LENGTHS = (9, 4, 17, 1, 6, 40)
+FROZEN = ("model.embed_tokens.*", "*.self_attn.k_proj.*")
 ADAM = {"betas": (0.9, 0.99), "max_gradient_norm": 0.5, "weight_decay": 0.1}
 
 
@@ -127,6 +128,10 @@ def main(directory: Path, rank: int, world_size: int) -> None:
         accumulate(worker, my_share("even", rank))
         worker.step()
         worker.save(directory / "gradients" / dtype)
+    worker = create_worker(settings(directory / "model", frozen=FROZEN))
+    accumulate(worker, my_share("even", rank))
+    worker.step()
+    worker.save(directory / "gradients" / "frozen")
     worker = create_worker(settings(directory / "model", **ADAM))
     seen["steps"] = three_steps(worker, rank, world_size)
     seen["gather"] = gather_case(worker, directory / "stepped")

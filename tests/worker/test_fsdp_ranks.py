@@ -86,6 +86,12 @@ def test_ranks_sum_gradients_of_narrower_dtypes_too(directory, whole_gradients, 
     assert_close({name: gradient.double() for name, gradient in gradients.items()}, whole_gradients, tolerance)
 
 
+def test_parameters_that_are_frozen_have_no_gradients_on_any_rank(directory, whole_gradients):
+    gradients = saved_gradients(directory / "gradients" / "frozen")
+    names = {n for n in whole_gradients if n != "model.embed_tokens.weight" and ".k_proj." not in n}
+    assert_close(gradients, {name: whole_gradients[name] for name in names}, 1e-10)
+
+
 def test_three_steps_on_two_ranks_equal_three_on_one(directory):
     expected = json.loads((directory / "one rank.json").read_text())
     for rank in range(NUM_RANKS):

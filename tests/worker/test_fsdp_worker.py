@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -704,3 +705,35 @@ def test_no_rank_reads_more_than_its_rows_and_a_misfit_is_named(make_worker, mod
         rewrite(tmp_path / name / "model.safetensors", change)
         with pytest.raises(ConfigError, match="other" if name == "unknown" else "model.norm.weight"):
             make_worker(tmp_path / name)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Frozen parameters
+
+
+def test_frozen_parameters_stay_and_the_others_train_as_without_them(tmp_path, make_worker, model_path):
+    """Gradients of the trained parameters do not depend on who else takes some; frozen ones have no optimizer state."""
+    batch = make_batch(LENGTHS, seed=1)
+    everything = gradients_of(make_worker(), [batch], tmp_path / "all")
+    worker = make_worker(frozen=("model.embed_tokens.*", "model.layers.0.*"), weight_decay=0.1)
+    sent, frozen = [spec.name for spec in worker.parameter_specs()], worker.frozen_names()
+    before = load_file(model_path / "model.safetensors")
+    assert sorted([*sent, *frozen]) == sorted(before)
+    assert set(frozen) == {n for n in before if n.startswith(("model.embed_tokens.", "model.layers.0."))}
+    gradients = gradients_of(worker, [batch], tmp_path / "checkpoint")
+    assert_close(gradients, {name: everything[name] for name in sent}, 1e-12)
+    after = load_file(tmp_path / "checkpoint" / "model.safetensors")
+    assert all(torch.equal(after[name], before[name]) is (name in frozen) for name in before)
+    assert_close(weights_of(worker), {name: after[name] for name in sent}, 1e-15)
+    again = make_worker(frozen=("model.embed_tokens.*", "model.layers.0.*"), weight_decay=0.1)
+    again.load(tmp_path / "checkpoint")
+    assert_close(weights_of(again), weights_of(worker), 1e-15)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "says"),
+    [(["model.layers.7.*"], "'model.layers.7.*' matches no parameter"), (["*"], "nothing is left")],
+)
+def test_patterns_that_freeze_nothing_or_everything_are_refused(make_worker, patterns, says):
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        make_worker(frozen=patterns)

@@ -254,6 +254,8 @@ def test_what_torchtitan_does_not_have_is_refused_by_name(tmp_path, model_path):
         create_worker(options(qwen2))
     with pytest.raises(ConfigError, match=r"float64.*float32 or bfloat16"):
         create_worker(options(model_path, dtype="float64"))
+    with pytest.raises(ConfigError, match="frozen is not known to the TorchTitan worker"):
+        create_worker(options(model_path, frozen=["*.k_proj.*"]))
     with pytest.raises(ConfigError, match=r"TorchTitan worker: learning_rat: .*Known keys: .*optimizer_implementation"):
         create_worker(options(model_path, learning_rat=1.0))
     for change, words in (

@@ -24,7 +24,7 @@ from inflight.wire import (
     GenerateRequest,
     GenerateResponse,
     Health,
-    ProcessGroupSpec,
+    TransportSpec,
     UpdateRef,
     WeightUpdate,
     WeightVersion,
@@ -41,8 +41,9 @@ class HttpEndpoint:
     """One inference server at ``url``.
 
     ``token`` is sent to control routes only. ``control_timeout_s`` bounds each control call that carries no deadline of
-    its own, ``generate_timeout_s`` each generation. Answers longer than ``max_response_bytes`` raise `ProtocolError`.
-    An instance belongs to the event loop in which it is first used.
+    its own, ``generate_timeout_s`` each generation; a commit may take the time that its update was given. Answers
+    longer than ``max_response_bytes`` raise `ProtocolError`. An instance belongs to the event loop in which it is first
+    used.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class HttpEndpoint:
         self._url = url.rstrip("/")
         self._token = token
         self._control_timeout_s = control_timeout_s
+        self._commit_timeout_s = control_timeout_s
         self._generate_timeout_s = generate_timeout_s
         self._http = HttpConnection(self._url, max_response_bytes=max_response_bytes)
 
@@ -72,12 +74,13 @@ class HttpEndpoint:
         """See `InferenceEndpoint.capabilities`."""
         return await self._call(routes.CAPABILITIES, None, Capabilities, self._control_timeout_s)
 
-    async def init_process_group(self, spec: ProcessGroupSpec) -> None:
+    async def init_process_group(self, spec: TransportSpec) -> None:
         """See `InferenceEndpoint.init_process_group`."""
         await self._send(routes.INIT_PROCESS_GROUP, spec, spec.timeout_s + _SLACK_S)
 
     async def request_weight_update(self, update: WeightUpdate) -> None:
         """See `InferenceEndpoint.request_weight_update`."""
+        self._commit_timeout_s = max(self._control_timeout_s, update.deadline_s + update.lease_s)
         await self._send(routes.REQUEST_WEIGHT_UPDATE, update, update.deadline_s + _SLACK_S)
 
     async def receive_weights(self, bucket: BucketTransfer) -> None:
@@ -86,7 +89,7 @@ class HttpEndpoint:
 
     async def commit_weight_update(self, ref: UpdateRef) -> WeightVersion:
         """See `InferenceEndpoint.commit_weight_update`."""
-        return await self._call(routes.COMMIT_WEIGHT_UPDATE, ref, WeightVersion, self._control_timeout_s)
+        return await self._call(routes.COMMIT_WEIGHT_UPDATE, ref, WeightVersion, self._commit_timeout_s)
 
     async def abort_weight_update(self, ref: UpdateRef) -> WeightVersion:
         """See `InferenceEndpoint.abort_weight_update`."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from pydantic import BaseModel
+
 from inflight import wire
-from inflight.wire import WireModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +18,8 @@ class Route:
     path: str
     operation: str
     summary: str
-    request: type[WireModel] | None
-    response: type[WireModel] | None
+    request: type[BaseModel] | None
+    response: type[BaseModel] | None
     control: bool = False
 
 
@@ -30,8 +31,8 @@ INIT_PROCESS_GROUP = Route(
     "POST",
     "/init_process_group",
     "init_process_group",
-    "Join the group that weights travel in; pending until it is formed",
-    wire.ProcessGroupSpec,
+    "Say how weights travel from now on: join their group, pending until it is formed, or note where they are stored",
+    wire.TransportBody,
     wire.Acknowledgement,
     control=True,
 )
@@ -39,7 +40,7 @@ REQUEST_WEIGHT_UPDATE = Route(
     "POST",
     "/request_weight_update",
     "request_weight_update",
-    "Announce an update and hold sampling; the only call that may refuse",
+    "Announce an update, and hold sampling unless it is staged; the only call that may refuse",
     wire.WeightUpdate,
     wire.Acknowledgement,
     control=True,
@@ -48,7 +49,7 @@ RECEIVE_WEIGHTS = Route(
     "POST",
     "/receive_weights",
     "receive_weights",
-    "Receive one bucket; pending while the sender sends it",
+    "Receive one bucket; pending until it has arrived",
     wire.BucketTransfer,
     wire.Acknowledgement,
     control=True,
@@ -111,6 +112,7 @@ STATUS_OF_CODE = {
     "unsupported": 400,
     "unauthorized": 401,
     "update_refused": 409,
+    "fenced": 409,
     "update_aborted": 409,
     "transfer_failed": 502,
     "poisoned": 503,

@@ -37,10 +37,11 @@ from inflight.wire import (
     Health,
     ModelCard,
     ModelList,
+    TransportBody,
     WireModel,
 )
 
-Body = TypeVar("Body", bound=WireModel)
+Body = TypeVar("Body", bound=pydantic.BaseModel)
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -99,7 +100,8 @@ def create_app(
         call = getattr(endpoint, route.operation)
         if route.request is None:
             return _json(await call())
-        answer = await call(await _body(request, route.request, max_body_bytes))
+        body = await _body(request, route.request, max_body_bytes)
+        answer = await call(body.root if isinstance(body, TransportBody) else body)
         return _json(Acknowledgement(ok=True) if answer is None else answer)
 
     special: dict[str, Handler] = {

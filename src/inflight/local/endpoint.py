@@ -11,17 +11,19 @@ import contextlib
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from inflight.errors import InvalidRequestError, NonFiniteError, UnsupportedError
 from inflight.local.chat import ChatChunkWriter, ChatFormat, chat_completion_of
 from inflight.local.engine import Engine
 from inflight.local.sequences import Sequence
 from inflight.types import EngineStats
+from inflight.weights.merging import AdaptedWeights
 from inflight.weights.receiving import StagedIntake, UpdateReceiver
 from inflight.weights.threads import run_abandonable
-from inflight.weights.transports.process_group import ProcessGroupReceiver
+from inflight.weights.transports import make_receiver
 from inflight.wire import (
+    Backend,
     BucketTransfer,
     Capabilities,
     ChatCompletion,
@@ -29,12 +31,13 @@ from inflight.wire import (
     ChatCompletionRequest,
     Completion,
     CompletionChunk,
+    Encoding,
     GenerateRequest,
     GenerateResponse,
     InFlightPolicy,
     Manifest,
-    ProcessGroupSpec,
     TensorSpec,
+    TransportSpec,
     UpdateRef,
     UpdateTimings,
     WeightUpdate,
@@ -42,6 +45,8 @@ from inflight.wire import (
 )
 
 T = TypeVar("T")
+
+_ENCODINGS: tuple[Encoding, ...] = ("bfloat16", "float8", "delta")
 
 
 class LocalEndpoint:
@@ -56,9 +61,8 @@ class LocalEndpoint:
         self._chat = chat
         self._dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
         self._device = next(model.parameters()).device
-        self._transports: tuple[Literal["gloo", "nccl"], ...] = (
-            ("gloo", "nccl") if self._device.type == "cuda" else ("gloo",)
-        )
+        stored: tuple[Backend, ...] = ("shm", "file", "http")
+        self._transports = ("gloo", "nccl", *stored) if self._device.type == "cuda" else ("gloo", *stored)
         specs = tuple(
             TensorSpec.model_validate(
                 {"name": n, "dtype": str(p.dtype).removeprefix("torch."), "shape": tuple(p.shape)}
@@ -66,13 +70,19 @@ class LocalEndpoint:
             for n, p in model.named_parameters()
         )
         self._manifest = Manifest(tensors=specs)
-        self._intake = StagedIntake(lambda spec: ProcessGroupReceiver(spec, self._device))
+        self._parameters = dict(model.named_parameters())
+        self._adapted = AdaptedWeights()
+        self._intake = StagedIntake(lambda spec: make_receiver(spec, self._device))
         self._updates = UpdateReceiver(
             self,
             self._intake,
             specs,
             policies=tuple(InFlightPolicy),
             transports=self._transports,
+            staging=True,
+            encodings=_ENCODINGS,
+            partial_updates=True,
+            adapters=True,
         )
         self._last_timings: UpdateTimings | None = None
         engine.start()
@@ -99,6 +109,10 @@ class LocalEndpoint:
             dtype=self._dtype,
             in_flight_policies=tuple(InFlightPolicy),
             transports=self._transports,
+            staging=True,
+            encodings=_ENCODINGS,
+            partial_updates=True,
+            adapters=True,
             version_binding="spans",
             logprob_kind="processed",
             num_ranks=1,
@@ -110,7 +124,7 @@ class LocalEndpoint:
 
     # ---------------------------------------------------------------------------------------------------- weights
 
-    async def init_process_group(self, spec: ProcessGroupSpec) -> None:
+    async def init_process_group(self, spec: TransportSpec) -> None:
         """See `InferenceEndpoint.init_process_group`. An open update is aborted first."""
         await self._updates.init_process_group(spec)
 
@@ -134,14 +148,10 @@ class LocalEndpoint:
         """See `InferenceEndpoint.weight_version`. Raises `EndpointError` if the engine has failed."""
         if (failure := self._engine.failure) is not None:
             raise failure
-        session = self._updates.session
-        return WeightVersion(
-            state=session.state,
-            version=session.version,
-            run_id=session.run_id,
-            updating_to=None if session.update is None else session.update.version,
+        is_open = self._updates.session.update is not None
+        return self._updates.weight_version(
             num_running=self._engine.stats().num_running,
-            last_update=self._last_timings if session.update is not None else self._timings(),
+            last_update=self._last_timings if is_open else self._timings(),
         )
 
     def _timings(self) -> UpdateTimings | None:
@@ -167,11 +177,13 @@ class LocalEndpoint:
 
     async def apply(self, update: WeightUpdate) -> None:
         """See `HeldEngine.apply`."""
-        tensors = self._intake.take()
+        arrived = self._intake.take()
 
         def apply() -> UpdateTimings:
             started = time.monotonic()
-            self._engine.load(tensors, update.version, update.in_flight)
+            load = self._adapted.prepare(update.manifest, arrived, lambda name: self._parameters[name].detach().clone())
+            self._engine.load(load.tensors, update.version, update.in_flight)
+            self._adapted.loaded(load)
             load_s = time.monotonic() - started
             return UpdateTimings(load_s=load_s, held_s=self._engine.resume())
 

@@ -1,8 +1,8 @@
 """The actor: keeps every endpoint full with groups, scores them, and hands finished groups on.
 
 Work goes to the endpoint with the fewest running groups, among those that `Actor.serve` named last. An endpoint that
-fails is lost: its groups are issued again elsewhere, and it gets no work before it is named again. Knows nothing of
-trainers.
+fails is lost: its groups are issued again elsewhere, and it gets no work before it is named again. Endpoints may be
+added, and retired: they finish what they run. Knows nothing of trainers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,14 @@ class _Seat:
     """None while it gets no work."""
     takes_seeds: bool | None = None
     """What it declares; None before it was asked."""
+    on_idle: Callable[[], None] | None = None
+    """Set for a seat that gets no work any more: called once nothing runs there."""
     running: set[asyncio.Task[None]] = field(default_factory=set)
+
+    @property
+    def takes_work(self) -> bool:
+        """Whether work may be issued to it, if it has room."""
+        return self.version is not None and self.on_idle is None
 
 
 class Actor:
@@ -53,7 +60,7 @@ class Actor:
         may_issue: Callable[[], bool],
         on_group: Callable[[Group], None],
     ) -> None:
-        self._seats = [_Seat(endpoint, max(1, limit // sampling.n)) for endpoint, limit in endpoints.items()]
+        self._seats: list[_Seat] = []
         self._task = task
         self._tokenizer = tokenizer
         self._sampling = sampling
@@ -69,6 +76,8 @@ class Actor:
         """Endpoints that get no work because they failed, and how."""
         self.unserved = asyncio.Event()
         """Set while no endpoint gets work, from the first loss on."""
+        for endpoint, limit in endpoints.items():
+            self.add(endpoint, limit)
 
     @property
     def num_running(self) -> int:
@@ -79,15 +88,27 @@ class Actor:
         """Look again whether something may be issued."""
         self._changed.set()
 
+    def add(self, endpoint: InferenceEndpoint, limit: int) -> None:
+        """Know one more endpoint, of ``limit`` sequences at a time; it gets work once it is served."""
+        self._seats.append(_Seat(endpoint, max(1, limit // self._sampling.n)))
+
+    def retire(self, name: str, on_idle: Callable[[], None]) -> None:
+        """Give an endpoint no more work; once what runs there has ended it is forgotten, and ``on_idle`` called."""
+        for seat in [seat for seat in self._seats if seat.endpoint.name == name]:
+            seat.on_idle = on_idle
+            self._forget_if_idle(seat)
+        self._note_whether_unserved()
+        self.wake()
+
     def serve(self, names: Collection[str], version: int) -> None:
         """From now on work goes to these endpoints, which ``version`` was published to, and to no other."""
         for seat in self._seats:
             if seat.endpoint.name in names:
                 seat.version = version
                 self.lost.pop(seat.endpoint.name, None)
-                self.unserved.clear()
             else:
                 self.lose(seat.endpoint.name, f"it could not be brought to version {version}")
+        self._note_whether_unserved()
         self.wake()
 
     def lose(self, name: str, reason: str) -> None:
@@ -98,9 +119,20 @@ class Actor:
                 for running in seat.running if seat.version is not None else ():
                     running.cancel()
                 seat.version = None
-        if all(seat.version is None for seat in self._seats):
-            self.unserved.set()
+        self._note_whether_unserved()
         self.wake()
+
+    def _note_whether_unserved(self) -> None:
+        if any(seat.takes_work for seat in self._seats):
+            self.unserved.clear()
+        else:
+            self.unserved.set()
+
+    def _forget_if_idle(self, seat: _Seat) -> None:
+        if seat.on_idle is not None and not seat.running and seat in self._seats:
+            self._seats.remove(seat)
+            self.lost.pop(seat.endpoint.name, None)
+            seat.on_idle()
 
     async def run(self) -> None:
         """Issue groups for ever; raises what a reward function raised."""
@@ -122,7 +154,7 @@ class Actor:
         self.wake()
 
     def _free_seat(self) -> _Seat | None:
-        free = [seat for seat in self._seats if seat.version is not None and len(seat.running) < seat.capacity]
+        free = [seat for seat in self._seats if seat.takes_work and len(seat.running) < seat.capacity]
         return min(free, key=lambda seat: len(seat.running) / seat.capacity, default=None)
 
     def _issue(self, seat: _Seat) -> None:
@@ -141,6 +173,7 @@ class Actor:
                     self.lose(seat.endpoint.name, error.message)
                 else:
                     self._fail(error)
+            self._forget_if_idle(seat)
             self.wake()
 
         running.add_done_callback(ended)

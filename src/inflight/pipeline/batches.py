@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from inflight.losses import collate, empty_micro_batch
 from inflight.pipeline.channel import encode
@@ -65,8 +66,18 @@ def split_evenly(groups: Sequence[Group], num_parts: int) -> list[list[Group]]:
     return [part for part in parts if part]
 
 
-def frames_of(batch: StepBatch, max_tokens: int, num_ranks: int, *, publish: bool) -> list[bytes]:
-    """Return the message to each rank; all have the same number of micro-batches."""
+def frames_of(
+    batch: StepBatch,
+    max_tokens: int,
+    num_ranks: int,
+    *,
+    publish: bool,
+    members: Mapping[str, Sequence[str]] = MappingProxyType({}),
+) -> list[bytes]:
+    """Return the message to each rank; all have the same number of micro-batches.
+
+    ``members`` says which URLs ``join`` and which names ``leave`` before the publish.
+    """
     lengths = [sample.rollout.num_tokens for sample in batch.samples]
     frames = []
     for micro_batches in pack(lengths, max_tokens, num_ranks):
@@ -80,6 +91,7 @@ def frames_of(batch: StepBatch, max_tokens: int, num_ranks: int, *, publish: boo
             "layouts": layouts,
             "num_groups": len(batch.groups),
             "publish": publish,
+            **members,
         }
         frames.append(encode(message, tensors))
     return frames

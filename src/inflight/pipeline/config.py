@@ -14,7 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from inflight.errors import ConfigError
 from inflight.losses import Kl, PolicyLoss, preset
 from inflight.rollouts import AdvantageEstimator
-from inflight.wire import InFlightPolicy
+from inflight.weights.encoding import Rounding
+from inflight.wire import Backend, InFlightPolicy
 
 
 class Section(BaseModel):
@@ -68,6 +69,10 @@ class SamplingSection(Section):
     max_tokens: int = Field(default=128, ge=1)
 
 
+_OF_ONE_KIND = ("engine", "count", "python", "engine_arguments")
+"""Fields of the servers section that say what to start, if all are started alike."""
+
+
 class FleetMember(Section):
     """``count`` servers that are started alike."""
 
@@ -100,18 +105,37 @@ class ServersSection(Section):
 
     ``http://...`` speaks the contract; ``vllm+http://...`` and ``sglang+http://...`` are the engines' own servers.
     """
+    urls_file: Path | None = None
+    """File with one URL per line, read again and again: new lines join while the run goes on, removed ones leave.
+
+    Besides ``urls``, or servers that the run starts; alone, it starts none.
+    """
     max_concurrent: int = Field(default=64, ge=1)
     threads: int = Field(default=1, ge=1)
     device: str | None = None
     in_flight: InFlightPolicy = InFlightPolicy.KEEP
     publish_deadline_s: float = Field(default=60.0, gt=0)
-    backend: Literal["gloo", "nccl"] = "gloo"
+    backend: Backend = "gloo"
+    """How weights travel: broadcast (``gloo``, ``nccl``), or stored and read (``shm``, ``file``, ``http``)."""
+    updates: Literal["push", "pull"] = "push"
+    """``push``: each publish waits for the servers. ``pull``: versions are stored, and servers take the newest one."""
+    directory: Path | None = None
+    """Where ``file`` stores weights: on a file system that the trainer and every server see by this path."""
+    quorum: int | None = Field(default=None, ge=1)
+    """How many servers have to hold each version; with fewer the run waits. None: all that can be reached, or one."""
+    encoding: Rounding = "raw"
+    """``bfloat16`` and ``float8`` round weights on the way, for fewer bytes."""
+    delta: bool = False
+    """Send only what changed since the last publish, for one more copy of the weights in memory on each side."""
+    staged: bool = True
+    """Sample on while weights arrive, on the servers that can; they hold a second copy of the weights meanwhile."""
     generate_timeout_s: float = Field(default=600.0, gt=0)
 
     @property
     def members(self) -> tuple[FleetMember, ...]:
-        """What is to be started; nothing if there are URLs."""
-        if self.urls:
+        """What is to be started; nothing if there are URLs, or a file of them and no word of what to start."""
+        is_told = not self.model_fields_set.isdisjoint(("fleet", *_OF_ONE_KIND))
+        if self.urls or (self.urls_file is not None and not is_told):
             return ()
         if not self.fleet:
             return (
@@ -131,7 +155,7 @@ class ServersSection(Section):
 
     @model_validator(mode="after")
     def _says_once_what_to_start(self) -> ServersSection:
-        alike = [name for name in ("engine", "count", "python", "engine_arguments") if name in self.model_fields_set]
+        alike = [name for name in _OF_ONE_KIND if name in self.model_fields_set]
         if self.fleet and alike:
             raise ValueError(f"servers.fleet replaces servers.{alike[0]}: write it in the fleet's tables")
         started = [name for name in ("fleet", "engine") if name in self.model_fields_set]
@@ -140,6 +164,33 @@ class ServersSection(Section):
                 f"servers.urls attaches to running servers and starts none: leave servers.{started[0]} out, or the urls"
             )
         _check_embedded(self)
+        return self
+
+    @model_validator(mode="after")
+    def _says_once_how_weights_travel(self) -> ServersSection:
+        if self.backend == "file" and self.directory is None:
+            raise ValueError("servers.backend 'file' needs servers.directory, which the trainer and every server see")
+        if self.backend != "file" and self.directory is not None:
+            raise ValueError(
+                f"servers.directory is for servers.backend 'file', and it is {self.backend!r}: leave one of them out"
+            )
+        if self.updates == "pull":
+            if self.backend != "file":
+                raise ValueError(
+                    f"servers.updates 'pull' stores versions in servers.directory, and servers.backend is "
+                    f"{self.backend!r}: set it to 'file'"
+                )
+            if self.delta or self.quorum is not None:
+                raise ValueError("servers.updates 'pull' waits for nobody: leave servers.delta and servers.quorum out")
+            if foreign := [member.engine for member in self.members if member.engine != "local"]:
+                raise ValueError(
+                    f"servers.updates 'pull' needs servers that follow, and {foreign[0]} does not: use engine 'local'"
+                )
+        if self.delta and self.encoding != "raw":
+            raise ValueError(
+                "servers.delta sends changed elements as they are, and servers.encoding is "
+                f"{self.encoding!r}: leave one of them out"
+            )
         return self
 
 
@@ -219,7 +270,9 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> RunConfig:
-        limits = [member.max_concurrent for member in self.servers.members] or [self.servers.max_concurrent]
+        limits = [member.max_concurrent for member in self.servers.members]
+        if not limits or self.servers.urls_file is not None:
+            limits.append(self.servers.max_concurrent)
         if self.sampling.group_size > min(limits):
             raise ValueError(
                 f"sampling.group_size {self.sampling.group_size} exceeds servers.max_concurrent "

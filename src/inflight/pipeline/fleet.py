@@ -29,6 +29,11 @@ def check_servers(servers: ServersSection) -> None:
     names = [connect_endpoint(url).name for url in servers.urls]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"servers.urls names {', '.join(twice)} twice; each server takes its own ranks of the group")
+    num_servers = len(names) + sum(member.count for member in servers.members)
+    if servers.urls_file is None and servers.quorum is not None and servers.quorum > num_servers:
+        raise ConfigError(f"servers.quorum {servers.quorum} exceeds the number of servers, {num_servers}")
+    if servers.urls_file is not None and not servers.urls_file.is_file():
+        raise ConfigError(f"servers.urls_file {str(servers.urls_file)!r} is not there; give it one URL per line")
 
 
 def connect_fleet(config: RunConfig, urls: Sequence[str], token: str) -> list[InferenceEndpoint]:
@@ -63,6 +68,11 @@ def _problem(config: RunConfig, vocab_size: int, can: Capabilities) -> str | Non
     if servers.backend not in can.transports:
         known = ", ".join(can.transports)
         return f"does not declare the {servers.backend} transport: set servers.backend to one of {known}"
+    encoding = "delta" if servers.delta else servers.encoding
+    if encoding != "raw" and encoding not in can.encodings:
+        known = ", ".join(("raw", *can.encodings))
+        what = "set servers.delta to false" if servers.delta else f"set servers.encoding to one of {known}"
+        return f"does not declare the encoding {encoding}, it declares {known}: {what}"
     if can.dtype != model.dtype:
         return (
             f"serves {can.model} in {can.dtype}, the run trains in {model.dtype}: set model.dtype to {can.dtype}, or "

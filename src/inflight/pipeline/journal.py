@@ -26,9 +26,11 @@ class Journal:
 
     def __init__(self, directory: Path, state: Mapping[str, Any] | None, *, tensorboard: bool) -> None:
         self._directory = directory
-        mode = "w" if state is None else "a"
-        self._metrics = (directory / "metrics.jsonl").open(mode, buffering=1)
-        self._events = (directory / "events.jsonl").open(mode, buffering=1)
+        # Appended always: a run that was replaced and does not know it yet writes between lines, not over them.
+        paths = [directory / name for name in ("metrics.jsonl", "events.jsonl")]
+        for path in paths if state is None else ():
+            path.unlink(missing_ok=True)
+        self._metrics, self._events = (path.open("a", buffering=1) for path in paths)
         self._started = time.time() - (state["elapsed_s"] if state else 0.0)
         self.num_samples = state["num_samples"] if state else 0
         self.num_trained_tokens = state["num_trained_tokens"] if state else 0

@@ -10,6 +10,9 @@ from typing import Any
 from inflight.errors import CheckpointError
 
 _COLOURS = {"reward": "#1f6feb", "train": "#2da44e", "publish": "#cf222e", "generate": "#8250df"}
+_PARTS = {"gather_s": "#f6c7c9", "wire_s": "#e5737b", "hold_s": "#8b0f1a"}
+"""Colours of what an update consists of, as its event names it; drawn over one another, the shortest last."""
+_STATES = {"healthy": "#2da44e", "joining": "#1f6feb", "suspect": "#bf8700", "dead": "#cf222e"}
 _TIMELINE_S = 10.0
 
 
@@ -26,15 +29,19 @@ def plot_run(directory: Path) -> list[Path]:
     matplotlib.use("Agg")
     summary = json.loads((directory / "summary.json").read_text())
     target = directory / "plots"
+    events = _lines(directory / "events.jsonl")
+    fleet = [event for event in events if event["kind"] == "fleet"]
     try:
         target.mkdir(exist_ok=True)
+        of_fleet = [_plot_fleet(fleet, rows[-1]["time_s"], target / "fleet.png")] if fleet else []
         return [
             _plot_reward(rows, target / "reward.png"),
             _plot_histogram(
                 summary["tokens_by_lag"], "token lag in versions", "trained tokens", target / "token_lag.png"
             ),
             _plot_lengths(rows, summary["completions_by_length"], target / "lengths.png"),
-            _plot_timeline(_lines(directory / "events.jsonl"), target / "timeline.png"),
+            _plot_timeline(events, target / "timeline.png"),
+            *of_fleet,
         ]
     except OSError as error:
         raise CheckpointError(f"plots cannot be written to {target}: {error.strerror}") from error
@@ -112,11 +119,58 @@ def _plot_timeline(events: Sequence[dict[str, Any]], path: Path) -> Path:
     axes[0].set_ylabel("groups being generated")
     for height, kind in enumerate(("publish", "train")):
         spans = [(e["start_s"], e["end_s"] - e["start_s"]) for e in events if e["kind"] == kind]
-        axes[1].broken_barh(spans, (height - 0.4, 0.8), color=_COLOURS[kind])
+        axes[1].broken_barh(spans, (height - 0.4, 0.8), color=_COLOURS[kind], alpha=0.25 if kind == "publish" else 1)
+    for part, colour in _PARTS.items():
+        spans = [_part_span(event, part) for event in events if event["kind"] == "publish" and event.get(part)]
+        axes[1].broken_barh(spans, (-0.4, 0.8), color=colour, label=part.removesuffix("_s"))
+    if axes[1].get_legend_handles_labels()[0]:
+        axes[1].legend(loc="upper right", ncols=3, fontsize=7)
+    for event in events:
+        if event["kind"] == "fleet" and low <= event["end_s"] <= high:
+            axes[0].axvline(event["end_s"], color="#57606a", linestyle=":")
+            axes[0].annotate(
+                _told(event), (event["end_s"], 0.98), xycoords=("data", "axes fraction"), fontsize=7, va="top"
+            )
     axes[1].set_yticks([0, 1], ["update", "train"])
     axes[1].set_xlabel("seconds since the run began")
     axes[1].set_xlim(max(0.0, low), high)
     axes[0].grid(alpha=0.3)
+    return _save(figure, path)
+
+
+def _part_span(event: dict[str, Any], part: str) -> tuple[float, float]:
+    """Where a part of an update is drawn: gathering at its start, the hold at its end, the transfer before that."""
+    ends = {"gather_s": event["start_s"] + event["gather_s"], "hold_s": event["end_s"]}
+    end = ends.get(part, event["end_s"] - event.get("hold_s", 0.0))
+    return end - event[part], event[part]
+
+
+def _told(event: dict[str, Any]) -> str:
+    """One line for each server that joined, left, or changed its state."""
+    lines = [f"{name.partition('//')[2]} leaves" for name in event["left"]]
+    return "\n".join([*lines, *(f"{name.partition('//')[2]} {after}" for name, _, after in event["changes"])])
+
+
+def _plot_fleet(events: Sequence[dict[str, Any]], end_s: float, path: Path) -> Path:
+    """Every server that ever changed over the whole run, coloured by its state."""
+    import matplotlib.pyplot as plt
+
+    histories: dict[str, list[tuple[float, str | None]]] = {}
+    for event in events:
+        for name, before, after in event["changes"]:
+            histories.setdefault(name, [(0.0, before)]).append((event["end_s"], after))
+        for name in event["left"]:
+            histories.setdefault(name, [(0.0, "healthy")]).append((event["end_s"], None))
+    figure, axis = plt.subplots(figsize=(11, 1.5 + 0.4 * len(histories)), layout="constrained")
+    for height, history in enumerate(histories.values()):
+        ends = [*(at for at, _ in history[1:]), end_s]
+        for (start, state), end in zip(history, ends, strict=True):
+            if state is not None:
+                axis.broken_barh([(start, end - start)], (height - 0.4, 0.8), color=_STATES[state])
+    axis.set_yticks(range(len(histories)), list(histories))
+    axis.set_xlabel("seconds since the run began")
+    handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in _STATES.values()]
+    axis.legend(handles, list(_STATES), loc="upper center", bbox_to_anchor=(0.5, 1.3), ncols=len(_STATES), fontsize=8)
     return _save(figure, path)
 
 

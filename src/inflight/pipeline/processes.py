@@ -75,13 +75,16 @@ class Rank(Process):
     channel: RunChannel
 
 
-async def start_servers(config: RunConfig, directory: Path, token: str, model_path: Path) -> list[Server]:
-    """Start the fleet side by side and wait until all answer. Raises `ConfigError` with a server's own last words."""
+async def start_servers(config: RunConfig, directory: Path, token: str, model_path: Path, run_id: str) -> list[Server]:
+    """Start the fleet side by side and wait until all answer. Raises `ConfigError` with a server's own last words.
+
+    They follow what the run stores, if it says that they do.
+    """
     servers: list[Server] = []
     try:
         for member in config.servers.members:
             for _ in range(member.count):
-                servers.append(await _start_server(config, member, directory, token, model_path, len(servers)))
+                servers.append(await _start_server(config, member, directory, token, model_path, len(servers), run_id))
         async with asyncio.timeout(config.run.start_timeout_s):
             await asyncio.gather(*(_wait_until_ready(server, directory) for server in servers))
     except BaseException as error:
@@ -96,7 +99,7 @@ async def start_servers(config: RunConfig, directory: Path, token: str, model_pa
 
 
 async def _start_server(
-    config: RunConfig, member: FleetMember, directory: Path, token: str, model_path: Path, index: int
+    config: RunConfig, member: FleetMember, directory: Path, token: str, model_path: Path, index: int, run_id: str
 ) -> Server:
     is_embedded = member.engine == "local"
     name = f"server-{index}" if is_embedded else f"server-{index}-{member.engine}"
@@ -108,6 +111,8 @@ async def _start_server(
     command += ["--threads", str(config.servers.threads)]
     if config.servers.device is not None:
         command += ["--device", config.servers.device]
+    if config.servers.updates == "pull":
+        command += ["--follow", str(config.servers.directory), "--follow-run", run_id]
     if not is_embedded:
         command += ["--engine", member.engine, "--start-timeout", str(config.run.start_timeout_s)]
         command += ["--log", str(directory / f"{name}.engine.log")]

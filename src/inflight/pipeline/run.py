@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import functools
 import json
 import os
 import secrets
@@ -25,7 +26,8 @@ from typing import Any, TypeVar
 from inflight import __version__
 from inflight.checkpoints import load_config, load_tokenizer
 from inflight.contracts import InferenceEndpoint
-from inflight.errors import CheckpointError, ConfigError, EndpointError, InflightError, TrainerError
+from inflight.engines.kinds import connect_endpoint
+from inflight.errors import CheckpointError, ConfigError, EndpointError, FencedError, InflightError, TrainerError
 from inflight.losses import Metrics, add_metrics, decode_metrics, metric_values
 from inflight.pipeline.actor import Actor
 from inflight.pipeline.admission import PhasedAdmission, TokensPerGroup, pipeline_admission
@@ -38,10 +40,12 @@ from inflight.pipeline.journal import Journal
 from inflight.pipeline.plots import plot_run
 from inflight.pipeline.processes import Server, start_servers, watch_servers
 from inflight.pipeline.progress import Progress
+from inflight.pipeline.server_list import Arrival, ServerList
 from inflight.pipeline.trainer_group import TrainerGroup
 from inflight.rollouts import BatchComposer, Ledger, StalenessPolicy, has_signal, load_task
 from inflight.types import Group
-from inflight.wire import SamplingParams
+from inflight.weights.fleet import MemberState
+from inflight.wire import EndpointState, SamplingParams, WeightVersion
 
 T = TypeVar("T")
 
@@ -49,6 +53,10 @@ _SAMPLE_S = 0.05
 """How often the timeline notes what is running."""
 _ASK_AGAIN_S = 0.5
 """Pause between two questions whether a server is back, while there is none."""
+_VERSION_S = 2.0
+"""How long a server that takes versions by itself may take to say which one it serves."""
+_SAMPLES = (EndpointState.READY, EndpointState.STAGING, EndpointState.HELD, EndpointState.UPDATING)
+_NO_CHANGE: dict[str, Any] = {"restored": [], "joined": [], "removed": [], "changes": []}
 _REAP_S = 0.5
 """How long a server's process may take to end after its connections broke."""
 
@@ -106,6 +114,15 @@ class _Run:
         """Servers whose end was told, and texts that were."""
         self._trainers = TrainerGroup(config, [])
         self._endpoints: list[InferenceEndpoint] = []
+        self._departed: list[InferenceEndpoint] = []
+        """Those that are listed no more; their connections are closed at the end."""
+        self._serving: dict[str, int | None] = {}
+        """Version that each server said it serves, if it takes versions by itself; None if it gave no answer."""
+        self._server_list: ServerList | None = None
+        self._to_join: list[str] = []
+        """URLs that the next publish brings in."""
+        self._to_leave: list[str] = []
+        """Names that the next publish leaves out for good."""
         self._actor: Actor
 
     def _open_directory(self, resume: bool) -> tuple[Path | None, dict[str, Any] | None]:
@@ -121,9 +138,17 @@ class _Run:
             (self._directory / "checkpoints").mkdir(parents=True, exist_ok=True)
             (self._directory / "logs").mkdir(exist_ok=True)
             (self._directory / "config.json").write_text(self._config.model_dump_json(indent=2) + "\n")
+            self._run_id()
         except OSError as error:
             raise ConfigError(f"run directory {str(self._directory)!r} cannot be made: {error.strerror}") from error
         return None, None
+
+    def _run_id(self) -> str:
+        """Return the name that servers know this run by; kept, so that they refuse a trainer that was replaced."""
+        path = self._directory / "run_id"
+        if not path.exists():
+            path.write_text(f"{self._directory.name}-{uuid.uuid4().hex[:8]}\n")
+        return path.read_text().strip()
 
     async def run(self) -> int:
         """Start everything, train, stop everything, and write the summary, whatever happens."""
@@ -133,6 +158,9 @@ class _Run:
         try:
             with contextlib.suppress(asyncio.CancelledError):  # Ctrl-C before the first step, or between two
                 await self._start_and_train()
+        except FencedError:  # the directory belongs to the run that has taken over
+            await self._stop()
+            raise
         except InflightError as error:
             await self._tell_dead_servers()
             await self._stop()
@@ -146,8 +174,11 @@ class _Run:
         background: list[asyncio.Task[Any]] = []
         try:
             await self._unless_interrupted(self._start())
-            calls = [self._actor.run(), self._bring_servers_back(), self._note_what_runs()]
+            pulls = self._config.servers.updates == "pull"
+            calls = [self._actor.run(), self._note_what_runs()]
+            calls += [self._watch_versions() if pulls else self._bring_servers_back()]
             calls += [self._watch_servers()] if self._servers else []
+            calls += [self._follow_server_list(self._server_list)] if self._server_list is not None else []
             background = [asyncio.create_task(call) for call in calls]
             training = asyncio.create_task(self._train())
             await asyncio.wait({training, *background}, return_when=asyncio.FIRST_COMPLETED)
@@ -190,13 +221,23 @@ class _Run:
         self._progress.note("starting servers and trainers")
         self._trainers = await TrainerGroup.spawn(config, logs, token)
         if not config.servers.urls:
-            self._servers = await start_servers(config, logs, token, config.model.path)
+            self._servers = await start_servers(config, logs, token, config.model.path, self._run_id())
         urls = config.servers.urls or tuple(server.url for server in self._servers)
         limits = [server.max_concurrent for server in self._servers] or [config.servers.max_concurrent] * len(urls)
         self._endpoints = connect_fleet(config, urls, token)
         wanted = dict(zip(self._endpoints, limits, strict=True))
+        accepted = await sequence_limits(config, self._vocab_size, wanted)
+        if config.servers.urls_file is not None:
+            names = [endpoint.name for endpoint in self._endpoints]
+            self._server_list = ServerList(
+                config.servers.urls_file, config, self._vocab_size, token, names, self._progress.note
+            )
+            for arrival in await self._first_arrivals(self._server_list):
+                self._endpoints.append(arrival.endpoint)
+                accepted[arrival.endpoint] = arrival.max_concurrent
+                urls = (*urls, arrival.url)
         self._actor = Actor(
-            await sequence_limits(config, self._vocab_size, wanted),
+            accepted,
             self._task,
             self._tokenizer,
             SamplingParams(
@@ -210,12 +251,28 @@ class _Run:
             may_issue=self._admission(),
             on_group=self._group_finished,
         )
-        run_id = f"{self._directory.name}-{uuid.uuid4().hex[:8]}"
-        answer = await self._trainers.load_and_connect(urls, run_id, self._checkpoint)
+        answer = await self._trainers.load_and_connect(urls, self._run_id(), self._checkpoint)
         self._version = answer["version"]
         self._note_publish(answer)
-        if not answer["endpoints"]:
+        if config.servers.updates == "pull":
+            await self._look_at_versions()
+        if self._actor.unserved.is_set():
             raise self._nobody_left()
+
+    async def _first_arrivals(self, servers: ServerList) -> list[Arrival]:
+        """Return who of the list takes part from the start; waits for the first one if there is nobody else."""
+        deadline = time.monotonic() + self._config.run.start_timeout_s
+        while True:
+            arrivals, _ = await servers.look()
+            if arrivals or self._endpoints:
+                return arrivals
+            if time.monotonic() > deadline:
+                path = str(self._config.servers.urls_file)
+                raise ConfigError(
+                    f"no server of servers.urls_file {path!r} could take part within "
+                    f"{self._config.run.start_timeout_s:g} s; run.start_timeout_s is the limit"
+                )
+            await asyncio.sleep(_ASK_AGAIN_S)
 
     def _admission(self) -> Callable[[], bool]:
         if self._config.run.mode == "conventional":
@@ -231,7 +288,8 @@ class _Run:
 
     async def _stop(self) -> None:
         self._progress.close()
-        await asyncio.gather(*(endpoint.aclose() for endpoint in self._endpoints), return_exceptions=True)
+        endpoints = (*self._endpoints, *self._departed)
+        await asyncio.gather(*(endpoint.aclose() for endpoint in endpoints), return_exceptions=True)
         await asyncio.gather(self._trainers.stop(), *(server.stop() for server in self._servers))
 
     async def _watch_servers(self) -> None:
@@ -243,7 +301,39 @@ class _Run:
             self._progress.note(error.message)
             self._told.add(error.endpoint)
             self._actor.lose(error.endpoint, error.message)
-        raise self._nobody_left()
+        if self._server_list is None:
+            raise self._nobody_left()
+        await asyncio.Event().wait()  # others are listed, or may be
+
+    async def _follow_server_list(self, servers: ServerList) -> None:
+        """Let servers join and leave as the list says, with the publish that comes next."""
+        while True:
+            arrivals, left = await servers.look()
+            for arrival in arrivals:
+                self._endpoints.append(arrival.endpoint)
+                self._actor.add(arrival.endpoint, arrival.max_concurrent)
+                self._to_join.append(arrival.url)
+                self._progress.note(f"{arrival.endpoint.name} joins with the next update")
+            for name in left:
+                self._progress.note(f"{name} is listed no more: it finishes what it runs and leaves")
+                self._actor.retire(name, functools.partial(self._left, servers, name))
+            await asyncio.sleep(_ASK_AGAIN_S)
+
+    def _left(self, servers: ServerList, name: str) -> None:
+        """A server that is listed no more has finished what it ran."""
+        self._to_join = [url for url in self._to_join if connect_endpoint(url).name != name]
+        self._to_leave.append(name)
+        self._departed += [endpoint for endpoint in self._endpoints if endpoint.name == name]
+        self._endpoints = [endpoint for endpoint in self._endpoints if endpoint.name != name]
+        servers.forget(name)
+        now = time.time()
+        self._journal.event("fleet", now, now, version=self._version, left=[name], **_NO_CHANGE)
+
+    def _members(self) -> dict[str, list[str]]:
+        """Return who joins and leaves with the publish that is asked for now."""
+        members = {"join": self._to_join, "leave": self._to_leave}
+        self._to_join, self._to_leave = [], []
+        return members
 
     async def _bring_servers_back(self) -> None:
         """Whenever none is left, publish to the first that answers again. Raises `EndpointError` if none does in time.
@@ -259,11 +349,52 @@ class _Run:
             deadline = time.monotonic() + timeout_s
             while self._actor.unserved.is_set():
                 is_late = time.monotonic() > deadline
-                self._note_publish(await self._trainers.publish())
+                self._note_publish(await self._trainers.publish(self._members()))
                 if self._actor.unserved.is_set():
                     if is_late:
                         raise self._nobody_left()
                     await asyncio.sleep(_ASK_AGAIN_S)
+
+    async def _watch_versions(self) -> None:
+        """While servers take versions by themselves: give work to those that answer, and note what each serves.
+
+        Raises `EndpointError` if none answers in time.
+        """
+        timeout_s = self._config.run.start_timeout_s
+        last_seen = time.monotonic()
+        while True:
+            await asyncio.sleep(_ASK_AGAIN_S)
+            await self._look_at_versions()
+            if not self._actor.unserved.is_set():
+                last_seen = time.monotonic()
+            elif time.monotonic() - last_seen > timeout_s:
+                raise self._nobody_left()
+
+    async def _look_at_versions(self) -> None:
+        """Ask every server what it serves. Tokens tell their versions, so that any version may be sampled from."""
+
+        async def one(endpoint: InferenceEndpoint) -> WeightVersion | None:
+            try:
+                async with asyncio.timeout(_VERSION_S):
+                    return await endpoint.weight_version()
+            except (TimeoutError, InflightError):
+                return None  # it gets no work until it answers
+
+        answers = await asyncio.gather(*(one(endpoint) for endpoint in self._endpoints))
+        serving: dict[str, int | None] = {
+            endpoint.name: answer.version if answer is not None and answer.state in _SAMPLES else None
+            for endpoint, answer in zip(self._endpoints, answers, strict=True)
+        }
+        before, self._serving = self._serving, serving
+        for name, version in serving.items():
+            if version is not None and before.get(name, version) is None:
+                self._progress.note(f"{name} is back, at version {version}")
+            elif version is None and before.get(name) is not None:
+                self._progress.note(f"{name} does not answer, or has no whole weights: it gets no work")
+        if serving != before:
+            now = time.time()
+            self._journal.event("versions", now, now, trainer=self._version, servers=serving)
+        self._actor.serve([name for name, version in serving.items() if version is not None], 0)
 
     def _nobody_left(self) -> EndpointError:
         causes = "; ".join(f"{lost}: {why}" for lost, why in self._actor.lost.items())
@@ -406,7 +537,8 @@ class _Run:
 
     async def _step(self, batch: StepBatch, *, publish: bool) -> None:
         train = self._config.train
-        frames = frames_of(batch, train.max_tokens_per_micro_batch, train.num_ranks, publish=publish)
+        members = self._members() if publish else {}
+        frames = frames_of(batch, train.max_tokens_per_micro_batch, train.num_ranks, publish=publish, members=members)
         self._training = True
         answers = await self._trainers.train(frames)
         self._training = False
@@ -433,6 +565,7 @@ class _Run:
                 "groups_running": self._actor.num_running,
                 "groups_waiting": self._composer.num_groups,
                 "publish": answers[0].get("publish"),
+                **({"serving": self._serving} if self._serving else {}),
                 "ledger": self._ledger_counts(),
             },
         )
@@ -443,11 +576,13 @@ class _Run:
     def _note_publish(self, answer: Message) -> None:
         """Note what a publish did, if there was one, and give work to the servers that it reached, and to no other."""
         if "endpoints" not in answer:
+            if "publish" in answer:
+                self._journal.event("publish", *answer["publish_span"], **_parts(answer["publish"]))
             return
         applied, restored, version = answer["endpoints"], answer["restored"], self._version
         if "publish" in answer:
             version = answer["publish"]["version"]
-            self._journal.event("publish", *answer["publish_span"], version=version)
+            self._journal.event("publish", *answer["publish_span"], **_parts(answer["publish"]))
             self._journal.held(answer["publish"]["held_s"])
         news = [text for text in answer["lost"] if text not in self._told]
         self._told.update(news)
@@ -455,9 +590,12 @@ class _Run:
             self._progress.note(f"a server was left out: {text}")
         for name in restored:
             self._progress.note(f"{name} is back, at version {version}")
-        if restored or news:
-            facts = {"version": version, "serving": applied, "restored": restored, "removed": answer["removed"]}
-            self._journal.event("fleet", *answer["publish_span"], **facts)
+        for name in answer["joined"]:
+            self._progress.note(f"{name} has joined, at version {version}")
+        changed = [change for change in answer["changes"] if change[1] != MemberState.JOINING]
+        if changed or restored or news:
+            told = {name: answer[name] for name in ("restored", "joined", "removed", "changes", "states")}
+            self._journal.event("fleet", *answer["publish_span"], version=version, serving=applied, left=[], **told)
         self._actor.serve(applied, version)
 
     async def _save(self) -> None:
@@ -495,3 +633,9 @@ class _Run:
             "requeued": self._ledger.num_requeued,
             "outstanding": self._ledger.outstanding,
         }
+
+
+def _parts(publish: Message) -> dict[str, Any]:
+    """What the timeline shows of an update."""
+    names = ("version", "gather_s", "wire_s", "hold_s", "load_s", "sent_bytes")
+    return {name: publish[name] for name in names if name in publish}

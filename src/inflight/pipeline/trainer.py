@@ -12,8 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from enum import IntEnum
+from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -21,35 +20,18 @@ import torch
 import torch.distributed as dist
 
 from inflight.contracts import BackgroundSaver, TrainerWorker
-from inflight.errors import ConfigError, InflightError, NonFiniteError, PublishError, UnsupportedError
+from inflight.errors import ConfigError, FencedError, InflightError, NonFiniteError, UnsupportedError
 from inflight.losses import Metrics, Plan, PolicyLoss, add_metrics, encode_metrics, prepare
 from inflight.pipeline.channel import Message, WorkerChannel
 from inflight.pipeline.messages import micro_batches_of
-from inflight.types import MicroBatch, Outcome, PublishReport
-from inflight.weights.publish import WeightPublisher, publish_weights
+from inflight.types import MicroBatch, PublishReport
+from inflight.weights.fleet import Fleet, MemberState
+from inflight.weights.publisher import WeightPublisher
+from inflight.weights.storing import newest_epoch, store_weights
+from inflight.weights.transports.files import FileSender
+from inflight.wire import InFlightPolicy
 
-_PUBLISH_ATTEMPTS = 3
-"""A fleet that lost a member, or was left torn by it, is brought to the present version by publishing again."""
-_ASK_S = 1.0
-"""How long a removed endpoint may take to answer."""
-_MAX_PAUSE_S = 60.0
-"""Longest pause before a removed endpoint is asked again; the first is `_ASK_S`, each is twice the one before."""
-
-
-@dataclass(slots=True)
-class _Absence:
-    """A removed endpoint: when it is asked again, and the pause after that."""
-
-    ask_at: float
-    pause_s: float = _ASK_S
-
-
-class _Verdict(IntEnum):
-    """How one attempt to publish ended, as all ranks agree."""
-
-    DONE = 0
-    AGAIN = 1
-    NOBODY = 2
+_LEFT_OUT = (MemberState.SUSPECT, MemberState.DEAD)
 
 
 def load_worker_factory(name: str) -> Callable[[Mapping[str, object]], TrainerWorker]:
@@ -74,9 +56,12 @@ class Trainer:
         self._saver: BackgroundSaver | None = None
         self._saving: int | None = None
         """Version whose save was begun, until the run was told that it has ended."""
-        self._publisher: WeightPublisher | None = None
-        self._absences: dict[str, _Absence] = {}
-        self._restored: set[str] = set()
+        self._fleet: Fleet | None = None
+        self._store: FileSender | None = None
+        """What rank 0 stores versions with, for servers that pull."""
+        self._epoch = 1
+        self._served: set[str] = set()
+        """Names of the endpoints that were there from the start, or have held a version since."""
         self._loss: PolicyLoss | None = None
         self._settings: Message = {}
 
@@ -106,8 +91,8 @@ class Trainer:
 
     def close(self) -> None:
         """Leave the weight group."""
-        if self._publisher is not None:
-            self._publisher.close()
+        if self._fleet is not None:
+            self._fleet.close()
 
     def _start(self, message: Message, _: dict[str, torch.Tensor]) -> Message:
         """Load the model, connect to the endpoints and bring them to the present weights."""
@@ -135,15 +120,30 @@ class Trainer:
             self._reference = factory(message["worker_settings"])
         if message["checkpoint"] is not None:
             self._worker.load(Path(message["checkpoint"]))
-        if self._worker.rank == 0:
-            self._publisher = WeightPublisher.connect(
-                message["urls"],
-                run_id=message["run_id"],
-                token=os.environ.get("INFLIGHT_TOKEN"),
-                backend=message["backend"],
-                connect_timeout_s=message["publish_deadline_s"],
-            )
-        return {"version": self._worker.version, **self._publish()}
+        if message["updates"] == "pull":
+            if self._worker.rank == 0:
+                directory = Path(message["directory"])
+                self._store = FileSender(directory)
+                self._epoch = newest_epoch(directory, message["run_id"]) + 1
+            return {"version": self._worker.version, **self._publish(message)}
+        self._fleet = self._connected(message) if self._worker.rank == 0 else Fleet(None)
+        self._served = set(self._fleet.states)
+        return {"version": self._worker.version, **self._publish(message)}
+
+    def _connected(self, message: Message) -> Fleet:
+        token = os.environ.get("INFLIGHT_TOKEN")
+        publisher = WeightPublisher.connect(
+            message["urls"],
+            run_id=message["run_id"],
+            token=token,
+            backend=message["backend"],
+            directory=None if message["directory"] is None else Path(message["directory"]),
+            encoding=message["encoding"],
+            delta=message["delta"],
+            staged=message["staged"],
+            connect_timeout_s=message["publish_deadline_s"],
+        )
+        return Fleet(publisher, quorum=message["quorum"], token=token)
 
     def _train(self, message: Message, tensors: dict[str, torch.Tensor]) -> Message:
         """Forward and backward over the micro-batches, one optimizer step, and a publish if asked for."""
@@ -163,7 +163,7 @@ class Trainer:
             "train_span": [started, trained],
         }
         if message["publish"]:
-            answer |= self._publish()
+            answer |= self._publish(message)
         return answer | self._ended_save()
 
     def _plan(self, batches: list[MicroBatch], num_groups: int) -> tuple[list[MicroBatch], Plan]:
@@ -233,117 +233,90 @@ class Trainer:
             return {}
         return self._finish_save({"timeout_s": 0.0}, {})
 
-    def _publish_again(self, _: Message, __: dict[str, torch.Tensor]) -> Message:
+    def _publish_again(self, message: Message, _: dict[str, torch.Tensor]) -> Message:
         """Publish the present version to whoever answers; every removed endpoint is asked, whatever its pause."""
-        for absence in self._absences.values():
-            absence.ask_at = 0.0
-        return self._publish()
+        assert self._fleet is not None
+        self._fleet.ask_all()
+        return self._publish(message)
 
-    def _publish(self) -> Message:
-        """Publish to whoever can be reached: who is gone is left out, who is back comes in, all at the new version."""
+    def _publish(self, message: Message) -> Message:
+        """Publish to whoever can be reached; what the run is told of it comes from rank 0."""
         assert self._worker is not None
         started = time.time()
-        unfit = self._restore()
-        report: PublishReport | None = None
-        lost: list[str] = []
-        verdict = self._agreed(self._anybody())
-        while verdict is _Verdict.AGAIN:
-            report, verdict = self._publish_once(may_fail=len(lost) < _PUBLISH_ATTEMPTS - 1)
-            if verdict is not _Verdict.DONE:
-                lost.append("" if report is None else report.summary())
-        if self._publisher is None:
+        if self._settings["updates"] == "pull":
+            return self._store_version(started)
+        assert self._fleet is not None
+        unfit = self._change_members(message) if self._worker.rank == 0 else []
+        report = self._fleet.publish(
+            self._worker,
+            in_flight=InFlightPolicy(self._settings["in_flight"]),
+            deadline_s=self._settings["publish_deadline_s"],
+        )
+        if report is None:
             return {}
-        endpoints = self._publisher.endpoints if verdict is _Verdict.DONE else ()
+        healthy = self._fleet.healthy
+        came = [change for change in self._fleet.changes if change.after is MemberState.HEALTHY]
         answer: Message = {
             "publish_span": [started, time.time()],
-            "endpoints": list(endpoints),
-            "lost": [*unfit, *lost],
-            "restored": sorted(self._restored.intersection(endpoints)),
-            "removed": list(self._publisher.removed),
+            "endpoints": list(healthy),
+            "lost": [*unfit, *self._fleet.notes],
+            "restored": sorted(c.endpoint for c in came if c.endpoint in self._served and c.before in _LEFT_OUT),
+            "joined": sorted(c.endpoint for c in came if c.endpoint not in self._served),
+            "removed": [name for name in self._fleet.states if name not in healthy],
+            "states": dict(self._fleet.states),
+            "changes": [[c.endpoint, c.before, c.after] for c in self._fleet.changes],
         }
-        for name in endpoints:
-            self._absences.pop(name, None)
-        return answer if report is None or not endpoints else answer | {"publish": _facts(report)}
+        self._served |= {*healthy}
+        return answer | {"publish": _facts(report)} if healthy else answer
 
-    def _publish_once(self, *, may_fail: bool) -> tuple[PublishReport | None, _Verdict]:
-        """Return the report (rank 0 only), and on every rank how it ended."""
+    def _store_version(self, started: float) -> Message:
+        """Store the present version for servers that come for it; nobody is waited for.
+
+        Raises `FencedError` after a later incarnation has stored one: servers refuse what comes from this one.
+        """
         assert self._worker is not None
-        report, verdict = None, _Verdict.DONE
-        had_group = self._publisher is not None and self._publisher.has_group
-        try:
-            report = publish_weights(
-                self._worker,
-                self._publisher,
-                in_flight=self._settings["in_flight"],
-                deadline_s=self._settings["publish_deadline_s"],
+        newest = 0 if self._store is None else newest_epoch(Path(self._settings["directory"]), self._settings["run_id"])
+        report = store_weights(
+            self._worker,
+            self._store,
+            run_id=self._settings["run_id"],
+            epoch=self._epoch,
+            encoding=self._settings["encoding"],
+            deadline_s=self._settings["publish_deadline_s"],
+        )
+        if newest > self._epoch:  # told only now, when every rank has gathered
+            raise FencedError(
+                f"the trainer of run {self._settings['run_id']!r} was replaced: this is its epoch {self._epoch}, epoch "
+                f"{newest} has taken over. Stop this trainer"
             )
-        except PublishError as error:
-            report = error.report
-            if not self._can_go_on(report, had_group=had_group, may_fail=may_fail):
-                raise
-            verdict = self._anybody()
-        return report, self._agreed(verdict)
+        if report is None:
+            return {}
+        return {
+            "publish_span": [started, time.time()],
+            "publish": {
+                "version": report.ref.version,
+                "size_bytes": report.size_bytes,
+                "held_s": {},
+                "gather_s": report.gather_s,
+                "wire_s": report.store_s,
+                "total_s": time.time() - started,
+                "sent_bytes": report.stored_bytes,
+                "gb_per_s": report.stored_bytes / 1e9 / report.store_s if report.store_s > 0 else None,
+            },
+        }
 
-    def _agreed(self, verdict: _Verdict) -> _Verdict:
-        """Return rank 0's verdict on every rank."""
-        assert self._worker is not None
-        if self._worker.world_size == 1:
-            return verdict
-        agreed = torch.tensor(int(verdict))
-        dist.broadcast(agreed, 0)
-        return _Verdict(int(agreed))
-
-    def _anybody(self) -> _Verdict:
-        return _Verdict.NOBODY if self._publisher is not None and not self._publisher.endpoints else _Verdict.AGAIN
-
-    def _can_go_on(self, report: PublishReport, *, had_group: bool, may_fail: bool) -> bool:
-        """Remove the endpoints that are gone; true if publishing again to those that are left may succeed.
-
-        A server that was restarted refuses what is sent to the group that it was a member of. So a refusal counts
-        once the group was formed for it. An endpoint that was just restored has one attempt.
-        """
-        assert self._publisher is not None
-        gone, refused = set[str](), set[str]()
-        for endpoint in report.endpoints:
-            if endpoint.outcome in (Outcome.UNREACHABLE, Outcome.TIMED_OUT):
-                gone.add(endpoint.endpoint)
-            elif endpoint.outcome is Outcome.REFUSED:
-                refused.add(endpoint.endpoint)
-            if endpoint.outcome is not Outcome.APPLIED and endpoint.endpoint in self._restored:
-                gone.add(endpoint.endpoint)
-        for name in gone:
-            self._remove(name)
-        if refused - gone and not had_group:
-            return False
-        return may_fail or bool(gone)
-
-    def _remove(self, name: str) -> None:
-        """Leave an endpoint out until it answers again."""
-        assert self._publisher is not None
-        self._publisher.remove(name)
-        self._restored.discard(name)
-        self._pause(name)
-
-    def _pause(self, name: str) -> None:
-        """Ask an endpoint again later, and each time later than the time before."""
-        absence = self._absences.setdefault(name, _Absence(0.0))
-        absence.ask_at = time.monotonic() + absence.pause_s
-        absence.pause_s = min(2 * absence.pause_s, _MAX_PAUSE_S)
-
-    def _restore(self) -> list[str]:
-        """Ask the removed endpoints whose pause is over; those that answer take part in the publish that comes.
-
-        Returns what a user should know of the others: what came back where a server was is another one.
-        """
-        self._restored = set()
-        if self._publisher is None:
-            return []
-        due = [name for name, absence in self._absences.items() if absence.ask_at <= time.monotonic()]
-        silent = self._publisher.restore(*due, timeout_s=_ASK_S)
-        for name in silent:
-            self._pause(name)
-        self._restored = set(due) - set(silent)
-        return [str(error) for error in silent.values() if isinstance(error, UnsupportedError)]
+    def _change_members(self, message: Message) -> list[str]:
+        """Let servers join and leave as the run says; returns why some cannot."""
+        assert self._fleet is not None
+        unfit = []
+        for name in message.get("leave", ()):
+            self._fleet.leave(name)
+        for url in message.get("join", ()):
+            try:
+                self._fleet.join(url)
+            except UnsupportedError as error:
+                unfit.append(str(error))
+        return unfit
 
 
 def _facts(report: PublishReport) -> Message:
@@ -359,6 +332,9 @@ def _facts(report: PublishReport) -> Message:
         "load_s": spans.load_s,
         "first_token_s": spans.first_token_s,
         "total_s": spans.total_s,
+        "sent_bytes": report.sent_bytes,
+        "gb_per_s": report.sent_bytes / 1e9 / spans.wire_s if spans.wire_s > 0 else None,
+        "outcomes": {e.endpoint: str(e.outcome) for e in report.endpoints},
     }
 
 

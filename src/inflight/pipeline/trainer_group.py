@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from inflight.errors import error_from_code
 from inflight.pipeline.channel import Message, encode
-from inflight.pipeline.config import RunConfig
+from inflight.pipeline.config import RunConfig, ServersSection
 from inflight.pipeline.processes import Rank, ask, start_ranks
 
 _ANSWER_S = 10.0
@@ -56,7 +56,7 @@ class TrainerGroup:
             "checkpoint": None if checkpoint is None else str(checkpoint),
             "urls": list(urls),
             "run_id": run_id,
-            "backend": config.servers.backend,
+            **_how_weights_travel(config.servers),
             "in_flight": config.servers.in_flight.value,
             "publish_deadline_s": config.servers.publish_deadline_s,
         }
@@ -67,9 +67,13 @@ class TrainerGroup:
         """Take one optimizer step on each rank's frame; returns every rank's answer."""
         return await self._ask(frames, self._config.run.step_timeout_s)
 
-    async def publish(self) -> Message:
-        """Publish the present version to whoever answers, once the ranks are free; returns rank 0's answer."""
-        return (await self._ask([encode({"type": "publish"})] * len(self.ranks), self._config.run.step_timeout_s))[0]
+    async def publish(self, members: Mapping[str, Sequence[str]]) -> Message:
+        """Publish the present version to whoever answers, once the ranks are free; returns rank 0's answer.
+
+        ``members`` says which URLs ``join`` and which names ``leave`` first.
+        """
+        message = encode({"type": "publish", **members})
+        return (await self._ask([message] * len(self.ranks), self._config.run.step_timeout_s))[0]
 
     async def save(self, path: Path) -> None:
         """Write a checkpoint of the workers."""
@@ -105,3 +109,16 @@ class TrainerGroup:
             if answer["type"] == "error":
                 raise error_from_code(answer["code"], answer["message"])
         return answers
+
+
+def _how_weights_travel(servers: ServersSection) -> Message:
+    """What rank 0's publisher and fleet are made with. A directory is named as all processes see it."""
+    return {
+        "updates": servers.updates,
+        "backend": servers.backend,
+        "directory": None if servers.directory is None else str(servers.directory.absolute()),
+        "quorum": servers.quorum,
+        "encoding": servers.encoding,
+        "delta": servers.delta,
+        "staged": servers.staged,
+    }

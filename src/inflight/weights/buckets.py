@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from inflight.wire import BucketSpec, TensorSpec
+from inflight.weights.adapters import adapter_difference
+from inflight.wire import BucketSpec, Manifest, TensorSpec
 
 DEFAULT_BUCKET_BYTES = 64 * 1024 * 1024
 
@@ -23,17 +24,21 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int = DEFAULT_BUCKET
     return tuple(buckets)
 
 
-def manifest_difference(expected: Sequence[TensorSpec], offered: Sequence[TensorSpec]) -> str | None:
-    """Return what keeps the offered tensors from being loaded where the expected ones live, None if nothing does.
+def manifest_difference(expected: Sequence[TensorSpec], manifest: Manifest) -> str | None:
+    """Return what keeps a manifest from being loaded where the expected tensors live, None if nothing does.
 
-    The order may differ; names, shapes and dtypes may not. The text names up to five tensors of each kind.
+    The order may differ; names, shapes and dtypes may not. Frozen tensors are not sent, and must be known all the same.
+    An adapter must fit its modules. The text names up to five tensors of each kind.
     """
+    if manifest.adapter is not None:
+        return adapter_difference({spec.name: spec.shape for spec in expected}, manifest)
     mine = {spec.name: spec for spec in expected}
-    theirs = {spec.name: spec for spec in offered}
+    theirs = {spec.name: spec for spec in manifest.tensors}
+    named = {*theirs, *manifest.frozen}
     problems = []
-    if missing := [name for name in mine if name not in theirs]:
+    if missing := [name for name in mine if name not in named]:
         problems.append(f"{len(missing)} tensors are missing: {missing[:5]}")
-    if extra := [name for name in theirs if name not in mine]:
+    if extra := [name for name in (*theirs, *manifest.frozen) if name not in mine]:
         problems.append(f"{len(extra)} tensors are unknown here: {extra[:5]}")
     shared = [name for name in mine if name in theirs]
     shapes = [f"{n} is {theirs[n].shape}, here {mine[n].shape}" for n in shared if mine[n].shape != theirs[n].shape]

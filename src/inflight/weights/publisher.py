@@ -10,18 +10,21 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar, get_args
 
 import anyio.from_thread
 
 from inflight.contracts import InferenceEndpoint, WeightSender
 from inflight.engines.kinds import connect_endpoint
 from inflight.errors import ConfigError, DeadlineError, InflightError, TransferError, UnsupportedError
+from inflight.weights.encoding import Rounding
 from inflight.weights.packing import Packer
+from inflight.weights.snapshot import Snapshot
 from inflight.weights.threads import run_abandonable
-from inflight.weights.transports.process_group import ProcessGroupSender
-from inflight.wire import Capabilities
+from inflight.weights.transports import make_sender
+from inflight.wire import Backend, Capabilities, TransportSpec, WeightUpdate
 
 T = TypeVar("T")
 
@@ -31,6 +34,11 @@ _SLACK_S = 1.0
 
 class WeightPublisher:
     """Trainer rank 0's connection to a fleet of endpoints. Use as a context manager, or call `close`.
+
+    ``encoding`` rounds weights on the way; ``delta`` sends only what changed since the last publish that every endpoint
+    applied, for one more copy of the weights in host memory on each side. ``staged`` lets sampling go on while weights
+    arrive, on the endpoints that declare it. ``epoch`` tells the incarnations of a run's trainer apart: the endpoints
+    refuse those below the highest they have seen; None is one more than that.
 
     Entering asks each endpoint for its capabilities and forms the weight group; it raises `ConfigError`,
     `UnsupportedError`, `UnreachableError`, `UnauthorizedError`, `DeadlineError` or `TransferError` if that fails, and
@@ -44,6 +52,10 @@ class WeightPublisher:
         sender: WeightSender,
         *,
         run_id: str,
+        epoch: int | None = None,
+        encoding: Rounding = "raw",
+        delta: bool = False,
+        staged: bool = True,
         connect_timeout_s: float = 60.0,
     ) -> None:
         names = [endpoint.name for endpoint in endpoints]
@@ -51,14 +63,26 @@ class WeightPublisher:
             raise ConfigError("a WeightPublisher needs at least one endpoint")
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ConfigError(f"endpoints are named twice: {', '.join(twice)}; each takes its own ranks of the group")
+        if encoding not in get_args(Rounding):
+            raise ConfigError(f"encoding must be one of {', '.join(get_args(Rounding))}, not {encoding!r}")
+        if delta and encoding != "raw":
+            raise ConfigError(
+                f"delta sends changed elements as they are; encoding must be 'raw' then, not {encoding!r}"
+            )
         self.run_id = run_id
         self.sender = sender
+        self.encoding: Rounding = encoding
+        self.staged = staged
+        self.delta = delta
+        self.snapshot = Snapshot() if delta else None
+        self._epoch = epoch
         self.packer = Packer()
         self._endpoints = tuple(endpoints)
         self._removed: list[InferenceEndpoint] = []
         self._connect_timeout_s = connect_timeout_s
         self._capabilities: dict[str, Capabilities] = {}
         self._group_is_usable = False
+        self._ending: Future[None] | None = None
         self._portal: anyio.from_thread.BlockingPortal | None = None
         self._portal_context: AbstractContextManager[anyio.from_thread.BlockingPortal] | None = None
 
@@ -69,17 +93,25 @@ class WeightPublisher:
         *,
         run_id: str,
         token: str | None = None,
-        backend: Literal["gloo", "nccl"] = "gloo",
+        backend: Backend = "gloo",
         address: str = "127.0.0.1",
+        directory: Path | None = None,
         connect_timeout_s: float = 60.0,
+        **options: Any,
     ) -> WeightPublisher:
         """Return a publisher, connected, to running servers: of the contract, or an engine's own by ``ENGINE+http://``.
 
-        ``address`` is this machine's address as the servers see it.
+        ``backend`` is how weights travel, see `make_sender`. ``address`` is this machine's address as the servers see
+        it. ``options`` are those of the constructor.
         """
         endpoints = [connect_endpoint(url, token=token) for url in urls]
-        sender = ProcessGroupSender(backend, address)
-        return cls(endpoints, sender, run_id=run_id, connect_timeout_s=connect_timeout_s).__enter__()
+        sender = make_sender(backend, address=address, directory=directory)
+        return cls(endpoints, sender, run_id=run_id, connect_timeout_s=connect_timeout_s, **options).__enter__()
+
+    @property
+    def epoch(self) -> int:
+        """Which incarnation of the run's trainer this is; 0 until it is connected."""
+        return self._epoch or 0
 
     @property
     def endpoints(self) -> tuple[str, ...]:
@@ -140,6 +172,39 @@ class WeightPublisher:
             self._endpoints = tuple(endpoint for endpoint in self._endpoints if endpoint.name != name)
             self._group_is_usable = False
 
+    def add(self, endpoint: InferenceEndpoint, timeout_s: float = 10.0) -> None:
+        """Have the next publish go to one more endpoint, in a group formed anew.
+
+        It is asked for its capabilities first; whatever that raises, the fleet is as before. Raises `ConfigError` if an
+        endpoint has that name already, `UnsupportedError` if it does not declare how weights are encoded here.
+        """
+        if endpoint.name in (*self.endpoints, *self.removed):
+            raise ConfigError(f"{endpoint.name} is an endpoint of this publisher already")
+
+        async def ask() -> Capabilities:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    return await endpoint.capabilities()
+            except TimeoutError as error:
+                raise DeadlineError(f"did not answer within {timeout_s:g} s", endpoint.name) from error
+
+        can = self.run(ask)
+        wanted = {"delta"} if self.delta else {self.encoding} - {"raw"}
+        if lacking := wanted - {*can.encodings}:
+            raise UnsupportedError(f"{endpoint.name} does not declare the encoding {', '.join(lacking)}")
+        self._capabilities[endpoint.name] = can
+        self._endpoints += (endpoint,)
+        self._group_is_usable = False
+
+    def drop(self, name: str) -> None:
+        """Forget an endpoint, removed or not, and close the connection to it. Unknown names are ignored."""
+        self.remove(name)
+        found = [endpoint for endpoint in self._removed if endpoint.name == name]
+        self._removed = [endpoint for endpoint in self._removed if endpoint.name != name]
+        for endpoint in found:
+            del self._capabilities[name]
+            self.run(endpoint.aclose)
+
     def restore(self, *names: str, timeout_s: float = 1.0) -> dict[str, InflightError]:
         """Have the next publish go to removed endpoints again, in a group formed anew; names that are not are ignored.
 
@@ -158,18 +223,45 @@ class WeightPublisher:
             self._group_is_usable = False
         return {name: answer for name, answer in answers.items() if isinstance(answer, InflightError)}
 
-    def ensure_group(self, timeout_s: float | None = None) -> None:
+    def ensure_group(self, timeout_s: float | None = None, num_needed: int | None = None) -> dict[str, InflightError]:
         """Form the weight group if it is not usable, within ``timeout_s`` (None: the connection's timeout).
 
-        Raises `TransferError` or the endpoint's error in time: no group is left behind then, and servers that wait for
-        it are told so.
+        Returns why endpoints could not join, where the transport is not collective and ``num_needed`` others could.
+        Raises `TransferError` or the endpoint's error in time otherwise: no group is left behind then, and servers that
+        wait for it are told so.
         """
         if self._group_is_usable:
-            return
+            return {}
         if not self._endpoints:
             raise ConfigError("no endpoint is left to publish to")
-        self.run(self._form_group, min(timeout_s or self._connect_timeout_s, self._connect_timeout_s))
-        self._group_is_usable = True
+        timeout_s = min(timeout_s or self._connect_timeout_s, self._connect_timeout_s)
+        failures = self.run(self._form_group, timeout_s, len(self._endpoints) if num_needed is None else num_needed)
+        self._group_is_usable = not failures
+        return failures
+
+    def forget_group(self) -> None:
+        """Have the next publish form the group anew; what is pending on this one goes on."""
+        self._group_is_usable = False
+
+    def begin_update(self, update: WeightUpdate, timeout_s: float) -> None:
+        """Have the sender take the buckets of ``update`` from now on, once it is done with those of the one before.
+
+        Raises `TransferError`.
+        """
+        ending, self._ending = self._ending, None
+        if ending is not None:
+            try:
+                ending.result(timeout_s)
+            except TimeoutError as error:
+                raise TransferError(f"the update before was not cleared away within {timeout_s:g} s") from error
+        self.sender.begin(update)
+
+    def end_update(self, *, is_done: bool) -> None:
+        """Tell the sender that every endpoint has what it is to get. It clears away in the background.
+
+        ``is_done`` says that no endpoint will read any of it again: false if one was left behind.
+        """
+        self._ending = self.start(run_abandonable, lambda: self.sender.end(is_done=is_done), "inflight-end")
 
     def run(self, call: Callable[..., Awaitable[T]], *args: Any) -> T:
         """Run an async call in the publisher's event loop and return its result; interrupting it cancels the call."""
@@ -190,16 +282,21 @@ class WeightPublisher:
         """Give the group up, ending what is pending on it; the next publish forms it anew. Any thread may call it."""
         self._group_is_usable = False
         self.packer = Packer()  # a send that was left behind may still read the buffers
+        if self.snapshot is not None:
+            self.snapshot = Snapshot()  # who holds what it says is not known any more
         self.sender.abort()
 
     async def _ask_capabilities(self) -> None:
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 answers = await asyncio.gather(*(endpoint.capabilities() for endpoint in self._endpoints))
+                versions = await asyncio.gather(*(endpoint.weight_version() for endpoint in self._endpoints))
         except TimeoutError as error:
             names = ", ".join(self.endpoints)
             raise DeadlineError(f"not all of {names} answered within {self._connect_timeout_s:g} s") from error
         self._capabilities = {e.name: answer for e, answer in zip(self._endpoints, answers, strict=True)}
+        if self._epoch is None:
+            self._epoch = 1 + max((v.epoch for v in versions if v.owner_run_id == self.run_id), default=0)
 
     async def _ask_again(
         self, endpoints: Sequence[InferenceEndpoint], timeout_s: float
@@ -218,9 +315,10 @@ class WeightPublisher:
         answers = await asyncio.gather(*(one(endpoint) for endpoint in endpoints))
         return {endpoint.name: answer for endpoint, answer in zip(endpoints, answers, strict=True)}
 
-    async def _form_group(self, timeout_s: float) -> None:
+    async def _form_group(self, timeout_s: float, num_needed: int) -> dict[str, InflightError]:
         capabilities = [self._capabilities[endpoint.name] for endpoint in self._endpoints]
-        specs = self.sender.specs(self.run_id, [c.num_ranks for c in capabilities], timeout_s)
+        opened = self.sender.specs(self.run_id, [c.num_ranks for c in capabilities], timeout_s)
+        specs = [spec.model_copy(update={"epoch": self.epoch}) for spec in opened]
         for endpoint, declared, spec in zip(self._endpoints, capabilities, specs, strict=True):
             if spec.backend not in declared.transports:
                 self.sender.abort()
@@ -228,6 +326,8 @@ class WeightPublisher:
                 raise UnsupportedError(
                     f"{endpoint.name} does not declare the {spec.backend} transport, it declares {known}"
                 )
+        if not self.sender.is_collective:
+            return await self._form_each(specs, timeout_s, num_needed)
         calls: list[asyncio.Future[None]] = [
             asyncio.ensure_future(endpoint.init_process_group(spec))
             for endpoint, spec in zip(self._endpoints, specs, strict=True)
@@ -244,6 +344,31 @@ class WeightPublisher:
             if isinstance(error, TimeoutError):
                 raise TransferError(f"the weight group was not formed within {timeout_s:g} s") from error
             raise
+        return {}
+
+    async def _form_each(
+        self, specs: Sequence[TransportSpec], timeout_s: float, num_needed: int
+    ) -> dict[str, InflightError]:
+        """Have each endpoint join by itself; returns why some could not. Raises the first error if too few could."""
+
+        async def one(endpoint: InferenceEndpoint, spec: TransportSpec) -> InflightError | None:
+            try:
+                async with asyncio.timeout(timeout_s + _SLACK_S):
+                    await endpoint.init_process_group(spec)
+            except TimeoutError:
+                return DeadlineError(f"did not join within {timeout_s:g} s", endpoint.name)
+            except InflightError as error:
+                return error
+            return None
+
+        await run_abandonable(self.sender.join, "inflight-join")
+        pairs = zip(self._endpoints, specs, strict=True)
+        answers = await asyncio.gather(*(one(endpoint, spec) for endpoint, spec in pairs))
+        failures = {e.name: error for e, error in zip(self._endpoints, answers, strict=True) if error is not None}
+        if len(answers) - len(failures) < num_needed:
+            self.sender.abort()
+            raise next(iter(failures.values()))
+        return failures
 
     async def _close_endpoints(self) -> None:
         endpoints = (*self._endpoints, *self._removed)
@@ -257,6 +382,7 @@ def _as_before(name: str, before: Capabilities, now: Capabilities) -> Capabiliti
             f"{name} came back with {now.model} in {now.dtype} with {now.vocab_size} tokens, "
             f"it was {before.model} in {before.dtype} with {before.vocab_size}"
         )
-    if lacking := {*before.in_flight_policies, *before.transports} - {*now.in_flight_policies, *now.transports}:
+    needed = {*before.in_flight_policies, *before.transports, *before.encodings}
+    if lacking := needed - {*now.in_flight_policies, *now.transports, *now.encodings}:
         return UnsupportedError(f"{name} came back without {', '.join(sorted(lacking))}")
     return now

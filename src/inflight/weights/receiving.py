@@ -27,15 +27,18 @@ from inflight.wire import (
     BucketSpec,
     BucketTransfer,
     EndpointState,
-    ProcessGroupSpec,
     TensorSpec,
+    TransportSpec,
     UpdateRef,
+    UpdateTimings,
     WeightUpdate,
     WeightVersion,
 )
 
 if TYPE_CHECKING:
     import torch
+
+    from inflight.weights.staging import KeptWeights, Staging
 
 
 class HeldEngine(Protocol):
@@ -51,6 +54,8 @@ class HeldEngine(Protocol):
     @abstractmethod
     async def apply(self, update: WeightUpdate) -> None:
         """Switch to the weights that arrived and sample again, from ``update.version``.
+
+        They are the whole model but for ``update.manifest.frozen``, or the adapter of ``update.manifest.adapter``.
 
         Whatever it raises, the weights count as torn.
         """
@@ -76,42 +81,62 @@ class WeightIntake(Protocol):
     def has_applied(self) -> bool:
         """Return True from the moment a byte of the open update may be in the model. False after `begin`."""
 
+    @property
     @abstractmethod
-    async def join(self, spec: ProcessGroupSpec) -> None:
-        """Join the group, once all ranks have. Raises `TransferError`, and belongs to no group then."""
+    def kept(self) -> UpdateRef | None:
+        """Return the update whose weights were kept as the base of a delta; None if there is none."""
+
+    @abstractmethod
+    async def join(self, spec: TransportSpec) -> None:
+        """Take weights as ``spec`` says, once all ranks of its group have joined. Raises `TransferError`."""
 
     @abstractmethod
     def leave(self) -> None:
         """Give the group up, ending what is pending on it, and drop what arrived. Returns at once. Idempotent."""
 
     @abstractmethod
-    def begin(self) -> None:
-        """Drop what arrived for an earlier update: the buckets of a new one come now."""
+    def begin(self, update: WeightUpdate) -> None:
+        """Drop what arrived for an earlier update: the buckets of this one come now."""
 
     @abstractmethod
-    async def receive(self, bucket: BucketSpec, tensors: Sequence[TensorSpec], timeout_s: float) -> None:
-        """Return when the bucket has arrived whole. Raises `TransferError`."""
+    async def receive(self, transfer: BucketTransfer, bucket: BucketSpec, tensors: Sequence[TensorSpec]) -> None:
+        """Return when the bucket has arrived whole, and is what ``transfer`` says. Raises `TransferError`."""
+
+    @abstractmethod
+    def committed(self) -> None:
+        """Note that what arrived is served now; it is kept if its update asked for that."""
 
 
 class StagedIntake:
     """An intake in this process, over a transport's receiver. ``make_receiver`` makes one for a group."""
 
-    def __init__(self, make_receiver: Callable[[ProcessGroupSpec], WeightReceiver]) -> None:
+    def __init__(self, make_receiver: Callable[[TransportSpec], WeightReceiver]) -> None:
         self._make_receiver = make_receiver
         self._receiver: WeightReceiver | None = None
-        self._staged: list[tuple[str, torch.Tensor]] = []
+        self._staging: Staging | None = None
+        self._kept: KeptWeights | None = None
 
     @property
     def has_applied(self) -> bool:
         """See `WeightIntake.has_applied`. What is staged is not applied."""
         return False
 
-    def take(self) -> list[tuple[str, torch.Tensor]]:
-        """Return what arrived, in order; it is no longer staged."""
-        staged, self._staged = self._staged, []
-        return staged
+    @property
+    def kept(self) -> UpdateRef | None:
+        """See `WeightIntake.kept`."""
+        return None if self._kept is None else self._kept.ref
 
-    async def join(self, spec: ProcessGroupSpec) -> None:
+    def take(self) -> list[tuple[str, torch.Tensor]]:
+        """Return what arrived, in order. It is valid until the update is over."""
+        return [] if self._staging is None else self._staging.tensors()
+
+    def flat(self, index: int) -> torch.Tensor:
+        """Return the bytes of a bucket that arrived, uint8, as valid as `take`. Raises `TransferError`."""
+        if self._staging is None:
+            raise TransferError("the update ended meanwhile")
+        return self._staging.flat(index)
+
+    async def join(self, spec: TransportSpec) -> None:
         """See `WeightIntake.join`."""
         self._receiver = receiver = self._make_receiver(spec)
         try:
@@ -122,30 +147,45 @@ class StagedIntake:
 
     def leave(self) -> None:
         """See `WeightIntake.leave`."""
-        receiver, self._receiver, self._staged = self._receiver, None, []
+        receiver, self._receiver = self._receiver, None
+        self._drop()
         if receiver is not None:
             receiver.abort()
 
-    def begin(self) -> None:
+    def begin(self, update: WeightUpdate) -> None:
         """See `WeightIntake.begin`."""
-        self._staged = []
-        if self._receiver is not None:
-            self._receiver.recycle()
+        from inflight.weights.staging import Staging  # torch is loaded only where weights arrive
 
-    async def receive(self, bucket: BucketSpec, tensors: Sequence[TensorSpec], timeout_s: float) -> None:
+        self._drop()
+        if self._receiver is not None:
+            self._receiver.begin(update.ref)
+        self._staging = Staging(update, self._kept)
+
+    async def receive(self, transfer: BucketTransfer, bucket: BucketSpec, tensors: Sequence[TensorSpec]) -> None:
         """See `WeightIntake.receive`."""
-        receiver, staged = self._receiver, self._staged
-        if receiver is None:
+        receiver, staging = self._receiver, self._staging
+        if receiver is None or staging is None:
             raise TransferError("no weight group is formed")
-        arrived = await run_abandonable(lambda: receiver.receive(tensors, timeout_s), "inflight-receive")
-        staged += [(spec.name, tensor) for spec, tensor in zip(tensors, arrived, strict=True)]
+        await run_abandonable(lambda: staging.receive(receiver, transfer, bucket, tensors), "inflight-receive")
+
+    def committed(self) -> None:
+        """See `WeightIntake.committed`."""
+        staging, self._staging = self._staging, None
+        if staging is not None:
+            self._kept = staging.keep()
+
+    def _drop(self) -> None:
+        """Forget what arrived for an update that was not committed; its base is again what it was."""
+        staging, self._staging = self._staging, None
+        if staging is not None:
+            staging.drop()
 
 
 class UpdateReceiver:
     """Updates of one endpoint over its life. Its methods are those of `InferenceEndpoint`: the endpoint passes them on.
 
-    ``expected`` is what the engine can load (None: not known here, the engine refuses by itself), ``policies`` and
-    ``transports`` what the endpoint declares. An instance belongs to one event loop.
+    ``expected`` is what the engine can load (None: not known here, the engine refuses by itself); the others are what
+    the endpoint declares in its `Capabilities`. An instance belongs to one event loop.
     """
 
     def __init__(
@@ -156,15 +196,25 @@ class UpdateReceiver:
         *,
         policies: Collection[str],
         transports: Collection[str],
+        staging: bool = False,
+        encodings: Collection[str] = (),
+        partial_updates: bool = False,
+        adapters: bool = False,
     ) -> None:
         self._engine = engine
         self._intake = intake
         self._policies = tuple(policies)
         self._transports = tuple(transports)
+        self._staging = staging
+        self._encodings = tuple(encodings)
+        self._partial_updates = partial_updates
+        self._adapters = adapters
         self._session = UpdateSession(expected)
         self._session.joined()
-        self._joining: ProcessGroupSpec | None = None
+        self._joining: TransportSpec | None = None
         self._holding: asyncio.Future[None] | None = None
+        self._arriving: asyncio.Future[None] | None = None
+        self._committing: asyncio.Future[None] | None = None
         self._applying: asyncio.Future[PoisonedError | None] | None = None
         self._lease: asyncio.TimerHandle | None = None
         self._ending: asyncio.Future[None] | None = None
@@ -174,14 +224,32 @@ class UpdateReceiver:
         """State, version and run, for reading."""
         return self._session
 
-    async def init_process_group(self, spec: ProcessGroupSpec) -> None:
+    def weight_version(self, *, num_running: int, last_update: UpdateTimings | None) -> WeightVersion:
+        """Return the answer of `InferenceEndpoint.weight_version`, but for what only the engine knows."""
+        session = self._session
+        return WeightVersion(
+            state=session.state,
+            version=session.version,
+            run_id=session.run_id,
+            session_id=session.session_id,
+            owner_run_id=session.owner,
+            epoch=session.epoch,
+            kept=self._intake.kept,
+            updating_to=None if session.update is None else session.update.version,
+            num_running=num_running,
+            last_update=last_update,
+        )
+
+    async def init_process_group(self, spec: TransportSpec) -> None:
         """See `InferenceEndpoint.init_process_group`. An open update is aborted first."""
         if spec.backend not in self._transports:
             known = ", ".join(self._transports) or "none"
             raise UnsupportedError(f"the {spec.backend} transport is not declared here; declared: {known}")
+        self._session.fence(spec.run_id, spec.epoch)
         self._lose_group()
         await self._end_open_update()
         self._lose_group()  # another call may have come in between
+        self._session.fence(spec.run_id, spec.epoch)
         self._joining = spec
         await self._intake.join(spec)
         if self._joining is not spec:
@@ -190,12 +258,117 @@ class UpdateReceiver:
 
     async def request_weight_update(self, update: WeightUpdate) -> None:
         """See `InferenceEndpoint.request_weight_update`."""
+        if self._session.is_open(update.ref):
+            opened = self._session.update
+            assert opened is not None  # the same session, announced by another message
+            if self._holding is not None:
+                await self._joined(self._holding, opened)
+            return
+        self._refuse_undeclared(update)
+        self._session.request(update)
+        self._holding = None
+        try:
+            self._intake.begin(update)
+        except BaseException:
+            self._session.abort()
+            raise
+        self._renew_lease(update)
+        if not update.staged:
+            await self._hold(update)
+
+    async def receive_weights(self, bucket: BucketTransfer) -> None:
+        """See `InferenceEndpoint.receive_weights`."""
+        if self._session.has_bucket(bucket):
+            return
+        if self._session.is_receiving(bucket) and self._arriving is not None:
+            update = self._session.update
+            assert update is not None  # the bucket is one of its own
+            return await self._joined(self._arriving, update)
+        spec, tensors = self._session.begin_bucket(bucket)
+        update = self._session.update
+        assert update is not None  # the bucket is one of its own
+        self._renew_lease(update)
+        self._arriving = arriving = asyncio.get_running_loop().create_future()
+        try:
+            await self._intake.receive(bucket, spec, tensors)
+        except BaseException:
+            await self._end_update(update)
+            raise
+        else:
+            if self._session.update is not update:
+                raise TransferError(f"the update to version {update.version} ended while bucket {spec.index} travelled")
+            self._session.bucket_received()
+            self._renew_lease(update)
+        finally:
+            arriving.set_result(None)
+
+    async def commit_weight_update(self, ref: UpdateRef) -> WeightVersion:
+        """See `InferenceEndpoint.commit_weight_update`. Cancelling the call does not stop what it began."""
+        await self.commit(ref)
+        return await self._engine.weight_version()
+
+    async def commit(self, ref: UpdateRef) -> None:
+        """Apply the open update, as `commit_weight_update` does; for engines that know without asking what they serve.
+
+        Raises what `InferenceEndpoint.commit_weight_update` does.
+        """
+        if self._session.is_served(ref):
+            return
+        is_repeated = self._session.is_open(ref) and self._committing is not None and not self._committing.done()
+        if not is_repeated:
+            if self._holding is not None and not self._holding.done():
+                raise UpdateRefusedError(f"version {ref.version} cannot be committed: sampling is not held yet")
+            update = self._session.require_complete(ref)
+            if update.staged:
+                self._session.hold(ref)
+                self._committing = asyncio.ensure_future(self._hold_and_apply(update))
+            else:  # at once: an abort that comes now finds it begun
+                self._committing = asyncio.ensure_future(_raising(self._begin_apply(update)))
+            self._committing.add_done_callback(lambda done: done.cancelled() or done.exception())
+        assert self._committing is not None
+        await asyncio.shield(self._committing)
+
+    async def abort_weight_update(self, ref: UpdateRef) -> WeightVersion:
+        """See `InferenceEndpoint.abort_weight_update`. A commit that has begun to apply ends first."""
+        self._session.never(ref)
+        update = self._session.update
+        if update is not None:
+            if ref != update.ref:
+                raise UpdateRefusedError(
+                    f"the open update is version {update.version} of run {update.run_id!r}, not version {ref.version}"
+                )
+            await self._applied()
+            await self._end_update(update)
+        return await self._engine.weight_version()
+
+    def close(self) -> None:
+        """Leave the group and stop the lease; an open update is not ended."""
+        self._stop_lease()
+        self._intake.leave()
+
+    def _refuse_undeclared(self, update: WeightUpdate) -> None:
+        """Raise if an update asks for what is not declared, or for a base that was not kept."""
         if update.in_flight not in self._policies:
             known = ", ".join(self._policies) or "none"
             raise UnsupportedError(f"the in-flight policy {update.in_flight} is not declared here; declared: {known}")
-        self._session.request(update)
-        self._intake.begin()
-        self._renew_lease(update)
+        if update.staged and not self._staging:
+            raise UnsupportedError("staging is not declared here: sampling has to be held while an update arrives")
+        if unknown := [name for name in update.encodings if name not in self._encodings]:
+            known = ", ".join(self._encodings) or "none"
+            raise UnsupportedError(f"the encoding {unknown[0]} is not declared here; declared besides raw: {known}")
+        if update.manifest.frozen and not self._partial_updates:
+            raise UnsupportedError("partial updates are not declared here: send all tensors, frozen ones too")
+        if update.manifest.adapter is not None and not self._adapters:
+            raise UnsupportedError("adapters are not declared here: send merged weights")
+        if update.base is not None and update.base != self._intake.kept:
+            kept = self._intake.kept
+            raise UpdateRefusedError(
+                f"update to version {update.version} refused: it is a delta to version {update.base.version}, kept is "
+                f"{'nothing' if kept is None else f'version {kept.version}'}; send all of it"
+            )
+
+    async def _hold(self, update: WeightUpdate) -> None:
+        """Hold sampling for an open update, within its deadline; the update is over if that fails."""
         self._holding = asyncio.ensure_future(self._engine.hold(update))
         try:
             async with asyncio.timeout(update.deadline_s):
@@ -216,57 +389,23 @@ class UpdateReceiver:
             raise self._ended_early(update)
         self._renew_lease(update)  # the publisher hears of the hold only now
 
-    async def receive_weights(self, bucket: BucketTransfer) -> None:
-        """See `InferenceEndpoint.receive_weights`."""
-        spec, tensors = self._session.begin_bucket(bucket)
-        update = self._session.update
-        assert update is not None  # the bucket is one of its own
-        self._renew_lease(update)
-        try:
-            await self._intake.receive(spec, tensors, bucket.timeout_s)
-        except BaseException:
-            await self._end_update(update)
-            raise
+    async def _joined(self, under_way: asyncio.Future[None], update: WeightUpdate) -> None:
+        """Wait for a call that is being repeated. Raises if its update is over when it ends."""
+        await asyncio.wait([under_way])
         if self._session.update is not update:
-            raise TransferError(f"the update to version {update.version} ended while bucket {spec.index} travelled")
-        self._session.bucket_received()
-        self._renew_lease(update)
+            raise UpdateAbortedError(f"the update to version {update.version} ended while this call was repeated")
 
-    async def commit_weight_update(self, ref: UpdateRef) -> WeightVersion:
-        """See `InferenceEndpoint.commit_weight_update`. Cancelling the call does not stop what it began."""
-        await self.commit(ref)
-        return await self._engine.weight_version()
+    async def _hold_and_apply(self, update: WeightUpdate) -> None:
+        """Hold sampling, which was left to the commit, and have the weights that arrived applied."""
+        await self._hold(update)
+        await _raising(self._begin_apply(update))
 
-    async def commit(self, ref: UpdateRef) -> None:
-        """Apply the open update, as `commit_weight_update` does; for engines that know without asking what they serve.
-
-        Raises what `InferenceEndpoint.commit_weight_update` does.
-        """
-        if self._holding is not None and not self._holding.done():
-            raise UpdateRefusedError(f"version {ref.version} cannot be committed: sampling is not held yet")
-        update = self._session.begin_apply(ref)
+    def _begin_apply(self, update: WeightUpdate) -> asyncio.Future[PoisonedError | None]:
+        """Begin to apply; from here on nothing but its own end ends the update."""
+        self._session.begin_apply(update.ref)
         self._stop_lease()
         self._applying = asyncio.ensure_future(self._apply(update))
-        failure = await asyncio.shield(self._applying)
-        if failure is not None:
-            raise failure
-
-    async def abort_weight_update(self, ref: UpdateRef) -> WeightVersion:
-        """See `InferenceEndpoint.abort_weight_update`. A commit that has begun ends first, whole or poisoned."""
-        update = self._session.update
-        if update is not None:
-            if (ref.run_id, ref.version) != (update.run_id, update.version):
-                raise UpdateRefusedError(
-                    f"the open update is version {update.version} of run {update.run_id!r}, not version {ref.version}"
-                )
-            await self._applied()
-            await self._end_update(update)
-        return await self._engine.weight_version()
-
-    def close(self) -> None:
-        """Leave the group and stop the lease; an open update is not ended."""
-        self._stop_lease()
-        self._intake.leave()
+        return self._applying
 
     async def _apply(self, update: WeightUpdate) -> PoisonedError | None:
         """Have the weights that arrived applied; a failure poisons and is returned."""
@@ -277,6 +416,7 @@ class UpdateReceiver:
             await self._engine.give_up()
             return PoisonedError(f"applying version {update.version} failed: {type(error).__name__}: {error}")
         self._session.committed()
+        self._intake.committed()
         return None
 
     async def _end_open_update(self) -> None:
@@ -296,7 +436,7 @@ class UpdateReceiver:
             return
         self._stop_lease()
         was_torn = self._intake.has_applied
-        if self._session.state is EndpointState.UPDATING:
+        if self._session.has_begun:
             self._lose_group()  # a receive may be pending on it
         self._session.abort(torn=was_torn)
         holding, self._holding = self._holding, None
@@ -331,3 +471,10 @@ class UpdateReceiver:
 
     def _ended_early(self, update: WeightUpdate) -> UpdateAbortedError:
         return UpdateAbortedError(f"the update to version {update.version} was ended before sampling was held")
+
+
+async def _raising(applying: asyncio.Future[PoisonedError | None]) -> None:
+    """Return when the weights were applied; raise the failure that poisoned them."""
+    failure = await applying
+    if failure is not None:
+        raise failure

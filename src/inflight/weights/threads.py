@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
 from typing import Any, TypeVar
 
 from inflight.errors import TransferError
@@ -58,6 +58,25 @@ def run_unless(given_up: Future[str], call: Callable[[], T], name: str, timeout_
         return result.result()
     finally:
         del result, waited_for  # the error's traceback holds this frame: it would keep itself and the group alive
+
+
+def run_all(calls: Sequence[Callable[[], None]], name: str, timeout_s: float) -> None:
+    """Return when every call has returned, or raise what the first one that raises does.
+
+    Raises `TransferError` after the timeout; calls that have not ended then, or when one raised, go on by themselves.
+    """
+    results: list[Future[None]] = [Future() for _ in calls]
+    for i, call in enumerate(calls):
+        threading.Thread(target=_settle, args=(results[i], call), name=name, daemon=True).start()
+    each: Future[None] | None = None
+    ended, pending = wait(results, timeout_s, return_when=FIRST_EXCEPTION)
+    try:
+        for each in ended:
+            each.result()
+        if pending:
+            raise TransferError(f"{name} failed: not done after {timeout_s:g} s")
+    finally:
+        del results, each, ended, pending  # as above
 
 
 def _settle(result: Future[T], call: Callable[[], T]) -> None:

@@ -14,6 +14,7 @@ from inflight.conformance.targets import EndpointTarget
 from inflight.contracts import InferenceEndpoint
 from inflight.local.loading import load_endpoint
 from tests.conformance.mutants import (
+    arrivals,
     caches,
     control,
     discovery,
@@ -21,13 +22,17 @@ from tests.conformance.mutants import (
     http,
     parity,
     sampling,
+    sessions,
     tokens,
     versions,
     weights,
 )
 from tests.conformance.mutants.mutant import Mutant
 
-LEVELS = (discovery, tokens, sampling, control, weights, versions, caches, faults, http, parity)
+LEVELS = (
+    *(discovery, tokens, sampling, control, sessions),
+    *(weights, arrivals, versions, caches, faults, http, parity),
+)
 MUTANTS: dict[str, Mutant] = {mutant.name: mutant for level in LEVELS for mutant in level.MUTANTS}
 
 

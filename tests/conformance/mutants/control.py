@@ -24,9 +24,10 @@ from tests.conformance.mutants.patches import announcing, holding
 
 async def end_what_is_open(endpoint: LocalEndpoint, run_id: str) -> None:
     """Abort the open update, whichever it is."""
-    version = (await endpoint.weight_version()).updating_to
-    if version is not None:
-        await LocalEndpoint.abort_weight_update(endpoint, UpdateRef(run_id=run_id, version=version))
+    update = endpoint._updates.session.update
+    if update is not None:
+        ref = UpdateRef(run_id=run_id, version=update.version, session_id=update.session_id)
+        await LocalEndpoint.abort_weight_update(endpoint, ref)
 
 
 def hangs_on_a_hold(endpoint: LocalEndpoint) -> LocalEndpoint:

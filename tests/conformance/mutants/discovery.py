@@ -146,4 +146,10 @@ MUTANTS = (
         "Fewer concurrent sequences are declared than run.",
         declaring(max_concurrent_sequences=16),
     ),
+    Mutant(
+        "undeclared updates accepted",
+        "E-09",
+        "Staging, encodings and partial updates are not declared, and are done.",
+        declaring(staging=False, encodings=(), partial_updates=False),
+    ),
 )

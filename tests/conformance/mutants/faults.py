@@ -165,7 +165,7 @@ def applies_as_they_arrive(endpoint: LocalEndpoint) -> LocalEndpoint:
 
     async def receive(bucket: BucketTransfer) -> None:
         await LocalEndpoint.receive_weights(endpoint, bucket)
-        staged = list(faulty._intake._staged)
+        staged = faulty._intake.take()
         await asyncio.wrap_future(faulty._engine.call(lambda: apply(staged)))
 
     faulty.receive_weights = receive

@@ -9,7 +9,7 @@ import torch
 
 from inflight.local.endpoint import LocalEndpoint
 from inflight.weights.buckets import manifest_difference
-from inflight.wire import TensorSpec, WeightUpdate
+from inflight.wire import Manifest, TensorSpec, WeightUpdate
 from tests.conformance.mutants.mutant import Mutant
 
 Tensors = list[tuple[str, torch.Tensor]]
@@ -38,7 +38,7 @@ def accepting(
 
         def faulty(update: WeightUpdate) -> str | None:
             offered = forgive(list(session._expected), list(update.manifest.tensors))
-            if manifest_difference(session._expected, offered) is None:
+            if manifest_difference(session._expected, Manifest.model_construct(tensors=tuple(offered))) is None:
                 update = update.model_copy(
                     update={"manifest": update.manifest.model_copy(update={"tensors": tuple(offered)})}
                 )
@@ -77,14 +77,14 @@ def tied_head_left_old(endpoint: LocalEndpoint) -> LocalEndpoint:
 
 
 def last_bucket_only(endpoint: LocalEndpoint) -> LocalEndpoint:
-    faulty: Any = endpoint
-    receive = faulty.receive_weights
+    intake: Any = endpoint._intake
+    take = intake.take
 
-    async def receive_weights(bucket: Any) -> None:
-        faulty._intake._staged = []
-        await receive(bucket)
+    def faulty() -> Tensors:
+        arrived: Tensors = take()
+        return arrived[intake._staging._update.buckets[-1].start :]
 
-    faulty.receive_weights = receive_weights
+    intake.take = faulty
     return endpoint
 
 

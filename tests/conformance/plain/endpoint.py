@@ -8,8 +8,8 @@ from safetensors.torch import save
 
 from inflight.errors import InvalidRequestError, UnsupportedError
 from inflight.weights.receiving import StagedIntake, UpdateReceiver
-from inflight.weights.transports.process_group import ProcessGroupReceiver
-from inflight.wire import Capabilities, Completion, GenerateResponse, TensorSpec, VersionSpan, WeightVersion
+from inflight.weights.transports import make_receiver
+from inflight.wire import Capabilities, Completion, GenerateResponse, TensorSpec, VersionSpan
 
 
 class PlainEndpoint:
@@ -17,7 +17,7 @@ class PlainEndpoint:
         self.name, self.info, self.running, self.slot = url, info, 0, asyncio.Lock()
         self.http = httpx.AsyncClient(base_url=url, timeout=120)
         specs = [TensorSpec(name=n, dtype=dtype, shape=tuple(shape)) for n, (dtype, shape) in info["tensors"].items()]
-        self.arrived = StagedIntake(ProcessGroupReceiver)
+        self.arrived = StagedIntake(make_receiver)
         self.updates = UpdateReceiver(self, self.arrived, specs, policies=("drain",), transports=("gloo",))
 
     async def capabilities(self):
@@ -56,11 +56,7 @@ class PlainEndpoint:
         raise UnsupportedError("chat is not declared")
 
     async def weight_version(self):
-        now, update = self.updates.session, self.updates.session.update
-        return WeightVersion(
-            state=now.state, version=now.version, run_id=now.run_id, num_running=self.running,
-            updating_to=None if update is None else update.version,
-        )  # fmt: skip
+        return self.updates.weight_version(num_running=self.running, last_update=None)
 
     async def init_process_group(self, spec):
         await self.updates.init_process_group(spec)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from inflight.conformance.checks import Check
 from inflight.conformance.endpoint import (
+    arrivals,
     caches,
     control,
     discovery,
+    encodings,
     endings,
     faults,
     forms,
@@ -17,6 +19,8 @@ from inflight.conformance.endpoint import (
     processes,
     races,
     sampling,
+    sessions,
+    staging,
     tokens,
     versions,
     weights,
@@ -24,7 +28,7 @@ from inflight.conformance.endpoint import (
 
 _MODULES = (
     *(discovery, tokens, sampling, endings, forms),
-    *(holds, control, weights, versions, caches),
+    *(holds, control, staging, sessions, weights, encodings, arrivals, versions, caches),
     *(faults, messages, processes, races, http, parity),
 )
 _LEVELS = list(dict.fromkeys(check.level for module in _MODULES for check in module.CHECKS))

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 from inflight.conformance.checks import Check, fail, require
-from inflight.conformance.endpoint.subject import EndpointSubject
+from inflight.conformance.endpoint.subject import ENCODINGS, STORES, EndpointSubject
+from inflight.conformance.reference import Weights
 from inflight.contracts import StreamingEndpoint
 from inflight.errors import InvalidRequestError, UnsupportedError, UpdateRefusedError
-from inflight.wire import CONTRACT_EDITION, EndpointState, GenerateResponse, InFlightPolicy
+from inflight.wire import (
+    CONTRACT_EDITION,
+    DirectorySpec,
+    EndpointState,
+    GenerateResponse,
+    InFlightPolicy,
+    PullSpec,
+    TransportSpec,
+    UpdateRef,
+)
 
-_TRANSPORTS = ("gloo", "nccl")
+_GROUPS = ("gloo", "nccl")
 _NUM_REQUESTS = 40
 """Requests that are sent at once to fill an endpoint; with n completions each."""
 _MOST_COMPLETIONS = 16
@@ -79,14 +90,49 @@ async def undeclared_policies(subject: EndpointSubject) -> None:
 
 async def undeclared_transports(subject: EndpointSubject) -> None:
     """Ask the endpoint into a group over every transport that is not declared."""
-    undeclared = [transport for transport in _TRANSPORTS if transport not in subject.capabilities.transports]
+    undeclared = [t for t in (*_GROUPS, *STORES) if t not in subject.capabilities.transports]
     subject.note(undeclared=undeclared)
     for transport in undeclared:
-        spec = subject.publisher.open_group(timeout_s=3.0).model_copy(update={"backend": transport})
+        run_id = subject.publisher.run_id
+        spec: TransportSpec
+        if transport == "http":
+            spec = PullSpec(run_id=run_id, backend="http", url="http://127.0.0.1:9", token="none", timeout_s=3.0)
+        elif transport in STORES:
+            fields = {"run_id": run_id, "backend": transport, "directory": str(subject.directory), "timeout_s": 3.0}
+            spec = DirectorySpec.model_validate(fields)
+        else:
+            spec = subject.publisher.open_group(timeout_s=3.0).model_copy(update={"backend": transport})
         call = subject.endpoint.init_process_group(spec)
         await subject.require_raises(call, (UnsupportedError,), f"a group over {transport}, which is not declared,")
         await subject.require_state(EndpointState.READY, f"after {transport} was refused")
         await subject.generate()
+
+
+async def undeclared_updates(subject: EndpointSubject) -> None:
+    """Announce updates that are staged, encoded, or not of all tensors, where that is not declared."""
+    declared, publisher = subject.capabilities, subject.publisher
+    other = subject.reference.perturbed("B")
+    rest = Weights("all but the first", dict(list(other.tensors.items())[1:]))
+    asked: dict[str, tuple[Weights, dict[str, Any]]] = {}
+    if not declared.staging:
+        asked["staging"] = (other, {"staged": True})
+    for encoding in ENCODINGS:
+        if encoding not in declared.encodings:
+            base = UpdateRef(run_id=publisher.run_id, version=0) if encoding == "delta" else None
+            asked[f"encoding {encoding}"] = (other, {"encodings": (encoding,), "base": base})
+    if not declared.partial_updates:
+        asked["frozen tensors"] = (rest, {"frozen": tuple(other.tensors)[:1]})
+    subject.note(undeclared=list(asked))
+    if not asked:
+        return
+    await publisher.form_group()
+    for what, (weights, fields) in asked.items():
+        call = subject.endpoint.request_weight_update(publisher.announcement(weights, **fields))
+        await subject.require_raises(
+            call, (UnsupportedError, UpdateRefusedError), f"an update with {what}, undeclared here,"
+        )
+        await subject.require_state(EndpointState.READY, f"after {what} was refused")
+    await subject.require_serves(subject.reference.weights, "after the refusals")
 
 
 async def chat_and_streaming(subject: EndpointSubject) -> None:
@@ -243,5 +289,14 @@ CHECKS = (
         "the queue in front of the engine: it neither refuses nor runs more than declared",
         more_than_fit,
         deadline_s=60.0,
+    ),
+    Check(
+        "E-09",
+        "discovery",
+        "An update that is staged, encoded or not of all tensors is refused before anything is held where that is not "
+        "declared.",
+        "whether request_weight_update looks at every field of an update, and ignores none",
+        undeclared_updates,
+        needs=("updates",),
     ),
 )

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 
@@ -23,10 +24,12 @@ from inflight.conformance.targets import EndpointTarget
 from inflight.contracts import InferenceEndpoint, StreamingEndpoint
 from inflight.errors import EndpointError, InflightError
 from inflight.wire import (
+    Backend,
     Capabilities,
     ChatCompletionRequest,
     ChatMessage,
     Completion,
+    Encoding,
     EndpointState,
     GenerateRequest,
     GenerateResponse,
@@ -37,6 +40,9 @@ from inflight.wire import (
 TOLERANCES = {"float64": 5e-4, "float32": 5e-4, "float16": 0.05, "bfloat16": 0.25}
 """Largest difference of a logprob that counts as equal, by the dtype an engine computes in: logits of about 10 have a
 resolution of 1e-6, 0.01 and 0.06, and two layers of rounding lie before them. The reference computes in float32."""
+
+ENCODINGS: tuple[Encoding, ...] = ("bfloat16", "float8", "delta")
+STORES: tuple[Backend, ...] = ("shm", "file", "http")
 
 _READY_WAIT_S = 8.0
 _IDLE_WAIT_S = 3.0
@@ -99,7 +105,7 @@ class EndpointSubject:
         return self._evidence
 
     def missing(self, needs: tuple[str, ...]) -> str | None:
-        """See `Subject.missing`. Needs: model, updates, streaming, chat, seeds, spans, fresh, url, process, policy."""
+        """See `Subject.missing`. Needs are the keys below, and any policy, transport that stores, or encoding."""
         declared = self.capabilities
         has_weights = self._reference is not None
         reasons = {
@@ -112,12 +118,27 @@ class EndpointSubject:
             "fresh": None if self._target.url is None else "the kit cannot start another server of a URL; see --serve",
             "url": None if self._opened.url is not None else "not a server that speaks HTTP",
             "process": None if self._opened.process is not None else "not a server that the kit started; see --serve",
+            "staging": None if declared.staging else "staging is not declared",
+            "partial_updates": None if declared.partial_updates else "partial updates are not declared",
         }
+        for encoding in ENCODINGS:
+            reasons[encoding] = None if encoding in declared.encodings else f"encoding {encoding} is not declared"
+        for store in STORES:
+            reasons[store] = self._why_not_stored(store)
         for policy in InFlightPolicy:
             reasons[policy.value] = (
                 None if policy in declared.in_flight_policies else f"in-flight policy {policy} is not declared"
             )
         return next((reason for need in needs if (reason := reasons[need]) is not None), None)
+
+    def _why_not_stored(self, store: Backend) -> str | None:
+        """Return why the kit cannot bring weights over a transport that stores; None if it can."""
+        if store not in self.capabilities.transports:
+            return f"transport {store} is not declared"
+        host = urlsplit(self._opened.url or "").hostname
+        if host not in (None, "localhost", "127.0.0.1", "::1"):
+            return f"the endpoint at {host} may not see what the kit stores on this host"
+        return None
 
     def prepare(self) -> None:
         """See `Subject.prepare`: the endpoint is READY, idle and serves the checkpoint's weights."""
@@ -190,9 +211,22 @@ class EndpointSubject:
         found: Opened = await self.enter(opened(self._target, model, self._directory, self._start_deadline_s))
         return found
 
-    def another_publisher(self) -> SteppedPublisher:
-        """Return the trainer side of another run, until the present check ends. Its versions go on from this run's."""
-        other = SteppedPublisher(self.endpoint, self.capabilities, self.publisher.version)
+    def another_publisher(
+        self, *, run_id: str | None = None, epoch: int = 0, backend: Backend | None = None
+    ) -> SteppedPublisher:
+        """Return another trainer side, until the present check ends: of another run, if ``run_id`` does not name one.
+
+        Its versions go on from this run's.
+        """
+        other = SteppedPublisher(
+            self.endpoint,
+            self.capabilities,
+            self.publisher.version,
+            run_id=run_id,
+            epoch=epoch,
+            backend=backend,
+            directory=self._directory / "updates" if backend == "file" else None,
+        )
         self.publisher.touched = True
         self._per_check.callback(other.lose_group)
         return other

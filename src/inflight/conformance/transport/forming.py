@@ -19,7 +19,7 @@ from inflight.contracts import WeightReceiver, WeightSender
 def specs_give_disjoint_consecutive_ranks(t: TransportSubject) -> None:
     """Endpoints of 1, 2 and 3 ranks get 1, then 2 and 3, then 4 to 6."""
     counts = [1, 2, 3]
-    specs = t.sender.specs(RUN_ID, counts, 2.0)
+    specs = t.group_specs(counts, 2.0)
     t.note(num_ranks=counts, ranks=[spec.rank for spec in specs], world_sizes=[spec.world_size for spec in specs])
     require([spec.rank for spec in specs] == [1, 2, 4], "the endpoints' first ranks were to be 1, 2 and 4")
     require(all(spec.world_size == 7 for spec in specs), "the world was to be 7 ranks for every endpoint")
@@ -31,7 +31,7 @@ def specs_give_disjoint_consecutive_ranks(t: TransportSubject) -> None:
 
 def each_call_of_specs_opens_another_group(t: TransportSubject) -> None:
     """No spec of one call leads where a spec of the other leads."""
-    first, second = (t.sender.specs(RUN_ID, [1], 2.0)[0] for _ in range(2))
+    first, second = (t.group_specs([1], 2.0)[0] for _ in range(2))
     t.note(names=[first.group_name, second.group_name], ports=[first.master_port, second.master_port])
     require(
         first.group_name != second.group_name,

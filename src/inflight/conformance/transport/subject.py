@@ -108,12 +108,20 @@ class TransportSubject:
 
     def specs(self, num_ranks: Sequence[int], timeout_s: float = FORM_S) -> list[ProcessGroupSpec]:
         """Open a group in which endpoint i takes ``num_ranks[i]`` ranks; return the spec for each rank."""
-        opened = self.sender.specs(RUN_ID, num_ranks, timeout_s)
+        opened = self.group_specs(num_ranks, timeout_s)
         return [
             spec.model_copy(update={"rank": spec.rank + i})
             for spec, count in zip(opened, num_ranks, strict=True)
             for i in range(count)
         ]
+
+    def group_specs(self, num_ranks: Sequence[int], timeout_s: float) -> list[ProcessGroupSpec]:
+        """Open a group and return the spec for each endpoint. Fails the check for a transport that has no group."""
+        opened = self.sender.specs(RUN_ID, num_ranks, timeout_s)
+        specs = [spec for spec in opened if isinstance(spec, ProcessGroupSpec)]
+        if len(specs) != len(opened):
+            fail("specs were to describe a process group: these checks are of transports whose ranks join one")
+        return specs
 
     def start(self, call: Callable[[], T], what: str) -> PendingCall[T]:
         """Start a blocking call beside the check."""

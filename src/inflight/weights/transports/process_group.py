@@ -8,14 +8,10 @@ the group is aborted.
 
 from __future__ import annotations
 
-import os
-import socket
 import threading
-import time
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import Future
-from datetime import timedelta
 from typing import Any, Literal
 
 import torch
@@ -26,13 +22,13 @@ from inflight.types import WeightBucket
 from inflight.weights.packing import pack, unpack
 from inflight.weights.session import transfer_failed
 from inflight.weights.threads import run_unless
-from inflight.wire import ProcessGroupSpec, TensorSpec
+from inflight.weights.transports.joining import GRACE_S, address_towards, host_store, join_group, meet, timeout_of
+from inflight.wire import ProcessGroupSpec, TensorSpec, UpdateRef, WeightUpdate
 
 dist: Any = torch.distributed  # its stubs leave out the stores and Gloo's options
 Backend = Literal["gloo", "nccl"]
 _GIVEN_UP = "the weight group was given up"
 _JOINING = "joining the weight group"
-_GRACE_S = 0.5  # torch's store retries for up to twice its timeout; where it does not, its own words say more
 
 
 class ProcessGroupSender:
@@ -52,22 +48,7 @@ class ProcessGroupSender:
     def specs(self, run_id: str, num_ranks: Sequence[int], timeout_s: float) -> list[ProcessGroupSpec]:
         """See `WeightSender.specs`. Raises `TransferError` if the address cannot be bound."""
         self.abort()
-        try:
-            family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
-            with socket.socket(family) as listener:
-                listener.bind((self._address, 0))
-                listener.listen(128)
-                port = listener.getsockname()[1]
-                hosted = dist.TCPStore(
-                    self._address,
-                    port,
-                    is_master=True,
-                    wait_for_workers=False,
-                    timeout=timedelta(seconds=timeout_s),
-                    master_listen_fd=os.dup(listener.fileno()),
-                )
-        except (OSError, RuntimeError) as error:
-            raise transfer_failed(error, f"hosting the weight group's store on {self._address}") from error
+        hosted, port = host_store(self._address, timeout_s)
         ranks = [1 + sum(num_ranks[:i]) for i in range(len(num_ranks))]
         specs = [
             ProcessGroupSpec(
@@ -88,16 +69,27 @@ class ProcessGroupSender:
             self._hosted, self._opened, self._given_up, self._num_sent = hosted, specs[0], Future(), 0
         return specs
 
+    @property
+    def is_collective(self) -> bool:
+        """See `WeightSender.is_collective`."""
+        return True
+
+    def begin(self, update: WeightUpdate) -> None:
+        """See `WeightSender.begin`. Buckets are told apart by their order."""
+
+    def end(self, *, is_done: bool) -> None:
+        """See `WeightSender.end`. Nothing is stored."""
+
     def join(self) -> None:
         """See `WeightSender.join`."""
         with self._lock:
             opened, given_up = self._opened, self._given_up
         if opened is None:
             raise TransferError("no weight group is open")
-        run_unless(given_up, lambda: self._form(opened), _JOINING, opened.timeout_s + _GRACE_S)
+        run_unless(given_up, lambda: self._form(opened), _JOINING, opened.timeout_s + GRACE_S)
 
     def _form(self, opened: ProcessGroupSpec) -> None:
-        group = _join(opened, 0, self._address)
+        group = join_group(opened, 0, self._address)
         with self._lock:
             if self._opened is opened:
                 self._group = group
@@ -132,7 +124,7 @@ class ProcessGroupSender:
 class ProcessGroupReceiver:
     """One endpoint rank's end; satisfies `WeightReceiver`. Tensors arrive on the CPU (gloo) or on ``device`` (NCCL).
 
-    Memory on the CPU is kept from one update to the next, see `recycle`: pages that the system hands out anew would
+    Memory on the CPU is kept from one update to the next, see `begin`: pages that the system hands out anew would
     lengthen the hold by more than half.
     """
 
@@ -149,15 +141,15 @@ class ProcessGroupReceiver:
         """See `WeightReceiver.join`."""
         spec = self._spec
         what = f"{_JOINING} through its store at {spec.master_address}:{spec.master_port}"
-        run_unless(self._given_up, self._form, what, spec.timeout_s + _GRACE_S)
+        run_unless(self._given_up, self._form, what, spec.timeout_s + GRACE_S)
 
     def _form(self) -> None:
         spec = self._spec
         try:
-            local_address = _address_towards(spec.master_address, spec.master_port)
+            local_address = address_towards(spec.master_address, spec.master_port)
         except OSError as error:
             raise transfer_failed(error, f"finding the way to {spec.master_address}") from error
-        group = _join(spec, spec.rank, local_address)
+        group = join_group(spec, spec.rank, local_address)
         with self._lock:
             if not self._given_up.done():
                 self._group = group
@@ -174,8 +166,8 @@ class ProcessGroupReceiver:
         _broadcast(group, flat, timeout_s, self._given_up, "receiving a bucket")
         return unpack(flat, specs)
 
-    def recycle(self) -> None:
-        """Take back the memory of all tensors returned so far: coming ones will lie there."""
+    def begin(self, ref: UpdateRef) -> None:
+        """See `WeightReceiver.begin`."""
         self._free, self._lent = self._lent, []
 
     def _buffer(self, size_bytes: int) -> torch.Tensor:
@@ -215,7 +207,7 @@ class AnnouncedRanks:
         """Block until all ranks came. Raises `TransferError` after ``spec.timeout_s``."""
         spec = self._spec
         what = f"{_JOINING} through its store at {spec.master_address}:{spec.master_port}"
-        self._store = run_unless(self._given_up, lambda: _meet(spec, self._ranks), what, spec.timeout_s + _GRACE_S)
+        self._store = run_unless(self._given_up, lambda: meet(spec, self._ranks), what, spec.timeout_s + GRACE_S)
 
     def await_send(self, index: int, timeout_s: float) -> None:
         """Block until the sender sends the bucket that is number ``index`` in this group, counted from 0."""
@@ -224,7 +216,7 @@ class AnnouncedRanks:
             raise TransferError("no weight group is formed")
         try:
             run_unless(
-                self._given_up, lambda: store.wait([_sending(index)], _timeout(timeout_s)), what, timeout_s + _GRACE_S
+                self._given_up, lambda: store.wait([_sending(index)], timeout_of(timeout_s)), what, timeout_s + GRACE_S
             )
         except RuntimeError as error:
             raise transfer_failed(error, what) from error
@@ -239,53 +231,13 @@ def _sending(index: int) -> str:
     return f"sending/{index}"
 
 
-def _meet(spec: ProcessGroupSpec, ranks: Sequence[int]) -> Any:
-    """Announce ``ranks`` in the group's store; return it once all ranks are announced."""
-    deadline = time.monotonic() + spec.timeout_s
-    timeout = _timeout(spec.timeout_s)
-    where = f"{spec.master_address}:{spec.master_port}"
-    try:
-        store = dist.TCPStore(spec.master_address, spec.master_port, is_master=False, timeout=timeout)
-    except (OSError, RuntimeError) as error:
-        raise transfer_failed(error, f"reaching the weight group's store at {where}") from error
-    prefixed = dist.PrefixStore(spec.group_name, store)
-    try:
-        for rank in ranks:
-            prefixed.set(f"here/{rank}", "")  # NCCL itself waits for nobody before its first operation
-        here = [f"here/{other}" for other in range(spec.world_size)]
-        prefixed.wait(here, _timeout(deadline - time.monotonic()))
-    except RuntimeError as error:
-        raise transfer_failed(error, f"rank {ranks[0]} joining the weight group of {spec.world_size} ranks") from error
-    return prefixed
-
-
-def _join(spec: ProcessGroupSpec, rank: int, address: str) -> Any:
-    """Return the group that ``spec`` describes, joined as ``rank`` from local ``address`` once all ranks came."""
-    prefixed = _meet(spec, [rank])
-    timeout = _timeout(spec.timeout_s)
-    # Where torch's own groups keep their keys, so that ranks which torch joins (SGLang's) meet ours.
-    device = "cuda" if spec.backend == "nccl" else "cpu"
-    keys = dist.PrefixStore(f"{device}/", dist.PrefixStore(f"{spec.group_name}/", prefixed))
-    try:
-        if spec.backend == "nccl":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            return dist.ProcessGroupNCCL(keys, rank, spec.world_size, options)
-        gloo_options = dist.ProcessGroupGloo._Options()
-        gloo_options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-        gloo_options._timeout = timeout
-        return dist.ProcessGroupGloo(keys, rank, spec.world_size, gloo_options)
-    except RuntimeError as error:
-        raise transfer_failed(error, f"rank {rank} joining the weight group of {spec.world_size} ranks") from error
-
-
 def _broadcast(group: Any, flat: torch.Tensor, timeout_s: float, given_up: Future[str], what: str) -> None:
     try:
         if flat.is_cuda:
-            group.broadcast(flat, 0, _timeout(timeout_s)).wait()
+            group.broadcast(flat, 0, timeout_of(timeout_s)).wait()
             torch.cuda.current_stream(flat.device).synchronize()
         else:  # the call holds the group: dropping it would wait for the operation
-            run_unless(given_up, lambda: group.broadcast(flat, 0, _timeout(timeout_s)).wait(), what)
+            run_unless(given_up, lambda: group.broadcast(flat, 0, timeout_of(timeout_s)).wait(), what)
     except RuntimeError as error:
         raise transfer_failed(error, what) from error
 
@@ -293,16 +245,3 @@ def _broadcast(group: Any, flat: torch.Tensor, timeout_s: float, given_up: Futur
 def _give_up(given_up: Future[str]) -> None:
     if not given_up.done():
         given_up.set_result(_GIVEN_UP)
-
-
-def _timeout(timeout_s: float) -> timedelta:
-    """Return a timeout of at least a millisecond: Gloo counts in whole ones, and takes 0 for no timeout at all."""
-    return timedelta(seconds=max(timeout_s, 0.001))
-
-
-def _address_towards(address: str, port: int) -> str:
-    """Return the local address that packets to ``address`` leave from, so that nothing wider is bound."""
-    family, kind, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(target)
-        return str(probe.getsockname()[0])

@@ -1,0 +1,115 @@
+"""What this machine does with bare bytes, as the limit of a transport: a copy, a broadcast, a socket, a file.
+
+Each returns seconds, one figure for each round, after a round that does not count. Knows nothing of weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from inflight.bench.peer import TIMEOUT_S
+from inflight.errors import TransferError
+from inflight.weights.transports.joining import join_group
+from inflight.weights.transports.process_group import ProcessGroupSender
+
+
+def copy_s(size_bytes: int, num_rounds: int) -> list[float]:
+    """Copy the bytes in memory once per round."""
+    source = torch.ones(size_bytes, dtype=torch.uint8)
+    target = torch.zeros(size_bytes, dtype=torch.uint8)
+    return _timed(lambda: target.copy_(source), num_rounds)
+
+
+def broadcast_s(sizes: Sequence[int], num_rounds: int) -> list[float]:
+    """Broadcast tensors of these sizes over gloo to one other process, one after another, and a barrier."""
+    sender = ProcessGroupSender()
+    (spec,) = sender.specs("limit", [1], TIMEOUT_S)
+    told = {"what": "broadcast", "spec": spec.model_dump(), "sizes": list(sizes), "num_rounds": num_rounds + 1}
+    with _peer(told):
+        group: Any = join_group(spec, 0, spec.master_address)
+        tensors = [torch.ones(size, dtype=torch.uint8) for size in sizes]
+
+        def once() -> None:
+            for tensor in tensors:
+                group.broadcast(tensor, 0, timedelta(seconds=TIMEOUT_S)).wait()
+            group.barrier().wait()
+
+        seconds = _timed(once, num_rounds)
+    sender.abort()
+    return seconds
+
+
+def socket_s(size_bytes: int, num_rounds: int) -> list[float]:
+    """Write the bytes to a socket that another process of this host reads to the end."""
+    content = memoryview(bytearray(size_bytes))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(TIMEOUT_S)
+        port = listener.getsockname()[1]
+        told = {"what": "stream", "port": port, "size_bytes": size_bytes, "num_rounds": num_rounds + 1}
+        with _peer(told):
+            connection, _ = listener.accept()
+            with connection:
+                connection.settimeout(TIMEOUT_S)
+
+                def once() -> None:
+                    connection.sendall(content)
+                    if not connection.recv(1):
+                        raise TransferError("the other end of the socket is gone")
+
+                return _timed(once, num_rounds)
+
+
+def file_s(size_bytes: int, num_rounds: int, directory: Path | None = None) -> list[float]:
+    """Write the bytes to a file, bring them to the disk, and read them again."""
+    content = bytearray(size_bytes)
+    with tempfile.TemporaryDirectory(dir=directory) as place:
+        path = Path(place) / "limit"
+
+        def once() -> None:
+            with path.open("wb", buffering=0) as file:
+                file.write(content)
+                os.fsync(file.fileno())
+            with path.open("rb", buffering=0) as file:
+                file.readinto(content)
+
+        return _timed(once, num_rounds)
+
+
+def _timed(call: Callable[[], object], num_rounds: int) -> list[float]:
+    seconds = []
+    for _ in range(num_rounds + 1):
+        started = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - started)
+    return seconds[1:]
+
+
+@contextlib.contextmanager
+def _peer(told: dict[str, Any]) -> Iterator[None]:
+    """Run the other end while the block runs; it is killed if it does not end soon after."""
+    command = [sys.executable, "-m", "inflight.bench.peer"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(told) + "\n")
+            process.stdin.close()
+            yield
+            process.wait(TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        except BaseException:
+            process.kill()
+            raise

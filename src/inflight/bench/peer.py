@@ -1,0 +1,57 @@
+"""The other end of a raw transfer, a process of its own: ``python -m inflight.bench.peer``, told by a line of JSON.
+
+It receives the same bytes again and again with nothing around them: that is the limit that a transport is compared to.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from inflight.weights.transports.joining import join_group
+from inflight.wire import ProcessGroupSpec
+
+TIMEOUT_S = 60.0
+
+
+def receive_broadcasts(spec: ProcessGroupSpec, sizes: list[int], num_rounds: int) -> None:
+    """Join as rank 1 and take part in the broadcasts of tensors of these sizes, ``num_rounds`` times."""
+    group: Any = join_group(spec, 1, spec.master_address)
+    tensors = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+    for _ in range(num_rounds):
+        for tensor in tensors:
+            group.broadcast(tensor, 0, timedelta(seconds=TIMEOUT_S)).wait()
+        group.barrier().wait()
+
+
+def receive_stream(port: int, size_bytes: int, num_rounds: int) -> None:
+    """Read ``size_bytes`` from a socket on this host ``num_rounds`` times, and answer each with one byte."""
+    content = memoryview(bytearray(size_bytes))
+    with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S) as connection:
+        for _ in range(num_rounds):
+            start = 0
+            while start < size_bytes:
+                num_read = connection.recv_into(content[start:])
+                if num_read == 0:
+                    return
+                start += num_read
+            connection.sendall(b".")
+
+
+def main() -> None:
+    """Do what the first line of the input says."""
+    told = json.loads(sys.stdin.readline())
+    torch.set_num_threads(1)
+    if told["what"] == "broadcast":
+        receive_broadcasts(ProcessGroupSpec.model_validate(told["spec"]), told["sizes"], told["num_rounds"])
+    else:
+        receive_stream(told["port"], told["size_bytes"], told["num_rounds"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""A server of the embedded engine in a process of its own, and a model of a wanted size for it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from inflight.errors import ConfigError
+from inflight.local.tiny import EOS, VOCAB_SIZE, byte_tokenizer
+
+_START_S = 180.0
+_STOP_S = 20.0
+_HIDDEN, _INTERMEDIATE = 1024, 2816
+_LAYER_ELEMENTS = 4 * _HIDDEN**2 + 3 * _HIDDEN * _INTERMEDIATE + 2 * _HIDDEN
+
+
+@dataclass(frozen=True, slots=True)
+class BenchServer:
+    """A running server."""
+
+    url: str
+    token: str
+    pid: int
+
+
+def make_model(path: Path, size_bytes: int, dtype: str) -> Any:
+    """Write a random Llama of about ``size_bytes`` to ``path`` and return it; small ones get narrower layers.
+
+    Raises `ConfigError` for less than 4 MB.
+    """
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    if size_bytes < 4_000_000:
+        raise ConfigError(f"a model of {size_bytes} bytes is too small to be measured; give 4MB or more")
+    num_elements = size_bytes // getattr(torch, dtype).itemsize
+    narrower = 1
+    while _LAYER_ELEMENTS // narrower**2 > num_elements // 4:
+        narrower *= 2
+    hidden = _HIDDEN // narrower
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=hidden,
+        intermediate_size=_INTERMEDIATE // narrower,
+        num_hidden_layers=max(1, round(num_elements / (_LAYER_ELEMENTS / narrower**2))),
+        num_attention_heads=max(1, hidden // 64),
+        num_key_value_heads=max(1, hidden // 64),
+        head_dim=64,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=EOS,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    model.save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
+    return model
+
+
+@contextlib.contextmanager
+def serving(model: Path, directory: Path, dtype: str, num_threads: int) -> Iterator[BenchServer]:
+    """Run ``inflight serve`` while the block runs. Raises `ConfigError` with its last words if it does not start."""
+    token, ready, log = secrets.token_urlsafe(16), directory / "ready.json", directory / "server.log"
+    command = [sys.executable, "-m", "inflight", "serve", str(model), "--port", "0", "--dtype", dtype]
+    command += ["--ready-file", str(ready), "--exit-with-stdin", "--threads", str(num_threads)]
+    environment = {**os.environ, "INFLIGHT_TOKEN": token, "OMP_NUM_THREADS": str(num_threads)}
+    with (
+        log.open("w") as output,
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, env=environment
+        ) as process,
+    ):
+        try:
+            deadline = time.monotonic() + _START_S
+            while not ready.exists():
+                if process.poll() is not None or time.monotonic() > deadline:
+                    words = " ".join(log.read_text(errors="replace").split()[-60:])
+                    raise ConfigError(f"the server did not start: {words}")
+                time.sleep(0.05)
+            yield BenchServer(json.loads(ready.read_text())["url"], token, process.pid)
+        finally:
+            if process.stdin is not None:
+                process.stdin.close()
+            try:
+                process.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()

@@ -1,0 +1,322 @@
+"""Deltas: the elements of a bucket that differ from a base, as a payload much smaller than the bucket.
+
+A delta says where elements changed and what they are now ("overwrite", not XOR): writing it twice is writing it once.
+Elements are compared and carried as bits, so NaNs, negative zeros and every dtype travel exactly. That both sides hold
+the same base is the caller's to know (`inflight.weights.checksums`). The module knows nothing of how payloads travel.
+
+Payload, little-endian, everything that has a size before everything that is compressed:
+
+    header      magic, edition, number of runs, bytes of the bucket
+    per run     itemsize, elements, changed elements, length of its gaps, and the stored size of each of its planes
+    planes      per run: low bytes of the gaps, high bytes of the gaps, then byte 0, byte 1 ... of the changed elements
+
+A gap is the number of unchanged elements before a changed one; one of 65535 or more is a 65535 for each time that it
+goes in, then the rest. A plane is a Zstandard frame, or the bytes themselves where a frame would not be smaller. Bytes
+of equal meaning lie side by side because the exponents of weights compress and their mantissas do not.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import zstandard
+from numpy.typing import NDArray
+
+from inflight.errors import TransferError
+from inflight.wire import DTYPE_SIZES, TensorSpec
+
+DEFAULT_MAX_SHARE = 0.25
+"""Share of a bucket's bytes that may have changed before the whole bucket is the better thing to send."""
+
+_MAGIC = b"IFDL"
+_EDITION = 1
+_HEADER = struct.Struct("<4sIIQ")
+_RUN = struct.Struct("<QQQQ")
+_SIZE = struct.Struct("<Q")
+
+_ESCAPE = 0xFFFF
+_GAP_BYTES = 2
+_LEVEL = 1  # of Zstandard: higher ones are several times slower here, and no smaller
+_BLOCK_BYTES = 1 << 21  # compared at a time: both sides and what is made of them stay in the cache
+_BLOCK_CHANGES = 1 << 13  # written at a time: the old elements are read just before, from the same cache lines
+
+Bytes = NDArray[np.uint8]
+Elements = NDArray[np.unsignedinteger[Any]]
+
+
+class ElementRun(NamedTuple):
+    """Elements of one size that follow one another in a bucket."""
+
+    itemsize: int
+    num_elements: int
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the run."""
+        return self.itemsize * self.num_elements
+
+
+@dataclass(frozen=True, eq=False)
+class RunChanges:
+    """What changes in one run: ``values[i]`` is to stand at element ``indices[i]``; the indices ascend."""
+
+    run: ElementRun
+    indices: NDArray[np.int64]
+    values: Elements
+
+
+@dataclass(frozen=True, eq=False)
+class Patch:
+    """Elements to overwrite in a bucket's bytes, one `RunChanges` per run of the bucket."""
+
+    parts: tuple[RunChanges, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the bucket that the patch is for."""
+        return sum(part.run.size_bytes for part in self.parts)
+
+    @property
+    def num_changed(self) -> int:
+        """Number of elements that are overwritten."""
+        return sum(part.indices.size for part in self.parts)
+
+    def write(self, flat: torch.Tensor) -> Patch:
+        """Overwrite the elements in place and return the patch that puts the old ones back. It shares the indices.
+
+        ``flat`` is uint8 [size of the bucket], contiguous, on the CPU; another size raises `ValueError` and writes
+        nothing.
+        """
+        if flat.numel() != self.size_bytes:
+            raise ValueError(f"the patch is for {self.size_bytes} bytes, not for {flat.numel()}")
+        old_parts, offset = [], 0
+        for part in self.parts:
+            elements = _elements(flat, part.run, offset)
+            old = np.empty_like(part.values)
+            for start in range(0, part.indices.size, _BLOCK_CHANGES):
+                block = slice(start, start + _BLOCK_CHANGES)
+                old[block] = elements[part.indices[block]]
+                elements[part.indices[block]] = part.values[block]
+            old_parts.append(RunChanges(part.run, part.indices, old))
+            offset += part.run.size_bytes
+        return Patch(tuple(old_parts))
+
+
+def element_runs(specs: Sequence[TensorSpec]) -> tuple[ElementRun, ...]:
+    """Return the runs of equal itemsize that the tensors of a bucket make, one after another."""
+    sized = [ElementRun(DTYPE_SIZES[spec.dtype], spec.num_elements) for spec in specs]
+    return tuple(
+        ElementRun(itemsize, sum(run.num_elements for run in runs))
+        for itemsize, runs in groupby(sized, key=lambda run: run.itemsize)
+    )
+
+
+def find_changes(
+    new_flat: torch.Tensor,
+    base_flat: torch.Tensor,
+    runs: Sequence[ElementRun],
+    max_share: float = DEFAULT_MAX_SHARE,
+) -> Patch | None:
+    """Return the patch that makes ``base_flat`` equal to ``new_flat``, None if it is too large to be worth sending.
+
+    Too large is more than ``max_share`` of the bytes; the search ends as soon as that is known. Both are uint8 [size of
+    the runs], contiguous, on the CPU, and neither is written.
+    """
+    size_bytes = sum(run.size_bytes for run in runs)
+    if not new_flat.numel() == base_flat.numel() == size_bytes:
+        raise ValueError(
+            f"{size_bytes} bytes expected; the bucket has {new_flat.numel()}, its base {base_flat.numel()}"
+        )
+    parts, offset, left_bytes = [], 0, max_share * size_bytes
+    for run in runs:
+        part = _changes_of_run(run, _elements(new_flat, run, offset), _elements(base_flat, run, offset), left_bytes)
+        if part is None:
+            return None
+        left_bytes -= part.values.nbytes
+        parts.append(part)
+        offset += run.size_bytes
+    return Patch(tuple(parts))
+
+
+def encode_delta(patch: Patch) -> torch.Tensor:
+    """Return the payload that `decode_delta` makes the patch of again, uint8 [payload bytes]."""
+    head = [_HEADER.pack(_MAGIC, _EDITION, len(patch.parts), patch.size_bytes)]
+    stored: list[Bytes] = []
+    for part in patch.parts:
+        gaps = _gaps(part.indices)
+        planes = [_compressed(plane) for plane in (*_planes(gaps), *_planes(part.values))]
+        head.append(_RUN.pack(part.run.itemsize, part.run.num_elements, part.indices.size, gaps.size))
+        head.extend(_SIZE.pack(plane.size) for plane in planes)
+        stored.extend(planes)
+    return torch.from_numpy(np.concatenate([np.frombuffer(b"".join(head), np.uint8), *stored]))
+
+
+def decode_delta(payload: torch.Tensor, runs: Sequence[ElementRun]) -> Patch:
+    """Return the patch in the payload, checked whole: writing it to a bucket of these runs cannot fail.
+
+    Raises `TransferError` for a payload that is damaged, cut, of another edition or for another layout. Whatever the
+    payload announces, what is allocated is bounded by the runs: 64 bytes per element.
+    """
+    data: Bytes = payload.numpy()
+    head_bytes = _HEADER.size + sum(_RUN.size + _SIZE.size * (_GAP_BYTES + run.itemsize) for run in runs)
+    if data.size < head_bytes:
+        raise _refusal(f"it has {data.size} bytes, its header alone {head_bytes}")
+    expected = (_MAGIC, _EDITION, len(runs), sum(run.size_bytes for run in runs))
+    announced = _HEADER.unpack_from(data.data)
+    if announced != expected:
+        raise _refusal(f"its header is {announced}, not {expected}")
+    plans, offset = [], _HEADER.size
+    for run in runs:
+        plan = _run_plan(data, offset, run)
+        offset += _RUN.size + _SIZE.size * len(plan.stored_bytes)
+        plans.append(plan)
+    announced_bytes = head_bytes + sum(sum(plan.stored_bytes) for plan in plans)
+    if announced_bytes != data.size:
+        raise _refusal(f"it has {data.size} bytes, its header announces {announced_bytes}")
+    parts = []
+    for plan in plans:
+        parts.append(_decoded_run(data, offset, plan))
+        offset += sum(plan.stored_bytes)
+    return Patch(tuple(parts))
+
+
+class _RunPlan(NamedTuple):
+    """What the header says of one run, checked against the run that the receiver expects."""
+
+    run: ElementRun
+    num_changed: int
+    num_gaps: int
+    stored_bytes: tuple[int, ...]
+
+    @property
+    def raw_bytes(self) -> tuple[int, ...]:
+        """Bytes of each plane before it was compressed."""
+        return (self.num_gaps,) * _GAP_BYTES + (self.num_changed,) * self.run.itemsize
+
+
+def _run_plan(data: Bytes, offset: int, run: ElementRun) -> _RunPlan:
+    itemsize, num_elements, num_changed, num_gaps = _RUN.unpack_from(data.data, offset)
+    if (itemsize, num_elements) != (run.itemsize, run.num_elements):
+        raise _refusal(f"{num_elements} elements of {itemsize} bytes are announced where {run} is")
+    if num_changed > num_elements or not num_changed <= num_gaps <= num_changed + num_elements // _ESCAPE:
+        raise _refusal(f"{num_changed} changes and {num_gaps} gaps do not fit in {num_elements} elements")
+    sizes = data[offset + _RUN.size :][: _SIZE.size * (_GAP_BYTES + itemsize)]
+    return _RunPlan(run, num_changed, num_gaps, tuple(size for (size,) in _SIZE.iter_unpack(sizes.data)))
+
+
+def _decoded_run(data: Bytes, offset: int, plan: _RunPlan) -> RunChanges:
+    planes = []
+    for stored, raw in zip(plan.stored_bytes, plan.raw_bytes, strict=True):
+        planes.append(_decompressed(data[offset : offset + stored], raw))
+        offset += stored
+    gaps = _joined(planes[:_GAP_BYTES], _GAP_BYTES)
+    return RunChanges(plan.run, _indices(gaps, plan), _joined(planes[_GAP_BYTES:], plan.run.itemsize))
+
+
+def _changes_of_run(run: ElementRun, new: Elements, base: Elements, max_bytes: float) -> RunChanges | None:
+    """Return the changes of one run, None as soon as their values have more than ``max_bytes`` bytes."""
+    step = _BLOCK_BYTES // run.itemsize
+    differs = np.empty(step, np.bool_)
+    indices, values, changed_bytes = [np.empty(0, np.int64)], [new[:0]], 0
+    for start in range(0, run.num_elements, step):
+        block = new[start : start + step]
+        found = _differing(block, base[start : start + step], differs)
+        values.append(block[found])
+        found += start
+        indices.append(found)
+        changed_bytes += values[-1].nbytes
+        if changed_bytes > max_bytes:
+            return None
+    return RunChanges(run, np.concatenate(indices), np.concatenate(values))
+
+
+def _differing(new: Elements, base: Elements, differs: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Return where the elements differ, ascending; ``differs`` is overwritten, and has room for a multiple of eight.
+
+    Groups of eight first, then the elements of those that have one: NumPy finds dense ones faster than sparse ones.
+    """
+    np.not_equal(new, base, out=differs[: new.size])
+    num_groups = -(-new.size // 8)
+    differs[new.size : 8 * num_groups] = False
+    groups = differs.view(np.uint64)[:num_groups]
+    found_groups = np.flatnonzero(groups != 0)
+    found = np.flatnonzero(groups[found_groups].view(np.bool_))
+    indices: NDArray[np.int64] = found_groups[found >> 3]
+    indices <<= 3
+    found &= 7
+    indices += found
+    return indices
+
+
+def _elements(flat: torch.Tensor, run: ElementRun, offset: int) -> Elements:
+    """Return the run's elements as unsigned integers: a view, misaligned where a mix of dtypes left it so."""
+    view: Elements = flat.numpy()[offset : offset + run.size_bytes].view(f"<u{run.itemsize}")
+    return view
+
+
+def _gaps(indices: NDArray[np.int64]) -> Elements:
+    gaps = np.diff(indices, prepend=-1)
+    gaps -= 1
+    if not gaps.size or gaps.max() < _ESCAPE:
+        return gaps.astype("<u2")
+    num_escapes, rest = np.divmod(gaps, _ESCAPE)
+    ends = np.cumsum(num_escapes + 1)
+    escaped = np.full(ends[-1], _ESCAPE, "<u2")
+    escaped[ends - 1] = rest
+    return escaped
+
+
+def _indices(gaps: Elements, plan: _RunPlan) -> NDArray[np.int64]:
+    """Return where the changed elements lie, ascending and within the run; refuses gaps that say otherwise."""
+    is_change = gaps != _ESCAPE
+    if np.count_nonzero(is_change) != plan.num_changed or (gaps.size and not is_change[-1]):
+        raise _refusal(f"its gaps do not lead to {plan.num_changed} changes")
+    indices = np.cumsum(gaps + is_change.astype(np.int64))
+    indices -= 1
+    if indices.size and indices[-1] >= plan.run.num_elements:
+        raise _refusal(f"it changes element {indices[-1]} of {plan.run.num_elements}")
+    return indices if plan.num_gaps == plan.num_changed else indices[is_change]
+
+
+def _planes(elements: Elements) -> list[Bytes]:
+    """Return byte 0 of every element, then byte 1 of every element, and so on."""
+    split = elements.view(np.uint8).reshape(elements.size, elements.itemsize)
+    return [np.ascontiguousarray(split[:, i]) for i in range(elements.itemsize)]
+
+
+def _joined(planes: Sequence[Bytes], itemsize: int) -> Elements:
+    elements: Elements = np.empty(planes[0].size, f"<u{itemsize}")
+    split = elements.view(np.uint8).reshape(elements.size, itemsize)
+    for i, plane in enumerate(planes):
+        split[:, i] = plane
+    return elements
+
+
+def _compressed(plane: Bytes) -> Bytes:
+    """Return the plane as a frame, or as it is if a frame would not be smaller."""
+    frame = zstandard.ZstdCompressor(level=_LEVEL).compress(plane.data)
+    return np.frombuffer(frame, np.uint8) if len(frame) < plane.size else plane
+
+
+def _decompressed(stored: Bytes, raw_bytes: int) -> Bytes:
+    """Return the plane of ``raw_bytes`` bytes; the frame is asked how large it is before anything is allocated."""
+    if stored.size == raw_bytes:
+        return stored
+    try:
+        content_bytes = zstandard.frame_content_size(stored.data)
+        if content_bytes != raw_bytes:
+            raise _refusal(f"a plane of {raw_bytes} bytes announces {content_bytes}")
+        raw = zstandard.ZstdDecompressor().decompress(stored.data, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise _refusal(f"a plane cannot be decompressed: {error}") from error
+    return np.frombuffer(raw, np.uint8)
+
+
+def _refusal(what: str) -> TransferError:
+    return TransferError(f"the delta is refused: {what}")

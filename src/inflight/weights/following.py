@@ -1,0 +1,172 @@
+"""Following: beside a server, bring it to the newest version that is stored of a run, whenever there is a newer one.
+
+It drives the endpoint by the calls of its own contract, as a publisher would, so that an endpoint knows no difference.
+Versions that came and went while an update was under way are left out. `inflight.weights.storing` is the other side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+from inflight.contracts import InferenceEndpoint
+from inflight.errors import ConfigError, InflightError, TransferError
+from inflight.weights.threads import run_abandonable
+from inflight.weights.transports.bucket_files import StoredUpdate
+from inflight.weights.transports.files import latest, read_manifest
+from inflight.weights.transports.pull import PullReceiver
+from inflight.wire import BucketTransfer, Capabilities, DirectorySpec, InFlightPolicy, PullSpec, UpdateRef
+
+T = TypeVar("T")
+
+FIRST_PAUSE_S = 0.5
+"""After a failure, before the next try; each pause is twice the one before."""
+MAX_PAUSE_S = 30.0
+_LEASE_SLACK_S = 5.0
+
+
+def store_spec(place: str, run_id: str, token: str | None, timeout_s: float = 60.0) -> DirectorySpec | PullSpec:
+    """Return where a run's versions are: in a directory, or at an URL. Raises `ConfigError`."""
+    if not place.startswith(("http://", "https://")):
+        return DirectorySpec(run_id=run_id, backend="file", directory=str(Path(place).absolute()), timeout_s=timeout_s)
+    if token is None:
+        raise ConfigError(f"the store at {place} asks for a token; write it into a file and name that file")
+    return PullSpec(run_id=run_id, backend="http", url=place.rstrip("/"), token=token, timeout_s=timeout_s)
+
+
+async def follow(
+    endpoint: InferenceEndpoint,
+    spec: DirectorySpec | PullSpec,
+    *,
+    in_flight: InFlightPolicy = InFlightPolicy.KEEP,
+    poll_s: float = 0.2,
+    deadline_s: float = 60.0,
+    note: Callable[[str], None],
+) -> NoReturn:
+    """Keep an endpoint at the newest version that is stored; runs until it is cancelled.
+
+    Each update has ``deadline_s`` seconds. One that fails leaves the endpoint as its contract says, is told to
+    ``note``, and is tried again after a pause; the same trouble is told once until there is another, or none.
+    """
+    source = _Source(spec)
+    told, pause_s = "", FIRST_PAUSE_S
+    taken: UpdateRef | None = None
+    try:
+        while True:
+            try:
+                async with asyncio.timeout(deadline_s):
+                    ref = await source.latest(deadline_s)
+                    if ref is not None and ref != taken:
+                        if not await _serves(endpoint, ref):
+                            await _take(
+                                endpoint, spec, await source.read_manifest(ref, deadline_s), in_flight, deadline_s
+                            )
+                            note(f"serving version {ref.version} of run {ref.run_id!r}")
+                        taken = ref
+            except (TimeoutError, InflightError) as error:
+                why = str(error) or f"the newest version was not taken within {deadline_s:g} s"
+                if why != told:
+                    note(f"following run {spec.run_id!r}: {why}; trying again")
+                told = why
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, MAX_PAUSE_S)
+            else:
+                told, pause_s = "", FIRST_PAUSE_S
+                await asyncio.sleep(poll_s)
+    finally:
+        source.close()
+
+
+async def _serves(endpoint: InferenceEndpoint, ref: UpdateRef) -> bool:
+    answer = await endpoint.weight_version()
+    return (answer.run_id, answer.version, answer.session_id) == (ref.run_id, ref.version, ref.session_id)
+
+
+async def _take(
+    endpoint: InferenceEndpoint,
+    spec: DirectorySpec | PullSpec,
+    stored: StoredUpdate,
+    in_flight: InFlightPolicy,
+    deadline_s: float,
+) -> None:
+    """Bring an endpoint to a stored version. Raises what a call raised, and the update was ended."""
+    can: Capabilities = await endpoint.capabilities()
+    update = stored.update.model_copy(
+        update={
+            "staged": can.staging,
+            "in_flight": in_flight,
+            "deadline_s": deadline_s,
+            "lease_s": deadline_s + _LEASE_SLACK_S,
+        }
+    )
+    ref = update.ref
+    await endpoint.init_process_group(spec.model_copy(update={"epoch": update.epoch}))
+    try:
+        await endpoint.request_weight_update(update)
+        for index, bucket in enumerate(stored.buckets):
+            transfer = BucketTransfer(
+                run_id=ref.run_id,
+                version=ref.version,
+                session_id=ref.session_id,
+                bucket_index=index,
+                encoding=bucket.encoding,
+                size_bytes=bucket.size_bytes,
+                checksum=bucket.checksum,
+                timeout_s=deadline_s,
+            )
+            await endpoint.receive_weights(transfer)
+        await endpoint.commit_weight_update(ref)
+    except BaseException:
+        await _ended(endpoint.abort_weight_update(ref))
+        raise
+
+
+async def _ended(abort: Awaitable[object]) -> None:
+    """Await an abort; one that is refused says that nothing is open, and the lease ends what cannot be reached."""
+    try:
+        async with asyncio.timeout(_LEASE_SLACK_S):
+            await abort
+    except (TimeoutError, InflightError):
+        return
+
+
+class _Source:
+    """What is stored of a run, in a directory or at an URL. No call blocks the event loop."""
+
+    def __init__(self, spec: DirectorySpec | PullSpec) -> None:
+        self._spec = spec
+        self._directory = Path(spec.directory) if isinstance(spec, DirectorySpec) else None
+        self._receiver = PullReceiver(spec) if isinstance(spec, PullSpec) else None
+
+    async def latest(self, timeout_s: float) -> UpdateRef | None:
+        """Return the newest version that is stored whole, None if there is none."""
+        receiver, directory, run_id = self._receiver, self._directory, self._spec.run_id
+        if receiver is not None:
+            return await run_abandonable(lambda: receiver.latest(timeout_s), "inflight-follow")
+        assert directory is not None
+        return await run_abandonable(_translated(lambda: latest(directory, run_id)), "inflight-follow")
+
+    async def read_manifest(self, ref: UpdateRef, timeout_s: float) -> StoredUpdate:
+        """Return what is stored of a version. Raises `TransferError` if it was removed since."""
+        receiver, directory = self._receiver, self._directory
+        if receiver is not None:
+            return await run_abandonable(lambda: receiver.read_manifest(ref, timeout_s), "inflight-follow")
+        assert directory is not None
+        return await run_abandonable(_translated(lambda: read_manifest(directory, ref)), "inflight-follow")
+
+    def close(self) -> None:
+        """Close the connections."""
+        if self._receiver is not None:
+            self._receiver.abort()
+
+
+def _translated(call: Callable[[], T]) -> Callable[[], T]:
+    def translated() -> T:
+        try:
+            return call()
+        except OSError as error:
+            raise TransferError(f"reading what is stored failed: {error}") from error
+
+    return translated

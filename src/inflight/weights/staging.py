@@ -1,0 +1,119 @@
+"""What has arrived of one update, beside the model: received, compared, decoded, and ready to be loaded.
+
+Weights that are kept after the commit are the base of the next delta, which is patched into them in place and taken
+out again if the update does not come to its commit. Knows nothing of endpoints and sessions.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from inflight.contracts import WeightReceiver
+from inflight.errors import TransferError, UpdateRefusedError
+from inflight.weights.checksums import checksum
+from inflight.weights.delta import Patch, decode_delta, element_runs
+from inflight.weights.encoding import decode
+from inflight.weights.packing import unpack
+from inflight.wire import BucketSpec, BucketTransfer, TensorSpec, UpdateRef, WeightUpdate
+
+
+@dataclass(slots=True)
+class KeptWeights:
+    """The bytes of every bucket of an update that was committed; bucket i of the same plan is ``flats[i]``."""
+
+    ref: UpdateRef
+    buckets: tuple[BucketSpec, ...]
+    tensors: tuple[TensorSpec, ...]
+    flats: list[torch.Tensor]
+
+
+class Staging:
+    """One update as it arrives. ``kept`` is what may be its base; it is changed while the update is open."""
+
+    def __init__(self, update: WeightUpdate, kept: KeptWeights | None) -> None:
+        self._update = update
+        is_base = kept is not None and update.base == kept.ref
+        same_plan = kept is not None and (update.buckets, update.manifest.tensors) == (kept.buckets, kept.tensors)
+        if is_base and not same_plan:
+            raise UpdateRefusedError(
+                f"version {update.version} is cut into other buckets than its base was; send all of it"
+            )
+        self._base = kept if is_base else None
+        self._flats: list[torch.Tensor] = []
+        self._undos: list[tuple[torch.Tensor, Patch]] = []
+        self._lock = threading.Lock()
+        self._is_dropped = False
+
+    def receive(
+        self, receiver: WeightReceiver, transfer: BucketTransfer, bucket: BucketSpec, tensors: Sequence[TensorSpec]
+    ) -> None:
+        """Receive one bucket, compare it and decode it; blocks. Raises `TransferError`, and nothing of it is staged."""
+        size_bytes = bucket.size_bytes if transfer.size_bytes is None else transfer.size_bytes
+        if transfer.encoding == "raw" and size_bytes != bucket.size_bytes:
+            raise TransferError(f"bucket {bucket.index} has {bucket.size_bytes} bytes, {size_bytes} were announced")
+        if size_bytes > bucket.size_bytes:
+            raise TransferError(f"bucket {bucket.index} would travel as {size_bytes} bytes, more than its own")
+        (payload,) = receiver.receive((payload_spec(size_bytes),), transfer.timeout_s)
+        if transfer.checksum is not None and (found := checksum(payload.cpu())) != transfer.checksum:
+            raise TransferError(
+                f"bucket {bucket.index} was damaged on its way: its XXH3-128 is {found}, {transfer.checksum} was "
+                "announced; nothing of it was loaded"
+            )
+        with self._lock:
+            if self._is_dropped:  # given up meanwhile: its base may be another update's already
+                raise TransferError("the update ended meanwhile")
+            self._flats.append(self._decoded(transfer, bucket, tensors, payload))
+
+    def _decoded(
+        self, transfer: BucketTransfer, bucket: BucketSpec, tensors: Sequence[TensorSpec], payload: torch.Tensor
+    ) -> torch.Tensor:
+        if transfer.encoding == "delta":
+            assert self._base is not None  # the session refuses encodings that were not announced
+            flat = self._base.flats[bucket.index]
+            self._undos.append((flat, decode_delta(payload.cpu(), element_runs(tensors)).write(flat)))
+            return flat
+        flat = decode(transfer.encoding, payload, tensors)
+        if self._update.keep and flat.is_cuda:
+            return flat.cpu()  # where deltas are patched in
+        if self._update.keep and flat.data_ptr() == payload.data_ptr():
+            return flat.clone()  # the transport takes its memory back
+        return flat
+
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the tensors that have arrived, in manifest order, as views of what is staged."""
+        named = []
+        for bucket, flat in zip(self._update.buckets, self._flats, strict=False):
+            specs = self._update.manifest.tensors[bucket.start : bucket.stop]
+            named += [(spec.name, tensor) for spec, tensor in zip(specs, unpack(flat, specs), strict=True)]
+        return named
+
+    def flat(self, index: int) -> torch.Tensor:
+        """Return the bytes of a bucket that has arrived, as its tensors are loaded. Raises `TransferError`."""
+        with self._lock:
+            if self._is_dropped:
+                raise TransferError("the update ended meanwhile")
+            return self._flats[index]
+
+    def keep(self) -> KeptWeights | None:
+        """Return what was loaded as the base of a later delta, if the update asked for that."""
+        if not self._update.keep:
+            return None
+        return KeptWeights(self._update.ref, self._update.buckets, self._update.manifest.tensors, self._flats)
+
+    def drop(self) -> None:
+        """Forget what arrived; the base is as it was before."""
+        with self._lock:
+            self._is_dropped = True
+            self._flats = []
+            for flat, undo in reversed(self._undos):
+                undo.write(flat)
+            self._undos = []
+
+
+def payload_spec(size_bytes: int) -> TensorSpec:
+    """Return how the bytes of a whole bucket travel."""
+    return TensorSpec(name="payload", dtype="uint8", shape=(size_bytes,))

@@ -1,0 +1,288 @@
+"""Updates as files: what each file holds, how it is written, and how a reader tells that it is what it asked for.
+
+    DIRECTORY/RUN/latest.json                  names the newest complete update, an `UpdateRef`
+    DIRECTORY/RUN/VERSION-SESSION/00000.safetensors ...
+    DIRECTORY/RUN/VERSION-SESSION/manifest.json    written when all buckets are there, a `StoredUpdate`
+
+A bucket that travels as it is holds the tensors of the manifest under their names; an encoded one holds its bytes as
+one tensor, ``payload``. Every file appears whole or not at all. Knows nothing of groups and endpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from inflight.types import WeightBucket
+from inflight.weights.checksums import checksum
+from inflight.weights.packing import pack
+from inflight.weights.session import transfer_failed
+from inflight.weights.transports.store import Attempt, bytes_of, run_name, session_name, write_all
+from inflight.wire import Encoding, TensorSpec, UpdateRef, WeightUpdate, WireModel
+
+MANIFEST = "manifest.json"
+LATEST = "latest.json"
+MAX_MANIFEST_BYTES = 128 << 20
+MAX_LATEST_BYTES = 4096
+LENGTH_BYTES = 8
+"""A safetensors file begins with the length of its header, little-endian."""
+
+_MAX_HEADER_BYTES = 64 << 20
+_ALIGNMENT = 64
+_CODES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16", "uint8": "U8"}
+_SESSION = re.compile(r"[0-9]{1,20}(-[A-Za-z0-9._-]{1,64})?")
+_SIZES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "U8": 1}
+
+
+class StoredBucket(WireModel):
+    """One bucket in a file: ``size_bytes`` and ``checksum`` (XXH3-128) are those of its tensors, without the header."""
+
+    file: str = Field(pattern=r"^[0-9]{5,9}\.safetensors$")
+    size_bytes: int = Field(ge=0)
+    checksum: str = Field(pattern=r"^[0-9a-f]{32}$")
+    encoding: Encoding
+
+
+class StoredUpdate(WireModel):
+    """An update that is stored whole: what was announced, and the file of each of its buckets, in order."""
+
+    update: WeightUpdate
+    buckets: tuple[StoredBucket, ...]
+
+    @model_validator(mode="after")
+    def _buckets_are_those_announced(self) -> StoredUpdate:
+        if [bucket.file for bucket in self.buckets] != [bucket_name(bucket.index) for bucket in self.update.buckets]:
+            raise ValueError(f"{len(self.update.buckets)} buckets were announced, other files are listed")
+        for stored, announced in zip(self.buckets, self.update.buckets, strict=True):
+            is_raw = stored.encoding == "raw"
+            if stored.size_bytes > announced.size_bytes or (is_raw and stored.size_bytes != announced.size_bytes):
+                raise ValueError(
+                    f"bucket {announced.index} has {announced.size_bytes} bytes, its {stored.encoding} form "
+                    f"{stored.size_bytes}"
+                )
+        return self
+
+
+def bucket_name(index: int) -> str:
+    """Return the file name of a bucket."""
+    return f"{index:05d}.safetensors"
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The header of a bucket's file
+
+
+def safetensors_header(specs: Sequence[TensorSpec], ref: UpdateRef, index: int) -> bytes:
+    """Return what comes before the packed bytes of a bucket, padded so that they begin aligned."""
+    fields: dict[str, Any] = {"__metadata__": _identity(ref, index)}
+    offset = 0
+    for spec in specs:
+        end = offset + spec.size_bytes
+        fields[spec.name] = {"dtype": _CODES[spec.dtype], "shape": list(spec.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-(LENGTH_BYTES + len(text)) % _ALIGNMENT)
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
+
+
+def header_length(first_bytes: bytes, file_bytes: int, size_bytes: int) -> int:
+    """Return the length of a file's header. Raises ``ValueError`` unless ``size_bytes`` of data follow it."""
+    length = int.from_bytes(first_bytes[:LENGTH_BYTES], "little")
+    if len(first_bytes) < LENGTH_BYTES or length > _MAX_HEADER_BYTES:
+        raise ValueError("it is no safetensors file")
+    data_bytes = file_bytes - LENGTH_BYTES - length
+    if data_bytes != size_bytes:
+        fault = "truncated" if data_bytes < size_bytes else "too long"
+        raise ValueError(f"it is {fault}: {data_bytes} bytes of data are there, {size_bytes} were announced")
+    return length
+
+
+def check_header(text: bytes, ref: UpdateRef, index: int, size_bytes: int) -> None:
+    """Raise ``ValueError`` unless this is the header of that bucket, of ``size_bytes`` bytes without gaps."""
+    try:
+        fields = json.loads(text)
+        found = fields.pop("__metadata__", {})
+        if found != _identity(ref, index):
+            raise ValueError(f"it is of another update or bucket: {found}")
+        offset = 0
+        for name, field in fields.items():
+            start, end = field["data_offsets"]
+            wanted = _SIZES[field["dtype"]]
+            for length in field["shape"]:
+                wanted *= length
+            if start != offset or end - start != wanted:
+                raise ValueError(f"tensor {name!r} does not follow the one before it, or has not the size of its shape")
+            offset = end
+        if offset != size_bytes:
+            raise ValueError(f"its tensors take {offset} bytes, {size_bytes} were announced")
+    except (AttributeError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"its header is damaged: {error!r}") from error
+
+
+def _identity(ref: UpdateRef, index: int) -> dict[str, str]:
+    return {
+        "format": "pt",  # transformers wants it
+        "run_id": ref.run_id,
+        "version": str(ref.version),
+        "session_id": ref.session_id,
+        "bucket": str(index),
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Writing
+
+
+class BucketStore:
+    """The writing side of a directory of updates. ``is_durable`` says whether files outlive a loss of power.
+
+    An update is complete, and `LATEST` names it, as soon as its last bucket is stored: whether endpoints took it makes
+    no difference to those who follow the directory. The newest ``num_kept`` complete ones stay, and the open one.
+    """
+
+    def __init__(self, directory: Path, *, is_durable: bool, num_kept: int = 2) -> None:
+        self.directory = directory
+        self._is_durable = is_durable
+        self._num_kept = num_kept
+        self._lock = threading.Lock()
+        self._open: _OpenUpdate | None = None
+
+    def begin(self, update: WeightUpdate) -> None:
+        """Make room for an update; what an earlier attempt of the same name left is removed. Raises `TransferError`."""
+        run = self.directory / run_name(update.run_id)
+        path = run / session_name(update.ref)
+        try:
+            run.mkdir(parents=True, exist_ok=True)
+            _remove(path)
+            self._prune(run)
+            path.mkdir()
+            self._settle(run)
+        except OSError as error:
+            raise transfer_failed(error, f"making the directory {path}") from error
+        with self._lock:
+            self._open = _OpenUpdate(update, path)
+
+    def write(self, bucket: WeightBucket, attempt: Attempt) -> None:
+        """Store the next bucket of the open update; with the last one the update is complete."""
+        opened = self._open
+        if opened is None:
+            raise attempt.failed("no update has begun")
+        if bucket.index != len(opened.stored) or bucket.index >= len(opened.update.buckets):
+            raise attempt.failed(f"bucket {len(opened.stored)} of {len(opened.update.buckets)} comes next")
+        update, ref = opened.update, opened.update.ref
+        if bucket.encoding not in ("raw", *update.encodings):
+            raise attempt.failed(f"its encoding {bucket.encoding} was not announced")
+        announced = update.buckets[bucket.index].size_bytes
+        num_bytes = sum(spec.size_bytes for spec in bucket.specs)
+        if num_bytes > announced or (bucket.encoding == "raw" and num_bytes != announced):
+            raise attempt.failed(f"it has {num_bytes} bytes as {bucket.encoding}, {announced} were announced")
+        flat = pack(bucket.tensors).cpu()
+        if flat.numel() != sum(spec.size_bytes for spec in bucket.specs):
+            raise attempt.failed(f"its tensors have {flat.numel()} bytes, its specs say otherwise")
+        stored = StoredBucket(
+            file=bucket_name(bucket.index),
+            size_bytes=flat.numel(),
+            checksum=bucket.checksum or checksum(flat),
+            encoding=bucket.encoding,
+        )
+        header = safetensors_header(bucket.specs, ref, bucket.index)
+        self._write(opened.path / stored.file, [memoryview(header), bytes_of(flat)], attempt)
+        opened.stored.append(stored)
+        if len(opened.stored) == len(update.buckets):
+            manifest = StoredUpdate(update=update, buckets=tuple(opened.stored))
+            self._write(opened.path / MANIFEST, [_json(manifest)], attempt)
+            self._write(opened.path.parent / LATEST, [_json(ref)], attempt)
+
+    def end(self, *, is_done: bool) -> None:
+        """Note that the open update is over; one that some endpoint may still read stays until the next begins."""
+        with self._lock:
+            opened, self._open = self._open, None
+        if opened is not None and is_done:
+            try:
+                self._prune(opened.path.parent)
+            except OSError as error:
+                raise transfer_failed(error, f"removing old updates in {opened.path.parent}") from error
+
+    def drop(self) -> None:
+        """Remove the open update unless it is complete."""
+        with self._lock:
+            opened, self._open = self._open, None
+        if opened is not None and not (opened.path / MANIFEST).exists():
+            _remove(opened.path)
+
+    def _write(self, path: Path, parts: Sequence[memoryview], attempt: Attempt) -> None:
+        """Make a file appear at ``path``, whole; what was there before is replaced."""
+        partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+        fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        try:
+            try:
+                offset = 0
+                for part in parts:
+                    write_all(fd, part, attempt, offset)
+                    offset += len(part)
+                if self._is_durable:
+                    os.fsync(fd)
+            finally:
+                os.close(fd)
+            attempt.remaining_s()  # a call that was left behind changes nothing any more
+            partial.replace(path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+        self._settle(path.parent)
+
+    def _settle(self, directory: Path) -> None:
+        """Have the names in a directory outlive a loss of power."""
+        if not self._is_durable:
+            return
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def _prune(self, run: Path) -> None:
+        """Remove all updates but the newest complete ones; by when they were completed, since versions may go back."""
+        completed: list[tuple[int, Path]] = []
+        with os.scandir(run) as entries:
+            for entry in entries:
+                path = Path(entry.path)
+                if entry.name.startswith(f".{LATEST}."):
+                    path.unlink(missing_ok=True)
+                elif _SESSION.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+                    manifest = path / MANIFEST
+                    if manifest.exists():
+                        completed.append((manifest.stat().st_mtime_ns, path))
+                    else:
+                        _remove(path)
+        for _, path in sorted(completed)[: -self._num_kept]:
+            _remove(path)
+
+
+@dataclass(slots=True)
+class _OpenUpdate:
+    """The update that is being written to ``path``, and what is stored of it."""
+
+    update: WeightUpdate
+    path: Path
+    stored: list[StoredBucket] = field(default_factory=list)
+
+
+def _remove(path: Path) -> None:
+    """Remove an update, its manifest first: it is not complete any more from then on."""
+    (path / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(path, ignore_errors=True)  # what a reader on NFS still has open goes when the next update begins
+
+
+def _json(model: WireModel) -> memoryview:
+    return memoryview(model.model_dump_json().encode())

@@ -1,0 +1,113 @@
+"""The files of a directory of updates over HTTP, for whoever has the token, in ranges. Knows nothing of groups."""
+
+from __future__ import annotations
+
+import hmac
+import re
+import secrets
+import socket
+import threading
+import time
+from pathlib import Path
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import FileResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from inflight.errors import TransferError
+from inflight.weights.session import transfer_failed
+from inflight.weights.transports.bucket_files import LATEST, MANIFEST
+from inflight.weights.transports.store import regular_file
+
+_RUN = re.compile(r"[A-Za-z0-9_~%-][A-Za-z0-9_.~%-]{0,254}")
+_SESSION = re.compile(r"[0-9]{1,20}(-[A-Za-z0-9._-]{1,64})?")
+_FILE = re.compile(rf"[0-9]{{5,9}}\.safetensors|{re.escape(MANIFEST)}")
+_START_S = 10.0
+_STOP_S = 5.0
+
+
+class FileServer:
+    """Serves ``directory`` from a thread of this process, on ``address`` only, as ``url`` and with ``token``.
+
+    Raises `TransferError` if the address cannot be bound.
+    """
+
+    def __init__(self, directory: Path, address: str) -> None:
+        self.token = secrets.token_urlsafe(32)
+        self._listener = _bound(address)
+        port = self._listener.getsockname()[1]
+        self.url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+        config = uvicorn.Config(
+            _app(directory, self.token),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_keep_alive=60,
+            timeout_graceful_shutdown=1,
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(
+            target=self._server.run, args=([self._listener],), name="inflight-file-server", daemon=True
+        )
+        self._thread.start()
+        deadline = time.monotonic() + _START_S
+        while not self._server.started:
+            if not self._thread.is_alive() or time.monotonic() > deadline:
+                self.stop()
+                raise TransferError(f"serving the weights' files at {self.url} failed: the server did not start")
+            time.sleep(0.002)
+
+    def stop(self) -> None:
+        """Cut every connection and stop. Idempotent."""
+        self._server.should_exit = self._server.force_exit = True
+        self._thread.join(_STOP_S)
+        self._listener.close()
+
+
+class _LargeSteps(FileResponse):
+    chunk_size = 4 << 20  # starlette's 64 KiB cost five times as much
+
+
+def _app(directory: Path, token: str) -> Starlette:
+    """Return the application: GET and HEAD of the files of the store, and nothing else."""
+    expected = f"Bearer {token}".encode()
+
+    def answer(request: Request, *names: str) -> Response:
+        if not hmac.compare_digest(request.headers.get("authorization", "").encode(), expected):
+            return PlainTextResponse("the token is missing or wrong", 401, {"WWW-Authenticate": "Bearer"})
+        try:
+            with regular_file(directory, *names):
+                return _LargeSteps(directory.joinpath(*names), media_type="application/octet-stream")
+        except (FileNotFoundError, TransferError):
+            return PlainTextResponse("there is no such file", 404)
+
+    def latest(request: Request) -> Response:
+        run = request.path_params["run"]
+        return answer(request, run if _RUN.fullmatch(run) else "-", LATEST)
+
+    def file(request: Request) -> Response:
+        names = [request.path_params[part] for part in ("run", "session", "file")]
+        is_known = all(kind.fullmatch(name) for kind, name in zip((_RUN, _SESSION, _FILE), names, strict=True))
+        return answer(request, *(names if is_known else ("-",)))
+
+    return Starlette(
+        routes=[
+            Route(f"/{{run}}/{LATEST}", latest, methods=["GET"]),
+            Route("/{run}/{session}/{file}", file, methods=["GET"]),
+        ]
+    )
+
+
+def _bound(address: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    # With the protocol named, asyncio switches Nagle off on every connection.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listener.bind((address, 0))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        raise transfer_failed(error, f"serving the weights' files on {address}") from error
+    return listener

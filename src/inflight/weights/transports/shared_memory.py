@@ -1,0 +1,313 @@
+"""Weights through memory of this host: rank 0 writes buckets into one file in memory, and every endpoint maps it.
+
+The file (arena) lies in a directory of its own below /dev/shm, which only this user can enter. Beside it lies a small
+record for each bucket of the update, which says where in the arena the bucket is and which update it belongs to. A
+receiver copies nothing: its tensors are views of its mapping, and all endpoints of the host share one set of pages.
+
+An arena is written again only after every endpoint said that it needs nothing of it any more; otherwise it is unlinked,
+and whoever still reads its mapping keeps it as it was. It never gets shorter, so that no mapping loses its pages.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import tempfile
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+import torch
+from pydantic import Field
+
+from inflight.errors import TransferError
+from inflight.types import WeightBucket
+from inflight.weights.packing import pack, unpack
+from inflight.weights.session import transfer_failed
+from inflight.weights.transports.private_directory import PrivateDirectory
+from inflight.weights.transports.store import (
+    PIECE_BYTES,
+    Attempt,
+    bytes_of,
+    give_up,
+    parsed,
+    read_text,
+    regular_file,
+    session_name,
+    write_all,
+)
+from inflight.wire import DirectorySpec, TensorSpec, UpdateRef, WeightUpdate, WireModel
+
+_PAGE = mmap.ALLOCATIONGRANULARITY
+_MAX_RECORD_BYTES = 1 << 16
+_MOST_UNUSED = 4  # an arena of so many times what the last update needed is not kept
+
+
+class _Record(WireModel):
+    """Where one bucket lies, and whose it is."""
+
+    ref: UpdateRef
+    index: int = Field(ge=0)
+    arena: str = Field(pattern=r"^arena-[0-9]{1,20}$")
+    offset: int = Field(ge=0, multiple_of=_PAGE)
+    size_bytes: int = Field(ge=0)
+
+
+class SharedMemorySender:
+    """Trainer rank 0's end; satisfies `WeightSender`. ``directory`` is used in place of /dev/shm."""
+
+    def __init__(self, directory: Path | None = None) -> None:
+        self._parent = directory
+        self._lock = threading.Lock()
+        self._given_up: Future[str] = Future()
+        self._home: PrivateDirectory | None = None
+        self._arena: _Arena | None = None
+        self._num_arenas = 0
+        self._update: WeightUpdate | None = None
+        self._records: list[Path] = []
+
+    @property
+    def is_collective(self) -> bool:
+        """See `WeightSender.is_collective`."""
+        return False
+
+    def specs(self, run_id: str, num_ranks: Sequence[int], timeout_s: float) -> list[DirectorySpec]:
+        """See `WeightSender.specs`. Raises `TransferError` if the directory cannot be made."""
+        self.end(is_done=False)
+        parent = self._parent or _memory()
+        with self._lock:
+            give_up(self._given_up)
+            self._given_up = Future()
+            try:
+                self._home = self._home or PrivateDirectory(parent)
+            except OSError as error:
+                raise transfer_failed(error, f"making a directory below {parent}") from error
+            directory = str(self._home.path)
+        spec = DirectorySpec(run_id=run_id, backend="shm", directory=directory, timeout_s=timeout_s)
+        return [spec] * len(num_ranks)
+
+    def join(self) -> None:
+        """See `WeightSender.join`. Nobody is waited for."""
+        if self._home is None:
+            raise TransferError("no weight group is open")
+
+    def begin(self, update: WeightUpdate) -> None:
+        """See `WeightSender.begin`. An earlier update that was not ended counts as not done."""
+        self.end(is_done=False)
+        size_bytes = max(_PAGE, sum(_aligned(bucket.size_bytes) for bucket in update.buckets))
+        with self._lock:
+            if self._home is None:
+                raise TransferError("no weight group is open")
+            if self._arena is not None and (self._arena.size_bytes < size_bytes or self._arena.is_too_large):
+                self._drop_arena()
+            if self._arena is None:
+                self._num_arenas += 1
+                path = self._home.path / f"arena-{self._num_arenas}"
+                try:
+                    self._arena = _Arena(path, size_bytes)
+                except OSError as error:
+                    raise transfer_failed(error, f"making {path} of {size_bytes} bytes") from error
+            self._arena.used_bytes = 0
+            self._update = update
+
+    def send(self, bucket: WeightBucket, timeout_s: float) -> None:
+        """See `WeightSender.send`. A return means that the bucket can be mapped."""
+        attempt = Attempt(f"storing bucket {bucket.index} in shared memory", timeout_s, self._given_up)
+        flat = pack(bucket.tensors)
+        with self._lock:
+            attempt.remaining_s()
+            if self._home is None or self._arena is None or self._update is None:
+                raise attempt.failed("no update has begun")
+            try:
+                offset = self._arena.write(flat, attempt)
+                record = _Record(
+                    ref=self._update.ref,
+                    index=bucket.index,
+                    arena=self._arena.path.name,
+                    offset=offset,
+                    size_bytes=flat.numel(),
+                )
+                path = self._home.path / _record_name(self._update.ref, bucket.index)
+                partial = path.with_suffix(".part")
+                partial.write_text(record.model_dump_json())
+                self._records.append(path)
+                partial.replace(path)
+            except OSError as error:
+                advice = "; give it more memory, or use another directory" if error.errno == errno.ENOSPC else ""
+                raise attempt.failed(f"{error.strerror} in {self._home.path}{advice}") from error
+
+    def end(self, *, is_done: bool) -> None:
+        """See `WeightSender.end`. The memory is used again if the update is done, and left to its readers if not."""
+        with self._lock:
+            update, self._update = self._update, None
+            records, self._records = self._records, []
+            for path in records:
+                path.unlink(missing_ok=True)
+            if update is not None and not is_done:
+                self._drop_arena()
+
+    def abort(self) -> None:
+        """See `WeightSender.abort`. The directory is removed; a new group makes another."""
+        give_up(self._given_up)  # a send that is pending holds the lock for at most one more piece
+        with self._lock:
+            home, self._home = self._home, None
+            self._update, self._records = None, []
+            self._drop_arena()
+            if home is not None:
+                home.remove()
+
+    def _drop_arena(self) -> None:
+        arena, self._arena = self._arena, None
+        if arena is not None:
+            arena.close()
+
+
+class _Arena:
+    """A file in memory that buckets are written into one after another, each from the start of a page.
+
+    Pages come with the first write to them. A first write goes through the file, which neither clears pages before nor
+    ends the process if there are none; later ones go through a mapping, and are a plain copy.
+    """
+
+    def __init__(self, path: Path, size_bytes: int) -> None:
+        self.path = path
+        self.size_bytes = size_bytes
+        self.used_bytes = 0
+        self._written_bytes = 0
+        self._mapped: torch.Tensor | None = None
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(self._fd, size_bytes)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def is_too_large(self) -> bool:
+        """Whether it holds far more memory than the last update needed."""
+        return self._written_bytes > _MOST_UNUSED * max(self.used_bytes, _PAGE)
+
+    def write(self, flat: torch.Tensor, attempt: Attempt) -> int:
+        """Append bytes, uint8; return where they begin. Raises `OSError`, `TransferError`."""
+        start, end = self.used_bytes, self.used_bytes + flat.numel()
+        if end > self.size_bytes:
+            raise attempt.failed(f"{flat.numel()} bytes are more than was announced for it")
+        if end <= self._written_bytes:
+            target = self._mapping()[start:end]
+            for piece in range(0, flat.numel(), PIECE_BYTES):
+                attempt.remaining_s()
+                target[piece : piece + PIECE_BYTES].copy_(flat[piece : piece + PIECE_BYTES])
+        else:
+            write_all(self._fd, bytes_of(flat.cpu()), attempt, start)
+            self._written_bytes = end
+        self.used_bytes = _aligned(end)
+        return start
+
+    def close(self) -> None:
+        """Unlink it. Mappings of it stay whole."""
+        self._mapped = None
+        os.close(self._fd)
+        self.path.unlink(missing_ok=True)
+
+    def _mapping(self) -> torch.Tensor:
+        if self._mapped is None:
+            self._mapped = torch.frombuffer(mmap.mmap(self._fd, self.size_bytes), dtype=torch.uint8)
+        return self._mapped
+
+
+class SharedMemoryReceiver:
+    """One endpoint rank's end; satisfies `WeightReceiver`. Tensors are views of a mapping, and only to be read.
+
+    One that is written to nevertheless changes for this process alone, and only until the next update.
+    """
+
+    def __init__(self, spec: DirectorySpec) -> None:
+        self._spec = spec
+        self._directory = Path(spec.directory)
+        self._given_up: Future[str] = Future()
+        self._ref: UpdateRef | None = None
+        self._num_received = 0
+        self._mapped: tuple[str, torch.Tensor] | None = None
+
+    def join(self) -> None:
+        """See `WeightReceiver.join`."""
+        if self._given_up.done():
+            raise TransferError(self._given_up.result())
+        try:
+            with regular_file(self._directory, "lock", is_private=True):
+                return
+        except FileNotFoundError as error:
+            raise TransferError(
+                f"joining the weight group failed: {self._directory} is not there; endpoint and trainer have to be on "
+                "one host and see one /dev/shm"
+            ) from error
+
+    def begin(self, ref: UpdateRef) -> None:
+        """See `WeightReceiver.begin`."""
+        self._ref, self._num_received, self._mapped = ref, 0, None
+
+    def receive(self, specs: Sequence[TensorSpec], timeout_s: float) -> list[torch.Tensor]:
+        """See `WeightReceiver.receive`."""
+        index, ref = self._num_received, self._ref
+        if ref is None:
+            raise TransferError("receiving a bucket failed: no update has begun")
+        self._num_received += 1
+        attempt = Attempt(f"receiving bucket {index} of version {ref.version}", timeout_s, self._given_up)
+        size_bytes = sum(spec.size_bytes for spec in specs)
+        name = _record_name(ref, index)
+        attempt.reason = f"{self._directory / name} is not there"
+        while True:
+            attempt.remaining_s()
+            try:
+                return unpack(self._flat(name, ref, index, size_bytes, attempt), specs)
+            except FileNotFoundError:
+                attempt.pause()
+            except (OSError, ValueError) as error:  # mapping failed
+                raise attempt.failed(error) from error
+
+    def abort(self) -> None:
+        """See `WeightReceiver.abort`."""
+        give_up(self._given_up)
+        self._mapped = None
+
+    def _flat(self, name: str, ref: UpdateRef, index: int, size_bytes: int, attempt: Attempt) -> torch.Tensor:
+        """Return the bytes of a bucket, uint8. Raises `FileNotFoundError` if it is not there."""
+        path = self._directory / name
+        record = parsed(
+            _Record, read_text(self._directory, name, max_bytes=_MAX_RECORD_BYTES, is_private=True), where=path
+        )
+        if (record.ref, record.index) != (ref, index):
+            raise attempt.failed(f"{path} is of bucket {record.index} of another update: {record.ref}")
+        if record.size_bytes != size_bytes:
+            raise attempt.failed(f"{record.size_bytes} bytes are stored, {size_bytes} were announced")
+        if size_bytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        if self._mapped is None or self._mapped[0] != record.arena:
+            self._mapped = (record.arena, self._mapping(record, attempt))
+        mapped = self._mapped[1]
+        if mapped.numel() < record.offset + size_bytes:
+            raise attempt.failed(f"{self._directory / record.arena} is truncated: it has {mapped.numel()} bytes")
+        return mapped[record.offset : record.offset + size_bytes]
+
+    def _mapping(self, record: _Record, attempt: Attempt) -> torch.Tensor:
+        """Return the arena, mapped so that nothing written here reaches it."""
+        with regular_file(self._directory, record.arena, is_private=True) as (fd, file_bytes):
+            if file_bytes < record.offset + record.size_bytes:
+                raise attempt.failed(f"{self._directory / record.arena} is truncated: it has {file_bytes} bytes")
+            return torch.frombuffer(mmap.mmap(fd, file_bytes, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+
+
+def _memory() -> Path:
+    """Return the directory whose files are memory of this host, or the next best one."""
+    shm = Path("/dev/shm")
+    return shm if os.access(shm, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
+
+
+def _record_name(ref: UpdateRef, index: int) -> str:
+    return f"{session_name(ref)}.{index:05d}.json"
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // _PAGE) * _PAGE

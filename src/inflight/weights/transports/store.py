@@ -1,0 +1,208 @@
+"""What the transports that store buckets share: names of files, opening them with care, deadlines, memory that is lent.
+
+Knows nothing of formats, and nothing of how the bytes get there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import stat
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, InvalidStateError
+from pathlib import Path
+from typing import TypeVar
+from urllib.parse import quote
+
+import torch
+from pydantic import ValidationError
+
+from inflight.errors import TransferError
+from inflight.weights.threads import run_unless
+from inflight.wire import UpdateRef, WireModel
+
+GRACE_S = 0.5
+"""How long a call that watches its own deadline is waited for beyond it: its words say more than those of a wait."""
+
+PIECE_BYTES = 16 << 20
+"""Bytes that are moved between two looks at the deadline."""
+
+_POLL_S = 0.003
+_LONGEST_NAME = 200  # file systems take 255 bytes, and temporary names are longer
+_GIVEN_UP = "the weight group was given up"
+
+T = TypeVar("T")
+M = TypeVar("M", bound=WireModel)
+
+
+def run_name(run_id: str) -> str:
+    """Return the directory name of a run: its id, quoted; with a digest in place of what would be too long."""
+    name = quote(run_id, safe="")
+    name = f"%2E{name[1:]}" if name.startswith(".") else name
+    if len(name) <= _LONGEST_NAME:
+        return name
+    return f"{name[:100]}~{hashlib.sha256(run_id.encode()).hexdigest()}"
+
+
+def session_name(ref: UpdateRef) -> str:
+    """Return the name of an update within its run: ``VERSION-SESSION``, ``VERSION`` without a session's name."""
+    return f"{ref.version}-{ref.session_id}" if ref.session_id else f"{ref.version}"
+
+
+class Attempt:
+    """One blocking call: what it does, until when it may, and whether its group was given up meanwhile.
+
+    ``reason`` is what the error says if it is not done in time.
+    """
+
+    def __init__(self, what: str, timeout_s: float, given_up: Future[str]) -> None:
+        self.what = what
+        self.reason = "not done"
+        self._timeout_s = timeout_s
+        self._given_up = given_up
+        self._deadline = time.monotonic() + timeout_s
+
+    def remaining_s(self) -> float:
+        """Return how many seconds are left. Raises `TransferError` if there are none, or the group was given up."""
+        if self._given_up.done():
+            raise TransferError(self._given_up.result())
+        remaining_s = self._deadline - time.monotonic()
+        if remaining_s <= 0:
+            raise self.failed(f"{self.reason} after {self._timeout_s:g} s")
+        return remaining_s
+
+    def pause(self, pause_s: float = _POLL_S) -> None:
+        """Wait that long, or for what is left. Raises as `remaining_s`."""
+        with contextlib.suppress(TimeoutError):
+            self._given_up.result(min(pause_s, self.remaining_s()))
+        self.remaining_s()
+
+    def failed(self, reason: object) -> TransferError:
+        """Return the error for a failure of this call."""
+        return TransferError(f"{self.what} failed: {reason}")
+
+    def run(self, call: Callable[[], T]) -> T:
+        """Return what ``call`` returns; it is left behind where a file system or a server keeps it for too long."""
+
+        def translated() -> T:
+            try:
+                return call()
+            except OSError as error:
+                raise self.failed(error) from error
+
+        return run_unless(self._given_up, translated, self.what, self.remaining_s() + GRACE_S)
+
+
+def give_up(given_up: Future[str]) -> None:
+    """End what waits for a group. Idempotent."""
+    with contextlib.suppress(InvalidStateError):
+        given_up.set_result(_GIVEN_UP)
+
+
+@contextlib.contextmanager
+def regular_file(directory: Path, *parts: str, is_private: bool = False) -> Iterator[tuple[int, int]]:
+    """Open a file below ``directory`` for reading; yield its descriptor and its size in bytes.
+
+    No symbolic link is followed below ``directory``, and what is not a regular file is refused. Where the file is
+    private, only this user (or root) may own it and be able to reach it. Raises `FileNotFoundError`, `TransferError`.
+    """
+    path = directory.joinpath(*parts)
+    with contextlib.ExitStack() as stack:
+
+        def enter(name: str | Path, flags: int, above: int | None) -> int:
+            try:
+                fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | flags, dir_fd=above)
+            except FileNotFoundError:
+                raise
+            except OSError as error:  # a symbolic link, too
+                raise TransferError(f"{path} cannot be opened: {error.strerror} ({name})") from error
+            stack.callback(os.close, fd)
+            return fd
+
+        fd = enter(directory, os.O_DIRECTORY | (os.O_NOFOLLOW if is_private else 0), None)
+        if is_private and (_is_foreign(fd) or os.fstat(fd).st_mode & 0o077):
+            raise TransferError(f"{directory} is not private to this user")
+        for part in parts[:-1]:
+            fd = enter(part, os.O_DIRECTORY | os.O_NOFOLLOW, fd)
+        fd = enter(parts[-1], os.O_NOFOLLOW | os.O_NONBLOCK, fd)
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise TransferError(f"{path} is not a regular file")
+        if is_private and _is_foreign(fd):
+            raise TransferError(f"{path} belongs to user {status.st_uid}, not to this one")
+        yield fd, status.st_size
+
+
+def _is_foreign(fd: int) -> bool:
+    return os.fstat(fd).st_uid not in (os.geteuid(), 0)
+
+
+def read_text(directory: Path, *parts: str, max_bytes: int, is_private: bool = False) -> bytes:
+    """Return the contents of a file. Raises `FileNotFoundError`, or `TransferError` if it is longer than allowed."""
+    with regular_file(directory, *parts, is_private=is_private) as (fd, size_bytes):
+        if size_bytes > max_bytes:
+            raise TransferError(f"{directory.joinpath(*parts)} has {size_bytes} bytes, at most {max_bytes} are read")
+        with open(fd, "rb", closefd=False) as file:
+            return file.read(max_bytes)
+
+
+def parsed(model: type[M], text: bytes, where: object) -> M:
+    """Return a message that was stored. Raises `TransferError` that says ``where`` it is and what is wrong in it."""
+    try:
+        return model.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        at = ".".join(str(part) for part in first["loc"])
+        raise TransferError(f"{where} cannot be used: {at + ': ' if at else ''}{first['msg']}") from error
+
+
+def write_all(fd: int, data: memoryview, attempt: Attempt, offset: int = 0) -> None:
+    """Write ``data`` from ``offset`` on, looking at the deadline now and then."""
+    written = 0
+    while written < len(data):
+        attempt.remaining_s()
+        written += os.pwrite(fd, data[written : written + PIECE_BYTES], offset + written)
+
+
+def read_all(fd: int, data: memoryview, attempt: Attempt, offset: int = 0) -> None:
+    """Fill ``data`` from ``offset`` on. Raises `TransferError` if the file ends before."""
+    done = 0
+    while done < len(data):
+        attempt.remaining_s()
+        num_read = os.preadv(fd, [data[done : done + PIECE_BYTES]], offset + done)
+        if num_read == 0:
+            raise attempt.failed(f"the file ends at byte {offset + done}, {len(data) - done} bytes too early")
+        done += num_read
+
+
+def bytes_of(flat: torch.Tensor) -> memoryview:
+    """Return the memory of a uint8 tensor on the CPU."""
+    return flat.numpy().data
+
+
+class LentBuffers:
+    """Memory that tensors are received into, kept from one update to the next.
+
+    Pages that the system hands out anew cost more time than the copy itself.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[torch.Tensor] = []
+        self._lent: list[torch.Tensor] = []
+
+    def take(self, size_bytes: int) -> torch.Tensor:
+        """Return memory of that size that nobody uses, uint8. It does not come back unless it is lent."""
+        for i, buffer in enumerate(self._free):
+            if buffer.numel() == size_bytes:
+                return self._free.pop(i)
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+    def lend(self, flat: torch.Tensor) -> None:
+        """Note that ``flat`` was filled and is in use until `take_back`."""
+        self._lent.append(flat)
+
+    def take_back(self) -> None:
+        """Take back what was lent; what was not needed since the last time is returned to the system."""
+        self._free, self._lent = self._lent, []

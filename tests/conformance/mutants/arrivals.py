@@ -1,0 +1,222 @@
+"""Faults of what arrives: damage overlooked, tensors left out or decoded wrongly, and stores read or kept wrongly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import inflight.weights.float8
+from inflight.local.endpoint import LocalEndpoint
+from inflight.weights.float8 import decode_float8, payload_size
+from inflight.weights.packing import pack, unpack
+from inflight.wire import BucketTransfer, TensorSpec, TransportSpec, UpdateRef, WeightUpdate
+from tests.conformance.mutants.mutant import Mutant
+
+
+def overlooks_damage(endpoint: LocalEndpoint) -> LocalEndpoint:
+    faulty: Any = endpoint
+
+    async def receive(bucket: BucketTransfer) -> None:
+        await LocalEndpoint.receive_weights(endpoint, bucket.model_copy(update={"checksum": None}))
+
+    faulty.receive_weights = receive
+    return endpoint
+
+
+def clears_frozen_tensors(endpoint: LocalEndpoint) -> LocalEndpoint:
+    engine: Any = endpoint._engine
+    own = engine.load
+
+    def load(tensors: Any, *others: Any) -> None:
+        arrived = dict(tensors)
+        with torch.no_grad():
+            for name, parameter in engine._model.named_parameters():
+                if name not in arrived:
+                    parameter.zero_()
+        own(arrived.items(), *others)
+
+    engine.load = load
+    return endpoint
+
+
+def freezes_what_is_missing(endpoint: LocalEndpoint) -> LocalEndpoint:
+    session: Any = endpoint._updates._session
+    own = session._reason_to_refuse
+
+    def reason(update: WeightUpdate) -> str | None:
+        text: str | None = own(update)
+        return None if update.manifest.frozen and text is not None and "are missing" in text else text
+
+    session._reason_to_refuse = reason
+    return endpoint
+
+
+def decoding(decoded: Callable[..., torch.Tensor]) -> Callable[[LocalEndpoint], LocalEndpoint]:
+    """Another way to decode a bucket: takes the staging, its own way, and that one's arguments."""
+
+    def infect(endpoint: LocalEndpoint) -> LocalEndpoint:
+        intake: Any = endpoint._intake
+        begin = intake.begin
+
+        def faulty(update: WeightUpdate) -> None:
+            begin(update)
+            staging = intake._staging
+            own = staging._decoded
+            staging._decoded = lambda *arguments: decoded(staging, own, *arguments)
+
+        intake.begin = faulty
+        return endpoint
+
+    return infect
+
+
+def halves_taken_for_float16(
+    staging: Any, own: Any, transfer: BucketTransfer, bucket: Any, specs: Sequence[TensorSpec], payload: torch.Tensor
+) -> torch.Tensor:
+    if transfer.encoding != "bfloat16":
+        arrived: torch.Tensor = own(transfer, bucket, specs, payload)
+        return arrived
+    halves = unpack(payload, [spec.model_copy(update={"dtype": "float16"}) for spec in specs])
+    return pack([half.to(getattr(torch, spec.dtype)) for half, spec in zip(halves, specs, strict=True)])
+
+
+def without_scales(endpoint: LocalEndpoint) -> LocalEndpoint:
+    def decode(payload: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        num_rows, num_columns = payload.numel() and (int(torch.Size(shape[:-1]).numel()), shape[-1])
+        num_scales = num_rows * -(-num_columns // inflight.weights.float8.BLOCK)
+        changed = payload.clone()
+        changed[payload_size(shape) - 4 * num_scales :].view(torch.float32).fill_(1.0)
+        return decode_float8(changed, shape, dtype)
+
+    inflight.weights.float8.decode_float8 = decode
+    return endpoint
+
+
+def passes_over_deltas(staging: Any, own: Any, transfer: BucketTransfer, bucket: Any, *others: Any) -> torch.Tensor:
+    if transfer.encoding == "delta":
+        base: torch.Tensor = staging._base.flats[bucket.index]
+        return base
+    arrived: torch.Tensor = own(transfer, bucket, *others)
+    return arrived
+
+
+def leaves_aborted_deltas(staging: Any, own: Any, *arguments: Any) -> torch.Tensor:
+    arrived: torch.Tensor = own(*arguments)
+    staging._undos.clear()
+    return arrived
+
+
+def takes_any_base(endpoint: LocalEndpoint) -> LocalEndpoint:
+    faulty: Any = endpoint
+
+    async def request(update: WeightUpdate) -> None:
+        if update.base is not None:
+            kept = endpoint._intake.kept
+            changes = {"base": kept} if kept is not None else {"base": None, "encodings": ()}
+            update = update.model_copy(update=changes)
+        await LocalEndpoint.request_weight_update(endpoint, update)
+
+    faulty.request_weight_update = request
+    return endpoint
+
+
+def serves_from_the_store(endpoint: LocalEndpoint) -> LocalEndpoint:
+    engine: Any = endpoint._engine
+    own = engine.load
+
+    def load(tensors: Any, *others: Any) -> None:
+        arrived = list(tensors)
+        own(arrived, *others)
+        parameters = dict(engine._model.named_parameters())
+        for name, tensor in arrived:
+            parameters[name].data = tensor
+
+    engine.load = load
+    return endpoint
+
+
+def receiving(change: Callable[[Any], None]) -> Callable[[LocalEndpoint], LocalEndpoint]:
+    """Another receiver of a transport that stores."""
+
+    def infect(endpoint: LocalEndpoint) -> LocalEndpoint:
+        intake: Any = endpoint._intake
+        own = intake._make_receiver
+
+        def make(spec: TransportSpec) -> Any:
+            receiver = own(spec)
+            change(receiver)
+            return receiver
+
+        intake._make_receiver = make
+        return endpoint
+
+    return infect
+
+
+def always_the_first_file(receiver: Any) -> None:
+    receive = receiver.receive
+
+    def faulty(*arguments: Any) -> list[torch.Tensor]:
+        if hasattr(receiver, "_num_received"):
+            receiver._num_received = 0
+        found: list[torch.Tensor] = receive(*arguments)
+        return found
+
+    receiver.receive = faulty
+
+
+def always_the_first_update(receiver: Any) -> None:
+    begin, first = receiver.begin, []
+
+    def faulty(ref: UpdateRef) -> None:
+        first.append(ref)
+        begin(first[0])
+
+    receiver.begin = faulty
+
+
+def without_the_token(endpoint: LocalEndpoint) -> LocalEndpoint:
+    faulty: Any = endpoint
+
+    async def join(spec: TransportSpec) -> None:
+        if spec.backend == "http":
+            spec = spec.model_copy(update={"token": "none"})
+        await LocalEndpoint.init_process_group(endpoint, spec)
+
+    faulty.init_process_group = join
+    return endpoint
+
+
+MUTANTS = (
+    Mutant("damage overlooked", "U-14", "Checksums are not compared.", overlooks_damage),
+    Mutant("frozen tensors cleared", "U-15", "What is not sent is zero after the update.", clears_frozen_tensors),
+    Mutant("missing counted as frozen", "U-15", "What is not sent counts as frozen.", freezes_what_is_missing),
+    Mutant(
+        "bfloat16 taken for float16",
+        "U-16",
+        "What travelled as bfloat16 is decoded as float16.",
+        decoding(halves_taken_for_float16),
+    ),
+    Mutant("float8 without scales", "U-17", "The scales of float8 are not looked at.", without_scales),
+    Mutant(
+        "deltas passed over", "U-18", "A delta is acknowledged, and its base is loaded.", decoding(passes_over_deltas)
+    ),
+    Mutant("aborted delta stays", "U-18", "An aborted delta stays in its base.", decoding(leaves_aborted_deltas)),
+    Mutant("any base accepted", "U-19", "A delta is taken to be relative to whatever was kept.", takes_any_base),
+    Mutant(
+        "served from the store",
+        "U-60",
+        "The model computes with the memory that weights arrived in.",
+        serves_from_the_store,
+    ),
+    Mutant("first file only", "U-61", "Every bucket is read from the first file.", receiving(always_the_first_file)),
+    Mutant(
+        "first update only",
+        "U-61",
+        "Of each group, the first update is read again and again.",
+        receiving(always_the_first_update),
+    ),
+    Mutant("token left out", "U-62", "What http serves is asked for with another token.", without_the_token),
+)

@@ -1,0 +1,167 @@
+"""Faults of updates that are staged, of sessions that have names, and of trainers that are replaced."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from inflight.local.endpoint import LocalEndpoint
+from inflight.wire import BucketTransfer, InFlightPolicy, TransportSpec, UpdateRef, WeightUpdate, WeightVersion
+from tests.conformance.mutants.control import end_what_is_open
+from tests.conformance.mutants.faults import applies_as_they_arrive
+from tests.conformance.mutants.mutant import Mutant
+from tests.conformance.mutants.patches import announcing
+
+
+def says_held_while_staging(endpoint: LocalEndpoint) -> LocalEndpoint:
+    faulty: Any = endpoint
+
+    async def request(update: WeightUpdate) -> None:
+        await LocalEndpoint.request_weight_update(endpoint, update)
+        if update.staged:
+            await faulty._in_engine(lambda: faulty._engine.hold(InFlightPolicy.KEEP, lambda: None))
+
+    faulty.request_weight_update = request
+    return endpoint
+
+
+def ends_requests_with_a_staged_update(endpoint: LocalEndpoint) -> LocalEndpoint:
+    session: Any = endpoint._updates._session
+    own = session.abort
+
+    def abort(*, torn: bool = False) -> None:
+        is_staged = session.update is not None and session.update.staged
+        own(torn=torn)
+        if is_staged:
+            endpoint._engine.call(endpoint._engine.cancel_all)
+
+    session.abort = abort
+    return endpoint
+
+
+def stages_for_ever(endpoint: LocalEndpoint) -> LocalEndpoint:
+    return announcing(lambda update: {"lease_s": 3600.0} if update.staged else {})(endpoint)
+
+
+def asking(method: str, answer: Callable[[Any], bool]) -> Callable[[LocalEndpoint], LocalEndpoint]:
+    """Another answer of the session to what it remembers."""
+
+    def infect(endpoint: LocalEndpoint) -> LocalEndpoint:
+        setattr(endpoint._updates._session, method, answer)
+        return endpoint
+
+    return infect
+
+
+def forgets_what_is_over(endpoint: LocalEndpoint) -> LocalEndpoint:
+    session: Any = endpoint._updates._session
+    session._over = deque(maxlen=0)
+    return endpoint
+
+
+def tells_sessions_by_version(endpoint: LocalEndpoint) -> LocalEndpoint:
+    faulty: Any = endpoint
+
+    async def abort(ref: UpdateRef) -> WeightVersion:
+        if (await endpoint.weight_version()).updating_to != ref.version:
+            return await LocalEndpoint.abort_weight_update(endpoint, ref)
+        update = endpoint._updates.session.update
+        assert update is not None
+        return await LocalEndpoint.abort_weight_update(endpoint, update.ref)
+
+    faulty.abort_weight_update = abort
+    return endpoint
+
+
+def any_epoch(endpoint: LocalEndpoint) -> LocalEndpoint:
+    session: Any = endpoint._updates._session
+
+    def fence(run_id: str, epoch: int) -> None:
+        session._owner, session._epoch = run_id, epoch
+
+    session.fence = fence
+    return endpoint
+
+
+def fenced_too_late(endpoint: LocalEndpoint) -> LocalEndpoint:
+    faulty: Any = endpoint
+
+    async def join(spec: TransportSpec) -> None:
+        await end_what_is_open(endpoint, spec.run_id)
+        await LocalEndpoint.init_process_group(endpoint, spec)
+
+    faulty.init_process_group = join
+    return endpoint
+
+
+def receives_again(endpoint: LocalEndpoint) -> LocalEndpoint:
+    faulty: Any = endpoint
+    arrived: set[tuple[UpdateRef, int]] = set()
+
+    async def receive(bucket: BucketTransfer) -> None:
+        key = (bucket.ref, bucket.bucket_index)
+        if key in arrived:
+            await asyncio.sleep(bucket.timeout_s)
+        await LocalEndpoint.receive_weights(endpoint, bucket)
+        arrived.add(key)
+
+    faulty.receive_weights = receive
+    return endpoint
+
+
+MUTANTS = (
+    Mutant(
+        "staged update holds",
+        "E-45",
+        "A staged update holds sampling when it is requested.",
+        says_held_while_staging,
+    ),
+    Mutant(
+        "staged update not staged",
+        "E-45",
+        "What is asked to be staged is not.",
+        announcing(lambda _: {"staged": False}),
+    ),
+    Mutant(
+        "staged weights applied as they arrive",
+        "E-45",
+        "The buckets of a staged update go into the model that is sampled from.",
+        applies_as_they_arrive,
+    ),
+    Mutant(
+        "requests end with a staged update",
+        "E-46",
+        "The end of a staged update ends running requests.",
+        ends_requests_with_a_staged_update,
+    ),
+    Mutant("staged update without a lease", "E-46", "A staged update stays open until it is ended.", stages_for_ever),
+    Mutant(
+        "repeated request refused",
+        "E-47",
+        "An update that is announced again is refused: one is open.",
+        asking("is_open", lambda _: False),
+    ),
+    Mutant(
+        "repeated commit refused",
+        "E-47",
+        "A commit that is repeated is refused: nothing is open.",
+        asking("is_served", lambda _: False),
+    ),
+    Mutant("repeated bucket awaited", "E-47", "A bucket that has arrived is awaited again.", receives_again),
+    Mutant("forgets what is over", "E-48", "An aborted session may be requested again.", forgets_what_is_over),
+    Mutant(
+        "late abort ends another session",
+        "E-48",
+        "An abort looks at the version, not at the session.",
+        tells_sessions_by_version,
+    ),
+    Mutant("any epoch accepted", "E-49", "Who called last owns the run, whatever its epoch.", any_epoch),
+    Mutant(
+        "fenced too late",
+        "E-49",
+        "A call of an earlier epoch ends the open update before it is refused.",
+        fenced_too_late,
+    ),
+)

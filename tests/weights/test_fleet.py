@@ -1,0 +1,145 @@
+"""The health of a fleet: who is left out, who is asked again, and that nobody is healthy without an applied publish."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from inflight.errors import ConfigError, FencedError, PublishError
+from inflight.types import Outcome
+from inflight.weights.fleet import Fleet, MemberState, StateChange
+from inflight.weights.publisher import WeightPublisher
+from tests.servers import TOKEN, ServerProcess
+from tests.weights.workers import PlainWorker, assert_serves, checkpoint, weight_version
+
+Connect = Callable[..., WeightPublisher]
+Start = Callable[..., ServerProcess]
+
+
+@pytest.fixture
+def worker(model_dir: Path) -> PlainWorker:
+    return PlainWorker(checkpoint(model_dir), 0)
+
+
+def publish(fleet: Fleet, worker: PlainWorker, deadline_s: float = 20.0) -> dict[str, Outcome]:
+    """Publish the next version; returns the outcomes."""
+    worker.version += 1
+    report = fleet.publish(worker, deadline_s=deadline_s)
+    assert report is not None
+    return {part.endpoint: part.outcome for part in report.endpoints}
+
+
+@pytest.mark.parametrize("backend", ["gloo", "http"])
+def test_who_dies_is_left_out_and_is_healthy_again_only_with_the_present_version(
+    backend: str, connect: Connect, start_server: Start, model_dir: Path, worker: PlainWorker
+) -> None:
+    steady, fickle, late = (start_server(model_dir) for _ in range(3))
+    fleet = Fleet(connect(steady, fickle, backend=backend), token=TOKEN)
+    assert set(fleet.states.values()) == {MemberState.JOINING}
+    publish(fleet, worker)
+    assert fleet.healthy == (steady.url, fickle.url)
+
+    fickle.kill()
+    publish(fleet, worker)
+    assert fleet.states == {steady.url: MemberState.HEALTHY, fickle.url: MemberState.DEAD}
+    assert fleet.changes == (StateChange(fickle.url, MemberState.HEALTHY, MemberState.DEAD),)
+    assert fickle.url in fleet.notes[0]
+    assert_serves(steady, 2)
+
+    start_server(model_dir, "--port", fickle.url.rpartition(":")[2])
+    fleet.join(late.url)
+    assert fleet.states[late.url] is MemberState.JOINING
+    fleet.ask_all()
+    publish(fleet, worker)
+    assert fleet.healthy == (steady.url, fickle.url, late.url)
+    assert StateChange(late.url, None, MemberState.HEALTHY) in fleet.changes
+    assert weight_version(fickle).version == weight_version(late).version == 3
+
+    fleet.leave(steady.url)
+    publish(fleet, worker)
+    assert fleet.healthy == (fickle.url, late.url)
+    assert_serves(steady, 3)
+    with pytest.raises(ConfigError, match="is a member of this fleet already"):
+        fleet.join(late.url)
+
+
+def test_who_is_silent_is_a_suspect_and_asked_once_more_before_it_counts_as_dead(
+    connect: Connect, start_server: Start, model_dir: Path, worker: PlainWorker
+) -> None:
+    steady, slow = start_server(model_dir), start_server(model_dir)
+    fleet = Fleet(connect(steady, slow))
+    publish(fleet, worker)
+    slow.stop_in_place()
+    publish(fleet, worker, deadline_s=2.0)
+    assert fleet.states == {steady.url: MemberState.HEALTHY, slow.url: MemberState.SUSPECT}
+    publish(fleet, worker)
+    assert fleet.states == {steady.url: MemberState.HEALTHY, slow.url: MemberState.DEAD}
+    publish(fleet, worker)  # whether its pause is over or not
+    assert fleet.states[slow.url] is MemberState.DEAD
+    assert_serves(steady, 4)
+
+
+def test_fewer_than_the_quorum_is_no_success_and_leaves_nobody_healthy_until_enough_are_back(
+    connect: Connect, start_server: Start, model_dir: Path, worker: PlainWorker
+) -> None:
+    first, second = start_server(model_dir), start_server(model_dir)
+    fleet = Fleet(connect(first, second, backend="http"), quorum=2)
+    publish(fleet, worker)
+    second.kill()
+    worker.version += 1
+    report = fleet.publish(worker, deadline_s=20.0)
+    assert report is not None and not report.succeeded
+    assert fleet.healthy == ()
+    assert fleet.states == {first.url: MemberState.JOINING, second.url: MemberState.DEAD}
+    assert weight_version(first).version == 1
+    start_server(model_dir, "--port", second.url.rpartition(":")[2])
+    fleet.ask_all()
+    assert publish(fleet, worker) == {first.url: Outcome.APPLIED, second.url: Outcome.APPLIED}
+    assert fleet.healthy == (first.url, second.url)
+
+
+def test_an_endpoint_that_is_not_there_yet_joins_when_it_is(
+    connect: Connect, start_server: Start, model_dir: Path, worker: PlainWorker
+) -> None:
+    first, late = start_server(model_dir), start_server(model_dir)
+    late.kill()
+    fleet = Fleet(connect(first), token=TOKEN)
+    fleet.join(late.url)
+    assert publish(fleet, worker) == {first.url: Outcome.APPLIED}
+    assert fleet.states[late.url] is MemberState.DEAD
+    start_server(model_dir, "--port", late.url.rpartition(":")[2])
+    fleet.ask_all()
+    assert publish(fleet, worker) == {first.url: Outcome.APPLIED, late.url: Outcome.APPLIED}
+
+
+def test_a_trainer_that_was_replaced_is_told_so_and_does_not_try_again(
+    connect: Connect, start_server: Start, model_dir: Path, worker: PlainWorker
+) -> None:
+    server = start_server(model_dir)
+    old = Fleet(connect(server, run_id="same"))
+    publish(old, worker)
+    new = Fleet(connect(server, run_id="same"))
+    publish(new, worker)
+    with pytest.raises(FencedError, match="epoch 2 has taken over"):
+        publish(old, worker)
+    publish(new, worker)
+    assert_serves(server, worker.version)
+
+
+def test_a_refusal_that_publishing_again_would_not_change_is_raised(
+    connect: Connect, start_server: Start, model_dir: Path
+) -> None:
+    server = start_server(model_dir)
+    fleet = Fleet(connect(server))
+    tensors = checkpoint(model_dir)
+    tensors.pop(next(iter(tensors)))
+    with pytest.raises(PublishError, match="refused"):
+        fleet.publish(PlainWorker(tensors, 1), deadline_s=10.0)
+    assert fleet.healthy == ()
+
+
+def test_a_quorum_is_at_least_one() -> None:
+    with pytest.raises(ConfigError, match="quorum must be at least 1, not 0"):
+        Fleet(None, quorum=0)
