@@ -80,7 +80,7 @@ class VllmEndpoint:
         self._generate_timeout_s = generate_timeout_s
         self._headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
         self._http = HttpConnection(self._url)
-        self._routes = VllmRoutes(self._http, self._url, self._headers, control_timeout_s)
+        self._routes = VllmRoutes(self._url, self._headers, control_timeout_s)
         self._engine = VllmUpdates(self._routes, lambda: len(self._running), self._probe)
         self._updates = UpdateReceiver(
             self,
@@ -420,6 +420,7 @@ class VllmEndpoint:
         """Leave the group and close the connections; the server goes on."""
         self._updates.close()
         await self._engine.aclose()
+        await self._routes.aclose()
         await self._http.aclose()
 
 

@@ -42,10 +42,13 @@ _POLL_S = 0.01
 
 
 class VllmRoutes:
-    """The control routes of one server. Raises `ProtocolError` with vLLM's own words for an answer other than 200."""
+    """The control routes of one server. Raises `ProtocolError` with vLLM's own words for an answer other than 200.
 
-    def __init__(self, http: HttpConnection, url: str, headers: dict[str, str], timeout_s: float) -> None:
-        self._http = http
+    Each call has a connection of its own: vLLM closes one after it answered status 500 on it, and does not say so.
+    """
+
+    def __init__(self, url: str, headers: dict[str, str], timeout_s: float) -> None:
+        self._http = HttpConnection(url, keeps_alive=False)
         self._url = url
         self._headers = headers
         self._timeout_s = timeout_s
@@ -65,6 +68,10 @@ class VllmRoutes:
         if not results or not all(isinstance(result, dict) for result in results):
             raise ProtocolError(f"POST /collective_rpc inflight_status answered {answer!r}", self._url)
         return list(results)
+
+    async def aclose(self) -> None:
+        """Close the connections; the server goes on."""
+        await self._http.aclose()
 
     async def _ask(self, method: str, path: str, body: Any, timeout_s: float) -> Any:
         status, answer = await self._http.ask(method, path, body, timeout_s=timeout_s, headers=self._headers)

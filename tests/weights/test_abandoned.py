@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from inflight.checkpoints import load_causal_lm
-from inflight.errors import PoisonedError, PublishError, UpdateRefusedError
+from inflight.errors import PoisonedError, PublishError, UnreachableError, UpdateRefusedError
 from inflight.local.endpoint import LocalEndpoint
 from inflight.local.engine import Engine
 from inflight.local.slots import ATTENTION_NAME, register_slot_attention
@@ -218,6 +218,25 @@ def test_weights_torn_while_applied_poison_the_endpoint_until_a_complete_update(
         completion = publisher.run(endpoint.generate, request()).completions[0]
         assert completion.logprobs == pytest.approx([-math.log(258)] * 6, abs=1e-6)
         assert [span.version for span in completion.version_spans] == [3]
+
+
+def test_weights_torn_while_applied_are_told_so_even_if_the_requests_cannot_be_ended(
+    local: Local, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the commit, which failed as if it had got no answer, would be repeated, and be refused."""
+
+    async def no_answer() -> None:
+        raise UnreachableError("the connection was closed", "local")
+
+    monkeypatch.setattr(local.endpoint, "give_up", no_answer)
+    with connected(local) as publisher:
+        local.freeze()
+        with pytest.raises(PublishError) as caught:
+            publish_weights(PlainWorker(local.tensors), publisher, deadline_s=20)
+        (report,) = caught.value.report.endpoints
+        assert (report.outcome, report.serves) == (Outcome.POISONED, None)
+        assert "applying version 1 failed" in report.detail
+        assert "could not be ended either: local: the connection was closed" in report.detail
 
 
 def test_requests_that_come_while_good_weights_are_applied_wait_and_are_not_refused(local: Local) -> None:

@@ -18,13 +18,19 @@ MAX_RESPONSE_BYTES = 256 * 1024 * 1024
 
 
 class HttpConnection:
-    """One server at ``url``, whose errors carry that name. Belongs to the event loop in which it is first used."""
+    """One server at ``url``, whose errors carry that name. Belongs to the event loop in which it is first used.
 
-    def __init__(self, url: str, *, max_response_bytes: int = MAX_RESPONSE_BYTES) -> None:
+    ``keeps_alive`` False makes each call on a connection of its own. A server that closes a connection after an error,
+    without having said so, costs the next call on it otherwise; that call may not be repeated unless it is idempotent.
+    """
+
+    def __init__(self, url: str, *, max_response_bytes: int = MAX_RESPONSE_BYTES, keeps_alive: bool = True) -> None:
         self._url = url
         self._max_response_bytes = max_response_bytes
         # Deadlines are kept around whole calls; idle connections are dropped before a server would do it.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=1.0)
+        limits = httpx.Limits(
+            max_connections=None, max_keepalive_connections=64 if keeps_alive else 0, keepalive_expiry=1.0
+        )
         self._client = httpx.AsyncClient(base_url=url, timeout=None, limits=limits, trust_env=False)
 
     async def exchange(

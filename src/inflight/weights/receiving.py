@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from inflight.contracts import WeightReceiver
 from inflight.errors import (
+    InflightError,
     PoisonedError,
     TransferError,
     UnsupportedError,
@@ -413,8 +414,12 @@ class UpdateReceiver:
             await self._engine.apply(update)
         except Exception as error:  # whatever it is, the engine may hold a part of the update
             self._session.abort()
-            await self._engine.give_up()
-            return PoisonedError(f"applying version {update.version} failed: {type(error).__name__}: {error}")
+            problem = f"applying version {update.version} failed: {type(error).__name__}: {error}"
+            try:
+                await self._engine.give_up()
+            except InflightError as lost:  # torn it is in any case
+                problem += f". Its requests could not be ended either: {lost}"
+            return PoisonedError(problem)
         self._session.committed()
         self._intake.committed()
         return None
