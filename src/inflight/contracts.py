@@ -312,6 +312,19 @@ class WeightReceiver(Protocol):
 
 
 @runtime_checkable
+class ReceivesAhead(Protocol):
+    """What a `WeightReceiver` may offer besides: the next bucket travels while the one that arrived is compared."""
+
+    @abstractmethod
+    def receive_ahead(self, specs: Sequence[TensorSpec], timeout_s: float) -> None:
+        """Have the next bucket arrive in the background; the next `receive` returns it, or raises what went wrong.
+
+        Returns at once. At most one bucket is ahead; ``specs`` are those of that `receive`, and ``timeout_s`` is how
+        long its sender may take to begin and to end.
+        """
+
+
+@runtime_checkable
 class Task(Protocol):
     """Problems and how to score an answer. Deterministic: item i is the same in every process."""
 

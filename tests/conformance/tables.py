@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import statistics
 import tomllib
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from inflight.losses import PRESETS
+from tests.conformance.kept import ROOT, kept_rows, milliseconds
+from tests.conformance.weight_tables import WEIGHT_TABLES
 
-ROOT = Path(__file__).parents[2]
 CERTIFICATES = ROOT / "docs" / "certificates"
-RESULTS = ROOT / "benchmarks" / "results"
 
 
 def certificates() -> list[dict[str, Any]]:
@@ -67,7 +64,7 @@ def mismatch_table() -> str:
     lines += [
         f"| {row['engine']} {row['version']} | {row['dtype']} | {row['tokens']:,} | {row['k3']:.2g} | "
         f"{row['mean']:.2g} | {row['largest']:.2g} |"
-        for row in _rows("mismatch")
+        for row in kept_rows("mismatch")
     ]
     return "\n".join(lines)
 
@@ -78,15 +75,15 @@ def publish_table() -> str:
         "| engine | how | hold | gather | wire | load | first token | all | ratio (min to max) |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for row in _rows("publish"):
+    for row in kept_rows("publish"):
         for how, spans in row["spans"].items():
-            times = [_milliseconds(spans[f"{name}_s"]) for name in ("hold", "gather", "wire", "load", "first_token")]
+            times = [milliseconds(spans[f"{name}_s"]) for name in ("hold", "gather", "wire", "load", "first_token")]
             ratio = ""
             if how != "bucketed":
                 ratio = f"**{row['ratio_median']:.2f}** ({row['ratio_min']:.2f} to {row['ratio_max']:.2f})"
             lines.append(
                 f"| {row['engine']} {row['version']} | {how} | {' | '.join(times)} | "
-                f"{_milliseconds(spans['total_s'])} | {ratio} |"
+                f"{milliseconds(spans['total_s'])} | {ratio} |"
             )
     return "\n".join(lines)
 
@@ -100,7 +97,7 @@ def learning_table() -> str:
     lines += [
         f"| {row['engine'].replace('+', ' + ')} | {row['reward_first']:.3f} | {row['reward_last']:.3f} | "
         f"{row['lag_mean']:.1f}, {row['lag_max']} | {row['ess_mean']:.3f} | {row['seconds']:.0f} |"
-        for row in _rows("learning")
+        for row in kept_rows("learning")
     ]
     return "\n".join(lines)
 
@@ -127,14 +124,14 @@ def trainer_learning_table() -> str:
     lines = ["| trainer | mean reward, first ten steps | last ten | seconds |", "|---|---|---|---|"]
     lines += [
         f"| {row['trainer']} | {row['reward_first']:.3f} | {row['reward_last']:.3f} | {row['seconds']:.0f} |"
-        for row in _rows("learning", "workers")
+        for row in kept_rows("learning", "workers")
     ]
     return "\n".join(lines)
 
 
 def trainer_memory_table() -> str:
     """Return the peaks of loading and gathering, per rank."""
-    row: Any = _rows("memory", "workers")
+    row: Any = kept_rows("memory", "workers")
     lines = ["| what | way | peak of rank 0 | of rank 1 | ratio of the highest |", "|---|---|---|---|---|"]
     for stage in ("loading", "gathering"):
         for way in ("inflight", "full state dict"):
@@ -150,7 +147,7 @@ def trainer_speed_table() -> str:
         "| model | way | tokens/s of one rank | beside hand-written (quartiles) | beside accelerate (quartiles) |",
         "|---|---|---|---|---|",
     ]
-    for row in _rows("speed", "workers"):
+    for row in kept_rows("speed", "workers"):
         for way, speed in row["tokens_per_s"].items():
             cells = []
             for other in ("hand-written", "accelerate"):
@@ -176,7 +173,7 @@ def presets_table() -> str:
 
 def head_table() -> str:
     """Return time and memory of each head as shares of the naive one."""
-    shapes: Any = _rows("head", "losses")
+    shapes: Any = kept_rows("head", "losses")
     titles = [f"{s['num_targets']:,} x {s['hidden_size']:,} x {s['vocab_size']:,}" for s in shapes]
     lines = [
         f"| head | {' | '.join(titles)} |",
@@ -197,7 +194,7 @@ def head_table() -> str:
 
 def head_tile_table() -> str:
     """Return the memory of other heads beside inflight's with the same tiles."""
-    shapes: Any = _rows("head", "losses")
+    shapes: Any = kept_rows("head", "losses")
     lines = [
         "| head | targets x hidden x vocabulary | its memory | inflight's at its tile | share |",
         "|---|---|---|---|---|",
@@ -220,7 +217,7 @@ def preset_learning_table() -> str:
     lines += [
         f"| `{row['preset']}` | {row['reward_first']:.3f} | {row['reward_last']:.3f} | {row['ess_mean']:.3f} | "
         f"{row['seconds']:.0f} |"
-        for row in _rows("learning", "losses")
+        for row in kept_rows("learning", "losses")
     ]
     return "\n".join(lines)
 
@@ -229,90 +226,8 @@ def _share(ratio: float) -> str:
     return f"1/{1 / ratio:,.0f}" if ratio < 0.5 else f"{ratio:.2f}"
 
 
-def weights_spans_table() -> str:
-    """Return the spans of each transport, beside the machine's own limit."""
-    lines = [
-        "| transport | weights | sent | gather | wire | hold | load | first token | total | GB/s | limit | share |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in _rows("table", "weights"):
-        spans = {name: _milliseconds(spread["median"]) for name, spread in row["spans"].items()}
-        first = _milliseconds(row["busy"].get("first_token", {}).get("median"))
-        lines.append(
-            f"| {row['way'].replace('+', ' + ')} | {row['size_bytes'] / 1e6:,.0f} MB "
-            f"| {row['sent_bytes'] / 1e6:,.1f} MB "
-            f"| {spans['gather']} | {spans['wire']} | {spans['hold']} | {spans['load']} | {first} | {spans['total']} "
-            f"| {row['gb_per_s']:.2f} | {row['limit']}, {_milliseconds(row['limit_s']['median'])} "
-            f"| {100 * row['share_of_limit']:.0f} % |"
-        )
-    return "\n".join(lines)
-
-
-def weights_targets_table() -> str:
-    """Return what was aimed at and what was measured."""
-    largest = {row["way"]: row for row in _rows("table", "weights")}  # the last one of each way is the largest
-    gloo, shm, delta = largest["gloo"], largest["shm"], largest["gloo+delta"]
-    small: Any = _rows("small", "weights")
-    hold, copy = shm["spans"]["held"]["median"], shm["copy_s"]["median"]
-    lines = ["| what | target | measured |", "|---|---|---|"]
-    lines += [
-        f"| {what} | {target} | {measured} |"
-        for what, target, measured in (
-            (
-                "gloo, 1 GB: one bare broadcast over the whole publish",
-                "0.9 or more",
-                f"**{gloo['share_of_limit']:.2f}**, over its wire alone "
-                f"{gloo['limit_s']['median'] / gloo['spans']['wire']['median']:.2f}",
-            ),
-            (
-                "1,000 tensors of 16 KB, one by one over packed",
-                "3 or more",
-                f"**{small['ratio_median']:.1f}** ({small['ratio_min']:.1f} to {small['ratio_max']:.1f})",
-            ),
-            (
-                "shared memory, 1 GB: hold over one copy of the bytes",
-                "1.3 or less",
-                f"**{hold / copy:.2f}** ({_milliseconds(hold)} and {_milliseconds(copy)})",
-            ),
-            (
-                "delta at 2 % changed, gloo, 1 GB: bytes of it over all bytes",
-                "1/10 or less",
-                f"**1/{delta['size_bytes'] / delta['sent_bytes']:.0f}**",
-            ),
-            (
-                "the same, end to end over all of it",
-                "below 1",
-                f"**{delta['spans']['total']['median'] / gloo['spans']['total']['median']:.2f}**",
-            ),
-        )
-    ]
-    return "\n".join(lines)
-
-
-def resharding_table() -> str:
-    """Return what slices straight from rank to rank cost, beside gathering and broadcasting."""
-    rows: Any = json.loads((RESULTS / "resharding.json").read_text())["rows"]
-    ways = (("slices, straight", rows["direct"]), ("gathered on rank 0, then broadcast", rows["gathered"]))
-    lines = ["| way | bytes on the wire | seconds, median |", "|---|---|---|"]
-    lines += [
-        f"| {way} | {row['wire_bytes'] / 1e6:,.0f} MB | {statistics.median(row['seconds']):.2f} |" for way, row in ways
-    ]
-    sent = rows["direct"]["sent_bytes"].values()
-    ratio = rows["gathered / direct"]
-    return (
-        "\n".join(lines)
-        + f"\n\n{rows['trainer_ranks']} trainer ranks to {rows['server_ranks']} server ranks. The least that "
-        f"the layouts allow is {rows['lower_bound_bytes'] / 1e6:,.0f} MB; each trainer rank sends "
-        f"{min(sent) / 1e6:,.1f} to {max(sent) / 1e6:,.1f} MB. "
-        f"**{ratio['median']:.2f}** times as fast, quartiles {ratio['quartiles'][0]:.2f} to "
-        f"{ratio['quartiles'][1]:.2f}."
-    )
-
-
 TABLES = {
-    "resharding": resharding_table,
-    "weights_spans": weights_spans_table,
-    "weights_targets": weights_targets_table,
+    **WEIGHT_TABLES,
     "presets": presets_table,
     "head": head_table,
     "head_tiles": head_tile_table,
@@ -332,15 +247,6 @@ TABLES = {
 def _certificates(kind: str) -> list[dict[str, Any]]:
     found = [json.loads(file.read_text()) for file in CERTIFICATES.glob("*.json")]
     return [certificate for certificate in found if certificate["kind"] == kind]
-
-
-def _rows(what: str, benchmark: str = "engines") -> Sequence[dict[str, Any]]:
-    rows: Sequence[dict[str, Any]] = json.loads((RESULTS / f"{benchmark}.json").read_text())["rows"][what]
-    return rows
-
-
-def _milliseconds(seconds: float | None) -> str:
-    return "" if seconds is None else f"{1000 * seconds:.0f} ms"
 
 
 def _one_line(text: str) -> str:

@@ -4,6 +4,7 @@ the gathering.
 
     request (refuse or accept) -> every bucket, compared on arrival -> commit (hold, apply, go on)
 
+While the endpoints compare a bucket and answer, the next one travels already, where their transport takes it.
 Nothing is committed anywhere before all of it has arrived and was compared everywhere.
 """
 
@@ -84,7 +85,10 @@ class PublishSession:
         self._deadline_s = deadline_s
         self._started = time.monotonic()
         self._deadline = self._started + deadline_s
-        self._pending: Future[None] | None = None
+        self._pending: list[Future[None]] = []
+        self._sent: Future[None] = Future()
+        self._settled: asyncio.Event | None = None
+        self._num_travelling = 0
         self._failures: dict[str, InflightError] = {}
         self._problem = ""
         self._is_requested = False
@@ -95,6 +99,7 @@ class PublishSession:
         self._num_gathered = 0
         self._num_sent_bytes = 0
         self._gather_s = 0.0
+        self._wire_started = 0.0
         self._wire_s = 0.0
         self._hold_started: float | None = None
         self._hold_s = 0.0
@@ -116,8 +121,8 @@ class PublishSession:
                 self._publisher.end_update(is_done=len(self._active) == len(self._endpoints))
         except BaseException as error:
             if self._is_requested:
-                if self._pending is not None:
-                    self._pending.cancel()
+                for pending in self._pending:
+                    pending.cancel()
                 self._problem = f"{type(error).__name__} in the trainer"
                 self._publisher.run(self._end)
             raise
@@ -199,15 +204,18 @@ class PublishSession:
         self._publisher.run(self._request)
 
     def _push(self, parcel: _Parcel) -> None:
-        """Send a bucket while the next is gathered; waits for the one before."""
-        self._wait_for_pending()
+        """Send a bucket while the next is gathered, as soon as the one before has left."""
+        if self._pending:
+            self._sent.result()
+            self._wait_for_pending(1)
         if not self._failed:
-            self._pending = self._publisher.start(self._transfer, parcel)
+            self._sent = Future()
+            self._pending.append(self._publisher.start(self._transfer, parcel, self._sent))
 
-    def _wait_for_pending(self) -> None:
-        if self._pending is not None:
-            self._pending.result()
-            self._pending = None
+    def _wait_for_pending(self, num_left: int = 0) -> None:
+        """Return when no more than so many buckets are under way; raise what one raised that ended."""
+        while len(self._pending) > num_left:
+            self._pending.pop(0).result()
 
     def _remaining_s(self) -> float:
         return max(0.001, self._deadline - time.monotonic())
@@ -267,27 +275,43 @@ class PublishSession:
                 self._fenced = error
             raise
 
-    async def _transfer(self, parcel: _Parcel) -> None:
-        """Bring one bucket to every endpoint."""
-        started = time.monotonic()
-        timeout_s = self._remaining_s()
-        transfer = parcel.transfer.model_copy(update={"timeout_s": timeout_s})
-        try:
-            if self._publisher.sender.is_collective:
-                await self._broadcast(parcel, transfer, timeout_s)
-            else:
-                await self._store(parcel, transfer, timeout_s)
-        finally:
-            self._wire_s += time.monotonic() - started
+    async def _transfer(self, parcel: _Parcel, sent: Future[None]) -> None:
+        """Bring one bucket to every endpoint: it leaves at once, and is asked for when the one before is settled.
 
-    async def _broadcast(self, parcel: _Parcel, transfer: BucketTransfer, timeout_s: float) -> None:
-        """Send one bucket while every endpoint receives it; the first failure, or the deadline, ends the session."""
+        ``sent`` is done when the bucket's memory is free, or the session has failed.
+        """
+        before, mine = self._settled, asyncio.Event()
+        self._settled = mine
+        if self._num_travelling == 0:
+            self._wire_started = time.monotonic()
+        self._num_travelling += 1
+        timeout_s = self._remaining_s()
+        sending = asyncio.ensure_future(self._send(parcel, timeout_s))
+        sending.add_done_callback(lambda _: sent.set_result(None))
+        try:
+            if before is not None:
+                await before.wait()
+            if not self._failed:
+                transfer = parcel.transfer.model_copy(update={"timeout_s": self._remaining_s()})
+                await (self._broadcast if self._publisher.sender.is_collective else self._store)(sending, transfer)
+        except BaseException:
+            self._failed = True  # the training thread hears of it by the future of this call
+            raise
+        finally:
+            self._num_travelling -= 1
+            if self._num_travelling == 0:
+                self._wire_s += time.monotonic() - self._wire_started
+            mine.set()
+            await _cancelled([sending])
+
+    async def _broadcast(self, sending: asyncio.Future[None], transfer: BucketTransfer) -> None:
+        """Have every endpoint receive a bucket that is being sent; the first failure, or the deadline, ends it all."""
         receiving = [
             asyncio.ensure_future(self._ask(e, lambda e: e.receive_weights(transfer))) for e in self._endpoints
         ]
-        calls = [asyncio.ensure_future(self._send(parcel, timeout_s)), *receiving]
+        calls = [sending, *receiving]
         try:
-            done, pending = await asyncio.wait(calls, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+            done, pending = await asyncio.wait(calls, timeout=transfer.timeout_s, return_when=asyncio.FIRST_EXCEPTION)
         finally:
             await _cancelled(calls)
         _raise_what_is_no_answer(calls)
@@ -298,11 +322,11 @@ class PublishSession:
             )
             await self._end()
 
-    async def _store(self, parcel: _Parcel, transfer: BucketTransfer, timeout_s: float) -> None:
-        """Store one bucket, then have every endpoint read it; who fails is left behind, if the others are enough."""
+    async def _store(self, sending: asyncio.Future[None], transfer: BucketTransfer) -> None:
+        """Have every endpoint read a bucket once it is stored; who fails is left behind, if the others are enough."""
         try:
-            async with asyncio.timeout(timeout_s):
-                await self._send(parcel, timeout_s)
+            async with asyncio.timeout(transfer.timeout_s):
+                await sending
         except (TimeoutError, InflightError) as error:
             why = str(error) or f"the deadline of {self._deadline_s:g} s passed"
             self._problem = f"bucket {transfer.bucket_index} of {len(self._update.buckets)} was not stored: {why}"

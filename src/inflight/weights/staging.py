@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from inflight.contracts import WeightReceiver
+from inflight.contracts import ReceivesAhead, WeightReceiver
 from inflight.errors import TransferError, UpdateRefusedError
 from inflight.weights.checksums import checksum
 from inflight.weights.delta import Patch, decode_delta, element_runs
@@ -58,6 +58,7 @@ class Staging:
         if size_bytes > bucket.size_bytes:
             raise TransferError(f"bucket {bucket.index} would travel as {size_bytes} bytes, more than its own")
         (payload,) = receiver.receive((payload_spec(size_bytes),), transfer.timeout_s)
+        self._receive_ahead(receiver, bucket.index + 1, transfer.timeout_s)
         if transfer.checksum is not None and (found := checksum(payload.cpu())) != transfer.checksum:
             raise TransferError(
                 f"bucket {bucket.index} was damaged on its way: its XXH3-128 is {found}, {transfer.checksum} was "
@@ -67,6 +68,14 @@ class Staging:
             if self._is_dropped:  # given up meanwhile: its base may be another update's already
                 raise TransferError("the update ended meanwhile")
             self._flats.append(self._decoded(transfer, bucket, tensors, payload))
+
+    def _receive_ahead(self, receiver: WeightReceiver, index: int, timeout_s: float) -> None:
+        """Have the next bucket travel while this one is compared, where its size is known before it is announced."""
+        update = self._update
+        if not isinstance(receiver, ReceivesAhead) or update.encodings or index == len(update.buckets):
+            return
+        # Until the lease ends the publisher may take its time to go on.
+        receiver.receive_ahead((payload_spec(update.buckets[index].size_bytes),), update.lease_s + timeout_s)
 
     def _decoded(
         self, transfer: BucketTransfer, bucket: BucketSpec, tensors: Sequence[TensorSpec], payload: torch.Tensor

@@ -48,8 +48,18 @@ def run_unless(given_up: Future[str], call: Callable[[], T], name: str, timeout_
 
     Raises `TransferError` then; the call goes on by itself and its result is dropped.
     """
+    return result_unless(given_up, started(call, name), name, timeout_s)
+
+
+def started(call: Callable[[], T], name: str) -> Future[T]:
+    """Return what will be the result of ``call``, which runs in a thread of its own from now on."""
     result: Future[T] = Future()
     threading.Thread(target=_settle, args=(result, call), name=name, daemon=True).start()
+    return result
+
+
+def result_unless(given_up: Future[str], result: Future[T], name: str, timeout_s: float | None = None) -> T:
+    """Return the result of what was `started`, or raise as `run_unless` does."""
     waited_for: list[Future[Any]] = [result, given_up]
     wait(waited_for, timeout_s, return_when=FIRST_COMPLETED)
     if not result.done():

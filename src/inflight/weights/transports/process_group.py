@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ from inflight.errors import TransferError
 from inflight.types import WeightBucket
 from inflight.weights.packing import pack, unpack
 from inflight.weights.session import transfer_failed
-from inflight.weights.threads import run_unless
+from inflight.weights.threads import result_unless, run_unless, started
 from inflight.weights.transports.joining import GRACE_S, address_towards, host_store, join_group, meet, timeout_of
 from inflight.wire import ProcessGroupSpec, TensorSpec, UpdateRef, WeightUpdate
 
@@ -122,7 +122,9 @@ class ProcessGroupSender:
 
 
 class ProcessGroupReceiver:
-    """One endpoint rank's end; satisfies `WeightReceiver`. Tensors arrive on the CPU (gloo) or on ``device`` (NCCL).
+    """One endpoint rank's end; satisfies `WeightReceiver` and `ReceivesAhead`.
+
+    Tensors arrive on the CPU (gloo) or on ``device`` (NCCL).
 
     Memory on the CPU is kept from one update to the next, see `begin`: pages that the system hands out anew would
     lengthen the hold by more than half.
@@ -136,6 +138,7 @@ class ProcessGroupReceiver:
         self._group: Any = None
         self._free: list[torch.Tensor] = []
         self._lent: list[torch.Tensor] = []
+        self._ahead: tuple[torch.Tensor, Future[None]] | None = None
 
     def join(self) -> None:
         """See `WeightReceiver.join`."""
@@ -159,16 +162,37 @@ class ProcessGroupReceiver:
 
     def receive(self, specs: Sequence[TensorSpec], timeout_s: float) -> list[torch.Tensor]:
         """See `WeightReceiver.receive`."""
-        group = self._group
+        group, what = self._group, "receiving a bucket"
+        ahead, self._ahead = self._ahead, None
         if group is None:
             raise TransferError("no weight group is formed")
-        flat = self._buffer(sum(spec.size_bytes for spec in specs))
-        _broadcast(group, flat, timeout_s, self._given_up, "receiving a bucket")
+        size_bytes = sum(spec.size_bytes for spec in specs)
+        if ahead is None:
+            flat = self._buffer(size_bytes)
+            _broadcast(group, flat, timeout_s, self._given_up, what)
+            return unpack(flat, specs)
+        flat, arriving = ahead
+        if flat.numel() != size_bytes:
+            raise TransferError(f"{what} failed: one of {flat.numel()} bytes was due, not of {size_bytes}")
+        try:
+            result_unless(self._given_up, arriving, what, timeout_s)
+        except RuntimeError as error:
+            raise transfer_failed(error, what) from error
+        finally:
+            del ahead, arriving  # the error's traceback holds this frame, and so the group
         return unpack(flat, specs)
+
+    def receive_ahead(self, specs: Sequence[TensorSpec], timeout_s: float) -> None:
+        """See `ReceivesAhead.receive_ahead`. Does nothing on CUDA, where nothing is compared on the host."""
+        group = self._group
+        if group is None or self._spec.backend != "gloo":
+            return
+        flat = self._buffer(sum(spec.size_bytes for spec in specs))
+        self._ahead = flat, started(_broadcasting(group, flat, timeout_s), "receiving a bucket ahead")
 
     def begin(self, ref: UpdateRef) -> None:
         """See `WeightReceiver.begin`."""
-        self._free, self._lent = self._lent, []
+        self._free, self._lent, self._ahead = self._lent, [], None
 
     def _buffer(self, size_bytes: int) -> torch.Tensor:
         fitting = [i for i, buffer in enumerate(self._free) if buffer.numel() == size_bytes]
@@ -236,10 +260,19 @@ def _broadcast(group: Any, flat: torch.Tensor, timeout_s: float, given_up: Futur
         if flat.is_cuda:
             group.broadcast(flat, 0, timeout_of(timeout_s)).wait()
             torch.cuda.current_stream(flat.device).synchronize()
-        else:  # the call holds the group: dropping it would wait for the operation
-            run_unless(given_up, lambda: group.broadcast(flat, 0, timeout_of(timeout_s)).wait(), what)
+        else:
+            run_unless(given_up, _broadcasting(group, flat, timeout_s), what)
     except RuntimeError as error:
         raise transfer_failed(error, what) from error
+
+
+def _broadcasting(group: Any, flat: torch.Tensor, timeout_s: float) -> Callable[[], None]:
+    """Return a call that broadcasts. It holds the group: dropping that would wait for the operation."""
+
+    def broadcast() -> None:
+        group.broadcast(flat, 0, timeout_of(timeout_s)).wait()
+
+    return broadcast
 
 
 def _give_up(given_up: Future[str]) -> None:
