@@ -14,7 +14,6 @@ import torch
 
 from inflight.errors import ConfigError, TransferError
 from inflight.types import WeightBucket
-from inflight.weights.packing import unpack
 from inflight.weights.session import transfer_failed
 from inflight.weights.transports.bucket_files import (
     LATEST,
@@ -31,6 +30,7 @@ from inflight.weights.transports.bucket_files import (
 from inflight.weights.transports.store import (
     Attempt,
     LentBuffers,
+    StoredReceiver,
     bytes_of,
     give_up,
     parsed,
@@ -40,7 +40,7 @@ from inflight.weights.transports.store import (
     run_name,
     session_name,
 )
-from inflight.wire import DirectorySpec, TensorSpec, UpdateRef, WeightUpdate
+from inflight.wire import DirectorySpec, UpdateRef, WeightUpdate
 
 
 class FileSender:
@@ -97,15 +97,13 @@ class FileSender:
         self._store.drop()
 
 
-class FileReceiver:
+class FileReceiver(StoredReceiver):
     """One endpoint rank's end; satisfies `WeightReceiver`."""
 
     def __init__(self, spec: DirectorySpec) -> None:
+        super().__init__()
         self._spec = spec
         self._directory = Path(spec.directory)
-        self._given_up: Future[str] = Future()
-        self._ref: UpdateRef | None = None
-        self._num_received = 0
         self._buffers = LentBuffers()
 
     def join(self) -> None:
@@ -122,24 +120,14 @@ class FileReceiver:
 
     def begin(self, ref: UpdateRef) -> None:
         """See `WeightReceiver.begin`."""
-        self._ref, self._num_received = ref, 0
+        super().begin(ref)
         self._buffers.take_back()
 
-    def receive(self, specs: Sequence[TensorSpec], timeout_s: float) -> list[torch.Tensor]:
-        """See `WeightReceiver.receive`."""
-        index, ref = self._num_received, self._ref
-        if ref is None:
-            raise TransferError("receiving a bucket failed: no update has begun")
-        self._num_received += 1
-        flat = self._buffers.take(sum(spec.size_bytes for spec in specs))
-        attempt = Attempt(f"receiving bucket {index} of version {ref.version}", timeout_s, self._given_up)
+    def _received(self, ref: UpdateRef, index: int, size_bytes: int, attempt: Attempt) -> torch.Tensor:
+        flat = self._buffers.take(size_bytes)
         attempt.run(lambda: _read_bucket(self._directory, ref, index, flat, attempt))
         self._buffers.lend(flat)
-        return unpack(flat, specs)
-
-    def abort(self) -> None:
-        """See `WeightReceiver.abort`."""
-        give_up(self._given_up)
+        return flat
 
 
 def latest(directory: Path, run_id: str) -> UpdateRef | None:

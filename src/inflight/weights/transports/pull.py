@@ -14,7 +14,6 @@ import torch
 
 from inflight.errors import TransferError
 from inflight.types import WeightBucket
-from inflight.weights.packing import unpack
 from inflight.weights.session import transfer_failed
 from inflight.weights.transports.bucket_files import (
     LATEST,
@@ -34,13 +33,14 @@ from inflight.weights.transports.ranges import NotThereError, RangeClient
 from inflight.weights.transports.store import (
     Attempt,
     LentBuffers,
+    StoredReceiver,
     bytes_of,
     give_up,
     parsed,
     run_name,
     session_name,
 )
-from inflight.wire import PullSpec, TensorSpec, UpdateRef, WeightUpdate
+from inflight.wire import PullSpec, UpdateRef, WeightUpdate
 
 _OPENING_BYTES = 1 << 16
 
@@ -134,15 +134,13 @@ class PullSender:
         return self._store
 
 
-class PullReceiver:
+class PullReceiver(StoredReceiver):
     """One endpoint rank's end; satisfies `WeightReceiver`. It follows a run, too: see `latest` and `read_manifest`."""
 
     def __init__(self, spec: PullSpec) -> None:
+        super().__init__()
         self._spec = spec
         self._client = RangeClient(spec.url, spec.token)
-        self._given_up: Future[str] = Future()
-        self._ref: UpdateRef | None = None
-        self._num_received = 0
         self._buffers = LentBuffers()
 
     def join(self) -> None:
@@ -151,20 +149,14 @@ class PullReceiver:
 
     def begin(self, ref: UpdateRef) -> None:
         """See `WeightReceiver.begin`."""
-        self._ref, self._num_received = ref, 0
+        super().begin(ref)
         self._buffers.take_back()
 
-    def receive(self, specs: Sequence[TensorSpec], timeout_s: float) -> list[torch.Tensor]:
-        """See `WeightReceiver.receive`."""
-        index, ref = self._num_received, self._ref
-        if ref is None:
-            raise TransferError("receiving a bucket failed: no update has begun")
-        self._num_received += 1
-        flat = self._buffers.take(sum(spec.size_bytes for spec in specs))
-        attempt = Attempt(f"receiving bucket {index} of version {ref.version}", timeout_s, self._given_up)
+    def _received(self, ref: UpdateRef, index: int, size_bytes: int, attempt: Attempt) -> torch.Tensor:
+        flat = self._buffers.take(size_bytes)
         attempt.run(lambda: _fetch_bucket(self._client, ref, index, flat, attempt))
         self._buffers.lend(flat)
-        return unpack(flat, specs)
+        return flat
 
     def latest(self, timeout_s: float) -> UpdateRef | None:
         """Return the newest update of the run that is stored whole; None if there is none. Raises `TransferError`."""
@@ -185,7 +177,7 @@ class PullReceiver:
 
     def abort(self) -> None:
         """See `WeightReceiver.abort`."""
-        give_up(self._given_up)
+        super().abort()
         self._client.close()
 
     def _latest(self, what: str, timeout_s: float) -> UpdateRef | None:

@@ -24,12 +24,13 @@ from pydantic import Field
 
 from inflight.errors import TransferError
 from inflight.types import WeightBucket
-from inflight.weights.packing import pack, unpack
+from inflight.weights.packing import pack
 from inflight.weights.session import transfer_failed
 from inflight.weights.transports.private_directory import PrivateDirectory
 from inflight.weights.transports.store import (
     PIECE_BYTES,
     Attempt,
+    StoredReceiver,
     bytes_of,
     give_up,
     parsed,
@@ -38,7 +39,7 @@ from inflight.weights.transports.store import (
     session_name,
     write_all,
 )
-from inflight.wire import DirectorySpec, TensorSpec, UpdateRef, WeightUpdate, WireModel
+from inflight.wire import DirectorySpec, UpdateRef, WeightUpdate, WireModel
 
 _PAGE = mmap.ALLOCATIONGRANULARITY
 _MAX_RECORD_BYTES = 1 << 16
@@ -217,18 +218,16 @@ class _Arena:
         return self._mapped
 
 
-class SharedMemoryReceiver:
+class SharedMemoryReceiver(StoredReceiver):
     """One endpoint rank's end; satisfies `WeightReceiver`. Tensors are views of a mapping, and only to be read.
 
     One that is written to nevertheless changes for this process alone, and only until the next update.
     """
 
     def __init__(self, spec: DirectorySpec) -> None:
+        super().__init__()
         self._spec = spec
         self._directory = Path(spec.directory)
-        self._given_up: Future[str] = Future()
-        self._ref: UpdateRef | None = None
-        self._num_received = 0
         self._mapped: tuple[str, torch.Tensor] | None = None
 
     def join(self) -> None:
@@ -246,22 +245,16 @@ class SharedMemoryReceiver:
 
     def begin(self, ref: UpdateRef) -> None:
         """See `WeightReceiver.begin`."""
-        self._ref, self._num_received, self._mapped = ref, 0, None
+        super().begin(ref)
+        self._mapped = None
 
-    def receive(self, specs: Sequence[TensorSpec], timeout_s: float) -> list[torch.Tensor]:
-        """See `WeightReceiver.receive`."""
-        index, ref = self._num_received, self._ref
-        if ref is None:
-            raise TransferError("receiving a bucket failed: no update has begun")
-        self._num_received += 1
-        attempt = Attempt(f"receiving bucket {index} of version {ref.version}", timeout_s, self._given_up)
-        size_bytes = sum(spec.size_bytes for spec in specs)
+    def _received(self, ref: UpdateRef, index: int, size_bytes: int, attempt: Attempt) -> torch.Tensor:
         name = _record_name(ref, index)
         attempt.reason = f"{self._directory / name} is not there"
         while True:
             attempt.remaining_s()
             try:
-                return unpack(self._flat(name, ref, index, size_bytes, attempt), specs)
+                return self._flat(name, ref, index, size_bytes, attempt)
             except FileNotFoundError:
                 attempt.pause()
             except (OSError, ValueError) as error:  # mapping failed
@@ -269,7 +262,7 @@ class SharedMemoryReceiver:
 
     def abort(self) -> None:
         """See `WeightReceiver.abort`."""
-        give_up(self._given_up)
+        super().abort()
         self._mapped = None
 
     def _flat(self, name: str, ref: UpdateRef, index: int, size_bytes: int, attempt: Attempt) -> torch.Tensor:

@@ -10,7 +10,8 @@ import hashlib
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
 from typing import TypeVar
@@ -20,8 +21,9 @@ import torch
 from pydantic import ValidationError
 
 from inflight.errors import TransferError
+from inflight.weights.packing import unpack
 from inflight.weights.threads import run_unless
-from inflight.wire import UpdateRef, WireModel
+from inflight.wire import TensorSpec, UpdateRef, WireModel
 
 GRACE_S = 0.5
 """How long a call that watches its own deadline is waited for beyond it: its words say more than those of a wait."""
@@ -206,3 +208,33 @@ class LentBuffers:
     def take_back(self) -> None:
         """Take back what was lent; what was not needed since the last time is returned to the system."""
         self._free, self._lent = self._lent, []
+
+
+class StoredReceiver:
+    """What the receivers of stored buckets share: which bucket is due, until when, and giving up."""
+
+    def __init__(self) -> None:
+        self._given_up: Future[str] = Future()
+        self._ref: UpdateRef | None = None
+        self._num_received = 0
+
+    def begin(self, ref: UpdateRef) -> None:
+        """See `WeightReceiver.begin`."""
+        self._ref, self._num_received = ref, 0
+
+    def receive(self, specs: Sequence[TensorSpec], timeout_s: float) -> list[torch.Tensor]:
+        """See `WeightReceiver.receive`."""
+        index, ref = self._num_received, self._ref
+        if ref is None:
+            raise TransferError("receiving a bucket failed: no update has begun")
+        self._num_received += 1
+        attempt = Attempt(f"receiving bucket {index} of version {ref.version}", timeout_s, self._given_up)
+        return unpack(self._received(ref, index, sum(spec.size_bytes for spec in specs), attempt), specs)
+
+    def abort(self) -> None:
+        """See `WeightReceiver.abort`."""
+        give_up(self._given_up)
+
+    @abstractmethod
+    def _received(self, ref: UpdateRef, index: int, size_bytes: int, attempt: Attempt) -> torch.Tensor:
+        """Return the bytes of a bucket, uint8 [size_bytes], once it is there. Raises `TransferError`."""
