@@ -19,11 +19,12 @@ from inflight_sglang.routes import SglangRoutes
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """What is known of a server. ``specs`` is what its model can load, None if its directory is not readable here."""
+    """What is known of a server. ``specs`` is what its model can load, None if its ``directory`` is not readable."""
 
     capabilities: Capabilities
     limits: RequestLimits
     specs: tuple[TensorSpec, ...] | None
+    directory: Path
 
 
 async def attach(routes: SglangRoutes, model_dir: Path | None, updates: Updates | None) -> Attached:
@@ -77,6 +78,7 @@ async def attach(routes: SglangRoutes, model_dir: Path | None, updates: Updates 
             staging=staged,
             encodings=("bfloat16", "float8", "delta") if staged else (),
             partial_updates=staged,
+            adapters=staged,
             version_binding="spans",
             logprob_kind="processed",
             num_ranks=int(info["tp_size"]),
@@ -88,7 +90,7 @@ async def attach(routes: SglangRoutes, model_dir: Path | None, updates: Updates 
         )
     except (KeyError, TypeError, IndexError, ValueError) as error:
         raise ProtocolError(f"/server_info lacks {error}: an interface not known here", routes.url) from error
-    return Attached(capabilities, limits, specs)
+    return Attached(capabilities, limits, specs, directory)
 
 
 def _refusal(routes: SglangRoutes, info: Mapping[str, Any], problem: Problem) -> ConfigError:

@@ -2,7 +2,7 @@
 
 The files lie in memory of this host where they fit there, in a directory that only this user can enter, and are written
 as buckets arrive. They are there for as long as their update is open: once it is loaded, SGLang needs nothing of them.
-Knows nothing of SGLang's routes.
+An adapter is merged here, and the weights that it changes are written. Knows nothing of SGLang's routes.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from inflight.wire import BucketSpec, BucketTransfer, TensorSpec, TransportSpec,
 if TYPE_CHECKING:
     import torch
 
+    from inflight_sglang.loaded_weights import LoadedWeights
+
 
 class CheckpointFiles:
     """The buckets of one update as safetensors files. What a late writer leaves behind a `remove` is removed too."""
@@ -49,18 +51,33 @@ class CheckpointFiles:
 
     def write(self, bucket: BucketSpec, tensors: Sequence[TensorSpec], flat: torch.Tensor) -> None:
         """Store the bytes of one bucket; blocks. Raises `TransferError`."""
+        self._write(bucket.index, tensors, flat, f"bucket {bucket.index}")
+
+    def write_more(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Store tensors that no bucket brought, after the last one; blocks. Raises `TransferError`."""
+        from inflight.weights.packing import pack
+
+        specs = [
+            TensorSpec.model_validate(
+                {"name": name, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": tuple(tensor.shape)}
+            )
+            for name, tensor in named
+        ]
+        self._write(len(self._update.buckets), specs, pack([tensor for _, tensor in named]), "what the update changes")
+
+    def _write(self, index: int, tensors: Sequence[TensorSpec], flat: torch.Tensor, what: str) -> None:
         from inflight.weights.transports.bucket_files import bucket_name, safetensors_header
         from inflight.weights.transports.store import bytes_of
 
-        parts = (memoryview(safetensors_header(tensors, self._update.ref, bucket.index)), bytes_of(flat))
+        parts = (memoryview(safetensors_header(tensors, self._update.ref, index)), bytes_of(flat))
         try:
-            with open(self.checkpoint / bucket_name(bucket.index), "xb", buffering=0) as file:
+            with open(self.checkpoint / bucket_name(index), "xb", buffering=0) as file:
                 for part in parts:
                     written = 0
                     while written < len(part):
                         written += file.write(part[written:])
         except OSError as error:
-            raise TransferError(f"bucket {bucket.index} could not be stored for the engine: {error}") from error
+            raise TransferError(f"{what} could not be stored for the engine: {error}") from error
         finally:
             with self._lock:
                 is_late, home = self._is_removed, self._home
@@ -93,11 +110,20 @@ class CheckpointIntake:
     """Satisfies `WeightIntake`: compares and decodes buckets in this process, then writes them for SGLang.
 
     ``clear`` is called before a group is joined: it ends what a publisher that died left behind on the server.
+    ``make_loaded`` makes what says which weights the server has loaded, which adapters are merged into; it is called
+    for the first update, since it takes torch.
     """
 
-    def __init__(self, clear: Callable[[TransportSpec], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        clear: Callable[[TransportSpec], Awaitable[None]],
+        make_loaded: Callable[[], LoadedWeights],
+    ) -> None:
         self._clear = clear
+        self._make_loaded = make_loaded
+        self._loaded: LoadedWeights | None = None
         self._staged = StagedIntake(make_receiver)
+        self._update: WeightUpdate | None = None
         self._files: CheckpointFiles | None = None
         self._removing: set[asyncio.Future[None]] = set()
 
@@ -131,17 +157,29 @@ class CheckpointIntake:
     def begin(self, update: WeightUpdate) -> None:
         """See `WeightIntake.begin`."""
         self._drop()
+        if self._loaded is None:
+            self._loaded = self._make_loaded()
+        self._loaded.begin(update)
         self._staged.begin(update)
-        self._files = CheckpointFiles(update)
+        self._update, self._files = update, CheckpointFiles(update)
 
     async def receive(self, transfer: BucketTransfer, bucket: BucketSpec, tensors: Sequence[TensorSpec]) -> None:
         """See `WeightIntake.receive`."""
-        files = self.files
+        files, update, loaded = self.files, self._update, self._loaded
+        assert update is not None and loaded is not None  # `begin` was called: there are files
         await self._staged.receive(transfer, bucket, tensors)
         flat = self._staged.flat(bucket.index)
+        arrived = self._staged.take() if bucket.index == len(update.buckets) - 1 else None
+
+        def write() -> None:
+            if update.manifest.adapter is None:
+                files.write(bucket, tensors, flat)
+            if arrived is not None and (more := loaded.prepare(update, arrived)):
+                files.write_more(more)
+
         try:
             async with asyncio.timeout(transfer.timeout_s):
-                await run_abandonable(lambda: files.write(bucket, tensors, flat), "inflight-write")
+                await run_abandonable(write, "inflight-write")
         except TimeoutError as error:
             raise TransferError(
                 f"storing bucket {bucket.index} for the engine failed: not done after {transfer.timeout_s:g} s"
@@ -149,6 +187,8 @@ class CheckpointIntake:
 
     def committed(self) -> None:
         """See `WeightIntake.committed`."""
+        assert self._loaded is not None  # something began
+        self._loaded.committed(self._staged.take())
         self._staged.committed()
         self._drop()
 

@@ -7,6 +7,7 @@ import contextlib
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from inflight.engines.labels import parse_label
 from inflight.errors import (
@@ -38,6 +39,9 @@ from inflight_sglang.flags import Updates
 from inflight_sglang.requests import body_of, check_request, misaligned, response_of, rids_of
 from inflight_sglang.routes import SglangRoutes, words_of
 from inflight_sglang.updates import SglangUpdates
+
+if TYPE_CHECKING:
+    from inflight_sglang.loaded_weights import LoadedWeights
 
 _CLOSE_S = 5.0
 
@@ -78,7 +82,7 @@ class SglangEndpoint:
         self._running: set[str] = set()
         self._num_sent = 0
         self._engine = SglangUpdates(self._routes, lambda: self._num_sent)
-        self._staged = CheckpointIntake(self._engine.clear)
+        self._staged = CheckpointIntake(self._engine.clear, self._make_loaded)
         self._was_replaced = False
         self._attaching: asyncio.Future[Capabilities] | None = None
         self._attached: Attached
@@ -117,9 +121,19 @@ class SglangEndpoint:
             staging=can.staging,
             encodings=can.encodings,
             partial_updates=can.partial_updates,
+            adapters=can.adapters,
         )
         await self._found()
         return can
+
+    def _make_loaded(self) -> LoadedWeights:
+        from inflight_sglang.loaded_weights import LoadedWeights  # torch is loaded only where weights arrive
+
+        def served() -> UpdateRef | None:
+            session = self._updates.session
+            return None if session.run_id is None else UpdateRef(run_id=session.run_id, version=session.version)
+
+        return LoadedWeights(self._attached.directory, self._attached.capabilities.dtype, served)
 
     # ---------------------------------------------------------------------------------------------------- weights
 

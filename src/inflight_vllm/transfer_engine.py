@@ -26,11 +26,11 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from inflight.contracts import WeightReceiver
 from inflight.errors import UpdateRefusedError
 from inflight.weights.adapters import adapter_difference, changed_names
+from inflight.weights.base_weights import BaseWeights
 from inflight.weights.merging import AdaptedLoad, AdaptedWeights, Named
 from inflight.weights.staging import KeptWeights, Staging
 from inflight.weights.transports import make_receiver
 from inflight.wire import BucketTransfer, Manifest, ProcessGroupSpec, TransportBody, WeightUpdate
-from inflight_vllm.base_weights import BaseWeights
 from inflight_vllm.reloading import ReloadedModel
 
 BACKEND = "inflight"

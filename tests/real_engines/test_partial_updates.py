@@ -19,35 +19,13 @@ from inflight_vllm import VllmEndpoint
 from tests.real_engines.oracle import transformers_logprobs
 from tests.real_engines.servers import RealEngine, logprobs, publish, publish_worker, request, run, running
 from tests.weights.lora import adapter_of, merged_with
-from tests.weights.workers import PlainWorker, scaled
+from tests.weights.workers import LORA, AdapterWorker, PartialWorker, scaled
 
-SPEC = AdapterSpec(rank=4, alpha=2.0)
+SPEC = LORA
 RSLORA = AdapterSpec(rank=4, alpha=2.0, rslora=True)
 
 TOLERANCE = 2e-3
 """Of logprobs in float32, whose logits are some tens: vLLM's kernels sum in another order than transformers'."""
-
-
-class AdapterWorker(PlainWorker):
-    """Sends the tensors of an adapter."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor], version: int, spec: AdapterSpec) -> None:
-        super().__init__(tensors, version)
-        self._spec = spec
-
-    def adapter_spec(self) -> AdapterSpec:
-        return self._spec
-
-
-class PartialWorker(PlainWorker):
-    """Sends its tensors, and leaves out the others of a model."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor], version: int, model: Mapping[str, torch.Tensor]) -> None:
-        super().__init__(tensors, version)
-        self._model = model
-
-    def frozen_names(self) -> list[str]:
-        return [name for name in self._model if name not in self.tensors]
 
 
 @pytest.fixture(scope="module", params=[True], ids=["tied"])

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from inflight.wire import (
     WeightUpdate,
     WeightVersion,
 )
+from tests.real_engines.oracle import transformers_logprobs
 from tests.real_engines.servers import (
     ROOT,
     RealEngine,
@@ -46,7 +47,8 @@ from tests.real_engines.servers import (
     run,
     running,
 )
-from tests.weights.workers import PlainWorker
+from tests.weights.lora import adapter_of, merged_with
+from tests.weights.workers import LORA, AdapterWorker, PartialWorker, PlainWorker, scaled
 
 VOCAB_SIZE = 258
 BUCKET_BYTES = 40_000
@@ -162,7 +164,8 @@ from pathlib import Path
 from safetensors.torch import load_file
 from inflight.weights.publish import WeightPublisher
 from tests.real_engines.servers import muted, publish_worker
-from tests.weights.workers import PlainWorker
+from tests.weights.lora import adapter_of, merged_with
+from tests.weights.workers import LORA, AdapterWorker, PartialWorker, PlainWorker, scaled
 
 def kill(index):
     if index == int(sys.argv[3]):
@@ -206,17 +209,6 @@ def test_fifty_updates_leave_no_directory_and_whoever_attaches_later_finds_the_m
     assert not any(is_uniform(logprob, VOCAB_SIZE) for logprob in sampled(sglang))
 
 
-class Partial(PlainWorker):
-    """A source that sends some of its tensors. Satisfies `PartialWeightSource`."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor], sent: Sequence[str], version: int) -> None:
-        super().__init__({name: tensors[name] for name in sent}, version)
-        self._frozen = [name for name in tensors if name not in sent]
-
-    def frozen_names(self) -> Sequence[str]:
-        return self._frozen
-
-
 @pytest.mark.parametrize(
     "sent",
     [
@@ -237,7 +229,7 @@ def test_an_update_of_some_tensors_leaves_the_others_as_they_are(sglang: RealEng
     with publishing(sglang, f"partial-{sent[0]}") as publisher:
         publish(publisher, sglang.tensors, 1)
         old = sampled(sglang)
-        report = publish_worker(publisher, Partial(changed, sent, 2))
+        report = publish_worker(publisher, PartialWorker({name: changed[name] for name in sent}, 2, changed))
         assert report.size_bytes == sum(changed[name].nbytes for name in sent)
         asked = request(16)
         answer = run(sglang.endpoint(), lambda endpoint: endpoint.generate(asked))
@@ -248,6 +240,54 @@ def test_an_update_of_some_tensors_leaves_the_others_as_they_are(sglang: RealEng
     wanted = logits.log_softmax(-1).gather(-1, torch.tensor(answer.completions[0].token_ids)[:, None])[:, 0]
     assert logprobs(answer) == pytest.approx(wanted.tolist(), abs=2e-4)
     assert logprobs(answer)[:8] != pytest.approx(old, abs=1e-3)
+
+
+SPEC = LORA
+
+
+def assert_serves(engine: RealEngine, tensors: Mapping[str, torch.Tensor]) -> None:
+    response = run(engine.endpoint(), lambda endpoint: endpoint.generate(request(16)))
+    assert logprobs(response) == pytest.approx(transformers_logprobs(engine.model, tensors, response), abs=2e-3)
+
+
+def test_an_adapter_is_merged_replaced_by_the_next_and_follows_a_full_update(sglang: RealEngine) -> None:
+    """Parts of fused layers are adapted; the base is what a full update brought and kept."""
+    base = sglang.tensors
+    first = adapter_of(base, ["q_proj", "up_proj", "down_proj"], 4, seed=1)
+    second = adapter_of(base, ["k_proj", "up_proj"], 4, seed=2)
+    with publishing(sglang, "adapters") as publisher:
+        publish(publisher, base, 1, keep_base=True)
+        report = publish_worker(publisher, AdapterWorker(first, 2, SPEC))
+        assert report.sent_bytes == sum(t.nbytes for t in first.values())
+        assert_serves(sglang, merged_with(base, first, SPEC))
+        publish_worker(publisher, AdapterWorker(second, 3, SPEC))
+        assert_serves(sglang, merged_with(base, second, SPEC))
+        sent = {name: tensor for name, tensor in scaled(base, 0.9).items() if "norm" in name or "k_proj" in name}
+        publish_worker(publisher, PartialWorker(sent, 4, base))
+        assert_serves(sglang, {**base, **sent})
+        new = scaled(base, 0.9)
+        publish(publisher, new, 5)
+        with pytest.raises(PublishError, match="keep_base=True") as raised:
+            publish_worker(publisher, AdapterWorker(first, 6, SPEC))
+        assert [(e.outcome, e.serves) for e in raised.value.report.endpoints] == [(Outcome.REFUSED, 5)]
+        assert_serves(sglang, new)
+        publish(publisher, base, 6, keep_base=True)
+
+
+def test_an_adapter_whose_base_another_process_had_loaded_is_refused(sglang: RealEngine) -> None:
+    adapter = AdapterWorker(adapter_of(sglang.tensors, ["q_proj"], 4, seed=1), 2, SPEC)
+    with publishing(sglang, "theirs") as publisher:
+        publish(publisher, scaled(sglang.tensors, 0.9), 1, keep_base=True)
+    with publishing(sglang, "mine") as publisher:
+        with pytest.raises(PublishError, match="another process had version 1 loaded") as raised:
+            publish_worker(publisher, adapter)
+        assert [e.outcome for e in raised.value.report.endpoints] == [Outcome.REFUSED]
+        assert_serves(sglang, scaled(sglang.tensors, 0.9))
+        publish(publisher, sglang.tensors, 3, keep_base=True)
+        adapter.version = 4
+        publish_worker(publisher, adapter)
+        assert_serves(sglang, merged_with(sglang.tensors, adapter.tensors, SPEC))
+        publish(publisher, sglang.tensors, 5)
 
 
 def test_native_updates_are_chosen_by_the_url_and_poison_where_staged_ones_do_not(sglang: RealEngine) -> None:

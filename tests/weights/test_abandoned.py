@@ -26,7 +26,7 @@ from inflight.local.slots import ATTENTION_NAME, register_slot_attention
 from inflight.types import Outcome
 from inflight.weights.publish import WeightPublisher, publish_weights
 from inflight.weights.transports.process_group import ProcessGroupSender
-from inflight.wire import EndpointState, GenerateResponse, UpdateRef
+from inflight.wire import BucketTransfer, EndpointState, GenerateResponse, UpdateRef
 from tests.servers import ServerProcess
 from tests.weights.publisher_program import LEASE_S
 from tests.weights.test_publish import start_request
@@ -274,6 +274,40 @@ def test_requests_that_come_while_good_weights_are_applied_wait_and_are_not_refu
             assert completion.logprobs == pytest.approx([-math.log(258)] * 6, abs=1e-6)
 
         publisher.run(conversation)
+
+
+def test_a_trainer_that_takes_over_while_weights_are_applied_takes_nothing_of_them_away(local: Local) -> None:
+    """Else the endpoint would serve the old weights under the new version."""
+    endpoint = local.endpoint
+    with connected(local) as publisher:
+        publish_weights(PlainWorker(local.tensors), publisher)
+        successor = ProcessGroupSender()
+        (spec,) = successor.specs("here", [1], 10.0)
+        spec = spec.model_copy(update={"epoch": publisher.epoch + 1})
+
+        async def take_over() -> None:
+            served, *_ = await asyncio.gather(
+                endpoint.commit_weight_update(UpdateRef(run_id="here", version=2)),  # which begins at once
+                endpoint.init_process_group(spec),
+                asyncio.to_thread(successor.join),
+            )
+            assert served.version == 2
+            completion = (await endpoint.generate(request())).completions[0]
+            assert [span.version for span in completion.version_spans] == [2]
+            assert completion.logprobs == pytest.approx([-math.log(258)] * 6, abs=1e-6)
+
+        async def receive() -> None:
+            worker = PlainWorker(silenced(local.tensors), version=2)
+            update = announcement_of(worker, "here").model_copy(update={"epoch": publisher.epoch})
+            await endpoint.request_weight_update(update)
+            for bucket, filled in zip(update.buckets, worker.gather_weights(update.buckets), strict=True):
+                transfer = BucketTransfer(run_id="here", version=2, bucket_index=bucket.index, timeout_s=10)
+                sending = asyncio.to_thread(publisher.sender.send, filled, 10.0)
+                await asyncio.gather(endpoint.receive_weights(transfer), sending)
+
+        publisher.run(receive)
+        publisher.run(take_over)
+        successor.abort()
 
 
 def test_a_hold_that_comes_after_its_deadline_is_refused_and_the_engine_goes_on(local: Local) -> None:

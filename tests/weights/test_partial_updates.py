@@ -27,34 +27,22 @@ from inflight.weights.session import UpdateSession
 from inflight.weights.transports.process_group import ProcessGroupSender
 from inflight.wire import AdapterSpec, BucketTransfer, Capabilities, EndpointState, Manifest
 from tests.weights.lora import adapted, adapter_of, merged_with
-from tests.weights.workers import PlainWorker, announcement_of, checkpoint, request, scaled, spec_of
+from tests.weights.workers import (
+    LORA,
+    AdapterWorker,
+    PartialWorker,
+    PlainWorker,
+    announcement_of,
+    checkpoint,
+    request,
+    scaled,
+    spec_of,
+)
 
-SPEC = AdapterSpec(rank=4, alpha=2.0)
+SPEC = LORA
 RSLORA = AdapterSpec(rank=4, alpha=2.0, rslora=True)
 TOLERANCE = 1e-4
 """Of logprobs in float32 with logits of some tens: the engine attends in another order than transformers."""
-
-
-class PartialWorker(PlainWorker):
-    """Sends its tensors, and leaves out the others of a model."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor], version: int, model: Mapping[str, torch.Tensor]) -> None:
-        super().__init__(tensors, version)
-        self._model = model
-
-    def frozen_names(self) -> list[str]:
-        return [name for name in self._model if name not in self.tensors]
-
-
-class AdapterWorker(PlainWorker):
-    """Sends the tensors of an adapter."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor], version: int, spec: AdapterSpec = SPEC) -> None:
-        super().__init__(tensors, version)
-        self._spec = spec
-
-    def adapter_spec(self) -> AdapterSpec:
-        return self._spec
 
 
 class Fleet:

@@ -15,6 +15,7 @@ from inflight.http.client import HttpEndpoint
 from inflight.types import WeightBucket
 from inflight.weights.buckets import plan_buckets
 from inflight.wire import (
+    AdapterSpec,
     BucketSpec,
     EndpointState,
     GenerateRequest,
@@ -29,6 +30,7 @@ from tests.servers import TOKEN, ServerProcess
 
 T = TypeVar("T")
 PROMPT = tuple(b"weights")
+LORA = AdapterSpec(rank=4, alpha=2.0)
 
 
 def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
@@ -76,6 +78,28 @@ class PlainWorker:
     def _tell(self, index: int) -> None:
         if self.on_bucket is not None:
             self.on_bucket(index)
+
+
+class PartialWorker(PlainWorker):
+    """Sends its tensors, and leaves out the others of a model."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], version: int, model: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(tensors, version)
+        self._model = model
+
+    def frozen_names(self) -> list[str]:
+        return [name for name in self._model if name not in self.tensors]
+
+
+class AdapterWorker(PlainWorker):
+    """Sends the tensors of an adapter."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], version: int, spec: AdapterSpec = LORA) -> None:
+        super().__init__(tensors, version)
+        self._spec = spec
+
+    def adapter_spec(self) -> AdapterSpec:
+        return self._spec
 
 
 def checkpoint(path: Path) -> dict[str, torch.Tensor]:

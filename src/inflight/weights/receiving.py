@@ -128,8 +128,10 @@ class StagedIntake:
         return None if self._kept is None else self._kept.ref
 
     def take(self) -> list[tuple[str, torch.Tensor]]:
-        """Return what arrived, in order. It is valid until the update is over."""
-        return [] if self._staging is None else self._staging.tensors()
+        """Return what arrived, in order. It is valid until the update is over. Raises `TransferError` after that."""
+        if self._staging is None:
+            raise TransferError("the update ended meanwhile")
+        return self._staging.tensors()
 
     def flat(self, index: int) -> torch.Tensor:
         """Return the bytes of a bucket that arrived, uint8, as valid as `take`. Raises `TransferError`."""
@@ -247,9 +249,12 @@ class UpdateReceiver:
             known = ", ".join(self._transports) or "none"
             raise UnsupportedError(f"the {spec.backend} transport is not declared here; declared: {known}")
         self._session.fence(spec.run_id, spec.epoch)
-        self._lose_group()
-        await self._end_open_update()
-        self._lose_group()  # another call may have come in between
+        while True:  # another call may come in between
+            await self._applied()  # what is being applied is still needed
+            self._lose_group()
+            if self._session.update is None:
+                break
+            await self._end_open_update()
         self._session.fence(spec.run_id, spec.epoch)
         self._joining = spec
         await self._intake.join(spec)

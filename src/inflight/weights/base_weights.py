@@ -1,7 +1,7 @@
 """The tensors that an engine has loaded, by their checkpoint names, for updates that bring only a part of them.
 
 What no update has brought is read from the checkpoint that the engine started from; of the rest, what an update asked
-to keep is here, and no more. Knows nothing of vLLM.
+to keep is here, and no more. Knows no engine.
 """
 
 from __future__ import annotations

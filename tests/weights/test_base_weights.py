@@ -1,4 +1,4 @@
-"""What vLLM's plug-in knows of the tensors that the engine has loaded: read from the checkpoint, kept, or lost."""
+"""What is known of the tensors that the engine has loaded: read from the checkpoint, kept, or lost."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from inflight.errors import UpdateRefusedError
-from inflight_vllm.base_weights import BaseWeights
+from inflight.weights.base_weights import BaseWeights
 
 
 def test_tensors_are_the_checkpoints_until_an_update_brings_others_and_lost_unless_it_kept_them(tmp_path: Path) -> None:

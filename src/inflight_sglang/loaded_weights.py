@@ -1,0 +1,79 @@
+"""What one SGLang server is known to have loaded: its checkpoint, and the updates that went through this process.
+
+An adapter is merged into it here. What another process has had the server load is not known, and an adapter is refused
+until all weights are sent again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+
+from inflight.errors import UpdateRefusedError
+from inflight.weights.adapters import changed_names
+from inflight.weights.base_weights import BaseWeights
+from inflight.weights.merging import AdaptedLoad, AdaptedWeights, Named
+from inflight.wire import UpdateRef, WeightUpdate
+
+
+class LoadedWeights:
+    """The weights of one server, in ``dtype``; ``served`` says which update it serves, None is the checkpoint."""
+
+    def __init__(self, directory: Path, dtype: str, served: Callable[[], UpdateRef | None]) -> None:
+        self._directory = directory
+        self._dtype: torch.dtype = getattr(torch, dtype)
+        self._served = served
+        self._known: UpdateRef | None = None
+        self._base: BaseWeights | None = None
+        self._adapted = AdaptedWeights()
+        self._update: WeightUpdate | None = None
+        self._load: AdaptedLoad | None = None
+
+    def begin(self, update: WeightUpdate) -> None:
+        """Note which update comes. Raises `UpdateRefusedError` for an adapter whose base is not known."""
+        served = self._served()
+        attempted = None if self._update is None else self._update.ref
+        if served is None:
+            self._base, self._adapted = BaseWeights(str(self._directory), self._dtype), AdaptedWeights()
+        elif not any(other is not None and _is_same(served, other) for other in (self._known, attempted)):
+            self._base, self._adapted = None, AdaptedWeights()
+        self._update, self._load = update, None
+        if update.manifest.adapter is None:
+            return
+        if self._base is None:
+            assert served is not None  # the checkpoint is known
+            raise UpdateRefusedError(
+                f"adapter of version {update.version} refused: another process had version {served.version} loaded, "
+                "so that its base is not known here; send all weights first, with keep_base=True"
+            )
+        adapted = self._adapted.names
+        self._base.require(name for name in changed_names(update.manifest) if name not in adapted)
+
+    def prepare(self, update: WeightUpdate, arrived: Named) -> Named:
+        """Return what is loaded besides the tensors that arrived; in place of them for an adapter. Blocks."""
+        if self._base is None:
+            return []
+        load = self._adapted.prepare(update.manifest, arrived, self._base.tensor)
+        if update is self._update:
+            self._load = load
+        return load.tensors if update.manifest.adapter is not None else load.tensors[len(arrived) :]
+
+    def committed(self, arrived: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Note that the update that began last is loaded."""
+        update, load = self._update, self._load
+        assert update is not None  # only what began is committed
+        if self._base is None and not update.manifest.frozen:
+            self._base = BaseWeights(str(self._directory), self._dtype)
+        if self._base is not None:
+            self._known = update.ref
+            if update.manifest.adapter is None:
+                self._base.loaded(arrived, keep=update.keep)
+            if load is not None:
+                self._adapted.loaded(load)
+
+
+def _is_same(served: UpdateRef, other: UpdateRef) -> bool:
+    """Return whether both are one update, as far as a server's label says."""
+    return (served.run_id, served.version) == (other.run_id, other.version)

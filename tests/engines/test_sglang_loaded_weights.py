@@ -1,0 +1,108 @@
+"""What an SGLang server is known to have loaded, and what an adapter means for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from inflight.errors import UpdateRefusedError
+from inflight.weights.adapters import adapter_names
+from inflight.weights.buckets import plan_buckets
+from inflight.wire import InFlightPolicy, Manifest, UpdateRef, WeightUpdate
+from inflight_sglang.loaded_weights import LoadedWeights
+from tests.weights.workers import LORA, PlainWorker
+
+BASE = {name: torch.randn(3, 2) for name in ("m.weight", "n.weight")}
+
+
+class Server:
+    """What is served, and who loads it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.served: UpdateRef | None = None
+        self.loaded = LoadedWeights(directory, "float32", lambda: self.served)
+
+    def load(
+        self, tensors: dict[str, torch.Tensor], version: int, *, adapter: bool = False, keep: bool = False
+    ) -> set[str]:
+        """Go through one update to its end; return the names that are loaded besides what arrived."""
+        specs = PlainWorker(tensors).parameter_specs()
+        frozen = () if adapter else tuple(name for name in BASE if name not in tensors)
+        update = WeightUpdate(
+            run_id="run",
+            version=version,
+            manifest=Manifest(tensors=tuple(specs), frozen=frozen, adapter=LORA if adapter else None),
+            buckets=tuple(plan_buckets(specs)),
+            keep=keep,
+            in_flight=InFlightPolicy.KEEP,
+            deadline_s=1.0,
+            lease_s=1.0,
+        )
+        self.loaded.begin(update)
+        arrived = list(tensors.items())
+        more = self.loaded.prepare(update, arrived)
+        self.loaded.committed(arrived)
+        self.served = update.ref
+        return {name for name, _ in more}
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Server:
+    save_file(BASE, tmp_path / "model.safetensors")
+    return Server(tmp_path)
+
+
+def lora(*modules: str) -> dict[str, torch.Tensor]:
+    shapes = ((4, 2), (3, 4))
+    return {name: torch.ones(shape) for m in modules for name, shape in zip(adapter_names(m), shapes, strict=True)}
+
+
+def test_an_adapter_is_merged_into_the_checkpoint_and_taken_out_by_what_follows(server: Server) -> None:
+    assert server.load(lora("m"), 1, adapter=True) == {"m.weight"}
+    assert server.load(lora("n"), 2, adapter=True) == {"m.weight", "n.weight"}
+    assert server.load({"m.weight": torch.zeros(3, 2)}, 3, keep=True) == {"n.weight"}
+    assert server.load(lora("m"), 4, adapter=True) == {"m.weight"}
+    assert server.load(BASE, 5) == set()
+
+
+def test_an_adapter_needs_weights_that_were_kept_and_a_server_that_starts_again_has_its_checkpoint(
+    server: Server,
+) -> None:
+    server.load(BASE, 1)
+    with pytest.raises(UpdateRefusedError, match=r"keep_base=True: 1 tensors .*m\.weight"):
+        server.load(lora("m"), 2, adapter=True)
+    server.served = None
+    assert server.load(lora("m"), 2, adapter=True) == {"m.weight"}
+
+
+def test_what_another_process_had_loaded_is_not_known_until_all_is_sent(server: Server) -> None:
+    server.load(lora("m"), 1, adapter=True)
+    server.served = UpdateRef(run_id="theirs", version=1)
+    with pytest.raises(UpdateRefusedError, match=r"another process had version 1 loaded.*keep_base=True"):
+        server.load(lora("m"), 2, adapter=True)
+    assert server.load({"m.weight": torch.zeros(3, 2)}, 2) == set()
+    server.served = UpdateRef(run_id="theirs", version=1)
+    server.load(BASE, 3, keep=True)
+    assert server.load(lora("m"), 4, adapter=True) == {"m.weight"}
+
+
+def test_an_update_that_failed_while_it_was_loaded_loses_nothing_that_is_known(server: Server) -> None:
+    server.load(lora("m"), 1, adapter=True)
+    specs = PlainWorker(BASE).parameter_specs()
+    manifest, buckets = Manifest(tensors=tuple(specs)), tuple(plan_buckets(specs))
+    torn = WeightUpdate(
+        run_id="run",
+        version=2,
+        manifest=manifest,
+        buckets=buckets,
+        in_flight=InFlightPolicy.KEEP,
+        deadline_s=1.0,
+        lease_s=1.0,
+    )
+    server.loaded.begin(torn)
+    server.loaded.prepare(torn, list(BASE.items()))
+    server.served = torn.ref  # as its label says
+    assert server.load({"n.weight": torch.zeros(3, 2)}, 3, keep=True) == {"m.weight"}
