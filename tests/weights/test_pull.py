@@ -301,6 +301,29 @@ def test_the_address_is_the_only_one_that_is_bound(tmp_path: Path, monkeypatch: 
     assert list(tmp_path.iterdir()) == [], "a group that was not opened leaves nothing"
 
 
+@pytest.mark.parametrize("num_buckets", [[3, 3, 3, 3], [3, 1, 4, 2]], ids=str)
+def test_a_sender_without_a_directory_writes_over_the_files_that_nobody_needs(
+    num_buckets: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fresh memory would cost more time than the copy; buckets may be fewer or shorter than those before."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    sender = PullSender(None)
+    receiver = PullReceiver(sender.specs("run", [1], 5.0)[0])
+    used: list[set[int]] = []
+    for version, number in enumerate(num_buckets, 1):
+        update = plain_update(version, size_bytes=70_000 - 1000 * version, num_buckets=number)
+        publish(sender, update, make_buckets(update))
+        assert_same(receive(receiver, update, make_buckets(update)), make_buckets(update))
+        used.append({file.stat().st_ino for file in tmp_path.rglob(f"{version}-s/*.safetensors")})
+        assert len(used[-1]) == number
+        sender.end(is_done=True)
+    assert len(used[2] & used[0]) == min(num_buckets[0], num_buckets[2])
+    assert not used[2] & used[1]
+    receiver.abort()
+    sender.abort()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_sender_without_a_directory_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     handles, threads = open_handles(), threading.active_count()

@@ -39,6 +39,7 @@ LENGTH_BYTES = 8
 
 _MAX_HEADER_BYTES = 64 << 20
 _ALIGNMENT = 64
+_SUFFIX = ".safetensors"
 _CODES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16", "uint8": "U8"}
 _SESSION = re.compile(r"[0-9]{1,20}(-[A-Za-z0-9._-]{1,64})?")
 _SIZES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "U8": 1}
@@ -75,7 +76,7 @@ class StoredUpdate(WireModel):
 
 def bucket_name(index: int) -> str:
     """Return the file name of a bucket."""
-    return f"{index:05d}.safetensors"
+    return f"{index:05d}{_SUFFIX}"
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -146,6 +147,9 @@ def _identity(ref: UpdateRef, index: int) -> dict[str, str]:
 class BucketStore:
     """The writing side of a directory of updates. ``is_durable`` says whether files outlive a loss of power.
 
+    Where they do not, files of updates that are removed are written again: their memory costs no time to get. Who still
+    reads such an update finds other bytes than its checksums say.
+
     An update is complete, and `LATEST` names it, as soon as its last bucket is stored: whether endpoints took it makes
     no difference to those who follow the directory. The newest ``num_kept`` complete ones stay, and the open one.
     """
@@ -156,6 +160,7 @@ class BucketStore:
         self._num_kept = num_kept
         self._lock = threading.Lock()
         self._open: _OpenUpdate | None = None
+        self._spare: list[Path] = []
 
     def begin(self, update: WeightUpdate) -> None:
         """Make room for an update; what an earlier attempt of the same name left is removed. Raises `TransferError`."""
@@ -223,9 +228,15 @@ class BucketStore:
     def _write(self, path: Path, parts: Sequence[memoryview], attempt: Attempt) -> None:
         """Make a file appear at ``path``, whole; what was there before is replaced."""
         partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
-        fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        is_new = not (path.suffix == _SUFFIX and self._spare)
+        if not is_new:
+            self._spare.pop().replace(partial)
+        flags = os.O_EXCL | os.O_CREAT if is_new else 0
+        fd = os.open(partial, os.O_WRONLY | flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
             try:
+                if not is_new:
+                    os.truncate(fd, sum(len(part) for part in parts))
                 offset = 0
                 for part in parts:
                     write_all(fd, part, attempt, offset)
@@ -266,7 +277,18 @@ class BucketStore:
                     else:
                         _remove(path)
         for _, path in sorted(completed)[: -self._num_kept]:
+            if not self._is_durable:
+                self._spare_files(path)
             _remove(path)
+
+    def _spare_files(self, path: Path) -> None:
+        """Keep the files of the newest update that is removed, to be written again."""
+        (path / MANIFEST).unlink(missing_ok=True)  # it is not complete any more from here on
+        for unused in self._spare:
+            unused.unlink(missing_ok=True)
+        self._spare = []
+        for number, file in enumerate(sorted(path.glob(f"*{_SUFFIX}"))):
+            self._spare.append(file.replace(self.directory / f".spare-{number}"))
 
 
 @dataclass(slots=True)

@@ -88,7 +88,7 @@ class PullSender:
         try:
             if self._directory is None:
                 self._home = PrivateDirectory(parent)
-                return BucketStore(self._home.path, is_durable=False)
+                return BucketStore(self._home.path, is_durable=False, num_kept=1)
             (parent / run_name(run_id)).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise transfer_failed(error, f"making a directory below {parent}") from error
