@@ -175,6 +175,7 @@ def measure_repeat(num_updates: int = 1_000) -> list[dict[str, Any]]:
 
 
 def _held(server: BenchServer) -> dict[str, dict[str, int]]:
+    time.sleep(0.5)  # an update is cleared away in the background
     return {"trainer": _held_by(os.getpid()), "server": _held_by(server.pid)}
 
 

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -206,7 +206,7 @@ class PublishSession:
     def _push(self, parcel: _Parcel) -> None:
         """Send a bucket while the next is gathered, as soon as the one before has left."""
         if self._pending:
-            self._sent.result()
+            wait([self._sent, self._pending[-1]], return_when=FIRST_COMPLETED)
             self._wait_for_pending(1)
         if not self._failed:
             self._sent = Future()
