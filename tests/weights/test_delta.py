@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import tracemalloc
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -14,9 +15,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inflight.errors import TransferError
-from inflight.weights.delta import ElementRun, Patch, decode_delta, element_runs, encode_delta, find_changes
+from inflight.weights.delta import (
+    ElementRun,
+    Patch,
+    decode_delta,
+    element_runs,
+    encode_delta,
+    find_changes,
+    find_tensor_changes,
+)
 from inflight.weights.packing import pack
+from inflight.weights.snapshot import Snapshot
 from inflight.wire import TensorSpec
+from tests.weights.stored import make_buckets, make_update
 
 torch.set_num_threads(1)
 
@@ -146,6 +157,47 @@ def test_two_percent_of_bfloat16_takes_less_than_a_thirtieth() -> None:
     new[chosen] = (torch.randn(base.shape, generator=generator) * 0.02).bfloat16()[chosen]
     payload = encode_delta(whole_patch(new.view(torch.uint8), base.view(torch.uint8), (ElementRun(2, base.numel()),)))
     assert payload.numel() < base.nbytes / 30
+
+
+@given(runs=RUNS, share=SHARES, seed=st.integers(0, 2**32), num_cuts=st.integers(0, 4))
+@settings(deadline=None)
+def test_changes_of_tensors_are_those_of_their_bytes_joined(
+    runs: tuple[ElementRun, ...], share: float, seed: int, num_cuts: int
+) -> None:
+    new, base = buckets(runs, share, seed)
+    rng = np.random.default_rng(seed)
+    tensors, offset = [], 0
+    for run in runs:
+        cuts = sorted(rng.integers(0, run.num_elements + 1, num_cuts).tolist())
+        for start, stop in pairwise([0, *cuts, run.num_elements]):
+            tensors.append(new[offset + run.itemsize * start : offset + run.itemsize * stop].clone())
+        offset += run.size_bytes
+    patch, wanted = find_tensor_changes(tensors, base, runs, max_share=1.0), whole_patch(new, base, runs)
+    assert patch is not None
+    assert [part.indices.tolist() for part in patch.parts] == [part.indices.tolist() for part in wanted.parts]
+    assert [part.values.tolist() for part in patch.parts] == [part.values.tolist() for part in wanted.parts]
+
+
+def test_a_snapshot_moves_from_update_to_update_by_deltas_of_the_trainers_own_tensors() -> None:
+    (first, second), update = (make_buckets(make_update(version, cuts=(0, 7)))[0] for version in (1, 2)), make_update()
+    before = pack(first.tensors).clone()
+    mixed = [a.clone() if i % 2 else b for i, (a, b) in enumerate(zip(first.tensors, second.tensors, strict=True))]
+    mixed[-1] = first.tensors[-1].clone()
+    mixed[-1][::50] = second.tensors[-1][::50]
+    snapshot = Snapshot()
+    snapshot.begin(update)
+    assert snapshot.encode(0, first.tensors, first.specs) is None
+    snapshot.begin(update.model_copy(update={"base": update.ref}))
+    kept = snapshot.flat(0).clone()
+    payload = snapshot.encode(0, mixed, first.specs)
+    assert payload is not None
+    decode_delta(payload, element_runs(first.specs)).write(kept)
+    assert torch.equal(kept, pack(mixed))
+    assert torch.equal(snapshot.flat(0), pack(mixed))
+    assert torch.equal(pack(first.tensors), before)
+    other = [torch.zeros_like(tensor) for tensor in mixed]
+    assert snapshot.encode(0, other, first.specs) is None  # too much has changed
+    assert torch.equal(snapshot.flat(0), pack(other))
 
 
 def test_more_changes_than_are_worth_sending_give_no_patch() -> None:

@@ -18,7 +18,7 @@ of equal meaning lie side by side because the exponents of weights compress and 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -43,7 +43,7 @@ _SIZE = struct.Struct("<Q")
 _ESCAPE = 0xFFFF
 _GAP_BYTES = 2
 _LEVEL = 1  # of Zstandard: higher ones are several times slower here, and no smaller
-_BLOCK_BYTES = 1 << 21  # compared at a time: both sides and what is made of them stay in the cache
+_BLOCK_BYTES = 1 << 19  # compared at a time: both sides and what is made of them stay in the cache
 _BLOCK_CHANGES = 1 << 13  # written at a time: the old elements are read just before, from the same cache lines
 
 Bytes = NDArray[np.uint8]
@@ -128,18 +128,41 @@ def find_changes(
     Too large is more than ``max_share`` of the bytes; the search ends as soon as that is known. Both are uint8 [size of
     the runs], contiguous, on the CPU, and neither is written.
     """
-    size_bytes = sum(run.size_bytes for run in runs)
-    if not new_flat.numel() == base_flat.numel() == size_bytes:
-        raise ValueError(
-            f"{size_bytes} bytes expected; the bucket has {new_flat.numel()}, its base {base_flat.numel()}"
-        )
+    if new_flat.numel() != sum(run.size_bytes for run in runs):
+        raise _wrong_sizes(new_flat.numel(), base_flat, runs)
+    parts = torch.split(new_flat, [run.size_bytes for run in runs])
+    return find_tensor_changes(parts, base_flat, runs, max_share)
+
+
+def find_tensor_changes(
+    tensors: Sequence[torch.Tensor],
+    base_flat: torch.Tensor,
+    runs: Sequence[ElementRun],
+    max_share: float = DEFAULT_MAX_SHARE,
+) -> Patch | None:
+    """Return what `find_changes` does for the bytes of ``tensors`` one after another, without joining them first.
+
+    Each of them lies in one of the runs. They are contiguous and on the CPU, or copied.
+    """
+    size_bytes = sum(tensor.nbytes for tensor in tensors)
+    if not size_bytes == base_flat.numel() == sum(run.size_bytes for run in runs):
+        raise _wrong_sizes(size_bytes, base_flat, runs)
+    pieces = iter([tensor for tensor in tensors if tensor.nbytes])
     parts, offset, left_bytes = [], 0, max_share * size_bytes
     for run in runs:
-        part = _changes_of_run(run, _elements(new_flat, run, offset), _elements(base_flat, run, offset), left_bytes)
-        if part is None:
-            return None
-        left_bytes -= part.values.nbytes
-        parts.append(part)
+        indices, values, start = [np.empty(0, np.int64)], [np.empty(0, f"<u{run.itemsize}")], 0
+        base = _elements(base_flat, run, offset)
+        while start < run.num_elements:
+            flat = next(pieces).detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            new: Elements = flat.numpy().view(f"<u{run.itemsize}")
+            for found, block in _changed_blocks(new, base[start : start + new.size]):
+                indices.append(found + start)
+                values.append(block)
+                left_bytes -= block.nbytes
+                if left_bytes < 0:
+                    return None
+            start += new.size
+        parts.append(RunChanges(run, np.concatenate(indices), np.concatenate(values)))
         offset += run.size_bytes
     return Patch(tuple(parts))
 
@@ -219,21 +242,16 @@ def _decoded_run(data: Bytes, offset: int, plan: _RunPlan) -> RunChanges:
     return RunChanges(plan.run, _indices(gaps, plan), _joined(planes[_GAP_BYTES:], plan.run.itemsize))
 
 
-def _changes_of_run(run: ElementRun, new: Elements, base: Elements, max_bytes: float) -> RunChanges | None:
-    """Return the changes of one run, None as soon as their values have more than ``max_bytes`` bytes."""
-    step = _BLOCK_BYTES // run.itemsize
+def _changed_blocks(new: Elements, base: Elements) -> Iterator[tuple[NDArray[np.int64], Elements]]:
+    """Yield which elements differ, and what they are now, of one block after another."""
+    step = _BLOCK_BYTES // new.itemsize
     differs = np.empty(step, np.bool_)
-    indices, values, changed_bytes = [np.empty(0, np.int64)], [new[:0]], 0
-    for start in range(0, run.num_elements, step):
+    for start in range(0, new.size, step):
         block = new[start : start + step]
         found = _differing(block, base[start : start + step], differs)
-        values.append(block[found])
+        values = block[found]
         found += start
-        indices.append(found)
-        changed_bytes += values[-1].nbytes
-        if changed_bytes > max_bytes:
-            return None
-    return RunChanges(run, np.concatenate(indices), np.concatenate(values))
+        yield found, values
 
 
 def _differing(new: Elements, base: Elements, differs: NDArray[np.bool_]) -> NDArray[np.int64]:
@@ -316,6 +334,11 @@ def _decompressed(stored: Bytes, raw_bytes: int) -> Bytes:
     except zstandard.ZstdError as error:
         raise _refusal(f"a plane cannot be decompressed: {error}") from error
     return np.frombuffer(raw, np.uint8)
+
+
+def _wrong_sizes(size_bytes: int, base_flat: torch.Tensor, runs: Sequence[ElementRun]) -> ValueError:
+    wanted = sum(run.size_bytes for run in runs)
+    return ValueError(f"{wanted} bytes expected; the bucket has {size_bytes}, its base {base_flat.numel()}")
 
 
 def _refusal(what: str) -> TransferError:

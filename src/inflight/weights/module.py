@@ -20,8 +20,8 @@ from inflight.wire import DTYPE_SIZES, BucketSpec, TensorSpec
 class ModuleWeights:
     """The weights of a module that every rank holds whole. Satisfies `inflight.contracts.WeightSource`.
 
-    ``version`` is its owner's to set: add one after each optimizer step. No copy of the weights is kept, but two
-    buffers of one bucket: memory that the system hands out anew would cost more time than the copy. Names are those
+    ``version`` is its owner's to set: add one after each optimizer step. No copy of the weights is kept; where they
+    are cast, two buffers of one bucket: memory that the system hands out anew would cost more time. Names are those
     that ``save_pretrained`` writes: wrappers of DDP, accelerate and torch.compile are looked through, and tied weights
     appear once. Models whose checkpoints hold other tensors than the modules do (transformers' mixtures of experts)
     have names that an endpoint refuses.
@@ -70,7 +70,7 @@ class ModuleWeights:
         return [name for name in named_tensors(self._module) if name not in sent]
 
     def gather_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
-        """See `WeightSource.gather_weights`. Never communicates; the tensors of a bucket lie side by side."""
+        """See `WeightSource.gather_weights`. Never communicates. Weights that are not cast are the module's own."""
         named = list(self._sent().items())
         return gather_named(named, self._wire_dtype, buckets, self._buffers, is_sender=self.rank == 0)
 
@@ -110,7 +110,8 @@ def gather_named(
 ) -> Iterator[WeightBucket]:
     """Yield whole tensors bucket by bucket, as `WeightSource.gather_weights` does; only the sender's hold any.
 
-    ``buffers`` are its owner's, kept from one gathering to the next: two of the size of a bucket.
+    Those of a bucket in which all have the dtypes of the wire are the module's own. ``buffers`` are the owner's, for
+    the others, kept from one gathering to the next: two of the size of a bucket.
     """
     size_bytes = max((bucket.size_bytes for bucket in buckets), default=0)
     for bucket in buckets:
@@ -118,6 +119,12 @@ def gather_named(
         specs = tuple(tensor_spec(name, tensor, wire_dtype) for name, tensor in part)
         if not is_sender:
             yield WeightBucket(bucket.index, specs, ())
+            continue
+        if all(
+            str(tensor.dtype).removeprefix("torch.") == spec.dtype
+            for (_, tensor), spec in zip(part, specs, strict=True)
+        ):
+            yield WeightBucket(bucket.index, specs, tuple(tensor.detach() for _, tensor in part))
             continue
         turn = bucket.index % 2
         if turn not in buffers or buffers[turn].numel() < size_bytes:

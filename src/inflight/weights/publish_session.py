@@ -16,7 +16,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import (
@@ -33,7 +33,7 @@ from inflight.errors import (
 from inflight.types import EndpointReport, Outcome, PublishReport, PublishSpans, WeightBucket
 from inflight.weights.checksums import checksum
 from inflight.weights.encoding import encode
-from inflight.weights.packing import pack
+from inflight.weights.packing import pack, unpack
 from inflight.weights.publisher import WeightPublisher
 from inflight.weights.staging import payload_spec
 from inflight.weights.threads import run_abandonable
@@ -47,6 +47,9 @@ from inflight.wire import (
     WeightUpdate,
     WeightVersion,
 )
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 
@@ -142,24 +145,18 @@ class PublishSession:
         if bucket is not None:
             _check(bucket, self._num_gathered, self._update)
             self._num_gathered += 1
-            bucket = self._publisher.packer.packed(bucket)
+            if self._publisher.snapshot is None:
+                bucket = self._publisher.packer.packed(bucket)
         self._gather_s += time.monotonic() - started
         return bucket
 
     def _parcel(self, bucket: WeightBucket) -> _Parcel:
         """Return a bucket as it travels."""
         started = time.monotonic()
-        encoding: Encoding = "raw"
-        payload = pack(bucket.tensors)
-        if self._publisher.encoding != "raw":
-            encoding, payload = self._publisher.encoding, encode(bucket.tensors, bucket.specs, self._publisher.encoding)
-        elif (snapshot := self._publisher.snapshot) is not None:
-            changed = snapshot.encode(bucket.index, payload.cpu(), bucket.specs)
-            if changed is not None and self._update.base is not None:
-                encoding, payload = "delta", changed
+        encoding, payload = self._encoded(bucket)
         digest = None if payload.is_cuda else checksum(payload)
         if encoding == "raw":
-            sent = replace(bucket, checksum=digest)
+            sent = WeightBucket(bucket.index, bucket.specs, tuple(unpack(payload, bucket.specs)), checksum=digest)
         else:
             sent = WeightBucket(bucket.index, (payload_spec(payload.numel()),), (payload,), encoding, digest)
         ref = self._update.ref
@@ -176,6 +173,18 @@ class PublishSession:
         self._num_sent_bytes += payload.numel()
         self._gather_s += time.monotonic() - started
         return _Parcel(sent, transfer)
+
+    def _encoded(self, bucket: WeightBucket) -> tuple[Encoding, torch.Tensor]:
+        """Return how a bucket travels, and its bytes."""
+        publisher, snapshot = self._publisher, self._publisher.snapshot
+        if publisher.encoding != "raw":
+            return publisher.encoding, encode(bucket.tensors, bucket.specs, publisher.encoding)
+        if snapshot is None:
+            return "raw", pack(bucket.tensors)
+        changed = snapshot.encode(bucket.index, bucket.tensors, bucket.specs)
+        if changed is None or self._update.base is None:
+            return "raw", snapshot.flat(bucket.index)
+        return "delta", changed
 
     def _join_group(self) -> None:
         try:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from inflight.weights.delta import element_runs, encode_delta, find_changes
+from inflight.weights.delta import element_runs, encode_delta, find_tensor_changes
 from inflight.wire import TensorSpec, UpdateRef, WeightUpdate
 
 
@@ -37,21 +37,33 @@ class Snapshot:
             self._flats = {}
         self._ref, self._update = None, update
 
-    def encode(self, index: int, flat: torch.Tensor, specs: Sequence[TensorSpec]) -> torch.Tensor | None:
+    def encode(self, index: int, tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec]) -> torch.Tensor | None:
         """Return what changed in one bucket, None if all of it has to be sent; the snapshot holds the new bytes then.
 
-        ``flat`` is uint8 [N] on the CPU.
+        The tensors may be the trainer's own: they are only read.
         """
         held = self._flats.get(index)
-        if held is None or held.numel() != flat.numel():
-            self._flats[index] = flat.clone()
+        if held is None or held.numel() != sum(tensor.nbytes for tensor in tensors):
+            self._flats[index] = torch.empty(sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8)
+            self._copy(index, tensors, specs)
             return None
-        patch = find_changes(flat, held, element_runs(specs))
+        patch = find_tensor_changes(tensors, held, element_runs(specs))
         if patch is None:
-            held.copy_(flat)
+            self._copy(index, tensors, specs)
             return None
         patch.write(held)
         return encode_delta(patch)
+
+    def flat(self, index: int) -> torch.Tensor:
+        """Return the bytes of a bucket that was encoded, uint8 on the CPU; valid until the next update."""
+        return self._flats[index]
+
+    def _copy(self, index: int, tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec]) -> None:
+        offset = 0
+        for tensor, spec in zip(tensors, specs, strict=True):
+            part = self._flats[index][offset : offset + spec.size_bytes]
+            part.copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+            offset += spec.size_bytes
 
     def applied(self, ref: UpdateRef) -> None:
         """Note that every endpoint applied the update that was begun, and kept it."""
