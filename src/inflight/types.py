@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from inflight.wire import Encoding, TensorSpec, UpdateTimings, VersionSpan
+    from inflight.wire import Encoding, TensorSpec, UpdateRef, UpdateTimings, VersionSpan
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -139,6 +139,8 @@ class WeightBucket:
     """How its bytes were made from the weights; unless ``raw``, they are one ``uint8`` tensor"""
     checksum: str | None = None
     """XXH3-128 of its bytes as 32 hexadecimal digits, None if it was not computed"""
+    ref: UpdateRef | None = None
+    """The update that it belongs to, for senders: they refuse one of another update; None is not looked at"""
 
 
 class Outcome(StrEnum):

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import subprocess
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
+from inflight.conformance.chaos import campaign
 from inflight.conformance.chaos.campaign import Campaign, rows, summary
 from inflight.conformance.chaos.palette import CHECKPOINT, Palette, Shade, digest
 from inflight.conformance.chaos.plan import SENDER, TRANSPORTS, Kind, Step, fault_plan, sites
@@ -38,6 +42,21 @@ def ground() -> Iterator[Ground]:
 
 # ---------------------------------------------------------------------------------------------------------------
 # Plans and weights
+
+
+def test_a_process_that_dies_fails_the_schedule_that_it_was_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    def dying(campaign: Campaign, number: int, log: Path) -> subprocess.Popen[str]:
+        row = '{"seed": 4, "problems": []}'
+        script = f"import sys; print('{row}'); print('what it said', file=sys.stderr); sys.exit(3)"
+        with log.open("wb") as file:
+            return subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=file, text=True)
+
+    monkeypatch.setattr(campaign, "_process", dying)
+    first, second = rows(Campaign(10, seed=4))
+    assert (first["seed"], second["seed"]) == (4, 5)
+    assert second["problems"] == ["the process of this schedule ended with status 3: what it said\n"]
+    figures = summary([{**second, "transport": "shm"}], 1.0)
+    assert len(figures["failed"]) == 1
 
 
 def test_a_plan_is_the_same_for_the_same_seed() -> None:

@@ -153,13 +153,13 @@ class PublishSession:
     def _parcel(self, bucket: WeightBucket) -> _Parcel:
         """Return a bucket as it travels."""
         started = time.monotonic()
+        ref = self._update.ref
         encoding, payload = self._encoded(bucket)
         digest = None if payload.is_cuda else checksum(payload)
-        if encoding == "raw":
-            sent = WeightBucket(bucket.index, bucket.specs, tuple(unpack(payload, bucket.specs)), checksum=digest)
-        else:
-            sent = WeightBucket(bucket.index, (payload_spec(payload.numel()),), (payload,), encoding, digest)
-        ref = self._update.ref
+        is_raw = encoding == "raw"
+        specs = bucket.specs if is_raw else (payload_spec(payload.numel()),)
+        tensors = tuple(unpack(payload, specs)) if is_raw else (payload,)
+        sent = WeightBucket(bucket.index, specs, tensors, encoding, digest, ref)
         transfer = BucketTransfer(
             run_id=ref.run_id,
             version=ref.version,

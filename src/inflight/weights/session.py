@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from inflight.errors import FencedError, PoisonedError, TransferError, UpdateRefusedError
+from inflight.types import WeightBucket
 from inflight.weights.adapters import changed_names
 from inflight.weights.buckets import manifest_difference
 from inflight.wire import BucketSpec, BucketTransfer, EndpointState, TensorSpec, UpdateRef, WeightUpdate
@@ -294,6 +295,18 @@ class UpdateSession:
             return True
         sent = {tensor.name for tensor in update.manifest.tensors}
         return self._torn_names is not None and self._torn_names <= sent
+
+
+def refuse_stray(bucket: WeightBucket, ref: UpdateRef | None) -> None:
+    """Raise `TransferError` if a bucket belongs to another update than the one that is being sent.
+
+    A call that was left behind by the update before may come that late, and the group is another one by then.
+    """
+    if bucket.ref is not None and bucket.ref != ref:
+        raise TransferError(
+            f"bucket {bucket.index} belongs to version {bucket.ref.version}, session {bucket.ref.session_id!r}, which "
+            "is over"
+        )
 
 
 def transfer_failed(cause: BaseException, what: str) -> TransferError:

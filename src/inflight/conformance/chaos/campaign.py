@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -55,34 +56,50 @@ def row_of(seed: int, ground: Any, transport: Transport | None) -> dict[str, Any
 
 
 def rows(campaign: Campaign) -> Iterator[dict[str, Any]]:
-    """Yield a row per schedule as it ends, in whichever process. Raises ``TimeoutError`` if one hangs."""
-    lines: SimpleQueue[str | None] = SimpleQueue()
-    processes = [_process(campaign, number) for number in range(campaign.num_processes)]
-    readers = [threading.Thread(target=_read, args=(process.stdout, lines), daemon=True) for process in processes]
-    for reader in readers:
-        reader.start()
-    num_open = len(processes)
-    last = time.monotonic()
-    try:
-        while num_open:
-            if time.monotonic() - last > _SCHEDULE_LIMIT_S:
-                raise TimeoutError(f"no schedule ended within {_SCHEDULE_LIMIT_S:g} s")
-            if lines.empty():
-                time.sleep(0.05)
-                continue
-            line = lines.get()
-            last = time.monotonic()
-            if line is None:
+    """Yield a row per schedule as it ends, in whichever process; one that dies fails the schedule that it was at.
+
+    Raises ``TimeoutError`` if one hangs.
+    """
+    lines: SimpleQueue[tuple[int, str | None]] = SimpleQueue()
+    num_processes = campaign.num_processes
+    with tempfile.TemporaryDirectory() as directory:
+        logs = [Path(directory) / f"{number}.log" for number in range(num_processes)]
+        processes = [_process(campaign, number, log) for number, log in enumerate(logs)]
+        readers = [
+            threading.Thread(target=_read, args=(number, process.stdout, lines), daemon=True)
+            for number, process in enumerate(processes)
+        ]
+        for reader in readers:
+            reader.start()
+        num_open = num_processes
+        seeds = [campaign.seed + number for number in range(num_processes)]
+        last = time.monotonic()
+        try:
+            while num_open:
+                if time.monotonic() - last > _SCHEDULE_LIMIT_S:
+                    raise TimeoutError(f"no schedule ended within {_SCHEDULE_LIMIT_S:g} s")
+                if lines.empty():
+                    time.sleep(0.05)
+                    continue
+                number, line = lines.get()
+                last = time.monotonic()
+                if line is not None:
+                    row = json.loads(line)
+                    seeds[number] = row["seed"] + num_processes
+                    yield row
+                    continue
                 num_open -= 1
-            else:
-                yield json.loads(line)
-    finally:
-        for process, reader in zip(processes, readers, strict=True):
-            process.kill()
-            process.wait()
-            reader.join(_SCHEDULE_LIMIT_S)
-            if process.stdout is not None:
-                process.stdout.close()
+                if (status := processes[number].wait(_SCHEDULE_LIMIT_S)) != 0:
+                    said = logs[number].read_text(errors="replace")[-2000:]
+                    died = f"the process of this schedule ended with status {status}: {said}"
+                    yield {**_nothing(seeds[number], campaign), "problems": [died]}
+        finally:
+            for process, reader in zip(processes, readers, strict=True):
+                process.kill()
+                process.wait()
+                reader.join(_SCHEDULE_LIMIT_S)
+                if process.stdout is not None:
+                    process.stdout.close()
 
 
 def summary(found: Sequence[dict[str, Any]], wall_s: float) -> dict[str, Any]:
@@ -177,23 +194,24 @@ def _nothing(seed: int, campaign: Campaign) -> dict[str, Any]:
     return {"seed": seed, "transport": transport, "plan": f"seed {seed}", "manner": "", **lists, **figures}
 
 
-def _process(campaign: Campaign, number: int) -> subprocess.Popen[str]:
+def _process(campaign: Campaign, number: int, log: Path) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "inflight.conformance.chaos", "--worker", str(number)]
     command += ["--schedules", str(campaign.num_schedules), "--seed", str(campaign.seed)]
     command += ["--processes", str(campaign.num_processes)]
     if campaign.transport is not None:
         command += ["--transport", campaign.transport]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
-    # What torch and uvicorn say of connections that are cut is of no interest: they are meant to be.
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
+    # What torch and uvicorn say of connections that are cut is of no interest, unless the process dies.
+    with log.open("wb") as file:
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True, env=environment)
 
 
-def _read(stream: IO[str] | None, lines: SimpleQueue[str | None]) -> None:
+def _read(number: int, stream: IO[str] | None, lines: SimpleQueue[tuple[int, str | None]]) -> None:
     assert stream is not None
     for line in stream:
         if line.startswith("{"):
-            lines.put(line)
-    lines.put(None)
+            lines.put((number, line))
+    lines.put((number, None))
 
 
 def _with_progress(found: Iterable[dict[str, Any]], num_schedules: int) -> Iterator[dict[str, Any]]:

@@ -26,7 +26,7 @@ from pydantic import Field, model_validator
 from inflight.types import WeightBucket
 from inflight.weights.checksums import checksum
 from inflight.weights.packing import pack
-from inflight.weights.session import transfer_failed
+from inflight.weights.session import refuse_stray, transfer_failed
 from inflight.weights.transports.store import Attempt, bytes_of, run_name, session_name, write_all
 from inflight.wire import Encoding, TensorSpec, UpdateRef, WeightUpdate, WireModel
 
@@ -182,6 +182,7 @@ class BucketStore:
         opened = self._open
         if opened is None:
             raise attempt.failed("no update has begun")
+        refuse_stray(bucket, opened.update.ref)
         if bucket.index != len(opened.stored) or bucket.index >= len(opened.update.buckets):
             raise attempt.failed(f"bucket {len(opened.stored)} of {len(opened.update.buckets)} comes next")
         update, ref = opened.update, opened.update.ref

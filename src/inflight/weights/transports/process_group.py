@@ -20,7 +20,7 @@ import torch.distributed
 from inflight.errors import TransferError
 from inflight.types import WeightBucket
 from inflight.weights.packing import pack, unpack
-from inflight.weights.session import transfer_failed
+from inflight.weights.session import refuse_stray, transfer_failed
 from inflight.weights.threads import result_unless, run_unless, started
 from inflight.weights.transports.joining import GRACE_S, address_towards, host_store, join_group, meet, timeout_of
 from inflight.wire import ProcessGroupSpec, TensorSpec, UpdateRef, WeightUpdate
@@ -43,6 +43,7 @@ class ProcessGroupSender:
         self._opened: ProcessGroupSpec | None = None
         self._given_up: Future[str] = Future()
         self._group: Any = None
+        self._ref: UpdateRef | None = None
         self._num_sent = 0
 
     def specs(self, run_id: str, num_ranks: Sequence[int], timeout_s: float) -> list[ProcessGroupSpec]:
@@ -75,7 +76,9 @@ class ProcessGroupSender:
         return True
 
     def begin(self, update: WeightUpdate) -> None:
-        """See `WeightSender.begin`. Buckets are told apart by their order."""
+        """See `WeightSender.begin`. Receivers tell buckets apart by their order."""
+        with self._lock:
+            self._ref = update.ref
 
     def end(self, *, is_done: bool) -> None:
         """See `WeightSender.end`. Nothing is stored."""
@@ -100,6 +103,7 @@ class ProcessGroupSender:
     def send(self, bucket: WeightBucket, timeout_s: float) -> None:
         """See `WeightSender.send`. A return means that the bytes left; that they arrived, only the receiver knows."""
         with self._lock:
+            refuse_stray(bucket, self._ref)
             group, given_up, hosted, opened = self._group, self._given_up, self._hosted, self._opened
             index, self._num_sent = self._num_sent, self._num_sent + 1
         if group is None or opened is None:
@@ -115,7 +119,7 @@ class ProcessGroupSender:
     def abort(self) -> None:
         """See `WeightSender.abort`."""
         with self._lock:
-            group, self._group, self._hosted, self._opened = self._group, None, None, None
+            group, self._group, self._hosted, self._opened, self._ref = self._group, None, None, None, None
             _give_up(self._given_up)
         if group is not None:
             group.abort()

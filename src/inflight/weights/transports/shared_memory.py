@@ -25,7 +25,7 @@ from pydantic import Field
 from inflight.errors import TransferError
 from inflight.types import WeightBucket
 from inflight.weights.packing import pack
-from inflight.weights.session import transfer_failed
+from inflight.weights.session import refuse_stray, transfer_failed
 from inflight.weights.transports.private_directory import PrivateDirectory
 from inflight.weights.transports.store import (
     PIECE_BYTES,
@@ -121,6 +121,7 @@ class SharedMemorySender:
             attempt.remaining_s()
             if self._home is None or self._arena is None or self._update is None:
                 raise attempt.failed("no update has begun")
+            refuse_stray(bucket, self._update.ref)
             try:
                 offset = self._arena.write(flat, attempt)
                 record = _Record(
