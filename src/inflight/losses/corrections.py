@@ -187,21 +187,36 @@ def couples_segments(correction: Correction) -> bool:
 
 
 def second_moment_threshold(correction: SecondMoment, step: Sequence[Targets], add: Reduce) -> float:
-    """Return the largest square that may stay so that the mean of all squares up to it is within the bound.
+    """Return a threshold up to which squares may stay so that the mean of all of those is within the bound.
 
-    The mean grows with the threshold, so halving the range of floats finds it with sums over ranks alone.
+    The mean grows with the threshold, so halving the range of floats finds the largest one with sums over ranks alone.
+    It lies half-way between the largest square that stays and the smallest that goes: squares that are computed once
+    more, with another rounding, fall on the same side.
     """
     squares = torch.cat([torch.zeros(0, dtype=torch.float64), *(correction.squares(targets).cpu() for targets in step)])
+
+    def count_and_total(bits: int) -> list[float]:
+        below = squares[squares <= _float_of(bits)]
+        counted: list[float] = add(torch.tensor([float(len(below)), float(below.sum())], dtype=torch.float64)).tolist()
+        return counted
+
     low, high = 0, _bits_of(float("inf"))
     while low < high:
         middle = (low + high + 1) // 2
-        below = squares[squares <= _float_of(middle)]
-        count, total = add(torch.tensor([float(len(below)), float(below.sum())], dtype=torch.float64)).tolist()
+        count, total = count_and_total(middle)
         if total <= correction.bound * count:
             low = middle
         else:
             high = middle - 1
-    return _float_of(low)
+    largest, (num_kept, _) = low, count_and_total(low)
+    low = 0
+    while low < high:
+        middle = (low + high) // 2
+        if count_and_total(middle)[0] == num_kept:
+            high = middle
+        else:
+            low = middle + 1
+    return (_float_of(low) + _float_of(largest)) / 2
 
 
 def _bits_of(number: float) -> int:
