@@ -1,4 +1,4 @@
-"""How weights move: ``python benchmarks/weights.py [table|small|tokens|repeat|engines] ...``, all of them by default.
+"""How weights move: ``python -m benchmarks.weights [table|small|tokens|repeat|engines] ...``, all of them by default.
 
 table     the spans of each transport beside the machine's own limit, two sizes (what ``inflight bench weights`` prints)
 small     1,000 small tensors as one bucket, and broadcast one by one
@@ -35,7 +35,7 @@ from inflight.bench.weights import DEFAULT_WAYS, measure, sampling
 from inflight.weights.module import ModuleWeights
 from inflight.weights.publish import WeightPublisher, publish_weights
 from inflight.weights.transports import make_sender
-from results import DIRECTORY, read_results, write_results
+from benchmarks.results import DIRECTORY, read_results, write_results
 
 SIZES = (64_000_000, 1_000_000_000)
 NUM_ROUNDS = 7
