@@ -208,12 +208,12 @@ def plot_fleet(rows: dict[str, Any], path: Path) -> None:
         axis.axvline(step, color="#57606a", linestyle=":", linewidth=1)
         label = f"server {index} {what}"
         axis.annotate(
-            label, (step, 0.98), xycoords=("data", "axes fraction"), rotation=90, fontsize=8, ha="right", va="top"
+            label, (step, 0.02), xycoords=("data", "axes fraction"), rotation=90, fontsize=8, ha="right", va="bottom"
         )
     axis.set_xlabel("optimizer step")
     axis.set_ylabel("mean reward")
     axis.grid(alpha=0.3)
-    axis.legend(loc="lower right")
+    axis.legend(loc="upper left")
     figure.savefig(path, dpi=120)
     plt.close(figure)
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.results import DIRECTORY, read_results, write_results
 from safetensors.torch import save_file
 from tests.real_engines.servers import RealEngine, running
 
@@ -35,7 +36,6 @@ from inflight.bench.weights import DEFAULT_WAYS, measure, sampling
 from inflight.weights.module import ModuleWeights
 from inflight.weights.publish import WeightPublisher, publish_weights
 from inflight.weights.transports import make_sender
-from benchmarks.results import DIRECTORY, read_results, write_results
 
 SIZES = (64_000_000, 1_000_000_000)
 NUM_ROUNDS = 7
