@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Protocol
 
 from inflight.contracts import WeightReceiver
 from inflight.errors import (
-    InflightError,
     PoisonedError,
     TransferError,
     UnsupportedError,
@@ -422,7 +421,7 @@ class UpdateReceiver:
             problem = f"applying version {update.version} failed: {type(error).__name__}: {error}"
             try:
                 await self._engine.give_up()
-            except InflightError as lost:  # torn it is in any case
+            except Exception as lost:  # torn it is in any case
                 problem += f". Its requests could not be ended either: {lost}"
             return PoisonedError(problem)
         self._session.committed()

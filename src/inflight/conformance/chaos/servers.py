@@ -155,9 +155,13 @@ class EmbeddedServer:
             await self._coming_back
 
     async def shade(self) -> Shade | None:
-        """Return which shade the weights are of now, None for torn ones, read between two token steps."""
+        """Return which shade the weights are of now, None for torn ones, read between two token steps.
+
+        Raises `UnreachableError` if the server is not there.
+        """
         life = self.life
-        assert life is not None
+        if life is None:
+            raise UnreachableError("it is not there", self.name)
         return await asyncio.wrap_future(life.engine.call(lambda: self._look(life, is_sampling=False)))
 
     async def note_fence(self, epoch: int) -> None:
