@@ -129,9 +129,11 @@ class SglangEndpoint:
     def _make_loaded(self) -> LoadedWeights:
         from inflight_sglang.loaded_weights import LoadedWeights  # torch is loaded only where weights arrive
 
-        def served() -> UpdateRef | None:
+        def served() -> tuple[UpdateRef | None, bool]:
             session = self._updates.session
-            return None if session.run_id is None else UpdateRef(run_id=session.run_id, version=session.version)
+            if session.run_id is None:
+                return None, session.is_torn
+            return UpdateRef(run_id=session.run_id, version=session.version), session.is_torn
 
         return LoadedWeights(self._attached.directory, self._attached.capabilities.dtype, served)
 

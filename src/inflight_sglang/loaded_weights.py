@@ -19,9 +19,12 @@ from inflight.wire import UpdateRef, WeightUpdate
 
 
 class LoadedWeights:
-    """The weights of one server, in ``dtype``; ``served`` says which update it serves, None is the checkpoint."""
+    """The weights of one server, in ``dtype``.
 
-    def __init__(self, directory: Path, dtype: str, served: Callable[[], UpdateRef | None]) -> None:
+    ``served`` says which update it serves, None is the checkpoint; and whether that was torn while it was loaded.
+    """
+
+    def __init__(self, directory: Path, dtype: str, served: Callable[[], tuple[UpdateRef | None, bool]]) -> None:
         self._directory = directory
         self._dtype: torch.dtype = getattr(torch, dtype)
         self._served = served
@@ -33,8 +36,8 @@ class LoadedWeights:
 
     def begin(self, update: WeightUpdate) -> None:
         """Note which update comes. Raises `UpdateRefusedError` for an adapter whose base is not known."""
-        served = self._served()
-        attempted = None if self._update is None else self._update.ref
+        served, is_torn = self._served()
+        attempted = self._update.ref if self._update is not None and is_torn else None
         if served is None:
             self._base, self._adapted = BaseWeights(str(self._directory), self._dtype), AdaptedWeights()
         elif not any(other is not None and _is_same(served, other) for other in (self._known, attempted)):

@@ -23,7 +23,8 @@ class Server:
 
     def __init__(self, directory: Path) -> None:
         self.served: UpdateRef | None = None
-        self.loaded = LoadedWeights(directory, "float32", lambda: self.served)
+        self.is_torn = False
+        self.loaded = LoadedWeights(directory, "float32", lambda: (self.served, self.is_torn))
 
     def load(
         self, tensors: dict[str, torch.Tensor], version: int, *, adapter: bool = False, keep: bool = False
@@ -104,5 +105,24 @@ def test_an_update_that_failed_while_it_was_loaded_loses_nothing_that_is_known(s
     )
     server.loaded.begin(torn)
     server.loaded.prepare(torn, list(BASE.items()))
-    server.served = torn.ref  # as its label says
+    server.served, server.is_torn = torn.ref, True  # as its label says
     assert server.load({"n.weight": torch.zeros(3, 2)}, 3, keep=True) == {"m.weight"}
+
+
+def test_a_version_that_was_tried_here_and_loaded_by_another_process_is_not_known(server: Server) -> None:
+    server.load(BASE, 1, keep=True)
+    specs = PlainWorker(BASE).parameter_specs()
+    manifest, buckets = Manifest(tensors=tuple(specs)), tuple(plan_buckets(specs))
+    ended = WeightUpdate(
+        run_id="run",
+        version=2,
+        manifest=manifest,
+        buckets=buckets,
+        in_flight=InFlightPolicy.KEEP,
+        deadline_s=1.0,
+        lease_s=1.0,
+    )
+    server.loaded.begin(ended)
+    server.served = ended.ref  # whole, and not by this process
+    with pytest.raises(UpdateRefusedError, match="another process had version 2 loaded"):
+        server.load(lora("m"), 3, adapter=True)

@@ -247,6 +247,11 @@ class UpdateSession:
         if ref.session_id:
             self._over.append(ref)
 
+    @property
+    def is_torn(self) -> bool:
+        """Whether there are no whole weights: an update failed while it was applied, and none has made up for it."""
+        return self._torn
+
     def refuse_if_poisoned(self) -> None:
         """Raise `PoisonedError` if there are no whole weights to sample from, now or when the hold ends.
 
