@@ -16,7 +16,12 @@ DIRECTORY = Path(__file__).parent / "results"
 def write_results(name: str, rows: Any) -> None:
     """Write ``results/NAME.json``."""
     DIRECTORY.mkdir(exist_ok=True)
-    record = {
+    (DIRECTORY / f"{name}.json").write_text(json.dumps(record_of(name, rows), indent=2) + "\n")
+
+
+def record_of(name: str, rows: Any) -> dict[str, Any]:
+    """Return results with the date, the machine and the versions."""
+    return {
         "benchmark": name,
         "date": time.strftime("%Y-%m-%d"),
         "machine": {
@@ -28,7 +33,6 @@ def write_results(name: str, rows: Any) -> None:
         "versions": {package: version(package) for package in ("inflight", "torch", "transformers")},
         "rows": rows,
     }
-    (DIRECTORY / f"{name}.json").write_text(json.dumps(record, indent=2) + "\n")
 
 
 def read_results(name: str) -> dict[str, Any]:

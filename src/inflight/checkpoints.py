@@ -5,17 +5,28 @@ Nothing is downloaded and nothing is unpickled: weights are read from safetensor
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from inflight.attention import check_model_is_supported
 from inflight.errors import ConfigError, UnsupportedError
 
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_INDEX = "model.safetensors.index.json"
+
 
 def load_config(path: Path) -> Any:
-    """Return the transformers config of a model directory. Raises `ConfigError` if it holds no supported causal LM."""
+    """Return the transformers config of a model directory. Raises `ConfigError` if it holds no causal LM.
+
+    Raises `UnsupportedError` if the model is one that can be neither trained nor served here.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if not path.is_dir():
@@ -29,12 +40,38 @@ def load_config(path: Path) -> Any:
     except Exception as error:  # transformers raises what it likes
         raise ConfigError(f"{path / 'config.json'} cannot be read: {_one_line(error)}") from error
     architectures = config.architectures or []
-    if type(config) not in AutoModelForCausalLM._model_mapping or not any("CausalLM" in a for a in architectures):
+    models = AutoModelForCausalLM._model_mapping
+    if type(config) not in models or not any("CausalLM" in a for a in architectures):
+        if type(config) in models and (name := models[type(config)].__name__) in architectures:
+            takes_more = name.endswith("ForConditionalGeneration")
+            why = "it takes more than text" if takes_more else "it does not tell its attention where sequences end"
+            raise UnsupportedError(
+                f"{str(path)!r} holds a {name}, which cannot be trained or served here: {why}. Supported are decoders "
+                "that transformers names ...ForCausalLM and that attend fully and by its attention interface, such as "
+                "LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM and GemmaForCausalLM"
+            )
         raise ConfigError(
             f"{str(path)!r} is no causal language model: architectures {architectures}, type {config.model_type!r}"
         )
     check_model_is_supported(config)
     return config
+
+
+def check_weights(path: Path) -> None:
+    """Return if the weights in a model directory are whole and fit its config, by their files' headers alone.
+
+    Raises `ConfigError` that names the file or the tensor that is not as it should be, and what `load_config` raises.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.core_model_loading import revert_weight_conversion
+
+    config = load_config(path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+        empty = {name: torch.empty(parameter.shape) for name, parameter in model.named_parameters()}
+    wanted = {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, empty).items()}
+    ignored = tuple(model._keys_to_ignore_on_load_unexpected or ())
+    fitting_tensors(path, wanted, known=model.state_dict().keys(), ignored=ignored)
 
 
 def load_causal_lm(
@@ -111,3 +148,87 @@ def max_model_len_of(config: Any) -> int:
 
 def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:250]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a tensor lies, and what its file's header says of it. ``dtype`` is None if it is none that is trained."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+
+
+def stored_tensors(path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of the safetensors files of a model directory, from their headers alone.
+
+    Those are the files of its index, if it has one, and all of them otherwise. Raises `ConfigError` that names a file
+    that is missing or cannot be read, and the tensor in which one was cut off.
+    """
+    found: dict[str, StoredTensor] = {}
+    for file in _weight_files(path):
+        try:
+            with safe_open(file, framework="numpy") as tensors:  # torch's maps files as if it were to write
+                for name in tensors.keys():  # noqa: SIM118 - no mapping
+                    part = tensors.get_slice(name)
+                    found[name] = StoredTensor(file, tuple(part.get_shape()), _DTYPES.get(part.get_dtype()))
+        except (OSError, SafetensorError) as error:
+            why = _cut_off(file) or _one_line(error)
+            raise ConfigError(f"the weights in {str(file)!r} cannot be read: {why}") from error
+    return found
+
+
+def fitting_tensors(
+    path: Path, wanted: Mapping[str, Sequence[int]], *, known: Collection[str] = (), ignored: Sequence[str] = ()
+) -> dict[str, StoredTensor]:
+    """Return the tensors of a directory. Raises `ConfigError` unless those that are ``wanted``, with shapes, are there.
+
+    Others are refused too, but for names that are ``known`` or match a pattern that is ``ignored``.
+    """
+    stored = stored_tensors(path)
+    if not stored:
+        raise ConfigError(f"model directory {str(path)!r} has no *.safetensors; other weight formats are not read")
+    problems = []
+    if missing := sorted(set(wanted) - set(stored)):
+        problems.append(f"{len(missing)} tensors are missing: {missing[:5]}")
+    for name in sorted(set(wanted) & set(stored)):
+        file = stored[name].file.name
+        if stored[name].shape != tuple(wanted[name]):
+            problems.append(f"{name} in {file} has shape {stored[name].shape}, not {tuple(wanted[name])}")
+        elif stored[name].dtype is None:
+            problems.append(f"{name} in {file} is of a dtype that cannot be trained")
+    others = set(stored) - set(wanted) - set(known)
+    if unknown := sorted(name for name in others if not any(re.search(pattern, name) for pattern in ignored)):
+        problems.append(f"{len(unknown)} tensors are unknown: {unknown[:5]}")
+    if problems:
+        raise ConfigError(f"the checkpoint {str(path)!r} does not fit its config: {'; '.join(problems[:10])}")
+    return stored
+
+
+def _weight_files(path: Path) -> list[Path]:
+    if not (path / _INDEX).is_file():
+        return sorted(path.glob("*.safetensors"))
+    try:
+        named: dict[str, str] = json.loads((path / _INDEX).read_text())["weight_map"]
+        files = sorted({path / file for file in named.values()})
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(f"{str(path / _INDEX)!r} cannot be read: {_one_line(error)}") from error
+    for file in files:
+        if not file.is_file():
+            lost = sorted(name for name, other in named.items() if path / other == file)
+            raise ConfigError(f"{str(file)!r} is missing, with {len(lost)} tensors of {_INDEX}: {lost[:5]}")
+    return files
+
+
+def _cut_off(file: Path) -> str | None:
+    """Return where a safetensors file ends too early; None if it does not, or if that cannot be told."""
+    try:
+        with file.open("rb") as content:
+            header_bytes = int.from_bytes(content.read(8), "little")
+            header = json.loads(content.read(min(header_bytes, 1 << 27)))
+        size_bytes = file.stat().st_size - 8 - header_bytes
+        ends = {name: entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"}
+        end, name = min((end, name) for name, end in ends.items() if end > size_bytes)
+    except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError):
+        return None
+    return f"it ends within {name}, {end - size_bytes} bytes before that tensor's end"

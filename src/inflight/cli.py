@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import secrets
 import sys
@@ -45,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     tiny.add_argument("output", type=Path, metavar="OUTPUT_DIR")
     tiny.add_argument("--task", default="spell_backward", help="reasoning-gym dataset (default: %(default)s)")
     tiny.add_argument("--steps", type=int, default=1400, help="steps of imitation (default: %(default)s)")
-    tiny.add_argument("--batch-size", type=int, default=16, help="demonstrations per step (default: %(default)s)")
+    tiny.add_argument("--batch-size", type=int, default=16, help="most demonstrations of a step (default: %(default)s)")
     tiny.add_argument(
         "--wrong-fraction",
         type=float,
@@ -57,7 +58,9 @@ def _parser() -> argparse.ArgumentParser:
     tiny.add_argument("--hidden-size", type=int, default=96)
     tiny.add_argument("--layers", type=int, default=2)
     tiny.add_argument("--heads", type=int, default=3)
-    tiny.add_argument("--max-model-len", type=int, default=512)
+    tiny.add_argument(
+        "--max-model-len", type=int, help="context in tokens (default: 512, or more if the task needs it)"
+    )
     tiny.add_argument("--seed", type=int, default=0)
     tiny.set_defaults(call=_tiny_model)
 
@@ -159,7 +162,9 @@ def _losses(arguments: argparse.Namespace, _: Sequence[str]) -> int:
 
 
 def _add_serve(commands: Any) -> None:
-    serve = commands.add_parser("serve", help="serve a model directory with the embedded engine, vLLM or SGLang")
+    serve = commands.add_parser(
+        "serve", help="serve a model directory with the embedded engine, vLLM, SGLang or your own"
+    )
     serve.add_argument("model", type=Path, metavar="MODEL_DIR", help="Hugging Face checkpoint with safetensors")
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: loopback only)")
     serve.add_argument("--port", type=int, default=8000, help="port to listen on, 0 for any free one (default: 8000)")
@@ -167,7 +172,13 @@ def _add_serve(commands: Any) -> None:
     serve.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), help="default: as stored")
     serve.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)")
     serve.add_argument("--max-model-len", type=int, help="longest sequence in tokens (default: what the model allows)")
-    serve.add_argument("--max-concurrent", type=int, default=64, help="sequences decoded at a time (default: 64)")
+    serve.add_argument("--max-concurrent", type=int, help="sequences decoded at a time (default: 64)")
+    serve.add_argument(
+        "--kv-cache",
+        metavar="SIZE",
+        help="most memory for keys and values, as 2GB; requests wait for it (default: what --max-concurrent sequences "
+        "of --max-model-len take, at most half of the memory; embedded engine only)",
+    )
     serve.add_argument("--threads", type=int, help="CPU threads of the engine (default: the engine's choice)")
     serve.add_argument(
         "--token-file", type=Path, help=f"file with the control token (default: ${TOKEN_VARIABLE}, or new)"
@@ -178,11 +189,25 @@ def _add_serve(commands: Any) -> None:
     following.add_argument("--follow", metavar="DIR_OR_URL", help="take the newest version that is stored here")
     following.add_argument("--follow-run", metavar="RUN_ID", help="run whose versions are taken")
     following.add_argument("--follow-token-file", type=Path, help="file with the token of an URL to follow")
-    engine = serve.add_argument_group("another engine, started on loopback behind this server")
-    engine.add_argument("--engine", default="local", help="local (the embedded one, default), vllm or sglang")
+    engine = serve.add_argument_group(
+        "another engine",
+        "An installed one is started on loopback behind this server. The function of module:function is called in this "
+        "process with MODEL_DIR and, by name, the options above that are given.",
+    )
+    engine.add_argument(
+        "--engine",
+        default="local",
+        help="local (the embedded one, default), vllm, sglang, another that is installed, or module:function",
+    )
     engine.add_argument("--python", help="interpreter of the environment that has the engine (default: this)")
     engine.add_argument("--engine-port", type=int, default=0, help="port of the engine itself (default: any free one)")
-    engine.add_argument("--engine-arg", action="append", default=[], metavar="=ARG", help="passed on to the engine")
+    engine.add_argument(
+        "--engine-arg",
+        action="append",
+        default=[],
+        metavar="=ARG",
+        help="passed on to the engine; KEY=VALUE to a function",
+    )
     engine.add_argument("--start-timeout", type=float, default=300.0, metavar="SECONDS", help="default: %(default)g")
     engine.add_argument("--log", type=Path, help="file for the engine's output (default: a temporary one)")
     serve.set_defaults(call=_serve)
@@ -205,10 +230,15 @@ def _serve(arguments: argparse.Namespace, _: Sequence[str]) -> int:
             say(f"control token {token} (set {TOKEN_VARIABLE} to choose it)")
 
     follow = _follower(arguments, say)
+    if ":" in arguments.engine:
+        _serve_factory(arguments, token, say_ready, follow)
+        return 0
+    if arguments.max_concurrent is None:
+        arguments.max_concurrent = 64
     if arguments.engine == "local":
         _serve_local(arguments, token, say_ready, follow)
     elif follow is not None:
-        raise ConfigError("--follow is for the embedded engine; publish to another --engine instead")
+        raise ConfigError("--follow is for engines in this process; publish to another --engine instead")
     else:
         _serve_engine(arguments, token, say, say_ready)
     return 0
@@ -257,17 +287,56 @@ def _serve_local(
             device=arguments.device,
             max_model_len=arguments.max_model_len,
             max_concurrent=arguments.max_concurrent,
+            kv_cache_bytes=None if arguments.kv_cache is None else _bytes_of(arguments.kv_cache),
         )
-        serve(
-            endpoint,
-            listener,
-            token=token,
-            stats=endpoint.stats,
-            ready_file=arguments.ready_file,
-            exit_with_stdin=arguments.exit_with_stdin,
-            on_ready=lambda url: say_ready(f"serving {endpoint.name} at {url}"),
-            while_serving=None if follow is None else lambda: follow(endpoint),
+        asyncio.run(
+            serve(
+                endpoint,
+                listener,
+                token=token,
+                stats=endpoint.stats,
+                ready_file=arguments.ready_file,
+                exit_with_stdin=arguments.exit_with_stdin,
+                on_ready=lambda url: say_ready(f"serving {endpoint.name} at {url}"),
+                while_serving=None if follow is None else lambda: follow(endpoint),
+            )
         )
+
+
+def _serve_factory(
+    arguments: argparse.Namespace,
+    token: str,
+    say_ready: Callable[[str], None],
+    follow: Callable[[InferenceEndpoint], Awaitable[None]] | None,
+) -> None:
+    """Serve with an engine that a function makes in this process."""
+    from inflight.engines.factories import keyword_arguments
+    from inflight.engines.serving import serve_factory
+
+    if arguments.python is not None or arguments.engine_port or arguments.log is not None:
+        raise ConfigError(
+            f"--python, --engine-port and --log are for engines with a process of their own, and {arguments.engine} "
+            "is called in this one"
+        )
+    if arguments.kv_cache is not None:
+        raise ConfigError("--kv-cache is for the embedded engine; say it to another one by --engine-arg")
+    if not arguments.start_timeout > 0:
+        raise ConfigError(f"--start-timeout must be above 0, not {arguments.start_timeout:g}")
+    names = ("name", "dtype", "device", "max_model_len", "max_concurrent", "threads")
+    given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    serve_factory(
+        arguments.engine,
+        arguments.model,
+        given | keyword_arguments(arguments.engine_arg, "--engine-arg"),
+        host=arguments.host,
+        port=arguments.port,
+        token=token,
+        start_timeout_s=arguments.start_timeout,
+        ready_file=arguments.ready_file,
+        exit_with_stdin=arguments.exit_with_stdin,
+        on_ready=lambda name, url: say_ready(f"serving {name} at {url} ({arguments.engine})"),
+        while_serving=follow,
+    )
 
 
 def _serve_engine(
@@ -277,6 +346,8 @@ def _serve_engine(
     from inflight.engines.kinds import EngineOptions, load_engine_kind
     from inflight.engines.serving import serve_engine
 
+    if arguments.kv_cache is not None:
+        raise ConfigError("--kv-cache is for the embedded engine; say it to another one by --engine-arg")
     kind = load_engine_kind(arguments.engine)
     if not (arguments.model / "config.json").is_file():
         raise ConfigError(f"model directory {str(arguments.model)!r} does not exist, or has no config.json")
@@ -311,32 +382,32 @@ def _serve_engine(
 
 
 def _tiny_model(arguments: argparse.Namespace, _: Sequence[str]) -> int:
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    from inflight.local.tiny import TinyShape, create_tiny_model, save_tiny_model, warm_start
+    from inflight.local.tiny import TinyShape, context_of, create_tiny_model, save_tiny_model, warm_start
+    from inflight.progress import ProgressLines
     from inflight.rollouts.tasks import load_task
 
+    def say(line: str) -> None:
+        print(f"inflight: {line}", flush=True)
+
     task = load_task(arguments.task, {}, arguments.seed)
-    shape = TinyShape(
-        arguments.family, arguments.hidden_size, arguments.layers, arguments.heads, arguments.max_model_len
-    )
+    context = arguments.max_model_len or context_of(task, arguments.style)
+    shape = TinyShape(arguments.family, arguments.hidden_size, arguments.layers, arguments.heads, context)
     model = create_tiny_model(shape, arguments.seed)
-    columns = (TextColumn("warm start on {task.description}"), BarColumn(), TextColumn("{task.fields[loss]}"))
-    with Progress(*columns, TimeElapsedColumn()) as progress:
-        bar = progress.add_task(task.name, total=arguments.steps, loss="")
-        warm_start(
-            model,
-            task,
-            num_steps=arguments.steps,
-            batch_size=arguments.batch_size,
-            wrong_fraction=arguments.wrong_fraction,
-            style=arguments.style,
-            seed=arguments.seed,
-            on_progress=lambda step, loss: progress.update(bar, completed=step, loss=f"loss {loss:.3f}"),
-        )
+    say(f"warm start on {task.name}, {arguments.steps:,} steps, a context of {context:,} tokens")
+    lines = ProgressLines("steps", arguments.steps, say)
+    warm_start(
+        model,
+        task,
+        num_steps=arguments.steps,
+        batch_size=arguments.batch_size,
+        wrong_fraction=arguments.wrong_fraction,
+        style=arguments.style,
+        seed=arguments.seed,
+        on_progress=lambda step, loss: lines.update(step, f"loss {loss:.3f}"),
+    )
     save_tiny_model(model, arguments.output)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    print(f"inflight: wrote {arguments.output} ({num_parameters:,} parameters, {arguments.steps} steps on {task.name})")
+    say(f"wrote {arguments.output} ({num_parameters:,} parameters, {arguments.steps} steps on {task.name})")
     return 0
 
 

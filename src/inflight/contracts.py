@@ -114,7 +114,10 @@ class InferenceEndpoint(Protocol):
 
     @abstractmethod
     async def aclose(self) -> None:
-        """Release what this object holds; a remote server goes on."""
+        """Release what this object holds; a remote server goes on. Called last.
+
+        Where a context manager made the endpoint, it is left after this call.
+        """
 
 
 @runtime_checkable
@@ -182,14 +185,18 @@ class AdapterSource(WeightSource, Protocol):
 
 @runtime_checkable
 class TrainerWorker(WeightSource, Protocol):
-    """The whole of what inflight asks of one trainer rank. All ranks make the same calls in the same order."""
+    """The whole of what inflight asks of one trainer rank. All ranks make the same calls in the same order.
+
+    Of several ranks, each is a process in which torch's default process group has been formed before the factory is
+    called; ``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE`` are set, and no ``MASTER_ADDR`` is needed.
+    """
 
     @abstractmethod
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         """Return trainer logprobs [T] of the packed targets: float32, differentiable, 0.0 where no target is.
 
         Natural log, at each token's own temperature, on the batch's device. Segments do not see each other. Float64
-        models return float64.
+        models return float64. Several forwards may come before their backwards, which may come in any order.
         """
 
     @abstractmethod
@@ -203,8 +210,9 @@ class TrainerWorker(WeightSource, Protocol):
     def step(self) -> StepResult:
         """Clip, update the parameters, advance the schedule, clear gradients; ``version`` grows by one.
 
-        Raises `NonFiniteError` on every rank if the gradient norm is not finite: parameters, optimizer, schedule and
-        version are then as before, gradients are cleared. Raises `TrainerError` if there is no gradient.
+        Raises `NonFiniteError` on every rank if the gradient norm is not finite, by an overflow too: parameters,
+        optimizer, schedule and version are then as before, gradients are cleared. Raises `TrainerError` if there is no
+        gradient.
         """
 
     @abstractmethod
@@ -216,7 +224,10 @@ class TrainerWorker(WeightSource, Protocol):
 
     @abstractmethod
     def load(self, path: Path) -> None:
-        """Read what `save` wrote, on any number of ranks. Raises `CheckpointError`; nothing was loaded then."""
+        """Read what `save` wrote, on any number of ranks, and drop the gradients of every `backward` before.
+
+        Raises `CheckpointError`; nothing was loaded then.
+        """
 
 
 @runtime_checkable

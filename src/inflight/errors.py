@@ -175,6 +175,10 @@ class TaskError(InflightError):
     code = "task_error"
 
 
+class PrecisionWarning(UserWarning):
+    """Training goes on, and a setting that was asked for loses part of it to rounding."""
+
+
 def error_from_code(code: str, message: str, endpoint: str = "") -> InflightError:
     """Return the error that ``code`` names, as raised on this side of a connection.
 

@@ -107,7 +107,7 @@ class MicroBatch:
     proximal_logprobs_T: torch.Tensor | None = None
     """float32 [T] under the trainer's weights at the start of the optimizer step; None if they are the present ones"""
     group_ids_S: torch.Tensor | None = None
-    """int64 [S], for each segment which of the optimizer step's prompts it answers, or None"""
+    """int64 [S], for each segment which of the optimizer step's prompts it answers, -1 for no completion; or None"""
 
     @property
     def num_tokens(self) -> int:
@@ -122,6 +122,8 @@ class StepResult:
     version: int
     gradient_norm: float
     learning_rate: float
+    rounded_away: float | None = None
+    """Share of the updates that left their weight as it was, because its dtype cannot hold them; None: not measured."""
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -7,13 +7,17 @@ The module knows nothing of HTTP, engines or trainers.
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import json
 import math
+import re
+from collections import Counter
 from enum import StrEnum
 from itertools import pairwise
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, RootModel, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, RootModel, model_validator
 
 CONTRACT_EDITION = 2
 """Edition of the contract; it grows when a peer of the previous edition would be misread."""
@@ -28,8 +32,59 @@ Encoding = Literal["raw", "bfloat16", "float8", "delta"]
 """How the bytes of a bucket are made from its tensors; see `inflight.weights.encoding`."""
 
 
+T = TypeVar("T")
+
+Items = Annotated[tuple[T, ...], Field(fail_fast=True)]
+"""A sequence whose validation ends at its first bad element, so that a long one costs one error and not one each."""
+
+Natural = Annotated[int, Field(ge=0, le=2**63 - 1)]
+"""A count, an index or a version: what a signed integer of 64 bits holds."""
+
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+
+TokenCount = Annotated[int, Field(ge=1, le=2**31 - 1)]
+
+Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
+"""Of a request: signed or unsigned, of 64 bits."""
+
+Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
+"""How long something may take: a week at most, which every clock and every wait of a system can count."""
+
+RunId = Annotated[str, Field(min_length=1, max_length=1024)]
+StopString = Annotated[str, Field(min_length=1, max_length=1024)]
+
+
+def _usable_host(host: str) -> str:
+    """Return ``host`` if it is an IP address or a host name in ASCII. Raises ``ValueError``."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        if len(host) > 253 or not all(re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,62}", it) for it in host.split(".")):
+            raise ValueError("it is neither an IP address nor a host name") from None
+    return host
+
+
+def _usable_url(url: str) -> str:
+    """Return ``url`` if it names a host, and a port in range if any. Raises ``ValueError``."""
+    if not all("!" <= character <= "~" for character in url):
+        raise ValueError("it holds characters that no URL can carry; percent-encode them")
+    parts = urlsplit(url)
+    if parts.username is not None:
+        raise ValueError("it names a user; send the token as token")
+    if parts.port == 0:
+        raise ValueError("port 0 is none to connect to")
+    _usable_host(parts.hostname or "")
+    return url
+
+
+def _usable_path(path: str) -> str:
+    if "\0" in path:
+        raise ValueError("a path holds no NUL")
+    return path
+
+
 class WireModel(BaseModel):
-    """Base of every message: immutable, strict about unknown keys, and without infinities."""
+    """Base of every message: immutable, strict about unknown keys, without infinities, and every number has bounds."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -69,9 +124,9 @@ class TensorSpec(WireModel):
     ``uint8`` is for the bytes of a whole bucket, which a transport moves as one tensor.
     """
 
-    name: str = Field(min_length=1)
+    name: str = Field(min_length=1, max_length=1024)
     dtype: Literal["float64", "float32", "bfloat16", "float16", "uint8"]
-    shape: tuple[Annotated[int, Field(ge=0)], ...]
+    shape: Items[Natural] = Field(max_length=64)
 
     @property
     def num_elements(self) -> int:
@@ -92,8 +147,8 @@ class AdapterSpec(WireModel):
     ``base_model.model.M.lora_B.weight`` [out, rank], and change ``M.weight`` [out, in].
     """
 
-    rank: int = Field(ge=1)
-    alpha: float = Field(gt=0)
+    rank: int = Field(ge=1, le=2**31 - 1)
+    alpha: float = Field(gt=0, le=1e6)
     rslora: bool = False
     """Whether the scale is divided by the square root of the rank (arXiv 2312.03732), and not by the rank."""
 
@@ -106,10 +161,10 @@ class AdapterSpec(WireModel):
 class Manifest(WireModel):
     """Every tensor of one update, in the order in which they travel; and which of the model's are left out."""
 
-    tensors: tuple[TensorSpec, ...] = Field(min_length=1)
+    tensors: Items[TensorSpec] = Field(min_length=1)
     adapter: AdapterSpec | None = None
     """The tensors are those of an adapter, which replaces the one before; None: they are the model's own."""
-    frozen: tuple[str, ...] = ()
+    frozen: Items[Annotated[str, Field(max_length=1024)]] = ()
     """Tensors of the model that are not sent, because they are as in the checkpoint that every server starts from."""
 
     @model_validator(mode="after")
@@ -122,7 +177,7 @@ class Manifest(WireModel):
     def _names_are_unique(self) -> Manifest:
         names = [*(tensor.name for tensor in self.tensors), *self.frozen]
         if len(set(names)) != len(names):
-            twice = sorted({name for name in names if names.count(name) > 1})
+            twice = sorted(name for name, count in Counter(names).items() if count > 1)
             raise ValueError(f"tensor names appear twice in the manifest: {twice[:5]}")
         return self
 
@@ -143,10 +198,10 @@ class BucketSpec(WireModel):
     The bytes are the tensors in manifest order, row-major, without gaps.
     """
 
-    index: int = Field(ge=0)
-    start: int = Field(ge=0)
-    stop: int = Field(gt=0)
-    size_bytes: int = Field(ge=0)
+    index: Natural
+    start: Natural
+    stop: Natural
+    size_bytes: Natural
 
 
 class ProcessGroupSpec(WireModel):
@@ -157,15 +212,21 @@ class ProcessGroupSpec(WireModel):
     incarnations of a run's trainer apart: the calls of one that another has replaced are refused.
     """
 
-    run_id: str = Field(min_length=1)
-    epoch: int = Field(default=0, ge=0)
+    run_id: RunId
+    epoch: Natural = 0
     backend: Literal["gloo", "nccl"]
-    group_name: str = Field(min_length=1)
-    master_address: str
+    group_name: str = Field(min_length=1, max_length=1024)
+    master_address: Annotated[str, AfterValidator(_usable_host)]
     master_port: int = Field(ge=1, le=65535)
-    rank: int = Field(ge=1)
-    world_size: int = Field(ge=2)
-    timeout_s: float = Field(gt=0)
+    rank: int = Field(ge=1, le=65535)
+    world_size: int = Field(ge=2, le=65536)
+    timeout_s: Seconds
+
+    @model_validator(mode="after")
+    def _rank_is_of_the_group(self) -> ProcessGroupSpec:
+        if self.rank >= self.world_size:
+            raise ValueError(f"rank {self.rank} is none of a group of {self.world_size} ranks")
+        return self
 
 
 class DirectorySpec(WireModel):
@@ -175,22 +236,22 @@ class DirectorySpec(WireModel):
     system: each update is a directory of safetensors files. ``epoch`` as in `ProcessGroupSpec`.
     """
 
-    run_id: str = Field(min_length=1)
-    epoch: int = Field(default=0, ge=0)
+    run_id: RunId
+    epoch: Natural = 0
     backend: Literal["shm", "file"]
-    directory: str = Field(min_length=1, max_length=4096)
-    timeout_s: float = Field(gt=0)
+    directory: Annotated[str, AfterValidator(_usable_path)] = Field(min_length=1, max_length=4096)
+    timeout_s: Seconds
 
 
 class PullSpec(WireModel):
     """Where one endpoint fetches the files of `DirectorySpec` over HTTP, in ranges. ``token`` is the bearer token."""
 
-    run_id: str = Field(min_length=1)
-    epoch: int = Field(default=0, ge=0)
+    run_id: RunId
+    epoch: Natural = 0
     backend: Literal["http"]
-    url: str = Field(pattern=r"^https?://", max_length=2048)
-    token: str = Field(min_length=1, max_length=1024, repr=False)
-    timeout_s: float = Field(gt=0)
+    url: Annotated[str, AfterValidator(_usable_url)] = Field(pattern=r"^https?://", max_length=2048)
+    token: str = Field(pattern=r"^[!-~]+$", max_length=1024, repr=False)
+    timeout_s: Seconds
 
 
 TransportSpec = ProcessGroupSpec | DirectorySpec | PullSpec
@@ -208,8 +269,8 @@ class UpdateRef(WireModel):
     update without one is told from others by run and version only.
     """
 
-    run_id: str = Field(min_length=1)
-    version: int = Field(ge=0)
+    run_id: RunId
+    version: Natural
     session_id: str = Field(default="", max_length=64, pattern=r"^[A-Za-z0-9._-]*$")
 
 
@@ -223,19 +284,19 @@ class WeightUpdate(WireModel):
     that ``base`` names, which the endpoint must have kept. ``keep`` asks it to keep these for a later one.
     """
 
-    run_id: str = Field(min_length=1)
-    version: int = Field(ge=0)
+    run_id: RunId
+    version: Natural
     session_id: str = Field(default="", max_length=64, pattern=r"^[A-Za-z0-9._-]*$")
-    epoch: int = Field(default=0, ge=0)
+    epoch: Natural = 0
     manifest: Manifest
-    buckets: tuple[BucketSpec, ...] = Field(min_length=1)
+    buckets: Items[BucketSpec] = Field(min_length=1)
     in_flight: InFlightPolicy
     staged: bool = False
-    encodings: tuple[Encoding, ...] = ()
+    encodings: Items[Encoding] = Field(default=(), max_length=64)
     base: UpdateRef | None = None
     keep: bool = False
-    deadline_s: float = Field(gt=0)
-    lease_s: float = Field(gt=0)
+    deadline_s: Seconds
+    lease_s: Seconds
 
     @model_validator(mode="after")
     def _buckets_cover_the_manifest(self) -> WeightUpdate:
@@ -270,14 +331,14 @@ class BucketTransfer(WireModel):
     hexadecimal digits, None for no comparison.
     """
 
-    run_id: str = Field(min_length=1)
-    version: int = Field(ge=0)
+    run_id: RunId
+    version: Natural
     session_id: str = Field(default="", max_length=64, pattern=r"^[A-Za-z0-9._-]*$")
-    bucket_index: int = Field(ge=0)
+    bucket_index: Natural
     encoding: Encoding = "raw"
-    size_bytes: int | None = Field(default=None, ge=0)
+    size_bytes: Natural | None = None
     checksum: str | None = Field(default=None, pattern=r"^[0-9a-f]{32}$")
-    timeout_s: float = Field(gt=0)
+    timeout_s: Seconds
 
     @property
     def ref(self) -> UpdateRef:
@@ -300,18 +361,18 @@ class WeightVersion(WireModel):
     """Which weights an endpoint serves. ``run_id`` is None while it serves the checkpoint it was started from."""
 
     state: EndpointState
-    version: int = Field(ge=0)
+    version: Natural
     run_id: str | None = None
     session_id: str = ""
     """Of the update that brought the served version; empty if it had none, or is not remembered."""
     owner_run_id: str | None = None
     """Run whose updates are accepted, or were last."""
-    epoch: int = Field(default=0, ge=0)
+    epoch: Natural = 0
     """Highest epoch that was seen of that run."""
     kept: UpdateRef | None = None
     """Update whose weights were kept as the base of a delta."""
-    updating_to: int | None = None
-    num_running: int = Field(default=0, ge=0)
+    updating_to: Natural | None = None
+    num_running: Natural = 0
     last_update: UpdateTimings | None = None
 
 
@@ -328,23 +389,23 @@ class SamplingParams(WireModel):
     """
 
     n: int = Field(default=1, ge=1, le=1024)
-    max_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: TokenCount | None = None
     temperature: float = Field(default=1.0, ge=0.0, le=100.0)
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    top_k: int = Field(default=0, ge=0)
+    top_k: int = Field(default=0, ge=0, le=2**31 - 1)
     min_p: float = Field(default=0.0, ge=0.0, lt=1.0)
-    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop: Items[StopString] = Field(default=(), max_length=64)
+    stop_token_ids: Items[TokenId] = Field(default=(), max_length=4096)
     ignore_eos: bool = False
-    seed: int | None = None
+    seed: Seed | None = None
 
 
 class VersionSpan(WireModel):
     """Tokens ``start <= i < end`` of one completion were sampled from ``version``."""
 
-    version: int = Field(ge=0)
-    start: int = Field(ge=0)
-    end: int = Field(gt=0)
+    version: Natural
+    start: Natural
+    end: Natural
 
     @model_validator(mode="after")
     def _is_not_empty(self) -> VersionSpan:
@@ -357,7 +418,7 @@ class GenerateRequest(WireModel):
     """Token ids in. ``request_id`` is chosen by the caller and unique among its running requests."""
 
     request_id: str = Field(min_length=1, max_length=256)
-    prompt_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=1)
+    prompt_token_ids: Items[TokenId] = Field(min_length=1)
     sampling: SamplingParams = SamplingParams()
     stream: bool = False
 
@@ -371,10 +432,10 @@ class Completion(WireModel):
     without gap or overlap.
     """
 
-    index: int = Field(ge=0)
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    version_spans: tuple[VersionSpan, ...]
+    index: Natural
+    token_ids: Items[TokenId]
+    logprobs: Items[float]
+    version_spans: Items[VersionSpan]
     finish_reason: Literal["stop", "length", "abort"]
 
     @model_validator(mode="after")
@@ -389,18 +450,18 @@ class GenerateResponse(WireModel):
     """The completions of one request, in the order of their index."""
 
     request_id: str
-    completions: tuple[Completion, ...] = Field(min_length=1)
+    completions: Items[Completion] = Field(min_length=1)
 
 
 class CompletionChunk(WireModel):
     """New tokens of one streamed completion. ``start`` is the index of the first of them."""
 
     request_id: str
-    index: int = Field(ge=0)
-    start: int = Field(ge=0)
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    version: int = Field(ge=0)
+    index: Natural
+    start: Natural
+    token_ids: Items[TokenId]
+    logprobs: Items[float]
+    version: Natural
     finish_reason: Literal["stop", "length", "abort"] | None = None
 
 
@@ -422,27 +483,27 @@ def check_spans(spans: tuple[VersionSpan, ...], num_tokens: int) -> None:
 class ChatMessage(WireModel):
     """One message of a conversation."""
 
-    role: str
+    role: str = Field(max_length=256)
     content: str
 
 
 class ChatCompletionRequest(WireModel):
     """Body of ``/v1/chat/completions``; a field that is not listed here is refused, never ignored."""
 
-    model: str
-    messages: tuple[ChatMessage, ...] = Field(min_length=1)
+    model: str = Field(max_length=1024)
+    messages: Items[ChatMessage] = Field(min_length=1)
     n: int = Field(default=1, ge=1, le=1024)
-    max_tokens: int | None = Field(default=None, ge=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: TokenCount | None = None
+    max_completion_tokens: TokenCount | None = None
     temperature: float = Field(default=1.0, ge=0.0, le=100.0)
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    top_k: int = Field(default=0, ge=0)
+    top_k: int = Field(default=0, ge=0, le=2**31 - 1)
     min_p: float = Field(default=0.0, ge=0.0, lt=1.0)
-    stop: Annotated[str, Field(min_length=1)] | tuple[Annotated[str, Field(min_length=1)], ...] | None = None
-    seed: int | None = None
+    stop: StopString | Annotated[Items[StopString], Field(max_length=64)] | None = None
+    seed: Seed | None = None
     stream: bool = False
     logprobs: bool = False
-    user: str | None = None
+    user: str | None = Field(default=None, max_length=1024)
 
     def sampling(self) -> SamplingParams:
         """The same request as sampling parameters."""
@@ -464,34 +525,34 @@ class ChatTokenLogprob(WireModel):
 
     token: str
     logprob: float
-    bytes: tuple[int, ...] | None = None
-    top_logprobs: tuple[dict[str, Any], ...] = ()
+    bytes: Items[Annotated[int, Field(ge=0, le=255)]] | None = None
+    top_logprobs: Items[dict[str, Any]] = ()
 
 
 class ChatLogprobs(WireModel):
     """Logprobs of one choice in the OpenAI shape."""
 
-    content: tuple[ChatTokenLogprob, ...]
+    content: Items[ChatTokenLogprob]
 
 
 class ChatChoice(WireModel):
     """One choice: the OpenAI shape, plus token ids, behaviour logprobs and version spans."""
 
-    index: int
+    index: Natural
     message: ChatMessage
     finish_reason: Literal["stop", "length", "abort"]
     logprobs: ChatLogprobs | None = None
-    token_ids: tuple[int, ...]
-    token_logprobs: tuple[float, ...]
-    version_spans: tuple[VersionSpan, ...]
+    token_ids: Items[TokenId]
+    token_logprobs: Items[float]
+    version_spans: Items[VersionSpan]
 
 
 class ChatUsage(WireModel):
     """Token counts of one request."""
 
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
+    prompt_tokens: Natural
+    completion_tokens: Natural
+    total_tokens: Natural
 
 
 class ChatCompletion(WireModel):
@@ -499,11 +560,11 @@ class ChatCompletion(WireModel):
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"
-    created: int
+    created: Natural
     model: str
-    choices: tuple[ChatChoice, ...]
+    choices: Items[ChatChoice]
     usage: ChatUsage
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: Items[TokenId]
 
 
 class ChatDelta(WireModel):
@@ -516,12 +577,12 @@ class ChatDelta(WireModel):
 class ChatChunkChoice(WireModel):
     """New tokens of one streamed choice; ``version`` sampled them."""
 
-    index: int
+    index: Natural
     delta: ChatDelta
     finish_reason: Literal["stop", "length", "abort"] | None
-    token_ids: tuple[int, ...]
-    token_logprobs: tuple[float, ...]
-    version: int
+    token_ids: Items[TokenId]
+    token_logprobs: Items[float]
+    version: Natural
 
 
 class ChatCompletionChunk(WireModel):
@@ -529,9 +590,9 @@ class ChatCompletionChunk(WireModel):
 
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
+    created: Natural
     model: str
-    choices: tuple[ChatChunkChoice, ...]
+    choices: Items[ChatChunkChoice]
 
 
 class ModelCard(WireModel):
@@ -539,7 +600,7 @@ class ModelCard(WireModel):
 
     id: str
     object: Literal["model"] = "model"
-    created: int = 0
+    created: Natural = 0
     owned_by: str = "inflight"
 
 
@@ -547,7 +608,7 @@ class ModelList(WireModel):
     """Answer of ``/v1/models``."""
 
     object: Literal["list"] = "list"
-    data: tuple[ModelCard, ...]
+    data: Items[ModelCard]
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -557,19 +618,19 @@ class ModelList(WireModel):
 class Capabilities(WireModel):
     """What an endpoint can do; what is not declared here is refused when asked for."""
 
-    edition: int = CONTRACT_EDITION
+    edition: Natural = CONTRACT_EDITION
     engine: str
     engine_version: str
     model: str
-    vocab_size: int = Field(ge=1)
-    max_model_len: int = Field(ge=2)
+    vocab_size: TokenCount
+    max_model_len: int = Field(ge=2, le=2**31 - 1)
     """Longest sequence, prompt and completion together, in tokens."""
     dtype: str
-    in_flight_policies: tuple[InFlightPolicy, ...]
-    transports: tuple[Backend, ...]
+    in_flight_policies: Items[InFlightPolicy]
+    transports: Items[Backend]
     staging: bool = False
     """Whether sampling may go on while an update arrives, see `WeightUpdate.staged`."""
-    encodings: tuple[Encoding, ...] = ()
+    encodings: Items[Encoding] = ()
     """Encodings of buckets that are understood besides ``raw``."""
     partial_updates: bool = False
     """Whether an update may leave tensors out, see `Manifest.frozen`."""
@@ -577,9 +638,9 @@ class Capabilities(WireModel):
     """Whether an update may be an adapter, see `Manifest.adapter`."""
     version_binding: Literal["spans", "first_token", "admission"]
     logprob_kind: Literal["processed", "raw"]
-    num_ranks: int = Field(ge=1)
+    num_ranks: int = Field(ge=1, le=65535)
     """Ranks that this endpoint takes in a weight group."""
-    max_concurrent_sequences: int = Field(ge=1)
+    max_concurrent_sequences: TokenCount
     streaming: bool
     chat: bool
     seeds: bool = True
@@ -593,7 +654,7 @@ class Health(WireModel):
 
     ok: bool
     state: EndpointState
-    version: int
+    version: Natural
 
 
 class Acknowledgement(WireModel):

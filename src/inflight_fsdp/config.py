@@ -12,6 +12,7 @@ from inflight.errors import ConfigError
 
 Config = TypeVar("Config", bound="WorkerConfig")
 WireDtype = Literal["float64", "float32", "bfloat16", "float16"]
+_BITS = {"bfloat16": 16, "float32": 32, "float64": 64}
 
 
 class WorkerConfig(BaseModel):
@@ -23,10 +24,11 @@ class WorkerConfig(BaseModel):
     model_path: Path
     """A Hugging Face checkpoint on local disk: config.json and safetensors."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Of parameters, summed gradients and optimizer states."""
-    compute_dtype: Literal["float32", "bfloat16"] | None = None
-    """Of forward and backward; None: ``dtype``. bfloat16 under a dtype of float32 is mixed precision: parameters are
-    cast when a layer is made whole, and gradients are summed over ranks in float32. The head computes in float32."""
+    """Of forward and backward, and of what is published. The head computes in float32 at least."""
+    master_dtype: Literal["float32", "bfloat16"] | None = None
+    """Of parameters, summed gradients and optimizer states; None: float32, and float64 under a dtype of float64. Where
+    it is wider than ``dtype``, parameters are cast when a layer is made whole. bfloat16 takes half the memory and
+    rounds most updates of a small learning rate away: the worker warns, and measures how many."""
     activation_checkpointing: bool = False
     """Keep each layer's input only, and compute the layer again in the backward: less memory, a third more compute."""
     compile: bool = False
@@ -43,10 +45,10 @@ class WorkerConfig(BaseModel):
     shard_size: int | None = Field(default=None, ge=1)
     """Neighbouring ranks that share one copy of the parameters, replicated over the others; None: all ranks."""
     wire_dtype: WireDtype | None = None
-    """Of published weights; None: what the checkpoint's config.json declares, else ``dtype``."""
+    """Of published weights; None: ``dtype``, so that servers compute with the values that the trainer computes with."""
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
     """``adamw8bit`` keeps the moments in 8 bits, in blocks of 256 with a scale each (torchao): 2 bytes for each
-    parameter instead of 8. Checkpoints hold them as ``dtype``, and loading them rounds once more."""
+    parameter instead of 8. Checkpoints hold them in full, and loading them rounds once more."""
     learning_rate: float = Field(default=1e-6, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
     betas: tuple[float, float] = (0.9, 0.999)
@@ -69,15 +71,21 @@ class WorkerConfig(BaseModel):
                 f"schedule {self.schedule!r} needs total_steps above warmup_steps ({self.warmup_steps}), "
                 f"not {self.total_steps}"
             )
-        if self.compute_dtype == "float32" and self.dtype == "bfloat16":
-            raise ValueError("compute_dtype 'float32' is wider than dtype 'bfloat16': set dtype = 'float32'")
-        if self.compute_dtype is not None and self.dtype == "float64":
-            raise ValueError("compute_dtype is for dtype 'float32'; float64 is computed in float64")
+        if self.master_dtype is not None and _BITS[self.master_dtype] < _BITS[self.dtype]:
+            raise ValueError(
+                f"master_dtype {self.master_dtype!r} is narrower than dtype {self.dtype!r}: weights would be computed "
+                "with more digits than they have; leave master_dtype out"
+            )
         if self.optimizer == "adamw8bit" and self.dtype == "float64":
             raise ValueError("optimizer 'adamw8bit' is for dtype 'float32' or 'bfloat16'")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must be at least 0 and below 1, not {self.betas}")
         return self
+
+    @property
+    def stored_dtype(self) -> Literal["float32", "bfloat16", "float64"]:
+        """Dtype of parameters, summed gradients and optimizer states."""
+        return self.master_dtype or ("float64" if self.dtype == "float64" else "float32")
 
 
 def parse_config(config: Config | Mapping[str, object], kind: type[Config]) -> Config:

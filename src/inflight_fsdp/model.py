@@ -21,13 +21,13 @@ from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from inflight.attention import SegmentPlan, register_segment_attention
-from inflight.checkpoints import empty_causal_lm
+from inflight.checkpoints import empty_causal_lm, fitting_tensors, stored_tensors
 from inflight.errors import ConfigError, UnsupportedError
 from inflight.losses.head import chunked_logprobs
 from inflight_fsdp.compiled import compile_layers
 from inflight_fsdp.layout import Layout, ShardedTensor, as_it_is, experts_apart
 from inflight_fsdp.sharded import sum_gradients_over_ranks
-from inflight_fsdp.sharding import fitting_tensors, read_shards, stored_tensors
+from inflight_fsdp.sharding import read_shards
 
 _EXPERTS = {"experts.gate_up_proj": ("gate_proj", "up_proj"), "experts.down_proj": ("down_proj",)}
 """Parameters of all experts of a layer, and what their matrices are stored as, one expert at a time."""

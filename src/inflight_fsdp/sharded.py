@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,17 +25,19 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from inflight.attention import SegmentPlan
-from inflight.checkpoints import load_config
-from inflight.errors import CheckpointError, ConfigError, NonFiniteError, TrainerError
+from inflight.errors import CheckpointError, ConfigError, NonFiniteError, PrecisionWarning, TrainerError
 from inflight.types import MicroBatch, StepResult, WeightBucket
-from inflight.wire import DTYPE_SIZES, BucketSpec, TensorSpec
+from inflight.wire import BucketSpec, TensorSpec
 from inflight_fsdp.background import LONGEST_WAIT_S, BackgroundSave, SaveGroups, copy_to_host, make_save_groups
 from inflight_fsdp.checkpoint import TrainerState, load_checkpoint, save_checkpoint
 from inflight_fsdp.config import WorkerConfig
 from inflight_fsdp.layout import Layout, ShardedTensor
 from inflight_fsdp.optimizer import clip, global_norm, learning_rate_at
+from inflight_fsdp.rounding import LostUpdates
 from inflight_fsdp.sharding import gather_on_first
 
+_TOLD_STEPS = 3
+"""Steps after which a worker of bfloat16 masters says how many updates were lost."""
 Worker = TypeVar("Worker", bound="ShardedWorker")
 
 
@@ -72,7 +75,6 @@ class ShardedPolicy:
     """By the same names, in the same order."""
     optimizer: ShardedOptimizer
     """Of the parameters that are trained."""
-    wire_dtype: str
     model_config: str
     """The text of config.json."""
     context_length: int
@@ -92,7 +94,7 @@ class ShardedWorker:
         self._trained = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
         self._layouts = dict(policy.layouts)
         self._optimizer = policy.optimizer
-        self._wire_dtype = policy.wire_dtype
+        self._wire_dtype = config.wire_dtype or config.dtype
         self._model_config = policy.model_config
         self._context_length = policy.context_length
         self._parameter_of = {stored: name for name, layout in self._layouts.items() for stored in layout.shapes}
@@ -100,6 +102,16 @@ class ShardedWorker:
         self._version = 0
         self._save_groups: SaveGroups | None = None
         self._begun_save: BackgroundSave | None = None
+        self._lost_updates: LostUpdates | None = None
+        self._lost_shares: list[float] = []
+        """Of the first steps, until they were told."""
+        if config.stored_dtype == "bfloat16":
+            self._lost_updates = LostUpdates([parameter.to_local() for parameter in self._trained.values()])
+            self._warn(
+                "master_dtype 'bfloat16': weights and moments have 8 bits, and an update smaller than a 512th of its "
+                f"weight rounds away. The worker says after {_TOLD_STEPS} steps how many do; master_dtype 'float32' "
+                "keeps them"
+            )
 
     @property
     def rank(self) -> int:
@@ -160,14 +172,21 @@ class ShardedWorker:
         clip(gradients, norm, self._config.max_gradient_norm)
         learning_rate = learning_rate_at(self._version, self._config)
         self._forget_whole_parameters()
+        if self._lost_updates is None or learning_rate == 0.0:
+            self._optimizer.step(gradients, learning_rate)
+            self._version += 1
+            return StepResult(self._version, norm, learning_rate)
+        self._lost_updates.before_step()
         self._optimizer.step(gradients, learning_rate)
         self._version += 1
-        return StepResult(self._version, norm, learning_rate)
+        lost = self._lost_updates.share(gradients, self._mesh.get_group(self._mesh.ndim - 1), self._device)
+        self._tell_lost_share(lost)
+        return StepResult(self._version, norm, learning_rate, rounded_away=lost)
 
     def parameter_specs(self) -> Sequence[TensorSpec]:
         """See `TrainerWorker.parameter_specs`. What is not trained is left out."""
         return [
-            TensorSpec(name=name, dtype=self._wire_dtype, shape=shape)  # type: ignore[arg-type]
+            TensorSpec(name=name, dtype=self._wire_dtype, shape=shape)
             for trained in self._trained
             for name, shape in self._layouts[trained].shapes.items()
         ]
@@ -290,6 +309,21 @@ class ShardedWorker:
         tensor = self._split[1].pop(name, None)
         return None if tensor is None else tensor.clone(memory_format=torch.contiguous_format)
 
+    def _tell_lost_share(self, share: float | None) -> None:
+        """Warn once, when the first steps were seen."""
+        if share is None or len(self._lost_shares) == _TOLD_STEPS:
+            return
+        self._lost_shares.append(share)
+        if len(self._lost_shares) == _TOLD_STEPS:
+            self._warn(
+                f"{sum(self._lost_shares) / _TOLD_STEPS:.1%} of the updates of {_TOLD_STEPS} steps were rounded away: "
+                "master_dtype is 'bfloat16', and master_dtype 'float32' keeps them"
+            )
+
+    def _warn(self, text: str) -> None:
+        if self.rank == 0:
+            warnings.warn(text, PrecisionWarning, stacklevel=2)
+
     def _clear_gradients(self) -> None:
         for parameter in self._parameters.values():
             parameter.grad = None
@@ -328,12 +362,6 @@ def in_a_group(device: torch.device, make: Callable[[bool], Worker]) -> Worker:
         if owns_group:
             dist.destroy_process_group()
         raise
-
-
-def wire_dtype_of(config: WorkerConfig) -> str:
-    """Return the dtype of published weights: as set, else as the checkpoint declares."""
-    declared = str(load_config(config.model_path).dtype).removeprefix("torch.")
-    return config.wire_dtype or (declared if declared in DTYPE_SIZES else config.dtype)
 
 
 def device_of(config: WorkerConfig) -> torch.device:

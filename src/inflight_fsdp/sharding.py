@@ -2,44 +2,17 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
-from inflight.errors import ConfigError
+from inflight.checkpoints import StoredTensor
 from inflight_fsdp.layout import ShardedTensor
-
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """Where a tensor lies, and what its file's header says of it. ``dtype`` is None if it is none that is trained."""
-
-    file: Path
-    shape: tuple[int, ...]
-    dtype: torch.dtype | None
-
-
-def stored_tensors(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of all safetensors files of a directory, from their headers alone. Raises `ConfigError`."""
-    found: dict[str, StoredTensor] = {}
-    try:
-        for file in sorted(path.glob("*.safetensors")):
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 - no mapping
-                    part = tensors.get_slice(name)
-                    found[name] = StoredTensor(file, tuple(part.get_shape()), _DTYPES.get(part.get_dtype()))
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"the weights in {str(path)!r} cannot be read: {type(error).__name__}: {error}") from error
-    return found
 
 
 def rows_of_ranks(tensor: DTensor) -> list[slice]:
@@ -126,29 +99,3 @@ def read_shards(stored: Mapping[str, StoredTensor], tensors: Sequence[ShardedTen
                     names = [name for name in tensor.layout.shapes if stored[name].file == file]
                     parts |= {name: content.get_tensor(name).clone() for name in names}
             tensor.tensor.to_local().copy_(part_of(tensor, parts))
-
-
-def fitting_tensors(
-    path: Path, wanted: Mapping[str, Sequence[int]], *, known: Collection[str] = (), ignored: Sequence[str] = ()
-) -> dict[str, StoredTensor]:
-    """Return the tensors of a directory. Raises `ConfigError` unless those that are ``wanted``, with shapes, are there.
-
-    Others are refused too, but for names that are ``known`` or match a pattern that is ``ignored``.
-    """
-    stored = stored_tensors(path)
-    if not stored:
-        raise ConfigError(f"model directory {str(path)!r} has no *.safetensors; other weight formats are not read")
-    problems = []
-    if missing := sorted(set(wanted) - set(stored)):
-        problems.append(f"{len(missing)} tensors are missing: {missing[:5]}")
-    for name in sorted(set(wanted) & set(stored)):
-        if stored[name].shape != tuple(wanted[name]):
-            problems.append(f"{name} has shape {stored[name].shape}, not {tuple(wanted[name])}")
-        elif stored[name].dtype is None:
-            problems.append(f"{name} is of a dtype that cannot be trained")
-    others = set(stored) - set(wanted) - set(known)
-    if unknown := sorted(name for name in others if not any(re.search(pattern, name) for pattern in ignored)):
-        problems.append(f"{len(unknown)} tensors are unknown: {unknown[:5]}")
-    if problems:
-        raise ConfigError(f"the checkpoint {str(path)!r} does not fit its config: {'; '.join(problems[:10])}")
-    return stored

@@ -38,7 +38,7 @@ from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.module import Module
 
 from inflight.attention import SegmentPlan, outside_of_graphs, segment_attention
-from inflight.checkpoints import load_config, max_model_len_of
+from inflight.checkpoints import fitting_tensors, load_config, max_model_len_of
 from inflight.errors import ConfigError, UnsupportedError
 from inflight.losses.head import chunked_logprobs
 from inflight_fsdp.agreement import on_every_rank
@@ -53,9 +53,8 @@ from inflight_fsdp.sharded import (
     in_a_group,
     storage_device_of,
     sum_gradients_over_ranks,
-    wire_dtype_of,
 )
-from inflight_fsdp.sharding import fitting_tensors, read_shards
+from inflight_fsdp.sharding import read_shards
 
 _NO_INIT = {"weight": skip_param_init, "bias": skip_param_init}
 """Weights come from a checkpoint."""
@@ -119,7 +118,6 @@ class TorchTitanWorker(ShardedWorker):
             parameters=parameters,
             layouts=layouts,
             optimizer=TitanOptimizer(decoder, parameters, config),
-            wire_dtype=wire_dtype_of(config),
             model_config=hf_config.to_json_string(use_diff=True),
             context_length=max_model_len_of(hf_config),
         )
@@ -351,7 +349,7 @@ _FAMILIES = {
 
 def _empty_decoder(model_config: Decoder.Config, config: TorchTitanConfig) -> Decoder:
     before = torch.get_default_dtype()
-    torch.set_default_dtype(getattr(torch, config.dtype))
+    torch.set_default_dtype(getattr(torch, config.stored_dtype))
     try:
         return cast(Decoder, model_config.build())
     finally:
@@ -397,8 +395,8 @@ def _parallelize(decoder: Decoder, family: _Family, config: TorchTitanConfig, de
         decoder,
         parallel_dims=dims,
         training=TrainingConfig(
-            dtype=cast(Any, config.dtype),
-            mixed_precision_param=cast(Any, config.compute_dtype or config.dtype),
+            dtype=cast(Any, config.stored_dtype),
+            mixed_precision_param=cast(Any, config.dtype),
             # TorchTitan pins what it keeps in host memory, which takes a GPU; on a CPU there is nothing to move.
             enable_cpu_offload=config.cpu_offload and device.type != "cpu",
         ),

@@ -31,7 +31,6 @@ from inflight_fsdp.sharded import (
     device_of,
     in_a_group,
     storage_device_of,
-    wire_dtype_of,
 )
 
 _OPTIMIZERS: dict[str, Callable[[Mapping[str, DTensor], WorkerConfig], ShardedOptimizer]] = {
@@ -61,13 +60,15 @@ class FsdpWorker(ShardedWorker):
         if config.compile:
             on_every_rank(lambda: check_compiler(device), device)
         policy = on_every_rank(
-            lambda: empty_policy(config.model_path, config.dtype, config.logprob_chunk_size, compiled=config.compile),
+            lambda: empty_policy(
+                config.model_path, config.stored_dtype, config.logprob_chunk_size, compiled=config.compile
+            ),
             device,
         )
         on_every_rank(lambda: freeze(policy.causal_lm, config.frozen), device)
         if config.activation_checkpointing:
             recompute_layers(policy)
-        compute_dtype = None if config.compute_dtype in (None, config.dtype) else getattr(torch, config.compute_dtype)
+        compute_dtype = None if config.dtype == config.stored_dtype else getattr(torch, config.dtype)
         shard_policy(policy, mesh, compute_dtype, cpu_offload=config.cpu_offload)
         storage_device = storage_device_of(config, device)
         on_every_rank(lambda: load_weights(policy, config.model_path, device, storage_device), device)
@@ -79,7 +80,6 @@ class FsdpWorker(ShardedWorker):
             parameters=parameters,
             layouts=layouts_of(policy.causal_lm),
             optimizer=on_every_rank(lambda: _OPTIMIZERS[config.optimizer](trained, config), device),
-            wire_dtype=wire_dtype_of(config),
             model_config=policy.causal_lm.config.to_json_string(use_diff=True),
             context_length=max_model_len_of(policy.causal_lm.config),
         )

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from inflight.engines.labels import parse_label
 from inflight.errors import (
@@ -36,7 +36,7 @@ from inflight_sglang.attaching import Attached, attach
 from inflight_sglang.chat import chat_completion_of, rendered
 from inflight_sglang.checkpoint_files import CheckpointIntake
 from inflight_sglang.flags import Updates
-from inflight_sglang.requests import body_of, check_request, misaligned, response_of, rids_of
+from inflight_sglang.requests import began_late, body_of, check_request, items_of, misaligned, response_of
 from inflight_sglang.routes import SglangRoutes, words_of
 from inflight_sglang.updates import SglangUpdates
 
@@ -133,7 +133,8 @@ class SglangEndpoint:
             session = self._updates.session
             if session.run_id is None:
                 return None, session.is_torn
-            return UpdateRef(run_id=session.run_id, version=session.version), session.is_torn
+            ref = UpdateRef(run_id=session.run_id, version=session.version, session_id=session.session_id)
+            return ref, session.is_torn
 
         return LoadedWeights(self._attached.directory, self._attached.capabilities.dtype, served)
 
@@ -173,15 +174,22 @@ class SglangEndpoint:
         return await self._updates.abort_weight_update(ref)
 
     async def weight_version(self) -> WeightVersion:
-        """See `InferenceEndpoint.weight_version`. ``num_running`` is the server's, other clients' requests included."""
+        """See `InferenceEndpoint.weight_version`. HELD too while another client holds the server.
+
+        ``num_running`` is the server's, other clients' requests included.
+        """
         await self.capabilities()
         session = self._updates.session
-        loads, _ = await asyncio.gather(self._routes.get("/v1/loads"), self._found())
+        loads, (status, _), _ = await asyncio.gather(
+            self._routes.get("/v1/loads"), self._routes.ask("GET", "/ready"), self._found()
+        )
         num_running = sum(int(load["num_running_reqs"]) for load in loads["loads"])
         # A server that is paused says what ran before; where weights are torn every request was ended.
-        return self._updates.weight_version(
+        answer = self._updates.weight_version(
             num_running=0 if session.state is EndpointState.POISONED else num_running, last_update=self._engine.timings
         )
+        is_held = status != 200 and session.state is EndpointState.READY
+        return answer.model_copy(update={"state": EndpointState.HELD}) if is_held else answer
 
     async def hold(self, update: WeightUpdate) -> None:
         """See `HeldEngine.hold`."""
@@ -199,16 +207,16 @@ class SglangEndpoint:
         """See `HeldEngine.give_up`."""
         await self._engine.give_up()
 
-    async def _found(self) -> EndpointState:
-        """Take over what the server says of its weights, unless that may have changed meanwhile; return the state."""
-        session, num_changes = self._updates.session, self._engine.num_changes
-        if session.update is None:
-            served = parse_label(str((await self._routes.get("/model_info"))["weight_version"]))
-            if session.update is None and num_changes == self._engine.num_changes:
-                if session.run_id is not None and served.run_id is None:  # a new process, with its checkpoint
-                    self._was_replaced, self._engine.timings = True, None
-                session.found(served.version, served.run_id, torn=self._engine.found(served))
-        return session.state
+    async def _found(self) -> str:
+        """Return how the server calls its weights; take it over, unless that may have changed meanwhile."""
+        session, num_changes = self._updates.session, self._updates.session.num_changes
+        label = str((await self._routes.get("/model_info"))["weight_version"])
+        served = parse_label(label)
+        if session.update is None and num_changes == session.num_changes:
+            if session.run_id is not None and served.run_id is None:  # a new process, with its checkpoint
+                self._was_replaced, self._engine.timings = True, None
+            session.found(served.version, served.run_id, torn=self._engine.found(served), session_id=served.session_id)
+        return label
 
     # ------------------------------------------------------------------------------------------------- generation
 
@@ -220,38 +228,47 @@ class SglangEndpoint:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use by a running request")
         self._running.add(request.request_id)
         try:
-            if self._updates.session.state is EndpointState.POISONED:
-                await self._found()
-            self._updates.session.refuse_if_poisoned()
-            await self._engine.is_open.wait()
-            self._updates.session.refuse_if_poisoned()
-            return await self._sample(request)
+            # Under keep SGLang's prefix cache outlives an update; what runs keeps its own entries.
+            label = await self._label()
+            items = await self._sample(request, dict.fromkeys(range(request.sampling.n), label))
+            if late := began_late(items, label):
+                await self._label()  # whoever holds or poisons the server has his turn first
+                again = await self._sample(request, {index: uuid.uuid4().hex for index in late})
+                for index, item in zip(late, again, strict=True):
+                    items[index] = item
+            return response_of(request, items, self._attached.limits)
         finally:
             self._running.discard(request.request_id)
 
-    async def _sample(self, request: GenerateRequest) -> GenerateResponse:
-        session = self._updates.session
-        # Under keep SGLang's prefix cache outlives an update; what runs keeps its own entries.
-        key = f"{session.version}@{session.run_id}#{self._engine.num_changes}"
-        body = body_of(request, self._attached.limits, cache_key=key)
+    async def _label(self) -> str:
+        """Return how the server calls its weights, once requests may be sent. Raises `PoisonedError` if they are torn.
+
+        Asked for each request: any other client may have changed them since.
+        """
+        while True:
+            await self._engine.is_open.wait()
+            label = await self._found()
+            self._updates.session.refuse_if_poisoned()
+            if self._engine.is_open.is_set():
+                return label
+
+    async def _sample(self, request: GenerateRequest, cache_keys: Mapping[int, str]) -> list[Any]:
+        """Have the completions with these indices sampled; return what SGLang answers for each.
+
+        A request whose caller leaves is ended by SGLang, which sees that its connection was closed. It is not told to
+        abort it: an abort that comes before the request is begun has no effect, and SGLang ignores each later one.
+        """
+        body = body_of(request, self._attached.limits, cache_keys)
         self._num_sent += 1
         try:
             status, answer = await self._routes.ask("POST", "/generate", body, self._generate_timeout_s)
-        except BaseException:
-            self._engine.in_background(self._abort(rids_of(request)))
-            raise
         finally:
             self._num_sent -= 1
         if status == 400:
             raise InvalidRequestError(f"SGLang refused the request: {words_of(answer)}")
         if status != 200:
             raise ProtocolError(f"POST /generate answered status {status}: {words_of(answer)}", self._url)
-        return response_of(request, answer, self._attached.limits)
-
-    async def _abort(self, rids: Sequence[str]) -> None:
-        """End requests whose caller left. A server that is paused loses sight of those that it has not begun."""
-        await self._engine.is_open.wait()
-        await asyncio.gather(*(self._routes.post("/abort_request", {"rid": rid}) for rid in rids))
+        return items_of(answer, len(cache_keys))
 
     async def chat_completion(self, request: ChatCompletionRequest) -> ChatCompletion:
         """See `InferenceEndpoint.chat_completion`. SGLang renders the messages and decodes the tokens."""

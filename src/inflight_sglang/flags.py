@@ -68,6 +68,11 @@ class SglangKind:
         """See `EngineKind.health_path`. ``/health`` takes a second, and samples a token."""
         return "/ready"
 
+    @property
+    def liveness_path(self) -> None:
+        """See `EngineKind.liveness_path`. SGLang's server ends by itself a few seconds after a part of it has died."""
+        return None
+
     def command(self, options: EngineOptions, host: str, port: int) -> list[str]:
         """See `EngineKind.command`."""
         device = options.device or ("cuda" if has_gpu(None) else "cpu")
@@ -91,7 +96,9 @@ class SglangKind:
 
     def environment(self, options: EngineOptions) -> Mapping[str, str]:
         """See `EngineKind.environment`."""
-        return {} if options.threads is None else {"OMP_NUM_THREADS": str(options.threads)}
+        # How long SGLang takes to see that the caller of a request has left; it is 4 s otherwise.
+        words = {"SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1"}
+        return words if options.threads is None else {**words, "OMP_NUM_THREADS": str(options.threads)}
 
     def connect(
         self, url: str, *, token: str | None, control_timeout_s: float, generate_timeout_s: float

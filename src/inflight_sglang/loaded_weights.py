@@ -40,7 +40,7 @@ class LoadedWeights:
         attempted = self._update.ref if self._update is not None and is_torn else None
         if served is None:
             self._base, self._adapted = BaseWeights(str(self._directory), self._dtype), AdaptedWeights()
-        elif not any(other is not None and _is_same(served, other) for other in (self._known, attempted)):
+        elif served not in (self._known, attempted):
             self._base, self._adapted = None, AdaptedWeights()
         self._update, self._load = update, None
         if update.manifest.adapter is None:
@@ -75,8 +75,3 @@ class LoadedWeights:
                 self._base.loaded(arrived, keep=update.keep)
             if load is not None:
                 self._adapted.loaded(load)
-
-
-def _is_same(served: UpdateRef, other: UpdateRef) -> bool:
-    """Return whether both are one update, as far as a server's label says."""
-    return (served.run_id, served.version) == (other.run_id, other.version)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import random
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from inflight.engines.labels import spans_of
+from inflight.engines.labels import began_under_another, spans_of
 from inflight.errors import InvalidRequestError, NonFiniteError, ProtocolError, UnsupportedError
 from inflight.wire import DTYPE_SIZES, Completion, GenerateRequest, GenerateResponse, SamplingParams, WeightUpdate
 
@@ -74,25 +75,28 @@ def is_filtered(sampling: SamplingParams, limits: RequestLimits) -> bool:
     return sampling.temperature > 0 and (top_k or sampling.top_p < 1 or sampling.min_p > 0)
 
 
-def body_of(request: GenerateRequest, limits: RequestLimits, *, cache_key: str) -> dict[str, Any]:
-    """Return the body of ``POST /generate``. Requests of another ``cache_key`` share no cached prefix."""
+def body_of(request: GenerateRequest, limits: RequestLimits, cache_keys: Mapping[int, str]) -> dict[str, Any]:
+    """Return the body of ``POST /generate`` for the completions whose indices have a cache key.
+
+    Completions of different keys share no cached prefix.
+    """
     sampling, room = request.sampling, limits.max_model_len - len(request.prompt_token_ids)
     params = _sampling_params(sampling, room, limits)
-    each = [params | _seed(sampling, index, limits) for index in range(sampling.n)]
+    rids = rids_of(request)
     body = {
-        "input_ids": [list(request.prompt_token_ids)] * sampling.n,
-        "rid": rids_of(request),
-        "sampling_params": each,
+        "input_ids": [list(request.prompt_token_ids)] * len(cache_keys),
+        "rid": [rids[index] for index in cache_keys],
+        "sampling_params": [params | _seed(sampling, index, limits) for index in cache_keys],
         "return_logprob": True,
-        "extra_key": cache_key,
+        "extra_key": list(cache_keys.values()),
     }
     # The plain logprobs are of the distribution before its filters; these are of what they leave.
     return body | ({"return_sampling_mask": True} if is_filtered(sampling, limits) else {})
 
 
 def rids_of(request: GenerateRequest) -> list[str]:
-    """Return SGLang's ids of the completions. None is the beginning of another: SGLang aborts by prefix."""
-    start = f"{len(request.request_id)}:{request.request_id}/"
+    """Return new ids of the completions for SGLang, which refuses those of a request whose caller has just left."""
+    start = f"{len(request.request_id)}:{request.request_id}/{uuid.uuid4().hex[:12]}/"
     return [f"{start}{index}." for index in range(request.sampling.n)]
 
 
@@ -130,12 +134,33 @@ def _seed(sampling: SamplingParams, index: int, limits: RequestLimits) -> dict[s
     return {"sampling_seed": int.from_bytes(digest[:8], "little") >> 2}
 
 
-def response_of(request: GenerateRequest, answer: Any, limits: RequestLimits) -> GenerateResponse:
-    """Return SGLang's answer to the body. Raises `NonFiniteError` for broken weights, `ProtocolError` if unreadable."""
+def items_of(answer: Any, num: int) -> list[Any]:
+    """Return SGLang's answer for each of ``num`` completions. Raises `ProtocolError` if it has not as many."""
+    if not isinstance(answer, list) or len(answer) != num:
+        raise ProtocolError(f"/generate answered no {num} completions: {str(answer)[:200]}")
+    return answer
+
+
+def began_late(items: Sequence[Any], label: str) -> list[int]:
+    """Return the indices of completions that may rest on weights older than those that sampled them.
+
+    They were asked for with ``label`` as their cache key. Raises `ProtocolError` if an answer cannot be read.
+    """
     try:
-        if len(answer) != request.sampling.n:
-            raise ValueError(f"{len(answer)} completions instead of {request.sampling.n}")
-        completions = [_completion(i, item, request.sampling, limits) for i, item in enumerate(answer)]
+        return [
+            i for i, item in enumerate(items) if began_under_another(item["meta_info"].get("weight_versions"), label)
+        ]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ProtocolError(f"/generate answered no completion: {error!r}") from error
+
+
+def response_of(request: GenerateRequest, items: Sequence[Any], limits: RequestLimits) -> GenerateResponse:
+    """Return SGLang's answers for each completion as one.
+
+    Raises `NonFiniteError` for broken weights, `ProtocolError` if they cannot be read.
+    """
+    try:
+        completions = [_completion(i, item, request.sampling, limits) for i, item in enumerate(items)]
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise ProtocolError(f"/generate answered no completion: {error!r}") from error
     return GenerateResponse(request_id=request.request_id, completions=tuple(completions))

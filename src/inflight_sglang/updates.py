@@ -73,8 +73,6 @@ class SglangUpdates:
         self._held_since = 0.0
         self.num_ranks = 1
         self.files: Callable[[], CheckpointFiles] | None = None
-        self.num_changes = 0
-        """Grows whenever what the server says of its weights may change by a call of this client."""
         self.is_torn = False
         self.timings: UpdateTimings | None = None
         self.is_open = asyncio.Event()
@@ -204,7 +202,6 @@ class SglangUpdates:
     async def hold(self, update: WeightUpdate) -> None:
         """See `HeldEngine.hold`."""
         ref = update.ref
-        self.num_changes += 1
         self._has_loaded = False
         self._update, self._was_torn = ref, self.is_torn
         if not self.is_torn:
@@ -241,7 +238,6 @@ class SglangUpdates:
             if self._num_sent():
                 self.in_background(self._note_first_token(self.timings, loaded))
             self.is_torn = False
-            self.num_changes += 1
             self.is_open.set()
 
     async def release(self) -> None:
@@ -260,7 +256,6 @@ class SglangUpdates:
         the weights are whole after all, and the engine samples again.
         """
         self.is_torn = True
-        self.num_changes += 1
         is_stuck = self._loading is not None and not self._loading.done()
         if self._settling is None or self._settling.done():
             self._settling = asyncio.ensure_future(self._settle())

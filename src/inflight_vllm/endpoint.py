@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from inflight.engines.checkpoint_specs import tensor_specs_of
-from inflight.engines.labels import ServedVersion, parse_label
+from inflight.engines.labels import parse_label
 from inflight.errors import (
     ConfigError,
     InvalidRequestError,
@@ -47,7 +47,7 @@ from inflight.wire import (
     WeightVersion,
 )
 from inflight_vllm import flags
-from inflight_vllm.requests import bodies_of, check_request, response_of
+from inflight_vllm.requests import began_late, bodies_of, body_of, check_request, choices_of, response_of
 from inflight_vllm.updates import PROTOCOL, VllmRoutes, VllmUpdates, words_of
 
 _GENERATE = "/inference/v1/generate"
@@ -284,11 +284,14 @@ class VllmEndpoint:
         """See `HeldEngine.give_up`."""
         await self._engine.give_up()
 
-    async def _found(self) -> ServedVersion:
-        """Take over what the server says of its weights."""
-        served = parse_label(str((await self._routes.get("/weight_info"))["weight_version"]))
-        self._updates.session.found(served.version, served.run_id, torn=served.torn)
-        return served
+    async def _found(self, timeout_s: float | None = None) -> str:
+        """Return how the server calls its weights; take it over, unless that may have changed meanwhile."""
+        session, num_changes = self._updates.session, self._updates.session.num_changes
+        label = str((await self._routes.get("/weight_info", timeout_s))["weight_version"])
+        served = parse_label(label)
+        if num_changes == session.num_changes:
+            session.found(served.version, served.run_id, torn=served.torn, session_id=served.session_id)
+        return label
 
     # ------------------------------------------------------------------------------------------------ generation
 
@@ -375,15 +378,36 @@ class VllmEndpoint:
         check_request(request, can)
         if request.request_id in self._running:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use by a running request")
-        self._running[request.request_id] = request.sampling.n
+        self._running[request.request_id] = 0  # nothing of it runs before it is sent
         try:
-            await self._engine.is_open.wait()
-            self._updates.session.refuse_if_poisoned()
-            bodies = bodies_of(request, can, self._salt())
-            answers = await _all(self._sample(body, self._generate_timeout_s) for body in bodies)
+            # Under keep vLLM's prefix cache outlives an update; what runs keeps its own blocks.
+            label = await self._label()
+            self._running[request.request_id] = request.sampling.n
+            choices = await self._choices(bodies_of(request, can, _salt(label)))
+            if late := began_late(choices, label):
+                await self._label()  # whoever holds or poisons the server has his turn first
+                again = await self._choices([body_of(request, can, uuid.uuid4().hex, index, 1) for index in late])
+                for index, choice in zip(late, again, strict=True):
+                    choices[index] = choice
         finally:
             del self._running[request.request_id]
-        return response_of(request, answers)
+        return response_of(request, choices)
+
+    async def _label(self) -> str:
+        """Return how the server calls its weights, once requests may be sent. Raises `PoisonedError` if they are torn.
+
+        Asked for each request: any other client may have changed them since.
+        """
+        while True:
+            await self._engine.is_open.wait()
+            label = await self._found(self._generate_timeout_s)  # an engine that loads weights answers when it has
+            self._updates.session.refuse_if_poisoned()
+            if self._engine.is_open.is_set():
+                return label
+
+    async def _choices(self, bodies: Iterable[Mapping[str, Any]]) -> list[Any]:
+        """Return what vLLM answers to these requests, for each completion."""
+        return choices_of(await _all(self._sample(body, self._generate_timeout_s) for body in bodies))
 
     async def _sample(self, body: Mapping[str, Any], timeout_s: float) -> Any:
         status, answer = await self._http.ask("POST", _GENERATE, body, timeout_s=timeout_s, headers=self._headers)
@@ -392,18 +416,6 @@ class VllmEndpoint:
         if status != 200:
             raise ProtocolError(f"POST {_GENERATE} answered status {status}: {words_of(answer)}", self._url)
         return answer
-
-    def _salt(self) -> str:
-        """Return what keeps this request from older weights' cached prefixes.
-
-        Under ``keep`` vLLM's prefix cache outlives an update. Where this client publishes it knows which version serves
-        a request that it sends; otherwise prefixes are shared among the completions of one request only.
-        """
-        session = self._updates.session
-        if self._engine.group is None:
-            return uuid.uuid4().hex
-        # A digest, because vLLM allows neither @ nor / in a salt.
-        return hashlib.sha256(f"{session.version}@{session.run_id}".encode()).hexdigest()
 
     async def _probe(self) -> None:
         """Have one token sampled."""
@@ -422,6 +434,11 @@ class VllmEndpoint:
         await self._engine.aclose()
         await self._routes.aclose()
         await self._http.aclose()
+
+
+def _salt(label: str) -> str:
+    """Return what keeps prefixes apart that weights of other labels computed. vLLM allows neither @ nor / in it."""
+    return hashlib.sha256(label.encode()).hexdigest()
 
 
 async def _all(calls: Iterable[Awaitable[Any]]) -> list[Any]:

@@ -55,6 +55,11 @@ class VllmKind:
         """See `EngineKind.health_path`."""
         return "/health"
 
+    @property
+    def liveness_path(self) -> str:
+        """See `EngineKind.liveness_path`."""
+        return "/health"
+
     def command(self, options: EngineOptions, host: str, port: int) -> list[str]:
         """See `EngineKind.command`. The module, because the script ``vllm`` fails in builds for the CPU."""
         words = ["-m", MODULE, "--model", str(options.model), "--host", host, "--port", str(port)]

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from inflight.engines.labels import spans_of
+from inflight.engines.labels import began_under_another, spans_of
 from inflight.errors import InvalidRequestError, NonFiniteError, ProtocolError, UnsupportedError
 from inflight.wire import Capabilities, Completion, GenerateRequest, GenerateResponse, SamplingParams
 
@@ -41,23 +41,20 @@ def check_request(request: GenerateRequest, can: Capabilities) -> None:
 
 def bodies_of(request: GenerateRequest, can: Capabilities, salt: str) -> list[dict[str, Any]]:
     """Return the bodies of ``POST /inference/v1/generate``: several where vLLM does not take n completions at once."""
-    largest_n = can.max_concurrent_sequences
-    starts = range(0, request.sampling.n, largest_n)
-    return [
-        {
-            "model": can.model,
-            "request_id": f"{request.request_id}-{start}",
-            "token_ids": list(request.prompt_token_ids),
-            "cache_salt": salt,
-            "sampling_params": _sampling(
-                request.sampling,
-                start,
-                min(largest_n, request.sampling.n - start),
-                can.max_model_len - len(request.prompt_token_ids),
-            ),
-        }
-        for start in starts
-    ]
+    largest_n, n = can.max_concurrent_sequences, request.sampling.n
+    return [body_of(request, can, salt, start, min(largest_n, n - start)) for start in range(0, n, largest_n)]
+
+
+def body_of(request: GenerateRequest, can: Capabilities, salt: str, start: int, num: int) -> dict[str, Any]:
+    """Return the body for completions ``start`` to ``start + num``. Those of another salt share no cached prefix."""
+    room = can.max_model_len - len(request.prompt_token_ids)
+    return {
+        "model": can.model,
+        "request_id": f"{request.request_id}-{start}",
+        "token_ids": list(request.prompt_token_ids),
+        "cache_salt": salt,
+        "sampling_params": _sampling(request.sampling, start, num, room),
+    }
 
 
 def _sampling(sampling: SamplingParams, start: int, num: int, room: int) -> dict[str, Any]:
@@ -83,13 +80,31 @@ def _first_seed(seed: int) -> int:
     return int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=7).digest())
 
 
-def response_of(request: GenerateRequest, answers: Sequence[Mapping[str, Any]]) -> GenerateResponse:
-    """Return vLLM's answers to `bodies_of` as one.
+def choices_of(answers: Sequence[Any]) -> list[Any]:
+    """Return what vLLM answers to `bodies_of` for each completion. Raises `ProtocolError` if it cannot be read."""
+    try:
+        return [choice for answer in answers for choice in sorted(answer["choices"], key=lambda c: c["index"])]
+    except (KeyError, TypeError) as error:
+        raise ProtocolError(f"/inference/v1/generate answered no completion: {error!r}") from error
+
+
+def began_late(choices: Sequence[Any], label: str) -> list[int]:
+    """Return the indices of completions that may rest on weights older than those that sampled them.
+
+    They were asked for with a salt made of ``label``. Raises `ProtocolError` if an answer cannot be read.
+    """
+    try:
+        return [i for i, choice in enumerate(choices) if began_under_another(choice["weight_versions"], label)]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ProtocolError(f"/inference/v1/generate answered no completion: {error!r}") from error
+
+
+def response_of(request: GenerateRequest, choices: Sequence[Any]) -> GenerateResponse:
+    """Return what vLLM answers for each completion as one.
 
     Raises `NonFiniteError` for broken weights, `ProtocolError` for what cannot be read.
     """
     try:
-        choices = [choice for answer in answers for choice in sorted(answer["choices"], key=lambda c: c["index"])]
         completions = tuple(_completion(choice, index) for index, choice in enumerate(choices))
     except (KeyError, TypeError, ValueError) as error:
         raise ProtocolError(f"/inference/v1/generate answered no completion: {error!r}") from error

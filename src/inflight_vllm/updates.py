@@ -9,11 +9,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from inflight.engines.labels import label_of, parse_label
-from inflight.errors import InflightError, ProtocolError, TransferError, UpdateRefusedError
+from inflight.errors import (
+    DeadlineError,
+    EndpointError,
+    InflightError,
+    ProtocolError,
+    TransferError,
+    UnreachableError,
+    UpdateRefusedError,
+)
 from inflight.http.connection import HttpConnection
 from inflight.wire import (
     BucketSpec,
@@ -35,6 +43,8 @@ _PAUSES = {
     InFlightPolicy.DRAIN: "mode=wait&clear_cache=true",
     InFlightPolicy.ABORT: "mode=abort&clear_cache=true",
 }
+_LIVENESS_S = 0.8
+"""How long an answer is waited for before the server is asked whether its engine lives, and so long for that one."""
 _WAIT_S = 0.02
 """How long the engine's half may keep one status call, while nothing is sampled."""
 _POLL_S = 0.01
@@ -53,9 +63,9 @@ class VllmRoutes:
         self._headers = headers
         self._timeout_s = timeout_s
 
-    async def get(self, path: str) -> Any:
+    async def get(self, path: str, timeout_s: float | None = None) -> Any:
         """Return the JSON of a GET."""
-        return await self._ask("GET", path, None, self._timeout_s)
+        return await self._ask("GET", path, None, timeout_s or self._timeout_s)
 
     async def post(self, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
         """Return the JSON of a POST."""
@@ -74,10 +84,25 @@ class VllmRoutes:
         await self._http.aclose()
 
     async def _ask(self, method: str, path: str, body: Any, timeout_s: float) -> Any:
-        status, answer = await self._http.ask(method, path, body, timeout_s=timeout_s, headers=self._headers)
+        asking = asyncio.ensure_future(self._http.ask(method, path, body, timeout_s=timeout_s, headers=self._headers))
+        try:
+            while not (await asyncio.wait({asking}, timeout=_LIVENESS_S))[0]:
+                await self._raise_if_dead(f"{method} {path}")
+            status, answer = asking.result()
+        finally:
+            asking.cancel()
         if status != 200:
             raise ProtocolError(f"{method} {path} answered status {status}: {words_of(answer)}", self._url)
         return answer
+
+    async def _raise_if_dead(self, waiting_for: str) -> None:
+        """Raise `EndpointError` if the server says that its engine has died; it never answers some calls then."""
+        with contextlib.suppress(DeadlineError, UnreachableError):
+            status, _ = await self._http.exchange("GET", "/health", timeout_s=_LIVENESS_S, headers=self._headers)
+            if status == 503:
+                raise EndpointError(
+                    f"{waiting_for} has no answer, and GET /health says that the engine has died", self._url
+                )
 
 
 def words_of(answer: Any) -> str:
@@ -119,13 +144,8 @@ class VllmUpdates:
 
     @property
     def kept(self) -> UpdateRef | None:
-        """See `WeightIntake.kept`. The engine's half compares it once more."""
+        """See `WeightIntake.kept`. As the engine said when its group was formed, since no other group came then."""
         return self._kept
-
-    @property
-    def group(self) -> str | None:
-        """Name of the group that the engine joined."""
-        return self._group
 
     async def join(self, spec: TransportSpec) -> None:
         """See `WeightIntake.join`. What a publisher that died left behind is cleared first."""
@@ -138,6 +158,7 @@ class VllmUpdates:
             except BaseException:
                 await asyncio.shield(self._quietly(self._routes.post("/shutdown_weight_transfer_engine")))
                 raise
+            self._kept = _kept_of(await self._routes.status())  # other clients may have had it keep something else
             self._group = spec.group_name if isinstance(spec, ProcessGroupSpec) else f"{spec.backend} of {spec.run_id}"
 
     def leave(self) -> None:
@@ -211,25 +232,29 @@ class VllmUpdates:
         await asyncio.shield(self._in_background(self._release()))
 
     async def _release(self) -> None:
-        async with self._lock:
-            await self._end_session()
-            if not self._is_torn:
-                await self._resume()
-            self.is_open.set()
+        try:
+            async with self._lock:
+                await self._end_session()
+                if not self._is_torn:
+                    await self._resume()
+        finally:
+            self.is_open.set()  # whoever waits hears from a server that is gone by itself
 
     async def give_up(self) -> None:
         """See `HeldEngine.give_up`. The engine stays paused; its label tells every other client that it is torn."""
         await asyncio.shield(self._in_background(self._give_up()))
 
     async def _give_up(self) -> None:
-        async with self._lock:
-            self._is_torn = True
-            await self._end_session(force=True)
-            served = parse_label((await self._routes.get("/weight_info"))["weight_version"])
-            if not served.torn:
-                ref = f"torn:{served.version}@{served.run_id or 'checkpoint'}"
-                await self._routes.post("/update_weight_version", {"new_version": ref})
-            await self._routes.post("/pause?mode=abort&clear_cache=true")
+        try:
+            async with self._lock:
+                self._is_torn = True
+                await self._end_session(force=True)
+                served = parse_label((await self._routes.get("/weight_info"))["weight_version"])
+                if not served.torn:
+                    ref = f"torn:{served.version}@{served.run_id or 'checkpoint'}"
+                    await self._routes.post("/update_weight_version", {"new_version": ref})
+                await self._routes.post("/pause?mode=abort&clear_cache=true")
+        finally:
             self.is_open.set()  # whoever waits is refused now
 
     async def aclose(self) -> None:
@@ -339,3 +364,9 @@ class VllmUpdates:
     async def _quietly(call: Awaitable[Any]) -> None:
         with contextlib.suppress(InflightError):
             await call
+
+
+def _kept_of(statuses: Sequence[Mapping[str, Any]]) -> UpdateRef | None:
+    """Return the update that every worker has kept."""
+    first, *others = [status.get("kept") for status in statuses]
+    return UpdateRef.model_validate(first) if first is not None and all(other == first for other in others) else None

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = tuple(
     ROOT / "docs" / f"{name}.md"
     for name in (
+        "quickstart",
         "contract",
         "conformance",
         "compatibility",

@@ -7,6 +7,7 @@ import tomllib
 from typing import Any
 
 from inflight.losses import PRESETS
+from tests.campaigns.table import campaign_table
 from tests.conformance.kept import ROOT, kept_rows, milliseconds
 from tests.conformance.weight_tables import WEIGHT_TABLES
 
@@ -228,6 +229,7 @@ def _share(ratio: float) -> str:
 
 TABLES = {
     **WEIGHT_TABLES,
+    "campaign": campaign_table,
     "presets": presets_table,
     "head": head_table,
     "head_tiles": head_tile_table,

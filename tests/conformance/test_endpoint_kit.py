@@ -79,7 +79,7 @@ def test_a_faulty_endpoint_is_caught(mutant: Mutant, tmp_path: Path, monkeypatch
     else:  # in this process, which saves starting one
         subject = EndpointSubject.open(target_of(mutant), tmp_path, 60)
         try:
-            verdict, _ = judge(subject, check)
+            verdict = judge(subject, check).verdict
         finally:
             subject.close()
             gc.collect()  # here, and not in the middle of another test

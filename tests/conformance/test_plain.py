@@ -20,6 +20,12 @@ def endpoint() -> Iterator[Kit]:
 
 
 @pytest.fixture(scope="module")
+def threaded() -> Iterator[Kit]:
+    with Kit(EndpointTarget(factory="tests.conformance.plain.threaded:make")) as kit:
+        yield kit
+
+
+@pytest.fixture(scope="module")
 def worker() -> Iterator[Kit]:
     with Kit(WorkerTarget(factory="tests.conformance.plain.worker:create_worker")) as kit:
         yield kit
@@ -39,6 +45,7 @@ def test_the_endpoint_of_the_docs(endpoint, check):
             "kit started",
             "one sequence",
             "is declared",
+            "no apply can be made to fail",
         )
         assert any(reason in verdict.message for reason in reasons), verdict.message
 
@@ -49,6 +56,26 @@ def test_what_the_server_cannot_do_is_said(endpoint):
     assert verdict.outcome is Outcome.FAILED
     assert "the id of a running request" in verdict.message
     assert verdict.look_at
+
+
+THREADED_LEVELS = ("control", "versions", "caches", "faults")
+"""Where a thread makes a difference; `inflight check` goes through all of them."""
+
+
+@pytest.mark.parametrize("check", [check for check in endpoint_checks() if check.level in THREADED_LEVELS], ids=str)
+def test_the_engine_with_a_thread_of_the_docs(threaded, check):
+    verdict = threaded.run(check)
+    verdict.raise_unless_good()
+    if verdict.outcome is Outcome.SKIPPED:
+        reasons = ("not declared", "speaks HTTP", "kit started", "is declared")
+        assert any(reason in verdict.message for reason in reasons), verdict.message
+
+
+def test_a_label_that_comes_from_the_receiver_is_too_late_for_the_first_tokens():
+    (check,) = [check for check in endpoint_checks() if check.id == "U-21"]
+    with Kit(EndpointTarget(factory="tests.conformance.mislabelled:make")) as kit:
+        verdict = kit.run(check)
+    assert verdict.outcome is Outcome.FAILED, verdict
 
 
 @pytest.mark.parametrize("check", worker_checks(), ids=str)

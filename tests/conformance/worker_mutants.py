@@ -198,6 +198,21 @@ class MicroBatchMean(FsdpWorker):
         return super().step()
 
 
+class LaterForwardOnly(FsdpWorker):
+    """Only the latest forward's backward is reduced."""
+
+    _num_forwards = 0
+
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        logprobs_T = super().forward(batch)
+        if not logprobs_T.requires_grad:
+            return logprobs_T
+        self._num_forwards += 1
+        number = self._num_forwards
+        logprobs_T.register_hook(lambda gradient_T: gradient_T * (number == self._num_forwards))
+        return logprobs_T
+
+
 class RankMean(FsdpWorker):
     def step(self) -> StepResult:
         scale_gradients(self, 1 / self.world_size)
@@ -228,7 +243,7 @@ class LocalClipping(FsdpWorker):
 
     def step(self) -> StepResult:
         gradients = gradients_of(self)
-        norm = global_norm(gradients, self._mesh.get_group())
+        norm = global_norm(gradients, self._mesh.get_group(), self._device)
         local = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients))
         scale_gradients(self, min(1.0, 1.0 / local))
         return replace(super().step(), gradient_norm=norm)
@@ -297,6 +312,19 @@ class NonFiniteCounted(FsdpWorker):
         except NonFiniteError:
             self._optimizer.set_num_steps(self._optimizer.num_steps + 5)
             raise
+
+
+class OverflowTaken(FsdpWorker):
+    """Asks isnan; clipping by an infinite norm makes every gradient 0."""
+
+    def step(self) -> StepResult:
+        gradients = gradients_of(self)
+        norm = global_norm(gradients, self._mesh.get_group(), self._device) if gradients else 0.0
+        if not math.isinf(norm):
+            return super().step()
+        for gradient in gradients:
+            gradient.zero_()
+        return replace(super().step(), gradient_norm=norm)
 
 
 class NonFiniteOnOneRank(NonFiniteSkipped):
@@ -417,6 +445,14 @@ class VersionLost(FsdpWorker):
         self._version = 0
 
 
+class PendingGradientsKept(FsdpWorker):
+    def load(self, path: Path) -> None:
+        kept = [None if p.grad is None else p.grad.clone() for p in self._parameters.values()]
+        super().load(path)
+        for parameter, gradient in zip(self._parameters.values(), kept, strict=True):
+            parameter.grad = gradient
+
+
 class MomentsLost(FsdpWorker):
     def load(self, path: Path) -> None:
         super().load(path)
@@ -506,6 +542,7 @@ MUTANTS = {
     "rank_mean": Mutant(RankMean, "W-18", "gradients are averaged over ranks", num_ranks=2),
     "busy_ranks_only": Mutant(BusyRanksOnly, "W-19", "gradients are weighted by the ranks with targets", num_ranks=2),
     "local_clipping": Mutant(LocalClipping, "W-20", "each rank clips by the norm of its shards", num_ranks=2),
+    "later_forward_only": Mutant(LaterForwardOnly, "W-42", "of two forwards, only the later one's backward counts"),
     "stale_result": Mutant(StaleResult, "W-21", "a step reports the version before it"),
     "norm_of_one_rank": Mutant(NormOfOneRank, "W-21", "each rank reports the norm of its shards", num_ranks=2),
     "no_update": Mutant(NoUpdate, "W-22", "a step changes no weight"),
@@ -515,6 +552,7 @@ MUTANTS = {
     "non_finite_zeroed": Mutant(NonFiniteZeroed, "W-25", "NaNs in gradients become 0"),
     "non_finite_counted": Mutant(NonFiniteCounted, "W-25", "the optimizer counts the refused step"),
     "non_finite_on_one_rank": Mutant(NonFiniteOnOneRank, "W-25", "only the rank of the NaN raises", num_ranks=2),
+    "overflow_taken": Mutant(OverflowTaken, "W-43", "an infinite gradient norm is taken as finite"),
     "wrong_dtype": Mutant(WrongDtype, "W-26", "tensors are bfloat16, their specs say float32"),
     "index_lost": Mutant(IndexLost, "W-26", "every bucket has index 0"),
     "hang_in_gather": Mutant(HangInGather, "W-26", "rank 0 hangs between two buckets", num_ranks=2, hangs=True),
@@ -534,4 +572,5 @@ MUTANTS = {
     "not_on_more_ranks": Mutant(NotOnMoreRanks, "W-39", "a checkpoint of fewer ranks is refused", num_ranks=2),
     "version_first": Mutant(VersionFirst, "W-40", "load sets the version before it has read the weights"),
     "overwrites_in_place": Mutant(OverwritesInPlace, "W-41", "save removes the previous checkpoint first"),
+    "pending_gradients_kept": Mutant(PendingGradientsKept, "W-44", "load keeps gradients of before"),
 }

@@ -147,7 +147,7 @@ def test_without_max_tokens_a_completion_goes_on_to_the_end_of_the_context(model
         (make_request("r", [1] * 150), ("150 tokens", "context 100")),
         (make_request("r", [1] * 60, max_tokens=41), ("60 tokens", "max_tokens=41", "100", "at most 40")),
         (make_request("r", [1, VOCAB_SIZE, 3]), (f"token id {VOCAB_SIZE}", f"vocabulary of {VOCAB_SIZE}")),
-        (make_request("r", [2**70]), (str(2**70), str(VOCAB_SIZE))),
+        (make_request("r", [2**31 - 1]), (str(2**31 - 1), str(VOCAB_SIZE))),
     ],
     ids=["prompt-fills-context", "prompt-exceeds-context", "max-tokens", "vocabulary", "huge-id"],
 )
@@ -364,7 +364,7 @@ def test_an_engine_that_died_says_so_instead_of_looking_ready(model_dir: Path) -
                 raise RuntimeError("out of memory, say")
 
             # A callback that raises stands for whatever may go wrong in the engine's own thread.
-            endpoint._engine.submit(make_request("r", PROMPT, max_tokens=2), break_down)
+            endpoint._engine.submit(make_request("r", PROMPT, max_tokens=2), break_down, break_down)
             await wait_until(lambda: not endpoint._engine._thread.is_alive())
             with pytest.raises(EndpointError, match=r"out of memory, say.*restart"):
                 await endpoint.weight_version()

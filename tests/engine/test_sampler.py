@@ -73,7 +73,7 @@ sampling_params = st.builds(
     SamplingParams,
     temperature=st.sampled_from([0.2, 0.7, 1.0, 1.5, 5.0]),
     top_k=st.sampled_from([0, 1, 2, 5, 39, 500]),
-    top_p=st.sampled_from([1.0, 0.95, 0.5, 0.05]),
+    top_p=st.sampled_from([1.0, 0.95, 0.5, 0.05, 1e-30, 1e-46, 5e-324]),
     min_p=st.sampled_from([0.0, 0.02, 0.3, 0.9]),
 )
 

@@ -25,6 +25,7 @@ class FakeKind:
     name: str
     program: str = ""
     health_path: str = "/health"
+    liveness_path: str | None = None
 
     def command(self, options: EngineOptions, host: str, port: int) -> list[str]:
         if self.program:
@@ -46,7 +47,31 @@ class FakeKind:
         )
 
 
+PARTED = """
+import subprocess, sys
+from inflight.cli import main
+sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+further = "import subprocess, time; subprocess.Popen({!r}); time.sleep(600)"
+subprocess.Popen([sys.executable, "-c", further.format(sleep)])
+sys.argv[0] = "inflight"
+_, port, model = sys.argv
+main(["serve", model, "--host", "127.0.0.1", "--port", port, "--name", "parted", "--threads", "1"])
+"""
+
+
+@dataclass(frozen=True)
+class PartedKind(FakeKind):
+    """The embedded engine as a server that has a child, which has one, too; nothing is asked of either."""
+
+    def command(self, options: EngineOptions, host: str, port: int) -> list[str]:
+        return ["-c", PARTED, str(port), str(options.model)]
+
+    def environment(self, options: EngineOptions) -> Mapping[str, str]:
+        return {TOKEN_VARIABLE: ENGINE_TOKEN}
+
+
 EMBEDDED = FakeKind("fake")
+PARTS = PartedKind("parted")
 SILENT = FakeKind("silent", "import time; print('loading for ever', flush=True); time.sleep(600)")
 FAILING = FakeKind("failing", "import sys; print('the engine knows no such model', flush=True); sys.exit(3)")
 
@@ -56,7 +81,7 @@ def installed(directory: Path, *kinds: str) -> str:
     metadata = directory / "fake_engines-1.0.dist-info"
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: fake-engines\nVersion: 1.0\n")
-    known = {"fake": "EMBEDDED", "silent": "SILENT", "failing": "FAILING"}
+    known = {"fake": "EMBEDDED", "parted": "PARTS", "silent": "SILENT", "failing": "FAILING"}
     lines = [f"{kind} = tests.engines.fake_engines:{known[kind]}" for kind in kinds or known]
     (metadata / "entry_points.txt").write_text("\n".join(["[inflight.engines]", *lines, ""]))
-    return f"{directory}:{ROOT}"
+    return f"{directory}:{ROOT / 'src'}:{ROOT}"

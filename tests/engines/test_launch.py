@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -20,7 +21,7 @@ import pytest
 from inflight.cli import main
 from inflight.engines import launch
 from inflight.engines.kinds import EngineOptions
-from inflight.engines.launch import start_engine, started
+from inflight.engines.launch import EngineProcess, start_engine, started
 from inflight.errors import ConfigError, EndpointError
 from inflight.http.client import HttpEndpoint
 from inflight.wire import GenerateRequest, SamplingParams
@@ -168,6 +169,37 @@ def test_an_engine_ends_when_the_process_that_stands_between_is_killed(tmp_path:
 
 
 # ---------------------------------------------------------------------------------------------------------------
+# Engines of which a part dies
+
+SICK = """
+import http.server, pathlib, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(503 if pathlib.Path(sys.argv[2]).exists() else 200)
+        self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def test_an_engine_whose_own_server_says_that_it_is_dead_is_told_within_two_seconds(tmp_path: Path) -> None:
+    options = EngineOptions(model=Path("model"), arguments=(str(tmp_path / "dead"),))
+
+    async def watch(engine: EngineProcess) -> float:
+        await engine.wait_until_healthy(30.0)
+        watching = asyncio.ensure_future(engine.watch())
+        await asyncio.wait({watching}, timeout=1.0)
+        assert not watching.done()
+        (tmp_path / "dead").touch()
+        dead_at = time.monotonic()
+        with pytest.raises(EndpointError, match="sick has died: GET /health answered status 503; the end of"):
+            await watching
+        return time.monotonic() - dead_at
+
+    with started(FakeKind("sick", SICK, liveness_path="/health"), options) as engine:
+        assert asyncio.run(watch(engine)) < 2.0
+
+
+# ---------------------------------------------------------------------------------------------------------------
 # inflight serve --engine
 
 
@@ -283,6 +315,43 @@ def test_an_engine_that_dies_while_it_is_served_ends_the_server_with_its_last_wo
     assert server.process.wait(20) == 1
     assert "inflight: fake was killed by signal 9; the end of " in server.output()
     assert "Traceback" not in server.output()
+
+
+def test_a_part_of_an_engine_that_dies_ends_the_server_and_all_that_waits_for_it_within_two_seconds(
+    start: Callable[..., Serving],
+) -> None:
+    server = start("parted")
+    url = server.url()
+    family = server.descendants()
+    _, first, part, further = family
+    os.kill(further, signal.SIGKILL)  # a pool of compilers may come and go
+    request = GenerateRequest(
+        request_id="r", prompt_token_ids=(1, 2), sampling=SamplingParams(max_tokens=1000, ignore_eos=True)
+    )
+
+    async def use() -> float:
+        endpoint = HttpEndpoint(url, token=TOKEN)
+        await asyncio.sleep(1.0)
+        assert (await endpoint.weight_version()).version == 0
+        os.kill(first, signal.SIGSTOP)  # its sockets are open, and no answer comes
+        calls = [asyncio.ensure_future(call) for call in (endpoint.generate(request), endpoint.weight_version())]
+        await asyncio.wait(calls, timeout=0.5)
+        os.kill(part, signal.SIGKILL)
+        killed_at = time.monotonic()
+        for call in calls:
+            with pytest.raises(
+                EndpointError, match=rf"parted has died: its process {part} \(.*\) was killed by SIGKILL"
+            ):
+                await call
+        await endpoint.aclose()
+        return killed_at
+
+    killed_at = asyncio.run(use())
+    assert server.process.wait(20) == 1
+    assert time.monotonic() - killed_at < 2.0
+    assert re.search(rf"(?m)^inflight: parted has died: its process {part} .*; the end of ", server.output())
+    assert "Traceback" not in server.output()
+    assert not any(map(is_alive, family))
 
 
 def test_a_start_ends_with_standard_input_and_with_signals(start: Callable[..., Serving]) -> None:

@@ -126,3 +126,11 @@ def test_a_version_that_was_tried_here_and_loaded_by_another_process_is_not_know
     server.served = ended.ref  # whole, and not by this process
     with pytest.raises(UpdateRefusedError, match="another process had version 2 loaded"):
         server.load(lora("m"), 3, adapter=True)
+
+
+def test_a_version_that_another_session_of_another_process_brought_again_is_not_known(server: Server) -> None:
+    server.load(BASE, 1, keep=True)
+    assert server.served is not None
+    server.served = server.served.model_copy(update={"session_id": "another"})
+    with pytest.raises(UpdateRefusedError, match="another process had version 1 loaded"):
+        server.load(lora("m"), 2, adapter=True)

@@ -13,7 +13,16 @@ from inflight.errors import ConfigError, InvalidRequestError, NonFiniteError, Pr
 from inflight.weights.buckets import plan_buckets
 from inflight.wire import GenerateRequest, Manifest, SamplingParams, TensorSpec, VersionSpan, WeightUpdate
 from inflight_sglang import KIND, flags
-from inflight_sglang.requests import RequestLimits, body_of, check_request, misaligned, response_of, rids_of
+from inflight_sglang.requests import (
+    RequestLimits,
+    began_late,
+    body_of,
+    check_request,
+    items_of,
+    misaligned,
+    response_of,
+    rids_of,
+)
 
 LIMITS = RequestLimits(vocab_size=100, max_model_len=50, largest_kept_set=4096, has_seeds=False)
 SEEDED = RequestLimits(vocab_size=100, max_model_len=50, largest_kept_set=4096, has_seeds=True)
@@ -37,15 +46,15 @@ def item(token_ids: list[int], **meta: Any) -> dict[str, Any]:
 
 
 def test_a_request_for_n_completions_is_a_batch_of_n_with_ids_of_their_own() -> None:
-    body = body_of(request(n=3, max_tokens=5), LIMITS, cache_key="key")
+    body = body_of(request(n=3, max_tokens=5), LIMITS, dict.fromkeys(range(3), "key"))
     assert body["input_ids"] == [[0, 1, 2, 3]] * 3
     assert len(body["sampling_params"]) == len(set(body["rid"])) == 3
-    assert body["extra_key"] == "key"
+    assert body["extra_key"] == ["key"] * 3
     assert all(params["max_new_tokens"] == 5 for params in body["sampling_params"])
 
 
 def test_without_max_tokens_the_rest_of_the_context_is_asked_for() -> None:
-    (params,) = body_of(request(num_prompt=30), LIMITS, cache_key="")["sampling_params"]
+    (params,) = body_of(request(num_prompt=30), LIMITS, {0: ""})["sampling_params"]
     assert params["max_new_tokens"] == 20
 
 
@@ -57,7 +66,7 @@ def test_no_id_is_the_beginning_of_another_one(ids: tuple[str, str]) -> None:
 
 def test_seeds_are_sent_to_servers_that_honour_them_and_differ_by_completion() -> None:
     def seeds(limits: RequestLimits, **sampling: Any) -> list[int | None]:
-        body = body_of(request(**sampling), limits, cache_key="")
+        body = body_of(request(**sampling), limits, dict.fromkeys(range(sampling.get("n", 1)), ""))
         return [params.get("sampling_seed") for params in body["sampling_params"]]
 
     assert seeds(LIMITS, n=2, seed=7) == [None, None]
@@ -83,7 +92,7 @@ def test_seeds_are_sent_to_servers_that_honour_them_and_differ_by_completion() -
 def test_logprobs_of_the_kept_set_are_asked_for_under_a_filter(
     sampling: dict[str, Any], has_mask: bool, top_k: int
 ) -> None:
-    body = body_of(request(**sampling), LIMITS, cache_key="")
+    body = body_of(request(**sampling), LIMITS, {0: ""})
     assert body.get("return_sampling_mask", False) is has_mask
     assert body["sampling_params"][0]["top_k"] == top_k
 
@@ -160,7 +169,24 @@ def test_logprobs_that_are_not_finite_are_an_error() -> None:
 @pytest.mark.parametrize("answer", [[], [{}], {"error": "?"}, [item([5], finish_reason={"type": "?"})]])
 def test_an_answer_that_is_none_is_a_protocol_error(answer: Any) -> None:
     with pytest.raises(ProtocolError):
-        response_of(request(), answer, LIMITS)
+        response_of(request(), items_of(answer, 1), LIMITS)
+
+
+def test_completions_that_began_under_another_label_than_their_key_are_told_and_asked_for_with_keys_of_their_own() -> (
+    None
+):
+    moved = [{"version": "3@run", "start": 0, "end": 1}, {"version": "4/s@run", "start": 1, "end": 2}]
+    late = [{"version": "4/s@run", "start": 0, "end": 2}]
+    aborted = {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort", "message": "Abort in queue"}}}
+    items = [item([5, 6], weight_versions=moved), item([5, 6], weight_versions=late), item([5, 6]), aborted]
+    assert began_late(items, "3@run") == [1]
+    asked = request(n=4, seed=7)
+    together = body_of(asked, SEEDED, dict.fromkeys(range(4), "3@run"))
+    again = body_of(asked, SEEDED, {1: "one", 3: "other"})
+    assert not {*again["rid"]} & {*together["rid"]}  # SGLang refuses ids of a request whose caller has just left
+    for key in ("sampling_params", "input_ids"):
+        assert again[key] == [together[key][1], together[key][3]]
+    assert again["extra_key"] == ["one", "other"]
 
 
 def test_tensors_off_their_boundaries_are_named() -> None:
@@ -266,7 +292,7 @@ def test_the_command_starts_a_server_that_inflight_attaches_to(tmp_path: Path) -
         "--disable-overlap-schedule",
     ):
         assert words in command
-    assert KIND.environment(options) == {"OMP_NUM_THREADS": "2"}
+    assert KIND.environment(options)["OMP_NUM_THREADS"] == "2"
     on_a_gpu = shlex.join(KIND.command(EngineOptions(model=tmp_path, device="cuda"), "0.0.0.0", 30000))
     assert "torch_native" not in on_a_gpu
     assert "--disable-overlap-schedule" in on_a_gpu

@@ -13,7 +13,7 @@ from inflight.engines.kinds import EngineOptions
 from inflight.errors import InvalidRequestError, NonFiniteError, ProtocolError, UnsupportedError
 from inflight.wire import Capabilities, GenerateRequest, InFlightPolicy, SamplingParams, VersionSpan
 from inflight_vllm import KIND, flags
-from inflight_vllm.requests import bodies_of, check_request, response_of
+from inflight_vllm.requests import began_late, bodies_of, body_of, check_request, choices_of, response_of
 
 CAN = Capabilities(
     engine="vllm",
@@ -113,7 +113,7 @@ def test_seeds_are_declared_on_a_cpu_where_prompts_are_not_split(device: str, ch
 
 def test_answers_of_several_requests_become_one_in_the_order_of_their_completions() -> None:
     answers = [{"choices": [choice([2], 1), choice([1], 0)]}, {"choices": [choice([3, 4], 0)]}]
-    response = response_of(request(n=3), answers)
+    response = response_of(request(n=3), choices_of(answers))
     assert [completion.token_ids for completion in response.completions] == [(1,), (2,), (3, 4)]
     assert [completion.index for completion in response.completions] == [0, 1, 2]
     assert response.completions[2].version_spans == (VersionSpan(version=3, start=0, end=2),)
@@ -122,14 +122,34 @@ def test_answers_of_several_requests_become_one_in_the_order_of_their_completion
 def test_logprobs_that_are_not_finite_are_told_as_broken_weights() -> None:
     broken = choice([1], logprobs={"content": [{"logprob": -9999.0}]})
     with pytest.raises(NonFiniteError, match="weights served are broken"):
-        response_of(request(), [{"choices": [broken]}])
+        response_of(request(), [broken])
 
 
 @pytest.mark.parametrize("missing", ["token_ids", "weight_versions", "finish_reason"])
 def test_an_answer_that_lacks_something_is_a_protocol_error(missing: str) -> None:
     answer = {key: value for key, value in choice([1]).items() if key != missing}
     with pytest.raises(ProtocolError, match=missing):
-        response_of(request(), [{"choices": [answer]}])
+        response_of(request(), [answer])
+
+
+@pytest.mark.parametrize("answer", [{}, {"choices": None}, {"choices": [{}]}, None])
+def test_an_answer_without_completions_is_a_protocol_error(answer: Any) -> None:
+    with pytest.raises(ProtocolError):
+        choices_of([answer])
+
+
+def test_completions_that_began_under_another_label_than_their_salts_are_told() -> None:
+    choices = [choice([1]), choice([2], weight_versions=[{"version": "4/s@run", "start": 0, "end": 1}])]
+    assert began_late(choices, "3@run") == [1]
+    assert began_late(choices, "4/s@run") == [0]
+
+
+def test_a_completion_that_is_asked_for_again_has_the_seed_that_it_had() -> None:
+    asked = request(n=10, seed=7, max_tokens=5)
+    together = bodies_of(asked, CAN, "salt")
+    alone = body_of(asked, CAN, "another", 6, 1)
+    assert alone["sampling_params"]["seed"] == together[1]["sampling_params"]["seed"] + 2
+    assert (alone["sampling_params"]["n"], alone["cache_salt"]) == (1, "another")
 
 
 def test_a_server_is_started_as_it_must_be_and_on_a_cpu_without_a_process_that_spins() -> None:

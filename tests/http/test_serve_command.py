@@ -19,7 +19,7 @@ from transformers import BertConfig, BertModel, Gemma2Config, MistralConfig, T5C
 
 from inflight.cli import main
 from tests.models import make_model
-from tests.servers import TOKEN
+from tests.servers import TOKEN, ServerProcess
 
 SMALL = {
     "vocab_size": 64,
@@ -293,3 +293,16 @@ def test_a_server_stops_by_signals_and_with_its_standard_input_while_it_generate
     for name in ("sigterm", "stdin"):
         assert "token" not in logs[name]
         assert TOKEN not in logs[name]
+
+
+def test_a_server_with_little_memory_for_keys_and_values_says_how_long_a_sequence_may_be(
+    model_dir: Path, start_server: Callable[..., ServerProcess]
+) -> None:
+    # 256 bytes a token: 2 layers, keys and values of 2 heads of 8 dimensions in float32.
+    server = start_server(model_dir, "--kv-cache", "50kB")
+    capabilities = httpx.get(f"{server.url}/capabilities", trust_env=False).json()
+    assert capabilities["max_model_len"] == 50_000 // 256
+    body = {"request_id": "r", "prompt_token_ids": [1] * 195, "sampling": {"max_tokens": 1}}
+    refused = httpx.post(f"{server.url}/v1/generate", json=body, trust_env=False)
+    assert refused.status_code == 400
+    assert "as many as 50000 bytes of keys and values hold" in refused.json()["error"]["message"]

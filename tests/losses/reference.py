@@ -49,12 +49,19 @@ def token_mean(step: Sequences, term: Term) -> torch.Tensor:
 
 
 def segment_mean(step: Sequences, term: Term) -> torch.Tensor:
+    """1/G sum_i 1/|o_i| sum_t, as in GRPO's eq. 3: a completion without a target is one of the G, and adds nothing."""
     parts = [total([term(token) for token in sequence]) / len(sequence) for sequence in step if sequence]
-    return total(parts) / len(parts)
+    return total(parts) / len(step)
 
 
 def segment_sum(step: Sequences, term: Term) -> torch.Tensor:
-    return total([term(token) for token in tokens_of(step)]) / sum(bool(sequence) for sequence in step)
+    """1/G sum_i sum_t, as in Dr. GRPO but for its constant length."""
+    return total([term(token) for token in tokens_of(step)]) / len(step)
+
+
+def valid_segment_mean(step: Sequences, term: Term) -> torch.Tensor:
+    """The mean over sequences with a target, as ROLL's agg_loss has it."""
+    return segment_mean([sequence for sequence in step if sequence], term)
 
 
 def prompt_mean(step: Sequences, term: Term) -> torch.Tensor:
@@ -286,7 +293,7 @@ LOSSES: dict[str, Callable[[Sequences], torch.Tensor]] = {
     "minimax_m1": lambda s: token_mean(s, score(lambda t: clamped(r(t), 0.8, 1.28))),
     "scalerl": lambda s: prompt_mean(s, score(lambda t: min(rho(t), 5.0))),
     "topr": lambda s: segment_sum(s, topr(s)),
-    "roll_tis": lambda s: segment_mean(s, score(lambda t: min(rho(t), 1.0))),
+    "roll_tis": lambda s: valid_segment_mean(s, score(lambda t: min(rho(t), 1.0))),
     "glm5": lambda s: token_mean(s, score(lambda t: rho(t) if 0.8 <= rho(t) <= 1.2 else 0.0)),
     "kimi_k15": lambda s: segment_sum(s, plus(score(lambda t: 1.0), squared(0.05, "old"))),
     "kimi_k25": lambda s: token_mean(s, plus(only(lambda t: 0.5 <= rho(t) <= 2.0, linear), squared(1e-3))),
@@ -327,7 +334,7 @@ LOSSES: dict[str, Callable[[Sequences], torch.Tensor]] = {
     "skyrl_default": lambda s: token_mean(s, plus(ppo("old"), lambda t: 1e-3 * k3(t))),
     "nemo_default": lambda s: token_mean(s, plus(ppo("old"), lambda t: 0.01 * live_ratio(t, "mu") * k3(t))),
     "openrlhf_default": lambda s: token_mean(s, ppo("old")),
-    "roll_default": lambda s: segment_mean(s, score(lambda t: 1.0)),
+    "roll_default": lambda s: valid_segment_mean(s, score(lambda t: 1.0)),
     "torchtitan_default": lambda s: token_mean(s, ppo("mu")),
     "fast_llm_default": lambda s: token_mean(s, ppo("mu")),
     "tinker_ppo": lambda s: plain_sum(s, ppo("mu")),

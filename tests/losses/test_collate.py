@@ -77,14 +77,22 @@ def test_completion_without_tokens_is_a_segment_without_targets():
     assert batch.loss_mask_T.tolist() == [False] * 4 + [True] * 3
 
 
-def test_counts_are_of_unmasked_tokens_and_of_sequences_and_prompts_that_have_one():
+def test_counts_are_of_unmasked_tokens_of_all_completions_and_of_prompts_that_have_one():
     silent = replace(FIRST, loss_mask=[False] * 3)
     loss = PRESETS["scalerl"].loss
     batches = [collate([FIRST, replace(SECOND, group_index=2)]), collate([replace(silent, group_index=1)])]
     plan = prepare(loss, batches, num_groups=4)
-    assert plan.before == Counts(num_tokens=4, num_sequences=2, tokens_P=(3, 0, 1, 0))
+    assert plan.before == Counts(num_tokens=4, num_sequences=3, tokens_P=(3, 0, 1, 0))
     assert plan.before.num_prompts == 2
     assert prepare(loss, []).before == Counts(0, 0)
+    assert prepare(loss, [*batches, empty_micro_batch()], num_groups=4).before == plan.before
+
+
+def test_completions_that_are_in_no_micro_batch_count_if_their_number_is_given():
+    loss = PRESETS["grpo"].loss
+    assert prepare(loss, [collate([FIRST])], num_sequences=4).before.num_sequences == 4
+    with pytest.raises(InvalidRequestError, match="hold 2 completions, num_sequences is 1"):
+        prepare(loss, [collate([FIRST, SECOND])], num_sequences=1)
 
 
 def test_segments_know_the_prompt_that_they_answer():
@@ -103,7 +111,7 @@ def test_no_samples_make_the_empty_micro_batch():
 def test_empty_micro_batch_has_zero_loss_that_depends_on_the_logprobs(preset, counts):
     logprobs_T = torch.zeros(2, requires_grad=True)
     thresholds = tuple(0.1 if c.kind == "second_moment" else None for c in preset.loss.corrections)
-    output = preset.loss(empty_micro_batch(), logprobs_T, Plan(counts, counts, thresholds, current_version=3))
+    output = preset.loss(empty_micro_batch(), logprobs_T, Plan(preset.loss, counts, counts, thresholds, 3))
     output.loss.backward()
     assert output.loss.item() == 0
     assert logprobs_T.grad.tolist() == [0, 0]
@@ -128,3 +136,8 @@ def test_sample_whose_fields_disagree_is_refused_by_name(wrong, message):
 def test_reference_logprobs_of_the_wrong_length_are_refused():
     with pytest.raises(InvalidRequestError, match="reference_logprobs speaks of 2"):
         collate([replace(FIRST, reference_logprobs=[0.0, 0.0])])
+
+
+def test_a_temperature_that_is_an_integer_becomes_a_float():
+    whole = replace(FIRST, rollout=replace(FIRST.rollout, temperature=1))
+    assert collate([whole]).temperature_T.dtype == torch.float32

@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from inflight.losses import Constant, Kl, PolicyLoss, PpoClip, SegmentSum, Truncate, prepare
+from inflight.losses import Constant, Kl, PolicyLoss, PpoClip, SegmentMean, SegmentSum, Truncate, prepare
 from tests.losses.padded import Padded, padded_batch
 from tests.losses.parity import (
     EPSILON,
+    FLOAT32,
     FLOAT64,
     GSPO,
     PARTS,
@@ -79,17 +80,45 @@ def with_an_empty_row(padded):
     return replace(padded, mask_BT=mask_BT), padded.rows(*others), others
 
 
-def test_rows_without_targets_count_in_the_sequence_means_of_trl_but_not_here_nor_in_verl(trl, verl):
+BY_SEQUENCES = {
+    "grpo": (preset_loss("grpo"), {"loss_type": "grpo"}),
+    "dr_grpo": (preset_loss("dr_grpo"), {"loss_type": "dr_grpo", "max_completion_length": 1024}),
+    "gspo": (preset_loss("gspo"), {"loss_type": "grpo", **GSPO}),
+    "luspo": (preset_loss("luspo"), {"loss_type": "luspo", **GSPO}),
+}
+"""Denominators that count sequences: a preset, and the settings of TRL and Liger."""
+
+
+@pytest.mark.parametrize("name", BY_SEQUENCES)
+def test_rows_without_targets_count_in_means_over_sequences_here_and_in_trl(name, trl):
+    ours, settings = BY_SEQUENCES[name]
     padded, without, others = with_an_empty_row(padded_batch())
-    value, gradient_BT = of_library(preset_loss("grpo"), padded)
+    found = of_library(ours, padded)
+    assert_close(found, of_framework(trl_loss(**settings), trl, padded), FLOAT64)
+    value, gradient_BT = of_library(ours, without)
+    fewer = len(others) / len(padded.mask_BT)
+    assert_close((found[0], found[1][others]), (fewer * value, fewer * gradient_BT), FLOAT64)
+
+
+@pytest.mark.parametrize("name", BY_SEQUENCES)
+def test_rows_without_targets_count_in_means_over_sequences_here_and_in_liger(name, liger):
+    ours, settings = BY_SEQUENCES[name]
+    padded, inputs = head_batch()
+    padded, _, _ = with_an_empty_row(padded)
+    theirs = of_liger(liger, padded, *inputs, **settings)
+    assert_close(theirs, of_library_head(ours, padded, *inputs), FLOAT32)
+
+
+def test_rows_without_targets_do_not_count_in_verl_and_here_only_in_counts_before_rejection(verl):
+    padded, without, others = with_an_empty_row(padded_batch())
+    after = preset_loss("grpo", aggregation=SegmentMean(counted="after"))
+    value, gradient_BT = of_library(after, padded)
     same = (value, gradient_BT[others])
-    assert_close(same, of_library(preset_loss("grpo"), without), FLOAT64)
-    value, gradient_BT = of_framework(trl_loss(loss_type="grpo"), trl, padded)
-    more = len(padded.mask_BT) / len(others)
-    assert_close((more * value, more * gradient_BT[others]), same, FLOAT64)
+    assert_close(same, of_library(after, without), FLOAT64)
     theirs = verl_loss("vanilla", "seq-mean-token-mean", old="behaviour", clip_ratio_c=1e3)
     value, gradient_BT = of_framework(theirs, verl, padded)
     assert_close((value, gradient_BT[others]), same, EPSILON)
+    assert differ(of_library(preset_loss("grpo"), padded)[:1], same[:1])
 
 
 def test_a_sequence_level_of_trl_multiplies_its_kl_by_the_ratio_of_the_sequence_and_here_by_that_of_the_token(trl):

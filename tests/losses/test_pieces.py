@@ -106,7 +106,9 @@ def test_denominators_count_before_or_after_rejection_by_name(kind, counted):
 
     segments = [batch.segment_ids_T == s for s in range(len(batch.segment_lengths))]
     groups = [batch.group_ids_S[batch.segment_ids_T] == g for g in range(3)]
-    num_sequences = sum(size(rows_T) > 0 for rows_T in segments)
+    # Papers divide by all completions; one that is left without a target is not counted after rejection only.
+    num_sequences = sum(size(rows_T) > 0 for rows_T in segments) if counted == "after" else len(segments)
+    assert counted == "after" or not all(size(rows_T) for rows_T in segments)
     num_prompts = sum(size(rows_T) > 0 for rows_T in groups)
     for t in range(batch.num_tokens):
         own, group = segments[int(batch.segment_ids_T[t])], groups[int(batch.group_ids_S[batch.segment_ids_T[t]])]
@@ -121,7 +123,7 @@ def test_denominators_count_before_or_after_rejection_by_name(kind, counted):
 
 
 @pytest.mark.parametrize(
-    ("aggregation", "share"), [(Constant(length=50), "1 / (5 * 50)"), (Budget(tokens=300), "1 / 300"), (Sum(), "1")]
+    ("aggregation", "share"), [(Constant(length=50), "1 / (6 * 50)"), (Budget(tokens=300), "1 / 300"), (Sum(), "1")]
 )
 def test_denominators_that_are_given_do_not_depend_on_the_step(aggregation, share):
     batch, logits_TV = random_step(mask="everything")
@@ -184,7 +186,7 @@ def test_entropy_bonus_has_the_gradient_of_the_entropy():
     expected_T = torch.where(batch.loss_mask_T, -0.2 / batch.loss_mask_T.sum().double(), 0.0)
     torch.testing.assert_close(entropy_gradient_T, expected_T, rtol=1e-13, atol=0)
     plain = PolicyLoss(gate=Score())
-    assert torch.equal(logprob_gradient_T, plain.gradient(batch, trainer_T, plan)[0])
+    assert torch.equal(logprob_gradient_T, plain.gradient(batch, trainer_T, prepare(plain, [batch]))[0])
     output = loss(batch, trainer_T, plan, entropy_T=entropy_T)
     assert output.metrics["entropy"].value == pytest.approx(entropy_T[batch.loss_mask_T].mean().item())
     with pytest.raises(InvalidRequestError, match="needs entropy_T"):
@@ -328,7 +330,7 @@ def test_loss_says_what_it_lacks():
         prepare(prompts, [replace(batch, group_ids_S=None)])
     with pytest.raises(InvalidRequestError, match="needs num_groups"):
         prepare(prompts, [batch], reduce=lambda numbers: numbers)
-    with pytest.raises(InvalidRequestError, match="group_ids_S holds 2, but num_groups is 2"):
+    with pytest.raises(InvalidRequestError, match="group_ids_S of targets go from 0 to 2, but num_groups is 2"):
         prepare(prompts, [batch], num_groups=2)
     with pytest.raises(InvalidRequestError, match="give prepare trainer_logprobs"):
         prepare(PRESETS["m2po"].loss, [batch])
@@ -339,9 +341,9 @@ def test_logprobs_and_plans_that_do_not_fit_are_refused():
     trainer_T = logprobs_of(logits_TV, batch.token_ids_T, batch.temperature_T)
     loss = PRESETS["tis"].loss
     plan = prepare(loss, [batch])
-    with pytest.raises(InvalidRequestError, match=r"trainer_logprobs are \[27\], the micro-batch has 28 tokens"):
+    with pytest.raises(InvalidRequestError, match=r"trainer_logprobs_T is \[27\], the micro-batch has 28 tokens"):
         loss(batch, trainer_T[1:], plan)
-    with pytest.raises(InvalidRequestError, match="plan is of a loss with 0 corrections, this one has 1"):
+    with pytest.raises(InvalidRequestError, match="plan is of another loss"):
         loss(batch, trainer_T, prepare(PRESETS["grpo"].loss, [batch]))
 
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import json
 import os
+import re
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +21,7 @@ from inflight.contracts import InferenceEndpoint
 from inflight.engines.kinds import EngineKind, EngineOptions, load_engine_kind
 from inflight.engines.launch import started
 from inflight.errors import ConfigError, EndpointError, PublishError
+from inflight.http.client import HttpEndpoint
 from inflight.types import Outcome
 from inflight.weights.buckets import plan_buckets
 from inflight.wire import EndpointState, WeightVersion
@@ -44,6 +50,7 @@ class WithoutFlags:
         self.kind = kind
         self.name = kind.name
         self.health_path = kind.health_path
+        self.liveness_path = kind.liveness_path
 
     def command(self, options: EngineOptions, host: str, port: int) -> list[str]:
         words = self.kind.command(options, host, port)
@@ -121,19 +128,79 @@ def test_an_engine_killed_at_any_step_is_told_in_time_and_its_successor_is_synce
             assert all(is_uniform(logprob, 258) for logprob in logprobs(answer)), step
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_death_of_an_engines_inner_process_ends_what_serves_it_with_the_cause_within_two_seconds(
+    engine: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "inflight", "serve", str(tiny_model), "--port", "0", "--dtype", "float32"]
+    command += ["--engine", engine, "--python", python_of(engine), "--threads", "1", "--exit-with-stdin"]
+    ready, log = tmp_path / "ready.json", tmp_path / "log"
+    with log.open("wb") as output:
+        server = subprocess.Popen(
+            [*command, "--ready-file", str(ready)],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            env={**os.environ, "INFLIGHT_TOKEN": "token"},
+        )
+    try:
+        while not ready.exists():
+            assert server.poll() is None, log.read_text()
+            time.sleep(0.1)
+        endpoint = HttpEndpoint(json.loads(ready.read_text())["url"], token="token")
+        name = {"vllm": "VLLM::EngineCor", "sglang": "sglang::schedul"}[engine]  # the kernel keeps 15 characters
+        (part,) = [pid for pid in family_of(server.pid) if Path(f"/proc/{pid}/comm").read_text().strip() == name]
+
+        async def use() -> float:
+            generating = asyncio.ensure_future(endpoint.generate(request(900)))
+            asking = asyncio.ensure_future(ask())
+            await asyncio.wait({generating, asking}, timeout=1.0)
+            assert not generating.done()
+            os.kill(part, signal.SIGKILL)
+            killed_at = time.monotonic()
+            for call in (generating, asking):
+                with pytest.raises(EndpointError):
+                    await call
+            await endpoint.aclose()
+            return killed_at
+
+        async def ask() -> None:
+            while True:  # one of them is under way when the engine dies
+                await endpoint.weight_version()
+
+        killed_at = asyncio.run(use())
+        status = server.wait(20)
+        took_s = time.monotonic() - killed_at
+        assert status == 1
+        assert re.search(rf"inflight: {engine} has died: its process {part} \({name}\) ", log.read_text()), (
+            log.read_text()
+        )
+        assert took_s < 2.0
+    finally:
+        server.kill()
+        server.wait(10)
+        assert server.stdin is not None
+        server.stdin.close()
+
+
 async def weight_version(endpoint: InferenceEndpoint) -> WeightVersion:
     return await endpoint.weight_version()
 
 
-def kill(engine: RealEngine) -> None:
-    """SIGKILL everything that came of an engine, at once."""
+def family_of(pid: int) -> set[int]:
+    """A process and everything that came of it."""
     parents = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             parents[int(entry.parent.name)] = int(entry.read_text().rpartition(")")[2].split()[1])
-    family = {engine.process.pid}
-    while more := {pid for pid, parent in parents.items() if parent in family} - family:
+    family = {pid}
+    while more := {child for child, parent in parents.items() if parent in family} - family:
         family |= more
-    for pid in family:
+    return family
+
+
+def kill(engine: RealEngine) -> None:
+    """SIGKILL everything that came of an engine, at once."""
+    for pid in family_of(engine.process.pid):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

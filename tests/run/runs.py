@@ -117,6 +117,10 @@ class RunProcess:
         """Process ids of the run's own servers."""
         return [json.loads(path.read_text())["pid"] for path in sorted((self.directory / "logs").glob("server-*.json"))]
 
+    def server_urls(self) -> list[str]:
+        """URLs of the run's own servers."""
+        return [json.loads(path.read_text())["url"] for path in sorted((self.directory / "logs").glob("server-*.json"))]
+
     def interrupt(self) -> None:
         self.process.send_signal(signal.SIGINT)
 

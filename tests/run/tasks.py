@@ -13,14 +13,21 @@ class CountLetters:
     name = "count_letters"
 
     def __init__(
-        self, seed: int, fail_from: int | None = None, hang_from: int | None = None, prompt_tokens: int = 8
+        self,
+        seed: int,
+        fail_from: int | None = None,
+        hang_from: int | None = None,
+        prompt_tokens: int = 8,
+        overlong_every: int = 0,
     ) -> None:
         self._fail_from = fail_from
         self._hang_from = hang_from
         self._prompt_tokens = prompt_tokens
+        self._overlong_every = overlong_every
 
     def item(self, index: int) -> TaskItem:
-        return TaskItem(index, f"{index:0{self._prompt_tokens}d}")
+        is_overlong = self._overlong_every and index % self._overlong_every == self._overlong_every - 1
+        return TaskItem(index, f"{index:0{1200 if is_overlong else self._prompt_tokens}d}")
 
     def score(self, item: TaskItem, completion: str) -> float:
         if self._fail_from is not None and item.index >= self._fail_from:
@@ -34,11 +41,14 @@ def count_letters(**params: int) -> CountLetters:
     return CountLetters(**params)
 
 
+TEACHING_ITEMS = 24
+
+
 class StopsTeaching(CountLetters):
     """Like `CountLetters` for the first items; then no completion is better than another, and a run waits for data."""
 
     def score(self, item: TaskItem, completion: str) -> float:
-        return super().score(item, completion) if item.index < 24 else 0.0
+        return super().score(item, completion) if item.index < TEACHING_ITEMS else 0.0
 
 
 def stops_teaching(seed: int) -> StopsTeaching:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,15 +16,16 @@ from urllib.parse import urlsplit
 import pytest
 
 from inflight.checkpoints import load_tokenizer
+from inflight.contracts import InferenceEndpoint
 from inflight.errors import ConfigError
 from inflight.http.client import HttpEndpoint
 from inflight.pipeline.actor import Actor
 from inflight.pipeline.config import load_config
-from inflight.pipeline.fleet import check_servers
+from inflight.pipeline.fleet import check_servers, sequence_limits
 from inflight.pipeline.trainer_group import TrainerGroup
 from inflight.rollouts import Ledger, load_task
 from inflight.types import Group
-from inflight.wire import SamplingParams, WeightVersion
+from inflight.wire import Capabilities, SamplingParams, WeightVersion
 from tests.models import make_model
 from tests.run.runs import CONFIG, ROOT, RunProcess, ends_within
 from tests.servers import TOKEN, ServerProcess
@@ -303,7 +305,7 @@ def test_a_server_restarted_between_two_publishes_is_in_the_next_one(
         overrides = ["--servers.urls", json.dumps(urls), "--train.num_ranks", str(num_ranks)]
         config = load_config(config_file, overrides)
         logs = config_file.parent
-        trainers = await TrainerGroup.spawn(config, logs, TOKEN)
+        trainers = await TrainerGroup.spawn(config, logs, TOKEN, print)
         try:
             first = await trainers.load_and_connect(urls, "restarts", None)
             fresh = await asyncio.to_thread(replaced, fickle, start_server, model_dir)
@@ -334,7 +336,7 @@ def test_a_publish_without_anybody_to_reach_says_so_and_is_no_failure(
 
     async def conversation() -> tuple[dict[str, Any], ...]:
         config = load_config(config_file, ["--servers.urls", json.dumps([server.url]), "--train.num_ranks", "2"])
-        trainers = await TrainerGroup.spawn(config, config_file.parent, TOKEN)
+        trainers = await TrainerGroup.spawn(config, config_file.parent, TOKEN, print)
         try:
             await trainers.load_and_connect([server.url], "nobody", None)
             server.kill()
@@ -354,7 +356,10 @@ def test_a_publish_without_anybody_to_reach_says_so_and_is_no_failure(
 def test_a_run_that_is_resumed_takes_its_servers_over_and_the_old_trainer_is_stopped(
     start_run: Callable[..., RunProcess], start_server: Start, model_dir: Path
 ) -> None:
-    """The servers hold a later version than the checkpoint when the new trainer comes."""
+    """The servers hold a later version than the checkpoint when the new trainer comes.
+
+    The new one has a copy of the directory, as on another host: no lock keeps it from starting beside the old one.
+    """
     server = start_server(model_dir)
     words = ("--servers.urls", json.dumps([server.url]), "--run.num_steps", "100000")
     old = start_run(*words)
@@ -364,7 +369,10 @@ def test_a_run_that_is_resumed_takes_its_servers_over_and_the_old_trainer_is_sto
         os.kill(pid, signal.SIGSTOP)
     try:
         before = version_of(server)
-        new = start_run(*words, "--resume")
+        elsewhere = old.directory.with_name("copy")
+        shutil.copytree(old.directory, elsewhere)
+        new = start_run(*words, "--resume", "--run.directory", str(elsewhere))
+        new.directory = elsewhere
         new.wait_until(lambda: (now := version_of(server)).epoch == 2 and now.version < before.version)
         assert version_of(server).run_id == before.run_id
         new.wait_for_steps(len(new.rows()) + 1)
@@ -413,8 +421,9 @@ def test_tokens_older_than_what_was_published_give_a_replaced_server_away(
             ledger,
             seed=0,
             reward_timeout_s=10.0,
+            max_sequence_tokens=4096,
             may_issue=lambda: True,
-            on_group=groups.append,
+            on_end=lambda ended: groups.append(ended) if isinstance(ended, Group) else None,
         )
         actor.serve([endpoint.name], 3)  # what it has is version 0
         running = asyncio.ensure_future(actor.run())
@@ -439,3 +448,28 @@ def test_the_fleet_in_the_quickstart_is_a_valid_one(tmp_path: Path) -> None:
     members = load_config(path).servers.members
     assert [member.engine for member in members] == ["vllm", "sglang", "local"]
     assert [member.max_concurrent for member in members] == [64, 64, 16]
+
+
+@pytest.mark.parametrize(("temperature", "is_refused"), [("0.7", True), ("1.0", False)])
+def test_raw_logprobs_are_refused_at_any_temperature_but_one(
+    config_file: Path, shared_server: ServerProcess, temperature: str, is_refused: bool
+) -> None:
+    """They leave the temperature out, so that ratios with the trainer's logprobs would be wrong."""
+
+    class RawEndpoint(HttpEndpoint):
+        async def capabilities(self) -> Capabilities:
+            return (await super().capabilities()).model_copy(update={"logprob_kind": "raw"})
+
+    async def limits() -> dict[InferenceEndpoint, int]:
+        endpoint = RawEndpoint(shared_server.url)
+        try:
+            return await sequence_limits(config, 258, {endpoint: 4})
+        finally:
+            await endpoint.aclose()
+
+    config = load_config(config_file, ["--sampling.temperature", temperature])
+    if is_refused:
+        with pytest.raises(ConfigError, match=r"declares raw logprobs.* sampling\.temperature is 0\.7"):
+            asyncio.run(limits())
+    else:
+        assert list(asyncio.run(limits()).values()) == [4]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from tests.models import make_model
 from tests.run.runs import RunProcess, ends_within
+from tests.run.tasks import TEACHING_ITEMS
 from tests.servers import ServerProcess
 
 pytestmark = pytest.mark.timeout(300)
@@ -125,11 +126,12 @@ def test_interrupt_while_waiting_for_data_keeps_the_steps_since_the_last_checkpo
 ) -> None:
     settings = ("--task.name", "tests.run.tasks:stops_teaching", "--run.checkpoint_every_steps", "1000")
     run = start_run("--run.num_steps", "100000", *settings)
-    run.wait_for_steps(1)
+    run.wait_until(lambda: {group["item"] for group in run.events("group")} >= set(range(TEACHING_ITEMS)))
     steps = 0
-    while steps != len(run.rows()):  # until no step has come for a while: every further reward is equal
-        steps = len(run.rows())
-        time.sleep(3)
+    while steps != len(run.rows()):  # until no step has come for many groups: every further reward is equal
+        steps, num_groups = len(run.rows()), len(run.events("group"))
+        run.wait_until(lambda num_groups=num_groups: len(run.events("group")) >= num_groups + 60)
+    assert steps > 0
     run.interrupt()
     assert run.wait(60) == 130, run.output()
     pointer = json.loads((run.directory / "checkpoints" / "latest.json").read_text())
@@ -144,26 +146,48 @@ def test_a_new_run_never_overwrites_an_old_one(start_run: Callable[..., RunProce
     assert "holds a run already" in again.output()
 
 
-def test_killed_server_is_left_out_and_its_work_is_issued_again(start_run: Callable[..., RunProcess]) -> None:
+def test_killed_server_is_left_out_started_again_and_given_work_again(start_run: Callable[..., RunProcess]) -> None:
     run = start_run("--servers.count", "2", "--run.num_steps", "100000", "--servers.publish_deadline_s", "20")
     run.wait_for_steps(3)
     victim, survivor = run.servers()
+    url = run.server_urls()[0]
     os.kill(victim, signal.SIGKILL)
-    run.wait_for_steps(len(run.rows()) + 6)
-    assert len(run.rows()[-1]["publish"]["held_s"]) == 1
-    assert "was killed by signal 9" in run.output()
+    run.wait_for_output("was killed by signal 9")
+    (back,) = run.wait_for_events("fleet", lambda event: url in event["restored"])
+    run.wait_for_events("group", lambda event: event["endpoint"] == url and event["oldest"] >= back["version"])
+    assert back["version"] > 3  # the run went on without it
+    again, _ = run.servers()
+    assert again != victim
     run.interrupt()
     assert run.wait() == 130, run.output()
-    assert ends_within(survivor, 1.0)
+    assert "server-0 was started again" in run.output()
+    assert all(ends_within(pid, 1.0) for pid in (again, survivor))
 
 
-def test_the_last_server_dying_ends_the_run_and_says_which_and_how(start_run: Callable[..., RunProcess]) -> None:
+def test_the_last_server_is_started_again_and_the_run_goes_on(start_run: Callable[..., RunProcess]) -> None:
     run = start_run("--run.num_steps", "100000", "--servers.publish_deadline_s", "20")
     run.wait_for_steps(3)
+    os.kill(run.servers()[0], signal.SIGTERM)  # a graceful end: it answers that its engine is closed
+    run.wait_for_output("server-0 was started again")
+    run.wait_for_steps(len(run.rows()) + 2)
+    run.interrupt()
+    assert run.wait() == 130, run.output()
+    assert run.summary()["failure"] is None
+
+
+def test_a_server_that_cannot_be_started_again_is_given_up_and_the_run_says_which_and_how(
+    start_run: Callable[..., RunProcess], model_dir: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(model_dir, model)
+    run = start_run("--run.num_steps", "100000", "--servers.publish_deadline_s", "20", model=model)
+    run.wait_for_steps(3)
+    shutil.rmtree(model)
     os.kill(run.servers()[0], signal.SIGKILL)
-    assert run.wait(60) == 1
-    assert "no inference server is left" in run.output()
+    assert run.wait(90) == 1
     assert "server-0 was killed by signal 9" in run.output()
+    assert "server-0 is given up" in run.output()
+    assert "no inference server is left" in run.output()
     assert (run.directory / "checkpoints" / "latest.json").exists()
 
 
@@ -177,6 +201,23 @@ def test_killed_trainer_rank_ends_the_run_and_its_servers(start_run: Callable[..
     assert run.wait(60) == 1
     assert "trainer-0 was killed by signal 9" in run.output()
     assert all(ends_within(pid, 5.0) for pid in run.servers())
+
+
+@pytest.mark.parametrize("backend", ["shm", "http"])
+def test_weights_that_a_killed_trainer_rank_has_stored_are_removed_with_the_run(
+    start_run: Callable[..., RunProcess], tmp_path: Path, backend: str
+) -> None:
+    run = start_run(*("--run.num_steps", "100000", "--servers.backend", backend), environment={"TMPDIR": str(tmp_path)})
+    run.wait_for_steps(2)
+    children = Path(f"/proc/{run.process.pid}/task/{run.process.pid}/children").read_text().split()
+    commands = {int(pid): Path(f"/proc/{pid}/cmdline").read_text() for pid in children}
+    (trainer,) = [pid for pid, command in commands.items() if "inflight.pipeline.trainer" in command]
+    opened = [os.readlink(link) for link in Path(f"/proc/{trainer}/fd").iterdir() if link.is_symlink()]
+    (stored,) = {Path(path).parent for path in opened if "/inflight-weights-" in path and path.endswith("/lock")}
+    assert stored.exists()
+    os.kill(trainer, signal.SIGKILL)
+    assert run.wait(60) == 1
+    assert not stored.exists()
 
 
 def test_killed_run_takes_its_servers_and_trainers_with_it(start_run: Callable[..., RunProcess]) -> None:
@@ -221,16 +262,48 @@ def test_server_of_another_model_is_refused_before_any_byte_is_sent(
     assert "shapes differ" in run.output()
 
 
-def test_prompt_longer_than_the_context_ends_the_run_with_both_numbers(start_run: Callable[..., RunProcess]) -> None:
-    run = start_run("--task.params", "{ prompt_tokens = 1200 }")
+def test_prompts_longer_than_the_context_end_the_run_with_both_numbers(start_run: Callable[..., RunProcess]) -> None:
+    limit = ("--train.max_tokens_per_micro_batch", "2048")
+    run = start_run("--task.params", "{ prompt_tokens = 1200 }", *limit)
     assert run.wait(90) == 1
     assert "the prompt has 1201 tokens, the context 1024" in run.output()
 
 
-def test_run_without_difference_in_rewards_says_so_at_its_deadline(start_run: Callable[..., RunProcess]) -> None:
-    run = start_run("--task.name", "tests.run.tasks:always_zero", "--run.step_timeout_s", "4")
+def test_prompts_that_are_refused_now_and_then_are_counted_and_the_run_goes_on_and_resumes(
+    start_run: Callable[..., RunProcess],
+) -> None:
+    settings = ("--task.params", "{ overlong_every = 4 }", "--train.max_tokens_per_micro_batch", "2048")
+    run = start_run(*settings, "--run.num_steps", "3")
+    assert run.wait() == 0, run.output()
+    assert "item 3 was dropped (unusable): the request was refused: " in run.output()
+    assert "the prompt has 1201 tokens, the context 1024" in run.output()
+    before = run.summary()["ledger"]["dropped"]["unusable"]
+    resumed = start_run(*settings, "--run.num_steps", "6", "--resume")
+    assert resumed.wait() == 0, resumed.output()
+    assert resumed.summary()["ledger"]["dropped"]["unusable"] > before > 0
+    assert "dropped groups: " in resumed.output()
+
+
+def test_a_completion_that_no_micro_batch_holds_is_refused_before_anything_is_started(
+    start_run: Callable[..., RunProcess],
+) -> None:
+    run = start_run("--sampling.max_tokens", "512")
+    assert run.wait(60) == 1
+    assert "sampling.max_tokens 512 and a prompt do not fit into train.max_tokens_per_micro_batch 512" in run.output()
+    assert not run.directory.exists()
+
+
+def test_a_task_without_signal_is_told_within_a_few_dozen_groups_and_counted_at_the_end(
+    start_run: Callable[..., RunProcess],
+) -> None:
+    run = start_run("--task.name", "tests.run.tasks:always_zero", "--run.step_timeout_s", "14")
+    run.wait_for_output("the last 24 groups were dropped; dropped: 24 equal rewards")
+    run.wait_for_output("inflight: step 1/6: ")
+    assert "have the reward 0, which teaches nothing" in run.output()
     assert run.wait(90) == 1
     assert "Are all rewards equal?" in run.output()
+    dropped = run.summary()["ledger"]["dropped"]["equal rewards"]
+    assert f"dropped groups: {dropped:,} equal rewards" in run.output()
 
 
 def test_full_disk_ends_the_run_with_what_could_not_be_written(start_run: Callable[..., RunProcess]) -> None:
@@ -244,7 +317,9 @@ def test_full_disk_ends_the_run_with_what_could_not_be_written(start_run: Callab
 
 @pytest.mark.parametrize("policy", ["recompute", "drain", "abort"])
 def test_every_in_flight_policy_trains(start_run: Callable[..., RunProcess], policy: str) -> None:
-    run = start_run("--servers.in_flight", policy, "--run.num_steps", "4", "--sampling.max_tokens", "200")
+    # So much may be outstanding that no server is ever idle: requests run whenever an update comes.
+    settings = ("--sampling.max_tokens", "200", "--loss.max_lag", "1000")
+    run = start_run("--servers.in_flight", policy, "--run.num_steps", "4", *settings)
     assert run.wait() == 0, run.output()
     rows, summary = run.rows(), run.summary()
     assert [row["publish"]["version"] for row in rows] == [1, 2, 3, 4]
@@ -276,9 +351,11 @@ def test_a_loss_that_counts_over_the_whole_step_trains_on_two_ranks(start_run: C
     run = start_run(
         *("--loss.policy", " ".join(policy.split()).replace(", ]", " ]").replace(", }", " }")),
         *("--loss.advantages", "batch_std", "--train.num_ranks", "2", "--run.num_steps", "3"),
+        *("--run.mode", "conventional", "--run.conventional_steps", "3"),
     )
     assert run.wait() == 0, run.output()
     first, *later = run.rows()
+    assert [row["lag_mean"] for row in run.rows()] == [0, 1, 2]
     # float32 on both sides: some logprobs differ in their last bit. Stale ones differ by more, nearly all of them.
     assert 0 < first["kept_fraction"] < 1
     assert first["effective_sample_size_used"] < first["effective_sample_size"]

@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inflight.errors import InvalidRequestError
-from inflight.rollouts import BatchComposer
+from inflight.pipeline.batches import make_batch
+from inflight.rollouts import BatchComposer, StalenessPolicy
 from inflight.types import Group, Rollout
+from inflight.wire import VersionSpan
+
+POLICY = StalenessPolicy(max_lag=2)
 
 
 def group(index, num_tokens):
     prompt = [0] * (num_tokens // 2)
-    rollout = Rollout(prompt, [0] * (num_tokens - len(prompt)), [], [], "stop", 0.0, 1.0)
+    completion = [0] * (num_tokens - len(prompt))
+    spans = [VersionSpan(version=0, start=0, end=len(completion))]
+    rollout = Rollout(prompt, completion, [], spans, "stop", 0.0, 1.0)
     return Group(group_id=index, item_index=index, rollouts=[rollout])
+
+
+def sampled(index, prompt_tokens, versions_of_completions):
+    """A group whose completions have tokens of these versions, in this order."""
+    rollouts = []
+    for versions in versions_of_completions:
+        changes = [i for i in range(1, len(versions)) if versions[i] != versions[i - 1]]
+        bounds = [0, *changes, len(versions)] if versions else []
+        spans = [VersionSpan(version=versions[a], start=a, end=b) for a, b in pairwise(bounds)]
+        rollouts.append(Rollout([0] * prompt_tokens, [0] * len(versions), [], spans, "stop", 0.0, 1.0))
+    return Group(group_id=index, item_index=index, rollouts=rollouts)
 
 
 @given(
@@ -22,7 +41,7 @@ def group(index, num_tokens):
 )
 @settings(deadline=None)
 def test_steps_are_the_shortest_prefixes_that_reach_the_budget(sizes, tokens_per_worker, num_workers):
-    composer = BatchComposer(tokens_per_worker, num_workers)
+    composer = BatchComposer(tokens_per_worker, num_workers, POLICY)
     budget = tokens_per_worker * num_workers
     waiting, taken = [], []
     for index, size in enumerate(sizes):
@@ -41,7 +60,7 @@ def test_steps_are_the_shortest_prefixes_that_reach_the_budget(sizes, tokens_per
 
 
 def test_groups_beyond_the_budget_stay_for_the_next_step():
-    composer = BatchComposer(tokens_per_worker=10, num_workers=2)
+    composer = BatchComposer(tokens_per_worker=10, num_workers=2, staleness=POLICY)
     for index, size in enumerate([12, 9, 30, 1]):
         composer.add(group(index, size))
     assert [g.item_index for g in composer.take()] == [0, 1]
@@ -50,8 +69,50 @@ def test_groups_beyond_the_budget_stay_for_the_next_step():
 
 
 def test_step_that_is_not_ready_is_refused_and_nothing_is_lost():
-    composer = BatchComposer(tokens_per_worker=10, num_workers=2)
+    composer = BatchComposer(tokens_per_worker=10, num_workers=2, staleness=POLICY)
     composer.add(group(0, 19))
     with pytest.raises(InvalidRequestError, match="needs 20 training tokens and 19 wait"):
         composer.take()
     assert composer.num_groups == 1
+
+
+GROUPS = st.lists(
+    st.tuples(
+        st.integers(1, 5),
+        st.lists(st.lists(st.integers(0, 8), max_size=12).map(sorted), min_size=1, max_size=3),
+    ),
+    max_size=20,
+)
+
+
+@given(groups=GROUPS, budget=st.integers(1, 40), versions=st.lists(st.integers(0, 12), min_size=1, max_size=6))
+@settings(deadline=None)
+def test_a_step_has_its_budget_in_tokens_that_are_trained_whatever_is_masked(groups, budget, versions):
+    """What `make_batch` leaves of a step is at least the budget; no group is lost, and only groups that are old go."""
+    composer = BatchComposer(budget, 1, POLICY)
+    waiting = [sampled(index, prompt, completions) for index, (prompt, completions) in enumerate(groups)]
+    left_out = {group.item_index for group in waiting if not composer.add(group)}
+    taken = set()
+    for version in sorted(versions):
+        old = composer.advance(version)
+        for group in old:
+            ages = [version - v for rollout in group.rollouts for v in rollout.token_versions()]
+            assert all(age > POLICY.max_lag for age in ages)
+        left_out |= {group.item_index for group in old}
+        if composer.ready():
+            step = composer.take()
+            batch = make_batch(step, version, "mean", POLICY)
+            assert batch.num_tokens >= budget
+            assert sum(sum(sample.loss_mask) for sample in batch.samples) == len(batch.token_lags) > 0
+            taken |= {group.item_index for group in step}
+    assert len(left_out) + len(taken) + composer.num_groups == len(groups)
+    assert not left_out & taken
+
+
+def test_a_step_is_not_ready_while_most_of_its_tokens_would_be_masked():
+    composer = BatchComposer(tokens_per_worker=40, num_workers=1, staleness=POLICY)
+    composer.add(sampled(0, 2, [[0] * 50 + [5]]))
+    assert composer.ready()
+    assert composer.advance(5) == []
+    assert not composer.ready()
+    assert composer.num_tokens == 3  # the prompt and one token

@@ -141,6 +141,7 @@ LEVELS = {
     "errors": 0,
     "types": 0,
     "wire": 0,
+    "progress": 0,
     "contracts": 1,
     "attention": 2,
     "checkpoints": 2,
@@ -158,7 +159,19 @@ LEVELS = {
 }
 """A part imports its own level and those below; ``inflight`` itself (the package's namespace) is level 2."""
 
-TORCH_FREE = ("errors", "types", "wire", "contracts", "http", "engines", "rollouts", "cli", "__main__", "__init__")
+TORCH_FREE = (
+    "errors",
+    "types",
+    "wire",
+    "contracts",
+    "http",
+    "engines",
+    "rollouts",
+    "cli",
+    "progress",
+    "__main__",
+    "__init__",
+)
 CORE_OF_ADAPTERS = {part for part, level in LEVELS.items() if level <= 2}
 
 

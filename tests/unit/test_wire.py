@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -230,6 +231,92 @@ def test_every_message_is_frozen_and_refuses_unknown_keys(kind: type[WireModel])
         kind.model_validate({"surprise": 1})
 
 
+def numbers_of(schema: dict[str, Any], where: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every schema of an integer below ``schema``, with its path."""
+    if schema.get("type") == "integer":
+        yield where, schema
+    for key, value in schema.items():
+        parts = value if isinstance(value, list) else [value]
+        for part in parts:
+            if isinstance(part, dict):
+                yield from numbers_of(part, f"{where}.{key}")
+
+
+@pytest.mark.parametrize("kind", [*message_classes(), wire.TransportBody], ids=lambda kind: kind.__name__)
+def test_every_integer_of_a_message_has_two_bounds(kind: type[Any]) -> None:
+    for where, schema in numbers_of(kind.model_json_schema()):
+        assert {"minimum", "maximum"} <= schema.keys(), where
+        assert -(2**63) <= schema["minimum"] <= schema["maximum"] < 2**64, where
+
+
+@pytest.mark.parametrize("field", ["timeout_s", "deadline_s", "lease_s"])
+@pytest.mark.parametrize("value", [0, -1e-300, 604801, 1e10, 1e308, math.inf, math.nan, 2**63, 10**300])
+def test_a_time_that_no_clock_can_count_is_refused(field: str, value: float) -> None:
+    kinds = [kind for kind in message_classes() if field in kind.model_fields]
+    assert kinds
+    for kind in kinds:
+        with pytest.raises(ValidationError) as refused:
+            kind.model_validate({field: value})
+        assert any(problem["loc"] == (field,) for problem in refused.value.errors())
+
+
+GROUP = {"run_id": "r", "backend": "gloo", "group_name": "g", "master_port": 1, "rank": 1, "world_size": 2}
+PULL = {"run_id": "r", "backend": "http", "url": "http://host:1/x", "token": "t", "timeout_s": 1}
+BAD_HOSTS = ["", " ", "a b", "a..b", ".a", "a\nb", "a\x00", "x" * 64, "x." * 200, "-a", "é", "[::1", "http://a", "a:1"]
+
+
+@pytest.mark.parametrize("host", ["localhost", "node-1.cluster_a", "10.0.0.1", "::1", "fe80::1%eth0", "x" * 63])
+def test_addresses_and_names_of_hosts_are_taken(host: str) -> None:
+    wire.ProcessGroupSpec.model_validate({**GROUP, "master_address": host, "timeout_s": 1})
+    url = f"https://[{host}]:8/a%20b" if ":" in host else f"https://{host}:8/a%20b"
+    assert wire.PullSpec.model_validate({**PULL, "url": url}).url == url
+
+
+@pytest.mark.parametrize("host", BAD_HOSTS)
+def test_what_is_no_host_is_refused_with_the_value(host: str) -> None:
+    with pytest.raises(ValidationError, match="master_address") as refused:
+        wire.ProcessGroupSpec.model_validate({**GROUP, "master_address": host, "timeout_s": 1})
+    assert refused.value.errors()[0]["input"] == host
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *(f"http://{host}/" for host in BAD_HOSTS if host not in ("http://a", "a:1")),
+        "http://",
+        "http:///path",
+        "http://a:port",
+        "http://a:99999",
+        "http://a:-1",
+        "http://a:0",
+        "http://[a]",
+        "http://me:secret@a",
+        "http://a/\x00",
+        "http://a/\r\nx: y",
+        "ftp://a",
+        "a",
+    ],
+)
+def test_what_is_no_url_is_refused(url: str) -> None:
+    with pytest.raises(ValidationError, match="url"):
+        wire.PullSpec.model_validate({**PULL, "url": url})
+
+
+@pytest.mark.parametrize("token", ["", " ", "a b", "a\r\nb", "é", "\x00"])
+def test_a_token_that_no_header_can_carry_is_refused(token: str) -> None:
+    with pytest.raises(ValidationError, match="token"):
+        wire.PullSpec.model_validate({**PULL, "token": token})
+
+
+def test_a_path_with_nul_and_a_rank_beyond_the_group_are_refused() -> None:
+    with pytest.raises(ValidationError, match="NUL"):
+        wire.DirectorySpec.model_validate({"run_id": "r", "backend": "shm", "directory": "/a\0", "timeout_s": 1})
+    with pytest.raises(ValidationError, match="rank 2 is none of a group of 2"):
+        wire.ProcessGroupSpec.model_validate({**GROUP, "rank": 2, "master_address": "::1", "timeout_s": 1})
+    with pytest.raises(ValidationError, match="world_size"):
+        wire.ProcessGroupSpec.model_validate({**GROUP, "world_size": 2**63, "master_address": "::1", "timeout_s": 1})
+
+
 def test_a_chat_request_is_the_sampling_that_it_names() -> None:
     chat = ChatCompletionRequest(
         model="m",
@@ -253,7 +340,7 @@ def test_a_chat_request_is_the_sampling_that_it_names() -> None:
 # ---------------------------------------------------------------------------------------------------------------
 # Round trips
 
-token_ids = st.lists(st.integers(0, 2**31), max_size=20)
+token_ids = st.lists(st.integers(0, 2**31 - 1), max_size=20)
 names = st.text(min_size=1, max_size=20)
 sampling_params = st.builds(
     SamplingParams,

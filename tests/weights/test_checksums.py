@@ -3,11 +3,31 @@
 from __future__ import annotations
 
 import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast, get_args
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from inflight.contracts import InferenceEndpoint
+from inflight.errors import TransferError
+from inflight.weights import publish_session
 from inflight.weights.checksums import checksum
+from inflight.weights.encoding import Rounding, encode
+from inflight.weights.packing import pack
+from inflight.weights.publish import WeightPublisher, publish_weights
+from inflight.weights.publish_session import PublishSession
+from inflight.weights.transports import make_sender
+from inflight.wire import Backend, EndpointState
+from tests.servers import ServerProcess
+from tests.weights.stored import make_buckets, make_update
+from tests.weights.workers import PlainWorker, assert_serves, checkpoint, weight_version
+
+Connect = Callable[..., WeightPublisher]
+Start = Callable[..., ServerProcess]
 
 
 def test_the_checksum_is_xxh3_128_in_hexadecimal() -> None:
@@ -45,3 +65,62 @@ def test_the_bytes_are_not_copied() -> None:
 def test_bytes_with_gaps_are_refused() -> None:
     with pytest.raises((BufferError, ValueError)):
         checksum(torch.zeros(10, dtype=torch.uint8)[::2])
+
+
+class OnDevice(torch.Tensor):
+    """Bytes that say that they lie on another device until they are copied."""
+
+    @property
+    def is_cuda(self) -> bool:
+        return True
+
+    def cpu(self) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor).clone()
+
+
+def test_bytes_on_a_device_have_the_checksum_of_their_copy_on_the_host() -> None:
+    flat = torch.arange(100, dtype=torch.uint8)
+    assert checksum(flat.as_subclass(OnDevice)) == checksum(flat)
+
+
+def test_tensors_without_bytes_are_refused_in_place_of_being_sent_unchecked() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake = torch.empty(8, dtype=torch.uint8, device="cuda")
+    for flat in (fake, torch.empty(8, dtype=torch.uint8, device="meta")):
+        with pytest.raises(TransferError, match="8 bytes cannot be read"):
+            checksum(flat)
+
+
+@pytest.mark.parametrize("encoding", ["raw", "bfloat16"])
+def test_a_publish_of_weights_without_bytes_ends_and_the_old_weights_serve(
+    encoding: str, connect: Connect, start_server: Start, model_dir: Path
+) -> None:
+    server = start_server(model_dir)
+    tensors = checkpoint(model_dir)
+    publisher = connect(server, encoding=encoding)
+    unreal = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
+    with pytest.raises(TransferError, match="bytes cannot be read: Tensor on meta has none"):
+        publish_weights(PlainWorker(unreal, 1), publisher)
+    assert (weight_version(server).version, weight_version(server).state) == (0, EndpointState.READY)
+    publish_weights(PlainWorker(tensors, 1), publisher)
+    assert_serves(server, 1)
+
+
+@pytest.mark.parametrize("backend", get_args(Backend))
+@pytest.mark.parametrize("encoding", ["raw", "bfloat16"])
+def test_every_bucket_on_a_device_is_announced_with_the_checksum_of_its_bytes(
+    backend: Backend, encoding: Rounding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publish_session, "pack", lambda tensors: pack(tensors).as_subclass(OnDevice))
+    monkeypatch.setattr(publish_session, "encode", lambda *bucket: encode(*bucket).as_subclass(OnDevice))
+    update = make_update()
+    nobody = cast("InferenceEndpoint", SimpleNamespace(name="nobody"))
+    publisher = WeightPublisher([nobody], make_sender("gloo"), run_id="run", encoding=encoding)
+    publisher._backend = backend
+    session = PublishSession(publisher, update, 5.0)
+    for bucket in make_buckets(update)[:2]:
+        parcel = session._parcel(bucket)
+        expected = pack(bucket.tensors) if encoding == "raw" else encode(bucket.tensors, bucket.specs, encoding)
+        assert parcel.transfer.checksum == checksum(expected)
+        # NCCL sends from the device, the others from the copy that was made for the checksum.
+        assert parcel.bucket.tensors[0].is_cuda == (backend == "nccl")

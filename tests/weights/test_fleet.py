@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +14,7 @@ import pytest
 from inflight.errors import ConfigError, FencedError, PublishError
 from inflight.types import Outcome
 from inflight.weights.fleet import Fleet, MemberState, StateChange
-from inflight.weights.publisher import WeightPublisher
+from inflight.weights.publisher import ANSWER_S, WeightPublisher
 from tests.servers import TOKEN, ServerProcess
 from tests.weights.workers import PlainWorker, assert_serves, checkpoint, weight_version
 
@@ -79,6 +83,38 @@ def test_who_is_silent_is_a_suspect_and_asked_once_more_before_it_counts_as_dead
     publish(fleet, worker)  # whether its pause is over or not
     assert fleet.states[slow.url] is MemberState.DEAD
     assert_serves(steady, 4)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "http"])
+def test_a_stopped_server_costs_a_publish_two_seconds_and_comes_back_by_itself(
+    backend: str, connect: Connect, start_server: Start, model_dir: Path, worker: PlainWorker
+) -> None:
+    steady, slow = start_server(model_dir), start_server(model_dir)
+    fleet = Fleet(connect(steady, slow, backend=backend))
+    publish(fleet, worker)
+    slow.stop_in_place()
+    began = time.monotonic()
+    assert publish(fleet, worker, deadline_s=60.0) == {steady.url: Outcome.APPLIED}
+    assert time.monotonic() - began < ANSWER_S + 3.0
+    assert fleet.states == {steady.url: MemberState.HEALTHY, slow.url: MemberState.SUSPECT}
+    assert fleet.notes == (f"{slow.url} did not say within 2 s which version it serves: left out of this publish",)
+    os.kill(slow.process.pid, signal.SIGCONT)
+    assert publish(fleet, worker) == {steady.url: Outcome.APPLIED, slow.url: Outcome.APPLIED}
+    assert fleet.healthy == (steady.url, slow.url)
+    for server in (steady, slow):
+        assert_serves(server, 3)
+
+
+def test_one_that_is_slow_to_answer_is_waited_for_where_nobody_could_go_on_without_it(
+    connect: Connect, start_server: Start, model_dir: Path, worker: PlainWorker
+) -> None:
+    slow = start_server(model_dir)
+    fleet = Fleet(connect(slow))
+    slow.stop_in_place()
+    timer = threading.Timer(ANSWER_S + 1.0, os.kill, (slow.process.pid, signal.SIGCONT))
+    timer.start()
+    assert publish(fleet, worker, deadline_s=60.0) == {slow.url: Outcome.APPLIED}
+    timer.join()
 
 
 def test_fewer_than_the_quorum_is_no_success_and_leaves_nobody_healthy_until_enough_are_back(

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
 from inflight.cli import main
-from inflight.errors import ConfigError
+from inflight.contracts import InferenceEndpoint
+from inflight.errors import ConfigError, TransferError
+from inflight.weights.checksums import checksum
+from inflight.weights.following import follow
+from inflight.weights.staging import payload_spec
 from inflight.weights.storing import StoreReport, newest_epoch, store_weights
-from inflight.weights.transports import make_sender
-from inflight.weights.transports.files import FileSender
-from inflight.wire import PullSpec
+from inflight.weights.threads import run_abandonable
+from inflight.weights.transports import make_receiver, make_sender
+from inflight.weights.transports.bucket_files import LEASE_S
+from inflight.weights.transports.files import FileSender, lease
+from inflight.weights.transports.store import session_name
+from inflight.wire import BucketTransfer, DirectorySpec, PullSpec, UpdateRef, WeightUpdate
 from tests.servers import ServerProcess
 from tests.weights.workers import PlainWorker, checkpoint, logprobs, scaled, weight_version
 
@@ -123,3 +135,151 @@ def test_what_to_follow_is_said_whole(
 ) -> None:
     assert main(["serve", str(model_dir), "--port", "0", *words]) == 1
     assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("place", "run_id", "words"),
+    [
+        ("http://[", "run", "url: .*"),
+        ("http://host:port/x", "run", "url: .*[Pp]ort"),
+        ("http://a..b", "run", "url: .*neither an IP address nor a host name"),
+        ("/a\0b", "run", "directory: .*NUL"),
+        ("/a", "r" * 2000, "run_id: .*1024"),
+    ],
+)
+def test_a_place_that_cannot_be_followed_is_no_configuration(place: str, run_id: str, words: str) -> None:
+    from inflight.weights.following import store_spec
+
+    with pytest.raises(ConfigError, match=rf"cannot be followed at .*{words}"):
+        store_spec(place, run_id, "token")
+
+
+class SlowReader:
+    """An endpoint that takes ``pause_s`` before each bucket, and notes what it serves."""
+
+    name = "slow"
+
+    def __init__(self, pause_s: float) -> None:
+        self.pause_s = pause_s
+        self.served: list[UpdateRef] = []
+        self._sizes: list[int] = []
+
+    async def capabilities(self) -> SimpleNamespace:
+        return SimpleNamespace(staging=True)
+
+    async def weight_version(self) -> SimpleNamespace:
+        return SimpleNamespace(run_id=None, version=0, session_id="")
+
+    async def init_process_group(self, spec: DirectorySpec | PullSpec) -> None:
+        self._receiver = make_receiver(spec)
+        await asyncio.to_thread(self._receiver.join)
+
+    async def request_weight_update(self, update: WeightUpdate) -> None:
+        self._receiver.begin(update.ref)
+
+    async def receive_weights(self, bucket: BucketTransfer) -> None:
+        await asyncio.sleep(self.pause_s)
+        assert bucket.size_bytes is not None
+        spec = payload_spec(bucket.size_bytes)
+        (flat,) = await run_abandonable(lambda: self._receiver.receive((spec,), bucket.timeout_s), "slow")
+        assert checksum(flat) == bucket.checksum
+
+    async def commit_weight_update(self, ref: UpdateRef) -> None:
+        self._receiver.abort()
+        self.served.append(ref)
+
+    async def abort_weight_update(self, ref: UpdateRef) -> None:
+        self._receiver.abort()
+
+
+def complete_updates(directory: Path) -> list[Path]:
+    return [path.parent for path in directory.rglob("manifest.json")]
+
+
+@pytest.mark.parametrize("backend", ["file", "http", "http without a directory"])
+def test_a_reader_that_is_slower_than_many_publishes_gets_on_and_the_disk_stays_bounded(
+    backend: str, tmp_path: Path
+) -> None:
+    directory = None if "without" in backend else tmp_path
+    sender = make_sender("file" if backend == "file" else "http", directory=directory)
+    worker = PlainWorker({f"w{i}": torch.full((1000,), float(i)) for i in range(4)}, 1)
+    report = store_weights(worker, sender, run_id=RUN_ID, bucket_bytes=4000)
+    assert report is not None and isinstance(report.spec, DirectorySpec | PullSpec)
+    home = tmp_path if directory is not None else sender._home.path  # type: ignore[attr-defined]
+    reader, notes, most = SlowReader(0.3), list[str](), 0
+
+    async def main(spec: DirectorySpec | PullSpec) -> None:
+        nonlocal most
+        endpoint = cast("InferenceEndpoint", reader)
+        following = asyncio.ensure_future(follow(endpoint, spec, note=notes.append, deadline_s=30.0))
+        deadline = time.monotonic() + 60.0
+        while len(reader.served) < 3 and time.monotonic() < deadline:
+            worker.version += 1
+            await asyncio.to_thread(store_weights, worker, sender, run_id=RUN_ID, bucket_bytes=4000)
+            most = max(most, len(complete_updates(home)))
+            await asyncio.sleep(0.05)
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+    asyncio.run(main(report.spec))
+    sender.abort()
+    versions = [ref.version for ref in reader.served]
+    assert len(versions) == 3 and versions == sorted(set(versions)), notes
+    assert worker.version > 2 * versions[0] + 6  # it was slower than several publishes
+    assert not [note for note in notes if "trying again" in note]
+    assert most <= 2 + 1 + 1  # the newest, the one that is read, and the one that was stored meanwhile
+
+
+def test_the_lease_of_a_dead_reader_ends_and_at_most_a_few_are_respected(tmp_path: Path) -> None:
+    sender = FileSender(tmp_path)
+    worker = PlainWorker({"w": torch.zeros(10)}, 0)
+
+    def store() -> UpdateRef:
+        return stored(worker, sender, worker.version + 1).ref
+
+    def is_there(ref: UpdateRef) -> bool:
+        return (tmp_path / RUN_ID / session_name(ref) / "manifest.json").exists()
+
+    dead, alive = store(), store()
+    lease(tmp_path, dead, f"lease-{0:016x}")
+    lease(tmp_path, alive, f"lease-{1:016x}")
+    store(), store(), store()
+    assert is_there(dead) and is_there(alive)
+    long_ago = time.time() - LEASE_S - 1
+    os.utime(tmp_path / RUN_ID / session_name(dead) / f"lease-{0:016x}", (long_ago, long_ago))
+    store()
+    assert not is_there(dead) and is_there(alive)
+    with pytest.raises(TransferError, match="was removed, or is not complete"):
+        lease(tmp_path, dead, f"lease-{0:016x}")
+    lease(tmp_path, store(), f"lease-{1:016x}")  # its reader goes on to the next
+    store(), store()
+    assert not is_there(alive)
+    for number in range(20):
+        lease(tmp_path, store(), f"lease-{number + 2:016x}")
+    assert len(complete_updates(tmp_path)) <= 2 + 4 + 1
+
+
+def test_a_version_that_is_removed_under_a_reader_ends_its_update_at_once(tmp_path: Path) -> None:
+    sender = FileSender(tmp_path)
+    worker = PlainWorker({f"w{i}": torch.zeros(1000) for i in range(4)}, 1)
+    report = store_weights(worker, sender, run_id=RUN_ID, bucket_bytes=4000)
+    assert report is not None and isinstance(report.spec, DirectorySpec)
+    reader, notes = SlowReader(0.5), list[str]()
+
+    async def main(spec: DirectorySpec) -> float:
+        endpoint = cast("InferenceEndpoint", reader)
+        following = asyncio.ensure_future(follow(endpoint, spec, note=notes.append))
+        await asyncio.sleep(0.7)
+        shutil.rmtree(tmp_path / RUN_ID / session_name(report.ref))
+        stored(worker, sender, 2)
+        removed_at = time.monotonic()
+        while not reader.served:
+            assert time.monotonic() - removed_at < 30.0, notes
+            await asyncio.sleep(0.05)
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+        return time.monotonic() - removed_at
+
+    assert asyncio.run(main(report.spec)) < 10.0  # not a minute
+    assert [ref.version for ref in reader.served] == [2]
+    assert "was removed, or is not complete" in notes[0]

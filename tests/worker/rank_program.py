@@ -9,13 +9,15 @@ import json
 import math
 import resource
 import sys
+import warnings
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from inflight.errors import InflightError
+from inflight.errors import InflightError, PrecisionWarning
 from inflight.types import MicroBatch
 from inflight.weights.buckets import plan_buckets
 from inflight_fsdp import FsdpWorker, create_worker
@@ -23,6 +25,11 @@ from tests.worker.worker_cases import accumulate, file_bytes, make_batch, part_o
 
 LENGTHS = (9, 4, 17, 1, 6, 40)
 FROZEN = ("model.embed_tokens.*", "*.self_attn.k_proj.*")
+NARROWER = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "all bfloat16": {"dtype": "bfloat16", "master_dtype": "bfloat16", "learning_rate": 1e-4},
+}
 ADAM = {"betas": (0.9, 0.99), "max_gradient_norm": 0.5, "weight_decay": 0.1}
 
 
@@ -115,19 +122,21 @@ def gather_case(worker: FsdpWorker, directory: Path) -> dict[str, object]:
 
 def main(directory: Path, rank: int, world_size: int) -> None:
     torch.set_num_threads(1)
+    warnings.simplefilter("default", PrecisionWarning)  # of masters in bfloat16; other warnings are errors
     store = dist.FileStore(str(directory / "store"), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=40))
-    seen: dict[str, object] = {}
+    seen: dict[str, Any] = {}
     for case in ("even", "all on rank 1", "several"):
         worker = create_worker(settings(directory / "model"))
         accumulate(worker, my_share(case, rank))
         worker.step()
         worker.save(directory / "gradients" / case)
-    for dtype in ("float32", "bfloat16"):
-        worker = create_worker(settings(directory / "model", dtype=dtype))
+    seen["rounded away"] = {}
+    for name, dtypes in NARROWER.items():
+        worker = create_worker(settings(directory / "model", **dtypes))
         accumulate(worker, my_share("even", rank))
-        worker.step()
-        worker.save(directory / "gradients" / dtype)
+        seen["rounded away"][name] = worker.step().rounded_away
+        worker.save(directory / "gradients" / name)
     worker = create_worker(settings(directory / "model", frozen=FROZEN))
     accumulate(worker, my_share("even", rank))
     worker.step()

@@ -78,12 +78,22 @@ def test_two_ranks_give_the_gradient_of_one(directory, whole_gradients, case):
     assert_close(saved_gradients(directory / "gradients" / case), whole_gradients, 1e-10)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.1)])
-def test_ranks_sum_gradients_of_narrower_dtypes_too(directory, whole_gradients, dtype, tolerance):
+@pytest.mark.parametrize(
+    ("case", "dtype", "tolerance"),
+    [("float32", "float32", 1e-5), ("bfloat16", "float32", 0.1), ("all bfloat16", "bfloat16", 0.1)],
+)
+def test_ranks_sum_gradients_of_narrower_dtypes_too(directory, whole_gradients, case, dtype, tolerance):
     # Rounding of parameters and activations, 24 or 8 bits; an average would be off by half.
-    gradients = saved_gradients(directory / "gradients" / dtype)
+    gradients = saved_gradients(directory / "gradients" / case)
     assert {gradient.dtype for gradient in gradients.values()} == {getattr(torch, dtype)}
     assert_close({name: gradient.double() for name, gradient in gradients.items()}, whole_gradients, tolerance)
+
+
+def test_ranks_agree_how_many_updates_round_away(directory):
+    everyone = [seen_by(directory, rank)["rounded away"] for rank in range(NUM_RANKS)]
+    assert everyone[0] == everyone[1]
+    assert [everyone[0][case] for case in ("float32", "bfloat16")] == [None, None]
+    assert 0.01 < everyone[0]["all bfloat16"] < 0.99  # at a learning rate between too small and large enough
 
 
 def test_parameters_that_are_frozen_have_no_gradients_on_any_rank(directory, whole_gradients):

@@ -25,7 +25,14 @@ from transformers import AutoModelForCausalLM, BertConfig, BertModel, Gemma2Conf
 from transformers.core_model_loading import revert_weight_conversion
 
 from inflight.contracts import TrainerWorker
-from inflight.errors import CheckpointError, ConfigError, NonFiniteError, TrainerError, UnsupportedError
+from inflight.errors import (
+    CheckpointError,
+    ConfigError,
+    NonFiniteError,
+    PrecisionWarning,
+    TrainerError,
+    UnsupportedError,
+)
 from inflight.weights.buckets import plan_buckets
 from inflight_fsdp import FsdpWorker, WorkerConfig, create_worker
 from inflight_fsdp.optimizer import as_sharded, learning_rate_at
@@ -334,10 +341,9 @@ def test_gathered_weights_do_not_change_with_the_next_step(make_worker):
     assert not all(torch.equal(tensor, copies[name]) for name, tensor in weights_of(worker).items())
 
 
-def test_wire_dtype_is_that_of_the_checkpoint_unless_it_is_set(tmp_path, make_worker, model_path):
+def test_wire_dtype_is_the_one_that_is_computed_in_unless_it_is_set(make_worker, model_path):
     model = plain_model(model_path).to(torch.bfloat16)
-    model.save_pretrained(tmp_path / "bfloat16")
-    default, chosen = make_worker(tmp_path / "bfloat16", wire_dtype=None), make_worker(wire_dtype="float16")
+    default, chosen = make_worker(dtype="bfloat16", wire_dtype=None), make_worker(wire_dtype="float16")
     assert {spec.dtype for spec in default.parameter_specs()} == {"bfloat16"}
     for name, tensor in weights_of(default).items():
         assert torch.equal(tensor, model.get_parameter(name))
@@ -623,33 +629,81 @@ def test_recomputed_layers_give_the_same_gradient_bit_for_bit(make_worker, tmp_p
     assert_close(*gradients, tolerance=1e-15)
 
 
-def parameters_of(worker):
-    (bucket,) = worker.gather_weights(plan_buckets(worker.parameter_specs(), 1 << 30))
-    return {spec.name: tensor.float() for spec, tensor in zip(bucket.specs, bucket.tensors, strict=True)}
+def masters_of(worker, path):
+    worker.save(path)
+    return load_file(path / "model.safetensors")
 
 
-def test_mixed_precision_computes_in_bfloat16_and_keeps_what_bfloat16_would_lose(make_worker, tmp_path):
+def share_changed(before, after):
+    changed = sum(int((after[name] != before[name]).sum()) for name in before)
+    return changed / sum(tensor.numel() for tensor in before.values())
+
+
+def test_bfloat16_is_computed_and_sent_over_masters_of_float32(make_worker, tmp_path):
     batch = make_batch((9, 4, 17), 1)
-    exact, mixed = (
-        make_worker(dtype="float32", compute_dtype=dtype, learning_rate=1e-6) for dtype in (None, "bfloat16")
-    )
-    difference = (exact.forward(batch) - mixed.forward(batch)).abs().max().item()
-    assert 1e-4 < difference < 0.1  # 8 bits of mantissa in two layers
-    before = parameters_of(mixed)
-    for _ in range(3):
-        accumulate(mixed, [batch])
-        mixed.step()
-    after = parameters_of(mixed)
-    name = "model.layers.0.mlp.up_proj.weight"
-    assert after[name].dtype == torch.float32
-    moved = (after[name] - before[name]).abs()
-    assert 0 < moved.max() < 1e-5
-    assert (after[name].bfloat16() == before[name].bfloat16()).float().mean() > 0.9
+    exact = make_worker(dtype="float32")
+    worker = make_worker(dtype="bfloat16", wire_dtype=None, learning_rate=1e-6, betas=(0.9, 0.999))
+    difference = (exact.forward(batch) - worker.forward(batch)).abs().max().item()
+    assert 1e-4 < difference < 1.0  # 8 bits of mantissa in two layers, and logits that reach 10
+    before = masters_of(worker, tmp_path / "before")
+    for step in range(20):
+        accumulate(worker, [make_batch(LENGTHS, seed=step)])
+        assert worker.step().rounded_away is None
+    after = masters_of(worker, tmp_path / "after")
+    assert share_changed(before, after) > 0.99
+    assert {tensor.dtype for tensor in after.values()} == {torch.float32}
+    moments = load_file(tmp_path / "after" / "trainer" / "optimizer.safetensors")
+    assert {tensor.dtype for tensor in moments.values()} == {torch.float32}
+    sent = weights_of(worker)
+    assert all(torch.equal(sent[name], after[name].bfloat16()) for name in after)
 
 
-@pytest.mark.parametrize("others", [{}, {"compute_dtype": "bfloat16", "activation_checkpointing": True}], ids=str)
+@pytest.mark.filterwarnings("ignore::inflight.errors.PrecisionWarning")
+def test_what_is_sent_computes_bit_for_bit_what_the_trainer_computes(make_worker, tmp_path, model_path):
+    worker, batch = make_worker(dtype="bfloat16", wire_dtype=None, learning_rate=1e-3), make_batch(LENGTHS, seed=1)
+    for step in range(3):
+        accumulate(worker, [make_batch(LENGTHS, seed=step)])
+        worker.step()
+    shutil.copytree(model_path, tmp_path / "sent")
+    save_file(weights_of(worker), tmp_path / "sent" / "model.safetensors", {"format": "pt"})
+    served = make_worker(tmp_path / "sent", dtype="bfloat16", master_dtype="bfloat16", wire_dtype=None)
+    with torch.no_grad():
+        assert torch.equal(worker.forward(batch), served.forward(batch))
+
+
+def test_masters_of_bfloat16_are_warned_of_with_the_share_of_updates_that_round_away(make_worker, tmp_path):
+    options = {"dtype": "bfloat16", "master_dtype": "bfloat16", "wire_dtype": None, "betas": (0.9, 0.999)}
+    with pytest.warns(PrecisionWarning, match="master_dtype 'bfloat16'.*rounds away"):
+        worker = make_worker(**options, learning_rate=1e-6)
+    before = masters_of(worker, tmp_path / "before")
+
+    def share_lost(step):
+        previous = masters_of(worker, tmp_path / "previous")
+        accumulate(worker, [make_batch(LENGTHS, seed=step)])
+        share = worker.step().rounded_away
+        changed = share_changed(previous, masters_of(worker, tmp_path / "now"))
+        assert share == pytest.approx(1 - changed, abs=0.002)  # but for gradients of exactly 0
+        return share
+
+    shares = [share_lost(0), share_lost(1)]
+    with pytest.warns(PrecisionWarning, match=r"\d+\.\d% of the updates .* rounded away") as warned:
+        shares.append(share_lost(2))
+    shares += [share_lost(step) for step in range(3, 20)]  # which would fail with another warning
+    assert share_changed(before, masters_of(worker, tmp_path / "after")) < 0.05
+    told = float(re.search(r"([\d.]+)%", str(warned[0].message))[1])
+    assert told == pytest.approx(100 * sum(shares[:3]) / 3, abs=0.1)
+    with pytest.warns(PrecisionWarning, match="rounds away"):
+        faster = make_worker(**options, learning_rate=1e-2)
+    accumulate(faster, [make_batch(LENGTHS, seed=0)])
+    assert faster.step().rounded_away < 0.1
+
+
+@pytest.mark.parametrize("others", [{}, {"dtype": "bfloat16", "activation_checkpointing": True}], ids=str)
 def test_shards_in_host_memory_give_the_same_bits(make_worker, tmp_path, others):
-    workers = [make_worker(dtype="float32", cpu_offload=flag, betas=(0.9, 0.99), **others) for flag in (False, True)]
+    workers = [
+        make_worker(**{"dtype": "float32", "cpu_offload": flag, "betas": (0.9, 0.99), **others})
+        for flag in (False, True)
+    ]
     for worker, name in zip(workers, ("device", "host"), strict=True):
         for seed in range(2):  # two micro-batches: the second is added to a gradient that is in host memory
             accumulate(worker, [make_batch(LENGTHS, seed=seed), make_batch((5, 20), seed=seed + 10)])
@@ -684,9 +738,9 @@ def test_a_shard_stays_in_host_memory_whatever_the_device_of_its_mesh():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"dtype": "bfloat16", "compute_dtype": "float32"}, "wider than dtype"),
-        ({"dtype": "float64", "compute_dtype": "bfloat16"}, "float64 is computed in float64"),
-        ({"dtype": "float32", "compute_dtype": "float16"}, "compute_dtype"),
+        ({"dtype": "float32", "master_dtype": "bfloat16"}, "narrower than dtype 'float32'"),
+        ({"dtype": "float64", "master_dtype": "float32"}, "narrower than dtype 'float64'"),
+        ({"dtype": "bfloat16", "master_dtype": "float16"}, "master_dtype"),
     ],
 )
 def test_a_precision_that_cannot_be_is_refused(make_worker, options, says):

@@ -12,7 +12,7 @@ from torchtitan.models.llama3 import llama3_configs
 from torchtitan.models.qwen3 import qwen3_configs
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
-from inflight.errors import CheckpointError, ConfigError, TrainerError, UnsupportedError
+from inflight.errors import CheckpointError, ConfigError, PrecisionWarning, TrainerError, UnsupportedError
 from inflight.weights.buckets import plan_buckets
 from inflight_fsdp import create_worker as create_fsdp_worker
 from inflight_fsdp.torchtitan import TorchTitanConfig, create_worker, model_config_of
@@ -187,13 +187,39 @@ def test_ways_to_compute_the_same(make_pair, model_path, change):
 
 def test_bfloat16_is_computed_under_float32_weights(make_pair, model_path):
     ours, _ = make_pair(model_path)
-    mixed = create_worker(options(model_path, compute_dtype="bfloat16"))
+    mixed = create_worker(options(model_path, dtype="bfloat16", wire_dtype=None))
     batch = make_batch(LENGTHS, seed=3)
     logprobs, exact = mixed.forward(batch).detach(), ours.forward(batch).detach()
     assert logprobs.dtype == torch.float32
     assert 0.0 < float((logprobs - exact).abs().max()) < 1.0  # 8 bits of logits that reach 10
     assert {parameter.dtype for parameter in mixed._parameters.values()} == {torch.float32}
+    assert {tensor.dtype for states in mixed._optimizer.states.values() for tensor in states.values()} == {
+        torch.float32
+    }
+    assert {tensor.dtype for tensor in weights_of(mixed).values()} == {torch.bfloat16}
     assert train(mixed, 1).gradient_norm == pytest.approx(train(ours, 1).gradient_norm, rel=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:master_dtype:inflight.errors.PrecisionWarning")
+def test_updates_of_a_small_learning_rate_are_kept_unless_masters_are_bfloat16(tmp_path, model_path):
+    def share_changed(**masters):
+        worker = create_worker(options(model_path, dtype="bfloat16", learning_rate=1e-6, betas=(0.9, 0.999), **masters))
+        worker.save(tmp_path / "before")
+        before = load_file(tmp_path / "before" / "model.safetensors")
+        lost = [train(worker, seed).rounded_away for seed in range(20)]
+        worker.save(tmp_path / "after")
+        worker.close()
+        after = load_file(tmp_path / "after" / "model.safetensors")
+        changed = sum(int((after[name] != before[name]).sum()) for name in before)
+        return changed / sum(tensor.numel() for tensor in before.values()), lost
+
+    changed, lost = share_changed()
+    assert changed > 0.99
+    assert lost == [None] * 20
+    with pytest.warns(PrecisionWarning, match=r"% of the updates of 3 steps were rounded away"):
+        changed, lost = share_changed(master_dtype="bfloat16")
+    assert changed < 0.05
+    assert min(lost) > 0.95
 
 
 def test_a_checkpoint_is_a_hugging_face_model(tmp_path, make_pair):
@@ -278,7 +304,7 @@ def test_what_torchtitan_does_not_have_is_refused_by_name(tmp_path, model_path):
         (lambda t: t.update(more=torch.zeros(2)), r"1 tensors are unknown: \['more'\]"),
         (
             lambda t: t.update({"model.layers.0.self_attn.q_proj.weight": torch.zeros(3, 3)}),
-            r"q_proj.weight has shape \(3, 3\), not \(32, 32\)",
+            r"q_proj.weight in model.safetensors has shape \(3, 3\), not \(32, 32\)",
         ),
     ],
     ids=["missing", "extra", "misshapen"],

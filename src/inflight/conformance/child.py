@@ -11,15 +11,17 @@ import os
 import signal
 import socket
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from inflight.conformance.checks import Check
+from inflight.conformance.frames import innermost_frame, own_frame
 from inflight.conformance.judge import Subject, judge
 from inflight.conformance.targets import EndpointTarget, Target, WorkerTarget
-from inflight.conformance.verdicts import Verdict, plain
+from inflight.conformance.verdicts import BAD_OUTCOMES, Verdict, plain
 from inflight.errors import InflightError
 
 
@@ -60,6 +62,8 @@ class Answer(_Message):
 
     verdict: Verdict
     prepare_seconds: float
+    is_gone: bool = False
+    """See `inflight.conformance.judge.Judgement`."""
 
 
 def main(file_number: int) -> int:
@@ -73,13 +77,15 @@ def main(file_number: int) -> int:
     def send(message: BaseModel) -> None:
         connection.sendall(message.model_dump_json().encode() + b"\n")
 
+    dead_threads = _noted_threads()
     try:
         subject = open_subject(setup)
     except InflightError as error:
         send(Ready(problem=str(error)))
         return 0
     except Exception as error:  # whatever a factory raises is for the person who wrote it
-        send(Ready(problem=f"{setup.target.label} could not be made: {type(error).__name__}: {error}"))
+        where = own_frame(error) or innermost_frame(error)
+        send(Ready(problem=f"{setup.target.label} could not be made: {type(error).__name__} at {where}: {error}"))
         raise
     checks = {c.id: replace(c, deadline_s=c.deadline_s * setup.deadline_scale) for c in checks_of(setup.target.kind)}
     try:
@@ -87,11 +93,31 @@ def main(file_number: int) -> int:
         for line in lines:
             command = Command.model_validate_json(line)
             check = checks[command.check]
-            verdict, seconds = judge(subject, check, getattr(check, command.stage))
-            send(Answer(verdict=verdict, prepare_seconds=seconds))
+            dead_threads.clear()
+            found = judge(subject, check, getattr(check, command.stage))
+            verdict = found.verdict
+            if dead_threads and verdict.outcome in BAD_OUTCOMES:
+                verdict = verdict.model_copy(update={"message": "\n".join([verdict.message, *dead_threads])})
+            send(Answer(verdict=verdict, prepare_seconds=found.prepare_seconds, is_gone=found.is_gone))
     finally:
         subject.close()
     return 0
+
+
+def _noted_threads() -> list[str]:
+    """Return a list that gets a line for every thread that ends with an error, from now on."""
+    noted: list[str] = []
+    show = threading.excepthook
+
+    def note(ended: threading.ExceptHookArgs) -> None:
+        if (error := ended.exc_value) is not None:
+            name = "a thread" if ended.thread is None else f"thread {ended.thread.name}"
+            where = own_frame(error) or innermost_frame(error)
+            noted.append(f"{name} ended with {type(error).__name__} at {where}: {error}")
+        show(ended)
+
+    threading.excepthook = note
+    return noted
 
 
 def open_subject(setup: Setup) -> Subject:
@@ -99,7 +125,7 @@ def open_subject(setup: Setup) -> Subject:
     if isinstance(setup.target, EndpointTarget):
         from inflight.conformance.endpoint.subject import EndpointSubject
 
-        return EndpointSubject.open(setup.target, setup.directory, setup.start_deadline_s)
+        return EndpointSubject.open(setup.target, setup.directory, setup.start_deadline_s, is_suspect=setup.session > 1)
     if isinstance(setup.target, WorkerTarget):
         from inflight.conformance.worker.subject import WorkerSubject
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import sys
@@ -22,9 +21,9 @@ from inflight.conformance.targets import (
     Target,
     TransportTarget,
     WorkerTarget,
-    check_reference,
     endpoint_target,
 )
+from inflight.engines.factories import check_reference, keyword_arguments
 from inflight.errors import ConfigError
 from inflight.http.tokens import TOKEN_VARIABLE, read_token
 
@@ -84,7 +83,7 @@ def run(arguments: argparse.Namespace, _: Sequence[str]) -> int:
 
 def target_of(arguments: argparse.Namespace) -> Target:
     """Return what these arguments ask to check. Raises `ConfigError`."""
-    options = _options(arguments.option)
+    options = keyword_arguments(arguments.option, "--option")
     if arguments.kind == "endpoint":
         return _endpoint_target(arguments, options)
     if arguments.target is None:
@@ -247,25 +246,3 @@ def _torchrun_ranks() -> int | None:
         return int(text)
     except ValueError:
         raise ConfigError(f"$WORLD_SIZE is {text!r}, not a number; unset it, or start with torchrun") from None
-
-
-def _options(pairs: Sequence[str]) -> dict[str, Any]:
-    options: dict[str, Any] = {}
-    for pair in pairs:
-        key, has_value, text = pair.partition("=")
-        if not has_value or not key.isidentifier():
-            raise ConfigError(f"--option {pair!r} is not KEY=VALUE, with a KEY that can name an argument")
-        if key in options:
-            raise ConfigError(f"--option {key} is given twice")
-        options[key] = _value(text)
-    return options
-
-
-def _value(text: str) -> Any:
-    """Return what JSON makes of the text, and the text itself if it is none."""
-    try:
-        value = json.loads(text)
-        json.dumps(value, allow_nan=False)  # what Python reads beyond JSON, as NaN and 1e999, stays text
-    except (ValueError, RecursionError):
-        return text
-    return value

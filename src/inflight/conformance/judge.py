@@ -7,12 +7,13 @@ Knows nothing of processes and of what subjects are. A check that does not come 
 from __future__ import annotations
 
 import time
-import traceback
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from inflight.conformance.checks import Check, CheckFailed, CheckSkipped
+from inflight.conformance.frames import innermost_frame, own_frame
 from inflight.conformance.verdicts import Outcome, Verdict, plain
 from inflight.errors import InflightError
 
@@ -51,35 +52,56 @@ class Subject(Protocol):
         """Release everything."""
 
 
-def judge(subject: Subject, check: Check, stage: Callable[[Any], Any] | None = None) -> tuple[Verdict, float]:
-    """Return the verdict of one check, and the seconds that preparing took. ``stage`` None: the check's function."""
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """One check, judged."""
+
+    verdict: Verdict
+    prepare_seconds: float = 0.0
+    """How long it took to bring the subject back."""
+    is_gone: bool = False
+    """The subject could not be brought back: the check did not run, and the verdict says why."""
+
+
+def judge(subject: Subject, check: Check, stage: Callable[[Any], Any] | None = None) -> Judgement:
+    """Judge one check. ``stage`` None: the check's function."""
     subject.evidence.clear()
     if (reason := subject.missing(check.needs)) is not None:
-        return verdict_of(check, Outcome.SKIPPED, message=reason), 0.0
+        return Judgement(verdict_of(check, Outcome.SKIPPED, message=reason))
     started = time.monotonic()
-    prepared = started
-    outcome, message, stacks = Outcome.PASSED, "", ""
-    try:
-        subject.prepare()
-        prepared = time.monotonic()
-        subject.call(stage or check.function, check.deadline_s)
-    except CheckSkipped as reason_to_skip:
-        outcome, message = Outcome.SKIPPED, str(reason_to_skip)
-    except CheckFailed as failure:
-        outcome, message = Outcome.FAILED, str(failure)
-    except Hung as hung:
-        outcome, message, stacks = Outcome.HUNG, str(hung.args[0]), str(hung.args[1])
-    except InflightError as error:
-        outcome, message = Outcome.FAILED, f"{type(error).__name__} was raised: {error}"
-    except Exception as error:  # whatever an implementation raises is evidence
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        outcome = Outcome.FAILED
-        message = f"{type(error).__name__} was raised at {last.filename}:{last.lineno}: {error}"
-    seconds = time.monotonic() - prepared
+    outcome, message, stacks = _outcome_of(subject.prepare)
+    prepared = time.monotonic()
+    is_gone = outcome is not Outcome.PASSED
+    if not is_gone:
+        outcome, message, stacks = _outcome_of(lambda: subject.call(stage or check.function, check.deadline_s))
     verdict = verdict_of(
-        check, outcome, seconds=seconds, message=message, evidence=plain(subject.evidence), stacks=stacks
+        check,
+        outcome,
+        seconds=time.monotonic() - prepared,
+        message=message,
+        evidence=plain(subject.evidence),
+        stacks=stacks,
     )
-    return verdict, prepared - started
+    return Judgement(verdict, prepared - started, is_gone)
+
+
+def _outcome_of(call: Callable[[], object]) -> tuple[Outcome, str, str]:
+    """Return what a call came to, what was seen, and where it hung."""
+    try:
+        call()
+    except CheckSkipped as reason_to_skip:
+        return Outcome.SKIPPED, str(reason_to_skip), ""
+    except CheckFailed as failure:
+        return Outcome.FAILED, str(failure), ""
+    except Hung as hung:
+        return Outcome.HUNG, str(hung.args[0]), str(hung.args[1])
+    except InflightError as error:
+        where = own_frame(error)
+        return Outcome.FAILED, f"{type(error).__name__} was raised{f' at {where}' if where else ''}: {error}", ""
+    except Exception as error:  # whatever an implementation raises is evidence
+        where = own_frame(error) or innermost_frame(error)
+        return Outcome.FAILED, f"{type(error).__name__} was raised at {where}: {error}", ""
+    return Outcome.PASSED, "", ""
 
 
 def verdict_of(

@@ -18,14 +18,14 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel
 
 from inflight.conformance.checks import Check
 from inflight.conformance.child import Answer, Command, Ready, Setup
 from inflight.conformance.judge import verdict_of
-from inflight.conformance.targets import SERVER_GROUP, Target, WorkerTarget
+from inflight.conformance.targets import SERVER_GROUP, EndpointTarget, Target, WorkerTarget
 from inflight.conformance.verdicts import Outcome, Verdict, merged
 from inflight.errors import ConfigError
 
@@ -35,6 +35,14 @@ _CLOSE_S = 25.0
 """For giving a server that goes on its own weights back."""
 _PREPARE_S = 20.0
 """For bringing the subject back before a check, beside starting it anew and the check's own deadline."""
+
+
+class Gone(NamedTuple):
+    """A subject that did not come back."""
+
+    since: str
+    """Id of the last check that ran, if that one failed, and else of the one that could not be run."""
+    why: str
 
 
 class Kit:
@@ -52,6 +60,10 @@ class Kit:
         self._sessions: dict[int, _Session] = {}
         self._num_sessions = 0
         self._facts: Mapping[str, Any] = {}
+        self._last: Verdict | None = None
+        """Of the checks that ran."""
+        self._gone: Gone | None = None
+        self._unmakable: ConfigError | None = None
         self.start_seconds = 0.0
         """Spent so far on starting processes and bringing the subject back between checks."""
 
@@ -83,19 +95,50 @@ class Kit:
         return self._target.num_ranks if isinstance(self._target, WorkerTarget) else 1
 
     def run(self, check: Check) -> Verdict:
-        """Return the verdict of one check. Raises `ConfigError` if the subject cannot be made."""
+        """Return the verdict of one check. Raises `ConfigError` if the subject cannot be made.
+
+        Once an endpoint is gone, which it may be from the start of a check or since one that failed, further checks are
+        skipped until it is back; `gone` names that check.
+        """
+        try:
+            verdict, is_gone = self._judged(check)
+        except ConfigError as error:
+            if self._last is None or not isinstance(self._target, EndpointTarget):
+                raise
+            self._unmakable = error
+            verdict, is_gone = verdict_of(check, Outcome.FAILED, message=str(error)), True
+        if not is_gone:
+            if verdict.outcome is not Outcome.SKIPPED:  # which it is before the subject is looked at
+                self._last, self._gone = verdict, None
+            return verdict
+        if self._gone is None:
+            was_good = self._last is None or self._last.outcome is Outcome.PASSED
+            self._gone = Gone(check.id if self._last is None or was_good else self._last.id, verdict.message)
+        if self._gone.since == check.id:
+            message = f"the {self._target.kind} did not come back for this check, which did not run: {verdict.message}"
+            return verdict.model_copy(update={"message": message, "look_at": ""})
+        reason = f"the {self._target.kind} has been gone since {self._gone.since}"
+        return verdict_of(check, Outcome.SKIPPED, message=reason)
+
+    @property
+    def gone(self) -> Gone | None:
+        """Since when the subject has not come back; None while it is there."""
+        return self._gone
+
+    def _judged(self, check: Check) -> tuple[Verdict, bool]:
+        """Return a verdict, and whether the subject is gone: the check did not run then. Raises `ConfigError`."""
         stages = [("before", 1), ("function", self._num_ranks), ("after", 1)]
         total_s = 0.0
         evidence: dict[str, Any] = {}
         for stage, num_ranks in stages:
             if getattr(check, stage) is None:
                 continue
-            verdict = self._run_stage(check, stage, num_ranks)
+            verdict, is_gone = self._run_stage(check, stage, num_ranks)
             total_s += verdict.seconds
             evidence |= verdict.evidence
             if verdict.outcome is not Outcome.PASSED:
                 break
-        return verdict.model_copy(update={"seconds": round(total_s, 3), "evidence": evidence})
+        return verdict.model_copy(update={"seconds": round(total_s, 3), "evidence": evidence}), is_gone
 
     def close(self) -> None:
         """End every process of this kit and remove its files. Idempotent."""
@@ -104,7 +147,7 @@ class Kit:
         self._sessions.clear()
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _run_stage(self, check: Check, stage: str, num_ranks: int) -> Verdict:
+    def _run_stage(self, check: Check, stage: str, num_ranks: int) -> tuple[Verdict, bool]:
         session = self._session(num_ranks)
         started = time.monotonic()
         try:
@@ -114,15 +157,17 @@ class Kit:
             del self._sessions[num_ranks]
             seconds = time.monotonic() - started
             outcome = Outcome.HUNG if error.stacks else Outcome.FAILED
-            return verdict_of(check, outcome, seconds=seconds, message=error.message, stacks=error.stacks)
+            return verdict_of(check, outcome, seconds=seconds, message=error.message, stacks=error.stacks), False
         self.start_seconds += max(answer.prepare_seconds for answer in answers)
         verdict = merged([answer.verdict for answer in answers])
         if verdict.outcome is Outcome.HUNG:  # what still runs there must not disturb the next check
             session.kill()
             del self._sessions[num_ranks]
-        return verdict
+        return verdict, any(answer.is_gone for answer in answers)
 
     def _session(self, num_ranks: int) -> _Session:
+        if self._unmakable is not None:  # an endpoint: it has no further groups of ranks
+            raise self._unmakable
         if num_ranks not in self._sessions:
             started = time.monotonic()
             self._num_sessions += 1

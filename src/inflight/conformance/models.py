@@ -50,6 +50,10 @@ def make_tiny_model(
         for name, parameter in model.named_parameters():
             if parameter.dim() == 2:
                 parameter.mul_(8.0 if "layers" in name else 20.0)
+    # Defaults of other users, as many checkpoints have them. Nothing may take them for a request's.
+    model.generation_config.update(
+        do_sample=True, temperature=0.6, top_k=20, top_p=0.8, repetition_penalty=1.2, max_new_tokens=20
+    )
     model.save_pretrained(path)
     if tokenizer:
         byte_tokenizer().save_pretrained(path)

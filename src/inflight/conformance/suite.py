@@ -31,12 +31,14 @@ def run_suite(
 ) -> Certificate:
     """Return the certificate of these checks, run in order; ``on_verdict`` gets each verdict as it comes.
 
-    Raises `ConfigError` if the subject cannot be made. If it cannot be made again after some checks, the certificate
-    holds the verdicts until then and says so in ``problem``.
+    Raises `ConfigError` if the subject cannot be made. An endpoint that goes away is marked at the check that did it,
+    and the others are skipped. If a worker or a transport cannot be made again after some checks, the certificate holds
+    the verdicts until then and says so in ``problem``.
     """
     started_at, started = datetime.now(UTC), time.monotonic()
     facts = kit.facts
     verdicts: list[Verdict] = []
+    roots: dict[str, str] = {}
     problem = ""
     for check in checks:
         try:
@@ -48,10 +50,12 @@ def run_suite(
             break
         verdicts.append(_settled(verdict, kit.target, expected))
         on_verdict(verdicts[-1])
+        if kit.gone is not None and kit.gone.since != verdict.id:
+            roots[kit.gone.since] = kit.gone.why
     return _certificate(
         kit.target,
         checks,
-        verdicts,
+        [_as_root(verdict, kit.target, roots.get(verdict.id)) for verdict in verdicts],
         facts=facts,
         started_at=started_at,
         seconds=time.monotonic() - started,
@@ -87,6 +91,16 @@ def run_suite_on_this_rank(
         seconds=time.monotonic() - started,
         problem=f"after {raw_verdicts[-1].id}, which hung" if len(raw_verdicts) < len(checks) else "",
     )
+
+
+def _as_root(verdict: Verdict, target: Target, why: str | None) -> Verdict:
+    """Return the verdict, with a mark if checks were skipped since then because the target did not come back."""
+    if why is None:
+        return verdict
+    words = "this is the failure that matters: the checks that follow were skipped"
+    if why not in verdict.message:
+        words += f", as after it the {target.kind} was gone: {_redacted(why, _secrets(target))}"
+    return verdict.model_copy(update={"message": f"{verdict.message}\n{words}"})
 
 
 def _settled(verdict: Verdict, target: Target, expected: Mapping[str, str]) -> Verdict:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict
 
+from inflight.engines.factories import check_reference
 from inflight.errors import ConfigError
 
 SERVER_GROUP = "server-group-"
@@ -98,25 +98,3 @@ def endpoint_target(text: str, **others: Any) -> EndpointTarget:
         return EndpointTarget(url=text.rstrip("/"), **others)
     check_reference(text)
     return EndpointTarget(factory=text, **others)
-
-
-def check_reference(text: str) -> None:
-    """Raise `ConfigError` unless the text has the form ``module:function``."""
-    module, _, name = text.partition(":")
-    if not all(part.isidentifier() for part in (*module.split("."), *name.split("."))):
-        raise ConfigError(f"{text!r} is neither a URL nor module:function, as in mypackage.endpoint:connect")
-
-
-def resolve(text: str) -> Any:
-    """Return the function that ``module:function`` names. Raises `ConfigError`."""
-    check_reference(text)
-    module_name, _, name = text.partition(":")
-    try:
-        found: Any = importlib.import_module(module_name)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{text!r} cannot be imported: {type(error).__name__}: {error}") from error
-    if not callable(found):
-        raise ConfigError(f"{text!r} is a {type(found).__name__}, not a function")
-    return found

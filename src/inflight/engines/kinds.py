@@ -68,6 +68,14 @@ class EngineKind(Protocol):
     def health_path(self) -> str:
         """Return the path that answers status 200 once the server can generate."""
 
+    @property
+    @abstractmethod
+    def liveness_path(self) -> str | None:
+        """Return the path that answers status 503 once a part of the engine has died, and in milliseconds until then.
+
+        None if no path does: one that samples a token, or that a pause keeps from answering, is none.
+        """
+
     @abstractmethod
     def connect(
         self, url: str, *, token: str | None, control_timeout_s: float, generate_timeout_s: float

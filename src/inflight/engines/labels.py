@@ -1,12 +1,14 @@
 """Version labels: what an engine that names its weights by a text is told, so that every client reads the same from it.
 
-``7@RUN`` is version 7 of a run, ``default`` the checkpoint that the engine started from, ``torn:8@RUN`` says that an
-update to version 8 failed while it was applied. The label lives in the engine: whoever attaches later, or after the
-engine was replaced by a new one, knows what it serves.
+``7/SESSION@RUN`` is version 7 of a run, brought by that session, ``default`` the checkpoint that the engine started
+from, ``torn:8/SESSION@RUN`` says that an update to version 8 failed while it was applied. The label lives in the
+engine: whoever attaches later, or after the engine was replaced by a new one, knows what it serves. No two updates of
+one engine have the same label, so that prefixes can be cached under it: see `began_under_another`.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +19,8 @@ from inflight.wire import UpdateRef, VersionSpan
 CHECKPOINT_LABEL = "default"
 """What vLLM and SGLang call the weights that they were started with."""
 _TORN = "torn:"
+_UNNAMED = "~"
+"""Begins what stands in the place of a session without a name; no name has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +30,13 @@ class ServedVersion:
     version: int
     run_id: str | None
     torn: bool = False
+    session_id: str = ""
 
 
 def label_of(ref: UpdateRef, *, torn: bool = False) -> str:
-    """Return the label of an update's weights."""
-    return f"{_TORN if torn else ''}{ref.version}@{ref.run_id}"
+    """Return a label for an update's weights. Each call returns another one if its session has no name."""
+    session = ref.session_id or f"{_UNNAMED}{secrets.token_hex(4)}"
+    return f"{_TORN if torn else ''}{ref.version}/{session}@{ref.run_id}"
 
 
 def parse_label(label: str) -> ServedVersion:
@@ -38,13 +44,27 @@ def parse_label(label: str) -> ServedVersion:
     if label == CHECKPOINT_LABEL:
         return ServedVersion(0, None)
     text = label.removeprefix(_TORN)
-    version, separator, run_id = text.partition("@")
+    update, separator, run_id = text.partition("@")
+    version, _, session_id = update.partition("/")
     if not separator or not run_id or not (version.isascii() and version.isdigit()):
         raise ProtocolError(
             f"the engine calls its weights {label!r}: somebody else updates them. "
             "Restart it, so that one publisher owns its weights"
         )
-    return ServedVersion(int(version), run_id, torn=label.startswith(_TORN))
+    if session_id.startswith(_UNNAMED):
+        session_id = ""
+    return ServedVersion(int(version), run_id, torn=label.startswith(_TORN), session_id=session_id)
+
+
+def began_under_another(labelled: Iterable[Mapping[str, Any]] | None, label: str) -> bool:
+    """Return whether a completion's first token has another label than ``label``, under which its prefix is cached.
+
+    Weights have changed since the request was sent, and what the completion found in the cache may be of older ones.
+    ``labelled`` is what `spans_of` takes. Since an engine is asked for its label right before each request, it happens
+    to those only that wait in the engine while weights change.
+    """
+    first = next(iter(labelled or ()), None)
+    return first is not None and int(first["end"]) > 0 and str(first["version"]) != label
 
 
 def spans_of(labelled: Iterable[Mapping[str, Any]] | None, num_tokens: int) -> tuple[VersionSpan, ...]:

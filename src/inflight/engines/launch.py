@@ -22,6 +22,7 @@ from typing import NoReturn
 
 from inflight.engines import supervise
 from inflight.engines.kinds import EngineKind, EngineOptions
+from inflight.engines.parts import dead_part, vital_parts
 from inflight.errors import ConfigError, EndpointError
 from inflight.http.connection import HttpConnection
 from inflight.http.tokens import TOKEN_VARIABLE
@@ -31,8 +32,11 @@ _POLL_S = 0.2
 _HEALTH_TIMEOUT_S = 20.0
 """An engine may answer its first health check only after it has generated something."""
 _TELL_EVERY_S = 5.0
+_WATCH_S = 0.1
+_ASK_S = 0.5
+"""Between two questions for the health of an engine that is served, and how long the answer is waited for."""
 _PATIENCE_S = 10.0
-"""How long an engine may take to end by itself before it is killed."""
+"""How long an engine may take to end by itself before it is killed; half a second if a part of it has died."""
 _QUOTED_LINES = 20
 _QUOTED_WIDTH = 300
 
@@ -63,7 +67,7 @@ class EngineProcess:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.stop()
+        self.stop(at_once=isinstance(error, EndpointError))
         if not self._keeps_log and not isinstance(error, Exception):
             self.log.unlink(missing_ok=True)
 
@@ -98,10 +102,46 @@ class EngineProcess:
         return status == 200
 
     async def watch(self) -> NoReturn:
-        """Wait until the engine ends by itself, and raise `EndpointError` with its last lines."""
+        """Wait until the engine ends, or a part of it dies, and raise `EndpointError` with its last lines.
+
+        The parts are the processes that are there when this is called, and what the engine's own server says of its
+        health. If one has died, the rest of the engine is told to end at once.
+        """
+        watching = [asyncio.ensure_future(self._watch_processes())]
+        if self._kind.liveness_path is not None:
+            watching.append(asyncio.ensure_future(self._watch_health(self._kind.liveness_path)))
+        try:
+            await asyncio.gather(*watching)
+        finally:
+            for task in watching:
+                task.cancel()
+        raise AssertionError("an engine is watched until it ends")
+
+    async def _watch_processes(self) -> None:
+        first, parts = vital_parts(self._process.pid)
         while True:
             self._raise_if_ended()
-            await asyncio.sleep(_POLL_S)
+            if (part := dead_part(first, parts)) is not None:
+                self._raise_dead(f"its process {part.pid} ({part.name}) {part.how}")
+            await asyncio.sleep(_WATCH_S)
+
+    async def _watch_health(self, path: str) -> None:
+        connection = HttpConnection(self.url, keeps_alive=False)
+        try:
+            while True:
+                status = 0
+                with contextlib.suppress(EndpointError):  # what does not answer may be busy
+                    status, _ = await connection.exchange("GET", path, timeout_s=_ASK_S)
+                if status == 503:
+                    await asyncio.sleep(2 * _WATCH_S)  # the processes say more
+                    self._raise_dead(f"GET {path} answered status {status}")
+                await asyncio.sleep(_ASK_S)
+        finally:
+            await connection.aclose()
+
+    def _raise_dead(self, how: str) -> NoReturn:
+        self._hurry()
+        raise EndpointError(f"{self.name} has died: {how}; {self._end()}")
 
     def _raise_if_ended(self) -> None:
         status = self._process.poll()
@@ -119,9 +159,16 @@ class EngineProcess:
             ]
         )
 
-    def stop(self) -> None:
+    def _hurry(self) -> None:
+        """Have the process that stands between end the engine at once."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGQUIT)
+
+    def stop(self, *, at_once: bool = False) -> None:
         """End every process that came of the engine; returns when none is left. Idempotent."""
         assert self._process.stdin is not None
+        if at_once:
+            self._hurry()
         self._process.stdin.close()
         try:
             self._process.wait(2 * _PATIENCE_S)

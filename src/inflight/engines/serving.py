@@ -1,14 +1,21 @@
-"""The contract in front of an engine's own server: one process that starts it, owns its state, and ends with it."""
+"""The contract in front of an engine: a server that this process starts and ends, or an endpoint in this process."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
+from typing import Any
 
+from inflight.contracts import InferenceEndpoint
+from inflight.engines.factories import made_endpoint
 from inflight.engines.kinds import EngineKind, EngineOptions
 from inflight.engines.launch import start_engine
+from inflight.errors import ConfigError
 from inflight.http.serving import bind, serve
 
 _CONTROL_TIMEOUT_S = 30.0
@@ -49,16 +56,70 @@ def serve_engine(
             await engine.wait_until_healthy(start_timeout_s, on_wait)
             await endpoint.capabilities()  # refuses an engine that was started in another way than is needed
 
-        serve(
-            endpoint,
-            listener,
-            token=token,
-            ready_file=ready_file,
-            exit_with_stdin=exit_with_stdin,
-            on_ready=lambda url: on_ready(url, engine.url),
-            until_ready=until_ready,
-            while_serving=engine.watch,
+        asyncio.run(
+            serve(
+                endpoint,
+                listener,
+                token=token,
+                ready_file=ready_file,
+                exit_with_stdin=exit_with_stdin,
+                on_ready=lambda url: on_ready(url, engine.url),
+                until_ready=until_ready,
+                while_serving=engine.watch,
+            )
         )
+
+
+def serve_factory(
+    factory: str,
+    model: Path,
+    options: Mapping[str, Any],
+    *,
+    host: str,
+    port: int,
+    token: str,
+    start_timeout_s: float = 300.0,
+    ready_file: Path | None = None,
+    exit_with_stdin: bool = False,
+    on_ready: Callable[[str, str], None],
+    while_serving: Callable[[InferenceEndpoint], Awaitable[None]] | None = None,
+) -> None:
+    """Serve the endpoint that ``module:function`` makes in this process, at ``host:port``, until told to stop.
+
+    Modules of the working directory are found. ``on_ready`` is told the endpoint's name and the URL. Raises
+    `ConfigError` as `made_endpoint` does, and if an awaitable factory takes longer than ``start_timeout_s``. To be
+    called from the main thread: SIGTERM exits, after `aclose` of the endpoint and the end of its context manager.
+    """
+
+    async def run() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                async with asyncio.timeout(start_timeout_s):
+                    endpoint = await stack.enter_async_context(made_endpoint(factory, model, options))
+            except TimeoutError as error:
+                raise ConfigError(
+                    f"{factory} made no endpoint within {start_timeout_s:g} s (--start-timeout)"
+                ) from error
+
+            async def until_ready() -> None:
+                await endpoint.capabilities()
+
+            await serve(
+                endpoint,
+                listener,
+                token=token,
+                ready_file=ready_file,
+                exit_with_stdin=exit_with_stdin,
+                on_ready=lambda url: on_ready(endpoint.name, url),
+                until_ready=until_ready,
+                while_serving=None if while_serving is None else lambda: while_serving(endpoint),
+            )
+
+    for number in (signal.SIGTERM, signal.SIGINT):  # at once and in any place, where asyncio would cancel the clean-up
+        signal.signal(number, _exit)
+    sys.path.insert(0, os.getcwd())
+    with bind(host, port) as listener:
+        asyncio.run(run())
 
 
 def _exit(number: int, _: object) -> None:

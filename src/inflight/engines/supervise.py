@@ -2,6 +2,8 @@
 
     python -I supervise.py PATIENCE_S COMMAND...
 
+SIGQUIT makes it short of patience, and so does the end of the command itself: what is left of it gets half a second.
+
 An engine starts processes of its own, and whoever started the engine may be killed and then ends nothing. So a process
 stands between them that does nothing else: its input ends however its owner ends. On Linux it adopts descendants whose
 parent ended, so that none is lost sight of, and if it is killed itself the command dies with it. Run as a file, with
@@ -18,11 +20,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.1
+_SHORT_S = 0.5
 _NOT_FOUND = 127
 
 
@@ -30,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
     """Return the command's status, 128 and the signal's number if one killed it, once nothing of it is left."""
     patience_s, command = float(arguments[0]), arguments[1:]
     asked_to_end: list[int] = []
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, lambda number, _: asked_to_end.append(number))
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -42,7 +45,9 @@ def main(arguments: Sequence[str]) -> int:
     status = None
     while status is None and not asked_to_end and not _input_ended():
         status = _reap(child)
-    ended_with = _end_all(child, patience_s)
+    ended_with = _end_all(
+        child, lambda: min(patience_s, _SHORT_S) if status is not None or signal.SIGQUIT in asked_to_end else patience_s
+    )
     code = os.waitstatus_to_exitcode(status if status is not None else ended_with or 0)
     return code if code >= 0 else 128 - code
 
@@ -67,13 +72,13 @@ def _reap(child: int) -> int | None:
     return status
 
 
-def _end_all(child: int, patience_s: float) -> int | None:
+def _end_all(child: int, patience_s: Callable[[], float]) -> int | None:
     """Ask everyone to end, then kill who is left; returns the wait status of ``child`` if it ended meanwhile."""
-    deadline = time.monotonic() + patience_s
+    started = time.monotonic()
     status = None
     _signal_all(child, signal.SIGTERM)
     while _left(child):
-        if time.monotonic() > deadline:
+        if time.monotonic() - started > patience_s():
             _signal_all(child, signal.SIGKILL)  # again and again: one may have been started in between
         time.sleep(_POLL_S / 2)
         ended_with = _reap(child)

@@ -10,7 +10,8 @@ import pydantic
 
 from inflight.errors import InflightError, ProtocolError, error_from_code
 from inflight.http import routes
-from inflight.http.connection import HttpConnection
+from inflight.http.bodies import message_of
+from inflight.http.connection import MAX_RESPONSE_BYTES, HttpConnection
 from inflight.http.routes import Route
 from inflight.wire import (
     Acknowledgement,
@@ -24,6 +25,7 @@ from inflight.wire import (
     GenerateRequest,
     GenerateResponse,
     Health,
+    SamplingParams,
     TransportSpec,
     UpdateRef,
     WeightUpdate,
@@ -33,6 +35,7 @@ from inflight.wire import (
 
 Response = TypeVar("Response", bound=WireModel)
 
+_MAX_EVENT_BYTES = 1024 * 1024
 _SLACK_S = 5.0
 """How much longer than the server's own deadline the client waits, so that the server's reason arrives."""
 
@@ -41,9 +44,9 @@ class HttpEndpoint:
     """One inference server at ``url``.
 
     ``token`` is sent to control routes only. ``control_timeout_s`` bounds each control call that carries no deadline of
-    its own, ``generate_timeout_s`` each generation; a commit may take the time that its update was given. Answers
-    longer than ``max_response_bytes`` raise `ProtocolError`. An instance belongs to the event loop in which it is first
-    used.
+    its own, ``generate_timeout_s`` each generation; a commit may take the time that its update was given. An answer
+    that is longer than what was asked for can be, or than ``max_response_bytes``, raises `ProtocolError`. An instance
+    belongs to the event loop in which it is first used.
     """
 
     def __init__(
@@ -53,7 +56,7 @@ class HttpEndpoint:
         token: str | None = None,
         control_timeout_s: float = 30.0,
         generate_timeout_s: float = 600.0,
-        max_response_bytes: int = 256 * 1024 * 1024,
+        max_response_bytes: int = MAX_RESPONSE_BYTES,
     ) -> None:
         self._url = url.rstrip("/")
         self._token = token
@@ -97,7 +100,13 @@ class HttpEndpoint:
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
         """See `InferenceEndpoint.generate`."""
-        return await self._call(routes.GENERATE, request, GenerateResponse, self._generate_timeout_s)
+        return await self._call(
+            routes.GENERATE,
+            request,
+            GenerateResponse,
+            self._generate_timeout_s,
+            num_tokens=_num_tokens(request.sampling),
+        )
 
     async def generate_stream(self, request: GenerateRequest) -> AsyncIterator[CompletionChunk]:
         """See `StreamingEndpoint.generate_stream`."""
@@ -113,7 +122,13 @@ class HttpEndpoint:
 
     async def chat_completion(self, request: ChatCompletionRequest) -> ChatCompletion:
         """See `InferenceEndpoint.chat_completion`."""
-        return await self._call(routes.CHAT_COMPLETIONS, request, ChatCompletion, self._generate_timeout_s)
+        return await self._call(
+            routes.CHAT_COMPLETIONS,
+            request,
+            ChatCompletion,
+            self._generate_timeout_s,
+            num_tokens=_num_tokens(request.sampling()),
+        )
 
     async def weight_version(self) -> WeightVersion:
         """See `InferenceEndpoint.weight_version`."""
@@ -137,33 +152,34 @@ class HttpEndpoint:
         answer: type[Response],
         timeout_s: float,
         statuses: tuple[int, ...] = (200,),
+        num_tokens: int | None = 0,
     ) -> Response:
-        content = await self._exchange(route, body, timeout_s, statuses)
-        try:
-            return answer.model_validate_json(content)
-        except pydantic.ValidationError as error:
-            problem = error.errors(include_url=False, include_input=False)[0]
-            raise ProtocolError(
-                f"{route.method} {route.path} answered no {answer.__name__}: {problem['msg']} at {problem['loc']}",
-                self.name,
-            ) from error
-
-    async def _exchange(
-        self, route: Route, body: WireModel | None, timeout_s: float, statuses: tuple[int, ...]
-    ) -> bytes:
-        """Return the body of an answer of one of ``statuses``."""
+        """Return the answer; ``num_tokens`` is how many it may speak of, None if that was left to the server."""
         content = None if body is None else body.model_dump_json()
-        status, answer = await self._http.exchange(
-            route.method, route.path, content=content, headers=self._headers(route), timeout_s=timeout_s
+        bound = MAX_RESPONSE_BYTES
+        if num_tokens is not None:  # the prompt comes back from a chat
+            bound = route.response_size.bytes_for(num_tokens) + (0 if content is None else 64 * len(content))
+        status, received = await self._http.exchange(
+            route.method,
+            route.path,
+            content=content,
+            headers=self._headers(route),
+            timeout_s=timeout_s,
+            max_response_bytes=bound,
         )
         if status not in statuses:
-            raise self._error(route, status, answer)
-        return answer
+            raise self._error(route, status, received)
+        try:
+            return await message_of(answer, received)
+        except ValueError as error:
+            raise ProtocolError(
+                f"{route.method} {route.path} answered no {answer.__name__}: {error}", self.name
+            ) from error
 
     async def _events(self, route: Route, body: WireModel, kind: type[Response]) -> AsyncIterator[Response]:
         """Yield the server-sent events of a streamed answer."""
         content, headers = body.model_dump_json(), self._headers(route)
-        rest, is_done = b"", False
+        rest, is_done = bytearray(), False
         parts = self._http.parts(
             route.method,
             route.path,
@@ -174,7 +190,12 @@ class HttpEndpoint:
         )
         async with contextlib.aclosing(parts):
             async for part in parts:
-                *lines, rest = (rest + part).split(b"\n")
+                rest += part
+                if len(rest) > _MAX_EVENT_BYTES + len(part):
+                    raise ProtocolError(f"the stream has an event of more than {_MAX_EVENT_BYTES} bytes", self.name)
+                if b"\n" not in part:
+                    continue
+                *lines, rest = rest.split(b"\n")
                 for line in lines:
                     if line == b"data: [DONE]":
                         is_done = True
@@ -189,7 +210,7 @@ class HttpEndpoint:
             headers["authorization"] = f"Bearer {self._token}"
         return headers
 
-    def _event(self, data: bytes, kind: type[Response]) -> Response:
+    def _event(self, data: bytearray, kind: type[Response]) -> Response:
         try:
             return kind.model_validate_json(data)
         except pydantic.ValidationError as error:
@@ -207,3 +228,7 @@ class HttpEndpoint:
             text = content[:200].decode(errors="replace")
             return ProtocolError(f"{route.method} {route.path} answered status {status}: {text!r}", self.name)
         return error_from_code(detail.code, detail.message, self.name)
+
+
+def _num_tokens(sampling: SamplingParams) -> int | None:
+    return None if sampling.max_tokens is None else sampling.n * sampling.max_tokens

@@ -13,8 +13,11 @@ from typing import Any
 import httpx
 
 from inflight.errors import DeadlineError, EndpointError, ProtocolError, UnreachableError
+from inflight.http.bodies import parsed
 
 MAX_RESPONSE_BYTES = 256 * 1024 * 1024
+MAX_ERROR_BYTES = 1024 * 1024
+"""Longest answer of a status other than 200."""
 
 
 class HttpConnection:
@@ -31,7 +34,9 @@ class HttpConnection:
         limits = httpx.Limits(
             max_connections=None, max_keepalive_connections=64 if keeps_alive else 0, keepalive_expiry=1.0
         )
-        self._client = httpx.AsyncClient(base_url=url, timeout=None, limits=limits, trust_env=False)
+        # An answer that was packed could unpack to a thousand times what its bound sees.
+        headers = {"accept-encoding": "identity"}
+        self._client = httpx.AsyncClient(base_url=url, timeout=None, limits=limits, trust_env=False, headers=headers)
 
     async def exchange(
         self,
@@ -41,6 +46,7 @@ class HttpConnection:
         timeout_s: float,
         content: str | None = None,
         headers: Mapping[str, str] | None = None,
+        max_response_bytes: int = MAX_RESPONSE_BYTES,
     ) -> tuple[int, bytes]:
         """Return status and body of the answer, whatever the status.
 
@@ -52,7 +58,7 @@ class HttpConnection:
                 asyncio.timeout(timeout_s),
                 self._client.stream(method, path, content=content, headers=headers) as response,
             ):
-                answer = await self._read(response)
+                answer = await self._read(response, max_response_bytes)
         except TimeoutError as error:
             raise self._deadline(method, path, timeout_s) from error
         except httpx.HTTPError as error:
@@ -81,8 +87,8 @@ class HttpConnection:
             headers={"content-type": "application/json", **(headers or {})},
         )
         try:
-            return status, json.loads(answer)
-        except ValueError:
+            return status, await parsed(json.loads, answer)
+        except (ValueError, RecursionError):
             return status, answer.decode(errors="replace")
 
     async def parts(
@@ -102,8 +108,8 @@ class HttpConnection:
                 self._client.stream(method, path, content=content, headers=headers) as response,
             ):
                 if response.status_code != 200:
-                    raise on_refusal(response.status_code, await self._read(response))
-                async for part in self._bounded(response):
+                    raise on_refusal(response.status_code, await self._read(response, MAX_ERROR_BYTES))
+                async for part in self._bounded(response, self._max_response_bytes):
                     yield part
         except TimeoutError as error:
             raise self._deadline(method, path, timeout_s) from error
@@ -114,17 +120,27 @@ class HttpConnection:
         """Close the connections; the server goes on."""
         await self._client.aclose()
 
-    async def _read(self, response: httpx.Response) -> bytes:
-        return b"".join([part async for part in self._bounded(response)])
+    async def _read(self, response: httpx.Response, max_bytes: int) -> bytes:
+        if response.status_code != 200:
+            max_bytes = min(max_bytes, MAX_ERROR_BYTES)
+        return b"".join([part async for part in self._bounded(response, min(max_bytes, self._max_response_bytes))])
 
-    async def _bounded(self, response: httpx.Response) -> AsyncIterator[bytes]:
-        """Yield the body piece by piece, up to the bound."""
-        size_bytes = 0
-        async for part in response.aiter_bytes():
-            size_bytes += len(part)
-            if size_bytes > self._max_response_bytes:
-                raise ProtocolError(f"the answer is longer than {self._max_response_bytes} bytes", self._url)
-            yield part
+    async def _bounded(self, response: httpx.Response, max_bytes: int) -> AsyncIterator[bytes]:
+        """Yield the body piece by piece, up to the bound; nothing of one that says itself that it is longer."""
+        encoding = response.headers.get("content-encoding", "identity")
+        if encoding != "identity":
+            raise ProtocolError(f"the answer is encoded as {encoding[:40]!r}, which was not asked for", self._url)
+        length = response.headers.get("content-length", "0")
+        size_bytes = int(length[:20]) if length.isdecimal() else 0
+        if size_bytes <= max_bytes:
+            size_bytes = 0
+            async for part in response.aiter_raw():
+                size_bytes += len(part)
+                if size_bytes > max_bytes:
+                    break
+                yield part
+        if size_bytes > max_bytes:
+            raise ProtocolError(f"the answer is longer than {max_bytes} bytes", self._url)
 
     def _deadline(self, method: str, path: str, timeout_s: float) -> EndpointError:
         return DeadlineError(f"{method} {path} gave no answer within {timeout_s:g} s", self._url)
@@ -133,6 +149,6 @@ class HttpConnection:
         cause = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         # A connection that was closed early is a RemoteProtocolError too; nothing but its text tells it apart.
         is_closed = "closed" in str(error) or "disconnected" in str(error)
-        if isinstance(error, httpx.DecodingError) or (isinstance(error, httpx.RemoteProtocolError) and not is_closed):
+        if isinstance(error, httpx.RemoteProtocolError) and not is_closed:
             return ProtocolError(f"{method} {path} answered no HTTP ({cause})", self._url)
         return UnreachableError(f"{method} {path} failed ({cause}); is the server running?", self._url)

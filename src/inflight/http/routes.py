@@ -9,10 +9,30 @@ from pydantic import BaseModel
 
 from inflight import wire
 
+KB = 1 << 10
+MB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Longest body that a message can need: ``fixed_bytes``, and so many for each token that it may speak of."""
+
+    fixed_bytes: int
+    token_bytes: int = 0
+
+    def bytes_for(self, num_tokens: int) -> int:
+        """Return the bound for a message of ``num_tokens`` tokens."""
+        return self.fixed_bytes + self.token_bytes * num_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One route: what goes in (None: no body), what comes out, and whether it takes the control token."""
+    """One route: what goes in (None: no body), what comes out, and whether it takes the control token.
+
+    ``request_size`` is for as many tokens as the context of the endpoint has, ``response_size`` for those of all
+    completions that were asked for. A token id takes 16 bytes with its comma and some white space, a sampled token its
+    logprob and at worst a version span besides. 64 bytes of chat text make one token at least, but for runs of blanks.
+    """
 
     method: Literal["GET", "POST"]
     path: str
@@ -21,6 +41,8 @@ class Route:
     request: type[BaseModel] | None
     response: type[BaseModel] | None
     control: bool = False
+    request_size: Size = Size(0)
+    response_size: Size = Size(MB)
 
 
 CAPABILITIES = Route("GET", "/capabilities", "capabilities", "What this server can do", None, wire.Capabilities)
@@ -35,6 +57,7 @@ INIT_PROCESS_GROUP = Route(
     wire.TransportBody,
     wire.Acknowledgement,
     control=True,
+    request_size=Size(64 * KB),
 )
 REQUEST_WEIGHT_UPDATE = Route(
     "POST",
@@ -44,6 +67,7 @@ REQUEST_WEIGHT_UPDATE = Route(
     wire.WeightUpdate,
     wire.Acknowledgement,
     control=True,
+    request_size=Size(64 * MB),  # a name and a shape for each tensor, of which the largest models have 100,000
 )
 RECEIVE_WEIGHTS = Route(
     "POST",
@@ -53,6 +77,7 @@ RECEIVE_WEIGHTS = Route(
     wire.BucketTransfer,
     wire.Acknowledgement,
     control=True,
+    request_size=Size(64 * KB),
 )
 COMMIT_WEIGHT_UPDATE = Route(
     "POST",
@@ -62,6 +87,7 @@ COMMIT_WEIGHT_UPDATE = Route(
     wire.UpdateRef,
     wire.WeightVersion,
     control=True,
+    request_size=Size(64 * KB),
 )
 ABORT_WEIGHT_UPDATE = Route(
     "POST",
@@ -71,6 +97,7 @@ ABORT_WEIGHT_UPDATE = Route(
     wire.UpdateRef,
     wire.WeightVersion,
     control=True,
+    request_size=Size(64 * KB),
 )
 GENERATE = Route(
     "POST",
@@ -79,6 +106,8 @@ GENERATE = Route(
     "Token ids in; token ids, behaviour logprobs and version spans out (server-sent events when streaming)",
     wire.GenerateRequest,
     wire.GenerateResponse,
+    request_size=Size(MB, 16),
+    response_size=Size(MB, 256),
 )
 CHAT_COMPLETIONS = Route(
     "POST",
@@ -87,6 +116,8 @@ CHAT_COMPLETIONS = Route(
     "The OpenAI shape plus token ids, behaviour logprobs and version spans",
     wire.ChatCompletionRequest,
     wire.ChatCompletion,
+    request_size=Size(MB, 64),
+    response_size=Size(MB, 4 * KB),  # logprobs list the text and the bytes of each token
 )
 MODELS = Route("GET", "/v1/models", "models", "The served model", None, wire.ModelList)
 HEALTH = Route("GET", "/health", "health", "200 while the server can generate or is being updated", None, wire.Health)

@@ -1,7 +1,7 @@
 """The contract's HTTP server: serves any `InferenceEndpoint` as a Starlette application.
 
-Control routes take a bearer token, bodies are bounded, every error travels as an `ErrorBody`. A client that goes away
-ends its request. Knows nothing of engines.
+Control routes take a bearer token, which is looked at before the body is. Each body is bounded by what its route can
+need, every error travels as an `ErrorBody`. A client that goes away ends its request. Knows nothing of engines.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from starlette.routing import Route as StarletteRoute
 from inflight.contracts import InferenceEndpoint, StreamingEndpoint
 from inflight.errors import InflightError, InvalidRequestError, UnauthorizedError, UnsupportedError
 from inflight.http import routes
+from inflight.http.bodies import message_of
 from inflight.http.openapi import openapi_document
 from inflight.http.routes import STATUS_OF_CODE, Route
 from inflight.types import EngineStats
@@ -45,7 +46,7 @@ Body = TypeVar("Body", bound=pydantic.BaseModel)
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
 
-MAX_BODY_BYTES = 64 * 1024 * 1024
+_MAX_ERROR_CHARACTERS = 4000
 
 
 def create_app(
@@ -53,28 +54,37 @@ def create_app(
     *,
     token: str,
     stats: Callable[[], EngineStats] | None = None,
-    max_body_bytes: int = MAX_BODY_BYTES,
+    owns_endpoint: bool = True,
 ) -> Starlette:
     """Return the application that serves ``endpoint``. ``token`` guards the control routes and must not be empty.
 
-    ``stats`` feeds ``/metrics``. The application closes the endpoint when it shuts down.
+    ``stats`` feeds ``/metrics``. The application closes the endpoint when it shuts down, if it owns it.
     """
     if not token:
         raise ValueError("create_app needs a token: control routes are never open")
 
+    max_model_len = 0
+
+    async def body_of(request: Request, route: Route, kind: type[Body]) -> Body:
+        nonlocal max_model_len
+        if route.request_size.token_bytes and not max_model_len:  # constant over the endpoint's life
+            max_model_len = (await endpoint.capabilities()).max_model_len
+        return await _body(request, kind, route.request_size.bytes_for(max_model_len))
+
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         yield
-        await endpoint.aclose()
+        if owns_endpoint:
+            await endpoint.aclose()
 
     async def generate(request: Request) -> Response:
-        body = await _body(request, GenerateRequest, max_body_bytes)
+        body = await body_of(request, routes.GENERATE, GenerateRequest)
         if body.stream:
             return await _events(request, _streaming(endpoint).generate_stream(body))
         return _json(await _unless_client_leaves(request, endpoint.generate(body)))
 
     async def chat(request: Request) -> Response:
-        body = await _body(request, ChatCompletionRequest, max_body_bytes)
+        body = await body_of(request, routes.CHAT_COMPLETIONS, ChatCompletionRequest)
         if body.stream:
             return await _events(request, _streaming(endpoint).chat_completion_stream(body))
         return _json(await _unless_client_leaves(request, endpoint.chat_completion(body)))
@@ -100,7 +110,7 @@ def create_app(
         call = getattr(endpoint, route.operation)
         if route.request is None:
             return _json(await call())
-        body = await _body(request, route.request, max_body_bytes)
+        body = await body_of(request, route, route.request)
         answer = await call(body.root if isinstance(body, TransportBody) else body)
         return _json(Acknowledgement(ok=True) if answer is None else answer)
 
@@ -117,11 +127,13 @@ def create_app(
             try:
                 if route.control:
                     _check_token(request, token)
+                if route.request is None:
+                    _refuse_length(request, 0)
                 if route.operation in special:
                     return await special[route.operation](request)
                 return await control(request, route)
             except InflightError as error:
-                return _error(error)
+                return error_response(error)
             except ClientDisconnect:
                 return Response(status_code=499)  # nobody reads it
 
@@ -143,20 +155,29 @@ def _check_token(request: Request, token: str) -> None:
 
 
 async def _body(request: Request, kind: type[Body], max_body_bytes: int) -> Body:
+    """Return the message in a body, of which no more than the bound is read."""
+    _refuse_length(request, max_body_bytes)
     parts, size_bytes = [], 0
     async for part in request.stream():
         size_bytes += len(part)
         if size_bytes > max_body_bytes:
-            raise HTTPException(413, f"the body of {request.url.path} is longer than {max_body_bytes} bytes")
+            raise _too_long(request, f"more than {max_body_bytes}", max_body_bytes)
         parts.append(part)
     try:
-        return kind.model_validate_json(b"".join(parts))
-    except pydantic.ValidationError as error:
-        problems = error.errors(include_url=False, include_context=False)
-        text = "; ".join(
-            f"{'.'.join(map(str, p['loc'])) or 'body'}: {p['msg']} (got {str(p['input'])[:80]!r})" for p in problems[:5]
-        )
-        raise InvalidRequestError(f"{request.url.path} cannot use this body: {text}") from error
+        return await message_of(kind, b"".join(parts))
+    except ValueError as error:
+        raise InvalidRequestError(f"{request.url.path} cannot use this body: {error}") from error
+
+
+def _refuse_length(request: Request, max_body_bytes: int) -> None:
+    """Refuse a body that says itself that it is too long; one without a length is counted while it is read."""
+    length = request.headers.get("content-length", "0")
+    if not length.isdecimal() or int(length[:20]) > max_body_bytes:
+        raise _too_long(request, length[:20], max_body_bytes)
+
+
+def _too_long(request: Request, length: str, max_body_bytes: int) -> HTTPException:
+    return HTTPException(413, f"the body of {request.url.path} has {length} bytes, at most {max_body_bytes} are taken")
 
 
 def _streaming(endpoint: InferenceEndpoint) -> StreamingEndpoint:
@@ -205,10 +226,11 @@ def _json(model: WireModel, status: int = 200) -> Response:
 
 
 def _error_body(error: InflightError) -> ErrorBody:
-    return ErrorBody(error=ErrorDetail(message=str(error), code=error.code))
+    return ErrorBody(error=ErrorDetail(message=str(error)[:_MAX_ERROR_CHARACTERS], code=error.code))
 
 
-def _error(error: InflightError) -> Response:
+def error_response(error: InflightError) -> Response:
+    """Return the answer that tells an error."""
     return _json(_error_body(error), STATUS_OF_CODE.get(error.code, 500))
 
 

@@ -14,13 +14,16 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import uvicorn
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inflight.contracts import InferenceEndpoint
-from inflight.errors import ConfigError, InflightError
-from inflight.http.server import create_app
+from inflight.errors import ConfigError, InflightError, error_from_code
+from inflight.http.server import create_app, error_response
 from inflight.types import EngineStats
 
 _POLL_S = 0.1
+_PARTING_S = 0.5
+"""How long what runs may take to end once the server has failed."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -39,7 +42,7 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def serve(
+async def serve(
     endpoint: InferenceEndpoint,
     listener: socket.socket,
     *,
@@ -53,15 +56,19 @@ def serve(
 ) -> None:
     """Serve until SIGINT, SIGTERM or, if asked for, the end of standard input; then abort what runs and return.
 
-    When the server answers, ``ready_file`` gets ``{"url", "pid"}`` as JSON, whole or not at all. ``until_ready`` is
+    To be awaited in the main thread, which gets the signals; a signal that was taken is raised again in the end. When
+    the server answers, ``ready_file`` gets ``{"url", "pid"}`` as JSON, whole or not at all. ``until_ready`` is
     awaited before that, ``while_serving`` runs beside it: an `InflightError` of either ends the server and is raised.
+    Requests that run then, and those that still come, are answered with its first line at once.
     """
     host, port = listener.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    app = create_app(endpoint, token=token, stats=stats)
+    # `_Server` closes the endpoint, once.
+    app = _UntilFailure(create_app(endpoint, token=token, stats=stats, owns_endpoint=False))
     config = uvicorn.Config(app, log_config=None, access_log=False, timeout_keep_alive=30, timeout_graceful_shutdown=5)
     server = _Server(
         config,
+        app,
         on_started=lambda: _announce(url, ready_file, on_ready),
         end_requests=endpoint.aclose,
         until_ready=until_ready,
@@ -70,7 +77,7 @@ def serve(
     if exit_with_stdin:
         threading.Thread(target=_watch_stdin, args=(server,), daemon=True).start()
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    server.run(sockets=[listener])
+    await server.serve(sockets=[listener])
     if server.failure is not None:
         raise server.failure
 
@@ -81,6 +88,7 @@ class _Server(uvicorn.Server):
     def __init__(
         self,
         config: uvicorn.Config,
+        app: _UntilFailure,
         *,
         on_started: Callable[[], None],
         end_requests: Callable[[], Awaitable[None]],
@@ -88,6 +96,7 @@ class _Server(uvicorn.Server):
         while_serving: Callable[[], Awaitable[None]] | None,
     ) -> None:
         super().__init__(config)
+        self._app = app
         self._on_started = on_started
         self._end_requests = end_requests
         self._until_ready = until_ready
@@ -108,11 +117,15 @@ class _Server(uvicorn.Server):
         self._on_started()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End what runs, then stop."""
+        """End what runs, then stop; after a failure without waiting for what cannot answer any more."""
         if self._beside is not None:
             self._beside.cancel()
             await asyncio.gather(self._beside, return_exceptions=True)
-        await self._end_requests()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(None if self.failure is None else _PARTING_S):
+                await self._end_requests()
+        if self.failure is not None:
+            self.config.timeout_graceful_shutdown = 1
         await super().shutdown(sockets)
 
     async def _unless_stopped(self, call: Awaitable[None]) -> None:
@@ -129,7 +142,48 @@ class _Server(uvicorn.Server):
             await call
         except InflightError as error:
             self.failure = error
+            self._app.fail(error)
             self.should_exit = True
+
+
+class _UntilFailure:
+    """An ASGI application whose requests are answered with an error once there is one, whatever they wait for."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._has_failed = asyncio.Event()
+        self._error = InflightError()
+        self._left: set[asyncio.Future[None]] = set()
+
+    def fail(self, error: InflightError) -> None:
+        """Answer what runs, and whatever comes from now on, with the first line of ``error``."""
+        self._error = error_from_code(error.code, str(error).partition("\n")[0])
+        self._has_failed.set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the application, or answer in its place."""
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        has_begun = False
+
+        async def begin(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        answering = asyncio.ensure_future(self._app(scope, receive, begin))
+        failing = asyncio.ensure_future(self._has_failed.wait())
+        try:
+            await asyncio.wait({answering, failing}, return_when=asyncio.FIRST_COMPLETED)
+            if answering.done():
+                return answering.result()
+        finally:
+            answering.cancel()
+            failing.cancel()
+        self._left.add(answering)  # it may take its time to end: what it waits for is gone
+        answering.add_done_callback(lambda done: done.cancelled() or done.exception())
+        if not has_begun:
+            await error_response(self._error)(scope, receive, send)
 
 
 def _announce(url: str, ready_file: Path | None, on_ready: Callable[[str], None] | None) -> None:

@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any, TypeVar
 
-from inflight.errors import InvalidRequestError, NonFiniteError, UnsupportedError
+from inflight.errors import InflightError, InvalidRequestError, NonFiniteError, UnsupportedError
 from inflight.local.chat import ChatChunkWriter, ChatFormat, chat_completion_of
 from inflight.local.engine import Engine
 from inflight.local.sequences import Sequence
@@ -213,8 +213,14 @@ class LocalEndpoint:
             if not finished.done():
                 finished.set_result(completions)
 
+        def fail(error: InflightError) -> None:
+            if not finished.done():
+                finished.set_exception(error)
+
         admitted, submitted = self._engine.submit(
-            request, lambda completions: _call_in(loop, lambda: settle(completions))
+            request,
+            lambda completions: _call_in(loop, lambda: settle(completions)),
+            lambda error: _call_in(loop, lambda: fail(error)),
         )
         try:
             await asyncio.wrap_future(submitted)
@@ -230,7 +236,7 @@ class LocalEndpoint:
         """See `StreamingEndpoint.generate_stream`. One chunk per token; closing the iterator ends the request."""
         self._updates.session.refuse_if_poisoned()
         loop = asyncio.get_running_loop()
-        chunks: asyncio.Queue[CompletionChunk | None] = asyncio.Queue()
+        chunks: asyncio.Queue[CompletionChunk | InflightError | None] = asyncio.Queue()
         sent = [0] * request.sampling.n
 
         def on_token(sequence: Sequence) -> None:
@@ -248,11 +254,16 @@ class LocalEndpoint:
             _call_in(loop, lambda: chunks.put_nowait(chunk))
 
         admitted, submitted = self._engine.submit(
-            request, lambda _: _call_in(loop, lambda: chunks.put_nowait(None)), on_token
+            request,
+            lambda _: _call_in(loop, lambda: chunks.put_nowait(None)),
+            lambda error: _call_in(loop, lambda: chunks.put_nowait(error)),
+            on_token,
         )
         try:
             await asyncio.wrap_future(submitted)
             while (chunk := await chunks.get()) is not None:
+                if isinstance(chunk, InflightError):
+                    raise chunk
                 self._refuse_non_finite(chunk.logprobs)
                 yield chunk
         finally:

@@ -2,6 +2,7 @@
 
 One thread runs the loop: apply what others asked for, admit waiting sequences, one forward (a token for each running
 sequence and the prompts of new ones), draw, deliver. Everything that touches the model or a sequence happens in it.
+A step that raises is repeated in halves until the sequence that it is the fault of runs alone; its request is ended.
 The engine knows nothing of HTTP, of process groups or of runs; it is told to hold, to load and to resume.
 """
 
@@ -20,7 +21,7 @@ import torch
 from inflight.errors import EndpointError, InflightError, InvalidRequestError
 from inflight.local.sampler import sample
 from inflight.local.sequences import FinishReason, Request, Sequence
-from inflight.local.slots import Slot, SlotStore, StepPlan
+from inflight.local.slots import Slot, SlotStore, StepPlan, token_bytes_of
 from inflight.types import EngineStats
 from inflight.wire import Completion, GenerateRequest, InFlightPolicy
 
@@ -33,6 +34,8 @@ _MAX_PREFILL_TOKENS = 4096
 class Engine:
     """Runs ``model`` (built with `ATTENTION_NAME`) for up to ``max_concurrent`` sequences. Call `start`, then `close`.
 
+    Keys and values take at most ``kv_cache_bytes``: a sequence starts when what it may come to need is free. None is as
+    much as all of them together may need. ``max_model_len`` is lowered to what one sequence alone has room for.
     ``decode`` turns token ids into text and is needed for stop strings only. ``eos_token_ids`` end a completion.
     """
 
@@ -44,12 +47,18 @@ class Engine:
         max_concurrent: int,
         eos_token_ids: Iterable[int] = (),
         decode: Callable[[list[int]], str] | None = None,
+        kv_cache_bytes: int | None = None,
     ) -> None:
         parameter = next(model.parameters())
         self._model = model.eval()
         self._head = model.get_output_embeddings()
         self._device = parameter.device
-        self._store = SlotStore(model.config.get_text_config(), max_model_len, parameter.dtype, parameter.device)
+        config = model.config.get_text_config()
+        per_token = token_bytes_of(config, parameter.dtype)
+        limit = max_concurrent * max_model_len * per_token if kv_cache_bytes is None else kv_cache_bytes
+        self._shortened = limit // per_token < max_model_len
+        max_model_len = min(max_model_len, limit // per_token)
+        self._store = SlotStore(config, max_model_len, parameter.dtype, parameter.device, limit)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._decode = decode
         self.max_model_len = max_model_len
@@ -117,11 +126,13 @@ class Engine:
         self,
         request: GenerateRequest,
         on_finished: Callable[[list[Completion]], None],
+        on_failed: Callable[[InflightError], None],
         on_token: Callable[[Sequence], None] | None = None,
     ) -> tuple[Request, Future[None]]:
         """Queue a request; raises `InvalidRequestError` if it does not fit, the future if its id is in use.
 
-        ``on_finished`` is called once, in the engine's thread, when every completion has a finish reason.
+        One of two is called, once, in the engine's thread: ``on_finished`` when every completion has a finish reason,
+        ``on_failed`` if a step of this request raises whatever else runs. Nothing of it is left in the engine then.
         """
         admitted = Request(
             request.request_id,
@@ -129,6 +140,7 @@ class Engine:
             request.sampling,
             self._max_tokens(request),
             on_finished,
+            on_failed,
             on_token,
         )
         return admitted, self.call(lambda: self._add(admitted))
@@ -150,15 +162,16 @@ class Engine:
     def _max_tokens(self, request: GenerateRequest) -> int:
         """Tokens that a completion may have. Raises `InvalidRequestError` if the request cannot be served."""
         num_prompt = len(request.prompt_token_ids)
+        why = f" (as many as {self._store.limit_bytes} bytes of keys and values hold)" if self._shortened else ""
         if num_prompt >= self.max_model_len:
             raise InvalidRequestError(
-                f"the prompt has {num_prompt} tokens, the context {self.max_model_len}: shorten the prompt"
+                f"the prompt has {num_prompt} tokens, the context {self.max_model_len}{why}: shorten the prompt"
             )
         max_tokens = request.sampling.max_tokens or self.max_model_len - num_prompt
         if num_prompt + max_tokens > self.max_model_len:
             raise InvalidRequestError(
                 f"the prompt's {num_prompt} tokens and max_tokens={max_tokens} exceed the context of "
-                f"{self.max_model_len}: ask for at most {self.max_model_len - num_prompt} tokens"
+                f"{self.max_model_len}{why}: ask for at most {self.max_model_len - num_prompt} tokens"
             )
         if (largest := max(request.prompt_token_ids)) >= self.vocab_size:
             raise InvalidRequestError(f"prompt token id {largest} is outside of the vocabulary of {self.vocab_size}")
@@ -291,18 +304,73 @@ class Engine:
         return bool(self._waiting) and (self._admitting or bool(self._waiting[0].token_ids))
 
     def _step(self) -> None:
-        for slot in list(self._running):
-            self._store.reserve(slot)
-        leaders, followers = self._admit()
-        slots = [sequence.slot for sequence in leaders if sequence.slot is not None]
-        ids = [sequence.all_ids() for sequence in leaders]
-        plan = StepPlan(self._store, slots, [len(i) for i in ids], self._device)
-        decoding = [self._running[slot] for slot in plan.decoding_slots]
+        """Sample one token for every running sequence and for those that can start; end the requests that fail."""
+        failed: list[tuple[Request, Exception]] = []
+        for slot, sequence in list(self._running.items()):
+            if sequence.slot is slot:  # it is not, where another sequence of its request has failed
+                try:
+                    self._store.reserve(slot)
+                except Exception as error:  # no memory, say
+                    failed.append((self._removed(sequence.request), error))
+        new = self._admit(failed)
+        self._advance([[sequence] for sequence in self._running.values()] + new, failed)
+        if not failed:
+            return
+        broken = self._broken()
+        for request, why in failed:
+            request.on_failed(self._failure_of(request, broken or why, is_engine=broken is not None))
+        if broken is not None:
+            raise broken from failed[0][1]
+
+    def _advance(self, groups: list[list[Sequence]], failed: list[tuple[Request, Exception]]) -> None:
+        """Sample a token for each sequence of these groups; remove the requests that fail alone, and list them.
+
+        A group is a running sequence, or new ones of the same ids. What raises is repeated in halves: nothing of a step
+        counts before its tokens are drawn.
+        """
+        groups = [opened for group in groups if (opened := [s for s in group if s.slot is not None])]
+        if not groups:
+            return
+        try:
+            drawn = self._forward(groups)
+        except Exception as error:  # whatever models, filters and memory may raise
+            if len(groups) == 1:
+                (group,) = groups
+                groups = [[s for s in group if s.request is it] for it in {s.request: None for s in group}]
+            if len(groups) == 1:
+                failed.append((self._removed(groups[0][0].request), error))
+                return
+            self._advance(groups[: len(groups) // 2], failed)
+            self._advance(groups[len(groups) // 2 :], failed)
+            return
+        for sequence, token, logprob in drawn:
+            if sequence.slot is None:
+                continue  # another sequence of its request has failed
+            self._append(sequence, token, logprob)
+            try:
+                reason = self._end_of(sequence)
+            except Exception as error:  # a tokenizer that cannot decode these tokens
+                failed.append((self._removed(sequence.request), error))
+                continue
+            if reason is not None:
+                self._finish(sequence, reason)
+            elif sequence.request.on_token is not None:
+                sequence.request.on_token(sequence)
+
+    def _forward(self, groups: list[list[Sequence]]) -> list[tuple[Sequence, int, float]]:
+        """Return a token and its logprob for each sequence, whose keys and values are stored then."""
+        slots = {sequence.slot: sequence for (sequence, *_) in groups if sequence.slot in self._running}
+        new = [group for group in groups if group[0].slot not in self._running]
+        opened = [group[0].slot for group in new if group[0].slot is not None]
+        ids = [group[0].all_ids() for group in new]
+        only = None if len(slots) == len(self._running) else {slot for slot in slots if slot is not None}
+        plan = StepPlan(self._store, opened, [len(i) for i in ids], self._device, only)
+        decoding = [slots[slot] for slot in plan.decoding_slots]
         packed = [sequence.token_ids[-1] for sequence in decoding] + [token for i in ids for token in i]
         keep, position = list(range(len(decoding))), len(decoding)
-        for leader, its_ids in zip(leaders, ids, strict=True):
+        for group, its_ids in zip(new, ids, strict=True):
             position += len(its_ids)
-            keep += [position - 1] * (1 + len(followers.get(leader, ())))
+            keep += [position - 1] * len(group)
         hidden = self._model.base_model(
             input_ids=torch.tensor([packed], device=self._device),
             position_ids=torch.tensor([plan.positions()], device=self._device),
@@ -312,63 +380,110 @@ class Engine:
         if keep != list(range(len(packed))):
             hidden = hidden[torch.tensor(keep, device=self._device)]
         logits_BV = self._head(hidden)
+        drawing = decoding + [sequence for group in new for sequence in group]
+        uniforms = [sequence.draw() for sequence in drawing]
+        tokens, logprobs = sample(logits_BV, [s.request.sampling for s in drawing], uniforms)
         plan.finish()
-        drawing = decoding + [s for leader in leaders for s in (leader, *followers.get(leader, ()))]
-        for leader in leaders:
+        for leader, *followers in new:
             assert leader.slot is not None
             self._running[leader.slot] = leader
-            for follower in followers.get(leader, ()):
+            for follower in followers:
                 assert follower.slot is not None
                 self._store.copy(leader.slot, follower.slot)
                 self._running[follower.slot] = follower
-        uniforms = [sequence.uniform() for sequence in drawing]
-        tokens, logprobs = sample(logits_BV, [s.request.sampling for s in drawing], uniforms)
         self._num_steps += 1
         self._num_prompt_tokens += len(packed) - len(decoding)
         self._num_tokens += len(drawing)
         if self._resumed_at is not None:
             self.first_token_s = time.monotonic() - self._resumed_at
             self._resumed_at = None
-        for sequence, token, logprob in zip(drawing, tokens, logprobs, strict=True):
-            self._append(sequence, token, logprob)
+        return list(zip(drawing, tokens, logprobs, strict=True))
 
-    def _admit(self) -> tuple[list[Sequence], dict[Sequence, list[Sequence]]]:
-        """Open slots for waiting sequences; those with the same ids follow the first one, which is prefilled alone."""
-        leaders: dict[tuple[int, ...], Sequence] = {}
-        followers: dict[Sequence, list[Sequence]] = {}
+    def _broken(self) -> Exception | None:
+        """Return what a prompt of one token raises, None if it is computed: what failed is then the requests' fault."""
+        try:
+            slot = self._store.open(1, 1)
+            try:
+                hidden = self._model.base_model(
+                    input_ids=torch.zeros((1, 1), dtype=torch.long, device=self._device),
+                    position_ids=torch.zeros((1, 1), dtype=torch.long, device=self._device),
+                    use_cache=False,
+                    step_plan=StepPlan(self._store, [slot], [1], self._device, only=()),
+                ).last_hidden_state
+                hidden.cpu()  # a GPU says only now what it could not do
+            finally:
+                self._store.close(slot)
+        except Exception as error:
+            return error
+        return None
+
+    def _admit(self, failed: list[tuple[Request, Exception]]) -> list[list[Sequence]]:
+        """Open slots for waiting sequences, in order; return them, those of the same ids together.
+
+        The first of a group is prefilled, and the others get its keys and values. One that has no room yet waits, and
+        those behind it too. One for which there is no memory below the limit is listed in ``failed``.
+        """
+        groups: dict[tuple[int, ...], list[Sequence]] = {}
         num_tokens, num_open = 0, len(self._running)
-        while self._may_admit() and num_open < self.max_concurrent:
+        while self._may_admit() and num_open < self.max_concurrent and self._store.fits(self._waiting[0].request.most):
             sequence = self._waiting[0]
             ids = tuple(sequence.all_ids())
-            if ids not in leaders:
-                if leaders and num_tokens + len(ids) > _MAX_PREFILL_TOKENS:
-                    break
-                num_tokens += len(ids)
-                leaders[ids] = sequence
-            else:
-                followers.setdefault(leaders[ids], []).append(sequence)
+            if ids not in groups and groups and num_tokens + len(ids) > _MAX_PREFILL_TOKENS:
+                break
+            try:
+                sequence.slot = self._store.open(len(ids), sequence.request.most)
+            except Exception as error:  # no memory, say
+                failed.append((self._removed(sequence.request), error))
+                continue
             self._waiting.popleft()
-            sequence.slot = self._store.open(len(ids))
+            num_tokens += len(ids) if ids not in groups else 0
+            groups.setdefault(ids, []).append(sequence)
             num_open += 1
-        return list(leaders.values()), followers
+        return list(groups.values())
+
+    def _removed(self, request: Request) -> Request:
+        """Return the request, of which nothing is left in the engine."""
+        del self._requests[request.request_id]
+        self._waiting = deque(s for s in self._waiting if s.request is not request)
+        for sequence in request.sequences:
+            sequence.finish_reason = sequence.finish_reason or "abort"
+            self._close_slot(sequence)
+        return request
+
+    def _failure_of(self, request: Request, error: Exception, *, is_engine: bool) -> InflightError:
+        what = f"{type(error).__name__}: {error}"
+        if is_engine:
+            return EndpointError(f"the engine failed ({what}); restart the server")
+        num_tokens = sum(len(sequence.token_ids) for sequence in request.sequences)
+        return InvalidRequestError(
+            f"request {request.request_id!r} was ended after {num_tokens} tokens, since it fails in the engine when it "
+            f"runs alone, too ({what}); other requests go on"
+        )
+
+    def _close_slot(self, sequence: Sequence) -> None:
+        if sequence.slot is not None:
+            self._running.pop(sequence.slot, None)
+            self._store.close(sequence.slot)
+            sequence.slot = None
 
     def _append(self, sequence: Sequence, token: int, logprob: float) -> None:
         if not sequence.spans or sequence.spans[-1][0] != self._version:
             sequence.spans.append((self._version, len(sequence.token_ids)))
         sequence.token_ids.append(token)
         sequence.logprobs.append(logprob)
-        request = sequence.request
+        sequence.drawn = None
+
+    def _end_of(self, sequence: Sequence) -> FinishReason | None:
+        """Return why a sequence ends with its last token, None if it goes on."""
+        request, token = sequence.request, sequence.token_ids[-1]
         params = request.sampling
         if (
             token in params.stop_token_ids
             or (token in self._eos_token_ids and not params.ignore_eos)
             or (params.stop and self._hit_stop_string(sequence))
         ):
-            self._finish(sequence, "stop")
-        elif len(sequence.token_ids) >= request.max_tokens:
-            self._finish(sequence, "length")
-        elif request.on_token is not None:
-            request.on_token(sequence)
+            return "stop"
+        return "length" if len(sequence.token_ids) >= request.max_tokens else None
 
     def _hit_stop_string(self, sequence: Sequence) -> bool:
         assert self._decode is not None
@@ -380,10 +495,7 @@ class Engine:
         if sequence.finish_reason is not None:
             return
         sequence.finish_reason = reason
-        if sequence.slot is not None:
-            self._running.pop(sequence.slot, None)
-            self._store.close(sequence.slot)
-            sequence.slot = None
+        self._close_slot(sequence)
         request = sequence.request
         if request.on_token is not None:
             request.on_token(sequence)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,7 +13,7 @@ from inflight.errors import ConfigError
 from inflight.local.chat import ChatFormat
 from inflight.local.endpoint import LocalEndpoint
 from inflight.local.engine import Engine
-from inflight.local.slots import ATTENTION_NAME, register_slot_attention
+from inflight.local.slots import ATTENTION_NAME, register_slot_attention, token_bytes_of
 
 
 def load_endpoint(
@@ -22,11 +24,14 @@ def load_endpoint(
     device: str | None = None,
     max_model_len: int | None = None,
     max_concurrent: int = 64,
+    kv_cache_bytes: int | None = None,
 ) -> LocalEndpoint:
     """Return an endpoint that serves the model in ``path``, its engine running.
 
     ``dtype`` None keeps the stored one, ``device`` None takes a GPU if there is one, ``max_model_len`` None takes what
-    the model allows. Raises `ConfigError` if the directory cannot be served.
+    the model allows. Keys and values take at most ``kv_cache_bytes``; None is what ``max_concurrent`` sequences of
+    ``max_model_len`` take, or half of the memory that there is if that is less. Where it holds fewer tokens than the
+    model allows, the context is as long as it holds. Raises `ConfigError` if the directory cannot be served.
     """
     register_slot_attention()
     chosen = _usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -37,15 +42,34 @@ def load_endpoint(
         raise ConfigError(f"max_model_len {max_model_len} is outside of 2..{allowed}, which the model allows")
     if max_concurrent < 1:
         raise ConfigError(f"max_concurrent must be at least 1, not {max_concurrent}")
+    longest = max_model_len or allowed
+    text_config: Any = model.config
+    text_config = text_config.get_text_config()
+    sequence_bytes = longest * token_bytes_of(text_config, next(model.parameters()).dtype)
+    if kv_cache_bytes is None:
+        kv_cache_bytes = min(max_concurrent * sequence_bytes, max(sequence_bytes, _memory_bytes(chosen) // 2))
+    elif kv_cache_bytes < (sequence_bytes if max_model_len else 2 * sequence_bytes // longest):
+        raise ConfigError(
+            f"kv_cache_bytes {kv_cache_bytes} does not hold one sequence of max_model_len {longest}, which takes "
+            f"{sequence_bytes} bytes of keys and values; allow more, or set a smaller max_model_len"
+        )
     engine = Engine(
         model,
-        max_model_len=max_model_len or allowed,
+        max_model_len=longest,
         max_concurrent=max_concurrent,
         eos_token_ids=_eos_token_ids(model, tokenizer),
         decode=None if tokenizer is None else lambda ids: str(tokenizer.decode(ids)),
+        kv_cache_bytes=kv_cache_bytes,
     )
     chat = ChatFormat(tokenizer) if tokenizer is not None and tokenizer.chat_template else None
     return LocalEndpoint(engine, model, name=name or path.resolve().name, chat=chat)
+
+
+def _memory_bytes(device: torch.device) -> int:
+    """Return the memory of a host, or what is free of a GPU's."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _usable_device(name: str) -> torch.device:

@@ -63,7 +63,8 @@ def _filtered(logits_BV: torch.Tensor, params: Sequence[SamplingParams]) -> torc
             sorted_V, order_V = logits_V.sort(descending=True)
             probabilities_V = sorted_V.softmax(dim=-1)
             before_V = probabilities_V.cumsum(dim=-1) - probabilities_V
-            logits_V[order_V[before_V >= p.top_p]] = -torch.inf
+            # From the second on: a top_p that float32 cannot hold is 0, and so is what lies before the first.
+            logits_V[order_V[1:][before_V[1:] >= p.top_p]] = -torch.inf
         if p.min_p > 0.0:
             probabilities_V = logits_V.softmax(dim=-1)
             logits_V[probabilities_V < p.min_p * probabilities_V.max()] = -torch.inf

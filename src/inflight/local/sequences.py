@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from inflight.errors import InflightError
 from inflight.local.slots import Slot
 from inflight.wire import Completion, SamplingParams, VersionSpan
 
@@ -24,7 +25,15 @@ class Sequence:
     spans: list[tuple[int, int]] = field(default_factory=list)
     """(version, index of its first token), one per version."""
     slot: Slot | None = None
+    drawn: float | None = None
+    """Random number of the next token, kept until that token is there: a step that is repeated draws the same."""
     finish_reason: FinishReason | None = None
+
+    def draw(self) -> float:
+        """Return the random number of the next token."""
+        if self.drawn is None:
+            self.drawn = self.uniform()
+        return self.drawn
 
     def all_ids(self) -> list[int]:
         """Prompt and tokens so far."""
@@ -49,13 +58,22 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request inside the engine; callbacks run in the engine's thread and must not block."""
+    """One request inside the engine; callbacks run in the engine's thread and must not block.
+
+    Either ``on_finished`` is called or ``on_failed``, once.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     max_tokens: int
     on_finished: Callable[[list[Completion]], None]
+    on_failed: Callable[[InflightError], None]
     on_token: Callable[[Sequence], None] | None
     sequences: list[Sequence] = field(default_factory=list)
     num_open: int = 0
+
+    @property
+    def most(self) -> int:
+        """Positions that one of its sequences may come to."""
+        return len(self.prompt_token_ids) + self.max_tokens

@@ -1,7 +1,9 @@
 """Keys and values of running sequences, in slots grouped by length, and attention over them.
 
 Each arena holds sequences of up to ``capacity`` tokens; a sequence that outgrows one moves to the next, twice as large.
-Decoding attends arena by arena, so that a short sequence does not pay for the longest one. Knows nothing of requests.
+Decoding attends arena by arena, so that a short sequence does not pay for the longest one. What a sequence may come to
+need is reserved when it starts, so that those which run can always go on; arenas grow and shrink with their sequences,
+and never take more than the limit. Knows nothing of requests.
 
 Shape suffixes: L layers, S slots, K key-value heads, Q query heads, C capacity, D head dimension, B decoding rows,
 T packed tokens.
@@ -9,7 +11,8 @@ T packed tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +25,6 @@ from inflight.attention import SegmentPlan, segment_attention
 ATTENTION_NAME = "inflight_slots"
 
 _SMALLEST_CAPACITY = 64
-_FIRST_NUM_SLOTS = 8
 
 
 class Arena:
@@ -37,13 +39,21 @@ class Arena:
         self._options = options
         self.keys_LSKCD = torch.empty(self._shape, **options)
         self.values_LSKCD = torch.empty(self._shape, **options)
+        self.slot_bytes = capacity * token_bytes(num_layers, num_kv_heads, head_dim, options["dtype"])
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that memory is held for."""
+        return self.keys_LSKCD.shape[1]
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory that is held."""
+        return self.num_slots * self.slot_bytes
 
     def take(self, slot: Slot) -> None:
         """Give the next row to a slot, emptied: attention multiplies what it masks by zero, and NaN survives that."""
         row = len(self.owners)
-        if row == self.keys_LSKCD.shape[1]:
-            self.keys_LSKCD = self._grown(self.keys_LSKCD)
-            self.values_LSKCD = self._grown(self.values_LSKCD)
         self.keys_LSKCD[:, row] = 0
         self.values_LSKCD[:, row] = 0
         self.owners.append(slot)
@@ -57,32 +67,67 @@ class Arena:
             self.values_LSKCD[:, slot.row] = self.values_LSKCD[:, last.row]
             self.owners[slot.row] = last
             last.row = slot.row
+        slot.row = -1
+        if self.num_slots > 1.5 * len(self.owners) + 1 or not self.owners:
+            with contextlib.suppress(RuntimeError, MemoryError):  # no memory to copy to: it stays as it is
+                self.resize(len(self.owners))
 
-    def _grown(self, tensor_LSKCD: torch.Tensor) -> torch.Tensor:
-        num_slots = tensor_LSKCD.shape[1]
-        shape = (self._shape[0], max(_FIRST_NUM_SLOTS, 2 * num_slots), *self._shape[2:])
-        grown_LSKCD = torch.empty(shape, **self._options)
-        grown_LSKCD[:, :num_slots] = tensor_LSKCD
-        return grown_LSKCD
+    def resize(self, num_slots: int) -> None:
+        """Hold memory for so many slots, at least for those that are occupied. If it raises, nothing changed."""
+        self.keys_LSKCD, self.values_LSKCD = (
+            self._resized(self.keys_LSKCD, num_slots),
+            self._resized(self.values_LSKCD, num_slots),
+        )
+
+    def _resized(self, tensor_LSKCD: torch.Tensor, num_slots: int) -> torch.Tensor:
+        num_taken = len(self.owners)
+        resized_LSKCD = torch.empty((self._shape[0], num_slots, *self._shape[2:]), **self._options)
+        resized_LSKCD[:, :num_taken] = tensor_LSKCD[:, :num_taken]
+        return resized_LSKCD
 
 
 class Slot:
-    """Where one sequence's keys and values are; ``length`` positions are filled."""
+    """Where one sequence's keys and values are: ``length`` positions of them, of at most ``reserved_bytes`` in the end.
 
-    __slots__ = ("arena", "length", "row")
+    ``row`` is -1 while it has no place, which only a move that ran out of memory leaves behind.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("arena", "length", "reserved_bytes", "row")
+
+    def __init__(self, reserved_bytes: int) -> None:
         self.arena: Arena
         self.row = -1
         self.length = 0
+        self.reserved_bytes = reserved_bytes
+
+
+def token_bytes(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Return the bytes of one token's keys and values in all layers."""
+    return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
+
+
+def token_bytes_of(config: Any, dtype: torch.dtype) -> int:
+    """Return the bytes of one token's keys and values in a model of this configuration."""
+    return token_bytes(config.num_hidden_layers, *_heads(config), dtype)
+
+
+def _heads(config: Any) -> tuple[int, int]:
+    """Key-value heads, and the dimension of a head."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads, head_dim
 
 
 class SlotStore:
-    """Keys and values of all running sequences of one model."""
+    """Keys and values of all running sequences of one model, in at most ``limit_bytes``.
 
-    def __init__(self, config: Any, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    Raises what torch raises if even less memory is there: `open` then gave nothing, `reserve` leaves a slot that can
+    only be closed, and no other slot is touched.
+    """
+
+    def __init__(
+        self, config: Any, max_model_len: int, dtype: torch.dtype, device: torch.device, limit_bytes: int
+    ) -> None:
+        num_kv_heads, head_dim = _heads(config)
         options = {"dtype": dtype, "device": device}
         capacities = []
         capacity = _SMALLEST_CAPACITY
@@ -91,11 +136,23 @@ class SlotStore:
             capacity *= 2
         capacities.append(max_model_len)
         self.arenas = [Arena(config.num_hidden_layers, num_kv_heads, c, head_dim, options) for c in capacities]
+        self.limit_bytes = limit_bytes
+        self.reserved_bytes = 0
 
-    def open(self, length: int) -> Slot:
-        """Return a slot with room for ``length`` positions and one more."""
-        slot = Slot()
-        self._arena_for(length + 1).take(slot)
+    @property
+    def size_bytes(self) -> int:
+        """Memory that all arenas hold."""
+        return sum(arena.size_bytes for arena in self.arenas)
+
+    def fits(self, most: int) -> bool:
+        """Return whether a sequence that may come to ``most`` positions can start now."""
+        return self.reserved_bytes + self._arena_for(most).slot_bytes <= self.limit_bytes
+
+    def open(self, length: int, most: int) -> Slot:
+        """Return a slot with room for ``length`` positions and one more, which may come to ``most``."""
+        slot = Slot(self._arena_for(most).slot_bytes)
+        self._take(self._arena_for(length + 1), slot)
+        self.reserved_bytes += slot.reserved_bytes
         return slot
 
     def reserve(self, slot: Slot) -> None:
@@ -106,7 +163,7 @@ class SlotStore:
         keys_LKCD = old.keys_LSKCD[:, row, :, :length].clone()
         values_LKCD = old.values_LSKCD[:, row, :, :length].clone()
         old.free(slot)
-        self._arena_for(length + 1).take(slot)
+        self._take(self._arena_for(length + 1), slot)
         slot.arena.keys_LSKCD[:, slot.row, :, :length] = keys_LKCD
         slot.arena.values_LSKCD[:, slot.row, :, :length] = values_LKCD
 
@@ -119,7 +176,22 @@ class SlotStore:
 
     def close(self, slot: Slot) -> None:
         """Give a slot back."""
-        slot.arena.free(slot)
+        self.reserved_bytes -= slot.reserved_bytes
+        if slot.row >= 0:
+            slot.arena.free(slot)
+
+    def _take(self, arena: Arena, slot: Slot) -> None:
+        """Give a slot a row, in an arena that grows by a quarter if it is full and the limit leaves that much."""
+        needed = len(arena.owners) + 1
+        if needed > arena.num_slots:
+            wanted = needed + needed // 4
+            if self.size_bytes + (wanted - arena.num_slots) * arena.slot_bytes > self.limit_bytes:
+                wanted = needed
+                for other in self.arenas:
+                    if other.num_slots > len(other.owners):
+                        other.resize(len(other.owners))
+            arena.resize(wanted)
+        arena.take(slot)
 
     def _arena_for(self, length: int) -> Arena:
         return next((arena for arena in self.arenas if arena.capacity >= length), self.arenas[-1])
@@ -127,7 +199,10 @@ class SlotStore:
 
 @dataclass(frozen=True, slots=True)
 class _ArenaRows:
-    """Decoding rows ``start <= b < stop`` of the packed batch: the first slots of one arena, in order."""
+    """Decoding rows ``start <= b < stop`` of the packed batch, and which ``rows_B`` of one arena they are.
+
+    ``is_all`` says that they are the first of the arena in order, so that none has to be copied.
+    """
 
     arena: Arena
     start: int
@@ -136,19 +211,27 @@ class _ArenaRows:
     positions_B: torch.Tensor
     rows_B: torch.Tensor
     visible_B11C: torch.Tensor | None
+    is_all: bool
 
 
 class StepPlan:
     """How one forward attends: first one token for each decoding slot, then whole segments to prefill.
 
-    Decoding rows come arena by arena, in the order of each arena's owners, and all of them take part.
+    Decoding rows come arena by arena, in the order of each arena's owners. All of them take part, or those of ``only``.
     """
 
-    def __init__(self, store: SlotStore, prefill: Sequence[Slot], lengths: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self,
+        store: SlotStore,
+        prefill: Sequence[Slot],
+        lengths: Sequence[int],
+        device: torch.device,
+        only: Collection[Slot] | None = None,
+    ) -> None:
         self._decoding: list[_ArenaRows] = []
         self.decoding_slots: list[Slot] = []
         for arena in store.arenas:
-            owners = [slot for slot in arena.owners if slot.length]
+            owners = [slot for slot in arena.owners if slot.length and (only is None or slot in only)]
             if not owners:
                 continue
             start = len(self.decoding_slots)
@@ -159,9 +242,11 @@ class StepPlan:
             visible_B11C = None
             if min(positions) + 1 < longest:
                 visible_B11C = (torch.arange(longest, device=device) <= positions_B[:, None])[:, None, None]
-            rows_B = torch.arange(len(owners), device=device)
+            rows = [slot.row for slot in owners]
+            rows_B = torch.tensor(rows, device=device)
+            is_all = rows == list(range(len(rows)))
             self._decoding.append(
-                _ArenaRows(arena, start, len(self.decoding_slots), longest, positions_B, rows_B, visible_B11C)
+                _ArenaRows(arena, start, len(self.decoding_slots), longest, positions_B, rows_B, visible_B11C, is_all)
             )
         self._prefill = list(zip(prefill, lengths, strict=True))
         self._segments = SegmentPlan.build(tuple(lengths), device) if prefill else None
@@ -220,7 +305,10 @@ def _decode(
     keys_SKCD[part.rows_B, :, part.positions_B] = key_1KTD[0, :, rows].transpose(0, 1)
     values_SKCD[part.rows_B, :, part.positions_B] = value_1KTD[0, :, rows].transpose(0, 1)
     num_rows = part.stop - part.start
-    keys_BKCD, values_BKCD = keys_SKCD[:num_rows, :, : part.longest], values_SKCD[:num_rows, :, : part.longest]
+    if part.is_all:
+        keys_BKCD, values_BKCD = keys_SKCD[:num_rows, :, : part.longest], values_SKCD[:num_rows, :, : part.longest]
+    else:
+        keys_BKCD, values_BKCD = (it[part.rows_B, :, : part.longest] for it in (keys_SKCD, values_SKCD))
     num_kv_heads, head_dim = keys_SKCD.shape[1], keys_SKCD.shape[3]
     # Queries that share a key-value head become the query positions of that head: no key is repeated in memory.
     query_BKGD = query_1QTD[0, :, rows].transpose(0, 1).reshape(num_rows, num_kv_heads, -1, head_dim)

@@ -17,9 +17,17 @@ import torch
 import torch.nn.functional as F
 
 from inflight.contracts import Task
+from inflight.errors import ConfigError
 
 Family = Literal["llama", "qwen2", "qwen3"]
 Style = Literal["answer", "grown"]
+
+_LONGEST_ENDS = 160
+"""Characters of all ends together: the ends of up to sixteen characters grow by one."""
+_MAX_TOKENS_PER_STEP = 3072
+"""Of a step of imitation, padding included: the time of a step does not grow with the length of the problems."""
+
+_FIRST_PROBLEM = 1_000_000_000
 
 PAD, EOS = 256, 257
 VOCAB_SIZE = 258
@@ -97,12 +105,16 @@ def demonstration(answer: str, style: Style) -> str:
     """Return the completion that the warm start imitates.
 
     ``grown`` first writes the ends of the answer, each one character longer than the last (``s us nus``), then the
-    answer between tags. Every end copies the one before it, which gives copying dense practice.
+    answer between tags. Every end copies the one before it, which gives copying dense practice. Ends of a long answer
+    grow by more characters at a time, so that together they are no longer than a few short lines.
     """
     if style == "answer":
         return answer
-    ends = " ".join(answer[i:] for i in reversed(range(len(answer))))
-    return f"<think>{ends}</think><answer>{answer}</answer>"
+    for stride in range(1, len(answer) + 1):
+        ends = " ".join(answer[i:] for i in reversed(range(0, len(answer), stride)))
+        if len(ends) <= _LONGEST_ENDS:
+            return f"<think>{ends}</think><answer>{answer}</answer>"
+    return f"<think></think><answer>{answer}</answer>"
 
 
 def warm_start(
@@ -118,26 +130,43 @@ def warm_start(
     clean_fraction: float = 0.8,
     on_progress: Callable[[int, float], None] | None = None,
 ) -> None:
-    """Imitate demonstrations of a task for ``num_steps`` steps of ``batch_size`` problems.
+    """Imitate demonstrations of a task for ``num_steps`` steps of up to ``batch_size`` problems, fewer of long ones.
 
     For the first ``clean_fraction`` of the steps all demonstrations are right; then ``wrong_fraction`` of them lead to
-    a corrupted answer. Problems come from the far end of the task, which a run never reaches. ``on_progress(step,
-    loss)`` is called after every tenth step. The result depends on the seed and the machine's arithmetic only.
+    a corrupted answer. Problems come from the far end of the task, which a run never reaches; those that do not fit
+    into the model's context are left out. ``on_progress(step, loss)`` is called after every step. The result depends on
+    the seed and the machine's arithmetic only. Raises `ConfigError` if most of the first problems do not fit.
     """
     rng = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
-    first = 1_000_000_000
+    context = model.config.max_position_embeddings
     model.train()
     for step in range(num_steps):
         fraction = step / num_steps
         wrong = wrong_fraction if fraction >= clean_fraction else 0.0
-        rows = []
+        rows: list[tuple[list[int], list[int]]] = []
+        longest, too_long = 0, []
         for i in range(batch_size):
-            item = task.item(first + step * batch_size + i)
+            item = task.item(_FIRST_PROBLEM + step * batch_size + i)
             answer = item.answer or ""
             if rng.random() < wrong:
                 answer = corrupt(answer, rng)
-            rows.append(([*item.prompt.encode(), 10], [*demonstration(answer, style).encode(), EOS]))
+            row = _row(item.prompt, answer, style)
+            length = len(row[0]) + len(row[1])
+            if length > context:
+                too_long.append(length)
+                continue
+            longest = max(longest, length)
+            if rows and longest * (len(rows) + 1) > _MAX_TOKENS_PER_STEP:
+                break
+            rows.append(row)
+        if step == 0 and len(too_long) > len(rows):
+            raise ConfigError(
+                f"{len(too_long)} of the first {len(too_long) + len(rows)} problems of {task.name} do not fit into "
+                f"{context} tokens, the longest has {max(too_long)}: give a larger max_model_len"
+            )
+        if not rows:
+            continue
         for group in optimizer.param_groups:
             group["lr"] = learning_rate * min(1.0, (step + 1) / 50, max(0.03, (1 - fraction) / 0.4))
         loss = _imitation_loss(model, rows)
@@ -145,9 +174,21 @@ def warm_start(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if on_progress is not None and step % 10 == 9:
+        if on_progress is not None:
             on_progress(step + 1, loss.item())
     model.eval()
+
+
+def context_of(task: Task, style: Style, num_problems: int = 32) -> int:
+    """Return how many tokens a model needs for problems of a task: 512, or a multiple of it that leaves some room."""
+    items = [task.item(_FIRST_PROBLEM + i) for i in range(num_problems)]
+    longest = max(sum(map(len, _row(item.prompt, item.answer or "", style))) for item in items)
+    return 512 * max(1, -(-longest * 5 // (4 * 512)))
+
+
+def _row(prompt: str, answer: str, style: Style) -> tuple[list[int], list[int]]:
+    """Return the tokens of a prompt and of its demonstration."""
+    return [*prompt.encode(), 10], [*demonstration(answer, style).encode(), EOS]
 
 
 def corrupt(answer: str, rng: random.Random) -> str:

@@ -19,7 +19,11 @@ from inflight.losses.pieces import Piece
 from inflight.losses.targets import Targets
 
 Counted = Literal["before", "after"]
-"""Whether a denominator counts targets before or after corrections have rejected some."""
+"""Whether a denominator counts before or after corrections have rejected targets.
+
+``before``: all targets and, as papers write it, all completions, those without a target too. ``after``: the targets
+that are left, and the completions that have one of them.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +33,13 @@ class Counts:
     num_tokens: float
     """Targets."""
     num_sequences: float
-    """Segments with at least one target."""
+    """Completions; of those after rejection, only such as have a target left."""
     tokens_P: tuple[float, ...] = ()
     """Targets of each prompt's completions together; empty if no denominator asks for it."""
 
     @property
     def num_prompts(self) -> int:
-        """Prompts with at least one target."""
+        """Prompts with at least one target, before or after rejection."""
         return sum(tokens > 0 for tokens in self.tokens_P)
 
 
@@ -47,7 +51,10 @@ class TokenMean(Piece):
 
 
 class SegmentMean(Piece):
-    """1 / (N_sequences L_i): every sequence weighs the same, and so a token of a short one more (GRPO, 2402.03300)."""
+    """1 / (N_sequences L_i): every sequence weighs the same, and so a token of a short one more (GRPO, 2402.03300).
+
+    L_i counts targets.
+    """
 
     kind: Literal["segment_mean"] = "segment_mean"
     counted: Counted = "before"

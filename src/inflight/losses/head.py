@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from inflight.errors import InvalidRequestError
+from inflight.errors import InvalidRequestError, UnsupportedError
 
 CHUNK_SIZE = 1024
 VOCAB_CHUNK_SIZE = 4096
@@ -50,10 +50,12 @@ def chunked_logprobs(
     targets with a gradient other than 0 only. Gradients go to hidden states, weight and bias; they are accumulated in
     the dtype of the computation and rounded to their own once. With ``kept``, the softmax is over those tokens.
 
-    Raises `InvalidRequestError` if shapes do not fit, a target is no token of the vocabulary or not among those that
-    were ``kept``, or a temperature is not above 0.
+    Raises `InvalidRequestError` if shapes, dtypes or devices do not fit, a target is no token of the vocabulary or not
+    among those that were ``kept``, a temperature is not above 0 and finite, or a chunk is smaller than 1; and
+    `UnsupportedError` from the backward of its gradients: there is no second derivative.
     """
-    _check(hidden_NH, weight_VH, targets_N, temperature_N)
+    _check(hidden_NH, weight_VH, targets_N, temperature_N, bias_V, chunk_size, vocab_chunk_size)
+    _check_kept(kept, targets_N, len(weight_VH))
     return _Head.apply(  # type: ignore[no-any-return, no-untyped-call]
         hidden_NH, weight_VH, bias_V, targets_N, temperature_N, kept, chunk_size, vocab_chunk_size, False
     )[0]
@@ -71,7 +73,8 @@ def chunked_logprobs_and_entropy(
     vocab_chunk_size: int = VOCAB_CHUNK_SIZE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `chunked_logprobs` and the exact entropy of each distribution in nats, [N]; both differentiable once."""
-    _check(hidden_NH, weight_VH, targets_N, temperature_N)
+    _check(hidden_NH, weight_VH, targets_N, temperature_N, bias_V, chunk_size, vocab_chunk_size)
+    _check_kept(kept, targets_N, len(weight_VH))
     return _Head.apply(  # type: ignore[no-any-return, no-untyped-call]
         hidden_NH, weight_VH, bias_V, targets_N, temperature_N, kept, chunk_size, vocab_chunk_size, True
     )
@@ -92,12 +95,50 @@ def one_pass(
     ``loss_of`` is given the logprobs of some targets and which they are, and returns their part of the loss, a scalar.
     So it must be a sum over targets in which no term depends on the logprob of another. Logits of ``chunk_size``
     targets and the whole vocabulary exist at a time, once: a third less arithmetic than two passes. What the result is
-    multiplied by later is applied to the finished gradients. Raises as `chunked_logprobs` does.
+    multiplied by later is applied to the finished gradients. Raises as `chunked_logprobs` does, and
+    `InvalidRequestError` if a part of the loss is not a scalar.
     """
-    _check(hidden_NH, weight_VH, targets_N, temperature_N)
+    _check(hidden_NH, weight_VH, targets_N, temperature_N, bias_V, chunk_size)
+    # Of no elements, and of the same graph as the inputs: holding on to it does not hold on to them.
+    origin = sum(tensor[:0].sum() for tensor in (hidden_NH, weight_VH, bias_V) if tensor is not None)
     return _OnePass.apply(  # type: ignore[no-any-return, no-untyped-call]
-        hidden_NH, weight_VH, bias_V, targets_N, temperature_N, loss_of, chunk_size
+        hidden_NH, weight_VH, bias_V, targets_N, temperature_N, loss_of, chunk_size, origin
     )
+
+
+def _only_once(backward: Callable[..., tuple[torch.Tensor | None, ...]]) -> Callable[..., Any]:
+    """Make a backward that refuses to be differentiated itself, with respect to anything that it was computed from.
+
+    torch's ``once_differentiable`` refuses only if the upstream gradient carries a gradient, and only in a backward
+    that goes to all leaves: second derivatives of a plain sum would be 0 in silence.
+    """
+
+    @wraps(backward)
+    def wrapper(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        with torch.no_grad():
+            gradients = backward(ctx, *upstream)
+        if not torch.is_grad_enabled():
+            return gradients
+        origins = [tensor for tensor in (*upstream, *saved) if tensor is not None and tensor.requires_grad]
+        present = [gradient for gradient in gradients if gradient is not None]
+        refusing = iter(_Refused.apply(len(present), *present, *origins))  # type: ignore[no-untyped-call]
+        return tuple(None if gradient is None else next(refusing) for gradient in gradients)
+
+    return wrapper
+
+
+class _Refused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, num_gradients: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tensors[:num_gradients]
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[None, ...]:
+        raise UnsupportedError(
+            "the chunked head has no second derivative: compute logprobs that are differentiated twice with "
+            "torch.log_softmax over the whole vocabulary"
+        )
 
 
 class _Head(torch.autograd.Function):
@@ -144,15 +185,12 @@ class _Head(torch.autograd.Function):
         logprobs_N = target_logits_N - normaliser_N
         # Entropy: log of the sum minus the mean logit, both relative to the largest.
         entropy_N = total_N.log() - weighted_N / total_N if with_entropy else None
-        if kept is not None and not logprobs_N.isfinite().all():
-            lost = int((~logprobs_N.isfinite()).nonzero()[0])
-            raise InvalidRequestError(f"target {lost} (token {int(targets_N[lost])}) is not among its kept tokens")
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, temperature_N, normaliser_N, entropy_N)
         ctx.kept, ctx.sizes = kept, (chunk_size, vocab_chunk_size)
         return logprobs_N, entropy_N
 
     @staticmethod
-    @once_differentiable
+    @_only_once
     def backward(
         ctx: Any, grad_logprobs_N: torch.Tensor | None, grad_entropy_N: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
@@ -230,6 +268,7 @@ class _OnePass(torch.autograd.Function):
         temperature_N: torch.Tensor,
         loss_of: Callable[[torch.Tensor, slice], torch.Tensor],
         chunk_size: int,
+        origin: torch.Tensor,
     ) -> torch.Tensor:
         dtype = _dtype_of(hidden_NH)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -249,7 +288,7 @@ class _OnePass(torch.autograd.Function):
                 sums_C = powers_CV.sum(1)
                 with torch.enable_grad():
                     leaf_C = (chosen_C - shift_C - sums_C.log()).requires_grad_()
-                    part = loss_of(leaf_C, rows)
+                    part = _scalar(loss_of(leaf_C, rows), rows)
                     (gradient_C,) = torch.autograd.grad(part, leaf_C, allow_unused=True, materialize_grads=True)
                 total += part.detach()
                 active_C = gradient_C.nonzero().squeeze(1)
@@ -275,18 +314,19 @@ class _OnePass(torch.autograd.Function):
             grad_hidden_NH,
             None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype),
             None if grad_bias_V is None or bias_V is None else grad_bias_V.to(bias_V.dtype),
+            origin,
         )
         return total
 
     @staticmethod
-    @once_differentiable
+    @_only_once
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # Scaled in place unless by 1: a second copy of the weight's gradient would be as large as the first.
         scaled = [
             gradient if gradient is None or upstream.item() == 1.0 else gradient.mul_(upstream)
-            for gradient in ctx.saved_tensors
+            for gradient in ctx.saved_tensors[:3]
         ]
-        return *scaled, *[None] * 4
+        return *scaled, *[None] * 5
 
 
 _DENSE = 0.75
@@ -343,15 +383,36 @@ class _Tiles:
 
 
 def _check(
-    hidden_NH: torch.Tensor, weight_VH: torch.Tensor, targets_N: torch.Tensor, temperature_N: torch.Tensor
+    hidden_NH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    targets_N: torch.Tensor,
+    temperature_N: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    *chunk_sizes: int,
 ) -> None:
-    shapes = [list(tensor.shape) for tensor in (hidden_NH, weight_VH, targets_N, temperature_N)]
+    named = {"hidden": hidden_NH, "weight": weight_VH, "targets": targets_N, "temperature": temperature_N}
+    shapes = [list(tensor.shape) for tensor in named.values()]
     rows = shapes[0][:1]
     if len(shapes[0]) != 2 or shapes[1][1:] != shapes[0][1:] or shapes[2] != rows or shapes[3] != rows:
         raise InvalidRequestError(
             f"hidden {shapes[0]}, weight {shapes[1]}, targets {shapes[2]} and temperature {shapes[3]} do not fit: "
             "they are [N, H], [V, H], [N] and [N]"
         )
+    if bias_V is not None:
+        named["bias"] = bias_V
+        if list(bias_V.shape) != shapes[1][:1]:
+            raise InvalidRequestError(f"bias {list(bias_V.shape)} does not fit weight {shapes[1]}: it is [V]")
+    for name, tensor in named.items():
+        dtype = tensor.dtype
+        fits = dtype == torch.int64 if name == "targets" else dtype.is_floating_point
+        if not fits and (name != "temperature" or dtype.is_complex):
+            wanted = "int64" if name == "targets" else "a floating-point dtype"
+            raise InvalidRequestError(f"{name} must be of {wanted}, not {dtype}")
+        if tensor.device != hidden_NH.device:
+            raise InvalidRequestError(f"{name} is on {tensor.device}, hidden on {hidden_NH.device}: move one of them")
+    for size in chunk_sizes:
+        if not isinstance(size, int) or size < 1:
+            raise InvalidRequestError(f"a chunk must hold at least 1 target and 1 token of the vocabulary, not {size}")
     wrong_N = (targets_N < 0) | (targets_N >= len(weight_VH))
     if wrong_N.any():
         first = int(wrong_N.nonzero()[0])
@@ -359,11 +420,56 @@ def _check(
             f"target {first} is token {int(targets_N[first])}, the vocabulary has {len(weight_VH)}: select the targets "
             "of hidden states and of temperatures alike"
         )
-    if not (temperature_N > 0).all():
-        first = int((~(temperature_N > 0)).nonzero()[0])
+    # Logits are multiplied by the inverse: one that overflows or vanishes would leave NaN or no difference of them.
+    inverse_N = 1 / temperature_N.to(_dtype_of(hidden_NH))
+    wrong_N = ~((inverse_N > 0) & inverse_N.isfinite())
+    if wrong_N.any():
+        first = int(wrong_N.nonzero()[0])
         raise InvalidRequestError(
-            f"the temperature of target {first} is {temperature_N[first].item()}; greedy tokens are scored at 1"
+            f"the temperature of target {first} is {temperature_N[first].item()}: it must be above 0 and finite; "
+            "greedy tokens are scored at 1"
         )
+
+
+def _check_kept(kept: KeptTokens | None, targets_N: torch.Tensor, vocab_size: int) -> None:
+    if kept is None:
+        return
+    token_ids_K, offsets = kept.token_ids_K, kept.offsets
+    for name, tensor in (("token_ids_K", token_ids_K), ("offsets", offsets)):
+        if tensor.dim() != 1 or tensor.dtype != torch.int64 or tensor.device != targets_N.device:
+            raise InvalidRequestError(
+                f"{name} of the kept tokens is {list(tensor.shape)} of {tensor.dtype} on {tensor.device}: it has one "
+                f"dimension, int64, on {targets_N.device}"
+            )
+    sizes_N = offsets.diff()
+    if len(offsets) != len(targets_N) + 1 or offsets[0] != 0 or offsets[-1] != len(token_ids_K) or (sizes_N < 0).any():
+        raise InvalidRequestError(
+            f"the offsets of the kept tokens do not cut {len(token_ids_K)} tokens among {len(targets_N)} targets: they "
+            f"are {len(targets_N) + 1}, from 0 up to {len(token_ids_K)}, and never fall"
+        )
+    wrong_K = (token_ids_K < 0) | (token_ids_K >= vocab_size)
+    if wrong_K.any():
+        first = int(wrong_K.nonzero()[0])
+        raise InvalidRequestError(
+            f"kept token {first} is token {int(token_ids_K[first])}, the vocabulary has {vocab_size}"
+        )
+    row_K = torch.repeat_interleave(torch.arange(len(sizes_N), device=offsets.device), sizes_N)
+    found_N = torch.zeros_like(targets_N, dtype=torch.bool)
+    found_N[row_K[token_ids_K == targets_N[row_K]]] = True
+    if not found_N.all():
+        lost = int((~found_N).nonzero()[0])
+        raise InvalidRequestError(f"target {lost} (token {int(targets_N[lost])}) is not among its kept tokens")
+
+
+def _scalar(part: torch.Tensor, rows: slice) -> torch.Tensor:
+    """Return a part of the loss as a scalar that may be differentiated, a constant included."""
+    if not isinstance(part, torch.Tensor) or part.dim() or not part.dtype.is_floating_point:
+        what = f"{list(part.shape)} of {part.dtype}" if isinstance(part, torch.Tensor) else repr(part)
+        raise InvalidRequestError(
+            f"loss_of returned {what} for targets {rows.start} to {rows.stop - 1}: it returns their part of the loss, "
+            "a scalar"
+        )
+    return part if part.requires_grad else part.detach().requires_grad_()
 
 
 def _dtype_of(hidden_NH: torch.Tensor) -> torch.dtype:

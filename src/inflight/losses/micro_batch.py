@@ -7,12 +7,15 @@ Shape suffixes: T packed tokens, N targets (tokens with a true loss mask).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from inflight.errors import InvalidRequestError, NonFiniteError
 from inflight.types import MicroBatch, Sample
+
+NO_GROUP = -1
+"""Group of a segment that is no completion."""
 
 
 def collate(samples: Sequence[Sample], device: torch.device | str | None = None) -> MicroBatch:
@@ -50,7 +53,7 @@ def collate(samples: Sequence[Sample], device: torch.device | str | None = None)
         return torch.where(loss_mask_T, values_T, 0.0)
 
     lengths_S = torch.tensor(lengths, device=device)
-    temperature_S = torch.tensor([sample.rollout.temperature or 1.0 for sample in samples], device=device)
+    temperature_S = torch.tensor([float(sample.rollout.temperature or 1.0) for sample in samples], device=device)
     segment_ids_T = torch.arange(len(samples), device=device).repeat_interleave(lengths_S)
     token_ids = [t for s in samples for t in (*s.rollout.prompt_token_ids, *s.rollout.completion_token_ids)]
     return MicroBatch(
@@ -72,23 +75,69 @@ def empty_micro_batch(device: torch.device | str | None = None) -> MicroBatch:
     """Return two tokens of which none is a target, for a rank that has run out of data.
 
     Every rank must run the same forwards and backwards, or the collectives inside of them wait for each other. The loss
-    of this micro-batch is 0, its gradient is 0, and its metrics have no weight.
+    of this micro-batch is 0, its gradient is 0, its metrics have no weight, and no denominator counts it.
     """
-    zeros_T = torch.zeros(2, device=device)
-    zero_ids_T = torch.zeros(2, dtype=torch.int64, device=device)
+
+    def zeros(dtype: torch.dtype) -> torch.Tensor:
+        # A tensor of its own for each field: those that share memory cannot be sent.
+        return torch.zeros(2, dtype=dtype, device=device)
+
     return MicroBatch(
-        token_ids_T=zero_ids_T,
+        token_ids_T=zeros(torch.int64),
         position_ids_T=torch.arange(2, device=device),
-        segment_ids_T=zero_ids_T,
+        segment_ids_T=zeros(torch.int64),
         segment_lengths=(2,),
-        loss_mask_T=torch.zeros(2, dtype=torch.bool, device=device),
-        behaviour_logprobs_T=zeros_T,
-        advantages_T=zeros_T,
+        loss_mask_T=zeros(torch.bool),
+        behaviour_logprobs_T=zeros(torch.float32),
+        advantages_T=zeros(torch.float32),
         temperature_T=torch.ones(2, device=device),
         versions_T=torch.full((2,), -1, device=device),
-        reference_logprobs_T=zeros_T,
-        group_ids_S=torch.zeros(1, dtype=torch.int64, device=device),
+        reference_logprobs_T=zeros(torch.float32),
+        group_ids_S=torch.full((1,), NO_GROUP, device=device),
     )
+
+
+_KINDS: Mapping[str, torch.dtype | None] = {
+    "loss_mask_T": torch.bool,
+    "segment_ids_T": torch.int64,
+    "versions_T": torch.int64,
+    "group_ids_S": torch.int64,
+    "behaviour_logprobs_T": None,
+    "advantages_T": None,
+    "reference_logprobs_T": None,
+    "proximal_logprobs_T": None,
+}
+"""Dtype of each field that losses read; None: a floating-point one."""
+
+
+def check_micro_batch(batch: MicroBatch, **of_trainer_T: torch.Tensor | None) -> None:
+    """Raise `InvalidRequestError` unless what losses read of a micro-batch, and more values of its tokens, fit.
+
+    Shapes, dtypes, one device, and segment ids that are within its segments.
+    """
+    num_segments = len(batch.segment_lengths)
+    device = batch.loss_mask_T.device
+    fields = {name: getattr(batch, name) for name in _KINDS}
+    for name, tensor in (fields | of_trainer_T).items():
+        if tensor is None:
+            continue
+        shape = (num_segments,) if name.endswith("_S") else (batch.num_tokens,)
+        if tensor.shape != shape:
+            raise InvalidRequestError(
+                f"{name} is {list(tensor.shape)}, the micro-batch has {batch.num_tokens} tokens in "
+                f"{num_segments} segments"
+            )
+        wanted = _KINDS.get(name)
+        if tensor.dtype != wanted if wanted is not None else not tensor.dtype.is_floating_point:
+            raise InvalidRequestError(f"{name} must be of {wanted or 'a floating-point dtype'}, not {tensor.dtype}")
+        if tensor.device != device:
+            raise InvalidRequestError(f"{name} is on {tensor.device}, loss_mask_T on {device}: move one of them")
+    ids_T = batch.segment_ids_T
+    if ids_T.numel() and not 0 <= ids_T.min() <= ids_T.max() < num_segments:
+        raise InvalidRequestError(
+            f"segment_ids_T go from {int(ids_T.min())} to {int(ids_T.max())}, the micro-batch has {num_segments} "
+            "segments"
+        )
 
 
 def finite_targets(values_T: torch.Tensor, loss_mask_T: torch.Tensor, name: str) -> torch.Tensor:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
+from pydantic import ValidationError
 
 from inflight.errors import InvalidRequestError
 from inflight.losses.gates import Gate, PpoClip, Score
@@ -31,10 +34,11 @@ def grpo_loss(
     its number of targets everywhere: a mean of the parts' means gives targets of short parts more weight. Gradients
     are then to be summed; where they are averaged over R ranks, as DDP does, give a denominator R times smaller.
 
-    Raises `InvalidRequestError` if the shapes do not fit, `NonFiniteError` if a behaviour logprob or an advantage of a
+    Raises `InvalidRequestError` if shapes, dtypes or devices do not fit, a clip is negative, or the denominator is not
+    one number above 0, `NonFiniteError` if a behaviour logprob or an advantage of a
     target is not finite. Metrics: those of the ratios, ``clip_fraction_high`` and ``clip_fraction_low``.
     """
-    gate = PpoClip(low=clip_low, high=clip_high)
+    gate = _gate(PpoClip, low=clip_low, high=clip_high)
     return _summed(gate, trainer_logprobs, behaviour_logprobs, advantages, loss_mask, denominator)
 
 
@@ -51,7 +55,15 @@ def reinforce_loss(
 
     Tensors, ``denominator``, errors: as in `grpo_loss`. Metrics: those of the ratios, and ``truncated_fraction``.
     """
-    return _summed(Score(high=cap), trainer_logprobs, behaviour_logprobs, advantages, loss_mask, denominator)
+    gate = _gate(Score, high=cap)
+    return _summed(gate, trainer_logprobs, behaviour_logprobs, advantages, loss_mask, denominator)
+
+
+def _gate(kind: type[PpoClip] | type[Score], **bounds: float) -> Gate:
+    try:
+        return kind.model_validate(bounds)
+    except ValidationError as error:
+        raise InvalidRequestError(f"{bounds} are no bounds of {kind.__name__}: {error.errors()[0]['msg']}") from error
 
 
 def _summed(
@@ -66,6 +78,23 @@ def _summed(
     for name, tensor in (("behaviour_logprobs", behaviour_logprobs), ("loss_mask", loss_mask)):
         if tensor.shape != shape:
             raise InvalidRequestError(f"{name} are {list(tensor.shape)}, but trainer_logprobs {list(shape)}")
+    given = {
+        "trainer_logprobs": trainer_logprobs,
+        "behaviour_logprobs": behaviour_logprobs,
+        "advantages": advantages,
+        "loss_mask": loss_mask,
+    }
+    for name, tensor in given.items():
+        if tensor.dtype.is_complex or (name.endswith("logprobs") and not tensor.dtype.is_floating_point):
+            raise InvalidRequestError(
+                f"{name} must be of a real dtype, logprobs of a floating-point one, not {tensor.dtype}"
+            )
+        if tensor.device != trainer_logprobs.device:
+            raise InvalidRequestError(f"{name} are on {tensor.device}, trainer_logprobs on {trainer_logprobs.device}")
+    if denominator is not None and not (
+        (not isinstance(denominator, torch.Tensor) or denominator.numel() == 1) and 0 < float(denominator) < math.inf
+    ):
+        raise InvalidRequestError(f"denominator must be one number above 0 and finite, not {denominator}")
     per_target = advantages.reshape(*advantages.shape, *[1] * (len(shape) - advantages.dim()))
     sizes = list(per_target.shape)
     if len(sizes) != len(shape) or any(size not in (1, full) for size, full in zip(sizes, shape, strict=True)):

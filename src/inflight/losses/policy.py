@@ -35,7 +35,7 @@ from inflight.losses.metrics import (
     ratio_metrics,
     staleness_metrics,
 )
-from inflight.losses.micro_batch import finite_targets
+from inflight.losses.micro_batch import NO_GROUP, check_micro_batch, finite_targets
 from inflight.losses.penalties import Distillation, Entropy, Kl, Penalty, SquaredLogRatio
 from inflight.losses.pieces import Piece
 from inflight.losses.targets import Level, Targets
@@ -50,10 +50,12 @@ of the whole step before its first micro-batch is trained on, for `prepare`."""
 class Plan:
     """What `prepare` found out about one optimizer step; the same on every rank."""
 
+    loss: PolicyLoss
+    """Whose it is."""
     before: Counts
-    """Of all targets."""
+    """Of all targets and completions."""
     after: Counts
-    """Of those that no correction rejects; the same as ``before`` if no denominator asks."""
+    """Of targets that no correction rejects and completions that have one; as ``before`` if no denominator asks."""
     thresholds: tuple[float | None, ...] = ()
     """Of each correction that has a statistic of the whole step, in the order of the corrections."""
     current_version: int | None = None
@@ -139,17 +141,9 @@ class PolicyLoss(Piece):
         Computed in float64; the loss has the dtype of ``trainer_logprobs_T``. What stands at masked positions, NaN
         included, has no effect on loss or gradient. Raises `NonFiniteError` if a behaviour logprob (see
         ``non_finite``), reference logprob or advantage of a target is not finite, `InvalidRequestError` if the
-        micro-batch lacks what the loss `needs`, the logprobs are not [T], or the plan is of another loss.
+        micro-batch lacks what the loss `needs`, shapes, dtypes or devices do not fit, or the plan is of another loss.
         """
-        if trainer_logprobs_T.shape != batch.loss_mask_T.shape:
-            raise InvalidRequestError(
-                f"trainer_logprobs are {list(trainer_logprobs_T.shape)}, the micro-batch has {batch.num_tokens} tokens"
-            )
-        if len(plan.thresholds) != len(self.corrections):
-            raise InvalidRequestError(
-                f"the plan is of a loss with {len(plan.thresholds)} corrections, this one has {len(self.corrections)}: "
-                "prepare it with this loss"
-            )
+        self._check(batch, plan, trainer_logprobs_T=trainer_logprobs_T, entropy_T=entropy_T)
         targets = self._targets(batch, trainer_logprobs_T, plan.current_version, entropy_T)
         weight_N, keep_N = self._correct(targets, plan.thresholds)
         shares = [self._shares(it, targets, keep_N, batch, plan) for it in self._aggregations]
@@ -179,7 +173,11 @@ class PolicyLoss(Piece):
         *,
         entropy_T: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return d loss / d trainer logprobs [T], and d loss / d entropy [T] if entropies are given."""
+        """Return d loss / d trainer logprobs [T], and d loss / d entropy [T] if entropies are given.
+
+        Raises as a call does.
+        """
+        self._check(batch, plan, trainer_logprobs_T=trainer_logprobs_T, entropy_T=entropy_T)
         leaves = [trainer_logprobs_T.detach().requires_grad_()]
         if entropy_T is not None:
             leaves.append(entropy_T.detach().requires_grad_())
@@ -194,13 +192,16 @@ class PolicyLoss(Piece):
         """Return what `inflight.losses.one_pass` asks for: the part of the loss of some of the batch's targets.
 
         Targets are those of ``loss_mask_T``, in order. Raises `InvalidRequestError` if the loss couples targets: its
-        `locality` must be ``token``, its denominators count before rejection, and it must not need entropies.
+        `locality` must be ``token``, its denominators count before rejection, and it must not need entropies. It and
+        what it returns raise as a call does.
         """
-        if self.locality != "token" or any(map(counts_after_rejection, self._aggregations)) or "entropy" in self.needs:
+        rejects = bool(self.corrections) and any(map(counts_after_rejection, self._aggregations))
+        if self.locality != "token" or rejects or "entropy" in self.needs:
             raise InvalidRequestError(
                 "the loss of a target depends on other targets or on entropies, so it cannot be computed in one pass: "
                 "use chunked_logprobs"
             )
+        self._check(batch, plan)
         rows_N = batch.loss_mask_T.nonzero().squeeze(1)
         targets = self._targets(batch, torch.zeros_like(batch.behaviour_logprobs_T), plan.current_version)
         every_N = torch.ones_like(targets.advantages_N, dtype=torch.bool)
@@ -220,6 +221,13 @@ class PolicyLoss(Piece):
             return self._sum(of_part, weight_C, keep_C, shares_C)[0].to(logprobs_C.dtype)
 
         return loss_of
+
+    def _check(self, batch: MicroBatch, plan: Plan, **of_trainer_T: torch.Tensor | None) -> None:
+        check_micro_batch(batch, **of_trainer_T)
+        if plan.loss != self:
+            raise InvalidRequestError("the plan is of another loss: prepare it with this one")
+        if "group_ids" in self.needs and batch.group_ids_S is not None:
+            _check_groups([batch], len(plan.before.tokens_P))
 
     @property
     def _aggregations(self) -> list[Aggregation]:
@@ -328,6 +336,7 @@ def prepare(
     trainer_logprobs: Sequence[torch.Tensor] | None = None,
     current_version: int | None = None,
     num_groups: int | None = None,
+    num_sequences: int | None = None,
     reduce: Reduce | None = None,
 ) -> Plan:
     """Return what the loss has to know of a whole optimizer step; without gradients.
@@ -336,9 +345,17 @@ def prepare(
     called equally often on each, so every rank calls `prepare`, even one without a target. ``trainer_logprobs`` [T] of
     each micro-batch are needed if the loss needs a ``first_forward``, ``num_groups`` (of the whole step) if it needs
     ``group_ids`` and there are several ranks. ``current_version`` is that of the weights that are trained.
+    ``num_sequences`` are the completions of the whole step, if some are in no micro-batch since all their tokens are
+    masked; by default the segments of all micro-batches but `empty_micro_batch`.
 
     Raises `InvalidRequestError` if something is missing, and what `PolicyLoss` raises for its targets.
     """
+    if trainer_logprobs is not None and len(trainer_logprobs) != len(batches):
+        raise InvalidRequestError(
+            f"there are trainer_logprobs of {len(trainer_logprobs)} of {len(batches)} micro-batches"
+        )
+    for i, batch in enumerate(batches):
+        check_micro_batch(batch, trainer_logprobs_T=None if trainer_logprobs is None else trainer_logprobs[i])
     if "first_forward" in loss.needs and trainer_logprobs is None:
         raise InvalidRequestError(
             "this loss counts what its corrections leave: give prepare trainer_logprobs of every micro-batch"
@@ -354,8 +371,7 @@ def prepare(
             (int(b.group_ids_S.max()) for b in batches if b.group_ids_S is not None and len(b.group_ids_S)), default=-1
         )
         num_groups = largest + 1 if num_groups is None else num_groups
-        if largest >= num_groups:
-            raise InvalidRequestError(f"group_ids_S holds {largest}, but num_groups is {num_groups}")
+        _check_groups(batches, num_groups)
     else:
         num_groups = 0
     add = reduce or (lambda numbers: numbers)
@@ -372,12 +388,28 @@ def prepare(
             for correction in loss.corrections
         )
         everything = [(targets, torch.ones_like(targets.advantages_N, dtype=torch.bool), b) for targets, b in step]
-        before = _counts(everything, num_groups, add)
-        after = before
-        if loss.corrections and any(map(counts_after_rejection, loss._aggregations)):
+        left, completions = _counts(everything, num_groups, add)
+        if num_sequences is not None and num_sequences < completions:
+            raise InvalidRequestError(
+                f"the micro-batches hold {completions:.0f} completions, num_sequences is {num_sequences}"
+            )
+        before = after = replace(left, num_sequences=completions if num_sequences is None else num_sequences)
+        if any(map(counts_after_rejection, loss._aggregations)):
             kept = [(targets, loss._correct(targets, thresholds)[1], batch) for targets, batch in step]
-            after = _counts(kept, num_groups, add)
-    return Plan(before, after, thresholds, current_version)
+            after = _counts(kept, num_groups, add)[0]
+    return Plan(loss, before, after, thresholds, current_version)
+
+
+def _check_groups(batches: Sequence[MicroBatch], num_groups: int) -> None:
+    for batch in batches:
+        if batch.group_ids_S is None:
+            continue
+        ids_N = batch.group_ids_S[batch.segment_ids_T[batch.loss_mask_T]]
+        if ids_N.numel() and not 0 <= ids_N.min() <= ids_N.max() < num_groups:
+            raise InvalidRequestError(
+                f"group_ids_S of targets go from {int(ids_N.min())} to {int(ids_N.max())}, but num_groups is "
+                f"{num_groups}"
+            )
 
 
 def _rows_of(batch: MicroBatch, rows_N: torch.Tensor) -> MicroBatch:
@@ -398,14 +430,20 @@ def _rows_of(batch: MicroBatch, rows_N: torch.Tensor) -> MicroBatch:
     )
 
 
-def _counts(step: Sequence[tuple[Targets, torch.Tensor, MicroBatch]], num_groups: int, add: Reduce) -> Counts:
-    """Return the numbers of the targets that are marked in each micro-batch, over all ranks."""
-    numbers = torch.zeros(2 + num_groups, dtype=torch.float64)
+def _counts(
+    step: Sequence[tuple[Targets, torch.Tensor, MicroBatch]], num_groups: int, add: Reduce
+) -> tuple[Counts, float]:
+    """Return the numbers of the targets that are marked in each micro-batch and of segments that have one, over all
+    ranks; and how many segments are completions."""
+    numbers = torch.zeros(3 + num_groups, dtype=torch.float64)
     for targets, counted_N, batch in step:
         tokens_S = targets.segment_sum(counted_N.double()).cpu()
+        has_some_S = tokens_S > 0
         numbers[0] += tokens_S.sum()
-        numbers[1] += (tokens_S > 0).sum()
-        if num_groups and batch.group_ids_S is not None:
-            numbers[2:].index_add_(0, batch.group_ids_S.cpu(), tokens_S)
-    num_tokens, num_sequences, *tokens_P = add(numbers).tolist()
-    return Counts(num_tokens, num_sequences, tuple(tokens_P))
+        numbers[1] += has_some_S.sum()
+        ids_S = None if batch.group_ids_S is None else batch.group_ids_S.cpu()
+        numbers[2] += len(tokens_S) if ids_S is None else (ids_S != NO_GROUP).sum()
+        if num_groups and ids_S is not None:
+            numbers[3:].index_add_(0, ids_S[has_some_S], tokens_S[has_some_S])
+    num_tokens, num_sequences, completions, *tokens_P = add(numbers).tolist()
+    return Counts(num_tokens, num_sequences, tuple(tokens_P)), completions

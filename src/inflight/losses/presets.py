@@ -186,7 +186,7 @@ _OF_REINFORCE = (
     ),
     Preset(
         "roll_tis",
-        PolicyLoss(gate=Score(high=1.0), aggregation=SegmentMean()),
+        PolicyLoss(gate=Score(high=1.0), aggregation=SegmentMean(counted="after")),
         "mean",
         "-A sg(min(rho, 1)) log pi",
         "A min(rho, 1)",
@@ -553,7 +553,7 @@ _OF_FRAMEWORKS = (
     ),
     Preset(
         "roll_default",
-        PolicyLoss(gate=_REINFORCE, aggregation=SegmentMean()),
+        PolicyLoss(gate=_REINFORCE, aggregation=SegmentMean(counted="after")),
         "mean",
         "-A log pi",
         "A",

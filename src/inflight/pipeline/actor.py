@@ -1,24 +1,60 @@
 """The actor: keeps every endpoint full with groups, scores them, and hands finished groups on.
 
 Work goes to the endpoint with the fewest running groups, among those that `Actor.serve` named last. An endpoint that
-fails is lost: its groups are issued again elsewhere, and it gets no work before it is named again. Endpoints may be
-added, and retired: they finish what they run. Knows nothing of trainers.
+fails is lost: its groups are issued again elsewhere, and it gets no work before it is named again. A request that an
+endpoint refuses, or that is too slow on an endpoint that is well, costs that item only. Endpoints may be added, and
+retired: they finish what they run. Knows nothing of trainers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
+import pydantic
+
 from inflight.contracts import InferenceEndpoint, Task
-from inflight.errors import EndpointError, InflightError, ProtocolError, TaskError
+from inflight.errors import (
+    DeadlineError,
+    EndpointError,
+    InflightError,
+    InvalidRequestError,
+    ProtocolError,
+    TaskError,
+)
 from inflight.rollouts import Ledger
 from inflight.types import Group, Rollout, TaskItem
 from inflight.weights.threads import run_abandonable
-from inflight.wire import Completion, GenerateRequest, SamplingParams
+from inflight.wire import Completion, EndpointState, GenerateRequest, GenerateResponse, SamplingParams
+
+_MAX_TRIES = 3
+"""A request that failed so often is not made again."""
+_NUM_REFUSED = 32
+"""So many prompts that cannot be used, and none that can, end the run."""
+_WELL_S = 5.0
+"""How long an endpoint may take to say that it is well."""
+
+
+@dataclass(frozen=True, slots=True)
+class DroppedItem:
+    """An item that is given up before it has all its completions."""
+
+    index: int
+    reason: str
+    """``unusable`` or ``failed``, as the ledger counts it."""
+    what_happened: str
+
+
+class _UnusableItem(Exception):  # noqa: N818 - an outcome, no error
+    """No endpoint will sample this item; the message says why."""
+
+
+class _SlowRequest(Exception):  # noqa: N818 - an outcome, no error
+    """The request took too long on an endpoint that is well."""
 
 
 @dataclass(slots=True, eq=False)
@@ -33,7 +69,7 @@ class _Seat:
     """What it declares; None before it was asked."""
     on_idle: Callable[[], None] | None = None
     """Set for a seat that gets no work any more: called once nothing runs there."""
-    running: set[asyncio.Task[None]] = field(default_factory=set)
+    running: set[asyncio.Task[Group | None]] = field(default_factory=set)
 
     @property
     def takes_work(self) -> bool:
@@ -42,9 +78,12 @@ class _Seat:
 
 
 class Actor:
-    """Issues groups while ``may_issue()`` allows and a seat is free; calls ``on_group`` with each finished one.
+    """Issues groups while ``may_issue()`` allows and a seat is free, and settles each of them in the ledger.
 
-    ``tokenizer`` renders prompts (with its chat template, if it has one) and decodes completions.
+    ``on_end`` is called whenever one runs no more: with the finished group, with the item if it was given up, or with
+    None if it will be issued again. An item is given up if its prompt and completion together may exceed
+    ``max_sequence_tokens``, if an endpoint refuses it, and if it fails again and again. ``tokenizer`` renders prompts
+    (with its chat template, if it has one) and decodes completions.
     """
 
     def __init__(
@@ -57,8 +96,9 @@ class Actor:
         *,
         seed: int,
         reward_timeout_s: float,
+        max_sequence_tokens: int,
         may_issue: Callable[[], bool],
-        on_group: Callable[[Group], None],
+        on_end: Callable[[Group | DroppedItem | None], None],
     ) -> None:
         self._seats: list[_Seat] = []
         self._task = task
@@ -67,8 +107,13 @@ class Actor:
         self._ledger = ledger
         self._seed = seed
         self._reward_timeout_s = reward_timeout_s
+        self._max_sequence_tokens = max_sequence_tokens
         self._may_issue = may_issue
-        self._on_group = on_group
+        self._on_end = on_end
+        self._num_failures: Counter[int] = Counter()
+        """Failed requests of items that are not settled."""
+        self._num_finished = 0
+        self._num_unusable = 0
         self._changed = asyncio.Event()
         self._failure: BaseException | None = None
         self._num_issued = 0
@@ -163,41 +208,75 @@ class Actor:
         running = asyncio.ensure_future(self._group(seat, index, self._num_issued))
         seat.running.add(running)
 
-        def ended(task: asyncio.Task[None]) -> None:
+        def ended(task: asyncio.Task[Group | None]) -> None:
             seat.running.discard(task)
-            if task.cancelled():
-                self._ledger.requeue(index)
-            elif (error := task.exception()) is not None:
-                self._ledger.requeue(index)
-                if isinstance(error, EndpointError):
-                    self.lose(seat.endpoint.name, error.message)
-                else:
-                    self._fail(error)
+            try:
+                self._on_end(self._settle(seat, index, task))
+            except Exception as error:  # a full disk, say
+                self._fail(error)
             self._forget_if_idle(seat)
             self.wake()
 
         running.add_done_callback(ended)
 
-    async def _group(self, seat: _Seat, index: int, serial: int) -> None:
-        """Sample and score one group; what it raises says whether the endpoint or the task is to blame."""
+    def _settle(self, seat: _Seat, index: int, task: asyncio.Task[Group | None]) -> Group | DroppedItem | None:
+        """Decide what the end of a group means for its item, its endpoint and the run."""
+        error = None if task.cancelled() else task.exception()
+        if error is None:
+            group = None if task.cancelled() else task.result()
+            if group is None:
+                self._ledger.requeue(index)
+                return None
+            self._num_finished += 1
+            self._num_failures.pop(index, None)
+            self._ledger.finish(index)
+            return group
+        if isinstance(error, _UnusableItem):
+            self._num_unusable += 1
+            if self._num_finished == 0 and self._num_unusable >= _NUM_REFUSED:
+                self._fail(TaskError(f"none of the first {self._num_unusable} prompts can be used; the last: {error}"))
+            return self._drop(index, "unusable", str(error))
+        if not isinstance(error, EndpointError | _SlowRequest):
+            self._ledger.requeue(index)
+            self._fail(error)
+            return None
+        # What fails with its endpoint is charged to the request that failed first: `lose` cancels the others.
+        is_charged = isinstance(error, _SlowRequest) or seat.version is not None
+        self._num_failures[index] += is_charged
+        if isinstance(error, EndpointError):
+            self.lose(seat.endpoint.name, error.message)
+        if self._num_failures[index] >= _MAX_TRIES:
+            return self._drop(index, "failed", f"{error} ({_MAX_TRIES} tries)")
+        self._ledger.requeue(index)
+        return None
+
+    def _drop(self, index: int, reason: str, what_happened: str) -> DroppedItem:
+        self._num_failures.pop(index, None)
+        self._ledger.drop(index, reason)
+        return DroppedItem(index, reason, what_happened)
+
+    async def _group(self, seat: _Seat, index: int, serial: int) -> Group | None:
+        """Sample and score one group; None if the endpoint aborted it.
+
+        What it raises says whether the item, the endpoint or the task is to blame.
+        """
         try:
             item = self._task.item(index)
         except Exception as error:  # tasks are user code
             raise TaskError(f"task {self._task.name!r} failed to make item {index}: {error!r}") from error
         prompt_token_ids = self.render(item)
-        if seat.takes_seeds is None:
-            seat.takes_seeds = (await seat.endpoint.capabilities()).seeds
-        request = GenerateRequest(
-            request_id=f"item-{index}-{serial}",
-            prompt_token_ids=prompt_token_ids,
-            sampling=self._sampling.model_copy(update={"seed": _seed(self._seed, index) if seat.takes_seeds else None}),
-        )
+        max_tokens = self._sampling.max_tokens or 1
+        if len(prompt_token_ids) + max_tokens > self._max_sequence_tokens:
+            raise _UnusableItem(
+                f"its prompt of {len(prompt_token_ids)} tokens and a completion of {max_tokens} may "
+                f"exceed {self._max_sequence_tokens} tokens, which is all that a micro-batch holds: raise "
+                "train.max_tokens_per_micro_batch, or lower sampling.max_tokens"
+            )
         version = seat.version
-        response = await seat.endpoint.generate(request)
+        response = await self._generate(seat, f"item-{index}-{serial}", prompt_token_ids, index)
         _check_versions(seat.endpoint.name, version, response.completions)
         if any(completion.finish_reason == "abort" for completion in response.completions):
-            self._ledger.requeue(index)
-            return
+            return None
         rewards = await self._rewards(item, response.completions)
         rollouts = [
             Rollout(
@@ -211,8 +290,39 @@ class Actor:
             )
             for completion, reward in zip(response.completions, rewards, strict=True)
         ]
-        self._ledger.finish(index)
-        self._on_group(Group(serial, index, rollouts, seat.endpoint.name))
+        return Group(serial, index, rollouts, seat.endpoint.name)
+
+    async def _generate(
+        self, seat: _Seat, request_id: str, prompt_token_ids: tuple[int, ...], index: int
+    ) -> GenerateResponse:
+        """Sample one group.
+
+        Raises `_UnusableItem` if the request is refused, `_SlowRequest` if it is late and the endpoint is well, and
+        `EndpointError` for whatever else goes wrong.
+        """
+        try:
+            if seat.takes_seeds is None:
+                seat.takes_seeds = (await seat.endpoint.capabilities()).seeds
+            seed = _seed(self._seed, index) if seat.takes_seeds else None
+            sampling = self._sampling.model_copy(update={"seed": seed})
+            try:
+                request = GenerateRequest(request_id=request_id, prompt_token_ids=prompt_token_ids, sampling=sampling)
+            except pydantic.ValidationError as error:
+                problem = error.errors(include_url=False, include_input=False)[0]
+                raise _UnusableItem(f"its prompt makes no request: {problem['loc']}: {problem['msg']}") from error
+            return await seat.endpoint.generate(request)
+        except _UnusableItem:
+            raise
+        except InvalidRequestError as error:
+            raise _UnusableItem(f"the request was refused: {error}") from error
+        except DeadlineError as error:
+            if await _is_well(seat.endpoint):
+                raise _SlowRequest(str(error)) from error
+            raise
+        except EndpointError:
+            raise
+        except Exception as error:  # endpoints may be anybody's code
+            raise EndpointError(f"generate failed: {type(error).__name__}: {error}", seat.endpoint.name) from error
 
     def render(self, item: TaskItem) -> tuple[int, ...]:
         """Return the prompt of an item as token ids."""
@@ -244,6 +354,15 @@ class Actor:
             raise
         except Exception as error:  # rewards are user code
             raise TaskError(f"the reward of task {self._task.name!r} raised on item {item.index}: {error!r}") from error
+
+
+async def _is_well(endpoint: InferenceEndpoint) -> bool:
+    """Return whether an endpoint says, and soon, that it has whole weights."""
+    try:
+        async with asyncio.timeout(_WELL_S):
+            return (await endpoint.weight_version()).state is not EndpointState.POISONED
+    except (TimeoutError, InflightError):
+        return False
 
 
 def _check_versions(name: str, version: int | None, completions: Collection[Completion]) -> None:

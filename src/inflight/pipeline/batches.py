@@ -28,8 +28,8 @@ class StepBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Training tokens: prompts and completions."""
-        return sum(sample.rollout.num_tokens for sample in self.samples)
+        """Training tokens: prompts, and what is not masked of completions."""
+        return sum(len(sample.rollout.prompt_token_ids) + sum(sample.loss_mask) for sample in self.samples)
 
 
 def make_batch(
@@ -37,7 +37,7 @@ def make_batch(
 ) -> StepBatch:
     """Return the samples of finished groups, for a step that starts from ``version``.
 
-    A completion whose tokens are all too old is left out.
+    A completion whose tokens are all too old is left out of the samples; denominators that count completions count it.
     """
     samples, lags, num_stale = [], [], 0
     rewards = [[rollout.reward for rollout in group.rollouts] for group in groups]
@@ -90,6 +90,7 @@ def frames_of(
             "type": "train",
             "layouts": layouts,
             "num_groups": len(batch.groups),
+            "num_sequences": sum(len(group.rollouts) for group in batch.groups),
             "publish": publish,
             **members,
         }

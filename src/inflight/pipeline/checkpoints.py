@@ -36,24 +36,36 @@ def finish_checkpoint(directory: Path, version: int, state: Mapping[str, Any], k
         partial.replace(pointer)
     except OSError as error:
         raise CheckpointError(f"the run's state cannot be written to {directory}: {error.strerror}") from error
-    versions = sorted(
-        int(path.name.removeprefix("version-")) for path in (directory / "checkpoints").glob("version-*/")
-    )
+    versions = sorted(map(_version, (directory / "checkpoints").glob("version-*/")))
     for old in [v for v in versions if v < version][: -keep + 1 or None]:
         shutil.rmtree(checkpoint_path(directory, old), ignore_errors=True)
         state_path(directory, old).unlink(missing_ok=True)
 
 
-def latest_checkpoint(directory: Path) -> tuple[Path, dict[str, Any]]:
-    """Return the weights' directory and the run's state. Raises `ConfigError` if there is no checkpoint."""
+def latest_checkpoint(directory: Path) -> tuple[Path, dict[str, Any]] | tuple[None, None]:
+    """Return the weights' directory and the run's state; None twice if there is no checkpoint.
+
+    Raises `ConfigError` for one that cannot be read.
+    """
     pointer = directory / "checkpoints" / _LATEST
+    if not pointer.exists():
+        return None, None
     try:
         version = json.loads(pointer.read_text())["version"]
         state: dict[str, Any] = json.loads(state_path(directory, version).read_text())
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"{str(directory)!r} has no checkpoint to resume from ({error.filename} is missing)"
-        ) from error
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"the checkpoint in {str(directory)!r} cannot be read: {error}") from error
     return checkpoint_path(directory, version), state
+
+
+def remove_unfinished(directory: Path) -> None:
+    """Remove what a run that was killed has begun to save after its latest checkpoint."""
+    latest, _ = latest_checkpoint(directory)
+    for path in (directory / "checkpoints").iterdir():
+        is_finished = latest is not None and path.name.startswith("version-") and _version(path) <= _version(latest)
+        if path.name != _LATEST and not is_finished:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _version(path: Path) -> int:
+    return int(path.stem.removeprefix("version-"))

@@ -51,6 +51,7 @@ class ModelSection(Section):
 
     path: Path
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """What is computed by trainer and servers, and what is sent. What is trained is kept as ``train.master_dtype``."""
 
 
 class TaskSection(Section):
@@ -205,9 +206,14 @@ class TrainSection(Section):
     trainer: str = "fsdp"
     """``fsdp``, ``torchtitan``, or another entry point in the group ``inflight.workers``."""
     trainer_options: dict[str, Any] = {}
-    """Further settings of its workers, such as ``{ compute_dtype = "bfloat16" }``: see `inflight_fsdp.WorkerConfig`."""
+    """Further settings of its workers, such as ``{ cpu_offload = true }``: see `inflight_fsdp.WorkerConfig`."""
     num_ranks: int = Field(default=1, ge=1)
     threads: int = Field(default=1, ge=1)
+    master_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the trained parameters and the optimizer's moments, whatever ``model.dtype`` is computed, served and sent.
+
+    ``bfloat16`` halves their memory and loses the updates that are smaller than a weight's rounding: the run says how
+    many those are."""
     tokens_per_worker: int = Field(default=4096, ge=1)
     """A step begins once this many training tokens (prompts and completions) have accumulated for each worker."""
     max_tokens_per_micro_batch: int = Field(default=4096, ge=1)
@@ -277,6 +283,12 @@ class RunConfig(Section):
             raise ValueError(
                 f"sampling.group_size {self.sampling.group_size} exceeds servers.max_concurrent "
                 f"{min(limits)}: a group would never run as a whole"
+            )
+        if self.sampling.max_tokens >= self.train.max_tokens_per_micro_batch:
+            raise ValueError(
+                f"sampling.max_tokens {self.sampling.max_tokens} and a prompt do not fit into "
+                f"train.max_tokens_per_micro_batch {self.train.max_tokens_per_micro_batch}: lower the one or raise "
+                "the other"
             )
         if self.run.mode == "conventional" and self.run.conventional_steps - 1 > self.loss.max_lag:
             raise ValueError(

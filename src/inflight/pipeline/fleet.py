@@ -73,6 +73,12 @@ def _problem(config: RunConfig, vocab_size: int, can: Capabilities) -> str | Non
         known = ", ".join(("raw", *can.encodings))
         what = "set servers.delta to false" if servers.delta else f"set servers.encoding to one of {known}"
         return f"does not declare the encoding {encoding}, it declares {known}: {what}"
+    if can.logprob_kind == "raw" and config.sampling.temperature != 1.0:
+        return (
+            "declares raw logprobs, which leave the temperature out, and sampling.temperature is "
+            f"{config.sampling.temperature:g}: the loss needs those of the distribution that is sampled from. Set "
+            "sampling.temperature to 1, or have the endpoint return processed logprobs"
+        )
     if can.dtype != model.dtype:
         return (
             f"serves {can.model} in {can.dtype}, the run trains in {model.dtype}: set model.dtype to {can.dtype}, or "

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from inflight.errors import CheckpointError
+from inflight.pipeline.journal import read_events, read_lines
 
 _COLOURS = {"reward": "#1f6feb", "train": "#2da44e", "publish": "#cf222e", "generate": "#8250df"}
 _PARTS = {"gather_s": "#f6c7c9", "wire_s": "#e5737b", "hold_s": "#8b0f1a"}
@@ -21,7 +22,7 @@ def plot_run(directory: Path) -> list[Path]:
 
     A full disk raises `CheckpointError`.
     """
-    rows = _lines(directory / "metrics.jsonl")
+    rows = list(read_lines(directory / "metrics.jsonl"))
     if not rows:
         return []
     import matplotlib
@@ -29,8 +30,7 @@ def plot_run(directory: Path) -> list[Path]:
     matplotlib.use("Agg")
     summary = json.loads((directory / "summary.json").read_text())
     target = directory / "plots"
-    events = _lines(directory / "events.jsonl")
-    fleet = [event for event in events if event["kind"] == "fleet"]
+    fleet = [event for event in read_events(directory) if event["kind"] == "fleet"]
     try:
         target.mkdir(exist_ok=True)
         of_fleet = [_plot_fleet(fleet, rows[-1]["time_s"], target / "fleet.png")] if fleet else []
@@ -40,7 +40,7 @@ def plot_run(directory: Path) -> list[Path]:
                 summary["tokens_by_lag"], "token lag in versions", "trained tokens", target / "token_lag.png"
             ),
             _plot_lengths(rows, summary["completions_by_length"], target / "lengths.png"),
-            _plot_timeline(events, target / "timeline.png"),
+            _plot_timeline(directory, target / "timeline.png"),
             *of_fleet,
         ]
     except OSError as error:
@@ -100,18 +100,20 @@ def _plot_lengths(rows: Sequence[dict[str, Any]], counts: dict[str, int], path: 
     return _save(figure, path)
 
 
-def _plot_timeline(events: Sequence[dict[str, Any]], path: Path) -> Path:
+def _plot_timeline(directory: Path, path: Path) -> Path:
     """A few seconds from the middle of the run: how many groups are running, and what the trainer does."""
     import matplotlib.pyplot as plt
 
-    ends = [event["end_s"] for event in events if event["kind"] == "train"]
+    ends = [event["end_s"] for event in read_events(directory) if event["kind"] == "train"]
     middle = ends[len(ends) // 2] if ends else 0.0
     low, high = middle - _TIMELINE_S / 2, middle + _TIMELINE_S / 2
+    events = _between(directory, low, high)
     figure, axes = plt.subplots(2, 1, figsize=(11, 4), sharex=True, height_ratios=(2, 1), layout="constrained")
-    running = [event for event in events if event["kind"] == "running"]
+    running = [(event["end_s"], event["num_groups"]) for event in events if event["kind"] == "running"]
+    running += [(high, num_groups) for _, num_groups in running[-1:]]
     axes[0].fill_between(
-        [event["end_s"] for event in running],
-        [event["num_groups"] for event in running],
+        [at for at, _ in running],
+        [num_groups for _, num_groups in running],
         step="post",
         color=_COLOURS["generate"],
         alpha=0.6,
@@ -136,6 +138,18 @@ def _plot_timeline(events: Sequence[dict[str, Any]], path: Path) -> Path:
     axes[1].set_xlim(max(0.0, low), high)
     axes[0].grid(alpha=0.3)
     return _save(figure, path)
+
+
+def _between(directory: Path, low: float, high: float) -> list[dict[str, Any]]:
+    """Return the events of some seconds, and before them the last that says how many groups were running."""
+    before: dict[str, Any] | None = None
+    events = []
+    for event in read_events(directory):
+        if event["end_s"] >= low and event["start_s"] <= high:
+            events.append(event)
+        elif event["kind"] == "running" and event["end_s"] < low:
+            before = event | {"end_s": low}
+    return events if before is None else [before, *events]
 
 
 def _part_span(event: dict[str, Any], part: str) -> tuple[float, float]:
@@ -180,7 +194,3 @@ def _save(figure: Any, path: Path) -> Path:
     figure.savefig(path, dpi=120)
     plt.close(figure)
     return path
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

@@ -12,6 +12,8 @@ from rich.live import Live
 from rich.table import Table
 
 _LINE_EVERY_S = 5.0
+_WAIT_S = 10.0
+"""After so long without a word a person is told what is waited for."""
 
 
 class Progress:
@@ -21,14 +23,30 @@ class Progress:
         self._num_steps = num_steps
         self._console = Console()
         self._live: Live | None = None
+        self._first: Mapping[str, Any] | None = None
+        """The first row of this start of the run, which the time that is left is reckoned from."""
         self._last_line = 0.0
+        self._last_word = self._last_event = time.monotonic()
 
     def note(self, text: str) -> None:
         """Print one line above the table."""
+        self._last_event = time.monotonic()
+        self._print(text)
+
+    def _print(self, text: str) -> None:
+        self._last_word = time.monotonic()
         self._console.print(f"inflight: {text}", highlight=False, markup=False)
+
+    def waiting(self, text: str) -> None:
+        """Print one line if nothing was shown for a while, with the time since something happened."""
+        now = time.monotonic()
+        if now - self._last_word > _WAIT_S:
+            self._print(f"{text} ({now - self._last_event:.0f} s)")
 
     def step(self, row: Mapping[str, Any]) -> None:
         """Show the row of a step."""
+        self._first = self._first or row
+        self._last_word = self._last_event = time.monotonic()
         if self._console.is_terminal:
             if self._live is None:
                 self._live = Live(console=self._console, refresh_per_second=4)
@@ -55,6 +73,9 @@ class Progress:
             f"{summary['completions_with_three_or_more_versions']} completions were sampled from three or more weight "
             f"versions; servers were held {100 * summary['held_share']:.2f} % of the time"
         )
+        if dropped := summary["ledger"]["dropped"]:
+            counts = ", ".join(f"{count:,} {reason}" for reason, count in sorted(dropped.items()))
+            self.note(f"dropped groups: {counts}")
         self.note(f"written to {directory}: summary.json, metrics.jsonl, checkpoints/, plots/")
 
     def _table(self, row: Mapping[str, Any]) -> Table:
@@ -74,7 +95,15 @@ class Progress:
             ("held", f"{100 * row['held_share']:.2f} %"),
             ("length", _number(row["completion_length"], ".0f")),
             ("time", f"{row['time_s']:.0f} s"),
+            ("left", self._left(row)),
         ]
+
+    def _left(self, row: Mapping[str, Any]) -> str:
+        """Return how long the steps that are left take, if they take as long as those so far."""
+        num_steps = 0 if self._first is None else row["version"] - self._first["version"]
+        if self._first is None or num_steps == 0:
+            return "-"
+        return f"{(row['time_s'] - self._first['time_s']) / num_steps * (self._num_steps - row['version']):.0f} s"
 
 
 def _number(value: float | None, form: str) -> str:

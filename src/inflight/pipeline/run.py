@@ -17,29 +17,29 @@ import os
 import secrets
 import signal
 import time
-import uuid
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 from inflight import __version__
-from inflight.checkpoints import load_config, load_tokenizer
+from inflight.checkpoints import check_weights, load_config, load_tokenizer
 from inflight.contracts import InferenceEndpoint
 from inflight.engines.kinds import connect_endpoint
 from inflight.errors import CheckpointError, ConfigError, EndpointError, FencedError, InflightError, TrainerError
 from inflight.losses import Metrics, add_metrics, decode_metrics, metric_values
-from inflight.pipeline.actor import Actor
+from inflight.pipeline.actor import Actor, DroppedItem
 from inflight.pipeline.admission import PhasedAdmission, TokensPerGroup, pipeline_admission
 from inflight.pipeline.batches import StepBatch, frames_of, make_batch, split_evenly
 from inflight.pipeline.channel import Message
-from inflight.pipeline.checkpoints import checkpoint_path, finish_checkpoint, latest_checkpoint
+from inflight.pipeline.checkpoints import checkpoint_path, finish_checkpoint
 from inflight.pipeline.config import RunConfig
 from inflight.pipeline.fleet import check_servers, connect_fleet, sequence_limits
 from inflight.pipeline.journal import Journal
 from inflight.pipeline.plots import plot_run
-from inflight.pipeline.processes import Server, start_servers, watch_servers
+from inflight.pipeline.processes import Server, keep_running, start_servers
 from inflight.pipeline.progress import Progress
+from inflight.pipeline.run_directory import claim
 from inflight.pipeline.server_list import Arrival, ServerList
 from inflight.pipeline.trainer_group import TrainerGroup
 from inflight.rollouts import BatchComposer, Ledger, StalenessPolicy, has_signal, load_task
@@ -59,6 +59,8 @@ _SAMPLES = (EndpointState.READY, EndpointState.STAGING, EndpointState.HELD, Endp
 _NO_CHANGE: dict[str, Any] = {"restored": [], "joined": [], "removed": [], "changes": []}
 _REAP_S = 0.5
 """How long a server's process may take to end after its connections broke."""
+_NUM_DROPPED = 24
+"""After so many dropped groups in a row a person is told, and after each doubling."""
 
 
 def train(config: RunConfig, *, resume: bool = False, tensorboard: bool = False) -> int:
@@ -84,34 +86,48 @@ class _Run:
 
     def __init__(self, config: RunConfig, *, resume: bool, tensorboard: bool) -> None:
         self._config = config
-        self._directory = config.run.directory
         self._estimator = config.loss.estimator()
         self._trains_on_equal_rewards = (
             config.train.train_on_equal_rewards or config.loss.policy_loss().has_terms_without_advantage
         )
         check_servers(config.servers)
         self._task = load_task(config.task.name, config.task.params, config.run.seed)
+        check_weights(config.model.path)
         self._vocab_size = int(load_config(config.model.path).get_text_config().vocab_size)
         self._tokenizer = load_tokenizer(config.model.path)
         if self._tokenizer is None:
             raise ConfigError(f"model directory {str(config.model.path)!r} has no tokenizer")
-        self._checkpoint, state = self._open_directory(resume)
+        self._progress = Progress(config.run.num_steps)
+        config_json = config.model_dump_json(indent=2)
+        self._directory = claim(config.run.directory, config_json, resume=resume, note=self._progress.note)
+        if self._directory.checkpoint is not None:
+            check_weights(self._directory.checkpoint)
+        state = self._directory.state
+        self._version = 0 if state is None else state["version"]
         self._ledger = Ledger() if state is None else Ledger.from_json(state["ledger"])
-        self._journal = Journal(self._directory, None if state is None else state["journal"], tensorboard=tensorboard)
+        self._journal = Journal(
+            self._directory.path, None if state is None else state["journal"], self._version, tensorboard=tensorboard
+        )
         self._staleness = StalenessPolicy(config.loss.max_lag)
-        self._composer = BatchComposer(config.train.tokens_per_worker, config.train.num_ranks)
+        self._composer = BatchComposer(config.train.tokens_per_worker, config.train.num_ranks, self._staleness)
         guess = config.sampling.group_size * (64 + config.sampling.max_tokens / 2)
         self._tokens_per_group = TokensPerGroup(guess)
         self._phase = PhasedAdmission(config.tokens_per_step * config.run.conventional_steps, self._tokens_per_group)
-        self._progress = Progress(config.run.num_steps)
-        self._version = 0
+        self._doing = "starting servers and trainers"
+        """What a person is told while nothing else happens; empty while steps are made."""
+        self._num_dropped_since = 0
+        """Groups that were dropped since the last one that can be trained on."""
         self._training = False
         self._begun_save: _BegunSave | None = None
         self._interrupted = asyncio.Event()
         self._arrived = asyncio.Event()
         self._servers: list[Server] = []
         self._told: set[str] = set()
-        """Servers whose end was told, and texts that were."""
+        """Texts that a person was told, which are not repeated."""
+        self._has_served: set[str] = set()
+        """Own servers that have held a version since they were started."""
+        self._restarted = False
+        """Whether an own server was started again since the last publish."""
         self._trainers = TrainerGroup(config, [])
         self._endpoints: list[InferenceEndpoint] = []
         self._departed: list[InferenceEndpoint] = []
@@ -125,40 +141,16 @@ class _Run:
         """Names that the next publish leaves out for good."""
         self._actor: Actor
 
-    def _open_directory(self, resume: bool) -> tuple[Path | None, dict[str, Any] | None]:
-        """Return where to load the workers from, and the run's saved state; both None in a new run."""
-        if resume:
-            return latest_checkpoint(self._directory)
-        if (self._directory / "metrics.jsonl").exists():
-            raise ConfigError(
-                f"{str(self._directory)!r} holds a run already: continue it with --resume, "
-                "or choose another directory with --run.directory"
-            )
-        try:
-            (self._directory / "checkpoints").mkdir(parents=True, exist_ok=True)
-            (self._directory / "logs").mkdir(exist_ok=True)
-            (self._directory / "config.json").write_text(self._config.model_dump_json(indent=2) + "\n")
-            self._run_id()
-        except OSError as error:
-            raise ConfigError(f"run directory {str(self._directory)!r} cannot be made: {error.strerror}") from error
-        return None, None
-
-    def _run_id(self) -> str:
-        """Return the name that servers know this run by; kept, so that they refuse a trainer that was replaced."""
-        path = self._directory / "run_id"
-        if not path.exists():
-            path.write_text(f"{self._directory.name}-{uuid.uuid4().hex[:8]}\n")
-        return path.read_text().strip()
-
     async def run(self) -> int:
         """Start everything, train, stop everything, and write the summary, whatever happens."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._interrupt)
+        telling = asyncio.create_task(self._tell_what_is_waited_for())
         try:
             with contextlib.suppress(asyncio.CancelledError):  # Ctrl-C before the first step, or between two
                 await self._start_and_train()
-        except FencedError:  # the directory belongs to the run that has taken over
+        except FencedError:  # the servers belong to the run that has taken over
             await self._stop()
             raise
         except InflightError as error:
@@ -167,17 +159,21 @@ class _Run:
             with contextlib.suppress(CheckpointError):  # the first failure is the one to tell
                 self._finish(failure=str(error))
             raise
-        await self._stop()
-        return self._finish(failure=None)
+        else:
+            await self._stop()
+            return self._finish(failure=None)
+        finally:
+            telling.cancel()
+            self._directory.release()
 
     async def _start_and_train(self) -> None:
         background: list[asyncio.Task[Any]] = []
         try:
             await self._unless_interrupted(self._start())
             pulls = self._config.servers.updates == "pull"
-            calls = [self._actor.run(), self._note_what_runs()]
+            calls = [self._actor.run(), self._note_what_runs(), self._trainers.watch()]
             calls += [self._watch_versions() if pulls else self._bring_servers_back()]
-            calls += [self._watch_servers()] if self._servers else []
+            calls += [self._keep_servers_running()] if self._servers else []
             calls += [self._follow_server_list(self._server_list)] if self._server_list is not None else []
             background = [asyncio.create_task(call) for call in calls]
             training = asyncio.create_task(self._train())
@@ -216,12 +212,14 @@ class _Run:
     # ------------------------------------------------------------------------------------------------ start and stop
 
     async def _start(self) -> None:
-        config, logs = self._config, self._directory / "logs"
+        config = self._config
         token = os.environ.get("INFLIGHT_TOKEN") or secrets.token_urlsafe(24)
         self._progress.note("starting servers and trainers")
-        self._trainers = await TrainerGroup.spawn(config, logs, token)
+        self._trainers = await TrainerGroup.spawn(
+            config, self._directory.logs, token, self._progress.note, self._directory.lock
+        )
         if not config.servers.urls:
-            self._servers = await start_servers(config, logs, token, config.model.path, self._run_id())
+            self._servers = await start_servers(config, self._directory, token)
         urls = config.servers.urls or tuple(server.url for server in self._servers)
         limits = [server.max_concurrent for server in self._servers] or [config.servers.max_concurrent] * len(urls)
         self._endpoints = connect_fleet(config, urls, token)
@@ -248,16 +246,18 @@ class _Run:
             self._ledger,
             seed=config.run.seed,
             reward_timeout_s=config.task.reward_timeout_s,
+            max_sequence_tokens=config.train.max_tokens_per_micro_batch,
             may_issue=self._admission(),
-            on_group=self._group_finished,
+            on_end=self._group_ended,
         )
-        answer = await self._trainers.load_and_connect(urls, self._run_id(), self._checkpoint)
+        answer = await self._trainers.load_and_connect(urls, self._directory.run_id, self._directory.checkpoint)
         self._version = answer["version"]
         self._note_publish(answer)
         if config.servers.updates == "pull":
             await self._look_at_versions()
         if self._actor.unserved.is_set():
             raise self._nobody_left()
+        self._doing = ""
 
     async def _first_arrivals(self, servers: ServerList) -> list[Arrival]:
         """Return who of the list takes part from the start; waits for the first one if there is nobody else."""
@@ -287,23 +287,39 @@ class _Run:
         )
 
     async def _stop(self) -> None:
+        self._doing = "stopping servers and trainers"
         self._progress.close()
         endpoints = (*self._endpoints, *self._departed)
         await asyncio.gather(*(endpoint.aclose() for endpoint in endpoints), return_exceptions=True)
         await asyncio.gather(self._trainers.stop(), *(server.stop() for server in self._servers))
 
-    async def _watch_servers(self) -> None:
-        """Say which of our own servers died; the actor issues its work elsewhere. Raises if it was the last one."""
-        alive = list(self._servers)
-        while alive:
-            error = await watch_servers(alive)
-            alive = [server for server in alive if server.url != error.endpoint]
-            self._progress.note(error.message)
-            self._told.add(error.endpoint)
-            self._actor.lose(error.endpoint, error.message)
+    async def _keep_servers_running(self) -> None:
+        """Start our own servers again when they end. Raises `EndpointError` once all are given up and none may come."""
+        await asyncio.gather(*(self._keep_running(server) for server in self._servers))
         if self._server_list is None:
             raise self._nobody_left()
         await asyncio.Event().wait()  # others are listed, or may be
+
+    async def _keep_running(self, server: Server) -> None:
+        def ended(text: str) -> None:
+            self._progress.note(text)
+            self._told.add(server.url)
+            self._has_served.discard(server.url)
+            self._actor.lose(server.url, text)
+
+        def restarted() -> None:
+            self._progress.note(f"{server.name} was started again, and takes part after the next update")
+            self._told.discard(server.url)
+            self._restarted = True
+
+        await keep_running(
+            server,
+            self._config.run.start_timeout_s,
+            on_end=ended,
+            on_restart=restarted,
+            has_served=lambda: server.url in self._has_served,
+        )
+        self._progress.note(f"{server.name} is given up: it ended again and again before it held a version")
 
     async def _follow_server_list(self, servers: ServerList) -> None:
         """Let servers join and leave as the list says, with the publish that comes next."""
@@ -329,10 +345,10 @@ class _Run:
         now = time.time()
         self._journal.event("fleet", now, now, version=self._version, left=[name], **_NO_CHANGE)
 
-    def _members(self) -> dict[str, list[str]]:
-        """Return who joins and leaves with the publish that is asked for now."""
-        members = {"join": self._to_join, "leave": self._to_leave}
-        self._to_join, self._to_leave = [], []
+    def _members(self) -> dict[str, Any]:
+        """Return who joins, leaves and may be back with the publish that is asked for now."""
+        members = {"join": self._to_join, "leave": self._to_leave, "restarted": self._restarted}
+        self._to_join, self._to_leave, self._restarted = [], [], False
         return members
 
     async def _bring_servers_back(self) -> None:
@@ -414,9 +430,26 @@ class _Run:
     async def _note_what_runs(self) -> None:
         """Note for the timeline how many groups are running."""
         while True:
-            now = time.time()
-            self._journal.event("running", now, now, num_groups=self._actor.num_running)
+            self._journal.running(self._actor.num_running)
             await asyncio.sleep(_SAMPLE_S)
+
+    async def _tell_what_is_waited_for(self) -> None:
+        """Say now and then what goes on while no step does."""
+        while True:
+            await asyncio.sleep(1.0)
+            self._progress.waiting(self._doing or self._what_is_waited_for())
+
+    def _what_is_waited_for(self) -> str:
+        text = f"step {self._version + 1}/{self._config.run.num_steps}: "
+        if self._training:
+            return f"{text}training and publishing"
+        text += f"{self._composer.num_tokens:,} of {self._config.tokens_per_step:,} tokens have come together, "
+        return f"{text}{self._actor.num_running} groups are running{self._told_drops()}"
+
+    def _told_drops(self) -> str:
+        """Return how many groups were dropped, by reason, as the end of a sentence."""
+        counts = Counter(self._ledger.num_dropped).most_common()
+        return "; dropped: " + ", ".join(f"{count:,} {reason}" for reason, count in counts) if counts else ""
 
     def _finish(self, failure: str | None) -> int:
         """Write the summary and the plots; returns the exit status."""
@@ -434,15 +467,21 @@ class _Run:
             }
         )
         self._journal.close()
-        plot_run(self._directory)
-        self._progress.summary(summary, self._directory)
+        plot_run(self._directory.path)
+        self._progress.summary(summary, self._directory.path)
         if failure is None and not interrupted:
             return 0
-        if (self._directory / "checkpoints" / "latest.json").exists():
-            self._progress.note("continue from the last checkpoint with the same command and --resume")
+        self._progress.note("continue with the same command and --resume")
         return 130
 
     # ------------------------------------------------------------------------------------------------------- steps
+
+    def _group_ended(self, group: Group | DroppedItem | None) -> None:
+        if isinstance(group, Group):
+            self._group_finished(group)
+        elif group is not None:
+            self._item_dropped(group)
+        self._arrived.set()
 
     def _group_finished(self, group: Group) -> None:
         now = time.time()
@@ -452,19 +491,47 @@ class _Run:
         self._journal.group_finished(group)
         if not self._trains_on_equal_rewards and not has_signal([rollout.reward for rollout in group.rollouts]):
             self._tokens_per_group.add(0)
-            self._ledger.drop(group.item_index, "equal rewards")
-        else:
+            self._drop(group, "equal rewards")
+        elif self._composer.add(group):
             self._tokens_per_group.add(group.num_tokens)
-            self._composer.add(group)
-        self._arrived.set()
+            self._num_dropped_since = 0
+        else:
+            self._drop(group, "stale")
+
+    def _drop(self, group: Group, reason: str) -> None:
+        """Settle a finished group that no step will use; a person is told when that happens again and again."""
+        self._ledger.drop(group.item_index, reason)
+        self._num_dropped_since += 1
+        num_doublings, rest = divmod(self._num_dropped_since, _NUM_DROPPED)
+        if rest == 0 and num_doublings.bit_count() == 1:
+            rewards = sorted({round(rollout.reward, 3) for rollout in group.rollouts})
+            self._progress.note(
+                f"the last {self._num_dropped_since} groups were dropped{self._told_drops()}. All completions of the "
+                f"last one have the reward {rewards[0]:g}, which teaches nothing: is the task too hard or too easy for "
+                "the model, or its reward wrong?"
+                if reason == "equal rewards"
+                else f"the last {self._num_dropped_since} groups were dropped{self._told_drops()}. Their tokens are "
+                "older than loss.max_lag allows: are the servers behind the trainer?"
+            )
+
+    def _item_dropped(self, item: DroppedItem) -> None:
+        """Note an item that was given up; the first for each reason is told whole."""
+        text = f"item {item.index} was dropped ({item.reason}): {item.what_happened}"
+        if item.reason not in self._told:
+            self._told.add(item.reason)
+            self._progress.note(f"{text}. More of this kind are counted in the summary")
+        now = time.time()
+        self._journal.event("drop", now, now, reason=item.reason, item=item.index, what=item.what_happened)
 
     async def _train(self) -> None:
         stepping = self._pipeline_steps if self._config.run.mode == "pipeline" else self._conventional_steps
         last_saved = self._version
+        if self._is_done():
+            self._progress.note(f"the run is done: it has made {self._version} steps")
+            return
         try:
             async for _ in stepping():
-                ended = self._version >= self._config.run.num_steps or self._reward_reached()
-                done = ended or self._interrupted.is_set()
+                done = self._is_done() or self._interrupted.is_set()
                 if done or self._version - last_saved >= self._config.run.checkpoint_every_steps:
                     await self._save()
                     last_saved = self._version
@@ -478,9 +545,11 @@ class _Run:
                 await self._finish_save()
             raise
 
-    def _reward_reached(self) -> bool:
+    def _is_done(self) -> bool:
+        """Return whether all steps are made, or the reward that ends the run is reached."""
         target, reward = self._config.run.stop_at_reward, self._journal.recent_reward()
-        return target is not None and reward is not None and reward >= target
+        is_reached = target is not None and reward is not None and reward >= target
+        return is_reached or self._version >= self._config.run.num_steps
 
     async def _pipeline_steps(self) -> Any:
         """Train on the next batch as soon as it is there; the one after it is prepared meanwhile."""
@@ -503,6 +572,8 @@ class _Run:
             await self._until(lambda: self._composer.num_tokens >= self._config.tokens_per_step * num_steps)
             self._phase.end()
             await self._until(lambda: self._actor.num_running == 0)
+            for group in self._composer.advance(self._version):
+                self._drop(group, "stale")
             parts = split_evenly(self._composer.take_all(), num_steps)
             for i, groups in enumerate(parts):
                 batch = make_batch(groups, self._version, self._estimator, self._staleness)
@@ -510,16 +581,12 @@ class _Run:
                 yield
 
     async def _next_batch(self, version: int) -> StepBatch:
-        """Wait for the tokens of one step; groups whose tokens are all too old are dropped and replaced."""
-        while True:
-            await self._until(self._composer.ready)
-            groups = self._composer.take()
-            batch = make_batch(groups, version, self._estimator, self._staleness)
-            if batch.samples:
-                return batch
-            for group in groups:
-                self._ledger.drop(group.item_index, "stale")
-            self._actor.wake()
+        """Wait for the tokens of one step that starts from ``version``; groups that are too old for it are dropped."""
+        for group in self._composer.advance(version):
+            self._drop(group, "stale")
+        self._actor.wake()
+        await self._until(self._composer.ready)
+        return make_batch(self._composer.take(), version, self._estimator, self._staleness)
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         timeout_s = self._config.run.step_timeout_s
@@ -531,8 +598,8 @@ class _Run:
         except TimeoutError as error:
             raise TrainerError(
                 f"no batch of {self._config.tokens_per_step} tokens came together within {timeout_s:g} s: "
-                f"{self._composer.num_tokens} tokens are finished, {self._actor.num_running} groups are running, "
-                f"ledger {self._ledger_counts()}. Are all rewards equal?"
+                f"{self._composer.num_tokens} tokens are finished, {self._actor.num_running} groups are running"
+                f"{self._told_drops()}. Are all rewards equal?"
             ) from error
 
     async def _step(self, batch: StepBatch, *, publish: bool) -> None:
@@ -597,19 +664,20 @@ class _Run:
             told = {name: answer[name] for name in ("restored", "joined", "removed", "changes", "states")}
             self._journal.event("fleet", *answer["publish_span"], version=version, serving=applied, left=[], **told)
         self._actor.serve(applied, version)
+        self._has_served.update(applied)
 
     async def _save(self) -> None:
         """Write a checkpoint; in-flight and unused work is recorded in the ledger, to be issued again."""
-        path = checkpoint_path(self._directory, self._version)
+        path = checkpoint_path(self._directory.path, self._version)
         if self._config.run.background_saves:
             self._note_saved(await self._trainers.begin_save(path))
         else:
             await self._trainers.save(path)
-        state = {"ledger": self._ledger.to_json(), "journal": self._journal.state()}
+        state = {"version": self._version, "ledger": self._ledger.to_json(), "journal": self._journal.state()}
         if self._config.run.background_saves:
             self._begun_save = _BegunSave(self._version, copy.deepcopy(state))
         else:
-            finish_checkpoint(self._directory, self._version, state, self._config.run.keep_checkpoints)
+            finish_checkpoint(self._directory.path, self._version, state, self._config.run.keep_checkpoints)
 
     async def _finish_save(self) -> None:
         """Wait for the checkpoint that is being written, if there is one."""
@@ -623,7 +691,7 @@ class _Run:
             return
         begun.ended_on |= {rank for rank, answer in enumerate(answers) if answer.get("saved") == begun.version}
         if len(begun.ended_on) == len(answers):
-            finish_checkpoint(self._directory, begun.version, begun.state, self._config.run.keep_checkpoints)
+            finish_checkpoint(self._directory.path, begun.version, begun.state, self._config.run.keep_checkpoints)
             self._begun_save = None
 
     def _ledger_counts(self) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """One trainer rank as a process of its own: ``python -m inflight.pipeline.trainer FD``.
 
 It takes batches from the run over a socket pair, drives a `TrainerWorker` through them, and publishes. Every rank gets
-the same messages, makes the same calls and answers; only rank 0 holds a publisher. It ends when the run does.
+the same messages, makes the same calls and answers; only rank 0 holds a publisher. It says what it begins to do, so
+that the run can tell what a rank was doing when it died. It ends when the run does.
 """
 
 from __future__ import annotations
@@ -11,17 +12,27 @@ import signal
 import socket
 import sys
 import time
+import traceback
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import TextIO
 
 import torch
 import torch.distributed as dist
 
 from inflight.contracts import BackgroundSaver, TrainerWorker
-from inflight.errors import ConfigError, FencedError, InflightError, NonFiniteError, UnsupportedError
-from inflight.losses import Metrics, Plan, PolicyLoss, add_metrics, encode_metrics, prepare
+from inflight.errors import (
+    ConfigError,
+    FencedError,
+    InflightError,
+    NonFiniteError,
+    PrecisionWarning,
+    UnsupportedError,
+)
+from inflight.losses import Metric, Metrics, Plan, PolicyLoss, add_metrics, encode_metrics, prepare
 from inflight.pipeline.channel import Message, WorkerChannel
 from inflight.pipeline.messages import micro_batches_of
 from inflight.types import MicroBatch, PublishReport
@@ -32,6 +43,23 @@ from inflight.weights.transports.files import FileSender
 from inflight.wire import InFlightPolicy
 
 _LEFT_OUT = (MemberState.SUSPECT, MemberState.DEAD)
+
+
+_SAID_OF_OTHERS = ("gloo/transport", "NCCL")
+"""Words of errors of collectives, which fail on each rank when one is gone."""
+
+
+def collectives_backend(device: str) -> str:
+    """Return torch's backend for the collectives of ranks that compute on a kind of device, ``cpu`` or ``cuda``.
+
+    How weights travel to servers has no part in it. Counts and verdicts of the ranks are in host memory, on GPUs too.
+    """
+    return "cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo"
+
+
+def blames_another_rank(error: Exception) -> bool:
+    """Return whether an error says that another rank is gone, and not what is wrong on this one."""
+    return isinstance(error, dist.DistError) or any(words in str(error) for words in _SAID_OF_OTHERS)
 
 
 def load_worker_factory(name: str) -> Callable[[Mapping[str, object]], TrainerWorker]:
@@ -64,9 +92,11 @@ class Trainer:
         """Names of the endpoints that were there from the start, or have held a version since."""
         self._loss: PolicyLoss | None = None
         self._settings: Message = {}
+        self._warnings: list[str] = []
+        """Not told to the run yet."""
 
     def run(self) -> None:
-        """Answer messages until the run ends or says so."""
+        """Answer messages until the run ends or says so. What is no `InflightError` is raised, once the run is told."""
         handlers = {
             "start": self._start,
             "train": self._train,
@@ -85,9 +115,33 @@ class Trainer:
             try:
                 answer = handlers[message["type"]](message, tensors)
             except InflightError as error:
-                self._channel.send({"type": "error", "code": error.code, "message": str(error)})
+                told = {"code": error.code, "message": str(error)}
+                self._channel.send({"type": "error", **told, "blames_another_rank": blames_another_rank(error)})
                 return
-            self._channel.send({"type": "done", **answer})
+            except Exception as error:
+                told = {"message": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+                self._channel.send({"type": "failed", **told, "blames_another_rank": blames_another_rank(error)})
+                raise
+            self._channel.send({"type": "done", **answer, "warnings": self._warnings})
+            self._warnings = []
+
+    def warn(
+        self,
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        """Write a warning to standard error; tell the run of lost precision with the next answer."""
+        print(warnings.formatwarning(message, category, filename, lineno, line), end="", file=file or sys.stderr)
+        if issubclass(category, PrecisionWarning):
+            self._warnings.append(str(message))
+
+    def _begin(self, what: str) -> None:
+        """Say what this rank does next."""
+        self._channel.send({"type": "doing", "what": what})
 
     def close(self) -> None:
         """Leave the weight group."""
@@ -99,13 +153,15 @@ class Trainer:
         self._settings = message
         torch.set_num_threads(message["threads"])
         if int(os.environ["WORLD_SIZE"]) > 1:
-            # Counts and verdicts travel between ranks in host memory.
+            self._begin("the forming of the trainer's group")
+            device = message["worker_settings"].get("device") or ("cuda" if torch.cuda.is_available() else "cpu")
             dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if message["backend"] == "nccl" else message["backend"],
+                collectives_backend(device),
                 init_method=f"file://{os.environ['INFLIGHT_RENDEZVOUS']}",
                 rank=int(os.environ["RANK"]),
                 world_size=int(os.environ["WORLD_SIZE"]),
             )
+        self._begin("the loading of the model")
         factory = load_worker_factory(message["worker"])
         self._worker = factory(message["worker_settings"])
         if message["background_saves"]:
@@ -119,6 +175,7 @@ class Trainer:
         if "reference_logprobs" in self._loss.needs:
             self._reference = factory(message["worker_settings"])
         if message["checkpoint"] is not None:
+            self._begin(f"the loading of {message['checkpoint']}")
             self._worker.load(Path(message["checkpoint"]))
         if message["updates"] == "pull":
             if self._worker.rank == 0:
@@ -126,6 +183,7 @@ class Trainer:
                 self._store = FileSender(directory)
                 self._epoch = newest_epoch(directory, message["run_id"]) + 1
             return {"version": self._worker.version, **self._publish(message)}
+        self._begin("the connecting to the servers")
         self._fleet = self._connected(message) if self._worker.rank == 0 else Fleet(None)
         self._served = set(self._fleet.states)
         return {"version": self._worker.version, **self._publish(message)}
@@ -149,11 +207,16 @@ class Trainer:
         """Forward and backward over the micro-batches, one optimizer step, and a publish if asked for."""
         assert self._worker is not None
         started = time.time()
-        batches, plan = self._plan(micro_batches_of(message["layouts"], tensors), message["num_groups"])
+        number = f"step {self._worker.version + 1}"
+        self._begin(f"the counting of {number}")
+        batches, plan = self._plan(micro_batches_of(message["layouts"], tensors), message)
         metrics: Metrics = {}
         for batch in batches:
-            metrics = add_metrics(metrics, self._forward_backward(batch, plan))
+            metrics = add_metrics(metrics, self._forward_backward(batch, plan, number))
+        self._begin(f"the optimizer's {number}")
         result = self._worker.step()
+        if result.rounded_away is not None:
+            metrics = add_metrics(metrics, {"rounded_away": Metric(result.rounded_away, 1.0)})
         trained = time.time()
         answer: Message = {
             "version": result.version,
@@ -166,7 +229,7 @@ class Trainer:
             answer |= self._publish(message)
         return answer | self._ended_save()
 
-    def _plan(self, batches: list[MicroBatch], num_groups: int) -> tuple[list[MicroBatch], Plan]:
+    def _plan(self, batches: list[MicroBatch], message: Message) -> tuple[list[MicroBatch], Plan]:
         """Return the micro-batches with all that the loss needs of them, and what it needs of the whole step."""
         assert self._worker is not None and self._loss is not None
         logprobs = None
@@ -182,7 +245,8 @@ class Trainer:
             batches,
             trainer_logprobs=logprobs,
             current_version=self._worker.version,
-            num_groups=num_groups,
+            num_groups=message["num_groups"],
+            num_sequences=message["num_sequences"],
             reduce=self._sum_over_ranks,
         )
         return batches, plan
@@ -193,8 +257,9 @@ class Trainer:
             dist.all_reduce(numbers)
         return numbers
 
-    def _forward_backward(self, batch: MicroBatch, plan: Plan) -> Metrics:
+    def _forward_backward(self, batch: MicroBatch, plan: Plan, number: str) -> Metrics:
         assert self._worker is not None and self._loss is not None
+        self._begin(f"the forward of {number}")
         if self._reference is not None:
             with torch.no_grad():
                 batch = replace(batch, reference_logprobs_T=self._reference.forward(batch))
@@ -204,17 +269,20 @@ class Trainer:
             raise NonFiniteError(
                 f"the loss of step {self._worker.version + 1} is {output.loss.item()}; the last checkpoint is whole"
             )
+        self._begin(f"the backward of {number}")
         self._worker.backward(output.loss)
         return output.metrics
 
     def _save(self, message: Message, _: dict[str, torch.Tensor]) -> Message:
         assert self._worker is not None
+        self._begin(f"the saving of version {self._worker.version}")
         self._worker.save(Path(message["path"]))
         return {"version": self._worker.version}
 
     def _begin_save(self, message: Message, tensors: dict[str, torch.Tensor]) -> Message:
         assert self._worker is not None and self._saver is not None
         ended = self._finish_save(message, tensors)
+        self._begin(f"the copying of version {self._worker.version}")
         self._saver.begin_save(Path(message["path"]))
         self._saving = self._worker.version
         return ended
@@ -223,6 +291,7 @@ class Trainer:
         """Wait until the save that was begun stands at its path; says which one, if there was one."""
         if self._saver is None or self._saving is None:
             return {}
+        self._begin(f"the saving of version {self._saving}")
         self._saver.finish_save(message["timeout_s"])
         ended, self._saving = self._saving, None
         return {"saved": ended}
@@ -243,6 +312,7 @@ class Trainer:
         """Publish to whoever can be reached; what the run is told of it comes from rank 0."""
         assert self._worker is not None
         started = time.time()
+        self._begin(f"the publishing of version {self._worker.version}")
         if self._settings["updates"] == "pull":
             return self._store_version(started)
         assert self._fleet is not None
@@ -308,6 +378,8 @@ class Trainer:
     def _change_members(self, message: Message) -> list[str]:
         """Let servers join and leave as the run says; returns why some cannot."""
         assert self._fleet is not None
+        if message.get("restarted"):
+            self._fleet.ask_all()
         unfit = []
         for name in message.get("leave", ()):
             self._fleet.leave(name)
@@ -343,6 +415,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = WorkerChannel(socket.socket(fileno=int(sys.argv[1])))
     trainer = Trainer(channel)
+    warnings.simplefilter("always", PrecisionWarning)
+    warnings.showwarning = trainer.warn
     try:
         trainer.run()
     finally:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from inflight.types import Group
+
 
 @dataclass(frozen=True, slots=True)
 class StalenessPolicy:
@@ -25,6 +27,21 @@ class StalenessPolicy:
     def mask(self, token_versions: Sequence[int], trainer_version: int) -> list[bool]:
         """Return for each token whether it is young enough to be trained on."""
         return [trainer_version - version <= self.max_lag for version in token_versions]
+
+    def num_trained_tokens(self, group: Group, trainer_version: int) -> int:
+        """Return how many tokens of a group a step from ``trainer_version`` trains on, prompts included.
+
+        A completion brings its tokens that `mask` keeps, and its prompt if there is one.
+        """
+        total = 0
+        for rollout in group.rollouts:
+            num_kept = sum(
+                span.end - span.start
+                for span in rollout.version_spans
+                if trainer_version - span.version <= self.max_lag
+            )
+            total += num_kept + len(rollout.prompt_token_ids) if num_kept else 0
+        return total
 
     def max_outstanding_groups(self, groups_per_step: float) -> int:
         """Return how many groups may be in flight, or finished but not trained, at once; at least 1.

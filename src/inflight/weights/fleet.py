@@ -1,7 +1,8 @@
 """The health of a fleet over many publishes: who is published to, who may be given work, who is asked again and when.
 
     JOINING -> HEALTHY            a publish was applied
-    HEALTHY -> SUSPECT            no answer in time: left out, and asked once more before the next publish
+    HEALTHY -> SUSPECT            no answer in time: left out, and asked once more before the next publish; in time is
+                                  within two seconds for the question that comes first, if enough others answer it
     HEALTHY -> DEAD               gone, and a suspect that stays silent, and one that failed its only try to come in
     SUSPECT, DEAD -> JOINING      it answers again: the next publish is its try
     HEALTHY -> JOINING            it missed a version, or its weights are torn: the next publish makes it whole
@@ -26,13 +27,13 @@ from inflight.errors import ConfigError, InflightError, PublishError, Unsupporte
 from inflight.types import EndpointReport, Outcome, PublishReport, PublishSpans
 from inflight.weights.buckets import DEFAULT_BUCKET_BYTES
 from inflight.weights.publish import publish_weights
-from inflight.weights.publisher import WeightPublisher
+from inflight.weights.publisher import ANSWER_S, WeightPublisher
 from inflight.wire import InFlightPolicy
 
 _NUM_ATTEMPTS = 3
 """A fleet that lost a member, or was left torn by it, is brought to the present version by publishing again."""
-_ASK_S = 1.0
-"""How long a member that was left out may take to answer, and the first pause before it is asked again."""
+_FIRST_PAUSE_S = 1.0
+"""Before a dead member is asked again for the first time."""
 _MAX_PAUSE_S = 60.0
 """Longest pause before a dead member is asked again; each is twice the one before."""
 
@@ -65,7 +66,7 @@ class _Member:
 
     state: MemberState = MemberState.JOINING
     ask_at: float = 0.0
-    pause_s: float = _ASK_S
+    pause_s: float = _FIRST_PAUSE_S
     is_on_trial: bool = False
     """It came in for the publish that runs, and is out again if that fails because of it."""
     why: str = ""
@@ -174,6 +175,7 @@ class Fleet:
         num_failed = 0
         self._notes = []
         self._invite()
+        self._leave_silent_out(deadline_s)
         verdict = _agreed(worker, self._is_possible())
         while verdict is _Verdict.AGAIN:
             report, verdict = self._attempt(
@@ -244,7 +246,7 @@ class Fleet:
         for part in report.endpoints:
             member = self._members[part.endpoint]
             if part.outcome is Outcome.APPLIED:
-                member.state, member.pause_s, member.is_on_trial = MemberState.HEALTHY, _ASK_S, False
+                member.state, member.pause_s, member.is_on_trial = MemberState.HEALTHY, _FIRST_PAUSE_S, False
                 continue
             is_spoilt = part.outcome is Outcome.ABORTED and silent
             if part.endpoint in silent or (member.is_on_trial and not is_spoilt):
@@ -291,7 +293,7 @@ class Fleet:
                 self._notes.append(member.why)
                 self._bury(member)
             del due[name]
-        unfit = self._publisher.restore(*due, timeout_s=_ASK_S)
+        unfit = self._publisher.restore(*due, timeout_s=ANSWER_S)
         for name, member in due.items():
             if name in unfit:
                 member.why = str(unfit[name])
@@ -300,11 +302,20 @@ class Fleet:
             else:
                 member.state, member.is_on_trial = MemberState.JOINING, True
 
+    def _leave_silent_out(self, deadline_s: float) -> None:
+        """Leave out who does not say at once that it is there, if enough others do; it is asked before the next one."""
+        if self._publisher is None:
+            return
+        for name in self._publisher.silent(self._quorum or 1, deadline_s):
+            why = f"did not say within {ANSWER_S:g} s which version it serves: left out of this publish"
+            self._remove(self._members[name], EndpointReport(name, Outcome.TIMED_OUT, None, why))
+            self._notes.append(f"{name} {why}")
+
     def _admit(self, member: _Member) -> None:
         """Have the publisher know an endpoint; one that gives no answer is asked again later."""
         assert self._publisher is not None and member.endpoint is not None
         try:
-            self._publisher.add(member.endpoint, timeout_s=_ASK_S)
+            self._publisher.add(member.endpoint, timeout_s=ANSWER_S)
         except (ConfigError, UnsupportedError):
             raise
         except InflightError as error:

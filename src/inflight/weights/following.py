@@ -1,21 +1,26 @@
 """Following: beside a server, bring it to the newest version that is stored of a run, whenever there is a newer one.
 
 It drives the endpoint by the calls of its own contract, as a publisher would, so that an endpoint knows no difference.
-Versions that came and went while an update was under way are left out. `inflight.weights.storing` is the other side.
+Versions that came and went while an update was under way are left out. What is being read is leased, so that whoever
+stores does not remove it meanwhile: a slow follower gets on, too.
+`inflight.weights.storing` is the other side.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import secrets
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
+
+import pydantic
 
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import ConfigError, InflightError, TransferError
 from inflight.weights.threads import run_abandonable
-from inflight.weights.transports.bucket_files import StoredUpdate
-from inflight.weights.transports.files import latest, read_manifest
+from inflight.weights.transports.bucket_files import LEASE_S, StoredUpdate
+from inflight.weights.transports.files import latest, lease, read_manifest
 from inflight.weights.transports.pull import PullReceiver
 from inflight.wire import BucketTransfer, Capabilities, DirectorySpec, InFlightPolicy, PullSpec, UpdateRef
 
@@ -25,15 +30,26 @@ FIRST_PAUSE_S = 0.5
 """After a failure, before the next try; each pause is twice the one before."""
 MAX_PAUSE_S = 30.0
 _LEASE_SLACK_S = 5.0
+_RENEW_S = LEASE_S / 10
 
 
 def store_spec(place: str, run_id: str, token: str | None, timeout_s: float = 60.0) -> DirectorySpec | PullSpec:
     """Return where a run's versions are: in a directory, or at an URL. Raises `ConfigError`."""
-    if not place.startswith(("http://", "https://")):
-        return DirectorySpec(run_id=run_id, backend="file", directory=str(Path(place).absolute()), timeout_s=timeout_s)
-    if token is None:
+    is_url = place.startswith(("http://", "https://"))
+    if is_url and token is None:
         raise ConfigError(f"the store at {place} asks for a token; write it into a file and name that file")
-    return PullSpec(run_id=run_id, backend="http", url=place.rstrip("/"), token=token, timeout_s=timeout_s)
+    try:
+        if is_url:
+            return PullSpec(
+                run_id=run_id, backend="http", url=place.rstrip("/"), token=token or "", timeout_s=timeout_s
+            )
+        directory = str(Path(place).absolute())
+        return DirectorySpec(run_id=run_id, backend="file", directory=directory, timeout_s=timeout_s)
+    except pydantic.ValidationError as error:
+        (where, why), *_ = ((problem["loc"], problem["msg"]) for problem in error.errors(include_url=False))
+        raise ConfigError(
+            f"run {run_id!r} cannot be followed at {place!r}: {'.'.join(map(str, where))}: {why}"
+        ) from error
 
 
 async def follow(
@@ -52,17 +68,19 @@ async def follow(
     """
     source = _Source(spec)
     told, pause_s = "", FIRST_PAUSE_S
-    taken: UpdateRef | None = None
+    ref: UpdateRef | None = None
+    taken = failed = ref
     try:
         while True:
+            ref = None
             try:
                 async with asyncio.timeout(deadline_s):
                     ref = await source.latest(deadline_s)
                     if ref is not None and ref != taken:
                         if not await _serves(endpoint, ref):
-                            await _take(
-                                endpoint, spec, await source.read_manifest(ref, deadline_s), in_flight, deadline_s
-                            )
+                            await source.lease(ref)
+                            stored = await source.read_manifest(ref, deadline_s)
+                            await _while_held(source, ref, _take(endpoint, spec, stored, in_flight, deadline_s))
                             note(f"serving version {ref.version} of run {ref.run_id!r}")
                         taken = ref
             except (TimeoutError, InflightError) as error:
@@ -70,6 +88,7 @@ async def follow(
                 if why != told:
                     note(f"following run {spec.run_id!r}: {why}; trying again")
                 told = why
+                pause_s, failed = pause_s if ref == failed else FIRST_PAUSE_S, ref
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, MAX_PAUSE_S)
             else:
@@ -77,6 +96,25 @@ async def follow(
                 await asyncio.sleep(poll_s)
     finally:
         source.close()
+
+
+async def _while_held(source: _Source, ref: UpdateRef, taking: Coroutine[Any, Any, None]) -> None:
+    """Await ``taking`` and renew the lease meanwhile. Raises `TransferError` as soon as the version was removed."""
+
+    async def hold() -> None:
+        while True:
+            await asyncio.sleep(_RENEW_S)
+            await source.lease(ref)
+
+    calls = [asyncio.ensure_future(taking), asyncio.ensure_future(hold())]
+    try:
+        done, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+        for call in done:
+            call.result()
+    finally:
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
 
 
 async def _serves(endpoint: InferenceEndpoint, ref: UpdateRef) -> bool:
@@ -139,6 +177,7 @@ class _Source:
         self._spec = spec
         self._directory = Path(spec.directory) if isinstance(spec, DirectorySpec) else None
         self._receiver = PullReceiver(spec) if isinstance(spec, PullSpec) else None
+        self._lease = f"lease-{secrets.token_hex(8)}"
 
     async def latest(self, timeout_s: float) -> UpdateRef | None:
         """Return the newest version that is stored whole, None if there is none."""
@@ -147,6 +186,14 @@ class _Source:
             return await run_abandonable(lambda: receiver.latest(timeout_s), "inflight-follow")
         assert directory is not None
         return await run_abandonable(_translated(lambda: latest(directory, run_id)), "inflight-follow")
+
+    async def lease(self, ref: UpdateRef) -> None:
+        """Have a version stay for a while; one that was leased before may go. Raises `TransferError` if it is gone."""
+        receiver, directory, name = self._receiver, self._directory, self._lease
+        if receiver is not None:
+            return await run_abandonable(lambda: receiver.lease(ref, name, LEASE_S), "inflight-follow")
+        assert directory is not None
+        await run_abandonable(_translated(lambda: lease(directory, ref, name)), "inflight-follow")
 
     async def read_manifest(self, ref: UpdateRef, timeout_s: float) -> StoredUpdate:
         """Return what is stored of a version. Raises `TransferError` if it was removed since."""

@@ -31,10 +31,10 @@ from inflight.errors import (
     UpdateRefusedError,
 )
 from inflight.types import EndpointReport, Outcome, PublishReport, PublishSpans, WeightBucket
-from inflight.weights.checksums import checksum
+from inflight.weights.checksums import checksum, on_host
 from inflight.weights.encoding import encode
 from inflight.weights.packing import pack, unpack
-from inflight.weights.publisher import WeightPublisher
+from inflight.weights.publisher import ANSWER_S, WeightPublisher
 from inflight.weights.staging import payload_spec
 from inflight.weights.threads import run_abandonable
 from inflight.wire import (
@@ -155,7 +155,9 @@ class PublishSession:
         started = time.monotonic()
         ref = self._update.ref
         encoding, payload = self._encoded(bucket)
-        digest = None if payload.is_cuda else checksum(payload)
+        host = on_host(payload)  # copied once, for the checksum and for the transports that send from there
+        digest = checksum(host)
+        payload = payload if self._publisher.backend == "nccl" else host
         is_raw = encoding == "raw"
         specs = bucket.specs if is_raw else (payload_spec(payload.numel()),)
         tensors = tuple(unpack(payload, specs)) if is_raw else (payload,)
@@ -245,7 +247,8 @@ class PublishSession:
         base = snapshot.ref
         if base is not None and snapshot.is_cut_as(self._update):
             answers = await asyncio.gather(
-                *(_repeated(e.weight_version) for e in self._active), return_exceptions=True
+                *(asyncio.wait_for(_repeated(e.weight_version), ANSWER_S) for e in self._active),
+                return_exceptions=True,
             )  # who gives no answer is asked once more, for the update itself
             if all(isinstance(answer, WeightVersion) and answer.kept == base for answer in answers):
                 self._update = self._update.model_copy(update={"base": base, "encodings": ("delta",)})

@@ -7,6 +7,7 @@ thread, while the training thread gathers. This module knows the Protocols only,
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -28,6 +29,8 @@ from inflight.wire import Backend, Capabilities, TransportSpec, WeightUpdate
 
 T = TypeVar("T")
 
+ANSWER_S = 2.0
+"""How long an endpoint may take for an answer that an idle one gives in milliseconds, while others could go on."""
 _SLACK_S = 1.0
 """How much longer than the transport's own timeout forming a group may take, so that the transport's reason arrives."""
 
@@ -82,6 +85,7 @@ class WeightPublisher:
         self._connect_timeout_s = connect_timeout_s
         self._capabilities: dict[str, Capabilities] = {}
         self._group_is_usable = False
+        self._backend: Backend | None = None
         self._ending: Future[None] | None = None
         self._portal: anyio.from_thread.BlockingPortal | None = None
         self._portal_context: AbstractContextManager[anyio.from_thread.BlockingPortal] | None = None
@@ -122,6 +126,11 @@ class WeightPublisher:
     def removed(self) -> tuple[str, ...]:
         """Names of the endpoints that were removed."""
         return tuple(endpoint.name for endpoint in self._removed)
+
+    @property
+    def backend(self) -> Backend | None:
+        """How buckets travel, as the group says that was formed last; None before there was one."""
+        return self._backend
 
     @property
     def has_group(self) -> bool:
@@ -205,7 +214,14 @@ class WeightPublisher:
             del self._capabilities[name]
             self.run(endpoint.aclose)
 
-    def restore(self, *names: str, timeout_s: float = 1.0) -> dict[str, InflightError]:
+    def silent(self, num_needed: int, timeout_s: float) -> tuple[str, ...]:
+        """Ask every endpoint for its version; return the names of those that gave no answer, not even an error.
+
+        Each has `ANSWER_S` seconds. If fewer than ``num_needed`` answered by then, the others have up to ``timeout_s``.
+        """
+        return self.run(self._ask_present, num_needed, timeout_s)
+
+    def restore(self, *names: str, timeout_s: float = ANSWER_S) -> dict[str, InflightError]:
         """Have the next publish go to removed endpoints again, in a group formed anew; names that are not are ignored.
 
         Each is asked first for its capabilities and its version, within ``timeout_s`` seconds, all at the same time.
@@ -315,6 +331,22 @@ class WeightPublisher:
         answers = await asyncio.gather(*(one(endpoint) for endpoint in endpoints))
         return {endpoint.name: answer for endpoint, answer in zip(endpoints, answers, strict=True)}
 
+    async def _ask_present(self, num_needed: int, timeout_s: float) -> tuple[str, ...]:
+        calls = {endpoint.name: asyncio.ensure_future(endpoint.weight_version()) for endpoint in self._endpoints}
+        pending = set(calls.values())
+        if not calls:
+            return ()
+        try:
+            _, pending = await asyncio.wait(pending, timeout=min(ANSWER_S, timeout_s))
+            deadline = time.monotonic() + timeout_s - ANSWER_S
+            while pending and len(calls) - len(pending) < num_needed and (left_s := deadline - time.monotonic()) > 0:
+                _, pending = await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            return tuple(name for name, call in calls.items() if call in pending)
+        finally:
+            for call in calls.values():
+                call.cancel()
+            await asyncio.gather(*calls.values(), return_exceptions=True)
+
     async def _form_group(self, timeout_s: float, num_needed: int) -> dict[str, InflightError]:
         capabilities = [self._capabilities[endpoint.name] for endpoint in self._endpoints]
         opened = self.sender.specs(self.run_id, [c.num_ranks for c in capabilities], timeout_s)
@@ -326,6 +358,7 @@ class WeightPublisher:
                 raise UnsupportedError(
                     f"{endpoint.name} does not declare the {spec.backend} transport, it declares {known}"
                 )
+            self._backend = spec.backend
         if not self.sender.is_collective:
             return await self._form_each(specs, timeout_s, num_needed)
         calls: list[asyncio.Future[None]] = [

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Protocol
 
 from inflight.contracts import WeightReceiver
@@ -42,13 +43,20 @@ if TYPE_CHECKING:
 
 
 class HeldEngine(Protocol):
-    """What an `UpdateReceiver` asks of the engine whose weights change."""
+    """What an `UpdateReceiver` asks of the engine whose weights change.
+
+    After `hold` has returned, exactly one of `apply`, `release` and `give_up` follows; after an `apply` that raised,
+    `give_up` does. All are awaited in the receiver's event loop.
+    """
 
     @abstractmethod
     async def hold(self, update: WeightUpdate) -> None:
         """Return when no token is being sampled any more, as ``update.in_flight`` says.
 
-        Cancelled when the update ends meanwhile; sampling goes on then as if it had never been called.
+        Cancelled when the update ends meanwhile, and then nothing else is called: before ``CancelledError`` passes on,
+        see to it that sampling goes on as if this had never been called. What another thread or process was told may
+        still be on its way there: undo it behind it, in the same queue. While the weights are torn, sampling is held
+        already, and this returns at once.
         """
 
     @abstractmethod
@@ -57,7 +65,9 @@ class HeldEngine(Protocol):
 
         They are the whole model but for ``update.manifest.frozen``, or the adapter of ``update.manifest.adapter``.
 
-        Whatever it raises, the weights count as torn.
+        The version that tokens are labelled with changes together with the weights, where they change: in the engine's
+        thread if it has one, before it samples the first token. `UpdateReceiver.session` says the new version only
+        after this has returned, which is too late for that label. Whatever this raises, the weights count as torn.
         """
 
     @abstractmethod
@@ -66,11 +76,20 @@ class HeldEngine(Protocol):
 
     @abstractmethod
     async def give_up(self) -> None:
-        """End every request: the weights are torn, and nothing is sampled until a complete update."""
+        """End every request, running or waiting: the weights are torn, as `apply` raised or a part of them had arrived.
+
+        Sampling stays held: nothing is sampled until the `apply` of a complete update, which the receiver lets through
+        and whose `hold` comes before it. Those who wait for the requests get `PoisonedError`, as new ones do from
+        `UpdateSession.refuse_if_poisoned`.
+        """
 
     @abstractmethod
     async def weight_version(self) -> WeightVersion:
         """See `InferenceEndpoint.weight_version`."""
+
+
+engine_between: ContextVar[Callable[[HeldEngine], HeldEngine]] = ContextVar("engine_between", default=lambda it: it)
+"""What a check has put between an engine and the receiver that is made for it, so that a call of it can fail."""
 
 
 class WeightIntake(Protocol):
@@ -203,7 +222,7 @@ class UpdateReceiver:
         partial_updates: bool = False,
         adapters: bool = False,
     ) -> None:
-        self._engine = engine
+        self._engine = engine_between.get()(engine)
         self._intake = intake
         self._policies = tuple(policies)
         self._transports = tuple(transports)
@@ -423,7 +442,9 @@ class UpdateReceiver:
                 await self._engine.give_up()
             except Exception as lost:  # torn it is in any case
                 problem += f". Its requests could not be ended either: {lost}"
-            return PoisonedError(problem)
+            failure = PoisonedError(problem)
+            failure.__cause__ = error
+            return failure
         self._session.committed()
         self._intake.committed()
         return None

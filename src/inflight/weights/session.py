@@ -49,6 +49,7 @@ class UpdateSession:
         self._receiving = False
         self._applying = False
         self._torn = False
+        self._num_changes = 0
 
     @property
     def state(self) -> EndpointState:
@@ -85,6 +86,11 @@ class UpdateSession:
         """The open update, None if there is none."""
         return self._update
 
+    @property
+    def num_changes(self) -> int:
+        """Updates that ended here: while it grows, what was asked about the weights may be answered with old news."""
+        return self._num_changes
+
     def joined(self) -> None:
         """JOINING -> READY: the endpoint holds version 0."""
         self._state = EndpointState.READY
@@ -93,12 +99,12 @@ class UpdateSession:
         """From now on only updates of these tensors are accepted."""
         self._expected = tuple(expected)
 
-    def found(self, version: int, run_id: str | None, *, torn: bool) -> None:
+    def found(self, version: int, run_id: str | None, *, torn: bool, session_id: str = "") -> None:
         """Take over what an engine that others may change or restart says of its weights, while no update is open."""
         if self._update is not None:
             return
-        if (version, run_id) != (self._version, self._run_id):
-            self._served = UpdateRef(run_id=run_id or "checkpoint", version=version)
+        if (version, run_id, session_id) != (self._version, self._run_id, self.session_id):
+            self._served = UpdateRef(run_id=run_id or "checkpoint", version=version, session_id=session_id)
             self._served_epoch = 0 if run_id is None else self._epochs.get(run_id, 0)
         self._version, self._run_id, self._torn = version, run_id, torn
         self._state = EndpointState.POISONED if torn else EndpointState.READY
@@ -217,6 +223,7 @@ class UpdateSession:
         """UPDATING -> READY(w): every tensor was applied."""
         assert self._update is not None
         assert self._applying
+        self._num_changes += 1
         self._version, self._run_id = self._update.version, self._update.run_id
         self._served, self._served_epoch = self._update.ref, self._update.epoch
         self._over.append(self._update.ref)
@@ -231,6 +238,7 @@ class UpdateSession:
 
         ``torn`` says that bytes were applied before `begin_apply`, by an engine that applies them as they arrive.
         """
+        self._num_changes += 1
         if self._update is not None:
             self._over.append(self._update.ref)
             if self._applying or torn:

@@ -59,7 +59,7 @@ class Staging:
             raise TransferError(f"bucket {bucket.index} would travel as {size_bytes} bytes, more than its own")
         (payload,) = receiver.receive((payload_spec(size_bytes),), transfer.timeout_s)
         self._receive_ahead(receiver, bucket.index + 1, transfer.timeout_s)
-        if transfer.checksum is not None and (found := checksum(payload.cpu())) != transfer.checksum:
+        if transfer.checksum is not None and (found := checksum(payload)) != transfer.checksum:
             raise TransferError(
                 f"bucket {bucket.index} was damaged on its way: its XXH3-128 is {found}, {transfer.checksum} was "
                 "announced; nothing of it was loaded"

@@ -16,6 +16,7 @@ from inflight.local.loading import load_endpoint
 from tests.conformance.mutants import (
     arrivals,
     caches,
+    clients,
     control,
     discovery,
     faults,
@@ -31,7 +32,7 @@ from tests.conformance.mutants.mutant import Mutant
 
 LEVELS = (
     *(discovery, tokens, sampling, control, sessions),
-    *(weights, arrivals, versions, caches, faults, http, parity),
+    *(weights, arrivals, versions, caches, clients, faults, http, parity),
 )
 MUTANTS: dict[str, Mutant] = {mutant.name: mutant for level in LEVELS for mutant in level.MUTANTS}
 

@@ -2,31 +2,132 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from inflight.local.endpoint import LocalEndpoint
+from inflight.local.slots import StepPlan
 from inflight.wire import InFlightPolicy
 from tests.conformance.mutants.mutant import Mutant
 
+Cache = dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]]
 
-def stale_prefix_cache(endpoint: LocalEndpoint) -> LocalEndpoint:
+
+def stale_prefix_cache(page: int) -> Callable[[LocalEndpoint], LocalEndpoint]:
+    """Keep whole pages of every prompt, and use them again whatever the weights are."""
+
+    def infect(endpoint: LocalEndpoint) -> LocalEndpoint:
+        _cache_prompts(endpoint, page)
+        return endpoint
+
+    return infect
+
+
+def dropped_unless_held(endpoint: LocalEndpoint) -> LocalEndpoint:
+    engine: Any = endpoint._engine
+    cache = _cache_prompts(endpoint, 1)
+    load = engine.load
+
+    def faulty(*arguments: Any) -> None:
+        held = {sequence.request.prompt_token_ids for sequence in engine._running.values()}
+        for prompt in cache.keys() - held:
+            del cache[prompt]
+        load(*arguments)
+
+    engine.load = faulty
+    return endpoint
+
+
+def _cache_prompts(endpoint: LocalEndpoint, page: int) -> Cache:
+    """Give the engine a prefix cache that nothing drops; return it."""
     engine: Any = endpoint._engine
     append = engine._append
-    cache: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+    cache: Cache = {}
 
     def faulty(sequence: Any, token: int, logprob: float) -> None:
-        if not sequence.token_ids:
-            prompt, slot = sequence.request.prompt_token_ids, sequence.slot
-            keys, values = (t[:, slot.row, :, : len(prompt)] for t in (slot.arena.keys_LSKCD, slot.arena.values_LSKCD))
-            if prompt in cache:
-                keys.copy_(cache[prompt][0])
-                values.copy_(cache[prompt][1])
-            cache[prompt] = (keys.clone(), values.clone())
+        prompt, slot = sequence.request.prompt_token_ids, sequence.slot
+        if not sequence.token_ids and (length := len(prompt) // page * page):
+            keys, values = _stored(slot, length)
+            if prompt[:length] in cache:
+                keys.copy_(cache[prompt[:length]][0])
+                values.copy_(cache[prompt[:length]][1])
+            cache[prompt[:length]] = (keys.clone(), values.clone())
         append(sequence, token, logprob)
 
     engine._append = faulty
+    return cache
+
+
+def _stored(slot: Any, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return slot.arena.keys_LSKCD[:, slot.row, :, :length], slot.arena.values_LSKCD[:, slot.row, :, :length]
+
+
+def recomputing_four(endpoint: LocalEndpoint) -> LocalEndpoint:
+    engine: Any = endpoint._engine
+    load = engine.load
+
+    def faulty(tensors: Any, version: int, policy: InFlightPolicy) -> None:
+        others = dict(list(engine._running.items())[4:]) if policy is InFlightPolicy.RECOMPUTE else {}
+        for slot in others:
+            del engine._running[slot]
+        load(tensors, version, policy)
+        engine._running |= others
+
+    engine.load = faulty
+    return endpoint
+
+
+def keeping_chunks(endpoint: LocalEndpoint) -> LocalEndpoint:
+    """Read the first half of a long prompt in a step of its own, and keep it over updates."""
+    engine: Any = endpoint._engine
+    step, append = engine._step, engine._append
+    chunks: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def read(sequence: Any) -> None:
+        ids = sequence.request.prompt_token_ids[: len(sequence.request.prompt_token_ids) // 2]
+        slot = engine._store.open(len(ids))
+        plan = StepPlan(engine._store, [slot], [len(ids)], engine._device)
+        decoding = plan.decoding_slots
+        assert not decoding
+        packed = torch.tensor([ids], device=engine._device)
+        positions = torch.tensor([plan.positions()], device=engine._device)
+        engine._model.base_model(input_ids=packed, position_ids=positions, use_cache=False, step_plan=plan)
+        keys, values = _stored(slot, len(ids))
+        chunks[sequence] = (keys.clone(), values.clone())
+        engine._store.close(slot)
+
+    def faulty_step() -> None:
+        for sequence in engine._waiting:
+            is_long = len(sequence.request.prompt_token_ids) > 512
+            if is_long and not sequence.token_ids and not engine._running and sequence not in chunks:
+                return read(sequence)
+        return step()
+
+    def faulty_append(sequence: Any, token: int, logprob: float) -> None:
+        if not sequence.token_ids and sequence in chunks:
+            chunk = chunks.pop(sequence)
+            for stored, kept in zip(_stored(sequence.slot, chunk[0].shape[2]), chunk, strict=True):
+                stored.copy_(kept)
+        append(sequence, token, logprob)
+
+    engine._step, engine._append = faulty_step, faulty_append
+    return endpoint
+
+
+def restarting_numbers(endpoint: LocalEndpoint) -> LocalEndpoint:
+    engine: Any = endpoint._engine
+    load = engine.load
+
+    def faulty(tensors: Any, version: int, policy: InFlightPolicy) -> None:
+        if policy is InFlightPolicy.RECOMPUTE:
+            for sequence in engine._running.values():
+                sequence.uniform = random.Random(f"{sequence.request.sampling.seed}:{sequence.index}").random
+        load(tensors, version, policy)
+
+    engine.load = faulty
     return endpoint
 
 
@@ -45,7 +146,7 @@ MUTANTS = (
         "stale prefix cache",
         "U-30",
         "A prompt that was seen under older weights gets the keys and values of those.",
-        stale_prefix_cache,
+        stale_prefix_cache(1),
     ),
     Mutant(
         "old keys under recompute",
@@ -58,5 +159,35 @@ MUTANTS = (
         "U-32",
         "Under keep, the keys and values of running requests are computed again.",
         swapped_policy(InFlightPolicy.KEEP, InFlightPolicy.RECOMPUTE),
+    ),
+    Mutant(
+        "large pages never dropped",
+        "U-33",
+        "Pages of 256 tokens are cached, and no update drops them.",
+        stale_prefix_cache(256),
+    ),
+    Mutant(
+        "cached while held",
+        "U-34",
+        "Cached prompts are dropped only if no running request holds them.",
+        dropped_unless_held,
+    ),
+    Mutant(
+        "four recomputed",
+        "U-35",
+        "Under recompute, the first four running requests are computed again, the others kept.",
+        recomputing_four,
+    ),
+    Mutant(
+        "chunks kept",
+        "U-35",
+        "Under recompute, what was read of a prompt before the update is kept.",
+        keeping_chunks,
+    ),
+    Mutant(
+        "random numbers again",
+        "U-36",
+        "Under recompute, the generators of running requests are made anew.",
+        restarting_numbers,
     ),
 )

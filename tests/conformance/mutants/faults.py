@@ -17,7 +17,15 @@ import torch
 
 from inflight.errors import TransferError, UpdateRefusedError
 from inflight.local.endpoint import LocalEndpoint
-from inflight.wire import BucketTransfer, InFlightPolicy, ProcessGroupSpec, UpdateRef, WeightUpdate, WeightVersion
+from inflight.wire import (
+    BucketTransfer,
+    EndpointState,
+    InFlightPolicy,
+    ProcessGroupSpec,
+    UpdateRef,
+    WeightUpdate,
+    WeightVersion,
+)
 from tests.conformance.mutants.control import end_what_is_open
 from tests.conformance.mutants.mutant import Mutant
 from tests.conformance.mutants.patches import holding
@@ -289,6 +297,42 @@ def compares_versions_of_any_run(endpoint: LocalEndpoint) -> LocalEndpoint:
     return endpoint
 
 
+def gives_up_nothing(endpoint: LocalEndpoint) -> LocalEndpoint:
+    faulty: Any = endpoint
+
+    async def give_up() -> None:
+        return
+
+    faulty.give_up = give_up
+    return endpoint
+
+
+def poisoned_in_name_only(endpoint: LocalEndpoint) -> LocalEndpoint:
+    faulty: Any = endpoint
+
+    async def give_up() -> None:
+        await LocalEndpoint.give_up(endpoint)
+        await LocalEndpoint.release(endpoint)
+
+    faulty._updates.session.refuse_if_poisoned = lambda: None
+    faulty.give_up = give_up
+    return endpoint
+
+
+def healed_by_an_abort(endpoint: LocalEndpoint) -> LocalEndpoint:
+    session: Any = endpoint._updates.session
+    abort = session.abort
+
+    def faulty(*, torn: bool = False) -> None:
+        was_applying = session._applying
+        abort(torn=torn)
+        if not was_applying:
+            session._torn, session._state = False, EndpointState.READY
+
+    session.abort = faulty
+    return endpoint
+
+
 MUTANTS = (
     Mutant("endless join", "U-40", "Joining a group has no timeout.", joins_for_ever),
     Mutant("endless receive", "U-41", "Receiving a bucket has no timeout.", receives_within(lambda _: 3600.0)),
@@ -341,4 +385,9 @@ MUTANTS = (
     Mutant("tired of holds", "U-56", "The thirteenth hold ends running requests.", tires_of_holds),
     Mutant("deaf while held", "U-57", "Requests cannot be cancelled during a hold.", deaf_while_held),
     Mutant("one count for all runs", "U-58", "Versions are compared across runs.", compares_versions_of_any_run),
+    Mutant("gives up nothing", "U-37", "When an apply fails, running requests are left waiting.", gives_up_nothing),
+    Mutant(
+        "poisoned in name only", "U-37", "When an apply fails, the endpoint goes on generating.", poisoned_in_name_only
+    ),
+    Mutant("healed by an abort", "U-37", "The abort of a later update makes torn weights READY.", healed_by_an_abort),
 )

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from inflight.local.endpoint import LocalEndpoint
 from inflight.local.sampler import _filtered, sample
 from inflight.wire import SamplingParams
 from tests.conformance.mutants.mutant import Mutant
@@ -47,6 +48,73 @@ def certain_when_greedy(logits: torch.Tensor, params: Sequence[SamplingParams], 
 def _chosen(logits: torch.Tensor, tokens: list[int]) -> list[float]:
     logprobs = torch.log_softmax(logits.float(), dim=-1)
     return logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+
+
+def drawing_otherwise(**defaults: Any) -> Callable[[LocalEndpoint], LocalEndpoint]:
+    """Defaults of the sampler's own for what a request leaves open; logprobs are as without them."""
+
+    def draw(logits: torch.Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Drawn:
+        open_fields = [{k: v for k, v in defaults.items() if getattr(p, k) == getattr(_PLAIN, k)} for p in params]
+        changed = [p.model_copy(update=fields) for p, fields in zip(params, open_fields, strict=True)]
+        tokens, _ = sample(logits, changed, uniforms)
+        return tokens, _reported(logits, params, tokens)
+
+    return drawing(draw)
+
+
+_PLAIN = SamplingParams()
+
+
+def with_the_checkpoints_defaults(endpoint: LocalEndpoint) -> LocalEndpoint:
+    """What an engine does that reads generation_config.json."""
+    config: Any = endpoint._engine._model.generation_config
+    return drawing_otherwise(top_k=config.top_k, top_p=config.top_p)(endpoint)
+
+
+class _NumberOf(float):
+    """A random number that knows the sequence that it is drawn for."""
+
+    sequence: Any
+
+
+def penalising_repetitions(endpoint: LocalEndpoint) -> LocalEndpoint:
+    """Penalise what a sequence has seen, as transformers does; logprobs are as without it."""
+    engine: Any = endpoint._engine
+    add = engine._add
+
+    def faulty(request: Any) -> None:
+        add(request)
+        for sequence in request.sequences:
+            sequence.uniform = _knowing(sequence)
+
+    def draw(logits: torch.Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Drawn:
+        numbers: Any = uniforms
+        penalised = logits.float().clone()
+        for row, number in enumerate(numbers):
+            seen = torch.tensor(sorted(set(number.sequence.all_ids())))
+            found = penalised[row, seen]
+            penalised[row, seen] = torch.where(found > 0, found / 1.1, found * 1.1)
+        tokens, _ = sample(penalised, params, uniforms)
+        return tokens, _reported(logits, params, tokens)
+
+    engine._add = faulty
+    return drawing(draw)(endpoint)
+
+
+def _knowing(sequence: Any) -> Callable[[], float]:
+    uniform = sequence.uniform
+
+    def number() -> float:
+        drawn = _NumberOf(uniform())
+        drawn.sequence = sequence
+        return drawn
+
+    return number
+
+
+def _reported(logits: torch.Tensor, params: Sequence[SamplingParams], tokens: list[int]) -> list[float]:
+    temperatures = logits.new_tensor([p.temperature or 1.0 for p in params])[:, None]
+    return _chosen(_filtered(logits.float() / temperatures, params), tokens)
 
 
 def same_number_every_time(seed: int, index: int) -> Callable[[], float]:
@@ -127,5 +195,29 @@ MUTANTS = (
         "E-28",
         "Requests without a seed get seed 0.",
         sampling_with(lambda s: {"seed": s.seed or 0}),
+    ),
+    Mutant(
+        "top fifty",
+        "E-62",
+        "Tokens are drawn from the 50 likeliest, transformers' default; logprobs are of the whole distribution.",
+        drawing_otherwise(top_k=50),
+    ),
+    Mutant(
+        "a little min-p",
+        "E-62",
+        "Tokens a hundred times less likely than the likeliest are never drawn; logprobs are as if they were.",
+        drawing_otherwise(min_p=0.01),
+    ),
+    Mutant(
+        "the checkpoint's defaults",
+        "E-62",
+        "What a request leaves open is taken from generation_config.json; logprobs are as without it.",
+        with_the_checkpoints_defaults,
+    ),
+    Mutant(
+        "repetitions penalised",
+        "E-62",
+        "Tokens that came before are drawn with a penalty of 1.1; logprobs are as without it.",
+        penalising_repetitions,
     ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ def main(mutant: str, model: str, port: str, token_file: str) -> None:
     endpoint: Any = make(Path(model), mutant)
     token = read_token(Path(token_file))
     assert token is not None
-    serve(endpoint, bind("127.0.0.1", int(port)), token=token)
+    asyncio.run(serve(endpoint, bind("127.0.0.1", int(port)), token=token))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 from inflight.local.endpoint import LocalEndpoint
@@ -18,7 +19,7 @@ from inflight.wire import (
     GenerateResponse,
 )
 from tests.conformance.mutants.mutant import Mutant
-from tests.conformance.mutants.patches import answering, drawing, sampling_with, taking, without_last
+from tests.conformance.mutants.patches import answering, declaring, drawing, sampling_with, taking, without_last
 
 
 def retokenised(endpoint: LocalEndpoint) -> LocalEndpoint:
@@ -80,6 +81,44 @@ def numbering_requests() -> Any:
 def outlives_its_caller(endpoint: LocalEndpoint) -> LocalEndpoint:
     endpoint._engine.cancel = lambda request: None
     return endpoint
+
+
+def goes_on_unseen(endpoint: LocalEndpoint) -> LocalEndpoint:
+    """End a request that its caller leaves in the books, and not in the engine."""
+    generate, stats = endpoint.generate, endpoint._engine.stats
+    left: set[str] = set()
+
+    async def faulty(request: GenerateRequest) -> GenerateResponse:
+        answer = asyncio.ensure_future(generate(request))
+        try:
+            return await asyncio.shield(answer)
+        except asyncio.CancelledError:
+            answer.add_done_callback(lambda done: done.cancelled() or done.exception())
+            left.add(request.request_id)
+            raise
+
+    def without_those_that_were_left() -> Any:
+        running = list(endpoint._engine._running.values())
+        num_running = sum(sequence.request.request_id not in left for sequence in running)
+        return replace(stats(), num_running=num_running)
+
+    endpoint.generate, endpoint._engine.stats = faulty, without_those_that_were_left
+    return endpoint
+
+
+def loses_places(endpoint: LocalEndpoint) -> LocalEndpoint:
+    """Give no place back when a caller leaves."""
+    generate, engine = endpoint.generate, endpoint._engine
+
+    async def faulty(request: GenerateRequest) -> GenerateResponse:
+        try:
+            return await generate(request)
+        except asyncio.CancelledError:
+            engine.max_concurrent = max(0, engine.max_concurrent - 1)
+            raise
+
+    endpoint.generate = faulty
+    return declaring(max_concurrent_sequences=engine.max_concurrent)(endpoint)
 
 
 def stream_outlives_its_reader(endpoint: LocalEndpoint) -> LocalEndpoint:
@@ -218,6 +257,13 @@ MUTANTS = (
         "A stream that nobody reads any more is sampled to its end.",
         stream_outlives_its_reader,
     ),
+    Mutant(
+        "goes on unseen",
+        "E-63",
+        "A request that its caller left is no longer counted as running, and goes on.",
+        goes_on_unseen,
+    ),
+    Mutant("places lost", "E-63", "Each request that its caller left costs a place for good.", loses_places),
     Mutant(
         "rows of a large batch mixed up",
         "E-26",

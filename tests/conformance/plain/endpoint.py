@@ -13,14 +13,21 @@ from inflight.wire import Capabilities, Completion, GenerateResponse, TensorSpec
 
 
 class PlainEndpoint:
-    def __init__(self, url, info):
-        self.name, self.info, self.running, self.slot = url, info, 0, asyncio.Lock()
+    def __init__(self, url):
+        self.name, self.info, self.running, self.slot = url, None, 0, asyncio.Lock()
+        self.version = 0  # of the weights that the server has
         self.http = httpx.AsyncClient(base_url=url, timeout=120)
-        specs = [TensorSpec(name=n, dtype=dtype, shape=tuple(shape)) for n, (dtype, shape) in info["tensors"].items()]
+
+    async def open(self):
+        self.info = (await self.http.get("/info")).json()
+        tensors = self.info["tensors"].items()
+        specs = [TensorSpec(name=n, dtype=dtype, shape=tuple(shape)) for n, (dtype, shape) in tensors]
         self.arrived = StagedIntake(make_receiver)
         self.updates = UpdateReceiver(self, self.arrived, specs, policies=("drain",), transports=("gloo",))
 
-    async def capabilities(self):
+    async def capabilities(self):  # once the server answers
+        if self.info is None:
+            await self.open()
         return Capabilities(
             engine="plain", engine_version="1", model=self.name, dtype=next(iter(self.info["tensors"].values()))[0],
             vocab_size=self.info["vocab"], max_model_len=self.info["context"], max_concurrent_sequences=1, num_ranks=1,
@@ -29,6 +36,7 @@ class PlainEndpoint:
         )  # fmt: skip
 
     async def generate(self, request):
+        await self.capabilities()
         ask, prompt = request.sampling, request.prompt_token_ids
         longest = self.info["context"] - len(prompt)
         if longest < 1 or (ask.max_tokens or 1) > longest or max(prompt) >= self.info["vocab"]:
@@ -40,7 +48,7 @@ class PlainEndpoint:
             seed = random.Random(None if ask.seed is None else f"{ask.seed}:{index}").getrandbits(40)
             async with self.slot:
                 self.updates.session.refuse_if_poisoned()
-                self.running, version = 1, self.updates.session.version
+                self.running, version = 1, self.version
                 try:
                     answer = (await self.http.post("/generate", json={**options, "seed": seed})).json()
                 finally:
@@ -78,6 +86,7 @@ class PlainEndpoint:
 
     async def apply(self, update):
         (await self.http.post("/weights", content=save(dict(self.arrived.take())))).raise_for_status()
+        self.version = update.version
         await self.release()
 
     async def release(self):
@@ -87,5 +96,6 @@ class PlainEndpoint:
         self.slot.release()
 
     async def aclose(self):
-        self.updates.close()
+        if self.info is not None:
+            self.updates.close()
         await self.http.aclose()

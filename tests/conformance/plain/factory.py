@@ -28,10 +28,10 @@ async def start(model: Path) -> AsyncIterator[PlainEndpoint]:
         async with asyncio.timeout(60), httpx.AsyncClient() as client:
             while True:
                 with contextlib.suppress(httpx.ConnectError):
-                    info = (await client.get(f"{url}/info")).json()
+                    await client.get(f"{url}/info")
                     break
                 await asyncio.sleep(0.1)
-        yield PlainEndpoint(url, info)
+        yield PlainEndpoint(url)
     finally:
         server.kill()
         server.wait()

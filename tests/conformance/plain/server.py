@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 torch.set_num_threads(1)
 MODEL = AutoModelForCausalLM.from_pretrained(sys.argv[1])
-MODEL.generation_config.eos_token_id = None  # whoever asks says where to end
+MODEL.generation_config = GenerationConfig()  # not the checkpoint's: a request says all that differs from no filter
 TOKENIZER = AutoTokenizer.from_pretrained(sys.argv[1])
 LOCK = threading.Lock()
 

@@ -6,6 +6,7 @@ from inflight.conformance.checks import Check
 from inflight.conformance.endpoint import (
     arrivals,
     caches,
+    clients,
     control,
     discovery,
     encodings,
@@ -16,20 +17,24 @@ from inflight.conformance.endpoint import (
     http,
     messages,
     parity,
+    places,
+    poisoned,
     processes,
     races,
+    recomputing,
     sampling,
     sessions,
     staging,
     tokens,
     versions,
     weights,
+    whole,
 )
 
 _MODULES = (
-    *(discovery, tokens, sampling, endings, forms),
-    *(holds, control, staging, sessions, weights, encodings, arrivals, versions, caches),
-    *(faults, messages, processes, races, http, parity),
+    *(discovery, tokens, sampling, whole, endings, forms, places),
+    *(holds, control, staging, sessions, weights, encodings, arrivals, versions, caches, clients, recomputing),
+    *(faults, poisoned, messages, processes, races, http, parity),
 )
 _LEVELS = list(dict.fromkeys(check.level for module in _MODULES for check in module.CHECKS))
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+
 import torch
 
-from inflight.conformance.checks import Check, require
+from inflight.conformance.checks import Check, require, skip
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.reference import Weights, chosen, distribution
 from inflight.wire import Completion, GenerateRequest, InFlightPolicy
 
 _PREFIX_LENGTH = 64
 _NUM_TOKENS = 400
+_LONG_LENGTH = 1100
+"""Of a prompt that fills several pages of any size that engines have: 16 to 1024 tokens."""
+_GROUP = 4
 
 
 async def prefix(subject: EndpointSubject) -> None:
@@ -35,6 +41,60 @@ async def prefix(subject: EndpointSubject) -> None:
             f"after an update under {policy}, a prompt seen before gets logprobs that differ by up to {gap:.3g} from a "
             f"fresh start under the new weights; from those with keys and values of the old ones by {gap_leaked:.3g}",
         )
+
+
+async def long_prefix(subject: EndpointSubject) -> None:
+    """Warm a prompt of many pages under one version, ask for it under the next, for every declared policy."""
+    prompt = _long_prompt(subject)
+    turns = [subject.reference.perturbed("B"), subject.reference.weights]
+    for i, policy in enumerate((*subject.capabilities.in_flight_policies, subject.capabilities.in_flight_policies[0])):
+        before, after = turns[(i + 1) % 2], turns[i % 2]
+        await subject.require_serves(before, f"before update {i + 1}", prompt)
+        await subject.publisher.publish(after, in_flight=policy)
+        await _require_fresh(
+            subject, prompt, after, f"after an update under {policy}, a prompt of {len(prompt)} tokens"
+        )
+
+
+async def held_prefix(subject: EndpointSubject) -> None:
+    """Update while a group of requests runs, and ask for their prompt again while they go on."""
+    prompt = _long_prompt(subject)
+    pausing = (InFlightPolicy.KEEP, InFlightPolicy.RECOMPUTE)
+    declared = [policy for policy in pausing if policy in subject.capabilities.in_flight_policies]
+    if not declared:
+        skip("neither keep nor recompute is declared: no request runs on across an update")
+    turns = [subject.reference.perturbed("B"), subject.reference.weights]
+    for i, policy in enumerate(declared):
+        running = await subject.start_running(_GROUP, prompts=[prompt] * _GROUP)
+        await subject.publisher.publish(turns[i], in_flight=policy)
+        what = f"after an update under {policy}, the prompt of {len(running)} requests that still run"
+        await _require_fresh(subject, prompt, turns[i], what, n=_GROUP)
+        num_running = sum(not task.done() for _, task in running)
+        subject.note(**{f"still running when their prompt came again, {policy}": num_running})
+        require(num_running, "the requests that held the prompt had ended before it came again: nothing could be told")
+        for _, task in running:
+            task.cancel()
+        await asyncio.gather(*(task for _, task in running), return_exceptions=True)
+
+
+async def _require_fresh(
+    subject: EndpointSubject, prompt: Sequence[int], weights: Weights, what: str, *, n: int = 1
+) -> None:
+    """Require that a prompt gets the logprobs of a fresh start under these weights."""
+    request = subject.request(prompt, n=n, max_tokens=4)
+    gap = 0.0
+    for completion in (await subject.endpoint.generate(request)).completions:
+        expected = subject.reference.logprobs(weights, prompt, completion.token_ids, request.sampling)
+        gap = max(gap, subject.difference(completion.logprobs, expected))
+    subject.note(**{f"{what}: difference from a fresh start": gap})
+    require(
+        gap <= subject.tolerance,
+        f"{what} gets logprobs that differ by up to {gap:.3g} from a fresh start under the new weights",
+    )
+
+
+def _long_prompt(subject: EndpointSubject) -> tuple[int, ...]:
+    return subject.prompt(min(_LONG_LENGTH, subject.capabilities.max_model_len * 5 // 8), seed=3)
 
 
 async def recomputed(subject: EndpointSubject) -> None:
@@ -125,5 +185,24 @@ CHECKS = (
         kept,
         needs=("updates", "keep", "spans"),
         deadline_s=40,
+    ),
+    Check(
+        "U-33",
+        "caches",
+        "The same holds of a prompt of a thousand tokens, so that cached pages of any size are dropped.",
+        "pages that are larger than the prompts you tested with, and hashes of prefixes that lack the version",
+        long_prefix,
+        needs=("updates",),
+        deadline_s=40,
+    ),
+    Check(
+        "U-34",
+        "caches",
+        "The same holds while requests that began before the update still run with this prompt: what they keep is "
+        "theirs alone, also under keep.",
+        "whether blocks that are in use are dropped from the prefix cache too, not only free ones",
+        held_prefix,
+        needs=("updates",),
+        deadline_s=60,
     ),
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import os
 import secrets
 import shlex
@@ -12,12 +11,14 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
-from inflight.conformance.targets import SERVER_GROUP, EndpointTarget, resolve
+from inflight.conformance.targets import SERVER_GROUP, EndpointTarget
 from inflight.contracts import InferenceEndpoint
+from inflight.engines.factories import made_endpoint
 from inflight.engines.kinds import connect_endpoint
 from inflight.errors import ConfigError, DeadlineError, EndpointError, InflightError
 from inflight.http.client import HttpEndpoint
@@ -26,14 +27,26 @@ CONTROL_TIMEOUT_S = 10.0
 GENERATE_TIMEOUT_S = 60.0
 
 
+@runtime_checkable
+class OneOfManyClients(Protocol):
+    """What an endpoint from a factory may have beside the contract, if it is a client of a server."""
+
+    def another_client(self) -> InferenceEndpoint:
+        """Return a further client of the same server, which shares no state with this one."""
+
+
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """An endpoint that answers. ``url`` and ``token`` if it speaks HTTP, ``process`` if the kit started it."""
+    """An endpoint that answers. ``url`` and ``token`` if it speaks HTTP, ``process`` if the kit started it.
+
+    ``connect`` makes a further client of the same server; None if ``endpoint`` is the only way to it.
+    """
 
     endpoint: InferenceEndpoint
     url: str | None = None
     token: str | None = None
     process: subprocess.Popen[bytes] | None = None
+    connect: Callable[[], InferenceEndpoint] | None = None
 
     def another_client(self, token: str | None = None) -> HttpEndpoint:
         """Return a further connection to the same server, with another token if given."""
@@ -49,20 +62,24 @@ async def opened(
 
     Raises `ConfigError`, or the `EndpointError` of a server that gives no sensible answer.
     """
-    if target.url is not None:
-        attached = connect_endpoint(
-            target.url, token=target.token, control_timeout_s=CONTROL_TIMEOUT_S, generate_timeout_s=GENERATE_TIMEOUT_S
-        )
-        speaks_http = isinstance(attached, HttpEndpoint)
+    if (url := target.url) is not None:
+
+        def connect() -> InferenceEndpoint:
+            return connect_endpoint(
+                url, token=target.token, control_timeout_s=CONTROL_TIMEOUT_S, generate_timeout_s=GENERATE_TIMEOUT_S
+            )
+
+        attached = connect()
+        known = (url, target.token) if isinstance(attached, HttpEndpoint) else (None, None)
         try:
             await _answers(attached)
-            yield Opened(attached, *((target.url, target.token) if speaks_http else ()))
+            yield Opened(attached, url=known[0], token=known[1], connect=connect)
         finally:
             await attached.aclose()
     elif target.factory is not None:
         assert model is not None
         async with _made(target, model) as made:
-            yield Opened(made)
+            yield Opened(made, connect=made.another_client if isinstance(made, OneOfManyClients) else None)
     else:
         assert target.command is not None and model is not None
         async with _started(target.command, model, directory, deadline_s) as started:
@@ -84,15 +101,7 @@ async def _answers(endpoint: InferenceEndpoint) -> None:
 @contextlib.asynccontextmanager
 async def _made(target: EndpointTarget, model: Path) -> AsyncIterator[InferenceEndpoint]:
     assert target.factory is not None
-    made = resolve(target.factory)(model, **target.options)
-    if inspect.isawaitable(made):
-        made = await made
-    async with contextlib.AsyncExitStack() as stack:
-        if hasattr(made, "__aenter__"):
-            made = await stack.enter_async_context(made)
-        if not isinstance(made, InferenceEndpoint):
-            raise ConfigError(f"{target.factory} returned a {type(made).__name__}, which is no InferenceEndpoint")
-        stack.push_async_callback(made.aclose)
+    async with made_endpoint(target.factory, model, target.options) as made, contextlib.aclosing(made):
         yield made
 
 
@@ -133,7 +142,7 @@ async def _started(command: str, model: Path, directory: Path, deadline_s: float
                 if time.monotonic() > deadline:
                     raise ConfigError(words) from error
             await asyncio.sleep(0.1)
-        yield Opened(endpoint, url, token, process)
+        yield Opened(endpoint, url, token, process, connect=lambda: _client(url, token))
     finally:
         with contextlib.suppress(InflightError):
             await endpoint.aclose()

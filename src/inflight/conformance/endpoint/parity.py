@@ -14,8 +14,8 @@ import torch
 from inflight.conformance.checks import Check, require
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.reference import Weights
-from inflight.conformance.targets import resolve
 from inflight.contracts import TrainerWorker
+from inflight.engines.factories import resolve
 from inflight.losses.metrics import metric_values, ratio_metrics
 from inflight.losses.micro_batch import collate
 from inflight.types import MicroBatch, Rollout, Sample

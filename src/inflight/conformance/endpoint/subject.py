@@ -14,7 +14,8 @@ from urllib.parse import urlsplit
 
 import torch
 
-from inflight.conformance.checks import fail, require
+from inflight.conformance.checks import CheckSkipped, fail, require
+from inflight.conformance.endpoint.failing import FailingEngine, engines_that_fail
 from inflight.conformance.endpoint.opening import Opened, opened
 from inflight.conformance.endpoint.publishing import SteppedPublisher
 from inflight.conformance.judge import Hung
@@ -22,7 +23,7 @@ from inflight.conformance.models import make_tiny_model
 from inflight.conformance.reference import Reference, Weights
 from inflight.conformance.targets import EndpointTarget
 from inflight.contracts import InferenceEndpoint, StreamingEndpoint
-from inflight.errors import EndpointError, InflightError
+from inflight.errors import InflightError
 from inflight.wire import (
     Backend,
     Capabilities,
@@ -46,6 +47,9 @@ STORES: tuple[Backend, ...] = ("shm", "file", "http")
 
 _READY_WAIT_S = 8.0
 _IDLE_WAIT_S = 3.0
+_TOKEN_WAIT_S = 15.0
+_GONE_WAIT_S = 1.0
+"""For what did not come back before the check before."""
 _CLEAN_UP_S = 8.0
 _RESTORE_S = 15.0
 
@@ -63,7 +67,12 @@ class EndpointSubject:
         self._evidence: dict[str, Any] = {}
         self._num_requests = 0
         self._unknown_weights = False
+        self._is_suspect = False
+        """The check before failed: see whether the endpoint still generates."""
+        self._gone: Exception | None = None
+        """Why the endpoint did not come back before the check before."""
         self._opened: Opened
+        self._failing: FailingEngine | None = None
         self.capabilities: Capabilities
         """What the endpoint declared when it was opened."""
         self.publisher: SteppedPublisher
@@ -74,9 +83,15 @@ class EndpointSubject:
         self._reference = None if model is None else Reference(model)
 
     @classmethod
-    def open(cls, target: EndpointTarget, directory: Path, start_deadline_s: float) -> EndpointSubject:
-        """Return the subject of a target, answering. Raises what opening it raises."""
+    def open(
+        cls, target: EndpointTarget, directory: Path, start_deadline_s: float, *, is_suspect: bool = False
+    ) -> EndpointSubject:
+        """Return the subject of a target, answering. Raises what opening it raises.
+
+        ``is_suspect`` says that a check before, in another process, ended in a way that the endpoint may not survive.
+        """
         subject = cls(target, directory, start_deadline_s)
+        subject._is_suspect = is_suspect
         try:
             subject._runner.run(subject._open())
         except BaseException:
@@ -118,6 +133,9 @@ class EndpointSubject:
             "fresh": None if self._target.url is None else "the kit cannot start another server of a URL; see --serve",
             "url": None if self._opened.url is not None else "not a server that speaks HTTP",
             "process": None if self._opened.process is not None else "not a server that the kit started; see --serve",
+            "failing": None
+            if self._failing is not None
+            else "it takes weights in another process, or not by an UpdateReceiver: no apply can be made to fail",
             "staging": None if declared.staging else "staging is not declared",
             "partial_updates": None if declared.partial_updates else "partial updates are not declared",
         }
@@ -141,12 +159,28 @@ class EndpointSubject:
         return None
 
     def prepare(self) -> None:
-        """See `Subject.prepare`: the endpoint is READY, idle and serves the checkpoint's weights."""
-        self._runner.run(self._prepare())
+        """See `Subject.prepare`: the endpoint is READY, idle and serves the checkpoint's weights.
+
+        One that the kit made is made anew if it does not come back, once; what is gone then is not waited for again.
+        """
+        if self._gone is not None and self._target.url is None:
+            raise self._gone
+        try:
+            self._runner.run(self._prepare())
+        except Exception as error:
+            self._gone = error
+            raise
+        self._gone = None
 
     def call(self, function: Callable[[Any], Any], deadline_s: float) -> None:
         """See `Subject.call`."""
-        self._runner.run(self._call(function, deadline_s))
+        try:
+            self._runner.run(self._call(function, deadline_s))
+        except CheckSkipped:
+            raise
+        except Exception:
+            self._is_suspect = True
+            raise
 
     def close(self) -> None:
         """See `Subject.close`. A server that goes on is left with the weights of its checkpoint."""
@@ -176,6 +210,12 @@ class EndpointSubject:
     def opened(self) -> Opened:
         """The endpoint with its URL and process, if it has any."""
         return self._opened
+
+    @property
+    def failing(self) -> FailingEngine:
+        """What can make an apply of the endpoint fail. Only for checks that need ``failing``."""
+        assert self._failing is not None
+        return self._failing
 
     @property
     def reference(self) -> Reference:
@@ -236,6 +276,16 @@ class EndpointSubject:
         if self._opened.url is None:
             return self.endpoint
         client: InferenceEndpoint = await self.enter(contextlib.aclosing(self._opened.another_client()))
+        return client
+
+    async def another_client(self) -> InferenceEndpoint:
+        """Return a further client of the server, made as the first one was, until the present check ends.
+
+        Without a server there is one client only, and it is returned.
+        """
+        if self._opened.connect is None:
+            return self.endpoint
+        client: InferenceEndpoint = await self.enter(contextlib.aclosing(self._opened.connect()))
         return client
 
     # ------------------------------------------------------------------------------------------------- generation
@@ -379,9 +429,11 @@ class EndpointSubject:
 
     async def _open(self) -> None:
         model = None if self._reference is None else self._reference.path
-        self._opened = await self._stack.enter_async_context(
-            opened(self._target, model, self._directory, self._start_deadline_s)
-        )
+        with engines_that_fail() as made:
+            self._opened = await self._stack.enter_async_context(
+                opened(self._target, model, self._directory, self._start_deadline_s)
+            )
+        self._failing = made[-1] if made else None
         async with asyncio.timeout(self._start_deadline_s):
             self.capabilities = await self.endpoint.capabilities()
             version = await self.endpoint.weight_version()
@@ -398,15 +450,20 @@ class EndpointSubject:
     async def _prepare(self) -> None:
         try:
             usable = await self._comes_back()
-        except EndpointError:
+            if usable and self._is_suspect:
+                await self._require_generates()
+        except Exception:  # an adapter around a dead engine may raise anything
             if self._target.url is not None:
                 raise
             usable = False
         if not usable and self._target.url is None:
             await self._reopen()
+            if self._is_suspect:
+                await self._require_generates()
         elif not usable:
             version = await self.endpoint.weight_version()
             fail(f"before this check the endpoint was {version.state} with {version.num_running} requests running")
+        self._is_suspect = False
         served = (await self.endpoint.weight_version()).version
         self.publisher = SteppedPublisher(self.endpoint, self.capabilities, served)
         if self._reference is not None and self._unknown_weights:
@@ -418,18 +475,30 @@ class EndpointSubject:
     async def _comes_back(self) -> bool:
         """Return True once the endpoint is READY and idle, False if that takes too long."""
         started = time.monotonic()
+        patience_s = _READY_WAIT_S if self._gone is None else _GONE_WAIT_S
         while True:
-            async with asyncio.timeout(_READY_WAIT_S):
-                version = await self.endpoint.weight_version()
+            try:
+                async with asyncio.timeout(patience_s):
+                    version = await self.endpoint.weight_version()
+            except TimeoutError:
+                fail(f"weight_version() gave no answer within {patience_s:g} s")
             waited_s = time.monotonic() - started
             is_ready = version.state is EndpointState.READY
             if is_ready and (version.num_running == 0 or (self._target.url and waited_s > _IDLE_WAIT_S)):
                 return True
-            if version.state is EndpointState.POISONED or waited_s > _READY_WAIT_S:
+            if version.state is EndpointState.POISONED or waited_s > patience_s:
                 return False
             if is_ready and waited_s > _IDLE_WAIT_S:
                 return False
             await asyncio.sleep(0.01)
+
+    async def _require_generates(self) -> None:
+        """Require a token, whichever: an engine may be dead behind an endpoint that says READY."""
+        try:
+            async with asyncio.timeout(_TOKEN_WAIT_S if self._gone is None else _GONE_WAIT_S):
+                await self.endpoint.generate(self.request(max_tokens=1))
+        except TimeoutError:
+            fail("generate() gave no token in time")
 
     async def _call(self, function: Callable[[Any], Any], deadline_s: float) -> None:
         check = asyncio.ensure_future(function(self))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 from rich.console import Console
@@ -32,6 +34,8 @@ _STYLES = {
 _OUTCOME_WIDTH = max(len(outcome) for outcome in Outcome)
 _LONGEST_FACT = 300
 """Characters of one line of evidence; the other reports have all of them."""
+_LINE_EVERY_S = 8.0
+"""Off a terminal: after so long without a verdict a line says which check is running."""
 
 
 def open_console() -> Console:
@@ -41,9 +45,14 @@ def open_console() -> Console:
 
 @contextlib.contextmanager
 def progress(console: Console, checks: Sequence[Check]) -> Iterator[Callable[[Verdict], None]]:
-    """Yield a function that prints each verdict as it comes; a terminal also shows which check is running."""
+    """Yield a function that prints each verdict as it comes.
+
+    A terminal also shows which check is running; elsewhere a line says so when one takes long.
+    """
     num_done = 0
     last_level = ""
+    last_line = time.monotonic()
+    ended = threading.Event()
 
     def running() -> Text:
         if num_done >= len(checks):
@@ -53,11 +62,22 @@ def progress(console: Console, checks: Sequence[Check]) -> Iterator[Callable[[Ve
         line.truncate(max(20, console.width - 4), overflow="ellipsis")
         return line
 
+    def tell() -> None:
+        nonlocal last_line
+        while not ended.wait(1.0):
+            if time.monotonic() - last_line > _LINE_EVERY_S and num_done < len(checks):
+                last_line = time.monotonic()
+                console.print(Text(f"  running {running()}"))
+
     with contextlib.ExitStack() as stack:
         status = stack.enter_context(console.status(running())) if console.is_terminal else None
+        if status is None:
+            threading.Thread(target=tell, name="inflight-check-progress", daemon=True).start()
+            stack.callback(ended.set)
 
         def on_verdict(verdict: Verdict) -> None:
-            nonlocal num_done, last_level
+            nonlocal num_done, last_level, last_line
+            last_line = time.monotonic()
             if verdict.level != last_level:
                 console.print(Text(printable(verdict.level), style="bold"))
                 last_level = verdict.level

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from inflight import __version__
-from inflight.conformance.targets import TransportTarget, resolve
+from inflight.conformance.targets import TransportTarget
 from inflight.contracts import WeightReceiver, WeightSender
+from inflight.engines.factories import resolve
 from inflight.errors import ConfigError
 from inflight.weights.transports.process_group import ProcessGroupReceiver, ProcessGroupSender
 from inflight.wire import ProcessGroupSpec

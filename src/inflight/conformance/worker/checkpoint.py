@@ -16,7 +16,7 @@ from inflight.conformance.worker.reference import Reference
 from inflight.conformance.worker.refusals import error_of, words_of
 from inflight.conformance.worker.subject import WorkerSubject
 from inflight.contracts import TrainerWorker
-from inflight.errors import CheckpointError
+from inflight.errors import CheckpointError, TrainerError
 from inflight.types import StepResult
 
 _LENGTHS = (9, 12, 5, 7)
@@ -35,6 +35,31 @@ def load_brings_back_weights_and_version(subject: WorkerSubject) -> None:
         subject.note(**{f"version ({name})": version, f"differing tensors ({name})": len(changed)})
         subject.require_on_all_ranks(version == 2, f"{name} is at version {version} after loading version 2")
         subject.require_on_all_ranks(not changed, f"{name} has other weights than were saved: {changed[:5]}")
+
+
+def load_drops_pending_gradients(subject: WorkerSubject) -> None:
+    """A backward, then a load: no gradient is left for a step, nor a part of the next one's."""
+    worker, path, reference = subject.create(), subject.fresh_path("pending"), Reference(subject.model())
+    worker.save(path)
+    batches = [make_batch((18,), seed=300 + rank) for rank in range(subject.world_size)]
+    accumulate(worker, [batches[subject.rank]])
+    worker.load(path)
+    error = error_of(worker.step)
+    subject.note(**{"step after the load": words_of(error)})
+    subject.require_on_all_ranks(
+        isinstance(error, TrainerError),
+        f"a step after backward() and load() gives {words_of(error)}, not TrainerError: gradients are left",
+    )
+    accumulate(worker, [batches[subject.rank]], 2.0)
+    worker.load(path)
+    accumulate(worker, [batches[subject.rank]])
+    found, expected = worker.step().gradient_norm, reference.gradient_norm(batches)
+    subject.note(gradient_norm=found, expected=expected)
+    require(
+        abs(found - expected) <= subject.tolerance.gradient * expected,
+        f"the gradient norm of the first step after a load is {found:.6g}, not {expected:.6g}: a backward before the "
+        "load is part of it",
+    )
 
 
 def training_goes_on_after_a_load(subject: WorkerSubject) -> None:
@@ -279,5 +304,12 @@ CHECKS = (
         look_at="write beside the old directory, rename once everything is on disk, tell the other ranks of a failure",
         function=a_failed_save_leaves_the_previous_checkpoint,
         deadline_s=30.0,
+    ),
+    Check(
+        id="W-44",
+        level="checkpoint",
+        sentence="load() drops the gradients of every backward() before it.",
+        look_at="zero_grad in load(), on the tensors that backward() fills; buffers of a reduction that is pending",
+        function=load_drops_pending_gradients,
     ),
 )

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file, save_file
 
 from inflight.conformance.checks import Check, require, skip
-from inflight.conformance.worker.batches import accumulate, make_batch, part_of
+from inflight.conformance.worker.batches import accumulate, loss_of, make_batch, part_of
 from inflight.conformance.worker.gathering import compare_changes, gathered
 from inflight.conformance.worker.reference import Reference
 from inflight.conformance.worker.subject import SEVERAL_RANKS, WorkerSubject
@@ -56,6 +57,30 @@ def micro_batches_are_summed(subject: WorkerSubject) -> None:
             abs(norm - norms["one"]) <= subject.tolerance.gradient * norms["one"],
             f"the gradient norm is {norm:.6g} in {name} micro-batches and {norms['one']:.6g} in one",
         )
+
+
+def forwards_may_come_first(subject: WorkerSubject) -> None:
+    """Two forwards before their backwards, in both orders; and a forward without gradient between the two."""
+    mine = [make_batch((11, 6), seed=90 + subject.rank), make_batch((3, 14), seed=95 + subject.rank)]
+    everyone = [
+        batch
+        for rank in range(subject.world_size)
+        for batch in (make_batch((11, 6), seed=90 + rank), make_batch((3, 14), seed=95 + rank))
+    ]
+    expected = Reference(subject.model()).gradient_norm(everyone)
+    for name, order in {"the first backward first": (0, 1), "the second backward first": (1, 0)}.items():
+        worker = subject.create()
+        losses = [loss_of(worker.forward(batch), batch) for batch in mine]
+        for i in order:
+            worker.backward(losses[i])
+        _compare_norm(subject, worker.step().gradient_norm, expected, f"two forwards, then {name}")
+    worker = subject.create()
+    for batch, other in zip(mine, reversed(mine), strict=True):
+        loss = loss_of(worker.forward(batch), batch)
+        with torch.no_grad():
+            worker.forward(other)
+        worker.backward(loss)
+    _compare_norm(subject, worker.step().gradient_norm, expected, "a forward without gradient before each backward")
 
 
 def ranks_are_summed(subject: WorkerSubject) -> None:
@@ -172,6 +197,15 @@ CHECKS = (
         look_at="clipping by a rank's own norm, optimizer state that starts differently, unreduced gradients",
         function=ranks_change_nothing,
         before=train_on_one_rank,
+        deadline_s=30.0,
+    ),
+    Check(
+        id="W-42",
+        level="gradient",
+        sentence="Several forwards may come before their backwards, in any order: the gradient is the same.",
+        look_at="DDP reduces once for each forward and leaves out the later backwards, silently: reduce in step(); "
+        "state that one forward leaves for its backward, and the next one replaces",
+        function=forwards_may_come_first,
         deadline_s=30.0,
     ),
 )

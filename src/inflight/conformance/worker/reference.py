@@ -53,8 +53,14 @@ class Reference:
 
     def gradient_norm(self, batches: Sequence[MicroBatch], scale: float = 1.0) -> float:
         """Return the 2-norm of the gradient of the loss summed over all these batches."""
+        return math.sqrt(sum(float(g.square().sum()) for g in self._gradients(batches, scale)))
+
+    def largest_gradient(self, batches: Sequence[MicroBatch]) -> float:
+        """Return the largest element of that gradient, without its sign."""
+        return max(float(g.abs().max()) for g in self._gradients(batches, 1.0))
+
+    def _gradients(self, batches: Sequence[MicroBatch], scale: float) -> list[torch.Tensor]:
         self._model.zero_grad()
         for batch in batches:
             torch.autograd.backward(loss_of(self.logprobs(batch), batch, scale))
-        squares = [float(p.grad.square().sum()) for p in self._model.parameters() if p.grad is not None]
-        return math.sqrt(sum(squares))
+        return [p.grad for p in self._model.parameters() if p.grad is not None]

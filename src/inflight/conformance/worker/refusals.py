@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from inflight.conformance.frames import own_frame
+from inflight.errors import InflightError
+
 
 def error_of(call: Callable[[], object]) -> Exception | None:
     """Return what a call raises, whatever it is; None if it returns."""
@@ -15,5 +18,8 @@ def error_of(call: Callable[[], object]) -> Exception | None:
 
 
 def words_of(error: Exception | None) -> str:
-    """Return an error in one line."""
-    return "no error" if error is None else f"{type(error).__name__}: {error}"
+    """Return an error in one line, with the place of one that is not of inflight."""
+    if error is None:
+        return "no error"
+    where = None if isinstance(error, InflightError) else own_frame(error)
+    return f"{type(error).__name__}{f' at {where}' if where else ''}: {error}"

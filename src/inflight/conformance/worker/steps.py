@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+
+import torch
 
 from inflight.conformance.checks import Check, require, skip
 from inflight.conformance.worker.batches import accumulate, loss_of, make_batch
@@ -10,8 +13,11 @@ from inflight.conformance.worker.gathering import compare_changes, differing, di
 from inflight.conformance.worker.reference import Reference
 from inflight.conformance.worker.refusals import error_of, words_of
 from inflight.conformance.worker.subject import WorkerSubject
+from inflight.contracts import TrainerWorker
 from inflight.errors import NonFiniteError, TrainerError
 from inflight.types import MicroBatch
+
+_LARGEST = torch.finfo(torch.float32).max
 
 
 def step_reports_what_it_did(subject: WorkerSubject) -> None:
@@ -101,10 +107,62 @@ def gradient_that_is_not_finite_is_refused(subject: WorkerSubject) -> None:
     subject.note(error_and_version_by_rank=everyone)
     refused = isinstance(error, NonFiniteError)
     subject.require_on_all_ranks(refused, f"a gradient of NaN gives {words_of(error)}, not NonFiniteError")
+    _require_unchanged(subject, before, after, version)
+    _compare_good_steps(subject, worker, steady, before)
+
+
+def gradient_that_overflows_is_refused(subject: WorkerSubject) -> None:
+    """On the last rank finite gradients, whose squares overflow in float32, then some that add up to infinity.
+
+    A worker that computes in a wider type has the norm all the same; it may report that one, and take the step.
+    """
+    worker, steady, reference = subject.create(), subject.create(), Reference(subject.model())
+    batches = [make_batch((14, 8), seed=110 + rank) for rank in range(subject.world_size)]
+    batch, last = batches[subject.rank], subject.world_size - 1
+    huge = _LARGEST / 8 / reference.largest_gradient([batches[last]])
+    norm_of_last = reference.gradient_norm([batches[last]])
+    before = gathered(worker)
+    for what, num_backwards in (("norm", 1), ("element", 16)):
+        for _ in range(num_backwards):
+            logprobs_T = worker.forward(batch)
+            # The loss itself is 0: only its gradient is to overflow.
+            logprobs_T = logprobs_T - logprobs_T.detach()
+            worker.backward(loss_of(logprobs_T, batch, huge if subject.rank == last else 1.0))
+        found, expected = math.nan, num_backwards * huge * norm_of_last
+        error: Exception | None = None
+        try:
+            found = worker.step().gradient_norm
+        except Exception as raised:  # judged below, on all ranks
+            error = raised
+        seen = f"a gradient norm of {found:.6g}" if error is None else words_of(error)
+        is_refused = isinstance(error, NonFiniteError)
+        everyone = subject.ranks.exchange([is_refused, seen])
+        subject.note(**{f"{what} overflows, refused and seen by rank": everyone})
+        subject.require_on_all_ranks(
+            is_refused or abs(found - expected) <= subject.tolerance.gradient * expected,
+            f"where the gradient's {what} overflows, step() gives {seen}, not NonFiniteError; it is {expected:.6g}",
+        )
+        require(all(said[0] == is_refused for said in everyone), f"only some ranks refuse the step: {everyone}")
+        if not is_refused:
+            worker = subject.create()
+        _require_unchanged(subject, before, gathered(worker), worker.version)
+    _compare_good_steps(subject, worker, steady, before)
+
+
+def _require_unchanged(
+    subject: WorkerSubject, before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor], version: int
+) -> None:
+    """Fail unless a step that was refused left weights and version; every rank calls this."""
     changed = differing(before, after)
     subject.require_on_all_ranks(
         version == 0 and not changed, f"the refused step leaves version {version} and {len(changed)} changed tensors"
     )
+
+
+def _compare_good_steps(
+    subject: WorkerSubject, worker: TrainerWorker, steady: TrainerWorker, before: Mapping[str, torch.Tensor]
+) -> None:
+    """Fail unless two good steps lead ``worker``, whose step was refused, where they lead one that saw nothing."""
     for good in (worker, steady):
         for seed in (2, 3):
             accumulate(good, [_batch(subject, seed)])
@@ -153,5 +211,13 @@ CHECKS = (
         sentence="step() raises NonFiniteError on every rank if the gradient norm is not finite, and nothing changed.",
         look_at="test the norm over all ranks before clipping; clear gradients, leave moments and version untouched",
         function=gradient_that_is_not_finite_is_refused,
+    ),
+    Check(
+        id="W-43",
+        level="step",
+        sentence="A gradient with an infinite element, or whose norm overflows, is refused as one with NaN is.",
+        look_at="isfinite, not isnan; a clipping factor of max_norm / inf makes a step of zeros that counts",
+        function=gradient_that_overflows_is_refused,
+        deadline_s=30.0,
     ),
 )

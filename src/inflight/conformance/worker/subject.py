@@ -23,11 +23,12 @@ import torch.distributed as dist
 from inflight.conformance.checks import CheckSkipped, require
 from inflight.conformance.judge import Hung
 from inflight.conformance.models import make_tiny_model
-from inflight.conformance.targets import WorkerTarget, resolve
+from inflight.conformance.targets import WorkerTarget
 from inflight.conformance.worker.ranks import Ranks, Store
 from inflight.conformance.worker.thread import CheckThread
 from inflight.conformance.worker.tolerances import Tolerance, tolerance_of
 from inflight.contracts import TrainerWorker
+from inflight.engines.factories import resolve
 
 VOCAB_SIZE = 259
 """Odd, so that its rows cannot be shared out evenly."""

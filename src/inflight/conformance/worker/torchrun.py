@@ -81,7 +81,7 @@ def _verdict_of_all(subject: WorkerSubject, check: Check) -> Verdict:
     if check.before is not None or check.after is not None:
         reason = "it needs a group of one rank, too, which the kit makes when it starts the ranks itself"
         return verdict_of(check, Outcome.SKIPPED, message=reason)
-    mine, _ = judge(subject, check)
+    mine = judge(subject, check).verdict
     subject.ranks.post(check.id, mine.model_dump(mode="json"))
     deadline = time.monotonic() + check.deadline_s + _COLLECT_S
     verdicts = []

@@ -4,18 +4,22 @@
     DIRECTORY/RUN/VERSION-SESSION/00000.safetensors ...
     DIRECTORY/RUN/VERSION-SESSION/manifest.json    written when all buckets are there, a `StoredUpdate`
 
+    DIRECTORY/RUN/VERSION-SESSION/lease-NAME       somebody reads it: it stays while this is younger than `LEASE_S`
+
 A bucket that travels as it is holds the tensors of the manifest under their names; an encoded one holds its bytes as
 one tensor, ``payload``. Every file appears whole or not at all. Knows nothing of groups and endpoints.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import secrets
 import shutil
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +28,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from inflight.types import WeightBucket
-from inflight.weights.checksums import checksum
+from inflight.weights.checksums import checksum, on_host
 from inflight.weights.packing import pack
 from inflight.weights.session import refuse_stray, transfer_failed
 from inflight.weights.transports.store import Attempt, bytes_of, run_name, session_name, write_all
@@ -37,6 +41,12 @@ MAX_LATEST_BYTES = 4096
 LENGTH_BYTES = 8
 """A safetensors file begins with the length of its header, little-endian."""
 
+LEASE_S = 15.0
+"""How long an update stays for a reader that was heard of last so long ago."""
+LEASE_NAME = re.compile(r"lease-[0-9a-f]{16}")
+
+_MAX_LEASED = 4
+"""Updates that stay for readers beside the newest ones: with more, those whose reader was heard of last."""
 _MAX_HEADER_BYTES = 64 << 20
 _ALIGNMENT = 64
 _SUFFIX = ".safetensors"
@@ -141,6 +151,45 @@ def _identity(ref: UpdateRef, index: int) -> dict[str, str]:
 
 
 # ---------------------------------------------------------------------------------------------------------------
+# Leases
+
+
+def take_lease(directory: Path, run: str, update: str, name: str) -> None:
+    """Have a complete update stay for `LEASE_S` more seconds; a lease of that name on another update ends.
+
+    Raises ``FileNotFoundError`` if the update is not there any more. Who may not write there gets no lease, silently,
+    but does hear of the update's end.
+    """
+    path = directory / run / update
+    if not (path / MANIFEST).is_file():
+        raise FileNotFoundError(path)
+    for other in path.parent.glob(f"*/{name}"):
+        if other.parent != path:
+            with contextlib.suppress(OSError):
+                other.unlink()
+    try:
+        fd = os.open(path / name, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        return
+    try:
+        os.pwrite(fd, b"\n", 0)
+        os.utime(fd)
+    finally:
+        os.close(fd)
+
+
+def _leased_at(path: Path) -> float:
+    """Return when a reader of an update was heard of last, if that is not too long ago; 0 otherwise."""
+    times = [0.0]
+    for file in path.glob("lease-*"):
+        with contextlib.suppress(OSError):
+            times.append(file.stat().st_mtime)
+    return max(t if abs(time.time() - t) < LEASE_S else 0.0 for t in times)
+
+
+# ---------------------------------------------------------------------------------------------------------------
 # Writing
 
 
@@ -151,7 +200,8 @@ class BucketStore:
     reads such an update finds other bytes than its checksums say.
 
     An update is complete, and `LATEST` names it, as soon as its last bucket is stored: whether endpoints took it makes
-    no difference to those who follow the directory. The newest ``num_kept`` complete ones stay, and the open one.
+    no difference to those who follow the directory. The newest ``num_kept`` complete ones stay, the open one, and a few
+    that are leased.
     """
 
     def __init__(self, directory: Path, *, is_durable: bool, num_kept: int = 2) -> None:
@@ -192,7 +242,7 @@ class BucketStore:
         num_bytes = sum(spec.size_bytes for spec in bucket.specs)
         if num_bytes > announced or (bucket.encoding == "raw" and num_bytes != announced):
             raise attempt.failed(f"it has {num_bytes} bytes as {bucket.encoding}, {announced} were announced")
-        flat = pack(bucket.tensors).cpu()
+        flat = on_host(pack(bucket.tensors))
         if flat.numel() != sum(spec.size_bytes for spec in bucket.specs):
             raise attempt.failed(f"its tensors have {flat.numel()} bytes, its specs say otherwise")
         stored = StoredBucket(
@@ -277,7 +327,11 @@ class BucketStore:
                         completed.append((manifest.stat().st_mtime_ns, path))
                     else:
                         _remove(path)
-        for _, path in sorted(completed)[: -self._num_kept]:
+        old = [path for _, path in sorted(completed)[: -self._num_kept]]
+        leased = sorted(filter(_leased_at, old), key=_leased_at, reverse=True)[:_MAX_LEASED]
+        for path in old:
+            if path in leased:
+                continue
             if not self._is_durable:
                 self._spare_files(path)
             _remove(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import re
 import secrets
@@ -18,12 +19,12 @@ from starlette.routing import Route
 
 from inflight.errors import TransferError
 from inflight.weights.session import transfer_failed
-from inflight.weights.transports.bucket_files import LATEST, MANIFEST
+from inflight.weights.transports.bucket_files import LATEST, LEASE_NAME, MANIFEST, take_lease
 from inflight.weights.transports.store import regular_file
 
 _RUN = re.compile(r"[A-Za-z0-9_~%-][A-Za-z0-9_.~%-]{0,254}")
 _SESSION = re.compile(r"[0-9]{1,20}(-[A-Za-z0-9._-]{1,64})?")
-_FILE = re.compile(rf"[0-9]{{5,9}}\.safetensors|{re.escape(MANIFEST)}")
+_FILE = re.compile(rf"[0-9]{{5,9}}\.safetensors|{re.escape(MANIFEST)}|{LEASE_NAME.pattern}")
 _START_S = 10.0
 _STOP_S = 5.0
 
@@ -71,11 +72,14 @@ class _LargeSteps(FileResponse):
 
 
 def _app(directory: Path, token: str) -> Starlette:
-    """Return the application: GET and HEAD of the files of the store, and nothing else."""
+    """Return the application: GET and HEAD of the files of the store, and leases on them."""
     expected = f"Bearer {token}".encode()
 
+    def is_allowed(request: Request) -> bool:
+        return hmac.compare_digest(request.headers.get("authorization", "").encode(), expected)
+
     def answer(request: Request, *names: str) -> Response:
-        if not hmac.compare_digest(request.headers.get("authorization", "").encode(), expected):
+        if not is_allowed(request):
             return PlainTextResponse("the token is missing or wrong", 401, {"WWW-Authenticate": "Bearer"})
         try:
             with regular_file(directory, *names):
@@ -90,6 +94,9 @@ def _app(directory: Path, token: str) -> Starlette:
     def file(request: Request) -> Response:
         names = [request.path_params[part] for part in ("run", "session", "file")]
         is_known = all(kind.fullmatch(name) for kind, name in zip((_RUN, _SESSION, _FILE), names, strict=True))
+        if is_known and LEASE_NAME.fullmatch(names[-1]) and request.method == "GET" and is_allowed(request):
+            with contextlib.suppress(OSError):  # whoever fetches a lease holds it
+                take_lease(directory, names[0], names[1], names[2])
         return answer(request, *(names if is_known else ("-",)))
 
     return Starlette(

@@ -1,6 +1,6 @@
 """Weights through files: rank 0 writes each update into a directory, and endpoints read it, now or when they come.
 
-`latest` and `read_manifest` are for an endpoint that follows the directory without having been asked to.
+`latest`, `lease` and `read_manifest` are for an endpoint that follows the directory without having been asked to.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from inflight.weights.transports.bucket_files import (
     bucket_name,
     check_header,
     header_length,
+    take_lease,
 )
 from inflight.weights.transports.store import (
     Attempt,
@@ -159,6 +160,15 @@ def read_manifest(directory: Path, ref: UpdateRef) -> StoredUpdate:
     if stored.update.ref != ref:
         raise TransferError(f"{path} is of another update: {stored.update.ref}")
     return stored
+
+
+def lease(directory: Path, ref: UpdateRef, name: str) -> None:
+    """Have a stored update stay a little longer, see `take_lease`. Raises `TransferError` if it is not there."""
+    run, update = run_name(ref.run_id), session_name(ref)
+    try:
+        take_lease(directory, run, update, name)
+    except FileNotFoundError as error:
+        raise TransferError(f"{directory / run / update} was removed, or is not complete") from error
 
 
 def _read_bucket(directory: Path, ref: UpdateRef, index: int, flat: torch.Tensor, attempt: Attempt) -> None:

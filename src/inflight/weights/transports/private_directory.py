@@ -28,8 +28,7 @@ class PrivateDirectory:
     """
 
     def __init__(self, parent: Path) -> None:
-        for stale in _left_behind(parent):
-            shutil.rmtree(stale, ignore_errors=True)  # another process may be removing it at this moment
+        remove_left_behind(parent)
         self.path, self._lock = _made(parent)
 
     def remove(self) -> None:
@@ -38,6 +37,12 @@ class PrivateDirectory:
         if lock >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(lock)
+
+
+def remove_left_behind(parent: Path) -> None:
+    """Remove what processes of this user that are gone left below ``parent``. Raises `OSError`."""
+    for stale in _left_behind(parent):
+        shutil.rmtree(stale, ignore_errors=True)  # another process may be removing it at this moment
 
 
 def _made(parent: Path) -> tuple[Path, int]:

@@ -187,7 +187,7 @@ class ProcessGroupReceiver:
         return unpack(flat, specs)
 
     def receive_ahead(self, specs: Sequence[TensorSpec], timeout_s: float) -> None:
-        """See `ReceivesAhead.receive_ahead`. Does nothing on CUDA, where nothing is compared on the host."""
+        """See `ReceivesAhead.receive_ahead`. Does nothing over NCCL."""
         group = self._group
         if group is None or self._spec.backend != "gloo":
             return

@@ -135,7 +135,7 @@ class PullSender:
 
 
 class PullReceiver(StoredReceiver):
-    """One endpoint rank's end; satisfies `WeightReceiver`. It follows a run, too: see `latest` and `read_manifest`."""
+    """One endpoint rank's end; satisfies `WeightReceiver`. `latest`, `lease` and `read_manifest` are for followers."""
 
     def __init__(self, spec: PullSpec) -> None:
         super().__init__()
@@ -161,6 +161,13 @@ class PullReceiver(StoredReceiver):
     def latest(self, timeout_s: float) -> UpdateRef | None:
         """Return the newest update of the run that is stored whole; None if there is none. Raises `TransferError`."""
         return self._latest("asking for the latest version", timeout_s)
+
+    def lease(self, ref: UpdateRef, name: str, timeout_s: float) -> None:
+        """Have a stored update stay a little longer. Raises `TransferError` if it is not there any more."""
+        names = (run_name(ref.run_id), session_name(ref), name)
+        attempt = Attempt(f"taking a lease on version {ref.version}", timeout_s, self._given_up)
+        if self._read(names, MAX_LATEST_BYTES, attempt) is None:
+            raise attempt.failed(f"{self._client.where(names[:2])} was removed, or is not complete")
 
     def read_manifest(self, ref: UpdateRef, timeout_s: float) -> StoredUpdate:
         """Return what is stored of an update. Raises `TransferError`, also if it is not there any more."""

@@ -77,7 +77,7 @@ class SharedMemorySender:
     def specs(self, run_id: str, num_ranks: Sequence[int], timeout_s: float) -> list[DirectorySpec]:
         """See `WeightSender.specs`. Raises `TransferError` if the directory cannot be made."""
         self.end(is_done=False)
-        parent = self._parent or _memory()
+        parent = self._parent or memory_directory()
         with self._lock:
             give_up(self._given_up)
             self._given_up = Future()
@@ -293,7 +293,7 @@ class SharedMemoryReceiver(StoredReceiver):
             return torch.frombuffer(mmap.mmap(fd, file_bytes, access=mmap.ACCESS_COPY), dtype=torch.uint8)
 
 
-def _memory() -> Path:
+def memory_directory() -> Path:
     """Return the directory whose files are memory of this host, or the next best one."""
     shm = Path("/dev/shm")
     return shm if os.access(shm, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())

@@ -1,0 +1,185 @@
+"""Level caches, what an update makes of requests that run: all of them, wherever they are, and their random numbers."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Sequence
+
+from inflight.conformance.checks import Check, fail, require, skip
+from inflight.conformance.endpoint.subject import EndpointSubject, cancelled_at_the_end
+from inflight.conformance.reference import Weights, chosen, distribution
+from inflight.wire import Completion, GenerateRequest, InFlightPolicy
+
+_MANY = 32
+_NUM_TOKENS = 160
+"""Of each of many running requests: enough to be there still when the update comes."""
+_PREFILLED, _PREFILLED_LENGTH, _TOKENS_BEHIND = 8, 1500, 6
+"""Requests with prompts that take an engine many steps, and the tokens that each is asked for."""
+_SHARES = (0.15, 0.35, 0.55, 0.75)
+"""Of the time that those take undisturbed: when the updates come."""
+_NUMBERS, _NUM_DRAWS, _TRIES = 4, 400, 6
+_FALSE_ALARM = 1e-6
+
+
+async def everything_recomputed(subject: EndpointSubject) -> None:
+    """Swap weights with ``recompute`` under many running requests, then under prompts that are being read."""
+    reference, publisher = subject.reference, subject.publisher
+    other = reference.perturbed("B")
+    largest, num_tokens = 0.0, 0
+    for length in subject.lengths(_NUM_TOKENS):
+        running = await subject.start_running(_MANY, max_tokens=length)
+        old = publisher.version
+        await publisher.publish(other, in_flight=InFlightPolicy.RECOMPUTE)
+        answers = [(request, (await task).completions[0]) for request, task in running]
+        if all(completion.version_spans[-1].version > old for _, completion in answers):
+            break
+        await publisher.publish(reference.weights)  # too fast, or too few tokens: once more, with longer ones
+    for i, (request, completion) in enumerate(answers):
+        num, gap = _after_the_update(subject, request, completion, publisher.version, other)
+        require(num, f"the update did not fall into request {i} of {len(answers)}: spans {completion.version_spans}")
+        num_tokens, largest = num_tokens + num, max(largest, gap)
+        require(gap <= subject.tolerance, f"of {len(answers)} requests that ran during the update, {_off(i, gap)}")
+    subject.note(**{"running": len(answers), "tokens after the update": num_tokens, "largest difference": largest})
+    await _recomputed_while_prefilled(subject, (reference.weights, other))
+
+
+async def _recomputed_while_prefilled(subject: EndpointSubject, turns: Sequence[Weights]) -> None:
+    publisher = subject.publisher
+    started = time.monotonic()
+    await asyncio.gather(*(subject.endpoint.generate(request) for request in _long_requests(subject, 0)))
+    usual_s = time.monotonic() - started
+    largest, num_after = 0.0, []
+    for turn, share in enumerate(_SHARES):
+        weights = turns[turn % 2]
+        requests = _long_requests(subject, turn + 1)
+        tasks = [asyncio.ensure_future(subject.endpoint.generate(request)) for request in requests]
+        await subject.enter(cancelled_at_the_end(tasks))
+        await asyncio.sleep(share * usual_s)
+        await publisher.publish(weights, in_flight=InFlightPolicy.RECOMPUTE)
+        num_after.append(0)
+        for i, (request, task) in enumerate(zip(requests, tasks, strict=True)):
+            completion = (await task).completions[0]
+            num, gap = _after_the_update(subject, request, completion, publisher.version, weights)
+            num_after[-1] += num == len(completion.token_ids)
+            largest = max(largest, gap)
+            require(
+                gap <= subject.tolerance,
+                f"of {len(requests)} requests with prompts of {len(request.prompt_token_ids)} tokens that were being "
+                f"read when the update came, {_off(i, gap)}",
+            )
+    subject.note(
+        **{"prompts that were read, or waited, when updates came": num_after, "largest difference there": largest}
+    )
+
+
+def _off(index: int, gap: float) -> str:
+    return (
+        f"number {index} goes on with logprobs that differ by up to {gap:.3g} from those with all keys and values "
+        "computed under the new weights"
+    )
+
+
+def _long_requests(subject: EndpointSubject, turn: int) -> list[GenerateRequest]:
+    """Return requests with long prompts that nothing has seen before."""
+    num = min(_PREFILLED, subject.capabilities.max_concurrent_sequences)
+    length = min(_PREFILLED_LENGTH, subject.capabilities.max_model_len - 2 * _TOKENS_BEHIND)
+    return [
+        subject.request(subject.prompt(length, seed=1000 + 100 * turn + i), max_tokens=_TOKENS_BEHIND)
+        for i in range(num)
+    ]
+
+
+def _after_the_update(
+    subject: EndpointSubject, request: GenerateRequest, completion: Completion, version: int, weights: Weights
+) -> tuple[int, float]:
+    """Return the number of tokens of ``version``, and how far they are from a fresh start behind the same ids."""
+    start = next((span.start for span in completion.version_spans if span.version == version), None)
+    if start is None:
+        return 0, 0.0
+    logits_TV = subject.reference.logits(weights, request.prompt_token_ids, completion.token_ids)
+    expected_T = chosen(distribution(logits_TV, request.sampling), completion.token_ids)
+    return len(completion.token_ids) - start, subject.difference(completion.logprobs[start:], expected_T[start:])
+
+
+async def random_numbers_go_on(subject: EndpointSubject) -> None:
+    """Update while requests draw from a uniform distribution, which shows their random numbers as they are."""
+    pausing = (InFlightPolicy.KEEP, InFlightPolicy.RECOMPUTE)
+    declared = [policy for policy in pausing if policy in subject.capabilities.in_flight_policies]
+    if not declared:
+        skip("neither keep nor recompute is declared: no request runs on across an update")
+    uniform = subject.reference.with_final_norm(0.0, "uniform")
+    await subject.publisher.publish(uniform)
+    for policy in declared:
+        drawn = await _drawn_across_an_update(subject, policy, uniform)
+        _require_no_run_twice(subject, policy, [completion.token_ids for completion in drawn])
+
+
+async def _drawn_across_an_update(
+    subject: EndpointSubject, policy: InFlightPolicy, weights: Weights
+) -> list[Completion]:
+    """Return completions with enough tokens on both sides of an update, which comes later if there were too few."""
+    few = 2 * _run_length(subject)
+    delay_s, num_tokens = 0.05, _NUM_DRAWS
+    for _ in range(_TRIES):
+        running = await subject.start_running(_NUMBERS, max_tokens=num_tokens)
+        started = time.monotonic()
+        await asyncio.sleep(delay_s)
+        await subject.publisher.publish(weights, in_flight=policy)
+        drawn = [(await task).completions[0] for _, task in running]
+        version = subject.publisher.version
+        new = [[span for span in it.version_spans if span.version == version] for it in drawn]
+        too_early = any(spans and spans[0].start < few for spans in new)
+        too_late = any(not spans or spans[0].end - spans[0].start < few for spans in new)
+        if not too_early and not too_late:
+            return drawn
+        if too_early:
+            delay_s = (time.monotonic() - started) / 3
+        else:
+            num_tokens = min(2 * num_tokens, subject.lengths(1)[-1])
+    fail(f"in {_TRIES} tries no update under {policy} fell into the middle of requests of up to {num_tokens} tokens")
+
+
+def _run_length(subject: EndpointSubject) -> int:
+    """Return how long a run of tokens must be to come twice by chance in one of a million checks only."""
+    num_pairs = (_NUMBERS * subject.capabilities.max_model_len) ** 2 / 2
+    return math.ceil(math.log(num_pairs / _FALSE_ALARM) / math.log(subject.capabilities.vocab_size))
+
+
+def _require_no_run_twice(subject: EndpointSubject, policy: str, drawn: Sequence[tuple[int, ...]]) -> None:
+    length = _run_length(subject)
+    first: dict[tuple[int, ...], tuple[int, int]] = {}
+    for index, tokens in enumerate(drawn):
+        for start in range(len(tokens) - length + 1):
+            where = first.setdefault(tokens[start : start + length], (index, start))
+            require(
+                where == (index, start),
+                f"under {policy}, tokens {start} to {start + length - 1} of request {index} are those from token "
+                f"{where[1]} on of request {where[0]}, though all tokens are equally likely: the same random numbers "
+                "were used twice",
+            )
+    subject.note(**{f"runs of {length} tokens under {policy}, all different": len(first)})
+
+
+CHECKS = (
+    Check(
+        "U-35",
+        "caches",
+        "Under recompute every request is computed again, as many as run, and one whose prompt is being read when the "
+        "update comes has nothing of the old weights either.",
+        "a list of running requests that is not all of them, and chunks of prompts that were prefilled before the hold",
+        everything_recomputed,
+        needs=("updates", "recompute", "spans"),
+        deadline_s=60,
+    ),
+    Check(
+        "U-36",
+        "caches",
+        "A request that goes on after an update draws new random numbers: those that it has used do not come again.",
+        "what is made anew when a request is put back for recomputation: its seeded generator must not be",
+        random_numbers_go_on,
+        needs=("updates", "spans"),
+        deadline_s=90,
+    ),
+)

@@ -1,0 +1,151 @@
+"""Level tokens, what nobody asked for: no filter, no penalty and no temperature but those of the request.
+
+A sampler with a default of its own is told by a likelihood ratio. For each of some defaults the sampled tokens are as
+likely under it as the ratio says, relative to the distribution that was asked for. Under that distribution every ratio
+is 1 in the mean, whatever was drawn before, so that one of K ratios exceeds K / `_FALSE_ALARM` with probability
+`_FALSE_ALARM` at most (Markov). No approximation is in it but the reference's rounding, which is allowed for.
+
+Shape suffixes: T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from inflight.conformance.checks import Check, require
+from inflight.conformance.endpoint.subject import EndpointSubject
+from inflight.wire import Completion, GenerateRequest
+
+_FALSE_ALARM = 1e-6
+_TEMPERATURES = (0.5, 2.0, 1.0, 0.5, 0.5)
+"""Of the requests: at 0.5 penalties show, at 2, the highest that OpenAI allows, the tail that filters cut off."""
+_COMPLETIONS, _TOKENS = 16, 32
+_PROMPT_LENGTH = 128
+_DRAW_S = 15.0
+"""A slow endpoint may stop at fewer tokens, after so many seconds."""
+_DOUBT = 0.05
+"""Share of the distribution that was asked for in each default's, so that no token rules one out at once."""
+
+_TOP_K = (10, 20, 30, 40, 50, 64, 100, 128, 200, 256, 500, 1000)
+_TOP_P = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
+_MIN_P = (0.01, 0.02, 0.05, 0.1, 0.2)
+_REPETITION = (1.02, 1.05, 1.1, 1.2, 1.5)
+_PRESENCE = (0.5, 1.0, 1.5)
+_OTHER_TEMPERATURES = (0.3, 0.6, 0.7, 0.8, 1.2)
+_NUM_DEFAULTS = sum(map(len, (_TOP_K, _TOP_P, _MIN_P, _REPETITION, _PRESENCE, _OTHER_TEMPERATURES)))
+
+
+async def nothing_unasked(subject: EndpointSubject) -> None:
+    """Draw some thousand tokens without any filter, and compare how likely they are with and without each default."""
+    gains: dict[str, float] = {}
+    powers: dict[str, float] = {}
+    allowed, num_tokens, started = 0.0, 0, time.monotonic()
+    for request in _requests(subject):
+        if num_tokens and time.monotonic() - started > _DRAW_S:
+            break
+        for completion in (await subject.endpoint.generate(request)).completions:
+            num_tokens += len(completion.token_ids)
+            # Logits off by e move a ratio by about e squared per token: a quarter of the tolerance is usual.
+            allowed += len(completion.token_ids) * (subject.tolerance / 4 / request.sampling.temperature) ** 2
+            for name, gain, power in _gains(subject, request, completion):
+                gains[name] = gains.get(name, 0.0) + gain
+                powers[name] = powers.get(name, 0.0) + power
+    largest = math.log(_NUM_DEFAULTS / _FALSE_ALARM) + allowed
+    name = max(gains, key=lambda name: gains[name])
+    subject.note(
+        tokens=num_tokens,
+        **{
+            "likeliest default": f"{name}, by {gains[name]:.1f} nats; {largest:.1f} are too many",
+            "defaults that would not show": sorted(name for name in powers if powers[name] < 1.5 * largest),
+        },
+    )
+    require(
+        gains[name] <= largest,
+        f"{num_tokens} tokens that were asked for without any filter are drawn as if {name} were in force: they are "
+        f"likelier then by {gains[name]:.1f} nats, {largest:.1f} happen by chance in {_FALSE_ALARM:g} of all runs",
+    )
+
+
+def _requests(subject: EndpointSubject) -> Iterator[GenerateRequest]:
+    length = min(_PROMPT_LENGTH, subject.capabilities.max_model_len - _TOKENS)
+    for i, temperature in enumerate(_TEMPERATURES):
+        prompt, seed = subject.prompt(length, seed=20 + i), None if i % 2 else i
+        yield subject.request(prompt, n=_COMPLETIONS, max_tokens=_TOKENS, temperature=temperature, seed=seed)
+
+
+def _gains(
+    subject: EndpointSubject, request: GenerateRequest, completion: Completion
+) -> Iterator[tuple[str, float, float]]:
+    """Yield each default, by how much likelier these tokens are under it, in nats, and by how much they would be."""
+    tokens, temperature = completion.token_ids, request.sampling.temperature
+    prompt = request.prompt_token_ids
+    logits_TV = subject.reference.logits(subject.reference.weights, prompt, tokens).double()
+    asked_TV = torch.log_softmax(logits_TV / temperature, dim=-1)
+    index_T1 = torch.tensor(tokens)[:, None]
+    asked_T = asked_TV.gather(1, index_T1)[:, 0]
+    sorted_TV = asked_TV.sort(dim=-1, descending=True).values
+    mass_TV = sorted_TV.exp().cumsum(dim=-1)
+    rank_T = (asked_TV > asked_T[:, None]).sum(dim=-1)
+    for name, kept_T in _filters(sorted_TV, mass_TV):
+        inside_T = mass_TV.gather(1, kept_T[:, None] - 1)[:, 0].clamp(max=1.0)
+        if float(inside_T.min()) == 1.0:
+            continue  # nothing would be cut off
+        ratio_T = (1 - _DOUBT) / inside_T + _DOUBT
+        gain_T = torch.where(rank_T < kept_T, ratio_T.log(), math.log(_DOUBT))
+        power_T = inside_T * ratio_T * ratio_T.log() + (1 - inside_T) * _DOUBT * math.log(_DOUBT)
+        yield name, float(gain_T.sum()), float(power_T.sum())
+    for name, other_TV in _shifts(logits_TV, prompt, tokens, temperature):
+        both_TV = torch.logaddexp(other_TV + math.log(1 - _DOUBT), asked_TV + math.log(_DOUBT))
+        ratio_TV = both_TV - asked_TV
+        yield name, float(ratio_TV.gather(1, index_T1).sum()), float((both_TV.exp() * ratio_TV).sum())
+
+
+def _filters(sorted_TV: torch.Tensor, mass_TV: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each filter that a sampler may have by default, and int64 [T]: how many tokens it keeps."""
+    num_tokens, vocab_size = sorted_TV.shape
+    for top_k in _TOP_K:
+        if top_k < vocab_size:
+            yield f"top_k={top_k}", torch.full((num_tokens,), top_k)
+    for top_p in _TOP_P:
+        yield f"top_p={top_p:g}", ((mass_TV < top_p).sum(dim=-1) + 1).clamp(max=vocab_size)
+    for min_p in _MIN_P:
+        yield f"min_p={min_p:g}", (sorted_TV >= sorted_TV[:, :1] + math.log(min_p)).sum(dim=-1)
+
+
+def _shifts(
+    logits_TV: torch.Tensor, prompt: Sequence[int], tokens: Sequence[int], temperature: float
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each penalty or temperature that a sampler may have by default, and [T, V]: its log-probabilities."""
+    written_TV = torch.zeros_like(logits_TV, dtype=torch.bool)
+    for t, token in enumerate(tokens):
+        written_TV[t + 1 :, token] = True
+    seen_TV = written_TV.clone()
+    seen_TV[:, torch.tensor(prompt)] = True
+    for penalty in _REPETITION:
+        penalised_TV = torch.where(logits_TV > 0, logits_TV / penalty, logits_TV * penalty)
+        changed_TV = torch.where(seen_TV, penalised_TV, logits_TV)
+        yield f"repetition_penalty={penalty:g}", torch.log_softmax(changed_TV / temperature, dim=-1)
+    for penalty in _PRESENCE:
+        yield f"presence_penalty={penalty:g}", torch.log_softmax((logits_TV - penalty * written_TV) / temperature, -1)
+    if temperature == 1.0:  # which a client may leave out, as the usual default
+        for other in _OTHER_TEMPERATURES:
+            yield f"temperature={other:g}", torch.log_softmax(logits_TV / other, dim=-1)
+
+
+CHECKS = (
+    Check(
+        "E-62",
+        "tokens",
+        "Where a request asks for no filter, tokens are drawn from the whole distribution: no default of the engine "
+        "and no generation_config.json cuts its tail off, penalises a token or changes its temperature.",
+        "what the engine does with parameters that are not sent: transformers has a top_k of 50, and engines take "
+        "defaults from the checkpoint's generation_config.json",
+        nothing_unasked,
+        deadline_s=60.0,
+        needs=("model",),
+    ),
+)

@@ -1,0 +1,33 @@
+"""Lines about long work, for a person who watches a log: how far it is, and how long it will still take."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+LINE_EVERY_S = 5.0
+
+
+class ProgressLines:
+    """Says every few seconds how much of ``total`` is done, and the time that is left at the rate so far."""
+
+    def __init__(
+        self, what: str, total: int, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._what, self._total, self._say, self._clock = what, total, say, clock
+        self._started = self._last_line = clock()
+
+    def update(self, done: int, more: str = "") -> None:
+        """Say how far it is, unless that was said a moment ago and there is more to come."""
+        now = self._clock()
+        if now - self._last_line < LINE_EVERY_S and done < self._total:
+            return
+        self._last_line = now
+        elapsed_s = now - self._started
+        left_s = elapsed_s / done * (self._total - done) if done else None
+        parts = [f"{self._what}: {done:,} of {self._total:,} in {elapsed_s:.0f} s"]
+        if left_s:
+            parts.append(f"about {left_s:.0f} s left")
+        if more:
+            parts.append(more)
+        self._say(", ".join(parts))

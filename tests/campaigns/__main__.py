@@ -1,0 +1,64 @@
+"""The command: ``python -m tests.campaigns --runs 300 --seed 0 --jobs 4 --json FILE``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.campaigns.campaign import play_all, results
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.campaigns", description=__doc__)
+    parser.add_argument("--runs", type=int, default=300, help="disturbed runs (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first; the next has the next number")
+    parser.add_argument("--only", type=int, metavar="SEED", help="play this one, tell everything, and keep its files")
+    parser.add_argument(
+        "--jobs", type=int, default=2 * (os.cpu_count() or 1), help="runs at a time (default: %(default)s)"
+    )
+    parser.add_argument("--long", type=int, default=0, help="runs of 100 steps besides (default: %(default)s)")
+    parser.add_argument("--plain-share", type=float, default=0.05, help="share that is started without the zygote")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
+    parser.add_argument("--directory", type=Path, help="where runs are written (default: a temporary directory)")
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # clears away what it started, as Ctrl-C does
+    parent = arguments.directory or Path(tempfile.mkdtemp(prefix="inflight-campaign-"))
+    seeds = [arguments.only] if arguments.only is not None else range(arguments.seed, arguments.seed + arguments.runs)
+    started = time.monotonic()
+
+    def note(entries: Sequence[dict[str, Any]]) -> None:
+        if arguments.json is not None:
+            found = results(entries, time.monotonic() - started, arguments.jobs)
+            arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+
+    played = play_all(
+        seeds,
+        parent.resolve(),
+        num_jobs=arguments.jobs,
+        num_long=arguments.long,
+        plain_share=arguments.plain_share,
+        keeps=arguments.only is not None,
+        tell=lambda line: print(line, flush=True),
+        note=note,
+    )
+    failed = [one for one in played if one["problems"]]
+    if arguments.only is not None:
+        print(json.dumps(played, indent=2))
+        print(f"files: {parent}")
+    print(f"campaign: {len(played)} runs, {len(failed)} failed: {[one['seed'] for one in failed]}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

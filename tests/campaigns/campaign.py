@@ -1,0 +1,157 @@
+"""Many schedules, several at a time, and what came of them as JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+from tests.campaigns.judge import RULES, judge, logs
+from tests.campaigns.runner import ROOT, Disturbed, Record
+from tests.campaigns.schedule import Schedule, draw
+from tests.campaigns.zygote import write_shim
+
+_LONG_STEPS = 100
+_LONG_FROM = 1_000_000
+"""Seeds of long runs begin here."""
+_TAIL = 30
+
+
+@contextlib.contextmanager
+def zygote(parent: Path) -> Iterator[str]:
+    """Start a zygote; yields what stands for ``python``."""
+    path = parent / "zygote"
+    path.unlink(missing_ok=True)
+    log = (parent / "zygote.log").open("wb")
+    with log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.campaigns.zygote", str(path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"},
+        )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        if process.stdout.readline() != b"ready\n":
+            raise RuntimeError(f"the zygote did not start: {(parent / 'zygote.log').read_text()[-2000:]}")
+        yield str(write_shim(path.with_suffix(".python"), path))
+    finally:
+        process.stdin.close()
+        process.stdout.close()
+        process.wait(30.0)
+
+
+def play_all(
+    seeds: Sequence[int] | range,
+    parent: Path,
+    *,
+    num_jobs: int,
+    num_long: int = 0,
+    plain_share: float = 0.0,
+    keeps: bool = False,
+    tell: Callable[[str], None],
+    note: Callable[[Sequence[dict[str, Any]]], None] = len,
+) -> list[dict[str, Any]]:
+    """Play the schedules of these seeds below ``parent``; returns one entry for each, in order of the seeds.
+
+    ``note`` gets all entries so far whenever there is one more; ``keeps``: what runs write is not removed.
+    """
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    from tests.models import make_model
+
+    parent.mkdir(parents=True, exist_ok=True)
+    model = make_model(parent / "model")
+    long_seeds = range(_LONG_FROM, _LONG_FROM + num_long)
+    schedules = [draw(seed, num_steps=_LONG_STEPS) for seed in long_seeds]
+    schedules += [
+        draw(seed, num_steps=_LONG_STEPS if seed >= _LONG_FROM else None, plain_share=plain_share) for seed in seeds
+    ]
+    entries = []
+    started, lock, stopping = time.monotonic(), threading.Lock(), threading.Event()
+    with zygote(parent) as shim, ThreadPoolExecutor(num_jobs) as pool:
+
+        def one(schedule: Schedule) -> dict[str, Any]:
+            disturbed = Disturbed(schedule, parent, model, sys.executable if schedule.is_plain else shim, stopping)
+            try:
+                record = disturbed.play()
+                entry = entry_of(record, {} if record.skipped else judge(record))
+            finally:
+                if not keeps:
+                    disturbed.close()
+            with lock:
+                entries.append(entry)
+                bad = sum(bool(one["problems"]) for one in entries)
+                took = time.monotonic() - started
+                left_s = took / len(entries) * (len(schedules) - len(entries))
+                what = "; ".join(entry["strikes"])
+                tell(
+                    f"campaign: {len(entries)}/{len(schedules)} seed {schedule.seed}: "
+                    f"{'FAILED' if entry['problems'] else entry['skipped'] or 'held'} in {record.seconds:.0f} s, "
+                    f"{len(record.lives)} lives [{what}]; {bad} failed, {left_s / 60:.0f} min left"
+                )
+                for rule, problems in entry["problems"].items():
+                    for problem in problems:
+                        tell(f"campaign:     {rule}: {problem}")
+                note(entries)
+            return entry
+
+        try:
+            for future in as_completed([pool.submit(one, schedule) for schedule in schedules]):
+                future.result()
+        except BaseException:
+            stopping.set()
+            pool.shutdown(cancel_futures=True)
+            raise
+    return sorted(entries, key=lambda entry: entry["seed"])
+
+
+def entry_of(record: Record, problems: dict[str, list[str]]) -> dict[str, Any]:
+    """Return what is kept of one run; of one that failed, its logs, too."""
+    schedule = record.schedule
+    entry: dict[str, Any] = {
+        "seed": schedule.seed,
+        "num_steps": schedule.num_steps,
+        "overrides": schedule.overrides,
+        "long_every": schedule.long_every,
+        "resumes_at_once": schedule.resumes_at_once,
+        "is_plain": schedule.is_plain,
+        "strikes": [str(strike) for strike in schedule.strikes],
+        "skipped": record.skipped,
+        "seconds": round(record.seconds, 1),
+        "lives": [
+            {
+                "struck": [[strike.label, strike.struck] for strike in life.strikes],
+                "exit": life.exit,
+                "from": life.resumed_version,
+                "to": life.version,
+                "seconds": round(life.seconds, 1),
+                "said": life.last_line[:160] if life.exit else "",
+            }
+            for life in record.lives
+        ],
+        "problems": problems,
+    }
+    if problems:
+        entry["outputs"] = [life.said.splitlines()[-_TAIL:] for life in record.lives]
+        entry["logs"] = logs(record.directory)
+    return entry
+
+
+def results(entries: Sequence[dict[str, Any]], wall_s: float, num_jobs: int) -> dict[str, Any]:
+    """Return entries with the machine and the versions beside them, as benchmarks/results keeps them."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from results import record_of  # type: ignore[import-not-found]
+
+    runs = sorted(entries, key=lambda entry: entry["seed"])
+    rows = {"rules": list(RULES), "wall_s": round(wall_s), "num_jobs": num_jobs, "runs": runs}
+    record: dict[str, Any] = record_of("campaign", rows)
+    return record

@@ -1,0 +1,107 @@
+"""A few schedules of the campaign, and the zygote that makes them cheap."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+
+from tests.campaigns import places
+from tests.campaigns.campaign import play_all, zygote
+from tests.run.runs import ends_within, is_alive
+
+FAST_SEEDS = (16, 36, 56, 60)
+DISK_SEEDS = (6, 51)
+"""Schedules that fill disks."""
+
+
+@pytest.mark.timeout(600)
+def test_disturbed_runs_hold(tmp_path):
+    check(FAST_SEEDS, tmp_path)
+
+
+@pytest.mark.timeout(600)
+def test_runs_on_full_disks_hold(tmp_path):
+    if reason := places.can_mount():
+        pytest.skip(reason)
+    check(DISK_SEEDS, tmp_path)
+
+
+def check(seeds, directory):
+    said = []
+    played = play_all(seeds, directory, num_jobs=4, tell=said.append)
+    assert not any(one["problems"] for one in played), "\n".join(said)
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory):
+    with zygote(tmp_path_factory.mktemp("zygote")) as python:
+        yield python
+
+
+@pytest.fixture
+def serving(python, tmp_path):
+    """A server that is forked from the zygote: what stands for it, and its own process id."""
+    with (tmp_path / "server.log").open("wb") as log:
+        shim = subprocess.Popen([python, "-m", "http.server", "0"], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    deadline = time.monotonic() + 20.0
+    while "server" not in (found := places.processes(tmp_path)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    yield shim, found["server"]
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(found["server"], signal.SIGKILL)
+    shim.kill()
+    shim.wait(10.0)
+
+
+def test_what_stands_for_a_process_ends_as_it_does(python):
+    version = subprocess.run([python, "-m", "inflight", "--version"], capture_output=True, text=True, timeout=60)
+    assert version.returncode == 0 and version.stdout.startswith("inflight ")
+    wrong = subprocess.run([python, "-m", "inflight", "nonsense"], capture_output=True, text=True, timeout=60)
+    assert wrong.returncode == 2 and "nonsense" in wrong.stderr
+
+
+def test_a_process_sees_its_own_input_environment_and_directory(python, tmp_path):
+    run = subprocess.run(
+        [python, "-m", "tests.campaigns.told", "argument"],
+        input="some input",
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+        env={"TOLD": "yes", "PATH": os.environ["PATH"]},
+    )
+    assert run.stdout.split() == ["some", "input", "yes", str(tmp_path), python, "['argument']"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
+def test_what_stands_for_a_process_dies_of_its_signal(serving, number):
+    shim, pid = serving
+    os.kill(pid, number)
+    assert shim.wait(20.0) == -number
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_process_gets_the_signals_of_what_stands_for_it(serving, number):
+    shim, pid = serving
+    shim.send_signal(number)
+    assert ends_within(pid, 20.0)
+    assert shim.wait(20.0) == -number
+
+
+def test_nothing_outlives_the_zygote(tmp_path):
+    log = tmp_path / "server.log"
+    with zygote(tmp_path) as python, log.open("wb") as output:
+        shim = subprocess.Popen(
+            [python, "-m", "http.server", "0"], stdin=subprocess.DEVNULL, stdout=output, stderr=output
+        )
+        deadline = time.monotonic() + 20.0
+        while "server" not in places.processes(tmp_path) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        pid = places.processes(tmp_path)["server"]
+    assert not is_alive(pid) or ends_within(pid, 5.0)
+    shim.wait(20.0)

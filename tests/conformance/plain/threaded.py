@@ -1,0 +1,217 @@
+"""An `InferenceEndpoint` around an engine in this process that has a thread of its own."""
+
+import asyncio
+import queue
+import threading
+from concurrent.futures import Future
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from inflight.errors import InvalidRequestError, PoisonedError, UnsupportedError
+from inflight.weights.receiving import StagedIntake, UpdateReceiver
+from inflight.weights.transports import make_receiver
+from inflight.wire import Capabilities, Completion, GenerateResponse, TensorSpec, VersionSpan
+
+
+def make(model_dir, *, name="threaded", max_concurrent=8, max_model_len=192):
+    """What the kit and `inflight serve` call: with a model directory and options."""
+    return ThreadedEndpoint(model_dir, name, max_concurrent, max_model_len)
+
+
+class Sequence:
+    """One completion that is being sampled."""
+
+    def __init__(self, prompt, ask, index):
+        self.ids, self.num_prompt, self.ask, self.logprobs, self.versions = list(prompt), len(prompt), ask, [], []
+        self.random, self.cache = torch.Generator(), None
+        self.random.seed() if ask.seed is None else self.random.manual_seed(ask.seed * 1024 + index)
+        filters = [TemperatureLogitsWarper(ask.temperature)] if ask.temperature else []
+        filters += [TopKLogitsWarper(ask.top_k)] if ask.top_k else []
+        filters += [TopPLogitsWarper(ask.top_p)] if ask.top_p < 1 else []
+        filters += [MinPLogitsWarper(ask.min_p)] if ask.min_p else []
+        self.filters = LogitsProcessorList(filters if ask.temperature else [])
+        self.ended = Future()  # becomes the finish reason
+        self.ended.set_running_or_notify_cancel()  # whoever stops waiting for it does not cancel it
+
+    def completion(self, index, reason):
+        starts = [i for i, v in enumerate(self.versions) if i == 0 or v != self.versions[i - 1]]
+        spans = [
+            VersionSpan(version=self.versions[start], start=start, end=end)
+            for start, end in zip(starts, [*starts[1:], len(self.versions)], strict=True)
+        ]
+        tokens = self.ids[self.num_prompt :]
+        return Completion(
+            index=index, token_ids=tokens, logprobs=self.logprobs, finish_reason=reason, version_spans=spans
+        )
+
+
+class ThreadedEndpoint:
+    def __init__(self, model_dir, name, max_concurrent, max_model_len):
+        self.name, self.max_concurrent, self.max_model_len = name, max_concurrent, max_model_len
+        self.model = AutoModelForCausalLM.from_pretrained(model_dir).eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(model_dir)
+        self.parameters, self.config = dict(self.model.named_parameters()), self.model.config
+        self.dtype = str(self.model.dtype)[6:]
+        specs = [TensorSpec(name=n, dtype=self.dtype, shape=tuple(p.shape)) for n, p in self.parameters.items()]
+        self.arrived = StagedIntake(make_receiver)
+        self.updates = UpdateReceiver(
+            self, self.arrived, specs, policies=("recompute",), transports=("gloo",), staging=True
+        )
+        self.request_ids = set()
+        # What follows belongs to the engine's thread.
+        self.calls, self.sequences, self.is_held, self.version = queue.SimpleQueue(), [], False, 0
+        threading.Thread(target=self.work, daemon=True).start()
+
+    # ------------------------------------------------------------------------------------- in the engine's thread
+
+    def work(self):
+        while True:
+            while self.is_held or not self.sequences or not self.calls.empty():
+                if (call := self.calls.get()) is None:
+                    return
+                call()
+            for sequence in self.sequences[: self.max_concurrent]:
+                try:
+                    reason = self.sample(sequence)
+                except Exception as error:  # this request's, not the engine's
+                    self.end(sequence, error)
+                else:
+                    if reason:
+                        self.end(sequence, reason)
+
+    @torch.no_grad()
+    def sample(self, it):
+        """Add one token."""
+        ids = torch.tensor([it.ids if it.cache is None else it.ids[-1:]])
+        output = self.model(input_ids=ids, past_key_values=it.cache, use_cache=True)
+        it.cache = output.past_key_values
+        logprobs = it.filters(ids, output.logits[:, -1].float()).log_softmax(-1)[0]
+        drawn = logprobs.argmax() if not it.ask.temperature else logprobs.exp().multinomial(1, generator=it.random)
+        token = int(drawn)
+        it.ids.append(token)
+        it.logprobs.append(min(0.0, logprobs[token].item()))
+        it.versions.append(self.version)
+        text = self.tokenizer.decode(it.ids[it.num_prompt :]) if it.ask.stop else ""
+        is_eos = token == self.config.eos_token_id and not it.ask.ignore_eos
+        if is_eos or token in it.ask.stop_token_ids or any(word in text for word in it.ask.stop):
+            return "stop"
+        longest = it.ask.max_tokens or self.max_model_len - it.num_prompt
+        return "length" if len(it.versions) == longest else None
+
+    def end(self, sequence, outcome):
+        if sequence in self.sequences:
+            self.sequences.remove(sequence)
+            failed = isinstance(outcome, Exception)
+            sequence.ended.set_exception(outcome) if failed else sequence.ended.set_result(outcome)
+
+    def end_all(self):
+        for sequence in [*self.sequences]:
+            self.end(sequence, PoisonedError("the weights are torn"))
+
+    def pause(self):
+        self.is_held = True
+
+    def resume(self):
+        self.is_held = False
+
+    @torch.no_grad()
+    def load(self, tensors, version):
+        for name, tensor in tensors:
+            self.parameters[name].copy_(tensor)
+        for sequence in self.sequences:
+            sequence.cache = None  # recompute: the next step is a prefill under the new weights
+        self.version, self.is_held = version, False  # the label changes with the weights, before a token is sampled
+
+    # ----------------------------------------------------------------------------------------- in the event loop
+
+    async def in_engine(self, call):
+        done = Future()
+
+        def run():
+            try:
+                done.set_result(call())
+            except Exception as error:
+                done.set_exception(error)
+
+        self.calls.put(run)
+        await asyncio.shield(asyncio.wrap_future(done))  # it runs, whether or not somebody still waits
+
+    async def hold(self, update):
+        try:
+            await self.in_engine(self.pause)
+        except asyncio.CancelledError:
+            self.calls.put(self.resume)  # behind the pause, which may not have happened yet
+            raise
+
+    async def apply(self, update):
+        arrived = self.arrived.take()
+        await self.in_engine(lambda: self.load(arrived, update.version))
+
+    async def release(self):
+        await self.in_engine(self.resume)
+
+    async def give_up(self):
+        await self.in_engine(self.end_all)  # and is held still: nothing samples from torn weights
+
+    async def generate(self, request):
+        self.updates.session.refuse_if_poisoned()
+        ask, prompt = request.sampling, request.prompt_token_ids
+        room = self.max_model_len - len(prompt)
+        if room < 1 or (ask.max_tokens or 1) > room or max(prompt) >= self.config.vocab_size:
+            raise InvalidRequestError(f"{len(prompt)} prompt tokens and max_tokens {ask.max_tokens} do not fit")
+        if request.request_id in self.request_ids:
+            raise InvalidRequestError(f"request {request.request_id!r} is running")
+        self.request_ids.add(request.request_id)
+        sequences = [Sequence(prompt, ask, index) for index in range(ask.n)]
+        self.calls.put(lambda: self.sequences.extend(sequences))
+        try:
+            reasons = [await asyncio.wrap_future(sequence.ended) for sequence in sequences]
+        finally:  # answered, failed or cancelled: nothing of it goes on in the engine
+            self.request_ids.remove(request.request_id)
+            self.calls.put(lambda: [self.end(sequence, "abort") for sequence in sequences])
+        completions = [s.completion(i, reason) for i, (s, reason) in enumerate(zip(sequences, reasons, strict=True))]
+        return GenerateResponse(request_id=request.request_id, completions=completions)
+
+    async def capabilities(self):
+        return Capabilities(
+            engine="threaded", engine_version="1", model=self.name, dtype=self.dtype, num_ranks=1,
+            vocab_size=self.config.vocab_size, max_model_len=self.max_model_len,
+            max_concurrent_sequences=self.max_concurrent, in_flight_policies=("recompute",), transports=("gloo",),
+            staging=True, version_binding="spans", logprob_kind="processed", streaming=False, chat=False,
+        )  # fmt: skip
+
+    async def chat_completion(self, request):
+        raise UnsupportedError("chat is not declared")
+
+    async def weight_version(self):
+        num_running = min(len(self.sequences), self.max_concurrent)
+        return self.updates.weight_version(num_running=num_running, last_update=None)
+
+    async def init_process_group(self, spec):
+        await self.updates.init_process_group(spec)
+
+    async def request_weight_update(self, update):
+        await self.updates.request_weight_update(update)
+
+    async def receive_weights(self, bucket):
+        await self.updates.receive_weights(bucket)
+
+    async def commit_weight_update(self, ref):
+        return await self.updates.commit_weight_update(ref)
+
+    async def abort_weight_update(self, ref):
+        return await self.updates.abort_weight_update(ref)
+
+    async def aclose(self):
+        self.updates.close()
+        await self.in_engine(self.end_all)
+        self.calls.put(None)

@@ -1,0 +1,169 @@
+"""Servers that answer as SGLang and vLLM do, with a prefix cache that weights outlive, as under ``keep``.
+
+A prefix is computed by the weights that are served when its key is used for the first time. A token's logprob says
+whether it was sampled behind a prefix of its own weights: `FRESH`, or `STALE`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from inflight.contracts import InferenceEndpoint
+from inflight.wire import UpdateRef
+from inflight_sglang import SglangEndpoint
+from inflight_sglang import flags as sglang_flags
+from inflight_vllm import VllmEndpoint
+from inflight_vllm import flags as vllm_flags
+from inflight_vllm.updates import PROTOCOL
+
+FRESH, STALE = -0.5, -9.0
+
+
+class LabelledServer:
+    """What both have in common. ``on_label`` is called whenever a client has asked for the label."""
+
+    def __init__(self, model: Path) -> None:
+        self.model = str(model)
+        self.label = "default"
+        self.is_paused = False
+        self.on_label: Callable[[], None] | None = None
+        self.num_sampled = 0
+        """Completions that were sampled."""
+        self.computed: dict[str, str] = {}
+        """The label under which each key's prefix was computed."""
+
+    def told_label(self) -> str:
+        label = self.label
+        if self.on_label is not None:
+            self.on_label()
+        return label
+
+    def sampled(self, key: str) -> float:
+        """Sample one token behind the prefix of a key; return its logprob."""
+        self.num_sampled += 1
+        return FRESH if self.computed.setdefault(key, self.label) == self.label else STALE
+
+    @abstractmethod
+    def answer(self, path: str, body: Any) -> Any:
+        """Return what a route answers; a number is a status."""
+
+    @abstractmethod
+    def connect(self, url: str) -> InferenceEndpoint:
+        """Return a client."""
+
+    @contextlib.asynccontextmanager
+    async def served(self) -> AsyncIterator[str]:
+        """Yield the URL while the server answers."""
+
+        async def handle(request: Request) -> Response:
+            found = self.answer(request.url.path, await request.json() if await request.body() else None)
+            return Response(status_code=found) if isinstance(found, int) else JSONResponse(found)
+
+        app = Starlette(routes=[Route("/{path:path}", handle, methods=["GET", "POST"])])
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+            try:
+                yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+            finally:
+                server.should_exit = True
+                await serving
+
+
+class LabelledSglang(LabelledServer):
+    """As SGLang answers."""
+
+    def answer(self, path: str, body: Any) -> Any:
+        if path == "/generate":
+            asked = zip(body["extra_key"], body["sampling_params"], strict=True)
+            return [self._item(key, params) for key, params in asked]
+        settings = {"disable_overlap_schedule": True, "dp_size": 1, "pp_size": 1, "tokenizer_worker_num": 1}
+        settings |= {"weight_cache_mode": "off", "disaggregation_mode": "null", "enable_watermark": False}
+        settings |= {"max_req_input_len": 100, "sampling_mask_max_tokens": 1000, "tp_size": 1, "device": "cpu"}
+        settings |= {"internal_states": [{"effective_max_running_requests_per_dp": 4}], "dtype": "float32"}
+        answers = {
+            "/openapi.json": {"paths": dict.fromkeys(sglang_flags.NEEDED_ROUTES)},
+            "/server_info": {
+                **settings,
+                "model_path": self.model,
+                "served_model_name": "tiny",
+                "version": "0",
+                "enable_deterministic_inference": False,
+            },
+            "/ready": 503,  # the probe of logprobs is left out
+            "/v1/loads": {"loads": [{"num_running_reqs": 0}]},
+        }
+        if path == "/ready" and not self.is_paused and self.num_sampled:
+            return {}
+        return {"weight_version": self.told_label()} if path == "/model_info" else answers[path]
+
+    def _item(self, key: str, params: dict[str, Any]) -> dict[str, Any]:
+        logprob, num = self.sampled(key), params["max_new_tokens"]
+        meta = {
+            "finish_reason": {"type": "length"},
+            "output_token_logprobs": [[logprob, 1, None]] * num,
+            "weight_versions": [{"version": self.label, "start": 0, "end": num}],
+        }
+        return {"output_ids": [1] * num, "meta_info": meta}
+
+    def connect(self, url: str) -> InferenceEndpoint:
+        return SglangEndpoint(url)
+
+
+class LabelledVllm(LabelledServer):
+    """As vLLM answers; ``kept`` is what its plug-in says that it keeps as the base of a delta."""
+
+    kept: UpdateRef | None = None
+
+    def answer(self, path: str, body: Any) -> Any:
+        if path == "/inference/v1/generate":
+            return {"choices": self._choices(body)} if body["token_ids"] else 400
+        settings = {
+            "model_config": {"logprobs_mode": "processed_logprobs", "dtype": "torch.float32"},
+            "weight_transfer_config": {"backend": "inflight"},
+            "device_config": {"device": "cpu"},
+            "scheduler_config": {"enable_chunked_prefill": False, "max_num_seqs": 4},
+        }
+        kept = None if self.kept is None else self.kept.model_dump()
+        answers = {
+            "/openapi.json": {"paths": dict.fromkeys(vllm_flags.NEEDED_ROUTES)},
+            "/version": {"version": "0"},
+            "/v1/models": {"data": [{"id": "tiny", "root": self.model, "max_model_len": 100}]},
+            "/server_info": {"vllm_config": settings},
+            "/collective_rpc": {"results": [{"protocol": PROTOCOL, "phase": "done", "kept": kept}]},
+            "/is_paused": {"is_paused": self.is_paused},
+            "/get_world_size": {"world_size": 1},
+        }
+        return {"weight_version": self.told_label()} if path == "/weight_info" else answers.get(path, {})
+
+    def _choices(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+        num = body["sampling_params"]["max_tokens"]
+        return [
+            {
+                "index": index,
+                "token_ids": [1] * num,
+                "finish_reason": "length",
+                "logprobs": {"content": [{"logprob": self.sampled(body["cache_salt"])}] * num},
+                "weight_versions": [{"version": self.label, "start": 0, "end": num}],
+            }
+            for index in range(body["sampling_params"]["n"])
+        ]
+
+    def connect(self, url: str) -> InferenceEndpoint:
+        return VllmEndpoint(url)
+
+
+SERVERS: dict[str, type[LabelledServer]] = {"sglang": LabelledSglang, "vllm": LabelledVllm}

@@ -1,0 +1,175 @@
+"""What the clients of SGLang and vLLM make of a server whose weights others change. No engine: `labelled_servers`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from inflight.contracts import InferenceEndpoint
+from inflight.engines.labels import began_under_another, label_of, parse_label
+from inflight.errors import PoisonedError
+from inflight.wire import Completion, DirectorySpec, EndpointState, GenerateRequest, SamplingParams, UpdateRef
+from tests.engines.labelled_servers import FRESH, SERVERS, LabelledServer, LabelledVllm
+
+_serial = itertools.count()
+
+
+@pytest.fixture(params=SERVERS)
+def server(request: pytest.FixtureRequest, tmp_path: Path) -> LabelledServer:
+    return SERVERS[request.param](served_model(tmp_path))
+
+
+def served_model(directory: Path) -> Path:
+    (directory / "config.json").write_text('{"vocab_size": 50}')
+    save_file({"m.weight": torch.zeros(3, 2)}, directory / "model.safetensors")
+    return directory
+
+
+def run(server: LabelledServer, call: Callable[[InferenceEndpoint], Awaitable[None]]) -> None:
+    """Run a coroutine on a client of the server."""
+
+    async def main() -> None:
+        async with server.served() as url, contextlib.aclosing(server.connect(url)) as client:
+            await call(client)
+
+    asyncio.run(main())
+
+
+async def sample(client: InferenceEndpoint, n: int = 1) -> tuple[Completion, ...]:
+    request = GenerateRequest(
+        request_id=f"request-{next(_serial)}", prompt_token_ids=(1, 2, 3), sampling=SamplingParams(max_tokens=2, n=n)
+    )
+    return (await client.generate(request)).completions
+
+
+def require_fresh(completions: tuple[Completion, ...], version: int) -> None:
+    for completion in completions:
+        assert set(completion.logprobs) == {FRESH}
+        assert [span.version for span in completion.version_spans] == [version]
+
+
+def test_prefixes_are_shared_under_one_version_and_not_beyond_whoever_published_it(server: LabelledServer) -> None:
+    async def call(client: InferenceEndpoint) -> None:
+        for version, label in enumerate(("default", "1/s@run", "2/t@run", "3/~u@run")):
+            server.label = label
+            for _ in range(3):
+                require_fresh(await sample(client, n=2), version)
+        assert len(server.computed) == 4
+
+    run(server, call)
+
+
+def test_a_version_that_is_published_again_shares_nothing_with_its_first_time(server: LabelledServer) -> None:
+    async def call(client: InferenceEndpoint) -> None:
+        for label in ("3/first@run", "3/second@run", "3/~a@run", "3/~b@run", "3/first@other"):
+            server.label = label
+            require_fresh(await sample(client), 3)
+
+    run(server, call)
+
+
+def test_what_waits_in_the_engine_while_weights_change_is_sampled_again_behind_a_prefix_of_its_own(
+    server: LabelledServer,
+) -> None:
+    async def call(client: InferenceEndpoint) -> None:
+        server.label = "1/s@run"
+        await sample(client)
+
+        def published_meanwhile() -> None:
+            server.label, server.on_label = "2/s@run", None
+
+        server.on_label = published_meanwhile
+        num_before = server.num_sampled
+        require_fresh(await sample(client, n=3), 2)
+        assert server.num_sampled - num_before == 6
+
+    run(server, call)
+
+
+def test_however_often_weights_change_a_request_is_sampled_twice_at_most(server: LabelledServer) -> None:
+    versions = itertools.count(1)
+
+    def published_meanwhile() -> None:
+        server.label = f"{next(versions)}/s@run"
+
+    async def call(client: InferenceEndpoint) -> None:
+        await client.capabilities()
+        server.on_label = published_meanwhile
+        for _ in range(3):
+            num_before = server.num_sampled
+            (completion,) = await sample(client)
+            assert completion.logprobs == (FRESH, FRESH)
+            assert server.num_sampled - num_before == 2
+
+    run(server, call)
+
+
+def test_weights_that_another_client_left_torn_are_refused_and_nothing_is_sampled(server: LabelledServer) -> None:
+    async def call(client: InferenceEndpoint) -> None:
+        require_fresh(await sample(client), 0)
+        num_before = server.num_sampled
+        server.label = "torn:1/s@run"
+        with pytest.raises(PoisonedError):
+            await sample(client)
+        assert server.num_sampled == num_before
+        server.label = "2/s@run"
+        require_fresh(await sample(client), 2)
+
+    run(server, call)
+
+
+def test_a_server_that_another_client_holds_is_said_to_be_held(server: LabelledServer) -> None:
+    async def call(client: InferenceEndpoint) -> None:
+        await sample(client)
+        assert (await client.weight_version()).state is EndpointState.READY
+        server.is_paused = True
+        assert (await client.weight_version()).state is EndpointState.HELD
+
+    run(server, call)
+
+
+def test_a_client_says_which_session_of_another_brought_what_is_served(server: LabelledServer) -> None:
+    async def call(client: InferenceEndpoint) -> None:
+        for label, session_id in (("1/s@run", "s"), ("1/t@run", "t"), ("1/~x@run", ""), ("default", "")):
+            server.label = label
+            assert (await client.weight_version()).session_id == session_id
+
+    run(server, call)
+
+
+def test_what_vllm_keeps_as_the_base_of_a_delta_is_asked_when_a_group_is_formed(tmp_path: Path) -> None:
+    server = LabelledVllm(served_model(tmp_path))
+    group = DirectorySpec(run_id="run", backend="file", directory=str(tmp_path), timeout_s=5.0)
+
+    async def call(client: InferenceEndpoint) -> None:
+        for kept in (UpdateRef(run_id="run", version=1, session_id="s"), None):
+            server.kept = kept
+            await client.init_process_group(group)
+            assert (await client.weight_version()).kept == kept
+
+    run(server, call)
+
+
+def test_labels_say_what_they_were_made_of_and_no_two_updates_share_one() -> None:
+    named = UpdateRef(run_id="a@b/c", version=7, session_id="s.1-_")
+    unnamed = named.model_copy(update={"session_id": ""})
+    for ref in (named, unnamed):
+        for torn in (False, True):
+            served = parse_label(label_of(ref, torn=torn))
+            assert (served.run_id, served.version, served.session_id) == (ref.run_id, ref.version, ref.session_id)
+            assert served.torn is torn
+    assert label_of(unnamed) != label_of(unnamed)
+    assert label_of(named) != label_of(named.model_copy(update={"session_id": "s.2"}))
+    assert parse_label("7@run").version == 7
+
+
+def test_a_completion_without_tokens_began_under_no_label() -> None:
+    assert not began_under_another(None, "default")
+    assert not began_under_another([{"version": "1/s@run", "start": 0, "end": 0}], "default")

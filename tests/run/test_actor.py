@@ -1,0 +1,258 @@
+"""What a failed request costs: its item, its endpoint, or the run. Against a real server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inflight.checkpoints import load_tokenizer
+from inflight.errors import CheckpointError, DeadlineError, EndpointError, InflightError, TaskError
+from inflight.http.client import HttpEndpoint
+from inflight.pipeline.actor import Actor, DroppedItem
+from inflight.rollouts import Ledger, load_task
+from inflight.types import Group
+from inflight.wire import GenerateRequest, GenerateResponse, SamplingParams, WeightVersion
+from tests.servers import ServerProcess
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class FaultyEndpoint(HttpEndpoint):
+    """A real server, some of whose requests fail as ``fault`` says."""
+
+    def __init__(self, url: str, fault: Callable[[int], BaseException | None], *, is_well: bool = True) -> None:
+        super().__init__(url)
+        self._fault = fault
+        self._is_well = is_well
+        self.tried: list[int] = []
+
+    async def generate(self, request: GenerateRequest) -> GenerateResponse:
+        item = int(request.request_id.split("-")[1])
+        self.tried.append(item)
+        if (error := self._fault(item)) is not None:
+            raise error
+        return await super().generate(request)
+
+    async def weight_version(self) -> WeightVersion:
+        if not self._is_well:
+            raise DeadlineError("it does not answer", self.name)
+        return await super().weight_version()
+
+
+class Outcome:
+    """What an actor did until its ``until`` held."""
+
+    def __init__(self) -> None:
+        self.groups: list[Group] = []
+        self.drops: list[DroppedItem] = []
+        self.ledger = Ledger()
+        self.lost: dict[str, str] = {}
+        self.error: BaseException | None = None
+
+    def note(self, ended: Group | DroppedItem | None) -> None:
+        if isinstance(ended, Group):
+            self.groups.append(ended)
+        elif ended is not None:
+            self.drops.append(ended)
+
+    @property
+    def items(self) -> list[int]:
+        return [group.item_index for group in self.groups]
+
+
+def act(
+    endpoint: HttpEndpoint,
+    model: Path,
+    until: Callable[[Outcome], bool],
+    *,
+    task: dict[str, Any] | None = None,
+    max_sequence_tokens: int = 4096,
+    outcome: Outcome | None = None,
+) -> Outcome:
+    """Run an actor on one endpoint, four sequences at a time, until ``until``, a loss or an error."""
+    outcome = outcome or Outcome()
+
+    async def run() -> None:
+        actor = Actor(
+            {endpoint: 4},
+            load_task("tests.run.tasks:count_letters", task or {}, 0),
+            load_tokenizer(model),
+            SamplingParams(n=2, max_tokens=4),
+            outcome.ledger,
+            seed=0,
+            reward_timeout_s=10.0,
+            max_sequence_tokens=max_sequence_tokens,
+            may_issue=lambda: True,
+            on_end=outcome.note,
+        )
+        actor.serve([endpoint.name], 0)
+        running = asyncio.ensure_future(actor.run())
+        while not (until(outcome) or actor.unserved.is_set() or running.done()):
+            await asyncio.wait({running}, timeout=0.01)
+        outcome.lost = dict(actor.lost)
+        running.cancel()
+        (outcome.error,) = await asyncio.gather(running, return_exceptions=True)
+        await endpoint.aclose()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    return outcome
+
+
+def test_a_late_request_on_an_endpoint_that_is_well_costs_that_item_only(
+    shared_server: ServerProcess, model_dir: Path
+) -> None:
+    endpoint = FaultyEndpoint(shared_server.url, lambda item: DeadlineError("too slow") if item == 3 else None)
+    outcome = act(endpoint, model_dir, lambda it: len(it.groups) >= 12 and bool(it.drops))
+    assert not outcome.lost
+    assert endpoint.tried.count(3) == 3
+    assert {0, 1, 2, 4, 5, 6} <= {*outcome.items}
+    assert dict(outcome.ledger.num_dropped) == {"failed": 1}
+    assert outcome.ledger.num_requeued >= 2  # its tries, and what runs when the actor is cancelled
+    (dropped,) = outcome.drops
+    assert (dropped.index, dropped.reason) == (3, "failed")
+    assert "too slow" in dropped.what_happened
+
+
+def test_a_late_request_on_an_endpoint_that_does_not_answer_costs_the_endpoint(
+    shared_server: ServerProcess, model_dir: Path
+) -> None:
+    fault = FaultyEndpoint(
+        shared_server.url, lambda item: DeadlineError("too slow") if item == 3 else None, is_well=False
+    )
+    outcome = act(fault, model_dir, lambda it: len(it.groups) >= 12)
+    assert outcome.lost == {shared_server.url: "too slow"}
+    assert not outcome.ledger.num_dropped
+    assert 3 not in outcome.items
+
+
+@pytest.mark.parametrize(
+    "error", [InflightError("the engine is closed"), RuntimeError("boom"), OSError("no route"), EndpointError("gone")]
+)
+def test_whatever_generate_raises_costs_the_endpoint_and_no_item(
+    shared_server: ServerProcess, model_dir: Path, error: Exception
+) -> None:
+    endpoint = FaultyEndpoint(shared_server.url, lambda item: error if item >= 5 else None)
+    outcome = act(endpoint, model_dir, lambda it: False)
+    assert str(error) in outcome.lost[shared_server.url]
+    assert isinstance(outcome.error, asyncio.CancelledError)
+    assert not outcome.ledger.num_dropped
+    assert outcome.ledger.outstanding == 0 or outcome.ledger.num_requeued > 0
+    assert {0, 1, 2, 3} <= {*outcome.items}
+
+
+def test_an_item_that_fails_wherever_it_goes_is_given_up(shared_server: ServerProcess, model_dir: Path) -> None:
+    """It costs its endpoint each time; the next publish brings that back, and the item is the first to be issued."""
+    ledger_drops = {}
+    endpoint = FaultyEndpoint(shared_server.url, lambda item: RuntimeError("boom") if item == 2 else None)
+
+    async def run() -> None:
+        groups: list[Group] = []
+        ledger = Ledger()
+        actor = Actor(
+            {endpoint: 4},
+            load_task("tests.run.tasks:count_letters", {}, 0),
+            load_tokenizer(model_dir),
+            SamplingParams(n=2, max_tokens=4),
+            ledger,
+            seed=0,
+            reward_timeout_s=10.0,
+            max_sequence_tokens=4096,
+            may_issue=lambda: True,
+            on_end=lambda ended: groups.append(ended) if isinstance(ended, Group) else None,
+        )
+        running = asyncio.ensure_future(actor.run())
+        while len(groups) < 10:
+            actor.serve([endpoint.name], 0)
+            await asyncio.sleep(0.02)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await endpoint.aclose()
+        ledger_drops.update(ledger.num_dropped)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    assert ledger_drops == {"failed": 1}
+    assert endpoint.tried.count(2) == 3
+
+
+def test_a_refused_prompt_is_dropped_and_the_others_go_on(shared_server: ServerProcess, model_dir: Path) -> None:
+    outcome = act(
+        HttpEndpoint(shared_server.url), model_dir, lambda it: len(it.groups) >= 8, task={"overlong_every": 4}
+    )
+    assert not outcome.lost
+    assert outcome.ledger.num_dropped["unusable"] >= 2
+    assert all(item % 4 != 3 for item in outcome.items)
+    assert "the prompt has 1201 tokens, the context 1024" in outcome.drops[0].what_happened
+
+
+def test_a_prompt_that_a_micro_batch_may_not_hold_is_dropped_before_it_is_sampled(
+    shared_server: ServerProcess, model_dir: Path
+) -> None:
+    endpoint = FaultyEndpoint(shared_server.url, lambda item: None)
+    outcome = act(
+        endpoint, model_dir, lambda it: len(it.groups) >= 8, task={"overlong_every": 4}, max_sequence_tokens=100
+    )
+    assert outcome.ledger.num_dropped["unusable"] >= 2
+    assert not {3, 7} & {*endpoint.tried}
+    assert "train.max_tokens_per_micro_batch" in outcome.drops[0].what_happened
+
+
+def test_prompts_that_are_all_refused_end_the_run_with_the_reason(
+    shared_server: ServerProcess, model_dir: Path
+) -> None:
+    outcome = act(HttpEndpoint(shared_server.url), model_dir, lambda it: False, task={"prompt_tokens": 1200})
+    assert isinstance(outcome.error, TaskError)
+    assert "none of the first 32 prompts can be used" in str(outcome.error)
+    assert "the prompt has 1201 tokens, the context 1024" in str(outcome.error)
+    assert not outcome.lost
+
+
+def test_a_note_that_cannot_be_taken_ends_the_run_and_the_ledger_still_adds_up(
+    shared_server: ServerProcess, model_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The journal's disk is full when a finished group is handed on."""
+
+    class FullDisk(Outcome):
+        def note(self, ended: Group | DroppedItem | None) -> None:
+            super().note(ended)
+            raise CheckpointError("no space left on device")
+
+    outcome = act(HttpEndpoint(shared_server.url), model_dir, lambda it: False, outcome=FullDisk())
+    assert isinstance(outcome.error, CheckpointError)
+    assert Ledger.from_json(outcome.ledger.to_json()).outstanding == 0
+    assert not caplog.records  # asyncio tells of what escapes from a callback
+
+
+def test_nothing_runs_any_more_when_the_end_of_the_last_group_is_told(
+    shared_server: ServerProcess, model_dir: Path
+) -> None:
+    """A run that waits until nothing runs looks once for each end, re-queued and dropped groups included."""
+    running_at_end: list[int] = []
+    endpoint = FaultyEndpoint(shared_server.url, lambda item: RuntimeError("boom") if item == 2 else None)
+
+    async def run() -> None:
+        actor: Actor
+        actor = Actor(
+            {endpoint: 2},
+            load_task("tests.run.tasks:count_letters", {"overlong_every": 2}, 0),
+            load_tokenizer(model_dir),
+            SamplingParams(n=2, max_tokens=4),
+            Ledger(),
+            seed=0,
+            reward_timeout_s=10.0,
+            max_sequence_tokens=4096,
+            may_issue=lambda: True,
+            on_end=lambda ended: running_at_end.append(actor.num_running),
+        )
+        actor.serve([endpoint.name], 0)
+        running = asyncio.ensure_future(actor.run())
+        await asyncio.wait_for(actor.unserved.wait(), 30)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await endpoint.aclose()
+
+    asyncio.run(run())
+    assert running_at_end == [0, 0, 0]  # finished, unusable, re-queued: one at a time

@@ -1,0 +1,95 @@
+"""What a run writes about itself stays small, and is read piece by piece."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from inflight.pipeline import journal as journal_module
+from inflight.pipeline.journal import Journal, read_events
+from inflight.types import Group, Rollout
+from inflight.wire import VersionSpan
+
+
+def group(reward: float) -> Group:
+    spans = [VersionSpan(version=0, start=0, end=2)]
+    return Group(0, 0, [Rollout([1], [2, 3], [0.0, 0.0], spans, "stop", reward, 1.0)])
+
+
+def test_what_runs_is_noted_when_it_changes_and_not_by_the_clock(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, None)
+    for num_groups in (0, 0, 0, 3, 3, 3, 3, 2, 2, 0):
+        journal.running(num_groups)
+    journal.close()
+    assert [event["num_groups"] for event in read_events(tmp_path)] == [0, 3, 2, 0]
+
+
+def test_events_are_bounded_on_disk_and_read_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "_PART_BYTES", 1000)
+    journal = Journal(tmp_path, None)
+    for number in range(1000):
+        journal.event("step", 0.0, 0.0, number=number)
+    journal.close()
+    files = sorted(tmp_path.glob("events*.jsonl"))
+    assert len(files) == journal_module._NUM_PARTS
+    assert sum(path.stat().st_size for path in files) < journal_module._NUM_PARTS * 1200
+    numbers = [event["number"] for event in read_events(tmp_path)]
+    assert numbers == list(range(numbers[0], 1000))
+    assert len(numbers) > 50
+
+
+def test_a_new_run_leaves_no_events_of_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "_PART_BYTES", 100)
+    first = Journal(tmp_path, None)
+    for number in range(20):
+        first.event("step", 0.0, 0.0, number=number)
+    first.close()
+    Journal(tmp_path, None).close()
+    assert not list(read_events(tmp_path))
+
+
+def test_events_are_yielded_one_by_one(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_text('{"kind": "a"}\nnot json\n')
+    events = read_events(tmp_path)
+    assert next(events) == {"kind": "a"}
+    with pytest.raises(json.JSONDecodeError):
+        next(events)
+
+
+def test_groups_that_no_step_follows_leave_numbers_and_no_tokens_in_memory(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, None)
+    for _ in range(100):
+        journal.group_finished(group(0.5))
+    assert not any(isinstance(value, Group) for name in vars(journal) for value in _items(getattr(journal, name)))
+    row = journal.step(1, [0], 3, {})
+    assert (row["reward"], row["completion_length"], row["num_samples"]) == (0.5, 2, 100)
+    journal.close()
+
+
+def _items(value: object) -> list[object]:
+    return list(value) if isinstance(value, list | tuple | set) else [value]
+
+
+@pytest.mark.parametrize("torn", ["", '{"version": 5, "rew', "{"])
+def test_rows_of_steps_that_were_lost_are_removed_on_resume(tmp_path: Path, torn: str) -> None:
+    journal = Journal(tmp_path, None)
+    states = {}
+    for version in range(1, 5):
+        journal.group_finished(group(float(version)))
+        journal.step(version, [0], 3, {})
+        states[version] = json.loads(json.dumps(journal.state()))
+    journal.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(torn)
+    resumed = Journal(tmp_path, states[2], 2)
+    resumed.group_finished(group(9.0))
+    resumed.step(3, [0], 3, {})
+    resumed.close()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["version"], row["reward"], row["num_samples"]) for row in rows] == [
+        (1, 1.0, 1),
+        (2, 2.0, 2),
+        (3, 9.0, 3),
+    ]

@@ -1,0 +1,219 @@
+"""Several trainer ranks: what they meet over, and what a run says when one of them fails."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from inflight.errors import CheckpointError, TrainerError, UnreachableError, WorkerDiedError
+from inflight.losses import decode_metrics, metric_values
+from inflight.pipeline.channel import Message, encode
+from inflight.pipeline.config import RunConfig, load_config
+from inflight.pipeline.messages import message_of
+from inflight.pipeline.trainer import blames_another_rank, collectives_backend
+from inflight.pipeline.trainer_group import TrainerGroup
+from tests.run import failing_workers
+from tests.run.runs import CONFIG, RunProcess, ends_within
+from tests.worker.worker_cases import make_batch
+
+pytestmark = pytest.mark.timeout(300)
+TWO_RANKS = ("--train.num_ranks", "2", "--run.num_steps", "2")
+
+
+@pytest.fixture
+def start_run(tmp_path: Path, model_dir: Path) -> Iterator[Callable[..., RunProcess]]:
+    runs: list[RunProcess] = []
+
+    def start(*overrides: str, model: Path = model_dir, **settings: Any) -> RunProcess:
+        runs.append(RunProcess(tmp_path, model, *overrides, **settings))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.kill()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm", "file", "http"])
+def test_ranks_train_together_however_weights_travel(
+    start_run: Callable[..., RunProcess], tmp_path: Path, backend: str
+) -> None:
+    where = ("--servers.directory", str(tmp_path / "weights")) if backend == "file" else ()
+    run = start_run(*TWO_RANKS, "--servers.backend", backend, *where)
+    assert run.wait() == 0, run.output()
+    assert [row["publish"]["version"] for row in run.rows()] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("device", "backend"),
+    [("cpu", "gloo"), ("cuda", "cpu:gloo,cuda:nccl"), ("cuda:3", "cpu:gloo,cuda:nccl")],
+)
+def test_collectives_of_ranks_are_chosen_by_their_device(device: str, backend: str) -> None:
+    assert collectives_backend(device) == backend
+
+
+# ------------------------------------------------------------------------------------------------ ranks that fail
+
+
+class Group:
+    """Trainer ranks without servers: versions are stored, and nobody comes for them."""
+
+    def __init__(self, directory: Path, model: Path) -> None:
+        self.directory = directory
+        self._model = model
+        self.warned: list[str] = []
+        self.seconds_failing = 0.0
+        self.seconds_stopping = 0.0
+
+    def config(self, *overrides: str) -> RunConfig:
+        path = self.directory / "run.toml"
+        path.write_text(CONFIG.format(directory=self.directory, model=self._model))
+        servers = ("--servers.updates", "pull", "--servers.backend", "file")
+        where = ("--servers.directory", str(self.directory / "weights"))
+        return load_config(path, (*servers, *where, *overrides))
+
+    def train(self, config: RunConfig, num_steps: int) -> list[list[Message]]:
+        """Return what the ranks answer to each step, or raise what ends the run; then nothing is left running."""
+        return asyncio.run(self._train(config, num_steps))
+
+    async def _train(self, config: RunConfig, num_steps: int) -> list[list[Message]]:
+        group = await TrainerGroup.spawn(config, self.directory, "token", self.warned.append)
+        started = time.monotonic()
+        try:
+            await group.load_and_connect([], "run", None)
+            answers = []
+            for step in range(num_steps):
+                started = time.monotonic()
+                answers.append(
+                    await group.train(
+                        [frame(step, rank, config.train.num_ranks) for rank in range(config.train.num_ranks)]
+                    )
+                )
+            return answers
+        finally:
+            failed = time.monotonic()
+            await group.stop()
+            self.seconds_failing, self.seconds_stopping = failed - started, time.monotonic() - failed
+            assert all(rank.process.returncode is not None for rank in group.ranks)
+
+
+def frame(step: int, rank: int, num_ranks: int) -> bytes:
+    """A step of one micro-batch."""
+    batch = make_batch((9, 4, 17), seed=10 * step + rank)
+    layouts, tensors = message_of([dataclasses.replace(batch, group_ids_S=torch.zeros(3, dtype=torch.int64))])
+    counts = {"num_groups": 1, "num_sequences": 3 * num_ranks}
+    return encode({"type": "train", "layouts": layouts, **counts, "publish": False}, tensors)
+
+
+@pytest.fixture
+def group(tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Group:
+    for name, value in failing_workers.register(tmp_path / "python").items():
+        monkeypatch.setenv(name, value)
+    return Group(tmp_path, model_dir)
+
+
+def failing(way: str, deaf: bool) -> tuple[str, ...]:
+    options = f'{{ way = "{way}", deaf = {str(deaf).lower()} }}'
+    return ("--train.num_ranks", "2", "--train.trainer", "failing", "--train.trainer_options", options)
+
+
+@pytest.mark.parametrize(
+    ("way", "deaf", "kind", "says"),
+    [
+        ("raise_an_error", True, TrainerError, "trainer-1: the worker of the test fails on purpose"),
+        ("raise_what_nobody_expects", False, WorkerDiedError, "trainer-1 failed: ZeroDivisionError: .*in backward"),
+        ("be_killed", False, WorkerDiedError, "trainer-1 was killed by signal 9"),
+    ],
+)
+def test_a_rank_that_fails_ends_the_wait_at_once_and_is_named_with_what_it_did(
+    group: Group, way: str, deaf: bool, kind: type[Exception], says: str
+) -> None:
+    with pytest.raises(kind, match=f"(?s){says}") as caught:
+        group.train(group.config(*failing(way, deaf)), 2)
+    assert type(caught.value) is kind
+    assert "trainer-0" not in str(caught.value)
+    if kind is WorkerDiedError:
+        assert str(caught.value).startswith("during the backward of step 2: ")
+    # Of the 900 of run.step_timeout_s, on a busy machine; the ranks that wait for it are not waited for.
+    assert group.seconds_failing < 20
+    assert group.seconds_stopping < 20
+
+
+def test_a_rank_that_cannot_be_made_is_named_while_the_other_waits_for_it(group: Group) -> None:
+    with pytest.raises(TrainerError, match="trainer-1: the worker of the test cannot be made on this rank"):
+        group.train(group.config("--train.num_ranks", "2", "--train.trainer", "first-rank-only"), 1)
+    assert group.seconds_failing < 100  # and not after run.start_timeout_s, which is 300
+
+
+def test_a_rank_that_does_not_answer_is_named_with_what_it_does(group: Group) -> None:
+    overrides = ("--run.step_timeout_s", "20", *failing("stand_still", deaf=False))
+    with pytest.raises(WorkerDiedError, match=r"no answer within 20 s: .*during the backward of step 2: trainer-1"):
+        group.train(group.config(*overrides), 2)
+
+
+def test_a_rank_that_dies_while_nothing_is_asked_of_it_is_noticed_at_once(group: Group) -> None:
+    async def kill_one() -> None:
+        ranks = await TrainerGroup.spawn(group.config("--train.num_ranks", "2"), group.directory, "token", print)
+        try:
+            watching = asyncio.ensure_future(ranks.watch())
+            await ranks.load_and_connect([], "run", None)
+            assert not watching.done()
+            ranks.ranks[1].process.kill()
+            async with asyncio.timeout(20):
+                await watching
+        finally:
+            await ranks.stop()
+
+    with pytest.raises(WorkerDiedError, match=r"^trainer-1 was killed by signal 9"):
+        asyncio.run(kill_one())
+
+
+def test_the_last_words_of_a_rank_alone_are_its_own(group: Group) -> None:
+    overrides = ("--train.trainer", "failing", "--train.trainer_options", '{ way = "raise_an_error" }')
+    with pytest.raises(TrainerError, match=r"^the worker of the test fails on purpose$"):
+        group.train(group.config(*overrides), 2)
+
+
+def test_the_run_is_told_which_share_of_updates_masters_in_bfloat16_lose(group: Group) -> None:
+    overrides = ("--model.dtype", "bfloat16", "--train.master_dtype", "bfloat16", "--train.learning_rate", "1e-6")
+    answers = group.train(group.config("--train.num_ranks", "2", *overrides), 4)
+    values = [metric_values(decode_metrics(answer[0]["metrics"]))["rounded_away"] for answer in answers]
+    assert min(values) > 0.95
+    assert len(group.warned) == 2
+    assert "an update smaller than a 512th of its weight rounds away" in group.warned[0]
+    assert re.match(r"9\d\.\d% of the updates of 3 steps were rounded away", group.warned[1])
+
+
+@pytest.mark.parametrize(
+    ("error", "blames"),
+    [
+        (dist.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp: remote process exited"), True),
+        (RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"), True),
+        (CheckpointError("no checkpoint was written to x: RuntimeError: [gloo/transport/tcp/pair.cc:553] x"), True),
+        (RuntimeError("CUDA out of memory"), False),
+        (UnreachableError("Connection reset by peer", "http://server"), False),
+    ],
+)
+def test_an_error_of_a_collective_blames_another_rank(error: Exception, blames: bool) -> None:
+    assert blames_another_rank(error) is blames
+
+
+def test_a_run_ends_at_once_when_a_rank_is_killed_that_the_others_wait_for(
+    start_run: Callable[..., RunProcess], tmp_path: Path
+) -> None:
+    environment = failing_workers.register(tmp_path / "python")
+    run = start_run(*failing("be_killed", deaf=True), "--run.num_steps", "100000", environment=environment)
+    assert run.wait() == 1, run.output()
+    first_step = (run.directory / "metrics.jsonl").stat().st_mtime
+    assert time.time() - first_step < 60  # of the 900 of run.step_timeout_s, on a busy machine
+    assert [row["version"] for row in run.rows()] == [1]
+    assert "during the backward of step 2: trainer-1 was killed by signal 9" in run.output()
+    assert all(ends_within(pid, 5.0) for pid in run.servers())

@@ -1,0 +1,263 @@
+"""Who owns a run directory, where a run begins in it, and what is in it after a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inflight.errors import ConfigError
+from inflight.pipeline.run_directory import RunDirectory, claim
+from tests.run.runs import RunProcess, ends_within
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture
+def start_run(tmp_path: Path, model_dir: Path) -> Iterator[Callable[..., RunProcess]]:
+    runs: list[RunProcess] = []
+
+    def start(*overrides: str, **settings: Any) -> RunProcess:
+        runs.append(RunProcess(tmp_path, model_dir, *overrides, **settings))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.kill()
+
+
+def own(path: Path, *, resume: bool = False, notes: list[str] | None = None) -> RunDirectory:
+    return claim(path, "{}", resume=resume, note=(notes if notes is not None else []).append)
+
+
+def checkpointed(path: Path, *versions: int) -> None:
+    """Leave in a run directory what checkpoints of these versions are to it."""
+    for version in versions:
+        (path / "checkpoints" / f"version-{version:06d}").mkdir()
+        (path / "checkpoints" / f"version-{version:06d}.json").write_text(json.dumps({"version": version}))
+    (path / "checkpoints" / "latest.json").write_text(json.dumps({"version": versions[-1]}))
+
+
+HOLDER = """
+import os, subprocess, sys, time
+from pathlib import Path
+from inflight.pipeline.run_directory import claim
+owned = claim(Path(sys.argv[1]), "{}", resume=False, note=print)
+child = subprocess.Popen(["sleep", "600"], pass_fds=(owned.lock,), start_new_session=True)
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def owner(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A process that owns ``tmp_path / "run"``, and the process id of its child, which outlives it."""
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    child = int(process.stdout.readline())
+    yield process, child
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    if not ends_within(child, 0.0):
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_second_run_in_a_directory_is_refused_and_told_whose_it_is(
+    tmp_path: Path, owner: tuple[subprocess.Popen[str], int]
+) -> None:
+    process, _ = owner
+    for resume in (False, True):
+        with pytest.raises(ConfigError, match=f"belongs to a run that goes on .process {process.pid} on "):
+            own(tmp_path / "run", resume=resume)
+    process.send_signal(signal.SIGSTOP)  # asleep is not gone
+    with pytest.raises(ConfigError, match="belongs to a run that goes on"):
+        own(tmp_path / "run", resume=True)
+
+
+def test_what_a_killed_run_has_left_is_killed_before_the_next_one_begins(
+    tmp_path: Path, owner: tuple[subprocess.Popen[str], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("inflight.pipeline.run_directory._ORPHANS_S", 0.5)
+    process, child = owner
+    process.kill()
+    process.wait()
+    notes: list[str] = []
+    owned = own(tmp_path / "run", notes=notes)
+    assert ends_within(child, 5.0)
+    assert f"killing what the run before has left: processes {child}" in notes
+    owned.release()
+
+
+def test_an_owner_that_is_being_killed_is_waited_for(
+    tmp_path: Path, owner: tuple[subprocess.Popen[str], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the signal and the end of a process it still holds what it held."""
+    monkeypatch.setattr("inflight.pipeline.run_directory._ORPHANS_S", 0.5)
+    process, child = owner
+    dying = threading.Timer(1.0, process.kill)
+    dying.start()
+    own(tmp_path / "run").release()
+    dying.join()
+    assert ends_within(child, 5.0)
+
+
+def test_one_that_waits_for_the_lock_is_not_taken_for_what_a_killed_run_has_left(
+    tmp_path: Path, owner: tuple[subprocess.Popen[str], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("inflight.pipeline.run_directory._ORPHANS_S", 0.5)
+    process, child = owner
+    with (tmp_path / "run" / "lock").open() as lock:
+        waiting = subprocess.Popen(["sleep", "600"], stdin=lock)
+    try:
+        process.kill()
+        process.wait()
+        own(tmp_path / "run").release()
+        assert ends_within(child, 5.0)
+        assert waiting.poll() is None
+    finally:
+        waiting.kill()
+        waiting.wait()
+
+
+def test_a_directory_that_was_released_can_be_owned_again(tmp_path: Path) -> None:
+    own(tmp_path / "run").release()
+    own(tmp_path / "run").release()
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_begins_anew_with_or_without_resume(tmp_path: Path) -> None:
+    first = own(tmp_path / "run")
+    first.release()
+    for resume in (False, True):
+        notes: list[str] = []
+        owned = own(tmp_path / "run", resume=resume, notes=notes)
+        owned.release()
+        assert (owned.checkpoint, owned.state) == (None, None)
+        assert owned.run_id != first.run_id  # servers that know the first one hold later versions
+        assert "ended before its first checkpoint: it begins anew" in notes[0]
+
+
+def test_a_run_with_a_checkpoint_is_resumed_only_by_word_and_keeps_its_name(tmp_path: Path) -> None:
+    first = own(tmp_path / "run")
+    first.release()
+    checkpointed(tmp_path / "run", 3)
+    with pytest.raises(ConfigError, match="holds a run already: continue it with --resume"):
+        own(tmp_path / "run")
+    owned = own(tmp_path / "run", resume=True)
+    owned.release()
+    assert owned.run_id == first.run_id
+    assert owned.checkpoint == tmp_path / "run" / "checkpoints" / "version-000003"
+    assert owned.state == {"version": 3}
+
+
+def test_a_directory_without_a_run_is_not_resumed(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no run to resume: start it without --resume"):
+        own(tmp_path / "run", resume=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_was_begun_and_not_finished_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    own(tmp_path / "run").release()
+    checkpointed(tmp_path / "run", 3, 6)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    (checkpoints / ".version-000009.new").mkdir()
+    (checkpoints / "version-000009").mkdir()
+    (checkpoints / "version-000009.json").write_text("{")
+    (checkpoints / "latest.partial").write_text("{")
+    own(tmp_path / "run", resume=True).release()
+    names = sorted(path.name for path in checkpoints.iterdir())
+    assert names == ["latest.json", *(f"version-00000{v}{end}" for v in (3, 6) for end in ("", ".json"))]
+
+
+def test_a_broken_checkpoint_is_no_reason_to_begin_anew(tmp_path: Path) -> None:
+    own(tmp_path / "run").release()
+    checkpointed(tmp_path / "run", 3)
+    (tmp_path / "run" / "checkpoints" / "version-000003.json").write_text("{")
+    for resume in (False, True):
+        with pytest.raises(ConfigError, match=r"the checkpoint in .* cannot be read"):
+            own(tmp_path / "run", resume=resume)
+
+
+# --------------------------------------------------------------------------------------------------- as a user sees it
+
+
+def test_a_run_that_is_killed_and_resumed_has_each_step_once(start_run: Callable[..., RunProcess]) -> None:
+    words = ("--run.num_steps", "100000", "--run.checkpoint_every_steps", "4", "--tensorboard")
+    run = start_run(*words)
+    run.wait_for_steps(7)
+    run.kill()
+    with (run.directory / "metrics.jsonl").open("a") as file:
+        file.write('{"version": 9, "rew')  # a kill in the middle of a line
+    with (run.directory / "events.jsonl").open("a") as file:
+        file.write('{"kind": "tra')
+    checkpoint = json.loads((run.directory / "checkpoints" / "latest.json").read_text())["version"]
+    resumed = start_run("--run.num_steps", str(checkpoint + 6), "--resume", "--tensorboard")
+    assert resumed.wait() == 0, resumed.output()
+    assert [row["version"] for row in resumed.rows()] == list(range(1, checkpoint + 7))
+    times = [row["time_s"] for row in resumed.rows()]
+    assert times == sorted(times)
+    assert resumed.events("train")
+    assert (run.directory / "plots" / "timeline.png").exists()
+
+
+def test_a_run_beside_a_live_one_is_refused_and_the_live_one_goes_on(start_run: Callable[..., RunProcess]) -> None:
+    run = start_run("--run.num_steps", "100000")
+    run.wait_for_steps(4)
+    for words in (("--resume",), ()):
+        second = start_run(*words)
+        assert second.wait(60) == 1
+        assert f"belongs to a run that goes on (process {run.process.pid} on " in second.output()
+        assert "Traceback" not in second.output()
+    run.wait_for_steps(len(run.rows()) + 2)
+    run.interrupt()
+    assert run.wait() == 130, run.output()
+
+
+def test_a_run_that_failed_before_its_first_checkpoint_is_started_by_the_same_command(
+    start_run: Callable[..., RunProcess],
+) -> None:
+    failing = start_run("--task.params", "{ fail_from = 9 }", "--run.num_steps", "100000")
+    assert failing.wait(90) == 1
+    assert "--resume" in failing.output()  # and that works, too
+    again = start_run("--run.num_steps", "2")
+    assert again.wait() == 0, again.output()
+    assert [row["version"] for row in again.rows()] == [1, 2]
+    assert "ended before its first checkpoint: it begins anew" in again.output()
+
+
+def test_a_run_whose_servers_outlive_it_a_little_is_resumed_after_they_have_ended(
+    start_run: Callable[..., RunProcess],
+) -> None:
+    run = start_run("--run.num_steps", "100000", "--servers.count", "2")
+    run.wait_for_steps(4)
+    asleep, other = run.servers()
+    os.kill(asleep, signal.SIGSTOP)  # it cannot see that its run is gone
+    run.kill()
+    started = time.monotonic()
+    resumed = start_run("--run.num_steps", "5", "--servers.count", "2", "--resume")
+    assert resumed.wait() == 0, resumed.output()
+    assert time.monotonic() - started < 120
+    assert "killing what the run before has left" in resumed.output()
+    assert ends_within(asleep, 0.1) and ends_within(other, 0.1)
+
+
+def test_a_checkpoint_that_is_not_whole_is_named_before_anything_is_started(
+    start_run: Callable[..., RunProcess],
+) -> None:
+    run = start_run("--run.num_steps", "1")
+    assert run.wait() == 0, run.output()
+    weights = run.directory / "checkpoints" / "version-000001" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    again = start_run("--run.num_steps", "2", "--resume")
+    assert again.wait(60) == 1
+    assert str(weights) in again.output()
+    assert "starting servers" not in again.output().split("written to")[-1]
