@@ -18,7 +18,7 @@ from inflight.cli import main
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import ConfigError, TransferError
 from inflight.weights.checksums import checksum
-from inflight.weights.following import follow
+from inflight.weights.following import _Source, follow
 from inflight.weights.staging import payload_spec
 from inflight.weights.storing import StoreReport, newest_epoch, store_weights
 from inflight.weights.threads import run_abandonable
@@ -228,6 +228,38 @@ def test_a_reader_that_is_slower_than_many_publishes_gets_on_and_the_disk_stays_
     assert worker.version > 2 * versions[0] + 6  # it was slower than several publishes
     assert not [note for note in notes if "trying again" in note]
     assert most <= 2 + 1 + 1  # the newest, the one that is read, and the one that was stored meanwhile
+
+
+@pytest.mark.parametrize("backend", ["file", "http"])
+def test_a_version_that_is_removed_before_it_was_leased_is_no_trouble(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender = make_sender(backend, directory=tmp_path)
+    worker = PlainWorker({"w": torch.zeros(10)}, 1)
+    report = store_weights(worker, sender, run_id=RUN_ID)
+    assert report is not None and isinstance(report.spec, DirectorySpec | PullSpec)
+    reader, notes, ask = SlowReader(0.0), list[str](), _Source.latest
+
+    async def late(self: _Source, timeout_s: float) -> UpdateRef | None:
+        answer = await ask(self, timeout_s)
+        if worker.version < 5:  # between question and lease, the answer goes out of store
+            for version in range(2, 6):
+                worker.version = version
+                await asyncio.to_thread(store_weights, worker, sender, run_id=RUN_ID)
+        return answer
+
+    monkeypatch.setattr(_Source, "latest", late)
+
+    async def main(spec: DirectorySpec | PullSpec) -> None:
+        following = asyncio.ensure_future(follow(cast("InferenceEndpoint", reader), spec, note=notes.append))
+        await asyncio.to_thread(wait_until, lambda: reader.served, "no version is served")
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+    asyncio.run(main(report.spec))
+    sender.abort()
+    assert [ref.version for ref in reader.served] == [5]
+    assert notes == ["serving version 5 of run 'followed'"]
 
 
 def test_the_lease_of_a_dead_reader_ends_and_at_most_a_few_are_respected(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from starlette.responses import FileResponse
 
 from inflight.errors import TransferError
 from inflight.weights.transports import ranges
@@ -286,6 +287,24 @@ def test_a_file_that_is_replaced_while_it_is_read_is_an_error(
         receiver.receive((payload(1 << 20),), 5.0)
     receiver.abort()
     sender.abort()
+
+
+def test_a_file_that_is_removed_as_it_is_sent_arrives_whole(
+    store: tuple[PullSender, PullSpec, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, spec, directory = store
+    path = "/run/1-s/00007.safetensors"
+    file, send = directory / path[1:], FileResponse.__call__
+
+    async def send_what_is_gone(self, *channel):  # type: ignore[no-untyped-def]
+        file.unlink()
+        await send(self, *channel)
+
+    monkeypatch.setattr(FileResponse, "__call__", send_what_is_gone)
+    for headers in ({}, {"Range": "bytes=0-"}):
+        file.write_bytes(b"12345678")
+        with client(spec) as http:
+            assert http.get(path, headers=headers).content == b"12345678"
 
 
 def test_the_address_is_the_only_one_that_is_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

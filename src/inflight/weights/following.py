@@ -78,7 +78,7 @@ async def follow(
                     ref = await source.latest(deadline_s)
                     if ref is not None and ref != taken:
                         if not await _serves(endpoint, ref):
-                            await source.lease(ref)
+                            ref = await source.lease_newest(ref, deadline_s)
                             stored = await source.read_manifest(ref, deadline_s)
                             await _while_held(source, ref, _take(endpoint, spec, stored, in_flight, deadline_s))
                             note(f"serving version {ref.version} of run {ref.run_id!r}")
@@ -194,6 +194,19 @@ class _Source:
             return await run_abandonable(lambda: receiver.lease(ref, name, LEASE_S), "inflight-follow")
         assert directory is not None
         await run_abandonable(_translated(lambda: lease(directory, ref, name)), "inflight-follow")
+
+    async def lease_newest(self, ref: UpdateRef, timeout_s: float) -> UpdateRef:
+        """Lease ``ref``, or what is the newest by now if that was removed meanwhile; return what is leased."""
+        while True:
+            try:
+                await self.lease(ref)
+            except TransferError:
+                newest = await self.latest(timeout_s)
+                if newest is None or newest == ref:
+                    raise
+                ref = newest
+            else:
+                return ref
 
     async def read_manifest(self, ref: UpdateRef, timeout_s: float) -> StoredUpdate:
         """Return what is stored of a version. Raises `TransferError` if it was removed since."""
