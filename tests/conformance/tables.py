@@ -43,6 +43,26 @@ def tested_table() -> str:
     return "\n".join(lines)
 
 
+def certified_table() -> str:
+    """Return one row for each engine and trainer: its newest release, or its largest number of ranks."""
+    rows: dict[str, tuple[str, dict[str, Any]]] = {}
+    for certificate in reversed(certificates()):
+        rows[certificate["implementation"]] = (certificate["implementation_version"], certificate)
+    for certificate in sorted(_certificates("worker"), key=lambda certificate: int(certificate["flags"]["ranks"])):
+        versions = [certificate["environment"][name] for name in ("torch", "torchtitan")]
+        is_titan = "torchtitan" in certificate["implementation"]
+        name, release = ("TorchTitan", versions[1]) if is_titan else ("FSDP2", f"torch {versions[0].split('+')[0]}")
+        rows[name] = (f"{release}, {certificate['flags']['ranks']} ranks", certificate)
+    lines = [
+        "| engine or trainer | release | sentences of the contract that hold | not declared |",
+        "|---|---|---|---|",
+    ]
+    for name, (release, certificate) in rows.items():
+        outcomes = [verdict["outcome"] for verdict in certificate["verdicts"]]
+        lines.append(f"| {name} | {release} | {outcomes.count('passed')} | {outcomes.count('skipped')} |")
+    return "\n".join(lines)
+
+
 def exceptions_table() -> str:
     """Return what was skipped or failed as expected, with its reason."""
     lines = ["| engine | id | sentence | why it is not held to it |", "|---|---|---|---|"]
@@ -239,6 +259,7 @@ TABLES = {
     "trainer_memory": trainer_memory_table,
     "trainer_speed": trainer_speed_table,
     "learning": learning_table,
+    "certified": certified_table,
     "tested": tested_table,
     "exceptions": exceptions_table,
     "mismatch": mismatch_table,

@@ -28,6 +28,11 @@ async def nobody_else() -> None:
     """Return at once: an endpoint that is brought by itself meets nobody."""
 
 
+def in_words(cause: InflightError | None) -> str:
+    """Return why an endpoint that is brought by itself could not go on."""
+    return "the deadline passed" if cause is None else str(cause)
+
+
 async def bring(
     endpoint: InferenceEndpoint,
     update: WeightUpdate,
@@ -35,7 +40,7 @@ async def bring(
     limit: asyncio.Timeout,
     *,
     meet: Callable[[], Awaitable[None]] = nobody_else,
-    on_failure: Callable[[InflightError | None], str] = str,
+    on_failure: Callable[[InflightError | None], str] = in_words,
 ) -> EndpointReport:
     """Bring one endpoint to an update, and return what became of it.
 
