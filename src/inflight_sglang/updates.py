@@ -258,7 +258,7 @@ class SglangUpdates:
         self.is_torn = True
         is_stuck = self._loading is not None and not self._loading.done()
         if self._settling is None or self._settling.done():
-            self._settling = asyncio.ensure_future(self._settle())
+            self._settling = asyncio.ensure_future(self._settle(may_be_whole=is_stuck))
         if not is_stuck:
             await asyncio.wait([self._settling])
         self.is_open.set()  # whoever waits is refused now
@@ -338,12 +338,12 @@ class SglangUpdates:
             self._session_is_open = False
             await self._routes.post("/end_weight_update", {})
 
-    async def _settle(self) -> None:
+    async def _settle(self, *, may_be_whole: bool) -> None:
         """Once the engine's last call has ended, label it as torn and end its requests; or go on, if it is whole."""
         if self._loading is not None and not self._loading.done():
             await asyncio.wait([self._loading])
         async with self._lock:
-            if not self._has_loaded:
+            if may_be_whole and not self._has_loaded:
                 await _quietly(self._end_session())
                 self.is_torn = self._was_torn
                 await _quietly(self._go_on())

@@ -27,3 +27,8 @@ def test_what_is_waited_for_is_said_after_a_silence_and_with_its_length(
     now += 9.0
     shown.waiting("step 1/6: 8 groups are running")
     assert capsys.readouterr().out == "inflight: a server was started again\n"
+
+
+def test_a_line_is_never_broken_off_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    Progress(6).note("one line, " * 30 + "however long")
+    assert capsys.readouterr().out == "inflight: " + "one line, " * 30 + "however long\n"

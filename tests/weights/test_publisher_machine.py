@@ -388,3 +388,20 @@ class Publisher(RuleBasedStateMachine):
 
 Publisher.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
 test_any_order_of_a_publishers_calls_leaves_what_it_should = Publisher.TestCase
+
+
+def test_requests_held_for_an_update_that_was_to_mend_torn_weights_end_with_it() -> None:
+    it = Publisher()
+    try:
+        it.join(1)
+        it.request(1, True, 1, False, False, False, 0, 0)
+        for index in range(len(SPECS)):
+            it.receive(True, index, False)
+        it.commit(True)
+        assert it.is_torn
+        it.request(1, True, 1, False, False, False, 0, 0)
+        assert it.engine.is_held
+        it.abort()
+        it.sampling_is_held_only_while_an_update_says_so()
+    finally:
+        it.teardown()

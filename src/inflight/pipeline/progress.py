@@ -35,7 +35,7 @@ class Progress:
 
     def _print(self, text: str) -> None:
         self._last_word = time.monotonic()
-        self._console.print(f"inflight: {text}", highlight=False, markup=False)
+        self._console.print(f"inflight: {text}", highlight=False, markup=False, soft_wrap=True)
 
     def waiting(self, text: str) -> None:
         """Print one line if nothing was shown for a while, with the time since something happened."""
