@@ -5,7 +5,7 @@ This module knows the Protocols only, no engine and no trainer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Literal
 
 from inflight.contracts import WeightSource
@@ -15,7 +15,7 @@ from inflight.weights.buckets import DEFAULT_BUCKET_BYTES, plan_buckets
 from inflight.weights.outgoing import announcement, as_announced
 from inflight.weights.publish_session import publish
 from inflight.weights.publisher import WeightPublisher
-from inflight.wire import Capabilities, Encoding, InFlightPolicy
+from inflight.wire import InFlightPolicy, WeightUpdate
 
 __all__ = ["WeightPublisher", "publish_weights"]
 
@@ -67,14 +67,11 @@ def publish_weights(
             epoch=publisher.epoch,
             bucket_bytes=bucket_bytes,
             deadline_s=deadline_s,
-            in_flight=_declared_policy(in_flight, publisher),
-            encodings=_declared_encodings(publisher),
+            in_flight=_policy(in_flight),
+            encodings=() if publisher.encoding == "raw" else (publisher.encoding,),
             keep=keep_base,
         )
-        if update.manifest.frozen:
-            _require(publisher, "partial updates", lambda can: can.partial_updates)
-        if update.manifest.adapter is not None:
-            _require(publisher, "adapters", lambda can: can.adapters)
+        _require_declared(update, publisher)
         num_needed = len(publisher.members) if quorum is None else quorum
         report = publish(publisher, update, as_announced(gathered, update), deadline_s, num_needed)
     finally:
@@ -93,31 +90,20 @@ def _exhaust(gathered: Iterator[WeightBucket]) -> None:
         pass
 
 
-def _declared_policy(name: str, publisher: WeightPublisher) -> InFlightPolicy:
+def _policy(name: str) -> InFlightPolicy:
     if name not in list(InFlightPolicy):
         raise ConfigError(f"in_flight must be one of {', '.join(InFlightPolicy)}, not {name!r}")
-    policy = InFlightPolicy(name)
-    for endpoint, capabilities in publisher.capabilities.items():
-        if endpoint in publisher.endpoints and policy not in capabilities.in_flight_policies:
-            declared = ", ".join(capabilities.in_flight_policies)
-            raise UnsupportedError(f"{endpoint} declares the policies {declared}, not {policy}")
-    return policy
+    return InFlightPolicy(name)
 
 
-def _declared_encodings(publisher: WeightPublisher) -> tuple[Encoding, ...]:
-    """Return the encoding that rounds, if one was asked for; the session decides on a delta when it knows who has what.
-
-    Raises `UnsupportedError` for an endpoint that does not declare what was asked for.
-    """
-    if publisher.delta:
-        _require(publisher, "the encoding delta", lambda can: "delta" in can.encodings)
-    if publisher.encoding == "raw":
-        return ()
-    _require(publisher, f"the encoding {publisher.encoding}", lambda can: publisher.encoding in can.encodings)
-    return (publisher.encoding,)
-
-
-def _require(publisher: WeightPublisher, what: str, is_declared: Callable[[Capabilities], bool]) -> None:
-    lacking = [name for name in publisher.endpoints if not is_declared(publisher.capabilities[name])]
-    if lacking:
-        raise UnsupportedError(f"{', '.join(lacking)} does not declare {what}")
+def _require_declared(update: WeightUpdate, publisher: WeightPublisher) -> None:
+    """Raise `UnsupportedError` unless every endpoint declares what the update asks for."""
+    for name in publisher.endpoints:
+        lack = publisher.capabilities[name].lacks(
+            in_flight=update.in_flight,
+            encodings=publisher.encodings,
+            partial_updates=bool(update.manifest.frozen),
+            adapters=update.manifest.adapter is not None,
+        )
+        if lack is not None:
+            raise UnsupportedError(f"{name} does not declare {lack}")

@@ -25,7 +25,7 @@ from inflight.weights.packing import Packer
 from inflight.weights.snapshot import Snapshot
 from inflight.weights.threads import run_abandonable
 from inflight.weights.transports import make_sender
-from inflight.wire import Backend, Capabilities, TransportSpec, WeightUpdate
+from inflight.wire import Backend, Capabilities, Encoding, TransportSpec, WeightUpdate
 
 T = TypeVar("T")
 
@@ -118,6 +118,11 @@ class WeightPublisher:
         return self._epoch or 0
 
     @property
+    def encodings(self) -> tuple[Encoding, ...]:
+        """How buckets may travel, which every endpoint has to understand."""
+        return ("delta",) if self.delta else (self.encoding,)
+
+    @property
     def endpoints(self) -> tuple[str, ...]:
         """Names of the endpoints that the next publish goes to."""
         return tuple(endpoint.name for endpoint in self._endpoints)
@@ -198,9 +203,8 @@ class WeightPublisher:
                 raise DeadlineError(f"did not answer within {timeout_s:g} s", endpoint.name) from error
 
         can = self.run(ask)
-        wanted = {"delta"} if self.delta else {self.encoding} - {"raw"}
-        if lacking := wanted - {*can.encodings}:
-            raise UnsupportedError(f"{endpoint.name} does not declare the encoding {', '.join(lacking)}")
+        if lack := can.lacks(encodings=self.encodings):
+            raise UnsupportedError(f"{endpoint.name} does not declare {lack}")
         self._capabilities[endpoint.name] = can
         self._endpoints += (endpoint,)
         self._group_is_usable = False
@@ -361,12 +365,9 @@ class WeightPublisher:
         opened = self.sender.specs(self.run_id, [c.num_ranks for c in capabilities], timeout_s)
         specs = [spec.model_copy(update={"epoch": self.epoch}) for spec in opened]
         for endpoint, declared, spec in zip(self._endpoints, capabilities, specs, strict=True):
-            if spec.backend not in declared.transports:
+            if lack := declared.lacks(transport=spec.backend):
                 self.sender.abort()
-                known = ", ".join(declared.transports)
-                raise UnsupportedError(
-                    f"{endpoint.name} does not declare the {spec.backend} transport, it declares {known}"
-                )
+                raise UnsupportedError(f"{endpoint.name} does not declare {lack}")
             self._backend = spec.backend
         if not self.sender.is_collective:
             return await self._form_each(specs, timeout_s, num_needed)
