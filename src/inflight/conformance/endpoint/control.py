@@ -9,11 +9,9 @@ from inflight.conformance.checks import check, require
 from inflight.conformance.endpoint.aftermath import SLACK_S, require_old_weights, within
 from inflight.conformance.endpoint.holds import require_all_whole, start
 from inflight.conformance.endpoint.subject import EndpointSubject
-from inflight.errors import UpdateRefusedError
 from inflight.wire import EndpointState, WeightUpdate, WeightVersion
 
 LEVEL = "control"
-_REFUSED = (UpdateRefusedError,)
 _LEASE_S = 1.2
 _PAUSE_S = 0.7
 """Between two messages: shorter than the lease, and two of them are longer."""
@@ -29,8 +27,8 @@ async def second_request_refused(subject: EndpointSubject) -> None:
     update = await publisher.request(other)
     for version, what in ((update.version + 1, "a later version"), (update.version, "the same version again")):
         second = publisher.announcement(other, version=version)
-        error = await subject.require_raises(
-            subject.endpoint.request_weight_update(second), _REFUSED, f"while an update is open, {what}"
+        error = await subject.require_refused(
+            subject.endpoint.request_weight_update(second), f"while an update is open, {what}"
         )
         subject.note(**{what: str(error)})
         await require_open(subject, update, f"after {what} was refused")
@@ -49,9 +47,7 @@ async def nothing_requested(subject: EndpointSubject) -> None:
             (subject.endpoint.receive_weights(publisher.transfer(update, 0)), "receive_weights"),
             (subject.endpoint.commit_weight_update(update.ref), "commit_weight_update"),
         ):
-            await subject.require_raises(
-                within(SLACK_S, call, what), _REFUSED, f"{what} without a requested update, {when},"
-            )
+            await subject.require_refused(within(SLACK_S, call, what), f"{what} without a requested update, {when},")
         await require_old_weights(subject, f"after calls without a requested update, {when}")
         await publisher.form_group()
 
@@ -64,10 +60,8 @@ async def early_commit(subject: EndpointSubject) -> None:
     num_buckets = len(update.buckets)
     for index in range(num_buckets):
         if index in (0, num_buckets - 1):
-            await subject.require_raises(
-                subject.endpoint.commit_weight_update(update.ref),
-                _REFUSED,
-                f"a commit with {index} of {num_buckets} buckets",
+            await subject.require_refused(
+                subject.endpoint.commit_weight_update(update.ref), f"a commit with {index} of {num_buckets} buckets"
             )
             await require_open(subject, update, f"after a commit with {index} of {num_buckets} buckets was refused")
         await publisher.send(update, other, index)
@@ -83,8 +77,8 @@ async def versions_never_go_back(subject: EndpointSubject) -> None:
     for _ in range(2):
         await publisher.publish(reference.weights)
     lower = publisher.announcement(other, version=publisher.version - 1)
-    error = await subject.require_raises(
-        subject.endpoint.request_weight_update(lower), _REFUSED, "a version below the served one"
+    error = await subject.require_refused(
+        subject.endpoint.request_weight_update(lower), "a version below the served one"
     )
     subject.note(refusal=str(error))
     await require_old_weights(subject, "after a version below the served one was refused")
@@ -103,21 +97,19 @@ async def versions_never_go_back(subject: EndpointSubject) -> None:
 async def foreign_run(subject: EndpointSubject) -> None:
     """An update of a run that does not own the weight group is refused."""
     publisher, other = subject.publisher, subject.reference.with_final_norm(-1.0, "B")
-    await subject.require_raises(
-        subject.endpoint.request_weight_update(publisher.announcement(other)),
-        _REFUSED,
-        "an update of a run with no group",
+    await subject.require_refused(
+        subject.endpoint.request_weight_update(publisher.announcement(other)), "an update of a run with no group"
     )
     await publisher.form_group()
     second = subject.another_publisher()
     foreign = second.announcement(other)
-    await subject.require_raises(
-        subject.endpoint.request_weight_update(foreign), _REFUSED, "an update of a run that does not own the group"
+    await subject.require_refused(
+        subject.endpoint.request_weight_update(foreign), "an update of a run that does not own the group"
     )
     await second.form_group()
     late = publisher.announcement(other)
-    error = await subject.require_raises(
-        subject.endpoint.request_weight_update(late), _REFUSED, "an update of the run that owned the group before"
+    error = await subject.require_refused(
+        subject.endpoint.request_weight_update(late), "an update of the run that owned the group before"
     )
     subject.note(refusal=str(error))
     await require_old_weights(subject, "after updates of other runs were refused")
@@ -137,7 +129,7 @@ async def repeated_abort(subject: EndpointSubject) -> None:
     _require_serving(answer, publisher.version, "an abort without an update")
     update = await publisher.request(other)
     wrong = update.ref.model_copy(update={"version": update.version + 1})
-    error = await subject.require_raises(endpoint.abort_weight_update(wrong), _REFUSED, "an abort of another version")
+    error = await subject.require_refused(endpoint.abort_weight_update(wrong), "an abort of another version")
     subject.note(refusal=str(error))
     await require_open(subject, update, "after an abort of another version was refused")
     for what in ("an abort", "the same abort again"):
@@ -172,7 +164,7 @@ async def lease(subject: EndpointSubject) -> None:
     await require_old_weights(subject, "after a lease had ended", seconds=_LEASE_S + SLACK_S)
     subject.note(lease_s=_LEASE_S, **{"seconds until it released itself": time.monotonic() - silent_since})
     await require_all_whole(waiting, "a request that waited for a lease to end")
-    await subject.require_raises(publisher.commit(update), _REFUSED, "a commit after the lease")
+    await subject.require_refused(publisher.commit(update), "a commit after the lease")
 
 
 @check(

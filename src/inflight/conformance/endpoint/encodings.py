@@ -12,11 +12,10 @@ from inflight.conformance.endpoint.aftermath import SLACK_S, require_old_weights
 from inflight.conformance.endpoint.publishing import TRANSFER_TIMEOUT_S
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.reference import Weights
-from inflight.errors import TransferError, UpdateRefusedError
+from inflight.errors import TransferError
 from inflight.wire import Encoding, EndpointState, UpdateRef, WeightUpdate
 
 LEVEL = "weights"
-_REFUSED = (UpdateRefusedError,)
 _FLOAT8_BLOCK = 128
 _FLOAT8_LARGEST = 448.0
 _FLOAT8_MIN_EXPONENT = -124
@@ -40,7 +39,7 @@ async def frozen_tensors(subject: EndpointSubject) -> None:
     short = publisher.announcement(alone, frozen=others[1:])
     call = subject.endpoint.request_weight_update(short)
     what = f"an update that neither sends nor freezes {others[0]}"
-    error = await subject.require_raises(call, _REFUSED, what)
+    error = await subject.require_refused(call, what)
     subject.note(refusal=str(error))
     await require_old_weights(subject, f"after {what} was refused")
     await publisher.publish(alone, frozen=others)
@@ -131,8 +130,8 @@ async def unknown_base(subject: EndpointSubject) -> None:
     for served, following in ((reference.weights, flipped), (flipped, reference.weights)):
         stranger = UpdateRef(run_id=publisher.run_id, version=publisher.version, session_id="stranger")
         update = publisher.announcement(following, encodings=("delta",), base=stranger, session_id="delta")
-        error = await subject.require_raises(
-            subject.endpoint.request_weight_update(update), _REFUSED, "a delta to a base that was not kept"
+        error = await subject.require_refused(
+            subject.endpoint.request_weight_update(update), "a delta to a base that was not kept"
         )
         subject.note(refusal=str(error))
         when = "after a delta to a base that was not kept was refused"
@@ -188,7 +187,7 @@ async def damaged_bucket(subject: EndpointSubject) -> None:
     subject.note(refusal=str(error))
     await require_old_weights(subject, "after a damaged bucket")
     commit = subject.endpoint.commit_weight_update(update.ref)
-    await subject.require_raises(commit, (UpdateRefusedError,), "a commit after a damaged bucket")
+    await subject.require_refused(commit, "a commit after a damaged bucket")
     await require_recovers(subject, "after a damaged bucket")
 
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from inflight.conformance.checks import check, require
 from inflight.conformance.endpoint.aftermath import GRACE_S, SLACK_S, require_old_weights, until, within
 from inflight.conformance.endpoint.subject import EndpointSubject, cancelled_at_the_end
-from inflight.errors import UpdateRefusedError
 from inflight.wire import Completion, EndpointState, GenerateRequest, GenerateResponse, InFlightPolicy, WeightUpdate
 
 LEVEL = "control"
@@ -215,8 +214,8 @@ async def drain_out_of_time(subject: EndpointSubject) -> None:
         subject.reference.weights, in_flight=InFlightPolicy.DRAIN, deadline_s=_SHORT_DRAIN_S
     )
     started = time.monotonic()
-    error = await subject.require_raises(
-        within(_SHORT_DRAIN_S + SLACK_S, drain, "a drain out of time"), (UpdateRefusedError,), "a drain out of time"
+    error = await subject.require_refused(
+        within(_SHORT_DRAIN_S + SLACK_S, drain, "a drain out of time"), "a drain out of time"
     )
     subject.note(refusal=str(error), seconds=time.monotonic() - started)
     late = await start(subject, 1, 16)

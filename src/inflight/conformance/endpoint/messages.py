@@ -21,7 +21,6 @@ from inflight.errors import InflightError, TransferError, UpdateAbortedError, Up
 from inflight.wire import EndpointState, InFlightPolicy
 
 LEVEL = "faults"
-_REFUSED = (UpdateRefusedError,)
 _SHORT_S = 0.7
 """Timeout of what will not happen, and lease of a hold that falls silent."""
 _SESSION = "the state machine of an update: which message it expects next, and that it looks at run, version and index"
@@ -42,8 +41,8 @@ async def messages_sent_twice(subject: EndpointSubject) -> None:
     await publisher.form_group()
 
     update = await publisher.request(other, bucket_bytes=other.size_bytes // 2)
-    await subject.require_raises(
-        endpoint.request_weight_update(update), _REFUSED, "request_weight_update, sent again while held,"
+    await subject.require_refused(
+        endpoint.request_weight_update(update), "request_weight_update, sent again while held,"
     )
     for index in range(len(update.buckets)):
         transfer, when = publisher.transfer(update, index), f"receive_weights of bucket {index}, sent again"
@@ -51,13 +50,13 @@ async def messages_sent_twice(subject: EndpointSubject) -> None:
         await subject.enter(cancelled_at_the_end([first]))
         await asyncio.sleep(0.05)
         again = within(SLACK_S, endpoint.receive_weights(transfer), when)
-        await subject.require_raises(again, _REFUSED, f"{when} while it is pending,")
+        await subject.require_refused(again, f"{when} while it is pending,")
         await publisher.send_only(update, other, index)
         await within(SLACK_S, first, f"receive_weights of bucket {index}")
         again = within(SLACK_S, endpoint.receive_weights(transfer), when)
-        await subject.require_raises(again, _REFUSED, f"{when} after it arrived,")
-    await subject.require_raises(
-        endpoint.request_weight_update(update), _REFUSED, "request_weight_update, sent again while updating,"
+        await subject.require_refused(again, f"{when} after it arrived,")
+    await subject.require_refused(
+        endpoint.request_weight_update(update), "request_weight_update, sent again while updating,"
     )
     for what in ("commit_weight_update", "abort_weight_update"):
         if what == "commit_weight_update":
@@ -86,7 +85,7 @@ async def messages_out_of_order(subject: EndpointSubject) -> None:
     other = subject.reference.with_final_norm(-1.0, "B")
 
     async def refused(call: Awaitable[Any], what: str) -> None:
-        await subject.require_raises(within(SLACK_S, call, what), _REFUSED, what)
+        await subject.require_refused(within(SLACK_S, call, what), what)
 
     update = await publisher.request(other, bucket_bytes=other.size_bytes // 3)
     last = len(update.buckets) - 1
@@ -124,7 +123,7 @@ async def _commit_before_the_hold(subject: EndpointSubject, weights: Weights) ->
         subject.note(**{"a bucket before the hold": str(error)})
     if not holding.done():
         commit = within(SLACK_S, subject.endpoint.commit_weight_update(update.ref), "a commit before the hold")
-        await subject.require_raises(commit, _REFUSED, "a commit before the hold was acknowledged")
+        await subject.require_refused(commit, "a commit before the hold was acknowledged")
     await holding
     await subject.publisher.abort(update)
     await require_all_whole(running, "a request that was drained while messages came in wrong orders")
@@ -153,7 +152,7 @@ async def new_group_ends_the_update(subject: EndpointSubject) -> None:
         "receiving over a group that was replaced",
     )
     await require_old_weights(subject, "after a new group was formed", may_be_torn=True)
-    await subject.require_raises(publisher.commit(update), _REFUSED, "a commit of an update whose group was replaced")
+    await subject.require_refused(publisher.commit(update), "a commit of an update whose group was replaced")
     third = subject.reference.perturbed("C", seed=2)
     await second.publish(third)
     await subject.require_serves(third, "after an update over the new group")

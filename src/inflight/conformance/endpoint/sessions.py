@@ -9,12 +9,11 @@ from inflight.conformance.checks import check, fail, require
 from inflight.conformance.endpoint.aftermath import SLACK_S, require_old_weights, within
 from inflight.conformance.endpoint.control import require_open
 from inflight.conformance.endpoint.subject import EndpointSubject
-from inflight.errors import FencedError, InflightError, UpdateRefusedError
+from inflight.errors import FencedError, InflightError
 from inflight.wire import UpdateRef, WeightUpdate, WeightVersion
 
 LEVEL = "control"
 T = TypeVar("T")
-_REFUSED = (UpdateRefusedError,)
 _NAMES = "whether run, version and session are remembered of what is open, what is served, and what is over"
 
 
@@ -138,7 +137,7 @@ async def _again(call: Awaitable[T], what: str) -> T:
 
 
 async def _require_refused(subject: EndpointSubject, call: Awaitable[object], what: str) -> None:
-    await subject.require_raises(within(SLACK_S, call, what), _REFUSED, what)
+    await subject.require_refused(within(SLACK_S, call, what), what)
 
 
 def _require_same(first: WeightVersion, again: WeightVersion, what: str) -> None:

@@ -23,7 +23,7 @@ from inflight.conformance.models import make_tiny_model
 from inflight.conformance.reference import Reference, Weights
 from inflight.conformance.targets import EndpointTarget
 from inflight.contracts import InferenceEndpoint, StreamingEndpoint
-from inflight.errors import InflightError
+from inflight.errors import InflightError, UpdateRefusedError
 from inflight.wire import (
     Backend,
     Capabilities,
@@ -412,6 +412,10 @@ class EndpointSubject:
         except (InflightError, ValueError) as error:
             fail(f"{what} raised {type(error).__name__} ({error}) where {names} is due")
         fail(f"{what} was accepted (answer: {str(answer)[:200]}) where {names} is due")
+
+    async def require_refused(self, call: Any, what: str) -> InflightError:
+        """Require that awaiting ``call`` raises `UpdateRefusedError`; return it."""
+        return await self.require_raises(call, (UpdateRefusedError,), what)
 
     # ---------------------------------------------------------------------------------------------------- inside
 

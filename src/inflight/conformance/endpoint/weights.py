@@ -12,7 +12,6 @@ from inflight.conformance.endpoint.publishing import SteppedPublisher, specs_of
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.models import make_tiny_model
 from inflight.conformance.reference import Reference, Weights, chosen
-from inflight.errors import UpdateRefusedError
 from inflight.wire import EndpointState, TensorSpec
 
 LEVEL = "weights"
@@ -100,7 +99,7 @@ async def wrong_dtype(subject: EndpointSubject) -> None:
 async def _require_refused(subject: EndpointSubject, specs: list[TensorSpec], what: str) -> None:
     await subject.publisher.form_group()
     update = subject.publisher.announcement(subject.reference.weights, specs=specs)
-    error = await subject.require_raises(subject.endpoint.request_weight_update(update), (UpdateRefusedError,), what)
+    error = await subject.require_refused(subject.endpoint.request_weight_update(update), what)
     subject.note(refusal=str(error))
     await subject.require_state(EndpointState.READY, f"after {what} was refused")
     await subject.require_serves(subject.reference.weights, f"after {what} was refused")
