@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
 from inflight.conformance.checks import check, fail, require
+from inflight.conformance.endpoint.aftermath import until_running
 from inflight.conformance.endpoint.subject import ENCODINGS, STORES, EndpointSubject
 from inflight.conformance.reference import Weights
 from inflight.contracts import StreamingEndpoint
@@ -214,10 +214,7 @@ async def state_at_rest(subject: EndpointSubject) -> None:
         largest == num_each * num_requests,
         f"while {num_requests} requests with n={num_each} ran, num_running was {largest} at most",
     )
-    ended = time.monotonic()
-    while (num_running := (await subject.endpoint.weight_version()).num_running) > 0:
-        require(time.monotonic() < ended + _SOON_S, f"{_SOON_S:g} s after the last answer num_running is {num_running}")
-        await asyncio.sleep(0.01)
+    await until_running(subject, 0, _SOON_S, "after the last answer, sequences were still said to run")
 
 
 @check(

@@ -12,7 +12,7 @@ from typing import Any
 import pydantic
 
 from inflight.conformance.checks import check, fail, require, skip
-from inflight.conformance.endpoint.aftermath import GRACE_S, SLACK_S, within
+from inflight.conformance.endpoint.aftermath import GRACE_S, SLACK_S, until_running, within
 from inflight.conformance.endpoint.connections import Answer, answer_to, connection, head, read_answer
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.errors import UnauthorizedError
@@ -197,21 +197,13 @@ async def cut_connections(subject: EndpointSubject) -> None:
         body = subject.request(max_tokens=limit, stream=stream).model_dump_json().encode()
         async with connection(subject) as (_, writer):
             writer.write(head(subject, "POST", routes.GENERATE.path, {"content-length": str(len(body))}) + body)
-            await _until_running(subject, 1, SLACK_S, f"{what} was not being decoded")
+            await until_running(subject, 1, SLACK_S, f"{what} was not being decoded")
             await asyncio.sleep(0.05)
         started = time.monotonic()
-        await _until_running(subject, 0, usual_s / 2, f"{what} whose connection was cut was still being decoded")
+        await until_running(subject, 0, usual_s / 2, f"{what} whose connection was cut was still being decoded")
         subject.note(
             **{f"seconds until {what} had ended": time.monotonic() - started, "seconds that it would have run": usual_s}
         )
-
-
-async def _until_running(subject: EndpointSubject, num: int, seconds: float, what: str) -> None:
-    """Require that this many requests run within so many seconds."""
-    deadline = time.monotonic() + seconds
-    while (found := (await subject.endpoint.weight_version()).num_running) != num:
-        require(time.monotonic() < deadline, f"{what} after {seconds:.2g} s (num_running is {found})")
-        await asyncio.sleep(0.005)
 
 
 @check("E-55", needs=("url",), look_at=_PARSING)

@@ -7,6 +7,7 @@ import math
 import time
 
 from inflight.conformance.checks import check, fail, require, skip
+from inflight.conformance.endpoint.aftermath import until_running
 from inflight.conformance.endpoint.repeats import require_repeated
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.errors import InvalidRequestError
@@ -165,10 +166,5 @@ def _difference(subject: EndpointSubject, request: GenerateRequest, completion: 
 
 async def _require_idle(subject: EndpointSubject, call: str) -> None:
     left = time.monotonic()
-    while (num_running := (await subject.endpoint.weight_version()).num_running) > 0:
-        require(
-            time.monotonic() < left + _GONE_S,
-            f"{_GONE_S:g} s after the caller of {call} left, {num_running} sequences run",
-        )
-        await asyncio.sleep(0.01)
+    await until_running(subject, 0, _GONE_S, f"the request whose caller left {call} was still running")
     subject.note(**{f"seconds until idle, {call}": round(time.monotonic() - left, 3)})
