@@ -21,13 +21,13 @@ _ADMITTED_S = 0.2
 _GONE_S = 5.0
 """From the moment that callers leave to the moment that nothing of their requests runs, as in E-25."""
 _TIMES_SLOWER = 5.0
-_FIRST_S = 60.0
+_FIRST_S = 20.0
 """For the first time: an engine may compile while it is filled."""
 
 
 @check(
     "E-63",
-    deadline_s=150,
+    deadline_s=90,
     look_at="whether a request that is cancelled ends in the engine, running or waiting, or only in the books, and "
     "what its end gives back",
 )
