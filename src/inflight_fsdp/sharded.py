@@ -1,7 +1,6 @@
 """`ShardedWorker`: one rank of a trainer whose parameters are DTensors, whatever made them.
 
-Satisfies `inflight.contracts.TrainerWorker` and `BackgroundSaver`. It knows neither transformers nor torchtitan: what
-those differ in is in its `ShardedPolicy`.
+It knows neither transformers nor torchtitan: what those differ in is in its `ShardedPolicy`.
 
 Shape suffixes: T packed tokens, N targets.
 """
@@ -25,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from inflight.attention import SegmentPlan
+from inflight.contracts import BackgroundSaver, PartialWeightSource, TrainerWorker
 from inflight.errors import CheckpointError, ConfigError, NonFiniteError, PrecisionWarning, TrainerError
 from inflight.types import MicroBatch, StepResult, WeightBucket
 from inflight.wire import BucketSpec, TensorSpec
@@ -81,8 +81,8 @@ class ShardedPolicy:
     """Longest segment that the model's positions allow."""
 
 
-class ShardedWorker:
-    """One trainer rank. `inflight.contracts.TrainerWorker` says what each method does."""
+class ShardedWorker(TrainerWorker, PartialWeightSource, BackgroundSaver):
+    """One trainer rank."""
 
     def __init__(self, config: WorkerConfig, device: torch.device, policy: ShardedPolicy, *, owns_group: bool) -> None:
         self._config = config
@@ -115,21 +115,18 @@ class ShardedWorker:
 
     @property
     def rank(self) -> int:
-        """See `TrainerWorker.rank`."""
         return dist.get_rank()
 
     @property
     def world_size(self) -> int:
-        """See `TrainerWorker.world_size`."""
         return self._mesh.size()
 
     @property
     def version(self) -> int:
-        """See `TrainerWorker.version`."""
         return self._version
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
-        """See `TrainerWorker.forward`. The logprobs are on the device of the batch, which may be another than ours.
+        """The logprobs are on the device of the batch, which may be another than ours.
 
         Raises `TrainerError` for a segment longer than the model's context, before any rank is waited for.
         """
@@ -153,12 +150,11 @@ class ShardedWorker:
         return logprobs_T[: batch.num_tokens].to(batch.token_ids_T.device)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """See `TrainerWorker.backward`."""
         loss.backward()  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def step(self) -> StepResult:
-        """See `TrainerWorker.step`. Raises `TrainerError` if `backward` was not called since; nothing changed then."""
+        """Raises `TrainerError` if `backward` was not called since; nothing changed then."""
         if all(parameter.grad is None for parameter in self._trained.values()):
             raise TrainerError(f"step at version {self._version} without a gradient: call backward first")
         gradients = [_local_gradient(parameter) for parameter in self._trained.values()]
@@ -184,7 +180,7 @@ class ShardedWorker:
         return StepResult(self._version, norm, learning_rate, rounded_away=lost)
 
     def parameter_specs(self) -> Sequence[TensorSpec]:
-        """See `TrainerWorker.parameter_specs`. What is not trained is left out."""
+        """What is not trained is left out."""
         return [
             TensorSpec(name=name, dtype=self._wire_dtype, shape=shape)
             for trained in self._trained
@@ -192,12 +188,11 @@ class ShardedWorker:
         ]
 
     def frozen_names(self) -> Sequence[str]:
-        """See `PartialWeightSource.frozen_names`."""
         frozen = (layout for name, layout in self._layouts.items() if name not in self._trained)
         return [name for layout in frozen for name in layout.shapes]
 
     def gather_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
-        """See `TrainerWorker.gather_weights`. Yielded tensors share no memory with the parameters."""
+        """Yielded tensors share no memory with the parameters."""
         specs = self.parameter_specs()
         self._split = ("", {})
         for bucket in buckets:
@@ -207,7 +202,7 @@ class ShardedWorker:
         self._split = ("", {})
 
     def save(self, path: Path) -> None:
-        """See `TrainerWorker.save`. Rank 0 writes. A directory that is no checkpoint of ours is not replaced.
+        """Rank 0 writes. A directory that is no checkpoint of ours is not replaced.
 
         Waits for a save in the background; if that one fails its error is raised, and nothing is written.
         """
@@ -220,7 +215,7 @@ class ShardedWorker:
         )
 
     def begin_save(self, path: Path) -> None:
-        """See `BackgroundSaver.begin_save`. The copy takes as much host memory as the shards and their moments."""
+        """The copy takes as much host memory as the shards and their moments."""
         self.finish_save(LONGEST_WAIT_S)
         if self._save_groups is None:
             self._save_groups = make_save_groups(self._mesh)
@@ -235,7 +230,6 @@ class ShardedWorker:
         self._begun_save = BackgroundSave(path, write)
 
     def finish_save(self, timeout_s: float) -> None:
-        """See `BackgroundSaver.finish_save`."""
         begun = self._begun_save
         if begun is None:
             return
@@ -249,11 +243,10 @@ class ShardedWorker:
 
     @property
     def save_pending(self) -> bool:
-        """See `BackgroundSaver.save_pending`."""
         return self._begun_save is not None and self._begun_save.is_running
 
     def load(self, path: Path) -> None:
-        """See `TrainerWorker.load`. Every rank reads its shards from ``path``; gradients are cleared.
+        """Every rank reads its shards from ``path``; gradients are cleared.
 
         Waits for a save in the background, which may be to ``path``; how it ended is left to `finish_save`.
         """

@@ -129,12 +129,11 @@ class CheckpointIntake:
 
     @property
     def has_applied(self) -> bool:
-        """See `WeightIntake.has_applied`. What is staged is not applied."""
+        """What is staged is not applied."""
         return False
 
     @property
     def kept(self) -> UpdateRef | None:
-        """See `WeightIntake.kept`."""
         return self._staged.kept
 
     @property
@@ -145,17 +144,15 @@ class CheckpointIntake:
         return self._files
 
     async def join(self, spec: TransportSpec) -> None:
-        """See `WeightIntake.join`. It is this process that joins, in place of the engine."""
+        """It is this process that joins, in place of the engine."""
         await self._clear(spec)
         await self._staged.join(spec)
 
     def leave(self) -> None:
-        """See `WeightIntake.leave`."""
         self._staged.leave()
         self._drop()
 
     def begin(self, update: WeightUpdate) -> None:
-        """See `WeightIntake.begin`."""
         self._drop()
         if self._loaded is None:
             self._loaded = self._make_loaded()
@@ -164,7 +161,6 @@ class CheckpointIntake:
         self._update, self._files = update, CheckpointFiles(update)
 
     async def receive(self, transfer: BucketTransfer, bucket: BucketSpec, tensors: Sequence[TensorSpec]) -> None:
-        """See `WeightIntake.receive`."""
         files, update, loaded = self.files, self._update, self._loaded
         assert update is not None and loaded is not None  # `begin` was called: there are files
         await self._staged.receive(transfer, bucket, tensors)
@@ -186,7 +182,6 @@ class CheckpointIntake:
             ) from error
 
     def committed(self) -> None:
-        """See `WeightIntake.committed`."""
         assert self._loaded is not None  # something began
         self._loaded.committed(self._staged.take())
         self._staged.committed()

@@ -99,7 +99,7 @@ class SglangEndpoint:
     # -------------------------------------------------------------------------------------------------- attaching
 
     async def capabilities(self) -> Capabilities:
-        """See `InferenceEndpoint.capabilities`. Raises `ConfigError` if the server was not started as needed."""
+        """Raises `ConfigError` if the server was not started as needed."""
         if self._attaching is None or (
             self._attaching.done() and (self._attaching.cancelled() or self._attaching.exception() is not None)
         ):
@@ -141,14 +141,14 @@ class SglangEndpoint:
     # ---------------------------------------------------------------------------------------------------- weights
 
     async def init_process_group(self, spec: TransportSpec) -> None:
-        """See `InferenceEndpoint.init_process_group`. What another client left open on the server is cleared."""
+        """What another client left open on the server is cleared."""
         await self.capabilities()
         await self._updates.init_process_group(spec)
         await self._found()
         self._was_replaced = False  # the group just formed is that of the process that answers now
 
     async def request_weight_update(self, update: WeightUpdate) -> None:
-        """See `InferenceEndpoint.request_weight_update`. Raises `TransferError` if the server was replaced."""
+        """Raises `TransferError` if the server was replaced."""
         await self.capabilities()
         if reason := misaligned(update):
             raise UpdateRefusedError(f"update to version {update.version} refused: {reason}")
@@ -159,22 +159,21 @@ class SglangEndpoint:
         await self._updates.request_weight_update(update)
 
     async def receive_weights(self, bucket: BucketTransfer) -> None:
-        """See `InferenceEndpoint.receive_weights`."""
         await self.capabilities()
         await self._updates.receive_weights(bucket)
 
     async def commit_weight_update(self, ref: UpdateRef) -> WeightVersion:
-        """See `InferenceEndpoint.commit_weight_update`. Cancelling the call does not stop what it began."""
+        """Cancelling the call does not stop what it began."""
         await self.capabilities()
         return await self._updates.commit_weight_update(ref)
 
     async def abort_weight_update(self, ref: UpdateRef) -> WeightVersion:
-        """See `InferenceEndpoint.abort_weight_update`. Native updates: POISONED from the first bucket on."""
+        """Native updates: POISONED from the first bucket on."""
         await self.capabilities()
         return await self._updates.abort_weight_update(ref)
 
     async def weight_version(self) -> WeightVersion:
-        """See `InferenceEndpoint.weight_version`. HELD too while another client holds the server.
+        """HELD too while another client holds the server.
 
         ``num_running`` is the server's, other clients' requests included.
         """
@@ -192,19 +191,15 @@ class SglangEndpoint:
         return answer.model_copy(update={"state": EndpointState.HELD}) if is_held else answer
 
     async def hold(self, update: WeightUpdate) -> None:
-        """See `HeldEngine.hold`."""
         await self._engine.hold(update)
 
     async def apply(self, update: WeightUpdate) -> None:
-        """See `HeldEngine.apply`."""
         await self._engine.apply(update)
 
     async def release(self) -> None:
-        """See `HeldEngine.release`."""
         await self._engine.release()
 
     async def give_up(self) -> None:
-        """See `HeldEngine.give_up`."""
         await self._engine.give_up()
 
     async def _found(self) -> str:
@@ -221,7 +216,7 @@ class SglangEndpoint:
     # ------------------------------------------------------------------------------------------------- generation
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
-        """See `InferenceEndpoint.generate`. Cancelling the call aborts the request in the server."""
+        """Cancelling the call aborts the request in the server."""
         await self.capabilities()
         check_request(request, self._attached.limits)
         if request.request_id in self._running:
@@ -271,7 +266,7 @@ class SglangEndpoint:
         return items_of(answer, len(cache_keys))
 
     async def chat_completion(self, request: ChatCompletionRequest) -> ChatCompletion:
-        """See `InferenceEndpoint.chat_completion`. SGLang renders the messages and decodes the tokens."""
+        """SGLang renders the messages and decodes the tokens."""
         can = await self.capabilities()
         if not can.chat:
             raise UnsupportedError(f"{self._url} renders no chat messages; use token ids")
@@ -286,7 +281,7 @@ class SglangEndpoint:
         return await chat_completion_of(self._routes, request, generate_request, response)
 
     async def aclose(self) -> None:
-        """See `InferenceEndpoint.aclose`. An open update is ended first, so that the server is not left held."""
+        """An open update is ended first, so that the server is not left held."""
         attaching = self._attaching
         if attaching is not None and attaching.done() and not attaching.cancelled() and attaching.exception() is None:
             if (update := self._updates.session.update) is not None:

@@ -82,16 +82,16 @@ class SglangUpdates:
 
     @property
     def has_applied(self) -> bool:
-        """See `WeightIntake.has_applied`. A bucket that is under way may be in the model already."""
+        """A bucket that is under way may be in the model already."""
         return self._has_loaded or (self._loading is not None and not self._loading.done())
 
     @property
     def kept(self) -> UpdateRef | None:
-        """See `WeightIntake.kept`. Nothing is."""
+        """Nothing is."""
         return None
 
     async def join(self, spec: TransportSpec) -> None:
-        """See `WeightIntake.join`. What a publisher that died left behind is cleared first."""
+        """What a publisher that died left behind is cleared first."""
         from inflight.weights.transports.process_group import AnnouncedRanks
 
         assert isinstance(spec, ProcessGroupSpec)  # no other transport is declared
@@ -132,7 +132,7 @@ class SglangUpdates:
             ) from error
 
     def leave(self) -> None:
-        """See `WeightIntake.leave`. The engine is told in the background; a broadcast that it is in goes on."""
+        """The engine is told in the background; a broadcast that it is in goes on."""
         if self._ranks is not None:
             self._ranks.give_up()
             self._ranks = None
@@ -144,14 +144,13 @@ class SglangUpdates:
             self.in_background(self._forget_stale_groups())
 
     def begin(self, update: WeightUpdate) -> None:
-        """See `WeightIntake.begin`."""
         self._has_loaded = False
 
     def committed(self) -> None:
         """See `WeightIntake.committed`."""
 
     async def receive(self, transfer: BucketTransfer, bucket: BucketSpec, tensors: Sequence[TensorSpec]) -> None:
-        """See `WeightIntake.receive`. SGLang is asked once the bucket is being sent, and is not called back."""
+        """SGLang is asked once the bucket is being sent, and is not called back."""
         if self._group is None or self._ranks is None:
             raise TransferError("no weight group is formed")
         timeout_s = transfer.timeout_s
@@ -200,7 +199,6 @@ class SglangUpdates:
     # ------------------------------------------------------------------------------------------------- the engine
 
     async def hold(self, update: WeightUpdate) -> None:
-        """See `HeldEngine.hold`."""
         ref = update.ref
         self._has_loaded = False
         self._update, self._was_torn = ref, self.is_torn
@@ -223,7 +221,7 @@ class SglangUpdates:
             raise
 
     async def apply(self, update: WeightUpdate) -> None:
-        """See `HeldEngine.apply`. The label changes while nothing is sampled, so that spans change with it."""
+        """The label changes while nothing is sampled, so that spans change with it."""
         async with self._alone():
             started = time.monotonic()
             if self.files is not None:
@@ -241,7 +239,6 @@ class SglangUpdates:
             self.is_open.set()
 
     async def release(self) -> None:
-        """See `HeldEngine.release`."""
         try:
             async with self._alone():
                 await self._end_session()
@@ -250,7 +247,7 @@ class SglangUpdates:
             self.is_open.set()
 
     async def give_up(self) -> None:
-        """See `HeldEngine.give_up`. The engine stays paused; its label tells every other client that it is torn.
+        """The engine stays paused; its label tells every other client that it is torn.
 
         While the engine still waits for a bucket this goes on in the background: if nothing was loaded in the end,
         the weights are whole after all, and the engine samples again.

@@ -108,7 +108,7 @@ class VllmEndpoint:
     # ------------------------------------------------------------------------------------------------- attaching
 
     async def capabilities(self) -> Capabilities:
-        """See `InferenceEndpoint.capabilities`. Raises `ConfigError` if the server was not started as needed."""
+        """Raises `ConfigError` if the server was not started as needed."""
         if self._attaching is None or (self._attaching.done() and self._attaching.exception() is not None):
             self._attaching = asyncio.ensure_future(self._attach())
         return await asyncio.shield(self._attaching)
@@ -221,33 +221,31 @@ class VllmEndpoint:
     # --------------------------------------------------------------------------------------------------- weights
 
     async def init_process_group(self, spec: TransportSpec) -> None:
-        """See `InferenceEndpoint.init_process_group`. What another client left open on the server is cleared."""
+        """What another client left open on the server is cleared."""
         await self.capabilities()
         await self._updates.init_process_group(spec)
         await self._found()
 
     async def request_weight_update(self, update: WeightUpdate) -> None:
-        """See `InferenceEndpoint.request_weight_update`. Raises `TransferError` if the server was replaced."""
+        """Raises `TransferError` if the server was replaced."""
         await self.capabilities()
         if self._updates.session.update is None:
             await self._found()
         await self._updates.request_weight_update(update)
 
     async def receive_weights(self, bucket: BucketTransfer) -> None:
-        """See `InferenceEndpoint.receive_weights`."""
         await self._updates.receive_weights(bucket)
 
     async def commit_weight_update(self, ref: UpdateRef) -> WeightVersion:
-        """See `InferenceEndpoint.commit_weight_update`. The server is not asked: its answer would come a step later."""
+        """The server is not asked: its answer would come a step later."""
         await self._updates.commit(ref)
         return self._version(self._updates.session.state, await self.capabilities())
 
     async def abort_weight_update(self, ref: UpdateRef) -> WeightVersion:
-        """See `InferenceEndpoint.abort_weight_update`."""
         return await self._updates.abort_weight_update(ref)
 
     async def weight_version(self) -> WeightVersion:
-        """See `InferenceEndpoint.weight_version`. HELD too while another client holds the server.
+        """HELD too while another client holds the server.
 
         The running sequences are those of this client: vLLM's own count lags behind by any time.
         """
@@ -269,19 +267,15 @@ class VllmEndpoint:
         return answer.model_copy(update={"state": state})
 
     async def hold(self, update: WeightUpdate) -> None:
-        """See `HeldEngine.hold`."""
         await self._engine.hold(update)
 
     async def apply(self, update: WeightUpdate) -> None:
-        """See `HeldEngine.apply`."""
         await self._engine.apply(update)
 
     async def release(self) -> None:
-        """See `HeldEngine.release`."""
         await self._engine.release()
 
     async def give_up(self) -> None:
-        """See `HeldEngine.give_up`."""
         await self._engine.give_up()
 
     async def _found(self, timeout_s: float | None = None) -> str:
@@ -296,11 +290,11 @@ class VllmEndpoint:
     # ------------------------------------------------------------------------------------------------ generation
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
-        """See `InferenceEndpoint.generate`. Cancelling the call closes its connection, which ends it in vLLM."""
+        """Cancelling the call closes its connection, which ends it in vLLM."""
         return await self._generate(request)
 
     async def chat_completion(self, request: ChatCompletionRequest) -> ChatCompletion:
-        """See `InferenceEndpoint.chat_completion`. vLLM renders the messages and decodes the tokens."""
+        """vLLM renders the messages and decodes the tokens."""
         can = await self.capabilities()
         if not self._has_chat:
             raise UnsupportedError(f"{self._url} renders no chat messages; use token ids")

@@ -139,16 +139,16 @@ class VllmUpdates:
 
     @property
     def has_applied(self) -> bool:
-        """See `WeightIntake.has_applied`. The engine's half stages what arrives."""
+        """The engine's half stages what arrives."""
         return False
 
     @property
     def kept(self) -> UpdateRef | None:
-        """See `WeightIntake.kept`. As the engine said when its group was formed, since no other group came then."""
+        """As the engine said when its group was formed, since no other group came then."""
         return self._kept
 
     async def join(self, spec: TransportSpec) -> None:
-        """See `WeightIntake.join`. What a publisher that died left behind is cleared first."""
+        """What a publisher that died left behind is cleared first."""
         self._num_joins += 1
         async with self._lock:
             await self._clear()
@@ -162,17 +162,17 @@ class VllmUpdates:
             self._group = spec.group_name if isinstance(spec, ProcessGroupSpec) else f"{spec.backend} of {spec.run_id}"
 
     def leave(self) -> None:
-        """See `WeightIntake.leave`. The engine is told in the background."""
+        """The engine is told in the background."""
         if self._group is not None:
             name, self._group = self._group, None
             self._in_background(self._leave(name, self._num_joins))
 
     def begin(self, update: WeightUpdate) -> None:
-        """See `WeightIntake.begin`. The engine is told when sampling is held, or by the first bucket."""
+        """The engine is told when sampling is held, or by the first bucket."""
         self._update = update
 
     async def receive(self, transfer: BucketTransfer, bucket: BucketSpec, tensors: Sequence[TensorSpec]) -> None:
-        """See `WeightIntake.receive`. A bucket that is offered while the hold is still pending waits for it."""
+        """A bucket that is offered while the hold is still pending waits for it."""
         update = self._update
         assert update is not None  # the session lets no bucket through without one
         await asyncio.sleep(0)  # a hold that was asked for in the same moment takes the lock first
@@ -190,13 +190,11 @@ class VllmUpdates:
         await self._done(f"receiving bucket {bucket.index}", transfer.timeout_s, wait_s=wait_s)
 
     def committed(self) -> None:
-        """See `WeightIntake.committed`."""
         self._kept = self._update.ref if self._update is not None and self._update.keep else None
 
     # ----------------------------------------------------------------------------------------------- the engine
 
     async def hold(self, update: WeightUpdate) -> None:
-        """See `HeldEngine.hold`."""
         self.is_open.clear()
         try:
             async with self._lock:
@@ -211,7 +209,6 @@ class VllmUpdates:
             raise
 
     async def apply(self, update: WeightUpdate) -> None:
-        """See `HeldEngine.apply`."""
         async with self._lock:
             started = time.monotonic()
             self._session_is_open = False
@@ -228,7 +225,7 @@ class VllmUpdates:
             self.is_open.set()
 
     async def release(self) -> None:
-        """See `HeldEngine.release`. Goes on in the background if the caller is cancelled."""
+        """Goes on in the background if the caller is cancelled."""
         await asyncio.shield(self._in_background(self._release()))
 
     async def _release(self) -> None:
@@ -241,7 +238,7 @@ class VllmUpdates:
             self.is_open.set()  # whoever waits hears from a server that is gone by itself
 
     async def give_up(self) -> None:
-        """See `HeldEngine.give_up`. The engine stays paused; its label tells every other client that it is torn."""
+        """The engine stays paused; its label tells every other client that it is torn."""
         await asyncio.shield(self._in_background(self._give_up()))
 
     async def _give_up(self) -> None:

@@ -13,13 +13,14 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any, TypeVar
 
+from inflight.contracts import StreamingEndpoint
 from inflight.errors import InflightError, InvalidRequestError, NonFiniteError, UnsupportedError
 from inflight.local.chat import ChatChunkWriter, ChatFormat, chat_completion_of
 from inflight.local.engine import Engine
 from inflight.local.sequences import Sequence
 from inflight.types import EngineStats
 from inflight.weights.merging import AdaptedWeights
-from inflight.weights.receiving import StagedIntake, UpdateReceiver
+from inflight.weights.receiving import HeldEngine, StagedIntake, UpdateReceiver
 from inflight.weights.threads import run_abandonable
 from inflight.weights.transports import make_receiver
 from inflight.wire import (
@@ -49,8 +50,8 @@ T = TypeVar("T")
 _ENCODINGS: tuple[Encoding, ...] = ("bfloat16", "float8", "delta")
 
 
-class LocalEndpoint:
-    """An endpoint around an `Engine`, which it starts and closes. Satisfies `StreamingEndpoint`.
+class LocalEndpoint(StreamingEndpoint, HeldEngine):
+    """An endpoint around an `Engine`, which it starts and closes.
 
     Belongs to the event loop in which it is first used. ``chat`` is None where the model has no chat template.
     """
@@ -97,7 +98,6 @@ class LocalEndpoint:
         return self._engine.stats()
 
     async def capabilities(self) -> Capabilities:
-        """See `InferenceEndpoint.capabilities`."""
         from inflight import __version__
 
         return Capabilities(
@@ -125,27 +125,25 @@ class LocalEndpoint:
     # ---------------------------------------------------------------------------------------------------- weights
 
     async def init_process_group(self, spec: TransportSpec) -> None:
-        """See `InferenceEndpoint.init_process_group`. An open update is aborted first."""
+        """An open update is aborted first."""
         await self._updates.init_process_group(spec)
 
     async def request_weight_update(self, update: WeightUpdate) -> None:
-        """See `InferenceEndpoint.request_weight_update`."""
         await self._updates.request_weight_update(update)
 
     async def receive_weights(self, bucket: BucketTransfer) -> None:
-        """See `InferenceEndpoint.receive_weights`."""
         await self._updates.receive_weights(bucket)
 
     async def commit_weight_update(self, ref: UpdateRef) -> WeightVersion:
-        """See `InferenceEndpoint.commit_weight_update`. Cancelling the call does not stop what it began."""
+        """Cancelling the call does not stop what it began."""
         return await self._updates.commit_weight_update(ref)
 
     async def abort_weight_update(self, ref: UpdateRef) -> WeightVersion:
-        """See `InferenceEndpoint.abort_weight_update`. A commit that has begun ends first, whole or poisoned."""
+        """A commit that has begun ends first, whole or poisoned."""
         return await self._updates.abort_weight_update(ref)
 
     async def weight_version(self) -> WeightVersion:
-        """See `InferenceEndpoint.weight_version`. Raises `EndpointError` if the engine has failed."""
+        """Raises `EndpointError` if the engine has failed."""
         if (failure := self._engine.failure) is not None:
             raise failure
         is_open = self._updates.session.update is not None
@@ -162,7 +160,6 @@ class LocalEndpoint:
         return timings
 
     async def hold(self, update: WeightUpdate) -> None:
-        """See `HeldEngine.hold`."""
         self._last_timings = self._timings()
         loop = asyncio.get_running_loop()
         held: asyncio.Future[None] = loop.create_future()
@@ -176,7 +173,6 @@ class LocalEndpoint:
             raise
 
     async def apply(self, update: WeightUpdate) -> None:
-        """See `HeldEngine.apply`."""
         arrived = self._intake.take()
 
         def apply() -> UpdateTimings:
@@ -190,11 +186,9 @@ class LocalEndpoint:
         self._last_timings = await self._in_engine(apply)
 
     async def release(self) -> None:
-        """See `HeldEngine.release`."""
         await self._in_engine(self._engine.resume)
 
     async def give_up(self) -> None:
-        """See `HeldEngine.give_up`."""
         await self._in_engine(self._engine.cancel_all)
 
     async def _in_engine(self, command: Callable[[], T]) -> T:
@@ -204,7 +198,7 @@ class LocalEndpoint:
     # ------------------------------------------------------------------------------------------------- generation
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
-        """See `InferenceEndpoint.generate`. Cancelling the call ends the request between two token steps."""
+        """Cancelling the call ends the request between two token steps."""
         self._updates.session.refuse_if_poisoned()
         loop = asyncio.get_running_loop()
         finished: asyncio.Future[list[Completion]] = loop.create_future()
@@ -233,7 +227,7 @@ class LocalEndpoint:
         return GenerateResponse.model_construct(request_id=request.request_id, completions=tuple(completions))
 
     async def generate_stream(self, request: GenerateRequest) -> AsyncIterator[CompletionChunk]:
-        """See `StreamingEndpoint.generate_stream`. One chunk per token; closing the iterator ends the request."""
+        """One chunk per token; closing the iterator ends the request."""
         self._updates.session.refuse_if_poisoned()
         loop = asyncio.get_running_loop()
         chunks: asyncio.Queue[CompletionChunk | InflightError | None] = asyncio.Queue()
@@ -270,13 +264,11 @@ class LocalEndpoint:
             self._engine.call(lambda: self._engine.cancel(admitted))
 
     async def chat_completion(self, request: ChatCompletionRequest) -> ChatCompletion:
-        """See `InferenceEndpoint.chat_completion`."""
         generate_request = self.chat_request(request)
         response = await self.generate(generate_request)
         return chat_completion_of(self._chat_format(), request, generate_request, response)
 
     async def chat_completion_stream(self, request: ChatCompletionRequest) -> AsyncIterator[ChatCompletionChunk]:
-        """See `StreamingEndpoint.chat_completion_stream`."""
         generate_request = self.chat_request(request)
         if request.logprobs:
             raise InvalidRequestError("logprobs=true cannot be streamed; every chunk carries token_logprobs")
