@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import get_args
 
 from inflight.contracts import InferenceEndpoint
+from inflight.engines.checkpoint_specs import config_number, config_of
 from inflight.engines.kinds import EngineKind, EngineOptions, has_gpu
 from inflight.errors import ConfigError
 from inflight_sglang import flags
@@ -93,9 +93,4 @@ def _context_length(options: EngineOptions) -> int:
     """Return the context length that serves ``options.max_model_len`` tokens, if the model allows it."""
     assert options.max_model_len is not None
     wanted = options.max_model_len + RESERVED_TOKENS
-    try:
-        config = json.loads((options.model / "config.json").read_text())
-        longest = int(config.get("max_position_embeddings") or config["text_config"]["max_position_embeddings"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return wanted
-    return min(wanted, longest)
+    return min(wanted, config_number(config_of(options.model), "max_position_embeddings") or wanted)

@@ -14,12 +14,14 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any, TypeVar
 
 from inflight.contracts import StreamingEndpoint
-from inflight.errors import InflightError, InvalidRequestError, NonFiniteError, UnsupportedError
-from inflight.local.chat import ChatChunkWriter, ChatFormat, chat_completion_of
+from inflight.errors import InflightError, InvalidRequestError, NonFiniteError
+from inflight.http.chat import chat_completion_of, check_chat
+from inflight.local.chat import ChatChunkWriter, ChatFormat
 from inflight.local.engine import Engine
 from inflight.local.sequences import Sequence
 from inflight.types import EngineStats
 from inflight.weights.merging import AdaptedWeights
+from inflight.weights.module import tensor_spec
 from inflight.weights.receiving import HeldEngine, StagedIntake, UpdateReceiver
 from inflight.weights.threads import run_abandonable
 from inflight.weights.transports import make_receiver
@@ -37,7 +39,6 @@ from inflight.wire import (
     GenerateResponse,
     InFlightPolicy,
     Manifest,
-    TensorSpec,
     TransportSpec,
     UpdateRef,
     UpdateTimings,
@@ -64,14 +65,9 @@ class LocalEndpoint(StreamingEndpoint, HeldEngine):
         self._device = next(model.parameters()).device
         stored: tuple[Backend, ...] = ("shm", "file", "http")
         self._transports = ("gloo", "nccl", *stored) if self._device.type == "cuda" else ("gloo", *stored)
-        specs = tuple(
-            TensorSpec.model_validate(
-                {"name": n, "dtype": str(p.dtype).removeprefix("torch."), "shape": tuple(p.shape)}
-            )
-            for n, p in model.named_parameters()
-        )
-        self._manifest = Manifest(tensors=specs)
         self._parameters = dict(model.named_parameters())
+        specs = tuple(tensor_spec(name, parameter, None) for name, parameter in self._parameters.items())
+        self._manifest = Manifest(tensors=specs)
         self._adapted = AdaptedWeights()
         self._intake = StagedIntake(lambda spec: make_receiver(spec, self._device))
         self._updates = UpdateReceiver(
@@ -266,7 +262,9 @@ class LocalEndpoint(StreamingEndpoint, HeldEngine):
     async def chat_completion(self, request: ChatCompletionRequest) -> ChatCompletion:
         generate_request = self.chat_request(request)
         response = await self.generate(generate_request)
-        return chat_completion_of(self._chat_format(), request, generate_request, response)
+        chat, sampled = self._chat_format(), [completion.token_ids for completion in response.completions]
+        pieces = [chat.pieces(token_ids) for token_ids in sampled] if request.logprobs else []
+        return chat_completion_of(request, generate_request, response, [chat.text(ids) for ids in sampled], pieces)
 
     async def chat_completion_stream(self, request: ChatCompletionRequest) -> AsyncIterator[ChatCompletionChunk]:
         generate_request = self.chat_request(request)
@@ -278,8 +276,7 @@ class LocalEndpoint(StreamingEndpoint, HeldEngine):
 
     def chat_request(self, request: ChatCompletionRequest) -> GenerateRequest:
         """Return the token-in request that a chat request is rendered to."""
-        if request.model != self._name:
-            raise InvalidRequestError(f"model {request.model!r} is not served here, {self._name!r} is")
+        check_chat(request, model=self._name, offers_chat=self._chat is not None)
         return self._chat_format().render(request)
 
     def _refuse_non_finite(self, logprobs: Iterable[float]) -> None:
@@ -290,8 +287,7 @@ class LocalEndpoint(StreamingEndpoint, HeldEngine):
             )
 
     def _chat_format(self) -> ChatFormat:
-        if self._chat is None:
-            raise UnsupportedError("this model has no chat template; use /v1/generate with token ids")
+        assert self._chat is not None  # it was checked when the request came
         return self._chat
 
     async def aclose(self) -> None:
