@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,31 +32,13 @@ from inflight_fsdp.background import LONGEST_WAIT_S, BackgroundSave, SaveGroups,
 from inflight_fsdp.checkpoint import TrainerState, load_checkpoint, save_checkpoint
 from inflight_fsdp.config import WorkerConfig
 from inflight_fsdp.layout import Layout, ShardedTensor
-from inflight_fsdp.optimizer import clip, global_norm, learning_rate_at
+from inflight_fsdp.optimizer import ShardedOptimizer, clip, global_norm, learning_rate_at
 from inflight_fsdp.rounding import LostUpdates
 from inflight_fsdp.sharding import gather_on_first
 
 _TOLD_STEPS = 3
 """Steps after which a worker of bfloat16 masters says how many updates were lost."""
 Worker = TypeVar("Worker", bound="ShardedWorker")
-
-
-class ShardedOptimizer(Protocol):
-    """An optimizer over the sharded parameters, by the names of the worker."""
-
-    @property
-    def states(self) -> Mapping[str, Mapping[str, DTensor]]:
-        """Sharded tensors by kind, such as ``exp_avg``, and parameter; made once something asks for them."""
-
-    @property
-    def num_steps(self) -> int:
-        """Steps taken."""
-
-    def resume(self, states: Mapping[str, Mapping[str, DTensor]], num_steps: int) -> None:
-        """Go on from what was read into the ``states``, which `states` gave, as after ``num_steps`` steps."""
-
-    def step(self, gradients: Sequence[torch.Tensor], learning_rate: float) -> None:
-        """Update the parameters in place; ``gradients`` are local shards, in the order of the parameters."""
 
 
 @dataclass(frozen=True, slots=True)

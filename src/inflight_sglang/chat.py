@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 from inflight.engines.routes import EngineRoutes, words_of
@@ -19,18 +18,9 @@ async def rendered(routes: EngineRoutes, request: ChatCompletionRequest) -> list
     return list(answer["tokens"])
 
 
-async def texts_of(routes: EngineRoutes, token_ids: Sequence[Sequence[int]]) -> list[str]:
-    """Return the text of each of these without special tokens."""
-    return await _decoded(routes, token_ids, skip_special_tokens=True)
-
-
-async def pieces_of(routes: EngineRoutes, token_ids: Sequence[Sequence[int]]) -> list[list[str]]:
-    """Return the text of each token of these."""
-    one_by_one = ([[token] for token in ids] for ids in token_ids)
-    return await asyncio.gather(*(_decoded(routes, tokens, skip_special_tokens=False) for tokens in one_by_one))
-
-
-async def _decoded(routes: EngineRoutes, token_ids: Sequence[Sequence[int]], *, skip_special_tokens: bool) -> list[str]:
+async def decoded(
+    routes: EngineRoutes, token_ids: Sequence[Sequence[int]], *, skip_special_tokens: bool = False
+) -> list[str]:
     """Return the text of each of these; SGLang decodes no empty ones."""
     asked = [list(ids) for ids in token_ids if ids]
     if not asked:

@@ -30,7 +30,7 @@ from inflight.wire import (
     WeightVersion,
 )
 from inflight_sglang.attaching import Attached, attach
-from inflight_sglang.chat import pieces_of, rendered, texts_of
+from inflight_sglang.chat import decoded, rendered
 from inflight_sglang.checkpoint_files import CheckpointIntake
 from inflight_sglang.flags import Updates
 from inflight_sglang.native import NativeIntake
@@ -39,6 +39,8 @@ from inflight_sglang.updates import SglangUpdates
 
 if TYPE_CHECKING:
     from inflight_sglang.loaded_weights import LoadedWeights
+
+_CLOSE_S = 5.0
 
 
 class SglangEndpoint(InferenceEndpoint):
@@ -236,8 +238,8 @@ class SglangEndpoint(InferenceEndpoint):
         generate_request = generate_request_of(request, await rendered(self._routes, request))
         response = await self.generate(generate_request)
         sampled = [completion.token_ids for completion in response.completions]
-        texts = await texts_of(self._routes, sampled)
-        pieces = await pieces_of(self._routes, sampled) if request.logprobs else []
+        texts = await decoded(self._routes, sampled, skip_special_tokens=True)
+        pieces = [await decoded(self._routes, [[t] for t in ids]) for ids in sampled if request.logprobs]
         return chat_completion_of(request, generate_request, response, texts, pieces)
 
     async def aclose(self) -> None:
@@ -247,5 +249,5 @@ class SglangEndpoint(InferenceEndpoint):
                 with contextlib.suppress(InflightError):
                     await self._updates.abort_weight_update(update.ref)
             self._updates.close()
-        await self._background.aclose()
+        await self._background.aclose(_CLOSE_S)
         await self._routes.aclose()

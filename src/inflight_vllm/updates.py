@@ -40,6 +40,7 @@ _PAUSES = {
     InFlightPolicy.DRAIN: "mode=wait&clear_cache=true",
     InFlightPolicy.ABORT: "mode=abort&clear_cache=true",
 }
+_CLOSE_S = 30.0
 _WAIT_S = 0.02
 """How long the engine's half may keep one status call, while nothing is sampled."""
 _POLL_S = 0.01
@@ -198,8 +199,8 @@ class VllmUpdates(HeldEngine, WeightIntake):
         return await self._weight_version()
 
     async def aclose(self) -> None:
-        """Wait a little for what is still to be told to the engine."""
-        await self._background.aclose()
+        """Wait for what is still to be told to the engine."""
+        await self._background.aclose(_CLOSE_S)
 
     # -------------------------------------------------------------------------------------------------- details
 

@@ -11,8 +11,6 @@ from inflight.errors import InflightError
 
 T = TypeVar("T")
 
-_CLOSE_S = 5.0
-
 
 class Attaching(Generic[T]):
     """What ``attach`` returns. It is called for the first caller, and again after it failed or was cancelled."""
@@ -48,10 +46,10 @@ class BackgroundCalls:
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         return task
 
-    async def aclose(self) -> None:
-        """Wait a little for the calls that are under way, then cancel them."""
+    async def aclose(self, wait_s: float) -> None:
+        """Wait for the calls that are under way, then cancel what is left of them."""
         if self._calls:
-            _, late = await asyncio.wait(self._calls, timeout=_CLOSE_S)
+            _, late = await asyncio.wait(self._calls, timeout=wait_s)
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
