@@ -140,7 +140,7 @@ class SglangUpdates(HeldEngine):
             await pausing.go_on(self._routes)
             timings = UpdateTimings(load_s=loaded - started, held_s=time.monotonic() - self._held_since)
             self.last.timings = timings
-            if self._gate.num_sent:
+            if self._gate.has_requests:
                 self._background.start(self.last.note_first_token(timings, self._probe(), loaded))
             self.is_torn = False
             self._gate.is_open.set()

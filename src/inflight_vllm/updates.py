@@ -156,7 +156,7 @@ class VllmUpdates(HeldEngine, WeightIntake):
                 "/finish_weight_update", {"weight_version": label_of(update.ref)}, timeout_s=update.lease_s
             )
             loaded = time.monotonic()
-            probing = self._background.start(self._probe()) if self._gate.num_sent else None
+            probing = self._background.start(self._probe()) if self._gate.has_requests else None
             await self._routes.post("/resume")
             self._is_torn = False
             timings = UpdateTimings(load_s=loaded - started, held_s=time.monotonic() - self._held_since)

@@ -98,6 +98,8 @@ class LabelledSglang(LabelledServer):
     """As SGLang answers."""
 
     def answer(self, path: str, body: Any) -> Any:
+        if path == "/generate" and isinstance(body["sampling_params"], dict):
+            return {}  # for the first token of an update
         if path == "/generate":
             asked = zip(body["extra_key"], body["sampling_params"], strict=True)
             return [self._item(key, params) for key, params in asked]
@@ -121,7 +123,7 @@ class LabelledSglang(LabelledServer):
         }
         if path == "/ready" and not self.is_paused and self.num_sampled:
             return {}
-        return {"weight_version": self.told_label()} if path == "/model_info" else answers[path]
+        return {"weight_version": self.told_label()} if path == "/model_info" else answers.get(path, {})
 
     def _item(self, key: str, params: dict[str, Any]) -> dict[str, Any]:
         logprob, num = self.sampled(key), params["max_new_tokens"]

@@ -35,6 +35,7 @@ from inflight.wire import (
     UpdateTimings,
     WeightUpdate,
 )
+from tests.engine.reference import wait_until
 from tests.engines.labelled_servers import FRESH, SERVERS, LabelledServer, LabelledVllm
 
 _serial = itertools.count()
@@ -176,27 +177,45 @@ def test_what_vllm_keeps_as_the_base_of_a_delta_is_asked_when_a_group_is_formed(
     run(server, call)
 
 
-def test_an_open_update_of_a_client_that_closes_leaves_vllm_sampling(tmp_path: Path) -> None:
-    server = LabelledVllm(served_model(tmp_path))
+def announced(in_flight: InFlightPolicy) -> WeightUpdate:
     specs = (TensorSpec(name="m.weight", dtype="float32", shape=(3, 2)),)
-    update = WeightUpdate(
+    return WeightUpdate(
         run_id="run",
         version=1,
         manifest=Manifest(tensors=specs),
         buckets=plan_buckets(specs, 100),
-        in_flight=InFlightPolicy.KEEP,
+        in_flight=in_flight,
         deadline_s=5.0,
         lease_s=5.0,
     )
+
+
+def test_an_open_update_of_a_client_that_closes_leaves_vllm_sampling(tmp_path: Path) -> None:
+    server = LabelledVllm(served_model(tmp_path))
 
     async def call(client: InferenceEndpoint) -> None:
         await client.init_process_group(
             DirectorySpec(run_id="run", backend="file", directory=str(tmp_path), timeout_s=5.0)
         )
-        await client.request_weight_update(update)
+        await client.request_weight_update(announced(InFlightPolicy.KEEP))
 
     run(server, call)
     assert "/resume" in server.asked[server.asked.index("/pause") :]
+
+
+def test_the_first_token_is_measured_where_requests_wait_for_the_end_of_a_drain(server: LabelledServer) -> None:
+    async def call(client: Any) -> None:
+        await client.capabilities()
+        client._engine.files = None  # of SGLang: nothing is loaded here
+        update = announced(InFlightPolicy.DRAIN).model_copy(update={"staged": True})
+        await client._engine.hold(update)
+        sampling = asyncio.ensure_future(sample(client))
+        await asyncio.sleep(0.05)
+        await client._engine.apply(update)
+        await sampling
+        await wait_until(lambda: client._engine.last.timings.first_token_s is not None)
+
+    run(server, call)
 
 
 def test_a_server_that_was_replaced_has_had_no_update(server: LabelledServer) -> None:

@@ -51,6 +51,11 @@ class RequestGate:
         """Completions that were sent and not answered."""
         self._ids: set[str] = set()
 
+    @property
+    def has_requests(self) -> bool:
+        """Whether requests run, or wait for the gate."""
+        return bool(self._ids)
+
     async def sample(
         self,
         request: GenerateRequest,
