@@ -169,8 +169,8 @@ class VllmEndpoint(InferenceEndpoint):
         body = {"model": model, "request_id": "inflight-attach", "token_ids": [], "sampling_params": {}}
         try:
             await self._requests.ask("POST", GENERATE, body)
-        except UnauthorizedError as error:
-            return f"it was started without --enable-scale-out: {error.message}"
+        except UnauthorizedError:  # not of the key, which /v1/models has asked for
+            return "it was started without --enable-scale-out"
         return None
 
     async def _refusal(self, problem: str) -> ConfigError:
