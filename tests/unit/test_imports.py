@@ -361,6 +361,16 @@ def test_parts_of_one_level_do_not_import_each_other_in_a_circle() -> None:
     assert [part for part in edges if part in reachable(part)] == []
 
 
+def test_modules_do_not_import_each_other_in_a_circle() -> None:
+    imported: dict[str, set[str]] = {}
+    for file in SRC.rglob("*.py"):
+        parts = file.relative_to(SRC).with_suffix("").parts
+        imported[".".join(parts).removesuffix(".__init__")] = {found.module for found in imports_of(file)}
+    while leaves := {module for module, others in imported.items() if not others & (imported.keys() - {module})}:
+        imported = {module: others for module, others in imported.items() if module not in leaves}
+    assert sorted(imported) == []
+
+
 def test_torch_is_imported_only_where_it_is_needed() -> None:
     wrong = [
         f"{found.file.relative_to(SRC)} imports {found.module}"
