@@ -18,9 +18,8 @@ from inflight.errors import (
     UnsupportedError,
     UpdateRefusedError,
 )
-from inflight.weights.receiving import UpdateReceiver
+from inflight.weights.receiving import ReceivingEndpoint, UpdateReceiver
 from inflight.wire import (
-    BucketTransfer,
     Capabilities,
     ChatCompletion,
     ChatCompletionRequest,
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
 _CLOSE_S = 5.0
 
 
-class SglangEndpoint:
+class SglangEndpoint(ReceivingEndpoint):
     """One SGLang server at ``url``; nothing of inflight is installed there. Satisfies `InferenceEndpoint`.
 
     The first call asks the server how it was started, and raises `ConfigError` with the command that starts it as
@@ -113,7 +112,7 @@ class SglangEndpoint:
         if can.staging:
             self._engine.files = lambda: self._staged.files
         self._updates = UpdateReceiver(
-            self,
+            self._engine,
             self._staged if can.staging else self._engine,
             attached.specs,
             policies=can.in_flight_policies,
@@ -140,38 +139,27 @@ class SglangEndpoint:
 
     # ---------------------------------------------------------------------------------------------------- weights
 
+    async def receiver(self) -> UpdateReceiver:
+        """See `ReceivingEndpoint.receiver`."""
+        await self.capabilities()
+        return self._updates
+
     async def init_process_group(self, spec: TransportSpec) -> None:
         """See `InferenceEndpoint.init_process_group`. What another client left open on the server is cleared."""
-        await self.capabilities()
-        await self._updates.init_process_group(spec)
+        await super().init_process_group(spec)
         await self._found()
         self._was_replaced = False  # the group just formed is that of the process that answers now
 
     async def request_weight_update(self, update: WeightUpdate) -> None:
         """See `InferenceEndpoint.request_weight_update`. Raises `TransferError` if the server was replaced."""
-        await self.capabilities()
+        receiver = await self.receiver()
         if reason := misaligned(update):
             raise UpdateRefusedError(f"update to version {update.version} refused: {reason}")
-        if self._updates.session.update is None:
+        if receiver.session.update is None:
             await self._found()
             if self._was_replaced:
                 raise TransferError("the engine was restarted and belongs to no weight group; form the group anew")
-        await self._updates.request_weight_update(update)
-
-    async def receive_weights(self, bucket: BucketTransfer) -> None:
-        """See `InferenceEndpoint.receive_weights`."""
-        await self.capabilities()
-        await self._updates.receive_weights(bucket)
-
-    async def commit_weight_update(self, ref: UpdateRef) -> WeightVersion:
-        """See `InferenceEndpoint.commit_weight_update`. Cancelling the call does not stop what it began."""
-        await self.capabilities()
-        return await self._updates.commit_weight_update(ref)
-
-    async def abort_weight_update(self, ref: UpdateRef) -> WeightVersion:
-        """See `InferenceEndpoint.abort_weight_update`. Native updates: POISONED from the first bucket on."""
-        await self.capabilities()
-        return await self._updates.abort_weight_update(ref)
+        await receiver.request(update)
 
     async def weight_version(self) -> WeightVersion:
         """See `InferenceEndpoint.weight_version`. HELD too while another client holds the server.
@@ -180,32 +168,15 @@ class SglangEndpoint:
         """
         await self.capabilities()
         session = self._updates.session
-        loads, (status, _), _ = await asyncio.gather(
-            self._routes.get("/v1/loads"), self._routes.ask("GET", "/ready"), self._found()
+        num_running, (status, _), _ = await asyncio.gather(
+            self._engine.num_running(), self._routes.ask("GET", "/ready"), self._found()
         )
-        num_running = sum(int(load["num_running_reqs"]) for load in loads["loads"])
         # A server that is paused says what ran before; where weights are torn every request was ended.
         answer = self._updates.weight_version(
             num_running=0 if session.state is EndpointState.POISONED else num_running, last_update=self._engine.timings
         )
         is_held = status != 200 and session.state is EndpointState.READY
         return answer.model_copy(update={"state": EndpointState.HELD}) if is_held else answer
-
-    async def hold(self, update: WeightUpdate) -> None:
-        """See `HeldEngine.hold`."""
-        await self._engine.hold(update)
-
-    async def apply(self, update: WeightUpdate) -> None:
-        """See `HeldEngine.apply`."""
-        await self._engine.apply(update)
-
-    async def release(self) -> None:
-        """See `HeldEngine.release`."""
-        await self._engine.release()
-
-    async def give_up(self) -> None:
-        """See `HeldEngine.give_up`."""
-        await self._engine.give_up()
 
     async def _found(self) -> str:
         """Return how the server calls its weights; take it over, unless that may have changed meanwhile."""
@@ -291,7 +262,7 @@ class SglangEndpoint:
         if attaching is not None and attaching.done() and not attaching.cancelled() and attaching.exception() is None:
             if (update := self._updates.session.update) is not None:
                 with contextlib.suppress(InflightError):
-                    await self._updates.abort_weight_update(update.ref)
+                    await self._updates.abort(update.ref)
             self._updates.close()
         await self._staged.aclose(_CLOSE_S)
         await self._engine.aclose(_CLOSE_S)

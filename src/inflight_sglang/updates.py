@@ -46,7 +46,7 @@ _STUCK_S = 1860.0
 
 
 class SglangUpdates:
-    """Satisfies `HeldEngine` but for the version, and `WeightIntake`. ``is_open`` is set while requests may be sent.
+    """Satisfies `HeldEngine` and `WeightIntake`. ``is_open`` is set while requests may be sent.
 
     ``num_sent`` counts the requests of this client that the server has not answered. With ``files``, those of the open
     update, it is the engine of staged updates, whose intake is another.
@@ -262,6 +262,11 @@ class SglangUpdates:
         if not is_stuck:
             await asyncio.wait([self._settling])
         self.is_open.set()  # whoever waits is refused now
+
+    async def num_running(self) -> int:
+        """See `HeldEngine.num_running`. The requests of other clients are included."""
+        loads = await self._routes.get("/v1/loads")
+        return sum(int(load["num_running_reqs"]) for load in loads["loads"])
 
     def found(self, served: ServedVersion) -> bool:
         """Take over what the server's label says; return True if its weights are torn."""

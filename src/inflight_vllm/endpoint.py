@@ -20,11 +20,10 @@ from inflight.errors import (
     UnsupportedError,
 )
 from inflight.http.connection import HttpConnection
-from inflight.weights.receiving import UpdateReceiver
+from inflight.weights.receiving import ReceivingEndpoint, UpdateReceiver
 from inflight.wire import (
     DTYPE_SIZES,
     Backend,
-    BucketTransfer,
     Capabilities,
     ChatChoice,
     ChatCompletion,
@@ -55,7 +54,7 @@ _TRANSPORTS: tuple[Backend, ...] = ("gloo", "shm", "file", "http")
 _ENCODINGS: tuple[Encoding, ...] = ("bfloat16", "float8", "delta")
 
 
-class VllmEndpoint:
+class VllmEndpoint(ReceivingEndpoint):
     """One vLLM server at ``url``, whose plug-in is installed there. Satisfies `InferenceEndpoint`.
 
     The first call asks the server how it was started, and raises `ConfigError` with the command that starts it as
@@ -83,7 +82,7 @@ class VllmEndpoint:
         self._routes = VllmRoutes(self._url, self._headers, control_timeout_s)
         self._engine = VllmUpdates(self._routes, lambda: len(self._running), self._probe)
         self._updates = UpdateReceiver(
-            self,
+            self._engine,
             self._engine,
             None,
             policies=tuple(InFlightPolicy),
@@ -220,31 +219,27 @@ class VllmEndpoint:
 
     # --------------------------------------------------------------------------------------------------- weights
 
+    async def receiver(self) -> UpdateReceiver:
+        """See `ReceivingEndpoint.receiver`."""
+        await self.capabilities()
+        return self._updates
+
     async def init_process_group(self, spec: TransportSpec) -> None:
         """See `InferenceEndpoint.init_process_group`. What another client left open on the server is cleared."""
-        await self.capabilities()
-        await self._updates.init_process_group(spec)
+        await super().init_process_group(spec)
         await self._found()
 
     async def request_weight_update(self, update: WeightUpdate) -> None:
         """See `InferenceEndpoint.request_weight_update`. Raises `TransferError` if the server was replaced."""
-        await self.capabilities()
-        if self._updates.session.update is None:
+        receiver = await self.receiver()
+        if receiver.session.update is None:
             await self._found()
-        await self._updates.request_weight_update(update)
-
-    async def receive_weights(self, bucket: BucketTransfer) -> None:
-        """See `InferenceEndpoint.receive_weights`."""
-        await self._updates.receive_weights(bucket)
+        await receiver.request(update)
 
     async def commit_weight_update(self, ref: UpdateRef) -> WeightVersion:
         """See `InferenceEndpoint.commit_weight_update`. The server is not asked: its answer would come a step later."""
-        await self._updates.commit(ref)
+        await (await self.receiver()).commit(ref)
         return self._version(self._updates.session.state, await self.capabilities())
-
-    async def abort_weight_update(self, ref: UpdateRef) -> WeightVersion:
-        """See `InferenceEndpoint.abort_weight_update`."""
-        return await self._updates.abort_weight_update(ref)
 
     async def weight_version(self) -> WeightVersion:
         """See `InferenceEndpoint.weight_version`. HELD too while another client holds the server.
@@ -267,22 +262,6 @@ class VllmEndpoint:
             last_update=self._engine.timings,
         )
         return answer.model_copy(update={"state": state})
-
-    async def hold(self, update: WeightUpdate) -> None:
-        """See `HeldEngine.hold`."""
-        await self._engine.hold(update)
-
-    async def apply(self, update: WeightUpdate) -> None:
-        """See `HeldEngine.apply`."""
-        await self._engine.apply(update)
-
-    async def release(self) -> None:
-        """See `HeldEngine.release`."""
-        await self._engine.release()
-
-    async def give_up(self) -> None:
-        """See `HeldEngine.give_up`."""
-        await self._engine.give_up()
 
     async def _found(self, timeout_s: float | None = None) -> str:
         """Return how the server calls its weights; take it over, unless that may have changed meanwhile."""

@@ -113,7 +113,7 @@ def words_of(answer: Any) -> str:
 
 
 class VllmUpdates:
-    """Satisfies `HeldEngine` but for the version, and `WeightIntake`. ``is_open`` is set while requests may be sent."""
+    """Satisfies `HeldEngine` and `WeightIntake`. ``is_open`` is set while requests may be sent."""
 
     def __init__(
         self, routes: VllmRoutes, num_running: Callable[[], int], probe: Callable[[], Awaitable[None]]
@@ -256,6 +256,10 @@ class VllmUpdates:
                 await self._routes.post("/pause?mode=abort&clear_cache=true")
         finally:
             self.is_open.set()  # whoever waits is refused now
+
+    async def num_running(self) -> int:
+        """See `HeldEngine.num_running`."""
+        return self._num_running()
 
     async def aclose(self) -> None:
         """Wait for what is still to be told to the engine."""

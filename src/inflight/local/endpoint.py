@@ -19,12 +19,11 @@ from inflight.local.engine import Engine
 from inflight.local.sequences import Sequence
 from inflight.types import EngineStats
 from inflight.weights.merging import AdaptedWeights
-from inflight.weights.receiving import StagedIntake, UpdateReceiver
+from inflight.weights.receiving import ReceivingEndpoint, StagedIntake, UpdateReceiver
 from inflight.weights.threads import run_abandonable
 from inflight.weights.transports import make_receiver
 from inflight.wire import (
     Backend,
-    BucketTransfer,
     Capabilities,
     ChatCompletion,
     ChatCompletionChunk,
@@ -37,8 +36,6 @@ from inflight.wire import (
     InFlightPolicy,
     Manifest,
     TensorSpec,
-    TransportSpec,
-    UpdateRef,
     UpdateTimings,
     WeightUpdate,
     WeightVersion,
@@ -49,7 +46,7 @@ T = TypeVar("T")
 _ENCODINGS: tuple[Encoding, ...] = ("bfloat16", "float8", "delta")
 
 
-class LocalEndpoint:
+class LocalEndpoint(ReceivingEndpoint):
     """An endpoint around an `Engine`, which it starts and closes. Satisfies `StreamingEndpoint`.
 
     Belongs to the event loop in which it is first used. ``chat`` is None where the model has no chat template.
@@ -124,25 +121,9 @@ class LocalEndpoint:
 
     # ---------------------------------------------------------------------------------------------------- weights
 
-    async def init_process_group(self, spec: TransportSpec) -> None:
-        """See `InferenceEndpoint.init_process_group`. An open update is aborted first."""
-        await self._updates.init_process_group(spec)
-
-    async def request_weight_update(self, update: WeightUpdate) -> None:
-        """See `InferenceEndpoint.request_weight_update`."""
-        await self._updates.request_weight_update(update)
-
-    async def receive_weights(self, bucket: BucketTransfer) -> None:
-        """See `InferenceEndpoint.receive_weights`."""
-        await self._updates.receive_weights(bucket)
-
-    async def commit_weight_update(self, ref: UpdateRef) -> WeightVersion:
-        """See `InferenceEndpoint.commit_weight_update`. Cancelling the call does not stop what it began."""
-        return await self._updates.commit_weight_update(ref)
-
-    async def abort_weight_update(self, ref: UpdateRef) -> WeightVersion:
-        """See `InferenceEndpoint.abort_weight_update`. A commit that has begun ends first, whole or poisoned."""
-        return await self._updates.abort_weight_update(ref)
+    async def receiver(self) -> UpdateReceiver:
+        """See `ReceivingEndpoint.receiver`."""
+        return self._updates
 
     async def weight_version(self) -> WeightVersion:
         """See `InferenceEndpoint.weight_version`. Raises `EndpointError` if the engine has failed."""
@@ -150,7 +131,7 @@ class LocalEndpoint:
             raise failure
         is_open = self._updates.session.update is not None
         return self._updates.weight_version(
-            num_running=self._engine.stats().num_running,
+            num_running=await self.num_running(),
             last_update=self._last_timings if is_open else self._timings(),
         )
 
@@ -196,6 +177,10 @@ class LocalEndpoint:
     async def give_up(self) -> None:
         """See `HeldEngine.give_up`."""
         await self._in_engine(self._engine.cancel_all)
+
+    async def num_running(self) -> int:
+        """See `HeldEngine.num_running`. Sequences, of which a request may have several."""
+        return self._engine.stats().num_running
 
     async def _in_engine(self, command: Callable[[], T]) -> T:
         """Return what ``command`` returns in the engine's thread; it runs even if the caller is cancelled."""
