@@ -231,7 +231,7 @@ class _Open:
 
 
 class UpdateReceiver:
-    """Updates of one endpoint over its life. `ReceivingEndpoint` makes methods of `InferenceEndpoint` of its own.
+    """Updates of one endpoint over its life. `ReceivingEndpoint` offers its methods under the names of the contract.
 
     ``expected`` is what the engine can load (None: not known here, the engine refuses by itself); the others are what
     the endpoint declares in its `Capabilities`. An instance belongs to one event loop.
@@ -509,7 +509,7 @@ class UpdateReceiver:
 
 
 class ReceivingEndpoint(Protocol):
-    """Half of an `InferenceEndpoint`: updates of its weights, which an `UpdateReceiver` takes."""
+    """The methods of an `InferenceEndpoint` that concern its weights, for one that has an `UpdateReceiver`."""
 
     @abstractmethod
     async def receiver(self) -> UpdateReceiver:

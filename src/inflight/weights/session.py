@@ -159,6 +159,8 @@ class UpdateSession:
             self._served = UpdateRef(run_id=run_id or "checkpoint", version=version, session_id=session_id)
             self._served_epoch = 0 if run_id is None else self._epochs.get(run_id, 0)
         self._run_id = run_id
+        if not torn:
+            self._torn_names = None  # mended; what others tear from now on is not known here
 
     def fence(self, run_id: str, epoch: int) -> None:
         """Raise `FencedError` for an incarnation of a run's trainer that was replaced; note who calls otherwise."""
