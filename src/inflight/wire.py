@@ -104,7 +104,7 @@ class InFlightPolicy(StrEnum):
 
 
 class EndpointState(StrEnum):
-    """States of an endpoint; `inflight.weights.session` holds the transitions."""
+    """States of an endpoint; `inflight.weights.session.TRANSITIONS` is the table of them."""
 
     JOINING = "joining"
     READY = "ready"

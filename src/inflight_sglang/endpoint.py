@@ -15,9 +15,8 @@ from inflight.engines.requests import RequestGate
 from inflight.engines.routes import EngineRoutes, words_of
 from inflight.errors import InflightError, InvalidRequestError, ProtocolError, TransferError, UpdateRefusedError
 from inflight.http.chat import chat_completion_of, check_chat, generate_request_of
-from inflight.weights.receiving import UpdateReceiver, WeightIntake
+from inflight.weights.receiving import ReceivingEndpoint, UpdateReceiver, WeightIntake
 from inflight.wire import (
-    BucketTransfer,
     Capabilities,
     ChatCompletion,
     ChatCompletionRequest,
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
 _CLOSE_S = 5.0
 
 
-class SglangEndpoint(InferenceEndpoint):
+class SglangEndpoint(ReceivingEndpoint, InferenceEndpoint):
     """One SGLang server at ``url``; nothing of inflight is installed there.
 
     The first call asks the server how it was started, and raises `ConfigError` with the command that starts it as
@@ -102,7 +101,7 @@ class SglangEndpoint(InferenceEndpoint):
     async def _attach(self) -> Capabilities:
         self._attached = attached = await attach(self._routes, self._model_dir, self._wanted_updates)
         can = attached.capabilities
-        engine = self._engine = SglangUpdates(self._routes, self._gate, self._background, self.weight_version)
+        engine = self._engine = SglangUpdates(self._routes, self._gate, self._background)
         intake: WeightIntake
         if can.staging:
             staged = intake = CheckpointIntake(engine.clear, self._make_loaded, self._background)
@@ -137,37 +136,26 @@ class SglangEndpoint(InferenceEndpoint):
 
     # ---------------------------------------------------------------------------------------------------- weights
 
+    async def receiver(self) -> UpdateReceiver:
+        await self.capabilities()
+        return self._updates
+
     async def init_process_group(self, spec: TransportSpec) -> None:
         """What another client left open on the server is cleared."""
-        await self.capabilities()
-        await self._updates.init_process_group(spec)
+        await super().init_process_group(spec)
         await self._found()
         self._was_replaced = False  # the group just formed is that of the process that answers now
 
     async def request_weight_update(self, update: WeightUpdate) -> None:
         """Raises `TransferError` if the server was replaced."""
-        await self.capabilities()
+        receiver = await self.receiver()
         if reason := misaligned(update):
             raise UpdateRefusedError(f"update to version {update.version} refused: {reason}")
-        if self._updates.session.update is None:
+        if receiver.session.update is None:
             await self._found()
             if self._was_replaced:
                 raise TransferError("the engine was restarted and belongs to no weight group; form the group anew")
-        await self._updates.request_weight_update(update)
-
-    async def receive_weights(self, bucket: BucketTransfer) -> None:
-        await self.capabilities()
-        await self._updates.receive_weights(bucket)
-
-    async def commit_weight_update(self, ref: UpdateRef) -> WeightVersion:
-        """Cancelling the call does not stop what it began."""
-        await self.capabilities()
-        return await self._updates.commit_weight_update(ref)
-
-    async def abort_weight_update(self, ref: UpdateRef) -> WeightVersion:
-        """Native updates: POISONED from the first bucket on."""
-        await self.capabilities()
-        return await self._updates.abort_weight_update(ref)
+        await receiver.request(update)
 
     async def weight_version(self) -> WeightVersion:
         """HELD too while another client holds the server.
@@ -176,10 +164,9 @@ class SglangEndpoint(InferenceEndpoint):
         """
         await self.capabilities()
         session = self._updates.session
-        loads, (status, _), _ = await asyncio.gather(
-            self._routes.get("/v1/loads"), self._routes.ask("GET", "/ready"), self._found()
+        num_running, (status, _), _ = await asyncio.gather(
+            self._engine.num_running(), self._routes.ask("GET", "/ready"), self._found()
         )
-        num_running = sum(int(load["num_running_reqs"]) for load in loads["loads"])
         # A server that is paused says what ran before; where weights are torn every request was ended.
         answer = self._updates.weight_version(
             num_running=0 if session.state is EndpointState.POISONED else num_running,
@@ -247,7 +234,7 @@ class SglangEndpoint(InferenceEndpoint):
         if self._attaching.has_succeeded:
             if (update := self._updates.session.update) is not None:
                 with contextlib.suppress(InflightError):
-                    await self._updates.abort_weight_update(update.ref)
+                    await self._updates.abort(update.ref)
             self._updates.close()
         await self._background.aclose(_CLOSE_S)
         await self._routes.aclose()

@@ -22,7 +22,7 @@ from inflight.engines.routes import EngineRoutes, words_of
 from inflight.engines.timings import LastUpdate
 from inflight.errors import ProtocolError, TransferError, UpdateRefusedError
 from inflight.weights.receiving import HeldEngine
-from inflight.wire import TransportSpec, UpdateRef, UpdateTimings, WeightUpdate, WeightVersion
+from inflight.wire import TransportSpec, UpdateRef, UpdateTimings, WeightUpdate
 from inflight_sglang import pausing
 from inflight_sglang.checkpoint_files import CheckpointFiles
 
@@ -33,7 +33,7 @@ _NO_FILES = "Failed to get weights iterator: Cannot find any model weights"
 
 
 class SglangUpdates(HeldEngine):
-    """The weights of one server. ``gate`` is closed while they change; ``weight_version`` is the endpoint's.
+    """The weights of one server. ``gate`` is closed while they change.
 
     With ``files``, those of the open update, updates are staged; without them they are native.
     """
@@ -43,12 +43,10 @@ class SglangUpdates(HeldEngine):
         routes: EngineRoutes,
         gate: RequestGate,
         background: BackgroundCalls,
-        weight_version: Callable[[], Awaitable[WeightVersion]],
     ) -> None:
         self._routes = routes
         self._gate = gate
         self._background = background
-        self._weight_version = weight_version
         self._lock = asyncio.Lock()
         self._update: UpdateRef | None = None
         self._was_torn = False
@@ -167,14 +165,16 @@ class SglangUpdates(HeldEngine):
             await asyncio.wait([self._settling])
         self._gate.is_open.set()  # whoever waits is refused now
 
+    async def num_running(self) -> int:
+        """The requests of other clients are included."""
+        loads = await self._routes.get("/v1/loads")
+        return sum(int(load["num_running_reqs"]) for load in loads["loads"])
+
     def found(self, served: ServedVersion) -> bool:
         """Take over what the server's label says; return True if its weights are torn."""
         if self._settling is None or self._settling.done():
             self.is_torn = served.torn
         return self.is_torn or served.torn
-
-    async def weight_version(self) -> WeightVersion:
-        return await self._weight_version()
 
     # ---------------------------------------------------------------------------------------------------- details
 

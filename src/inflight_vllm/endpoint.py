@@ -17,10 +17,9 @@ from inflight.engines.requests import RequestGate
 from inflight.engines.routes import EngineRoutes, words_of
 from inflight.errors import ConfigError, InflightError, InvalidRequestError, ProtocolError, UnauthorizedError
 from inflight.http.chat import chat_completion_of, check_chat, generate_request_of
-from inflight.weights.receiving import UpdateReceiver
+from inflight.weights.receiving import ReceivingEndpoint, UpdateReceiver
 from inflight.wire import (
     Backend,
-    BucketTransfer,
     Capabilities,
     ChatCompletion,
     ChatCompletionRequest,
@@ -44,7 +43,7 @@ _TRANSPORTS: tuple[Backend, ...] = ("gloo", "shm", "file", "http")
 _ENCODINGS: tuple[Encoding, ...] = ("bfloat16", "float8", "delta")
 
 
-class VllmEndpoint(InferenceEndpoint):
+class VllmEndpoint(ReceivingEndpoint, InferenceEndpoint):
     """One vLLM server at ``url``, whose plug-in is installed there.
 
     The first call asks the server how it was started, and raises `ConfigError` with the command that starts it as
@@ -76,7 +75,7 @@ class VllmEndpoint(InferenceEndpoint):
             keeps_alive=False,
         )
         self._gate = RequestGate()
-        self._engine = VllmUpdates(self._routes, self._gate, self._probe, self.weight_version)
+        self._engine = VllmUpdates(self._routes, self._gate, self._probe)
         self._updates = UpdateReceiver(
             self._engine,
             self._engine,
@@ -183,29 +182,26 @@ class VllmEndpoint(InferenceEndpoint):
 
     # --------------------------------------------------------------------------------------------------- weights
 
+    async def receiver(self) -> UpdateReceiver:
+        await self.capabilities()
+        return self._updates
+
     async def init_process_group(self, spec: TransportSpec) -> None:
         """What another client left open on the server is cleared."""
-        await self.capabilities()
-        await self._updates.init_process_group(spec)
+        await super().init_process_group(spec)
         await self._found()
 
     async def request_weight_update(self, update: WeightUpdate) -> None:
         """Raises `TransferError` if the server was replaced."""
-        await self.capabilities()
-        if self._updates.session.update is None:
+        receiver = await self.receiver()
+        if receiver.session.update is None:
             await self._found()
-        await self._updates.request_weight_update(update)
-
-    async def receive_weights(self, bucket: BucketTransfer) -> None:
-        await self._updates.receive_weights(bucket)
+        await receiver.request(update)
 
     async def commit_weight_update(self, ref: UpdateRef) -> WeightVersion:
         """The server is not asked: its answer would come a step later."""
-        await self._updates.commit(ref)
+        await (await self.receiver()).commit(ref)
         return self._version(self._updates.session.state, await self.capabilities())
-
-    async def abort_weight_update(self, ref: UpdateRef) -> WeightVersion:
-        return await self._updates.abort_weight_update(ref)
 
     async def weight_version(self) -> WeightVersion:
         """HELD too while another client holds the server.
@@ -302,7 +298,7 @@ class VllmEndpoint(InferenceEndpoint):
         """An open update is ended first, so that the server is not left held."""
         if (update := self._updates.session.update) is not None:
             with contextlib.suppress(InflightError):
-                await self._updates.abort_weight_update(update.ref)
+                await self._updates.abort(update.ref)
         self._updates.close()
         await self._engine.aclose()
         await self._routes.aclose()

@@ -29,7 +29,6 @@ from inflight.wire import (
     UpdateRef,
     UpdateTimings,
     WeightUpdate,
-    WeightVersion,
 )
 
 PROTOCOL = 3
@@ -48,22 +47,17 @@ _POLL_S = 0.01
 
 
 class VllmUpdates(HeldEngine, WeightIntake):
-    """The weights of one server. ``gate`` is closed while they change; ``probe`` has one token sampled.
-
-    ``weight_version`` is the endpoint's.
-    """
+    """The weights of one server. ``gate`` is closed while they change; ``probe`` has one token sampled."""
 
     def __init__(
         self,
         routes: EngineRoutes,
         gate: RequestGate,
         probe: Callable[[], Awaitable[None]],
-        weight_version: Callable[[], Awaitable[WeightVersion]],
     ) -> None:
         self._routes = routes
         self._gate = gate
         self._probe = probe
-        self._weight_version = weight_version
         self._lock = asyncio.Lock()
         self._group: str | None = None
         self._update: WeightUpdate | None = None
@@ -195,8 +189,8 @@ class VllmUpdates(HeldEngine, WeightIntake):
         finally:
             self._gate.is_open.set()  # whoever waits is refused now
 
-    async def weight_version(self) -> WeightVersion:
-        return await self._weight_version()
+    async def num_running(self) -> int:
+        return self._gate.num_sent
 
     async def aclose(self) -> None:
         """Wait for what is still to be told to the engine."""

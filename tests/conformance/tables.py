@@ -7,6 +7,8 @@ import tomllib
 from typing import Any
 
 from inflight.losses import PRESETS
+from inflight.weights.session import TRANSITIONS, Event
+from inflight.wire import EndpointState
 from tests.campaigns.table import campaign_table
 from tests.conformance.kept import ROOT, kept_rows, milliseconds
 from tests.conformance.weight_tables import WEIGHT_TABLES
@@ -20,6 +22,19 @@ def certificates() -> list[dict[str, Any]]:
         _certificates("endpoint"),
         key=lambda c: (c["implementation"], [-int(n) for n in c["implementation_version"].split(".") if n.isdigit()]),
     )
+
+
+def transitions_table() -> str:
+    """Return the state machine of an endpoint: one row for each event, one column for each state."""
+    lines = [
+        f"| event | what has happened | {' | '.join(state.name for state in EndpointState)} |",
+        "|---|---|" + "---|" * len(EndpointState),
+    ]
+    for event in Event:
+        after = [TRANSITIONS.get((state, event)) for state in EndpointState]
+        cells = " | ".join("" if state is None else f"→ {state.name}" for state in after)
+        lines.append(f"| {event.name.lower()} | {event.value} | {cells} |")
+    return "\n".join(lines)
 
 
 def tested_table() -> str:
@@ -251,6 +266,7 @@ TABLES = {
     **WEIGHT_TABLES,
     "campaign": campaign_table,
     "presets": presets_table,
+    "transitions": transitions_table,
     "head": head_table,
     "head_tiles": head_tile_table,
     "preset_learning": preset_learning_table,

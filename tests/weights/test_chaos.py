@@ -170,7 +170,8 @@ def release_a_torn_endpoint(patch: pytest.MonkeyPatch) -> None:
     abort = UpdateSession.abort
 
     def forgetful(self: UpdateSession, *, torn: bool = False) -> None:
-        self._applying = False
+        if self._open is not None:
+            self._open.is_applying = False
         abort(self)
 
     patch.setattr(UpdateSession, "abort", forgetful)

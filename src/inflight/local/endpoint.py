@@ -22,12 +22,11 @@ from inflight.local.sequences import Sequence
 from inflight.types import EngineStats
 from inflight.weights.merging import AdaptedWeights
 from inflight.weights.module import tensor_spec
-from inflight.weights.receiving import HeldEngine, StagedIntake, UpdateReceiver
+from inflight.weights.receiving import HeldEngine, ReceivingEndpoint, StagedIntake, UpdateReceiver
 from inflight.weights.threads import run_abandonable
 from inflight.weights.transports import make_receiver
 from inflight.wire import (
     Backend,
-    BucketTransfer,
     Capabilities,
     ChatCompletion,
     ChatCompletionChunk,
@@ -39,8 +38,6 @@ from inflight.wire import (
     GenerateResponse,
     InFlightPolicy,
     Manifest,
-    TransportSpec,
-    UpdateRef,
     UpdateTimings,
     WeightUpdate,
     WeightVersion,
@@ -51,7 +48,7 @@ T = TypeVar("T")
 _ENCODINGS: tuple[Encoding, ...] = ("bfloat16", "float8", "delta")
 
 
-class LocalEndpoint(StreamingEndpoint, HeldEngine):
+class LocalEndpoint(ReceivingEndpoint, StreamingEndpoint, HeldEngine):
     """An endpoint around an `Engine`, which it starts and closes.
 
     Belongs to the event loop in which it is first used. ``chat`` is None where the model has no chat template.
@@ -120,23 +117,8 @@ class LocalEndpoint(StreamingEndpoint, HeldEngine):
 
     # ---------------------------------------------------------------------------------------------------- weights
 
-    async def init_process_group(self, spec: TransportSpec) -> None:
-        """An open update is aborted first."""
-        await self._updates.init_process_group(spec)
-
-    async def request_weight_update(self, update: WeightUpdate) -> None:
-        await self._updates.request_weight_update(update)
-
-    async def receive_weights(self, bucket: BucketTransfer) -> None:
-        await self._updates.receive_weights(bucket)
-
-    async def commit_weight_update(self, ref: UpdateRef) -> WeightVersion:
-        """Cancelling the call does not stop what it began."""
-        return await self._updates.commit_weight_update(ref)
-
-    async def abort_weight_update(self, ref: UpdateRef) -> WeightVersion:
-        """A commit that has begun ends first, whole or poisoned."""
-        return await self._updates.abort_weight_update(ref)
+    async def receiver(self) -> UpdateReceiver:
+        return self._updates
 
     async def weight_version(self) -> WeightVersion:
         """Raises `EndpointError` if the engine has failed."""
@@ -144,7 +126,7 @@ class LocalEndpoint(StreamingEndpoint, HeldEngine):
             raise failure
         is_open = self._updates.session.update is not None
         return self._updates.weight_version(
-            num_running=self._engine.stats().num_running,
+            num_running=await self.num_running(),
             last_update=self._last_timings if is_open else self._timings(),
         )
 
@@ -186,6 +168,10 @@ class LocalEndpoint(StreamingEndpoint, HeldEngine):
 
     async def give_up(self) -> None:
         await self._in_engine(self._engine.cancel_all)
+
+    async def num_running(self) -> int:
+        """Sequences, of which a request may have several."""
+        return self._engine.stats().num_running
 
     async def _in_engine(self, command: Callable[[], T]) -> T:
         """Return what ``command`` returns in the engine's thread; it runs even if the caller is cancelled."""
