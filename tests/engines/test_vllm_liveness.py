@@ -87,7 +87,7 @@ def test_no_request_waits_for_ever_when_the_server_is_gone_in_the_middle_of_a_ho
 
     async def main() -> None:
         routes, gate = EngineRoutes("http://127.0.0.1:9", api_key=None, control_timeout_s=5.0), RequestGate()
-        updates = VllmUpdates(routes, gate, unused, unused)
+        updates = VllmUpdates(routes, gate, unused)
         gate.is_open.clear()  # as a hold does
         with pytest.raises(UnreachableError):
             await getattr(updates, ending)()

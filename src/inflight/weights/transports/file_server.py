@@ -69,19 +69,28 @@ class FileServer:
         self._listener.close()
 
 
-class _OpenFile(FileResponse):
-    """Sends the file that was opened and checked, whatever becomes of its name meanwhile."""
-
+class _LargeSteps(FileResponse):
     chunk_size = 4 << 20  # starlette's 64 KiB cost five times as much
 
-    def __init__(self, fd: int) -> None:
-        self._file = os.fdopen(os.dup(fd), "rb", buffering=0)
-        path = f"/dev/fd/{self._file.fileno()}"
-        super().__init__(path, media_type="application/octet-stream", stat_result=os.fstat(fd))
+
+class _StoredFile(Response):
+    """Sends a file of the store as it was when it was opened, whatever becomes of its name meanwhile."""
+
+    def __init__(self, directory: Path, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self._directory = directory
+        self._names = names
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._file:
-            await super().__call__(scope, receive, send)
+        with contextlib.ExitStack() as opened:
+            answer: Response
+            try:
+                fd, _ = opened.enter_context(regular_file(self._directory, *self._names))
+            except (FileNotFoundError, TransferError):
+                answer = PlainTextResponse("there is no such file", 404)
+            else:
+                answer = _LargeSteps(f"/dev/fd/{fd}", media_type="application/octet-stream", stat_result=os.fstat(fd))
+            await answer(scope, receive, send)
 
 
 def _app(directory: Path, token: str) -> Starlette:
@@ -94,11 +103,7 @@ def _app(directory: Path, token: str) -> Starlette:
     def answer(request: Request, *names: str) -> Response:
         if not is_allowed(request):
             return PlainTextResponse("the token is missing or wrong", 401, {"WWW-Authenticate": "Bearer"})
-        try:
-            with regular_file(directory, *names) as (fd, _):
-                return _OpenFile(fd)
-        except (FileNotFoundError, TransferError):
-            return PlainTextResponse("there is no such file", 404)
+        return _StoredFile(directory, names)
 
     def latest(request: Request) -> Response:
         run = request.path_params["run"]
