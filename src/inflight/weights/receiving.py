@@ -75,8 +75,9 @@ class HeldEngine(Protocol):
 
     @abstractmethod
     async def give_up(self) -> None:
-        """End every request, running or waiting: the weights are torn, as `apply` raised or a part of them had arrived.
+        """End every request, running or waiting: the weights are torn.
 
+        `apply` raised, a part of an update had arrived, or the update that was to mend torn weights has ended early.
         Sampling stays held: nothing is sampled until the `apply` of a complete update, which the receiver lets through
         and whose `hold` comes before it. Those who wait for the requests get `PoisonedError`, as new ones do from
         `UpdateSession.refuse_if_poisoned`.
@@ -489,9 +490,9 @@ class UpdateReceiver:
             holding.cancel()
             await asyncio.wait([holding])
         was_held = not holding.cancelled() and holding.exception() is None
-        if was_torn:
+        if was_torn or (was_held and self._session.is_torn):
             await self._engine.give_up()
-        elif was_held and not self._session.is_torn:
+        elif was_held:
             await self._engine.release()
 
     def _lose_group(self) -> None:
