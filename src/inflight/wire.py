@@ -104,7 +104,7 @@ class InFlightPolicy(StrEnum):
 
 
 class EndpointState(StrEnum):
-    """States of an endpoint; `inflight.weights.session.TRANSITIONS` is the table of them."""
+    """States of an endpoint; `inflight.weights.session` holds the transitions."""
 
     JOINING = "joining"
     READY = "ready"

@@ -73,12 +73,11 @@ class RecordingEndpoint(ReceivingEndpoint):
         self.intake = intake
         self.tensors: Tensors = {spec.name: torch.zeros(NUM_ELEMENTS) for spec in SPECS}
         self.is_held = False
-        self.is_torn = False
         self.tear = False
         self.updates: UpdateReceiver
 
     async def hold(self, update: WeightUpdate) -> None:
-        assert self.is_held == self.is_torn
+        assert not self.is_held
         self.is_held = True
 
     async def apply(self, update: WeightUpdate) -> None:
@@ -87,13 +86,13 @@ class RecordingEndpoint(ReceivingEndpoint):
             self.tensors[name] = tensor.clone()
             if self.tear:
                 raise RuntimeError("loading failed")
-        self.is_held = self.is_torn = False
+        self.is_held = False
 
     async def release(self) -> None:
         self.is_held = False
 
     async def give_up(self) -> None:
-        self.is_torn = True
+        self.is_held = False
 
     async def num_running(self) -> int:
         return 0
@@ -119,9 +118,9 @@ class Publisher(RuleBasedStateMachine):
         self.loop = asyncio.new_event_loop()
         self.wire = Wire()
         self.intake = StagedIntake(lambda spec: self.wire)
-        self.endpoint = RecordingEndpoint(self.intake)
+        self.engine = RecordingEndpoint(self.intake)
         self.receiver = UpdateReceiver(
-            self.endpoint,
+            self.engine,
             self.intake,
             SPECS,
             policies=tuple(InFlightPolicy),
@@ -130,9 +129,9 @@ class Publisher(RuleBasedStateMachine):
             encodings=("delta",),
             partial_updates=True,
         )
-        self.endpoint.updates = self.receiver
+        self.engine.updates = self.receiver
         self.sessions: list[Session] = []
-        self.model_tensors: Tensors = dict(self.endpoint.tensors)
+        self.model_tensors: Tensors = dict(self.engine.tensors)
         self.served: UpdateRef | None = None
         self.served_epoch = 0
         self.torn: set[str] = set()
@@ -171,9 +170,9 @@ class Publisher(RuleBasedStateMachine):
     def join(self, epoch: int) -> None:
         spec = DirectorySpec(run_id=RUN, epoch=epoch, backend="file", directory="/", timeout_s=1)
         if epoch < self.epoch:
-            self.refused(self.endpoint.init_process_group(spec), FencedError)
+            self.refused(self.engine.init_process_group(spec), FencedError)
             return
-        self.do(self.endpoint.init_process_group(spec))
+        self.do(self.engine.init_process_group(spec))
         if self.open is not None:
             self.ended(began=False)
         self.epoch, self.has_group = epoch, True
@@ -197,7 +196,7 @@ class Publisher(RuleBasedStateMachine):
         session = self.made(epoch, version, staged, keep, delta, frozen, seed)
         self.sessions.append(session)
         update = session.update
-        call = self.endpoint.request_weight_update(update)
+        call = self.engine.request_weight_update(update)
         names = {spec.name for spec in update.manifest.tensors}
         base_fits = update.base is None or (self.kept is not None and update.base == self.kept.update.ref)
         if (
@@ -277,7 +276,7 @@ class Publisher(RuleBasedStateMachine):
         session = self.open
         assert session is not None
         index = self.num_arrived if right else index
-        call = self.endpoint.receive_weights(self.transfer_of(session, index))
+        call = self.engine.receive_weights(self.transfer_of(session, index))
         if index < self.num_arrived:
             self.do(call)  # it was there already
         elif index > self.num_arrived or index >= len(session.payloads):
@@ -298,17 +297,17 @@ class Publisher(RuleBasedStateMachine):
         assert session is not None
         ref = session.update.ref
         if self.num_arrived < len(session.payloads):
-            self.refused(self.endpoint.commit_weight_update(ref))
+            self.refused(self.engine.commit_weight_update(ref))
             return
-        self.endpoint.tear = tear
+        self.engine.tear = tear
         names = {spec.name for spec in session.update.manifest.tensors}
         if tear:
-            self.refused(self.endpoint.commit_weight_update(ref), PoisonedError)
-            self.endpoint.tear = False
+            self.refused(self.engine.commit_weight_update(ref), PoisonedError)
+            self.engine.tear = False
             self.is_torn, self.torn = True, self.torn | names
             self.over.add(ref)
         else:
-            answer = self.do(self.endpoint.commit_weight_update(ref))
+            answer = self.do(self.engine.commit_weight_update(ref))
             assert (answer.version, answer.session_id) == (ref.version, ref.session_id)
             self.model_tensors = {**self.model_tensors, **session.tensors}
             self.served, self.served_epoch = ref, session.update.epoch
@@ -321,14 +320,14 @@ class Publisher(RuleBasedStateMachine):
     @precondition(lambda self: self.open is not None)
     def abort(self) -> None:
         assert self.open is not None
-        self.do(self.endpoint.abort_weight_update(self.open.update.ref))
+        self.do(self.engine.abort_weight_update(self.open.update.ref))
         self.ended(began=self.num_arrived > 0)
 
     @rule()
     @precondition(lambda self: self.open is not None)
     def repeat_the_request(self) -> None:
         assert self.open is not None
-        self.do(self.endpoint.request_weight_update(self.open.update))
+        self.do(self.engine.request_weight_update(self.open.update))
 
     @rule(which=st.integers(0, 99), step=st.sampled_from(["request", "receive", "commit", "abort"]))
     @precondition(lambda self: len(self.over) > 0)
@@ -338,27 +337,27 @@ class Publisher(RuleBasedStateMachine):
         session = gone[which % len(gone)]
         ref = session.update.ref
         if step == "request":
-            self.refused(self.endpoint.request_weight_update(session.update))
+            self.refused(self.engine.request_weight_update(session.update))
             self.hear(session.update)
         elif step == "receive":
-            self.refused(self.endpoint.receive_weights(self.transfer_of(session, 0)))
+            self.refused(self.engine.receive_weights(self.transfer_of(session, 0)))
         elif step == "commit" and ref == self.served and not self.is_torn and self.open is None:
-            assert self.do(self.endpoint.commit_weight_update(ref)).session_id == ref.session_id
+            assert self.do(self.engine.commit_weight_update(ref)).session_id == ref.session_id
         elif step == "commit":
-            self.refused(self.endpoint.commit_weight_update(ref))
+            self.refused(self.engine.commit_weight_update(ref))
         elif self.open is not None:
-            self.refused(self.endpoint.abort_weight_update(ref))
+            self.refused(self.engine.abort_weight_update(ref))
         else:
-            self.do(self.endpoint.abort_weight_update(ref))
+            self.do(self.engine.abort_weight_update(ref))
 
     @rule()
     @precondition(lambda self: self.open is None and len(self.sessions) > 0)
     def abort_before_the_request_came(self) -> None:
         """The abort overtakes its request, which is refused when it comes."""
         session = self.sessions[-1]
-        self.do(self.endpoint.abort_weight_update(session.update.ref))
+        self.do(self.engine.abort_weight_update(session.update.ref))
         self.over.add(session.update.ref)
-        self.refused(self.endpoint.request_weight_update(session.update))
+        self.refused(self.engine.request_weight_update(session.update))
         self.hear(session.update)
 
     def hear(self, update: WeightUpdate) -> None:
@@ -369,18 +368,18 @@ class Publisher(RuleBasedStateMachine):
 
     @invariant()
     def what_is_served_is_what_was_committed(self) -> None:
-        answer = self.do(self.endpoint.weight_version())
+        answer = self.do(self.engine.weight_version())
         served = (0, "") if self.served is None else (self.served.version, self.served.session_id)
         assert (answer.version, answer.session_id) == served
         assert answer.epoch == self.epoch
         assert answer.kept == (None if self.kept is None else self.kept.update.ref)
         if not self.is_torn:
-            assert all(self.endpoint.tensors[name].equal(tensor) for name, tensor in self.model_tensors.items())
+            assert all(self.engine.tensors[name].equal(tensor) for name, tensor in self.model_tensors.items())
 
     @invariant()
-    def sampling_is_held_only_while_an_update_says_so_or_weights_are_torn(self) -> None:
+    def sampling_is_held_only_while_an_update_says_so(self) -> None:
         state = self.receiver.session.state
-        assert self.endpoint.is_held == (self.is_torn or (self.open is not None and not self.open.update.staged))
+        assert self.engine.is_held == (self.open is not None and not self.open.update.staged)
         if self.open is None:
             assert state is (EndpointState.POISONED if self.is_torn else EndpointState.READY)
         elif self.open.update.staged:
