@@ -98,12 +98,12 @@ def _policy(name: str) -> InFlightPolicy:
 
 def _require_declared(update: WeightUpdate, publisher: WeightPublisher) -> None:
     """Raise `UnsupportedError` unless every endpoint declares what the update asks for."""
-    for name in publisher.endpoints:
-        lack = publisher.capabilities[name].lacks(
+    for name, can in publisher.capabilities.items():
+        lack = can.lacks(
             in_flight=update.in_flight,
             encodings=publisher.encodings,
             partial_updates=bool(update.manifest.frozen),
             adapters=update.manifest.adapter is not None,
         )
-        if lack is not None:
+        if lack is not None and name in publisher.endpoints:
             raise UnsupportedError(f"{name} does not declare {lack}")
