@@ -1,5 +1,7 @@
 """The threaded engine of the docs, but tokens are labelled by what the receiver says: too late for the first ones."""
 
+import asyncio
+
 from tests.conformance.plain import threaded
 
 
@@ -15,6 +17,10 @@ class Versions(list):
 
 
 class MislabelledEndpoint(threaded.ThreadedEndpoint):
+    async def apply(self, update):
+        await super().apply(update)
+        await asyncio.sleep(0.2)  # tokens are sampled before the receiver hears of it
+
     def sample(self, it):
         if not isinstance(it.versions, Versions):
             it.versions = Versions(self)
