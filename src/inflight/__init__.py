@@ -21,14 +21,18 @@ from inflight.contracts import (
 )
 from inflight.engines.kinds import connect_endpoint
 from inflight.http.client import HttpEndpoint
+from inflight.types import PublishReport
+from inflight.wire import GenerateRequest, GenerateResponse, SamplingParams
 
 if TYPE_CHECKING:
     from inflight.losses.plain import grpo_loss, reinforce_loss
     from inflight.rollouts.advantages import group_advantages
     from inflight.weights.adapter_source import AdapterWeights
     from inflight.weights.fleet import Fleet
+    from inflight.weights.following import follow
     from inflight.weights.module import ModuleWeights
     from inflight.weights.publish import WeightPublisher, publish_weights
+    from inflight.weights.receiving import UpdateReceiver
     from inflight.weights.storing import store_weights
 
 __version__ = "0.1.0"
@@ -37,12 +41,17 @@ __all__ = [
     "AdapterWeights",
     "BackgroundSaver",
     "Fleet",
+    "GenerateRequest",
+    "GenerateResponse",
     "HttpEndpoint",
     "InferenceEndpoint",
     "ModuleWeights",
+    "PublishReport",
+    "SamplingParams",
     "StreamingEndpoint",
     "Task",
     "TrainerWorker",
+    "UpdateReceiver",
     "WeightPublisher",
     "WeightReceiver",
     "WeightSender",
@@ -50,6 +59,7 @@ __all__ = [
     "__version__",
     "connect_endpoint",
     "errors",
+    "follow",
     "group_advantages",
     "grpo_loss",
     "publish_weights",
@@ -62,7 +72,9 @@ __all__ = [
 _LOADED_ON_USE = {
     "AdapterWeights": "inflight.weights.adapter_source",
     "Fleet": "inflight.weights.fleet",
+    "follow": "inflight.weights.following",
     "ModuleWeights": "inflight.weights.module",
+    "UpdateReceiver": "inflight.weights.receiving",
     "WeightPublisher": "inflight.weights.publish",
     "publish_weights": "inflight.weights.publish",
     "group_advantages": "inflight.rollouts.advantages",

@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 class InferenceEndpoint(Protocol):
     """The whole of what inflight asks of an inference server.
 
-    States: JOINING -> READY(v) -> HELD(v) -> UPDATING(v to w) -> READY(w); a staged update goes through STAGING(v to w)
-    first. A failure after the first byte was applied leads to POISONED, where `generate` raises `PoisonedError`; the
-    only ways out are a complete update or a restart. Calls of an update whose session has a name are idempotent. Every
-    method may raise `UnreachableError`, `DeadlineError` or `ProtocolError`, after which the state is unknown.
+    docs/contract.md has the table of its states. A failure after the first byte was applied leads to POISONED, where
+    `generate` raises `PoisonedError`; the only ways out are a complete update or a restart. Calls of an update whose
+    session has a name are idempotent. Every method may raise `UnreachableError`, `DeadlineError` or `ProtocolError`,
+    after which the state is unknown.
     """
 
     @property

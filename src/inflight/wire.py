@@ -12,6 +12,7 @@ import json
 import math
 import re
 from collections import Counter
+from collections.abc import Collection
 from enum import StrEnum
 from itertools import pairwise
 from typing import Annotated, Any, Literal, TypeVar
@@ -647,6 +648,27 @@ class Capabilities(WireModel):
     """Whether a request may ask for a seed; where it may not, one that does is refused."""
     manifest_digest: str | None = None
     """`Manifest.digest` of the weights that the endpoint accepts, in its own order; None if unknown."""
+
+    def lacks(
+        self,
+        *,
+        in_flight: InFlightPolicy | None = None,
+        transport: Backend | None = None,
+        encodings: Collection[Encoding] = (),
+        partial_updates: bool = False,
+        adapters: bool = False,
+    ) -> str | None:
+        """Return the first of these needs that is not declared, in words that follow "does not declare"."""
+        if in_flight is not None and in_flight not in self.in_flight_policies:
+            return f"the in-flight policy {in_flight}; it declares {', '.join(self.in_flight_policies) or 'none'}"
+        if transport is not None and transport not in self.transports:
+            return f"the {transport} transport; it declares {', '.join(self.transports) or 'none'}"
+        for encoding in encodings:
+            if encoding not in ("raw", *self.encodings):
+                return f"the encoding {encoding}; it declares {', '.join(('raw', *self.encodings))}"
+        if partial_updates and not self.partial_updates:
+            return "partial updates"
+        return "adapters" if adapters and not self.adapters else None
 
 
 class Health(WireModel):

@@ -7,8 +7,10 @@ every operation through DTensor. The module knows nothing of models.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,7 +21,29 @@ from inflight.errors import ConfigError
 from inflight_fsdp.config import WorkerConfig
 
 
-class ShardedAdamW:
+class ShardedOptimizer(Protocol):
+    """An optimizer over the sharded parameters, by the names of the worker."""
+
+    @property
+    @abstractmethod
+    def states(self) -> Mapping[str, Mapping[str, DTensor]]:
+        """Sharded tensors by kind, such as ``exp_avg``, and parameter; made once something asks for them."""
+
+    @property
+    @abstractmethod
+    def num_steps(self) -> int:
+        """Steps taken."""
+
+    @abstractmethod
+    def resume(self, states: Mapping[str, Mapping[str, DTensor]], num_steps: int) -> None:
+        """Go on from what was read into the ``states``, which `states` gave, as after ``num_steps`` steps."""
+
+    @abstractmethod
+    def step(self, gradients: Sequence[torch.Tensor], learning_rate: float) -> None:
+        """Update the parameters in place; ``gradients`` are local shards, in the order of the parameters."""
+
+
+class ShardedAdamW(ShardedOptimizer):
     """AdamW and its state for the shards of one rank. Every parameter has taken the same number of steps."""
 
     def __init__(self, parameters: Mapping[str, DTensor], config: WorkerConfig) -> None:
@@ -39,7 +63,6 @@ class ShardedAdamW:
 
     @property
     def num_steps(self) -> int:
-        """Steps taken."""
         return int(self._adamw.state[self._shards[0]]["step"].item()) if self._states else 0
 
     def set_num_steps(self, value: int) -> None:
@@ -49,12 +72,10 @@ class ShardedAdamW:
             self._adamw.state[shard]["step"].fill_(value)
 
     def resume(self, states: Mapping[str, Mapping[str, DTensor]], num_steps: int) -> None:
-        """Go on with what was read into the `states`, as after ``num_steps`` steps."""
         assert states is self._states
         self.set_num_steps(num_steps)
 
     def step(self, gradients: Sequence[torch.Tensor], learning_rate: float) -> None:
-        """Update the shards in place; ``gradients`` are local, in the order of the parameters."""
         self._allocate()
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate
@@ -75,7 +96,7 @@ class ShardedAdamW:
                 self._states.setdefault(key, {})[name] = as_sharded(moment, parameter)
 
 
-class ShardedAdamW8bit:
+class ShardedAdamW8bit(ShardedOptimizer):
     """torchao's AdamW with moments in 8 bits, for the shards of one rank. See `ShardedAdamW`.
 
     Shards of fewer than 4,096 elements, or that blocks of 256 do not divide, keep theirs in full.
@@ -112,7 +133,6 @@ class ShardedAdamW8bit:
 
     @property
     def num_steps(self) -> int:
-        """Steps taken."""
         return int(self._adamw.state[self._shards[0]]["step"].item()) if self._has_states else 0
 
     def set_num_steps(self, value: int) -> None:
@@ -129,7 +149,6 @@ class ShardedAdamW8bit:
                 self._adamw.state[shard][key].copy_(tensors[name].to_local())
 
     def step(self, gradients: Sequence[torch.Tensor], learning_rate: float) -> None:
-        """Update the shards in place; ``gradients`` are local, in the order of the parameters."""
         self._allocate()
         for group in self._adamw.param_groups:
             group["lr"].fill_(learning_rate)

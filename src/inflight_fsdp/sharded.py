@@ -1,7 +1,6 @@
 """`ShardedWorker`: one rank of a trainer whose parameters are DTensors, whatever made them.
 
-Satisfies `inflight.contracts.TrainerWorker` and `BackgroundSaver`. It knows neither transformers nor torchtitan: what
-those differ in is in its `ShardedPolicy`.
+It knows neither transformers nor torchtitan: what those differ in is in its `ShardedPolicy`.
 
 Shape suffixes: T packed tokens, N targets.
 """
@@ -15,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from inflight.attention import SegmentPlan
+from inflight.contracts import BackgroundSaver, PartialWeightSource, TrainerWorker
 from inflight.errors import CheckpointError, ConfigError, NonFiniteError, PrecisionWarning, TrainerError
 from inflight.types import MicroBatch, StepResult, WeightBucket
 from inflight.wire import BucketSpec, TensorSpec
@@ -32,31 +32,13 @@ from inflight_fsdp.background import LONGEST_WAIT_S, BackgroundSave, SaveGroups,
 from inflight_fsdp.checkpoint import TrainerState, load_checkpoint, save_checkpoint
 from inflight_fsdp.config import WorkerConfig
 from inflight_fsdp.layout import Layout, ShardedTensor
-from inflight_fsdp.optimizer import clip, global_norm, learning_rate_at
+from inflight_fsdp.optimizer import ShardedOptimizer, clip, global_norm, learning_rate_at
 from inflight_fsdp.rounding import LostUpdates
 from inflight_fsdp.sharding import gather_on_first
 
 _TOLD_STEPS = 3
 """Steps after which a worker of bfloat16 masters says how many updates were lost."""
 Worker = TypeVar("Worker", bound="ShardedWorker")
-
-
-class ShardedOptimizer(Protocol):
-    """An optimizer over the sharded parameters, by the names of the worker."""
-
-    @property
-    def states(self) -> Mapping[str, Mapping[str, DTensor]]:
-        """Sharded tensors by kind, such as ``exp_avg``, and parameter; made once something asks for them."""
-
-    @property
-    def num_steps(self) -> int:
-        """Steps taken."""
-
-    def resume(self, states: Mapping[str, Mapping[str, DTensor]], num_steps: int) -> None:
-        """Go on from what was read into the ``states``, which `states` gave, as after ``num_steps`` steps."""
-
-    def step(self, gradients: Sequence[torch.Tensor], learning_rate: float) -> None:
-        """Update the parameters in place; ``gradients`` are local shards, in the order of the parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +63,8 @@ class ShardedPolicy:
     """Longest segment that the model's positions allow."""
 
 
-class ShardedWorker:
-    """One trainer rank. `inflight.contracts.TrainerWorker` says what each method does."""
+class ShardedWorker(TrainerWorker, PartialWeightSource, BackgroundSaver):
+    """One trainer rank."""
 
     def __init__(self, config: WorkerConfig, device: torch.device, policy: ShardedPolicy, *, owns_group: bool) -> None:
         self._config = config
@@ -115,21 +97,18 @@ class ShardedWorker:
 
     @property
     def rank(self) -> int:
-        """See `TrainerWorker.rank`."""
         return dist.get_rank()
 
     @property
     def world_size(self) -> int:
-        """See `TrainerWorker.world_size`."""
         return self._mesh.size()
 
     @property
     def version(self) -> int:
-        """See `TrainerWorker.version`."""
         return self._version
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
-        """See `TrainerWorker.forward`. The logprobs are on the device of the batch, which may be another than ours.
+        """The logprobs are on the device of the batch, which may be another than ours.
 
         Raises `TrainerError` for a segment longer than the model's context, before any rank is waited for.
         """
@@ -153,12 +132,11 @@ class ShardedWorker:
         return logprobs_T[: batch.num_tokens].to(batch.token_ids_T.device)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """See `TrainerWorker.backward`."""
         loss.backward()  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def step(self) -> StepResult:
-        """See `TrainerWorker.step`. Raises `TrainerError` if `backward` was not called since; nothing changed then."""
+        """Raises `TrainerError` if `backward` was not called since; nothing changed then."""
         if all(parameter.grad is None for parameter in self._trained.values()):
             raise TrainerError(f"step at version {self._version} without a gradient: call backward first")
         gradients = [_local_gradient(parameter) for parameter in self._trained.values()]
@@ -184,7 +162,7 @@ class ShardedWorker:
         return StepResult(self._version, norm, learning_rate, rounded_away=lost)
 
     def parameter_specs(self) -> Sequence[TensorSpec]:
-        """See `TrainerWorker.parameter_specs`. What is not trained is left out."""
+        """What is not trained is left out."""
         return [
             TensorSpec(name=name, dtype=self._wire_dtype, shape=shape)
             for trained in self._trained
@@ -192,12 +170,11 @@ class ShardedWorker:
         ]
 
     def frozen_names(self) -> Sequence[str]:
-        """See `PartialWeightSource.frozen_names`."""
         frozen = (layout for name, layout in self._layouts.items() if name not in self._trained)
         return [name for layout in frozen for name in layout.shapes]
 
     def gather_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
-        """See `TrainerWorker.gather_weights`. Yielded tensors share no memory with the parameters."""
+        """Yielded tensors share no memory with the parameters."""
         specs = self.parameter_specs()
         self._split = ("", {})
         for bucket in buckets:
@@ -207,7 +184,7 @@ class ShardedWorker:
         self._split = ("", {})
 
     def save(self, path: Path) -> None:
-        """See `TrainerWorker.save`. Rank 0 writes. A directory that is no checkpoint of ours is not replaced.
+        """Rank 0 writes. A directory that is no checkpoint of ours is not replaced.
 
         Waits for a save in the background; if that one fails its error is raised, and nothing is written.
         """
@@ -220,7 +197,7 @@ class ShardedWorker:
         )
 
     def begin_save(self, path: Path) -> None:
-        """See `BackgroundSaver.begin_save`. The copy takes as much host memory as the shards and their moments."""
+        """The copy takes as much host memory as the shards and their moments."""
         self.finish_save(LONGEST_WAIT_S)
         if self._save_groups is None:
             self._save_groups = make_save_groups(self._mesh)
@@ -235,7 +212,6 @@ class ShardedWorker:
         self._begun_save = BackgroundSave(path, write)
 
     def finish_save(self, timeout_s: float) -> None:
-        """See `BackgroundSaver.finish_save`."""
         begun = self._begun_save
         if begun is None:
             return
@@ -249,11 +225,10 @@ class ShardedWorker:
 
     @property
     def save_pending(self) -> bool:
-        """See `BackgroundSaver.save_pending`."""
         return self._begun_save is not None and self._begun_save.is_running
 
     def load(self, path: Path) -> None:
-        """See `TrainerWorker.load`. Every rank reads its shards from ``path``; gradients are cleared.
+        """Every rank reads its shards from ``path``; gradients are cleared.
 
         Waits for a save in the background, which may be to ``path``; how it ended is left to `finish_save`.
         """

@@ -45,7 +45,7 @@ from inflight_fsdp.agreement import on_every_rank
 from inflight_fsdp.compiled import check_compiler, compile_layers
 from inflight_fsdp.config import WorkerConfig, parse_config
 from inflight_fsdp.layout import Layout, ShardedTensor, Stored, as_it_is
-from inflight_fsdp.optimizer import as_sharded
+from inflight_fsdp.optimizer import ShardedOptimizer, as_sharded
 from inflight_fsdp.sharded import (
     ShardedPolicy,
     ShardedWorker,
@@ -412,8 +412,8 @@ def _parallelize(decoder: Decoder, family: _Family, config: TorchTitanConfig, de
 # ------------------------------------------------------------------------------------------------------- the optimizer
 
 
-class TitanOptimizer:
-    """TorchTitan's optimizer container over all parameters. See `inflight_fsdp.sharded.ShardedOptimizer`."""
+class TitanOptimizer(ShardedOptimizer):
+    """TorchTitan's optimizer container over all parameters."""
 
     def __init__(self, decoder: Decoder, parameters: Mapping[str, DTensor], config: TorchTitanConfig) -> None:
         self._parameters = parameters
@@ -440,7 +440,6 @@ class TitanOptimizer:
 
     @property
     def num_steps(self) -> int:
-        """Steps taken."""
         return int(self._state_of(next(iter(self._parameters.values())))["step"].item()) if self._has_states else 0
 
     def set_num_steps(self, value: int) -> None:
@@ -450,11 +449,9 @@ class TitanOptimizer:
             self._state_of(parameter)["step"].fill_(value)
 
     def resume(self, states: Mapping[str, Mapping[str, DTensor]], num_steps: int) -> None:
-        """Go on with what was read into the `states`, as after ``num_steps`` steps."""
         self.set_num_steps(num_steps)
 
     def step(self, gradients: Sequence[torch.Tensor], learning_rate: float) -> None:
-        """Update the parameters in place."""
         self._allocate()
         for optimizer in self._container:
             for group in optimizer.param_groups:

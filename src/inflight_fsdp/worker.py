@@ -23,9 +23,8 @@ from inflight_fsdp.model import (
     recompute_layers,
     shard_policy,
 )
-from inflight_fsdp.optimizer import ShardedAdamW, ShardedAdamW8bit
+from inflight_fsdp.optimizer import ShardedAdamW, ShardedAdamW8bit, ShardedOptimizer
 from inflight_fsdp.sharded import (
-    ShardedOptimizer,
     ShardedPolicy,
     ShardedWorker,
     device_of,

@@ -4,6 +4,6 @@ Importing this package loads neither SGLang nor torch.
 """
 
 from inflight_sglang.endpoint import SglangEndpoint
-from inflight_sglang.flags import KIND
+from inflight_sglang.kind import KIND
 
 __all__ = ["KIND", "SglangEndpoint"]

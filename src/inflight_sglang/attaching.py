@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from inflight.engines.checkpoint_specs import tensor_specs_of
+from inflight.engines.checkpoint_specs import checkpoint_of, config_of
+from inflight.engines.routes import EngineRoutes
 from inflight.errors import ConfigError, ProtocolError
-from inflight.wire import DTYPE_SIZES, Backend, Capabilities, InFlightPolicy, Manifest, TensorSpec
+from inflight.wire import Backend, Capabilities, InFlightPolicy, Manifest, TensorSpec
 from inflight_sglang import flags
 from inflight_sglang.flags import Problem, Updates
 from inflight_sglang.requests import RequestLimits
-from inflight_sglang.routes import SglangRoutes
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,30 +26,25 @@ class Attached:
     directory: Path
 
 
-async def attach(routes: SglangRoutes, model_dir: Path | None, updates: Updates | None) -> Attached:
+async def attach(routes: EngineRoutes, model_dir: Path | None, updates: Updates | None) -> Attached:
     """Return what the server can do. Raises `ConfigError` with the command that starts it as it must be.
 
     ``updates`` None: staged where that is possible, but for servers on CUDA, whose own groups take NCCL.
     """
-    paths = (await routes.get("/openapi.json")).get("paths")
-    if not isinstance(paths, dict):
-        raise ProtocolError("GET /openapi.json answered no routes: is this an SGLang server?", routes.url)
+    paths = await routes.offered()
     if problem := flags.missing_routes(paths):
         raise _refusal(routes, {}, problem)
     info = await routes.get("/server_info")  # as it was started: /v1/models and /model_info name the last files loaded
     if problem := flags.wrong_setting(info):
         raise _refusal(routes, info, problem)
     directory = model_dir or Path(str(info.get("model_path")))
-    config = _config_of(directory)
+    config = config_of(directory)
     dtype = flags.dtype_of(info, config)
     if isinstance(dtype, Problem):
         raise _refusal(routes, info, dtype)
-    if dtype not in DTYPE_SIZES:
-        raise ConfigError(f"{routes.url}: the model is served in {dtype}; known: {', '.join(DTYPE_SIZES)}")
+    vocab_size, specs = checkpoint_of(routes.url, directory, dtype)
     if problem := await _logprob_problem(routes):
         raise _refusal(routes, info, problem)
-    specs = tensor_specs_of(directory, dtype) if directory.is_dir() else None
-    vocab_size = _vocab_size(routes, directory, config)
     why_not = flags.why_not_staged(routes.url, info, config)
     if specs is None and why_not is None:  # a load of other shapes ends SGLang: it goes back by reading the same files
         why_not = f"its checkpoint {str(directory)!r} cannot be read here; give model_dir"
@@ -93,34 +87,16 @@ async def attach(routes: SglangRoutes, model_dir: Path | None, updates: Updates 
     return Attached(capabilities, limits, specs, directory)
 
 
-def _refusal(routes: SglangRoutes, info: Mapping[str, Any], problem: Problem) -> ConfigError:
+def _refusal(routes: EngineRoutes, info: Mapping[str, Any], problem: Problem) -> ConfigError:
     return ConfigError(
         f"{routes.url}: cannot attach to this SGLang server: {problem.text}. Restart it with\n"
         f"    {flags.restart_command(routes.url, info, problem.remedy)}"
     )
 
 
-async def _logprob_problem(routes: SglangRoutes) -> Problem | None:
+async def _logprob_problem(routes: EngineRoutes) -> Problem | None:
     """Return a problem if logprobs are not of the scaled logits. Not asked of a server that is paused."""
     status, _ = await routes.ask("GET", "/ready")
     if status != 200:
         return None
     return flags.ignores_temperature(await routes.post("/generate", flags.probe_of_logprobs(0)))
-
-
-def _config_of(directory: Path) -> dict[str, Any]:
-    try:
-        config: dict[str, Any] = json.loads((directory / "config.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return config
-
-
-def _vocab_size(routes: SglangRoutes, directory: Path, config: Mapping[str, Any]) -> int:
-    try:
-        return int(config.get("vocab_size") or config["text_config"]["vocab_size"])
-    except (KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{routes.url}: the vocabulary size cannot be read from {str(directory / 'config.json')!r}; give "
-            "model_dir, the server's checkpoint directory as this process sees it"
-        ) from error

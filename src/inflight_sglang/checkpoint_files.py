@@ -17,8 +17,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from inflight.engines.calls import BackgroundCalls
 from inflight.errors import TransferError
-from inflight.weights.receiving import StagedIntake
+from inflight.weights.receiving import StagedIntake, WeightIntake
 from inflight.weights.threads import run_abandonable
 from inflight.weights.transports import make_receiver
 from inflight.weights.transports.private_directory import PrivateDirectory
@@ -55,14 +56,10 @@ class CheckpointFiles:
 
     def write_more(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Store tensors that no bucket brought, after the last one; blocks. Raises `TransferError`."""
+        from inflight.weights.module import tensor_spec
         from inflight.weights.packing import pack
 
-        specs = [
-            TensorSpec.model_validate(
-                {"name": name, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": tuple(tensor.shape)}
-            )
-            for name, tensor in named
-        ]
+        specs = [tensor_spec(name, tensor, None) for name, tensor in named]
         self._write(len(self._update.buckets), specs, pack([tensor for _, tensor in named]), "what the update changes")
 
     def _write(self, index: int, tensors: Sequence[TensorSpec], flat: torch.Tensor, what: str) -> None:
@@ -106,8 +103,8 @@ class CheckpointFiles:
             return self._home
 
 
-class CheckpointIntake:
-    """Satisfies `WeightIntake`: compares and decodes buckets in this process, then writes them for SGLang.
+class CheckpointIntake(WeightIntake):
+    """Compares and decodes buckets in this process, then writes them for SGLang.
 
     ``clear`` is called before a group is joined: it ends what a publisher that died left behind on the server.
     ``make_loaded`` makes what says which weights the server has loaded, which adapters are merged into; it is called
@@ -118,23 +115,23 @@ class CheckpointIntake:
         self,
         clear: Callable[[TransportSpec], Awaitable[None]],
         make_loaded: Callable[[], LoadedWeights],
+        background: BackgroundCalls,
     ) -> None:
         self._clear = clear
         self._make_loaded = make_loaded
+        self._background = background
         self._loaded: LoadedWeights | None = None
         self._staged = StagedIntake(make_receiver)
         self._update: WeightUpdate | None = None
         self._files: CheckpointFiles | None = None
-        self._removing: set[asyncio.Future[None]] = set()
 
     @property
     def has_applied(self) -> bool:
-        """See `WeightIntake.has_applied`. What is staged is not applied."""
+        """What is staged is not applied."""
         return False
 
     @property
     def kept(self) -> UpdateRef | None:
-        """See `WeightIntake.kept`."""
         return self._staged.kept
 
     @property
@@ -145,17 +142,15 @@ class CheckpointIntake:
         return self._files
 
     async def join(self, spec: TransportSpec) -> None:
-        """See `WeightIntake.join`. It is this process that joins, in place of the engine."""
+        """It is this process that joins, in place of the engine."""
         await self._clear(spec)
         await self._staged.join(spec)
 
     def leave(self) -> None:
-        """See `WeightIntake.leave`."""
         self._staged.leave()
         self._drop()
 
     def begin(self, update: WeightUpdate) -> None:
-        """See `WeightIntake.begin`."""
         self._drop()
         if self._loaded is None:
             self._loaded = self._make_loaded()
@@ -164,7 +159,6 @@ class CheckpointIntake:
         self._update, self._files = update, CheckpointFiles(update)
 
     async def receive(self, transfer: BucketTransfer, bucket: BucketSpec, tensors: Sequence[TensorSpec]) -> None:
-        """See `WeightIntake.receive`."""
         files, update, loaded = self.files, self._update, self._loaded
         assert update is not None and loaded is not None  # `begin` was called: there are files
         await self._staged.receive(transfer, bucket, tensors)
@@ -186,24 +180,16 @@ class CheckpointIntake:
             ) from error
 
     def committed(self) -> None:
-        """See `WeightIntake.committed`."""
         assert self._loaded is not None  # something began
         self._loaded.committed(self._staged.take())
         self._staged.committed()
         self._drop()
 
-    async def aclose(self, wait_s: float) -> None:
-        """Wait a little for files that are being removed."""
-        if self._removing:
-            await asyncio.wait(self._removing, timeout=wait_s)
-
     def _drop(self) -> None:
         """Have the files removed, beside the event loop: to give gigabytes back takes a while."""
         files, self._files = self._files, None
         if files is not None:
-            removing = asyncio.get_running_loop().run_in_executor(None, files.remove)
-            self._removing.add(removing)
-            removing.add_done_callback(self._removing.discard)
+            self._background.start(asyncio.get_running_loop().run_in_executor(None, files.remove))
 
 
 def _parent(size_bytes: int) -> Path:

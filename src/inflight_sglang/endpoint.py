@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from inflight.contracts import InferenceEndpoint
+from inflight.engines.calls import Attaching, BackgroundCalls
 from inflight.engines.labels import parse_label
-from inflight.errors import (
-    InflightError,
-    InvalidRequestError,
-    ProtocolError,
-    TransferError,
-    UnsupportedError,
-    UpdateRefusedError,
-)
-from inflight.weights.receiving import UpdateReceiver
+from inflight.engines.requests import RequestGate
+from inflight.engines.routes import EngineRoutes, words_of
+from inflight.errors import InflightError, InvalidRequestError, ProtocolError, TransferError, UpdateRefusedError
+from inflight.http.chat import chat_completion_of, check_chat, generate_request_of
+from inflight.weights.receiving import ReceivingEndpoint, UpdateReceiver, WeightIntake
 from inflight.wire import (
-    BucketTransfer,
     Capabilities,
     ChatCompletion,
     ChatCompletionRequest,
@@ -33,11 +29,11 @@ from inflight.wire import (
     WeightVersion,
 )
 from inflight_sglang.attaching import Attached, attach
-from inflight_sglang.chat import chat_completion_of, rendered
+from inflight_sglang.chat import decoded, rendered
 from inflight_sglang.checkpoint_files import CheckpointIntake
 from inflight_sglang.flags import Updates
-from inflight_sglang.requests import began_late, body_of, check_request, items_of, misaligned, response_of
-from inflight_sglang.routes import SglangRoutes, words_of
+from inflight_sglang.native import NativeIntake
+from inflight_sglang.requests import body_of, check_request, items_of, labelled, misaligned, response_of
 from inflight_sglang.updates import SglangUpdates
 
 if TYPE_CHECKING:
@@ -46,8 +42,8 @@ if TYPE_CHECKING:
 _CLOSE_S = 5.0
 
 
-class SglangEndpoint:
-    """One SGLang server at ``url``; nothing of inflight is installed there. Satisfies `InferenceEndpoint`.
+class SglangEndpoint(ReceivingEndpoint, InferenceEndpoint):
+    """One SGLang server at ``url``; nothing of inflight is installed there.
 
     The first call asks the server how it was started, and raises `ConfigError` with the command that starts it as
     needed. ``api_key`` is the server's own. ``model_dir`` is the checkpoint as this process sees it, where that differs
@@ -78,15 +74,15 @@ class SglangEndpoint:
         self._model_dir = model_dir
         self._wanted_updates = updates
         self._generate_timeout_s = generate_timeout_s
-        self._routes = SglangRoutes(self._url, api_key=api_key, control_timeout_s=control_timeout_s)
-        self._running: set[str] = set()
-        self._num_sent = 0
-        self._engine = SglangUpdates(self._routes, lambda: self._num_sent)
-        self._staged = CheckpointIntake(self._engine.clear, self._make_loaded)
+        self._routes = EngineRoutes(self._url, api_key=api_key, control_timeout_s=control_timeout_s)
+        self._gate = RequestGate()
+        self._background = BackgroundCalls()
         self._was_replaced = False
-        self._attaching: asyncio.Future[Capabilities] | None = None
+        self._attaching = Attaching(self._attach)
+        # From the first call on:
         self._attached: Attached
-        self._updates: UpdateReceiver  # both from the first call on
+        self._engine: SglangUpdates
+        self._updates: UpdateReceiver
 
     def __repr__(self) -> str:
         return f"SglangEndpoint({self._url!r})"
@@ -99,22 +95,22 @@ class SglangEndpoint:
     # -------------------------------------------------------------------------------------------------- attaching
 
     async def capabilities(self) -> Capabilities:
-        """See `InferenceEndpoint.capabilities`. Raises `ConfigError` if the server was not started as needed."""
-        if self._attaching is None or (
-            self._attaching.done() and (self._attaching.cancelled() or self._attaching.exception() is not None)
-        ):
-            self._attaching = asyncio.ensure_future(self._attach())
-        return await asyncio.shield(self._attaching)
+        """Raises `ConfigError` if the server was not started as needed."""
+        return await self._attaching.result()
 
     async def _attach(self) -> Capabilities:
         self._attached = attached = await attach(self._routes, self._model_dir, self._wanted_updates)
         can = attached.capabilities
-        self._engine.num_ranks = can.num_ranks
+        engine = self._engine = SglangUpdates(self._routes, self._gate, self._background)
+        intake: WeightIntake
         if can.staging:
-            self._engine.files = lambda: self._staged.files
+            staged = intake = CheckpointIntake(engine.clear, self._make_loaded, self._background)
+            engine.files = lambda: staged.files
+        else:
+            intake = NativeIntake(self._routes, engine, self._background, can.num_ranks)
         self._updates = UpdateReceiver(
-            self,
-            self._staged if can.staging else self._engine,
+            engine,
+            intake,
             attached.specs,
             policies=can.in_flight_policies,
             transports=can.transports,
@@ -140,72 +136,44 @@ class SglangEndpoint:
 
     # ---------------------------------------------------------------------------------------------------- weights
 
-    async def init_process_group(self, spec: TransportSpec) -> None:
-        """See `InferenceEndpoint.init_process_group`. What another client left open on the server is cleared."""
+    async def receiver(self) -> UpdateReceiver:
         await self.capabilities()
-        await self._updates.init_process_group(spec)
+        return self._updates
+
+    async def init_process_group(self, spec: TransportSpec) -> None:
+        """What another client left open on the server is cleared."""
+        await super().init_process_group(spec)
         await self._found()
         self._was_replaced = False  # the group just formed is that of the process that answers now
 
     async def request_weight_update(self, update: WeightUpdate) -> None:
-        """See `InferenceEndpoint.request_weight_update`. Raises `TransferError` if the server was replaced."""
-        await self.capabilities()
+        """Raises `TransferError` if the server was replaced."""
+        receiver = await self.receiver()
         if reason := misaligned(update):
             raise UpdateRefusedError(f"update to version {update.version} refused: {reason}")
-        if self._updates.session.update is None:
+        if receiver.session.update is None:
             await self._found()
             if self._was_replaced:
                 raise TransferError("the engine was restarted and belongs to no weight group; form the group anew")
-        await self._updates.request_weight_update(update)
-
-    async def receive_weights(self, bucket: BucketTransfer) -> None:
-        """See `InferenceEndpoint.receive_weights`."""
-        await self.capabilities()
-        await self._updates.receive_weights(bucket)
-
-    async def commit_weight_update(self, ref: UpdateRef) -> WeightVersion:
-        """See `InferenceEndpoint.commit_weight_update`. Cancelling the call does not stop what it began."""
-        await self.capabilities()
-        return await self._updates.commit_weight_update(ref)
-
-    async def abort_weight_update(self, ref: UpdateRef) -> WeightVersion:
-        """See `InferenceEndpoint.abort_weight_update`. Native updates: POISONED from the first bucket on."""
-        await self.capabilities()
-        return await self._updates.abort_weight_update(ref)
+        await receiver.request(update)
 
     async def weight_version(self) -> WeightVersion:
-        """See `InferenceEndpoint.weight_version`. HELD too while another client holds the server.
+        """HELD too while another client holds the server.
 
         ``num_running`` is the server's, other clients' requests included.
         """
         await self.capabilities()
         session = self._updates.session
-        loads, (status, _), _ = await asyncio.gather(
-            self._routes.get("/v1/loads"), self._routes.ask("GET", "/ready"), self._found()
+        num_running, (status, _), _ = await asyncio.gather(
+            self._engine.num_running(), self._routes.ask("GET", "/ready"), self._found()
         )
-        num_running = sum(int(load["num_running_reqs"]) for load in loads["loads"])
         # A server that is paused says what ran before; where weights are torn every request was ended.
         answer = self._updates.weight_version(
-            num_running=0 if session.state is EndpointState.POISONED else num_running, last_update=self._engine.timings
+            num_running=0 if session.state is EndpointState.POISONED else num_running,
+            last_update=self._engine.last.timings,
         )
         is_held = status != 200 and session.state is EndpointState.READY
         return answer.model_copy(update={"state": EndpointState.HELD}) if is_held else answer
-
-    async def hold(self, update: WeightUpdate) -> None:
-        """See `HeldEngine.hold`."""
-        await self._engine.hold(update)
-
-    async def apply(self, update: WeightUpdate) -> None:
-        """See `HeldEngine.apply`."""
-        await self._engine.apply(update)
-
-    async def release(self) -> None:
-        """See `HeldEngine.release`."""
-        await self._engine.release()
-
-    async def give_up(self) -> None:
-        """See `HeldEngine.give_up`."""
-        await self._engine.give_up()
 
     async def _found(self) -> str:
         """Return how the server calls its weights; take it over, unless that may have changed meanwhile."""
@@ -214,85 +182,59 @@ class SglangEndpoint:
         served = parse_label(label)
         if session.update is None and num_changes == session.num_changes:
             if session.run_id is not None and served.run_id is None:  # a new process, with its checkpoint
-                self._was_replaced, self._engine.timings = True, None
+                self._was_replaced, self._engine.last.timings = True, None
             session.found(served.version, served.run_id, torn=self._engine.found(served), session_id=served.session_id)
         return label
 
     # ------------------------------------------------------------------------------------------------- generation
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
-        """See `InferenceEndpoint.generate`. Cancelling the call aborts the request in the server."""
+        """Cancelling the call aborts the request in the server."""
         await self.capabilities()
-        check_request(request, self._attached.limits)
-        if request.request_id in self._running:
-            raise InvalidRequestError(f"request id {request.request_id!r} is in use by a running request")
-        self._running.add(request.request_id)
-        try:
-            # Under keep SGLang's prefix cache outlives an update; what runs keeps its own entries.
-            label = await self._label()
-            items = await self._sample(request, dict.fromkeys(range(request.sampling.n), label))
-            if late := began_late(items, label):
-                await self._label()  # whoever holds or poisons the server has his turn first
-                again = await self._sample(request, {index: uuid.uuid4().hex for index in late})
-                for index, item in zip(late, again, strict=True):
-                    items[index] = item
-            return response_of(request, items, self._attached.limits)
-        finally:
-            self._running.discard(request.request_id)
+        limits = self._attached.limits
+        check_request(request, limits)
+
+        async def send(cache_keys: Mapping[int, str]) -> list[Any]:
+            return await self._sample(body_of(request, limits, cache_keys), len(cache_keys))
+
+        return response_of(request, await self._gate.sample(request, self._label, send, labelled), limits)
 
     async def _label(self) -> str:
-        """Return how the server calls its weights, once requests may be sent. Raises `PoisonedError` if they are torn.
+        """Return how the server calls its weights. Raises `PoisonedError` if they are torn."""
+        label = await self._found()
+        self._updates.session.refuse_if_poisoned()
+        return label
 
-        Asked for each request: any other client may have changed them since.
-        """
-        while True:
-            await self._engine.is_open.wait()
-            label = await self._found()
-            self._updates.session.refuse_if_poisoned()
-            if self._engine.is_open.is_set():
-                return label
-
-    async def _sample(self, request: GenerateRequest, cache_keys: Mapping[int, str]) -> list[Any]:
-        """Have the completions with these indices sampled; return what SGLang answers for each.
+    async def _sample(self, body: Mapping[str, Any], num: int) -> list[Any]:
+        """Have ``num`` completions sampled; return what SGLang answers for each.
 
         A request whose caller leaves is ended by SGLang, which sees that its connection was closed. It is not told to
         abort it: an abort that comes before the request is begun has no effect, and SGLang ignores each later one.
         """
-        body = body_of(request, self._attached.limits, cache_keys)
-        self._num_sent += 1
-        try:
-            status, answer = await self._routes.ask("POST", "/generate", body, self._generate_timeout_s)
-        finally:
-            self._num_sent -= 1
+        status, answer = await self._routes.ask("POST", "/generate", body, self._generate_timeout_s)
         if status == 400:
             raise InvalidRequestError(f"SGLang refused the request: {words_of(answer)}")
         if status != 200:
             raise ProtocolError(f"POST /generate answered status {status}: {words_of(answer)}", self._url)
-        return items_of(answer, len(cache_keys))
+        return items_of(answer, num)
 
     async def chat_completion(self, request: ChatCompletionRequest) -> ChatCompletion:
-        """See `InferenceEndpoint.chat_completion`. SGLang renders the messages and decodes the tokens."""
+        """SGLang renders the messages and decodes the tokens."""
         can = await self.capabilities()
-        if not can.chat:
-            raise UnsupportedError(f"{self._url} renders no chat messages; use token ids")
-        if request.model != can.model:
-            raise InvalidRequestError(f"model {request.model!r} is not served here, {can.model!r} is")
-        generate_request = GenerateRequest(
-            request_id=f"chatcmpl-{uuid.uuid4().hex}",
-            prompt_token_ids=await rendered(self._routes, request),
-            sampling=request.sampling(),
-        )
+        check_chat(request, model=can.model, offers_chat=can.chat)
+        generate_request = generate_request_of(request, await rendered(self._routes, request))
         response = await self.generate(generate_request)
-        return await chat_completion_of(self._routes, request, generate_request, response)
+        sampled = [completion.token_ids for completion in response.completions]
+        texts = await decoded(self._routes, sampled, skip_special_tokens=True)
+        pieces = [await decoded(self._routes, [[t] for t in ids]) for ids in sampled if request.logprobs]
+        return chat_completion_of(request, generate_request, response, texts, pieces)
 
     async def aclose(self) -> None:
-        """See `InferenceEndpoint.aclose`. An open update is ended first, so that the server is not left held."""
-        attaching = self._attaching
-        if attaching is not None and attaching.done() and not attaching.cancelled() and attaching.exception() is None:
+        """An open update is ended first, so that the server is not left held."""
+        if self._attaching.has_succeeded:
             if (update := self._updates.session.update) is not None:
                 with contextlib.suppress(InflightError):
-                    await self._updates.abort_weight_update(update.ref)
+                    await self._updates.abort(update.ref)
             self._updates.close()
-        await self._staged.aclose(_CLOSE_S)
-        await self._engine.aclose(_CLOSE_S)
+        await self._background.aclose(_CLOSE_S)
         await self._routes.aclose()

@@ -1,36 +1,17 @@
-"""How an SGLang server must be started so that inflight can attach, and whether a running one was started so."""
+"""What an SGLang server must be started with so that inflight can attach, and whether a running one was."""
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 from urllib.parse import urlsplit
-
-from inflight.contracts import InferenceEndpoint
-from inflight.engines.kinds import EngineOptions, has_gpu
-from inflight.errors import ConfigError
 
 MODULE = "sglang.launch_server"
 NEEDED_ARGUMENTS = ("--disable-overlap-schedule",)
 """Without these inflight refuses to attach."""
-RESERVED_TOKENS = 6
-"""Of its context length, SGLang serves so many tokens less to the longest prompts (`TpModelWorker.get_worker_info`)."""
-_CPU_ARGUMENTS = (
-    "--attention-backend",
-    "torch_native",
-    "--sampling-backend",
-    "pytorch",
-    "--mem-fraction-static",
-    "0.1",
-    "--sleep-on-idle",  # it would keep a core busy otherwise
-)
-_CPU_TOKENS = 20_000
-"""Tokens in the cache of a server on a CPU, unless the options say what it has to hold."""
-
 NEEDED_ROUTES = (
     "/generate",
     "/abort_request",
@@ -53,94 +34,6 @@ NEEDED_ROUTES = (
 Updates = Literal["staged", "native"]
 """Whether weights are staged beside the server and loaded from files, or received by the engine itself in a group."""
 _CHAT_ROUTES = ("/v1/tokenize", "/v1/detokenize")
-
-
-class SglangKind:
-    """Satisfies `EngineKind`."""
-
-    @property
-    def name(self) -> str:
-        """See `EngineKind.name`."""
-        return "sglang"
-
-    @property
-    def health_path(self) -> str:
-        """See `EngineKind.health_path`. ``/health`` takes a second, and samples a token."""
-        return "/ready"
-
-    @property
-    def liveness_path(self) -> None:
-        """See `EngineKind.liveness_path`. SGLang's server ends by itself a few seconds after a part of it has died."""
-        return None
-
-    def command(self, options: EngineOptions, host: str, port: int) -> list[str]:
-        """See `EngineKind.command`."""
-        device = options.device or ("cuda" if has_gpu(None) else "cpu")
-        words = ["-m", MODULE, "--model-path", str(options.model), "--host", host, "--port", str(port)]
-        words += ["--device", device, "--served-model-name", options.name or options.model.resolve().name]
-        context = None if options.max_model_len is None else _context_length(options)
-        for flag, value in (
-            ("--dtype", options.dtype),
-            ("--context-length", context),
-            ("--max-running-requests", options.max_concurrent),
-        ):
-            if value is not None:
-                words += [flag, str(value)]
-        if device == "cpu":
-            sizes = (options.max_concurrent, context)
-            tokens = _CPU_TOKENS if sizes[0] is None or sizes[1] is None else sizes[0] * sizes[1]
-            words += [*_CPU_ARGUMENTS, "--max-total-tokens", str(tokens)]
-        # So that /v1/loads says what runs now, and not what ran up to fifteen steps ago.
-        words += ["--load-snapshot-publish-interval", "1"]
-        return [*words, *NEEDED_ARGUMENTS, *options.arguments]
-
-    def environment(self, options: EngineOptions) -> Mapping[str, str]:
-        """See `EngineKind.environment`."""
-        # How long SGLang takes to see that the caller of a request has left; it is 4 s otherwise.
-        words = {"SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1"}
-        return words if options.threads is None else {**words, "OMP_NUM_THREADS": str(options.threads)}
-
-    def connect(
-        self, url: str, *, token: str | None, control_timeout_s: float, generate_timeout_s: float
-    ) -> InferenceEndpoint:
-        """See `EngineKind.connect`. The token is SGLang's ``--api-key``; ``?updates=`` chooses as the endpoint's does.
-
-        Raises `ConfigError` for another query.
-        """
-        from inflight_sglang.endpoint import SglangEndpoint
-
-        address, _, query = url.partition("?")
-        return SglangEndpoint(
-            address,
-            api_key=token,
-            updates=_updates_of(query),
-            control_timeout_s=control_timeout_s,
-            generate_timeout_s=generate_timeout_s,
-        )
-
-
-KIND = SglangKind()
-
-
-def _updates_of(query: str) -> Updates | None:
-    if query == "":
-        return None
-    for updates in get_args(Updates):
-        if query == f"updates={updates}":
-            return updates  # type: ignore[no-any-return]
-    raise ConfigError(f"?{query} is not understood; write ?updates=staged or ?updates=native, or nothing")
-
-
-def _context_length(options: EngineOptions) -> int:
-    """Return the context length that serves ``options.max_model_len`` tokens, if the model allows it."""
-    assert options.max_model_len is not None
-    wanted = options.max_model_len + RESERVED_TOKENS
-    try:
-        config = json.loads((options.model / "config.json").read_text())
-        longest = int(config.get("max_position_embeddings") or config["text_config"]["max_position_embeddings"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return wanted
-    return min(wanted, longest)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,10 @@ import contextlib
 import time
 from collections.abc import Callable
 
+from inflight.engines.calls import quietly
+from inflight.engines.routes import EngineRoutes
 from inflight.errors import InflightError, UpdateRefusedError
 from inflight.wire import InFlightPolicy
-from inflight_sglang.routes import SglangRoutes
 
 _POLL_S = 0.01
 _ABORT_AGAIN_S = 0.1
@@ -17,7 +18,7 @@ _FLUSHES = 20
 """Attempts to empty the cache once everything is retracted."""
 
 
-async def stop(routes: SglangRoutes, policy: InFlightPolicy, num_sent: Callable[[], int]) -> float:
+async def stop(routes: EngineRoutes, policy: InFlightPolicy, num_sent: Callable[[], int]) -> float:
     """Return when nothing is being sampled any more, as the policy says; return since when (`time.monotonic`).
 
     ``num_sent`` counts the requests of this client that are not answered. After a failure sampling may be paused.
@@ -39,7 +40,7 @@ async def stop(routes: SglangRoutes, policy: InFlightPolicy, num_sent: Callable[
     return held_since
 
 
-async def _stop_when_idle(routes: SglangRoutes, num_sent: Callable[[], int], *, abort: bool) -> float:
+async def _stop_when_idle(routes: EngineRoutes, num_sent: Callable[[], int], *, abort: bool) -> float:
     """Pause once no request runs; with ``abort``, end them all. Requests of other clients count too."""
     aborted_at = 0.0
     while True:
@@ -55,17 +56,17 @@ async def _stop_when_idle(routes: SglangRoutes, num_sent: Callable[[], int], *, 
         await asyncio.sleep(_POLL_S)
 
 
-async def go_on(routes: SglangRoutes) -> None:
+async def go_on(routes: EngineRoutes) -> None:
     """Sample again."""
     await routes.post("/continue_generation", {"torch_empty_cache": False})
 
 
-async def set_label(routes: SglangRoutes, label: str) -> None:
+async def set_label(routes: EngineRoutes, label: str) -> None:
     """Call the weights so: tokens that are sampled from now on carry it."""
     await routes.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
 
 
-async def poison(routes: SglangRoutes, label: str) -> None:
+async def poison(routes: EngineRoutes, label: str) -> None:
     """End every request, then label the weights, so that no span names it; the server stays paused.
 
     A server that cannot be reached any more has no weights to label.
@@ -73,15 +74,14 @@ async def poison(routes: SglangRoutes, label: str) -> None:
     with contextlib.suppress(InflightError):
         await _pause(routes, "retract")
         await routes.post("/abort_request", {"abort_all": True})
-    with contextlib.suppress(InflightError):
-        await set_label(routes, label)
+    await quietly(set_label(routes, label))
 
 
-async def _pause(routes: SglangRoutes, mode: str) -> None:
+async def _pause(routes: EngineRoutes, mode: str) -> None:
     await routes.post("/pause_generation", {"mode": mode})
 
 
-async def _flush(routes: SglangRoutes) -> bool:
+async def _flush(routes: EngineRoutes) -> bool:
     """Empty the prefix cache; False if requests are running, which SGLang refuses."""
     status, _ = await routes.ask("POST", "/flush_cache")
     return status == 200

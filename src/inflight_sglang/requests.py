@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from inflight.engines.labels import began_under_another, spans_of
-from inflight.errors import InvalidRequestError, NonFiniteError, ProtocolError, UnsupportedError
+from inflight.engines.labels import spans_of
+from inflight.engines.requests import check_fit, reading
+from inflight.errors import NonFiniteError, ProtocolError, UnsupportedError
 from inflight.wire import DTYPE_SIZES, Completion, GenerateRequest, GenerateResponse, SamplingParams, WeightUpdate
 
 _REASONS = ("stop", "length", "abort")
@@ -34,16 +35,8 @@ class RequestLimits:
 
 def check_request(request: GenerateRequest, limits: RequestLimits) -> None:
     """Raise `InvalidRequestError` or `UnsupportedError` if the request cannot be served as the contract says."""
-    num_prompt, sampling = len(request.prompt_token_ids), request.sampling
-    room = limits.max_model_len - num_prompt
-    if room < 1 or (sampling.max_tokens or 1) > room:
-        raise InvalidRequestError(
-            f"{num_prompt} prompt tokens and max_tokens {sampling.max_tokens} exceed max_model_len "
-            f"{limits.max_model_len}"
-        )
-    largest = max(request.prompt_token_ids)
-    if largest >= limits.vocab_size:
-        raise InvalidRequestError(f"token id {largest} is outside of the vocabulary of {limits.vocab_size}")
+    check_fit(request, max_model_len=limits.max_model_len, vocab_size=limits.vocab_size)
+    sampling = request.sampling
     if sampling.seed is not None and not limits.has_seeds:
         raise UnsupportedError(
             f"seed {sampling.seed}: SGLang honours seeds under --enable-deterministic-inference only, "
@@ -141,17 +134,9 @@ def items_of(answer: Any, num: int) -> list[Any]:
     return answer
 
 
-def began_late(items: Sequence[Any], label: str) -> list[int]:
-    """Return the indices of completions that may rest on weights older than those that sampled them.
-
-    They were asked for with ``label`` as their cache key. Raises `ProtocolError` if an answer cannot be read.
-    """
-    try:
-        return [
-            i for i, item in enumerate(items) if began_under_another(item["meta_info"].get("weight_versions"), label)
-        ]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ProtocolError(f"/generate answered no completion: {error!r}") from error
+def labelled(item: Mapping[str, Any]) -> Any:
+    """Return the labels of a completion's tokens."""
+    return item["meta_info"].get("weight_versions")
 
 
 def response_of(request: GenerateRequest, items: Sequence[Any], limits: RequestLimits) -> GenerateResponse:
@@ -159,11 +144,9 @@ def response_of(request: GenerateRequest, items: Sequence[Any], limits: RequestL
 
     Raises `NonFiniteError` for broken weights, `ProtocolError` if they cannot be read.
     """
-    try:
-        completions = [_completion(i, item, request.sampling, limits) for i, item in enumerate(items)]
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise ProtocolError(f"/generate answered no completion: {error!r}") from error
-    return GenerateResponse(request_id=request.request_id, completions=tuple(completions))
+    with reading("/generate"):
+        completions = tuple(_completion(i, item, request.sampling, limits) for i, item in enumerate(items))
+    return GenerateResponse(request_id=request.request_id, completions=completions)
 
 
 def _completion(index: int, item: Mapping[str, Any], sampling: SamplingParams, limits: RequestLimits) -> Completion:

@@ -5,6 +5,6 @@ the only modules that import vLLM, and only vLLM loads them.
 """
 
 from inflight_vllm.endpoint import VllmEndpoint
-from inflight_vllm.flags import KIND
+from inflight_vllm.kind import KIND
 
 __all__ = ["KIND", "VllmEndpoint"]

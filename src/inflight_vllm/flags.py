@@ -1,4 +1,4 @@
-"""How a vLLM server must be started so that inflight can attach, and whether a running one was started so."""
+"""What a vLLM server must be started with so that inflight can attach, and whether a running one was."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
-
-from inflight.contracts import InferenceEndpoint
-from inflight.engines.kinds import EngineOptions, has_gpu
 
 BACKEND = "inflight"
 """The weight transfer backend that `inflight_vllm.transfer_engine` registers."""
@@ -38,70 +35,6 @@ NEEDED_ROUTES = (
 """Every route of vLLM that the endpoint calls."""
 _CHAT_ROUTE = "/v1/chat/completions/render"
 _DEV_ROUTES = frozenset({"/pause", "/weight_info", "/collective_rpc"})
-
-_SEVERAL_RANKS = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp", "--distributed-executor-backend")
-
-
-class VllmKind:
-    """Satisfies `EngineKind`."""
-
-    @property
-    def name(self) -> str:
-        """See `EngineKind.name`."""
-        return "vllm"
-
-    @property
-    def health_path(self) -> str:
-        """See `EngineKind.health_path`."""
-        return "/health"
-
-    @property
-    def liveness_path(self) -> str:
-        """See `EngineKind.liveness_path`."""
-        return "/health"
-
-    def command(self, options: EngineOptions, host: str, port: int) -> list[str]:
-        """See `EngineKind.command`. The module, because the script ``vllm`` fails in builds for the CPU."""
-        words = ["-m", MODULE, "--model", str(options.model), "--host", host, "--port", str(port)]
-        words += ["--served-model-name", options.name or options.model.resolve().name]
-        for flag, value in (
-            ("--dtype", options.dtype),
-            ("--max-model-len", options.max_model_len),
-            ("--max-num-seqs", options.max_concurrent),
-        ):
-            if value is not None:
-                words += [flag, str(value)]
-        if not has_gpu(options.device):
-            words.append("--enforce-eager")  # nothing is gained by compiling on a CPU
-            words.append("--no-enable-chunked-prefill")  # see `honours_seeds`
-            if not any(word.startswith(_SEVERAL_RANKS) for word in options.arguments):
-                # One process less, and one that does not spin for messages: spinning starves all others for seconds.
-                words += ["--distributed-executor-backend", "uni"]
-        return [*words, *needed_arguments(), *options.arguments]
-
-    def environment(self, options: EngineOptions) -> Mapping[str, str]:
-        """See `EngineKind.environment`."""
-        variables = {DEV_MODE: "1", "VLLM_NO_USAGE_STATS": "1"}
-        if not has_gpu(options.device):
-            variables["VLLM_CPU_KVCACHE_SPACE"] = "1"
-            variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # without it vLLM refuses the uni executor on a CPU
-            variables["TORCHDYNAMO_DISABLE"] = "1"  # else the logprobs' helper compiles C++ in the middle of serving
-        if options.threads is not None:
-            variables |= {"OMP_NUM_THREADS": str(options.threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        return variables
-
-    def connect(
-        self, url: str, *, token: str | None, control_timeout_s: float, generate_timeout_s: float
-    ) -> InferenceEndpoint:
-        """See `EngineKind.connect`. The token is vLLM's ``--api-key``."""
-        from inflight_vllm.endpoint import VllmEndpoint
-
-        return VllmEndpoint(
-            url, api_key=token, control_timeout_s=control_timeout_s, generate_timeout_s=generate_timeout_s
-        )
-
-
-KIND = VllmKind()
 
 
 def needed_arguments() -> list[str]:

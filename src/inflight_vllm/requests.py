@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from inflight.engines.labels import began_under_another, spans_of
-from inflight.errors import InvalidRequestError, NonFiniteError, ProtocolError, UnsupportedError
+from inflight.engines.labels import spans_of
+from inflight.engines.requests import check_fit, reading
+from inflight.errors import NonFiniteError, UnsupportedError
 from inflight.wire import Capabilities, Completion, GenerateRequest, GenerateResponse, SamplingParams
 
+GENERATE = "/inference/v1/generate"
 _FLOOR = -9999.0
 """What vLLM answers instead of a logprob that is NaN or minus infinity."""
 
@@ -18,15 +21,8 @@ def check_request(request: GenerateRequest, can: Capabilities) -> None:
     """Raise `InvalidRequestError` if the request does not fit, `UnsupportedError` for filters in another order and
     for seeds that the server does not honour.
     """
-    num_prompt, sampling = len(request.prompt_token_ids), request.sampling
-    room = can.max_model_len - num_prompt
-    if room < 1 or (sampling.max_tokens or 1) > room:
-        raise InvalidRequestError(
-            f"{num_prompt} prompt tokens and max_tokens {sampling.max_tokens} exceed max_model_len {can.max_model_len}"
-        )
-    largest = max(request.prompt_token_ids)
-    if largest >= can.vocab_size:
-        raise InvalidRequestError(f"token id {largest} is outside of the vocabulary of {can.vocab_size}")
+    check_fit(request, max_model_len=can.max_model_len, vocab_size=can.vocab_size)
+    sampling = request.sampling
     if sampling.seed is not None and not can.seeds:
         raise UnsupportedError(
             f"seed {sampling.seed}: a seed ends this vLLM server when a prompt does not fit into one step; on a CPU "
@@ -39,21 +35,29 @@ def check_request(request: GenerateRequest, can: Capabilities) -> None:
         )
 
 
-def bodies_of(request: GenerateRequest, can: Capabilities, salt: str) -> list[dict[str, Any]]:
-    """Return the bodies of ``POST /inference/v1/generate``: several where vLLM does not take n completions at once."""
-    largest_n, n = can.max_concurrent_sequences, request.sampling.n
-    return [body_of(request, can, salt, start, min(largest_n, n - start)) for start in range(0, n, largest_n)]
+def bodies_of(request: GenerateRequest, can: Capabilities, cache_keys: Mapping[int, str]) -> list[dict[str, Any]]:
+    """Return the bodies of ``POST /inference/v1/generate`` for the completions whose indices have a cache key.
+
+    They are several where vLLM does not take n completions at once. Completions of different keys share no cached
+    prefix.
+    """
+    largest_n = can.max_concurrent_sequences
+    bodies = []
+    for key, group in itertools.groupby(cache_keys, cache_keys.__getitem__):
+        indices = list(group)
+        for at in range(0, len(indices), largest_n):
+            bodies.append(_body(request, can, key, indices[at], len(indices[at : at + largest_n])))
+    return bodies
 
 
-def body_of(request: GenerateRequest, can: Capabilities, salt: str, start: int, num: int) -> dict[str, Any]:
-    """Return the body for completions ``start`` to ``start + num``. Those of another salt share no cached prefix."""
-    room = can.max_model_len - len(request.prompt_token_ids)
+def _body(request: GenerateRequest, can: Capabilities, cache_key: str, start: int, num: int) -> dict[str, Any]:
+    """Return the body for completions ``start`` to ``start + num``."""
     return {
         "model": can.model,
         "request_id": f"{request.request_id}-{start}",
         "token_ids": list(request.prompt_token_ids),
-        "cache_salt": salt,
-        "sampling_params": _sampling(request.sampling, start, num, room),
+        "cache_salt": hashlib.sha256(cache_key.encode()).hexdigest(),  # vLLM allows neither @ nor / in it
+        "sampling_params": _sampling(request.sampling, start, num, can.max_model_len - len(request.prompt_token_ids)),
     }
 
 
@@ -82,21 +86,13 @@ def _first_seed(seed: int) -> int:
 
 def choices_of(answers: Sequence[Any]) -> list[Any]:
     """Return what vLLM answers to `bodies_of` for each completion. Raises `ProtocolError` if it cannot be read."""
-    try:
+    with reading(GENERATE):
         return [choice for answer in answers for choice in sorted(answer["choices"], key=lambda c: c["index"])]
-    except (KeyError, TypeError) as error:
-        raise ProtocolError(f"/inference/v1/generate answered no completion: {error!r}") from error
 
 
-def began_late(choices: Sequence[Any], label: str) -> list[int]:
-    """Return the indices of completions that may rest on weights older than those that sampled them.
-
-    They were asked for with a salt made of ``label``. Raises `ProtocolError` if an answer cannot be read.
-    """
-    try:
-        return [i for i, choice in enumerate(choices) if began_under_another(choice["weight_versions"], label)]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ProtocolError(f"/inference/v1/generate answered no completion: {error!r}") from error
+def labelled(choice: Mapping[str, Any]) -> Any:
+    """Return the labels of a completion's tokens."""
+    return choice["weight_versions"]
 
 
 def response_of(request: GenerateRequest, choices: Sequence[Any]) -> GenerateResponse:
@@ -104,10 +100,8 @@ def response_of(request: GenerateRequest, choices: Sequence[Any]) -> GenerateRes
 
     Raises `NonFiniteError` for broken weights, `ProtocolError` for what cannot be read.
     """
-    try:
+    with reading(GENERATE):
         completions = tuple(_completion(choice, index) for index, choice in enumerate(choices))
-    except (KeyError, TypeError, ValueError) as error:
-        raise ProtocolError(f"/inference/v1/generate answered no completion: {error!r}") from error
     return GenerateResponse(request_id=request.request_id, completions=completions)
 
 

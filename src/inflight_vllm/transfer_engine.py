@@ -132,7 +132,6 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):  # typ
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """See `update_weights`."""
         if update_info.source == "drop":
             self._drop()
         elif update_info.source == "forget":

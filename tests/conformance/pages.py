@@ -6,7 +6,9 @@ mutation.json, tables of engines from kept certificates and benchmark results.
 
 from __future__ import annotations
 
+import ast
 import re
+import textwrap
 from pathlib import Path
 
 from inflight.conformance.specification import filled_in
@@ -14,21 +16,26 @@ from tests.conformance.mutation import markdown_table
 from tests.conformance.tables import TABLES
 
 ROOT = Path(__file__).parents[2]
-PAGES = tuple(
-    ROOT / "docs" / f"{name}.md"
-    for name in (
-        "quickstart",
-        "contract",
-        "conformance",
-        "compatibility",
-        "trainers",
-        "losses",
-        "weights",
-        "inference-adapter",
-        "trainer-adapter",
-    )
+PAGES = (
+    ROOT / "README.md",
+    *(
+        ROOT / "docs" / f"{name}.md"
+        for name in (
+            "quickstart",
+            "contract",
+            "conformance",
+            "compatibility",
+            "trainers",
+            "losses",
+            "weights",
+            "inference-adapter",
+            "trainer-adapter",
+            "design",
+        )
+    ),
 )
 _FILE = re.compile(r"<!-- file: (\S+) -->\n.*?<!-- end -->", re.DOTALL)
+_SOURCE = re.compile(r"<!-- source: (\S+) (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 _MUTANTS = re.compile(r"<!-- mutants -->\n.*?<!-- end -->", re.DOTALL)
 _TABLE = re.compile(r"<!-- table: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 _LANGUAGES = {".py": "python", ".toml": "toml"}
@@ -43,9 +50,19 @@ def rendered(page: str) -> str:
             f"<!-- file: {found[1]} -->\n```{_LANGUAGES[file.suffix]}\n{file.read_text().rstrip()}\n```\n<!-- end -->"
         )
 
-    page = _FILE.sub(shown, filled_in(page))
+    page = _SOURCE.sub(_quoted, _FILE.sub(shown, filled_in(page)))
     page = _TABLE.sub(lambda found: f"<!-- table: {found[1]} -->\n{TABLES[found[1]]()}\n<!-- end -->", page)
     return _MUTANTS.sub(lambda _: f"<!-- mutants -->\n{markdown_table()}<!-- end -->", page)
+
+
+def _quoted(found: re.Match[str]) -> str:
+    """Return one function or method of a source file, as it stands there."""
+    text = (ROOT / found[1]).read_text()
+    nodes = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    node = next(node for node in nodes if node.name == found[2])
+    lines = text.splitlines()[node.lineno - 1 : node.end_lineno]
+    code = textwrap.dedent("\n".join(lines))
+    return f"<!-- source: {found[1]} {found[2]} -->\n```py\n{code}\n```\n<!-- end -->"
 
 
 if __name__ == "__main__":

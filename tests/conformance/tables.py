@@ -7,6 +7,8 @@ import tomllib
 from typing import Any
 
 from inflight.losses import PRESETS
+from inflight.weights.session import TRANSITIONS, Event
+from inflight.wire import EndpointState
 from tests.campaigns.table import campaign_table
 from tests.conformance.kept import ROOT, kept_rows, milliseconds
 from tests.conformance.weight_tables import WEIGHT_TABLES
@@ -20,6 +22,19 @@ def certificates() -> list[dict[str, Any]]:
         _certificates("endpoint"),
         key=lambda c: (c["implementation"], [-int(n) for n in c["implementation_version"].split(".") if n.isdigit()]),
     )
+
+
+def transitions_table() -> str:
+    """Return the state machine of an endpoint: one row for each event, one column for each state."""
+    lines = [
+        f"| event | what has happened | {' | '.join(state.name for state in EndpointState)} |",
+        "|---|---|" + "---|" * len(EndpointState),
+    ]
+    for event in Event:
+        after = [TRANSITIONS.get((state, event)) for state in EndpointState]
+        cells = " | ".join("" if state is None else f"→ {state.name}" for state in after)
+        lines.append(f"| {event.name.lower()} | {event.value} | {cells} |")
+    return "\n".join(lines)
 
 
 def tested_table() -> str:
@@ -40,6 +55,26 @@ def tested_table() -> str:
         f"| {row['engine']} | {row['version']} | | refused: {row['reason']} | | | | {row['date']} |"
         for row in tomllib.loads((CERTIFICATES / "refused.toml").read_text())["refused"]
     ]
+    return "\n".join(lines)
+
+
+def certified_table() -> str:
+    """Return one row for each engine and trainer: its newest release, or its largest number of ranks."""
+    rows: dict[str, tuple[str, dict[str, Any]]] = {}
+    for certificate in reversed(certificates()):
+        rows[certificate["implementation"]] = (certificate["implementation_version"], certificate)
+    for certificate in sorted(_certificates("worker"), key=lambda certificate: int(certificate["flags"]["ranks"])):
+        versions = [certificate["environment"][name] for name in ("torch", "torchtitan")]
+        is_titan = "torchtitan" in certificate["implementation"]
+        name, release = ("TorchTitan", versions[1]) if is_titan else ("FSDP2", f"torch {versions[0].split('+')[0]}")
+        rows[name] = (f"{release}, {certificate['flags']['ranks']} ranks", certificate)
+    lines = [
+        "| engine or trainer | release | sentences of the contract that hold | not declared |",
+        "|---|---|---|---|",
+    ]
+    for name, (release, certificate) in rows.items():
+        outcomes = [verdict["outcome"] for verdict in certificate["verdicts"]]
+        lines.append(f"| {name} | {release} | {outcomes.count('passed')} | {outcomes.count('skipped')} |")
     return "\n".join(lines)
 
 
@@ -231,6 +266,7 @@ TABLES = {
     **WEIGHT_TABLES,
     "campaign": campaign_table,
     "presets": presets_table,
+    "transitions": transitions_table,
     "head": head_table,
     "head_tiles": head_tile_table,
     "preset_learning": preset_learning_table,
@@ -239,6 +275,7 @@ TABLES = {
     "trainer_memory": trainer_memory_table,
     "trainer_speed": trainer_speed_table,
     "learning": learning_table,
+    "certified": certified_table,
     "tested": tested_table,
     "exceptions": exceptions_table,
     "mismatch": mismatch_table,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from typing import Any
 
 from tests.conformance.kept import kept, kept_rows, milliseconds
@@ -73,26 +72,6 @@ def weights_targets_table() -> str:
         )
     ]
     return "\n".join(lines)
-
-
-def resharding_table() -> str:
-    """Return what slices straight from rank to rank cost, beside gathering and broadcasting."""
-    rows: Any = kept("resharding")["rows"]
-    ways = (("slices, straight", rows["direct"]), ("gathered on rank 0, then broadcast", rows["gathered"]))
-    lines = ["| way | bytes on the wire | seconds, median |", "|---|---|---|"]
-    lines += [
-        f"| {way} | {row['wire_bytes'] / 1e6:,.0f} MB | {statistics.median(row['seconds']):.2f} |" for way, row in ways
-    ]
-    sent = rows["direct"]["sent_bytes"].values()
-    ratio = rows["gathered / direct"]
-    return (
-        "\n".join(lines)
-        + f"\n\n{rows['trainer_ranks']} trainer ranks to {rows['server_ranks']} server ranks. The least that "
-        f"the layouts allow is {rows['lower_bound_bytes'] / 1e6:,.0f} MB; each trainer rank sends "
-        f"{min(sent) / 1e6:,.1f} to {max(sent) / 1e6:,.1f} MB. "
-        f"**{ratio['median']:.2f}** times as fast, quartiles {ratio['quartiles'][0]:.2f} to "
-        f"{ratio['quartiles'][1]:.2f}."
-    )
 
 
 def weights_engines_table() -> str:
@@ -166,7 +145,6 @@ def fleet_table() -> str:
 
 
 WEIGHT_TABLES = {
-    "resharding": resharding_table,
     "weights_spans": weights_spans_table,
     "weights_targets": weights_targets_table,
     "weights_engines": weights_engines_table,

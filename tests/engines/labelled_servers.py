@@ -31,6 +31,10 @@ from inflight_vllm.updates import PROTOCOL
 FRESH, STALE = -0.5, -9.0
 
 
+def decoded(token_ids: list[int]) -> str:
+    return "".join(f"<{token_id}>" for token_id in token_ids)
+
+
 class LabelledServer:
     """What both have in common. ``on_label`` is called whenever a client has asked for the label."""
 
@@ -38,6 +42,11 @@ class LabelledServer:
         self.model = str(model)
         self.label = "default"
         self.is_paused = False
+        self.is_locked = False
+        self.rendered: list[int] = []
+        """Token ids of any chat messages."""
+        self.asked: list[str] = []
+        """Paths that were asked for, in order."""
         self.on_label: Callable[[], None] | None = None
         self.num_sampled = 0
         """Completions that were sampled."""
@@ -68,7 +77,9 @@ class LabelledServer:
         """Yield the URL while the server answers."""
 
         async def handle(request: Request) -> Response:
-            found = self.answer(request.url.path, await request.json() if await request.body() else None)
+            self.asked.append(request.url.path)
+            body = await request.json() if await request.body() else None
+            found = 401 if self.is_locked else self.answer(request.url.path, body)
             return Response(status_code=found) if isinstance(found, int) else JSONResponse(found)
 
         app = Starlette(routes=[Route("/{path:path}", handle, methods=["GET", "POST"])])
@@ -87,6 +98,8 @@ class LabelledSglang(LabelledServer):
     """As SGLang answers."""
 
     def answer(self, path: str, body: Any) -> Any:
+        if path == "/generate" and isinstance(body["sampling_params"], dict):
+            return {}  # for the first token of an update
         if path == "/generate":
             asked = zip(body["extra_key"], body["sampling_params"], strict=True)
             return [self._item(key, params) for key, params in asked]
@@ -95,7 +108,7 @@ class LabelledSglang(LabelledServer):
         settings |= {"max_req_input_len": 100, "sampling_mask_max_tokens": 1000, "tp_size": 1, "device": "cpu"}
         settings |= {"internal_states": [{"effective_max_running_requests_per_dp": 4}], "dtype": "float32"}
         answers = {
-            "/openapi.json": {"paths": dict.fromkeys(sglang_flags.NEEDED_ROUTES)},
+            "/openapi.json": {"paths": dict.fromkeys([*sglang_flags.NEEDED_ROUTES, "/v1/tokenize", "/v1/detokenize"])},
             "/server_info": {
                 **settings,
                 "model_path": self.model,
@@ -104,11 +117,13 @@ class LabelledSglang(LabelledServer):
                 "enable_deterministic_inference": False,
             },
             "/ready": 503,  # the probe of logprobs is left out
+            "/v1/tokenize": {"tokens": self.rendered},
+            "/v1/detokenize": {"text": [decoded(tokens) for tokens in (body or {}).get("tokens", [])]},
             "/v1/loads": {"loads": [{"num_running_reqs": 0}]},
         }
         if path == "/ready" and not self.is_paused and self.num_sampled:
             return {}
-        return {"weight_version": self.told_label()} if path == "/model_info" else answers[path]
+        return {"weight_version": self.told_label()} if path == "/model_info" else answers.get(path, {})
 
     def _item(self, key: str, params: dict[str, Any]) -> dict[str, Any]:
         logprob, num = self.sampled(key), params["max_new_tokens"]
@@ -127,6 +142,7 @@ class LabelledVllm(LabelledServer):
     """As vLLM answers; ``kept`` is what its plug-in says that it keeps as the base of a delta."""
 
     kept: UpdateRef | None = None
+    group = "file of run"
 
     def answer(self, path: str, body: Any) -> Any:
         if path == "/inference/v1/generate":
@@ -138,12 +154,15 @@ class LabelledVllm(LabelledServer):
             "scheduler_config": {"enable_chunked_prefill": False, "max_num_seqs": 4},
         }
         kept = None if self.kept is None else self.kept.model_dump()
+        status = {"protocol": PROTOCOL, "phase": "done", "group": self.group, "kept": kept}
         answers = {
-            "/openapi.json": {"paths": dict.fromkeys(vllm_flags.NEEDED_ROUTES)},
+            "/openapi.json": {"paths": dict.fromkeys([*vllm_flags.NEEDED_ROUTES, "/v1/chat/completions/render"])},
             "/version": {"version": "0"},
             "/v1/models": {"data": [{"id": "tiny", "root": self.model, "max_model_len": 100}]},
             "/server_info": {"vllm_config": settings},
-            "/collective_rpc": {"results": [{"protocol": PROTOCOL, "phase": "done", "kept": kept}]},
+            "/collective_rpc": {"results": [status]},
+            "/v1/chat/completions/render": {"token_ids": self.rendered},
+            "/detokenize": {"prompt": decoded((body or {}).get("tokens", []))},
             "/is_paused": {"is_paused": self.is_paused},
             "/get_world_size": {"world_size": 1},
         }

@@ -5,17 +5,37 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from inflight.contracts import InferenceEndpoint
+from inflight.engines.calls import Attaching
 from inflight.engines.labels import began_under_another, label_of, parse_label
-from inflight.errors import PoisonedError
-from inflight.wire import Completion, DirectorySpec, EndpointState, GenerateRequest, SamplingParams, UpdateRef
+from inflight.engines.timings import LastUpdate
+from inflight.errors import ConfigError, InvalidRequestError, PoisonedError, UnauthorizedError
+from inflight.weights.buckets import plan_buckets
+from inflight.wire import (
+    ChatCompletionRequest,
+    ChatMessage,
+    Completion,
+    DirectorySpec,
+    EndpointState,
+    GenerateRequest,
+    InFlightPolicy,
+    Manifest,
+    SamplingParams,
+    TensorSpec,
+    UpdateRef,
+    UpdateTimings,
+    WeightUpdate,
+)
+from tests.engine.reference import wait_until
 from tests.engines.labelled_servers import FRESH, SERVERS, LabelledServer, LabelledVllm
 
 _serial = itertools.count()
@@ -155,6 +175,140 @@ def test_what_vllm_keeps_as_the_base_of_a_delta_is_asked_when_a_group_is_formed(
             assert (await client.weight_version()).kept == kept
 
     run(server, call)
+
+
+def announced(in_flight: InFlightPolicy) -> WeightUpdate:
+    specs = (TensorSpec(name="m.weight", dtype="float32", shape=(3, 2)),)
+    return WeightUpdate(
+        run_id="run",
+        version=1,
+        manifest=Manifest(tensors=specs),
+        buckets=plan_buckets(specs, 100),
+        in_flight=in_flight,
+        deadline_s=5.0,
+        lease_s=5.0,
+    )
+
+
+def test_an_open_update_of_a_client_that_closes_leaves_vllm_sampling(tmp_path: Path) -> None:
+    server = LabelledVllm(served_model(tmp_path))
+
+    async def call(client: InferenceEndpoint) -> None:
+        await client.init_process_group(
+            DirectorySpec(run_id="run", backend="file", directory=str(tmp_path), timeout_s=5.0)
+        )
+        await client.request_weight_update(announced(InFlightPolicy.KEEP))
+
+    run(server, call)
+    assert "/resume" in server.asked[server.asked.index("/pause") :]
+
+
+def test_the_first_token_is_measured_where_requests_wait_for_the_end_of_a_drain(server: LabelledServer) -> None:
+    async def call(client: Any) -> None:
+        await client.capabilities()
+        client._engine.files = None  # of SGLang: nothing is loaded here
+        update = announced(InFlightPolicy.DRAIN).model_copy(update={"staged": True})
+        await client._engine.hold(update)
+        sampling = asyncio.ensure_future(sample(client))
+        await asyncio.sleep(0.05)
+        await client._engine.apply(update)
+        await sampling
+        await wait_until(lambda: client._engine.last.timings.first_token_s is not None)
+
+    run(server, call)
+
+
+def test_a_server_that_was_replaced_has_had_no_update(server: LabelledServer) -> None:
+    async def call(client: Any) -> None:
+        server.label = "1/s@run"
+        await client.weight_version()
+        client._engine.last.timings = timings = UpdateTimings(held_s=1.0, load_s=0.5)
+        assert (await client.weight_version()).last_update == timings
+        server.label = "default"
+        assert (await client.weight_version()).last_update is None
+
+    run(server, call)
+
+
+def test_a_key_that_is_refused_is_told_as_such(server: LabelledServer) -> None:
+    async def call(client: InferenceEndpoint) -> None:
+        server.is_locked = True
+        with pytest.raises(UnauthorizedError, match="was refused with status 401"):
+            await client.capabilities()
+        server.is_locked = False
+        assert (await client.capabilities()).model == "tiny"
+
+    run(server, call)
+
+
+def test_a_chat_completion_has_the_tokens_that_were_sampled_and_its_text_ends_before_a_stop_string(
+    server: LabelledServer,
+) -> None:
+    server.rendered = [1, 2, 3]
+    ask = ChatCompletionRequest(
+        model="tiny", messages=(ChatMessage(role="user", content="Hello"),), n=2, max_tokens=3, logprobs=True
+    )
+
+    async def call(client: InferenceEndpoint) -> None:
+        for stop, text in ((None, "<1><1><1>"), (">", "<1")):
+            answer = await client.chat_completion(ask.model_copy(update={"stop": stop}))
+            assert answer.prompt_token_ids == (1, 2, 3)
+            assert answer.usage.total_tokens == 9
+            for choice in answer.choices:
+                assert (choice.message.content, choice.token_ids) == (text, (1, 1, 1))
+                assert choice.logprobs is not None
+                assert [piece.token for piece in choice.logprobs.content] == ["<1>"] * 3
+                assert tuple(piece.logprob for piece in choice.logprobs.content) == choice.token_logprobs
+
+    run(server, call)
+
+
+def test_messages_that_render_to_nothing_and_models_that_are_not_served_are_refused(server: LabelledServer) -> None:
+    messages = (ChatMessage(role="user", content=""),)
+
+    async def call(client: InferenceEndpoint) -> None:
+        for model, says in (("tiny", "prompt_token_ids"), ("other", "'other' is not served here, 'tiny' is")):
+            with pytest.raises(InvalidRequestError, match=says):
+                await client.chat_completion(ChatCompletionRequest(model=model, messages=messages, max_tokens=1))
+
+    run(server, call)
+
+
+def test_attaching_is_shared_and_repeated_after_it_failed_or_was_cancelled() -> None:
+    outcomes: list[BaseException | None] = [asyncio.CancelledError(), ConfigError("not yet"), None]
+    tried: list[BaseException | None] = []
+
+    async def attach() -> int:
+        tried.append(outcome := outcomes.pop(0))
+        await asyncio.sleep(0)
+        if outcome is not None:
+            raise outcome
+        return len(tried)
+
+    async def main() -> None:
+        attaching = Attaching(attach)
+        for error in (asyncio.CancelledError, ConfigError):
+            with pytest.raises(error):
+                await attaching.result()
+            assert not attaching.has_succeeded
+        assert await asyncio.gather(attaching.result(), attaching.result()) == [3, 3]
+        assert attaching.has_succeeded
+
+    asyncio.run(main())
+
+
+def test_the_first_token_of_an_update_is_not_told_of_the_next() -> None:
+    async def main() -> None:
+        last = LastUpdate()
+        first, second = UpdateTimings(held_s=1.0, load_s=0.5), UpdateTimings(held_s=2.0, load_s=0.5)
+        last.timings = first
+        await last.note_first_token(first, asyncio.sleep(0), time.monotonic())
+        assert last.timings is not None and last.timings.first_token_s is not None
+        last.timings = second
+        await last.note_first_token(first, asyncio.sleep(0), time.monotonic())
+        assert last.timings is second
+
+    asyncio.run(main())
 
 
 def test_labels_say_what_they_were_made_of_and_no_two_updates_share_one() -> None:

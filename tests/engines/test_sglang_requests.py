@@ -15,10 +15,10 @@ from inflight.wire import GenerateRequest, Manifest, SamplingParams, TensorSpec,
 from inflight_sglang import KIND, flags
 from inflight_sglang.requests import (
     RequestLimits,
-    began_late,
     body_of,
     check_request,
     items_of,
+    labelled,
     misaligned,
     response_of,
     rids_of,
@@ -172,14 +172,15 @@ def test_an_answer_that_is_none_is_a_protocol_error(answer: Any) -> None:
         response_of(request(), items_of(answer, 1), LIMITS)
 
 
-def test_completions_that_began_under_another_label_than_their_key_are_told_and_asked_for_with_keys_of_their_own() -> (
-    None
-):
-    moved = [{"version": "3@run", "start": 0, "end": 1}, {"version": "4/s@run", "start": 1, "end": 2}]
-    late = [{"version": "4/s@run", "start": 0, "end": 2}]
+def test_an_answer_that_was_ended_in_the_queue_has_no_labels() -> None:
     aborted = {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort", "message": "Abort in queue"}}}
-    items = [item([5, 6], weight_versions=moved), item([5, 6], weight_versions=late), item([5, 6]), aborted]
-    assert began_late(items, "3@run") == [1]
+    assert labelled(aborted) is None
+    assert labelled(item([5], weight_versions=[{"version": "3@run", "start": 0, "end": 1}])) == [
+        {"version": "3@run", "start": 0, "end": 1}
+    ]
+
+
+def test_completions_that_are_asked_for_again_have_keys_and_ids_of_their_own_and_the_seeds_that_they_had() -> None:
     asked = request(n=4, seed=7)
     together = body_of(asked, SEEDED, dict.fromkeys(range(4), "3@run"))
     again = body_of(asked, SEEDED, {1: "one", 3: "other"})

@@ -7,11 +7,14 @@ import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import pytest
 
+from inflight.engines.requests import RequestGate
+from inflight.engines.routes import EngineRoutes
 from inflight.errors import DeadlineError, EndpointError, UnreachableError
-from inflight_vllm.updates import VllmRoutes, VllmUpdates
+from inflight_vllm.updates import VllmUpdates
 
 
 class Server(ThreadingHTTPServer):
@@ -52,7 +55,7 @@ def asked(server: Server, timeout_s: float) -> float:
     """Ask for what the server never answers; returns how long that took."""
 
     async def main() -> float:
-        routes = VllmRoutes(server.url, {}, timeout_s)
+        routes = EngineRoutes(server.url, api_key=None, control_timeout_s=timeout_s, liveness_path="/health")
         began = time.monotonic()
         try:
             await routes.get("/weight_info")
@@ -79,15 +82,16 @@ def test_a_slow_engine_that_lives_is_waited_for_until_the_deadline(server: Serve
 
 @pytest.mark.parametrize("ending", ["release", "give_up"])
 def test_no_request_waits_for_ever_when_the_server_is_gone_in_the_middle_of_a_hold(ending: str) -> None:
-    async def probe() -> None:
+    async def unused() -> Any:
         raise AssertionError("nothing was applied")
 
     async def main() -> None:
-        updates = VllmUpdates(VllmRoutes("http://127.0.0.1:9", {}, 5.0), lambda: 0, probe)
-        updates.is_open.clear()  # as a hold does
+        routes, gate = EngineRoutes("http://127.0.0.1:9", api_key=None, control_timeout_s=5.0), RequestGate()
+        updates = VllmUpdates(routes, gate, unused)
+        gate.is_open.clear()  # as a hold does
         with pytest.raises(UnreachableError):
             await getattr(updates, ending)()
-        assert updates.is_open.is_set()
+        assert gate.is_open.is_set()
         await updates.aclose()
 
     asyncio.run(main())

@@ -13,7 +13,7 @@ from inflight.engines.kinds import EngineOptions
 from inflight.errors import InvalidRequestError, NonFiniteError, ProtocolError, UnsupportedError
 from inflight.wire import Capabilities, GenerateRequest, InFlightPolicy, SamplingParams, VersionSpan
 from inflight_vllm import KIND, flags
-from inflight_vllm.requests import began_late, bodies_of, body_of, check_request, choices_of, response_of
+from inflight_vllm.requests import bodies_of, check_request, choices_of, labelled, response_of
 
 CAN = Capabilities(
     engine="vllm",
@@ -59,7 +59,7 @@ def choice(token_ids: list[int], index: int = 0, **changes: Any) -> dict[str, An
 
 
 def test_more_completions_than_run_at_a_time_are_asked_for_in_several_requests_with_seeds_that_go_on() -> None:
-    bodies = bodies_of(request(n=10, max_tokens=5, seed=7), CAN, "salt")
+    bodies = bodies_of(request(n=10, max_tokens=5, seed=7), CAN, dict.fromkeys(range(10), "key"))
     params = [body["sampling_params"] for body in bodies]
     assert [p["n"] for p in params] == [4, 4, 2]
     assert [p["seed"] - params[0]["seed"] for p in params] == [0, 4, 8]
@@ -67,12 +67,12 @@ def test_more_completions_than_run_at_a_time_are_asked_for_in_several_requests_w
 
 
 def test_neighbouring_seeds_share_no_completion() -> None:
-    (one,), (other,) = (bodies_of(request(n=4, seed=seed), CAN, "")[:1] for seed in (1, 2))
+    (one,), (other,) = (bodies_of(request(n=4, seed=seed), CAN, dict.fromkeys(range(4), "")) for seed in (1, 2))
     assert abs(one["sampling_params"]["seed"] - other["sampling_params"]["seed"]) > 4
 
 
 def test_without_max_tokens_the_rest_of_the_context_is_asked_for() -> None:
-    (body,) = bodies_of(request(num_prompt=30), CAN, "")
+    (body,) = bodies_of(request(num_prompt=30), CAN, {0: ""})
     assert body["sampling_params"]["max_tokens"] == 20
 
 
@@ -138,18 +138,16 @@ def test_an_answer_without_completions_is_a_protocol_error(answer: Any) -> None:
         choices_of([answer])
 
 
-def test_completions_that_began_under_another_label_than_their_salts_are_told() -> None:
-    choices = [choice([1]), choice([2], weight_versions=[{"version": "4/s@run", "start": 0, "end": 1}])]
-    assert began_late(choices, "3@run") == [1]
-    assert began_late(choices, "4/s@run") == [0]
-
-
-def test_a_completion_that_is_asked_for_again_has_the_seed_that_it_had() -> None:
+def test_completions_that_are_asked_for_again_have_keys_of_their_own_and_the_seeds_that_they_had() -> None:
     asked = request(n=10, seed=7, max_tokens=5)
-    together = bodies_of(asked, CAN, "salt")
-    alone = body_of(asked, CAN, "another", 6, 1)
-    assert alone["sampling_params"]["seed"] == together[1]["sampling_params"]["seed"] + 2
-    assert (alone["sampling_params"]["n"], alone["cache_salt"]) == (1, "another")
+    together = bodies_of(asked, CAN, dict.fromkeys(range(10), "3@run"))
+    one, other = bodies_of(asked, CAN, {6: "one", 7: "other"})
+    assert one["sampling_params"]["seed"] == together[1]["sampling_params"]["seed"] + 2
+    assert one["sampling_params"]["n"] == other["sampling_params"]["n"] == 1
+    salts = {body["cache_salt"] for body in (*together, one, other)}
+    assert len(salts) == 3
+    assert not any(set(salt) & {"@", "/"} for salt in salts)
+    assert labelled(choice([1])) == [{"version": "3@run", "start": 0, "end": 1}]
 
 
 def test_a_server_is_started_as_it_must_be_and_on_a_cpu_without_a_process_that_spins() -> None:

@@ -13,8 +13,8 @@ import torch
 from inflight.losses import PRESETS, prepare
 from inflight.pipeline.batches import frames_of, make_batch
 from inflight.pipeline.channel import WorkerChannel
-from inflight.pipeline.messages import micro_batches_of
-from inflight.pipeline.trainer import Trainer
+from inflight.pipeline.messages import Train, micro_batches_of
+from inflight.pipeline.trainer import planned
 from inflight.rollouts import StalenessPolicy
 from inflight.types import Group, Rollout
 from inflight.wire import VersionSpan
@@ -42,16 +42,14 @@ def test_completions_that_are_too_old_count_in_a_run_as_the_paper_s_denominator_
     preset = PRESETS[name]
     batch = make_batch(GROUPS, 5, preset.advantages, StalenessPolicy(max_lag=2))
     assert len(batch.samples) == NUM_COMPLETIONS - 4
-    (frame,) = frames_of(batch, max_tokens=64, num_ranks=1, publish=False)
+    (frame,) = frames_of(batch, max_tokens=64, num_ranks=1, publish=None)
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.sendall(frame)
-        channel = WorkerChannel(theirs)
-        message, tensors = channel.receive()
-    trainer = Trainer(channel)
-    trainer._worker = cast(Any, SimpleNamespace(version=5, world_size=1))
-    trainer._loss = preset.loss
-    (packed,), plan = trainer._plan(micro_batches_of(message["layouts"], tensors), message)
+        step, tensors = next(WorkerChannel(theirs).requests())
+    assert isinstance(step, Train)
+    worker = cast(Any, SimpleNamespace(version=5, world_size=1))
+    (packed,), plan = planned(worker, preset.loss, micro_batches_of(step.segment_lengths, tensors), step)
     assert plan.before.num_sequences == NUM_COMPLETIONS
 
     logprobs_T = torch.full((packed.num_tokens,), -1.1, dtype=torch.float64)
@@ -68,14 +66,15 @@ def test_completions_that_are_too_old_count_in_a_run_as_the_paper_s_denominator_
 def test_a_rank_without_data_is_sent_an_empty_micro_batch_and_counts_nothing() -> None:
     batch = make_batch(GROUPS[:1], 5, "mean", StalenessPolicy(max_lag=2))
     assert len(batch.samples) == 2
-    frames = frames_of(batch, max_tokens=5, num_ranks=3, publish=False)
+    frames = frames_of(batch, max_tokens=5, num_ranks=3, publish=None)
     rows = []
     for frame in frames:
         ours, theirs = socket.socketpair()
         with ours, theirs:
             ours.sendall(frame)
-            message, tensors = WorkerChannel(theirs).receive()
-        rows += micro_batches_of(message["layouts"], tensors)
+            step, tensors = next(WorkerChannel(theirs).requests())
+        assert isinstance(step, Train)
+        rows += micro_batches_of(step.segment_lengths, tensors)
     assert [packed.loss_mask_T.any().item() for packed in rows] == [True, True, False]
     plan = prepare(PRESETS["grpo"].loss, rows)
     assert plan.before.num_sequences == 2

@@ -52,6 +52,18 @@ def test_plain_grpo_is_short_and_publishes_every_step_while_completions_run(
     assert weight_version(server).version == 5
 
 
+def test_the_ten_lines_of_the_readme_print_a_completion_of_several_versions(
+    tied_model: Path, start_server: Callable[..., ServerProcess]
+) -> None:
+    server = start_server(tied_model)
+    program = (ROOT / "examples" / "hello.py").read_text()
+    for written, here in (("models/tiny", str(tied_model)), ("http://127.0.0.1:8000", server.url), ("secret", TOKEN)):
+        program = program.replace(f'"{written}"', f"{here!r}")
+    spans = [[int(n) for n in re.findall(r"\d+", line)] for line in output_of("-c", program).splitlines()]
+    assert [version for version, _, _ in spans][-1] >= 2, spans
+    assert len(spans) >= 2 and spans[0][1] == 0 and spans[-1][2] == 400
+
+
 def test_trl_trainer_samples_from_the_server_and_publishes_every_step(
     tied_model: Path, start_server: Callable[..., ServerProcess]
 ) -> None:

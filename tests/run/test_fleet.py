@@ -22,6 +22,7 @@ from inflight.http.client import HttpEndpoint
 from inflight.pipeline.actor import Actor
 from inflight.pipeline.config import load_config
 from inflight.pipeline.fleet import check_servers, sequence_limits
+from inflight.pipeline.messages import Members, Served
 from inflight.pipeline.trainer_group import TrainerGroup
 from inflight.rollouts import Ledger, load_task
 from inflight.types import Group
@@ -292,6 +293,12 @@ def test_a_run_whose_attached_servers_stay_away_ends_with_how_each_was_lost(
     assert (run.directory / "summary.json").exists()
 
 
+async def publish(trainers: TrainerGroup) -> Served:
+    served = (await trainers.publish(Members())).served
+    assert served is not None
+    return served
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_server_restarted_between_two_publishes_is_in_the_next_one(
     config_file: Path, start_server: Start, model_dir: Path, num_ranks: int, monkeypatch: pytest.MonkeyPatch
@@ -301,31 +308,32 @@ def test_a_server_restarted_between_two_publishes_is_in_the_next_one(
     steady, fickle = start_server(model_dir), start_server(model_dir)
     urls = [steady.url, fickle.url]
 
-    async def conversation() -> tuple[dict[str, Any], ...]:
+    async def conversation() -> tuple[Served, ...]:
         overrides = ["--servers.urls", json.dumps(urls), "--train.num_ranks", str(num_ranks)]
         config = load_config(config_file, overrides)
         logs = config_file.parent
-        trainers = await TrainerGroup.spawn(config, logs, TOKEN, print)
+        trainers = TrainerGroup(config, logs, TOKEN, print)
+        await trainers.spawn()
         try:
-            first = await trainers.load_and_connect(urls, "restarts", None)
+            first = (await trainers.load_and_connect(urls, "restarts", None)).served
+            assert first is not None
             fresh = await asyncio.to_thread(replaced, fickle, start_server, model_dir)
-            second = await trainers.publish({})
+            second = await publish(trainers)
             fresh.kill()
-            third = await trainers.publish({})
-            fourth = await trainers.publish({})
+            third = await publish(trainers)
+            fourth = await publish(trainers)
             await asyncio.to_thread(replaced, fresh, start_server, model_dir)
-            return first, second, third, fourth, await trainers.publish({})
+            return first, second, third, fourth, await publish(trainers)
         finally:
             await trainers.stop()
 
     first, second, third, fourth, fifth = asyncio.run(conversation())
-    assert first["endpoints"] == urls
-    assert second["endpoints"] == urls
-    assert "no weight group is formed" in second["lost"][0]
-    assert third["endpoints"] == fourth["endpoints"] == [steady.url]
-    assert third["removed"] == fourth["removed"] == [fickle.url]
-    assert fourth["lost"] == []
-    assert (fifth["endpoints"], fifth["restored"], fifth["removed"]) == (urls, [fickle.url], [])
+    assert first.endpoints == second.endpoints == tuple(urls)
+    assert "no weight group is formed" in second.lost[0]
+    assert third.endpoints == fourth.endpoints == (steady.url,)
+    assert third.removed == fourth.removed == (fickle.url,)
+    assert fourth.lost == ()
+    assert (fifth.endpoints, fifth.restored, fifth.removed) == (tuple(urls), (fickle.url,), ())
 
 
 def test_a_publish_without_anybody_to_reach_says_so_and_is_no_failure(
@@ -334,23 +342,24 @@ def test_a_publish_without_anybody_to_reach_says_so_and_is_no_failure(
     monkeypatch.setenv("INFLIGHT_TOKEN", TOKEN)
     server = start_server(model_dir)
 
-    async def conversation() -> tuple[dict[str, Any], ...]:
+    async def conversation() -> tuple[Served, ...]:
         config = load_config(config_file, ["--servers.urls", json.dumps([server.url]), "--train.num_ranks", "2"])
-        trainers = await TrainerGroup.spawn(config, config_file.parent, TOKEN, print)
+        trainers = TrainerGroup(config, config_file.parent, TOKEN, print)
+        await trainers.spawn()
         try:
             await trainers.load_and_connect([server.url], "nobody", None)
             server.kill()
-            alone = await trainers.publish({}), await trainers.publish({})
+            alone = await publish(trainers), await publish(trainers)
             other = make_model(config_file.parent / "other", vocab_size=300)
             await asyncio.to_thread(start_server, other, "--port", str(urlsplit(server.url).port))
-            return *alone, await trainers.publish({})
+            return *alone, await publish(trainers)
         finally:
             await trainers.stop()
 
     first, second, stranger = asyncio.run(conversation())
-    assert [answer["endpoints"] for answer in (first, second, stranger)] == [[], [], []]
-    assert "publish" not in first
-    assert "came back with tiny in float32 with 300 tokens, it was tiny in float32 with 258" in stranger["lost"][0]
+    assert [answer.endpoints for answer in (first, second, stranger)] == [(), (), ()]
+    assert first.facts is None
+    assert "came back with tiny in float32 with 300 tokens, it was tiny in float32 with 258" in stranger.lost[0]
 
 
 def test_a_run_that_is_resumed_takes_its_servers_over_and_the_old_trainer_is_stopped(

@@ -63,7 +63,7 @@ def test_groups_that_no_step_follows_leave_numbers_and_no_tokens_in_memory(tmp_p
     for _ in range(100):
         journal.group_finished(group(0.5))
     assert not any(isinstance(value, Group) for name in vars(journal) for value in _items(getattr(journal, name)))
-    row = journal.step(1, [0], 3, {})
+    row = journal.step([0], 3, {})
     assert (row["reward"], row["completion_length"], row["num_samples"]) == (0.5, 2, 100)
     journal.close()
 
@@ -78,14 +78,16 @@ def test_rows_of_steps_that_were_lost_are_removed_on_resume(tmp_path: Path, torn
     states = {}
     for version in range(1, 5):
         journal.group_finished(group(float(version)))
-        journal.step(version, [0], 3, {})
+        journal.trained(version, 0.0, 1.0)
+        journal.step([0], 3, {})
         states[version] = json.loads(json.dumps(journal.state()))
     journal.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write(torn)
     resumed = Journal(tmp_path, states[2], 2)
     resumed.group_finished(group(9.0))
-    resumed.step(3, [0], 3, {})
+    resumed.trained(3, 1.0, 2.0)
+    resumed.step([0], 3, {})
     resumed.close()
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(row["version"], row["reward"], row["num_samples"]) for row in rows] == [

@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from inflight.errors import CheckpointError, TrainerError, UnreachableError, WorkerDiedError
 from inflight.losses import decode_metrics, metric_values
-from inflight.pipeline.channel import Message, encode
+from inflight.pipeline.channel import encode
 from inflight.pipeline.config import RunConfig, load_config
-from inflight.pipeline.messages import message_of
+from inflight.pipeline.messages import Train, Trained, tensors_of
 from inflight.pipeline.trainer import blames_another_rank, collectives_backend
 from inflight.pipeline.trainer_group import TrainerGroup
 from tests.run import failing_workers
@@ -80,12 +80,13 @@ class Group:
         where = ("--servers.directory", str(self.directory / "weights"))
         return load_config(path, (*servers, *where, *overrides))
 
-    def train(self, config: RunConfig, num_steps: int) -> list[list[Message]]:
+    def train(self, config: RunConfig, num_steps: int) -> list[list[Trained]]:
         """Return what the ranks answer to each step, or raise what ends the run; then nothing is left running."""
         return asyncio.run(self._train(config, num_steps))
 
-    async def _train(self, config: RunConfig, num_steps: int) -> list[list[Message]]:
-        group = await TrainerGroup.spawn(config, self.directory, "token", self.warned.append)
+    async def _train(self, config: RunConfig, num_steps: int) -> list[list[Trained]]:
+        group = TrainerGroup(config, self.directory, "token", self.warned.append)
+        await group.spawn()
         started = time.monotonic()
         try:
             await group.load_and_connect([], "run", None)
@@ -108,9 +109,10 @@ class Group:
 def frame(step: int, rank: int, num_ranks: int) -> bytes:
     """A step of one micro-batch."""
     batch = make_batch((9, 4, 17), seed=10 * step + rank)
-    layouts, tensors = message_of([dataclasses.replace(batch, group_ids_S=torch.zeros(3, dtype=torch.int64))])
-    counts = {"num_groups": 1, "num_sequences": 3 * num_ranks}
-    return encode({"type": "train", "layouts": layouts, **counts, "publish": False}, tensors)
+    batch = dataclasses.replace(batch, group_ids_S=torch.zeros(3, dtype=torch.int64))
+    lengths = (batch.segment_lengths,)
+    step = Train(segment_lengths=lengths, num_groups=1, num_sequences=3 * num_ranks, publish=None)
+    return encode(step, tensors_of([batch]))
 
 
 @pytest.fixture
@@ -161,7 +163,8 @@ def test_a_rank_that_does_not_answer_is_named_with_what_it_does(group: Group) ->
 
 def test_a_rank_that_dies_while_nothing_is_asked_of_it_is_noticed_at_once(group: Group) -> None:
     async def kill_one() -> None:
-        ranks = await TrainerGroup.spawn(group.config("--train.num_ranks", "2"), group.directory, "token", print)
+        ranks = TrainerGroup(group.config("--train.num_ranks", "2"), group.directory, "token", print)
+        await ranks.spawn()
         try:
             watching = asyncio.ensure_future(ranks.watch())
             await ranks.load_and_connect([], "run", None)
@@ -185,7 +188,7 @@ def test_the_last_words_of_a_rank_alone_are_its_own(group: Group) -> None:
 def test_the_run_is_told_which_share_of_updates_masters_in_bfloat16_lose(group: Group) -> None:
     overrides = ("--model.dtype", "bfloat16", "--train.master_dtype", "bfloat16", "--train.learning_rate", "1e-6")
     answers = group.train(group.config("--train.num_ranks", "2", *overrides), 4)
-    values = [metric_values(decode_metrics(answer[0]["metrics"]))["rounded_away"] for answer in answers]
+    values = [metric_values(decode_metrics(answer[0].metrics))["rounded_away"] for answer in answers]
     assert min(values) > 0.95
     assert len(group.warned) == 2
     assert "an update smaller than a 512th of its weight rounds away" in group.warned[0]

@@ -19,7 +19,8 @@ from inflight.pipeline.config import load_config
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 FOLDERS = ("examples", "tests/conformance/plain")
-EXAMPLES = [path.read_text() for folder in FOLDERS for path in sorted((ROOT / folder).glob("*.py"))]
+RUN = (ROOT / "src" / "inflight" / "pipeline" / "run.py").read_text()
+EXAMPLES = [RUN, *(path.read_text() for folder in FOLDERS for path in sorted((ROOT / folder).glob("*.py")))]
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -60,6 +61,11 @@ def test_links_in_the_docs_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_loop_in_the_design_is_that_of_the_run() -> None:
+    (loop,) = re.findall(r"# The loop\n\n\n(.*?)\n\n\n# -", RUN, re.DOTALL)
+    assert loop + "\n" in blocks(ROOT / "docs" / "design.md", "python"), "quote it from pipeline/run.py"
 
 
 def test_openapi_document_is_current() -> None:

@@ -26,12 +26,17 @@ PUBLIC_NAMES = {
         "AdapterWeights",
         "BackgroundSaver",
         "Fleet",
+        "GenerateRequest",
+        "GenerateResponse",
         "HttpEndpoint",
         "InferenceEndpoint",
         "ModuleWeights",
+        "PublishReport",
+        "SamplingParams",
         "StreamingEndpoint",
         "Task",
         "TrainerWorker",
+        "UpdateReceiver",
         "WeightPublisher",
         "WeightReceiver",
         "WeightSender",
@@ -39,6 +44,7 @@ PUBLIC_NAMES = {
         "__version__",
         "connect_endpoint",
         "errors",
+        "follow",
         "group_advantages",
         "grpo_loss",
         "publish_weights",
@@ -353,6 +359,16 @@ def test_parts_of_one_level_do_not_import_each_other_in_a_circle() -> None:
         return {t for n in edges.get(part, ()) if n not in seen for t in {n} | reachable(n, seen | {n})}
 
     assert [part for part in edges if part in reachable(part)] == []
+
+
+def test_modules_do_not_import_each_other_in_a_circle() -> None:
+    imported: dict[str, set[str]] = {}
+    for file in SRC.rglob("*.py"):
+        parts = file.relative_to(SRC).with_suffix("").parts
+        imported[".".join(parts).removesuffix(".__init__")] = {found.module for found in imports_of(file)}
+    while leaves := {module for module, others in imported.items() if not others & (imported.keys() - {module})}:
+        imported = {module: others for module, others in imported.items() if module not in leaves}
+    assert sorted(imported) == []
 
 
 def test_torch_is_imported_only_where_it_is_needed() -> None:

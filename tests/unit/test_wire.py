@@ -16,6 +16,7 @@ from inflight import wire
 from inflight.weights.buckets import plan_buckets
 from inflight.wire import (
     BucketSpec,
+    Capabilities,
     ChatCompletionRequest,
     ChatMessage,
     Completion,
@@ -424,3 +425,36 @@ def test_messages_survive_json_exactly(message: WireModel) -> None:
     back = type(message).model_validate_json(text)
     assert back == message
     assert back.model_dump_json() == text
+
+
+@pytest.mark.parametrize(
+    ("need", "lack"),
+    [
+        ({}, None),
+        ({"in_flight": "keep", "transport": "gloo", "encodings": ["raw", "delta"]}, None),
+        ({"in_flight": "drain"}, "the in-flight policy drain; it declares keep"),
+        ({"transport": "shm"}, "the shm transport; it declares gloo"),
+        ({"encodings": ["raw", "float8"]}, "the encoding float8; it declares raw, delta"),
+        ({"partial_updates": True}, "partial updates"),
+        ({"adapters": True}, "adapters"),
+    ],
+)
+def test_what_capabilities_lack_is_said_in_words(need: dict[str, Any], lack: str | None) -> None:
+    can = Capabilities(
+        engine="e",
+        engine_version="1",
+        model="m",
+        vocab_size=10,
+        max_model_len=10,
+        dtype="float32",
+        in_flight_policies=(InFlightPolicy.KEEP,),
+        transports=("gloo",),
+        encodings=("delta",),
+        version_binding="spans",
+        logprob_kind="processed",
+        num_ranks=1,
+        max_concurrent_sequences=1,
+        streaming=False,
+        chat=False,
+    )
+    assert can.lacks(**need) == lack

@@ -162,7 +162,12 @@ def name_the_version_before(patch: pytest.MonkeyPatch) -> None:
 
 def ignore_epochs(patch: pytest.MonkeyPatch) -> None:
     request = UpdateSession.request
-    patch.setattr(UpdateSession, "fence", lambda self, run_id, epoch: setattr(self, "_owner", run_id))
+
+    def hear(self: UpdateSession, run_id: str, epoch: int) -> None:
+        self._owner = run_id
+        self._epochs[run_id] = max(epoch, self._epochs.get(run_id, 0))
+
+    patch.setattr(UpdateSession, "fence", hear)
     patch.setattr(UpdateSession, "request", lambda self, update: request(self, update.model_copy(update={"epoch": 0})))
 
 
@@ -170,7 +175,8 @@ def release_a_torn_endpoint(patch: pytest.MonkeyPatch) -> None:
     abort = UpdateSession.abort
 
     def forgetful(self: UpdateSession, *, torn: bool = False) -> None:
-        self._applying = False
+        if self._open is not None:
+            self._open.is_applying = False
         abort(self)
 
     patch.setattr(UpdateSession, "abort", forgetful)

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import TransferError
-from inflight.weights import publish_session
+from inflight.weights import outgoing
 from inflight.weights.checksums import checksum
 from inflight.weights.encoding import Rounding, encode
 from inflight.weights.packing import pack
@@ -111,16 +111,15 @@ def test_a_publish_of_weights_without_bytes_ends_and_the_old_weights_serve(
 def test_every_bucket_on_a_device_is_announced_with_the_checksum_of_its_bytes(
     backend: Backend, encoding: Rounding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publish_session, "pack", lambda tensors: pack(tensors).as_subclass(OnDevice))
-    monkeypatch.setattr(publish_session, "encode", lambda *bucket: encode(*bucket).as_subclass(OnDevice))
+    monkeypatch.setattr(outgoing, "encode", lambda *bucket: encode(*bucket).as_subclass(OnDevice))
     update = make_update()
     nobody = cast("InferenceEndpoint", SimpleNamespace(name="nobody"))
     publisher = WeightPublisher([nobody], make_sender("gloo"), run_id="run", encoding=encoding)
     publisher._backend = backend
-    session = PublishSession(publisher, update, 5.0)
+    session = PublishSession(publisher, update, 5.0, 1)
     for bucket in make_buckets(update)[:2]:
-        parcel = session._parcel(bucket)
+        sent = session.parcel(bucket)
         expected = pack(bucket.tensors) if encoding == "raw" else encode(bucket.tensors, bucket.specs, encoding)
-        assert parcel.transfer.checksum == checksum(expected)
+        assert sent.checksum == checksum(expected)
         # NCCL sends from the device, the others from the copy that was made for the checksum.
-        assert parcel.bucket.tensors[0].is_cuda == (backend == "nccl")
+        assert sent.tensors[0].is_cuda == (backend == "nccl")

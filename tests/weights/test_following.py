@@ -16,7 +16,7 @@ import torch
 
 from inflight.cli import main
 from inflight.contracts import InferenceEndpoint
-from inflight.errors import ConfigError, TransferError
+from inflight.errors import ConfigError, TrainerError, TransferError
 from inflight.weights.checksums import checksum
 from inflight.weights.following import _Source, follow
 from inflight.weights.staging import payload_spec
@@ -24,11 +24,20 @@ from inflight.weights.storing import StoreReport, newest_epoch, store_weights
 from inflight.weights.threads import run_abandonable
 from inflight.weights.transports import make_receiver, make_sender
 from inflight.weights.transports.bucket_files import LEASE_S
-from inflight.weights.transports.files import FileSender, lease
+from inflight.weights.transports.files import FileSender, latest, lease, read_manifest
 from inflight.weights.transports.store import session_name
-from inflight.wire import BucketTransfer, DirectorySpec, PullSpec, UpdateRef, WeightUpdate
+from inflight.wire import (
+    BucketTransfer,
+    DirectorySpec,
+    EndpointState,
+    PullSpec,
+    TensorSpec,
+    UpdateRef,
+    WeightUpdate,
+    WeightVersion,
+)
 from tests.servers import ServerProcess
-from tests.weights.workers import PlainWorker, checkpoint, logprobs, scaled, weight_version
+from tests.weights.workers import LORA, AdapterWorker, PlainWorker, checkpoint, logprobs, scaled, weight_version
 
 Start = Callable[..., ServerProcess]
 RUN_ID = "followed"
@@ -114,6 +123,19 @@ def test_a_later_incarnation_is_followed_and_an_older_one_is_not(
     assert weight_version(server).version == 3
 
 
+def test_what_is_stored_is_announced_and_checked_as_in_a_publish(tmp_path: Path) -> None:
+    class Lying(PlainWorker):
+        def parameter_specs(self) -> list[TensorSpec]:
+            return [spec.model_copy(update={"dtype": "float64"}) for spec in super().parameter_specs()]
+
+    sender = FileSender(tmp_path)
+    ref = stored(AdapterWorker({"a": torch.zeros(2)}, 1), sender, 1).ref
+    assert read_manifest(tmp_path, ref).update.manifest.adapter == LORA
+    with pytest.raises(TrainerError, match="parameter_specs announced"):
+        stored(Lying({"w": torch.zeros(2)}, 2), sender, 2)
+    assert latest(tmp_path, RUN_ID) == ref
+
+
 def test_storing_needs_a_sender_that_stores(model_dir: Path) -> None:
     worker = PlainWorker({"x": torch.zeros(2)}, 1)
     for sender in (None, make_sender("gloo")):
@@ -167,8 +189,12 @@ class SlowReader:
     async def capabilities(self) -> SimpleNamespace:
         return SimpleNamespace(staging=True)
 
-    async def weight_version(self) -> SimpleNamespace:
-        return SimpleNamespace(run_id=None, version=0, session_id="")
+    async def weight_version(self) -> WeightVersion:
+        if not self.served:
+            return WeightVersion(state=EndpointState.READY, version=0)
+        ref = self.served[-1]
+        state = EndpointState.READY
+        return WeightVersion(state=state, version=ref.version, run_id=ref.run_id, session_id=ref.session_id)
 
     async def init_process_group(self, spec: DirectorySpec | PullSpec) -> None:
         self._receiver = make_receiver(spec)
@@ -184,12 +210,14 @@ class SlowReader:
         (flat,) = await run_abandonable(lambda: self._receiver.receive((spec,), bucket.timeout_s), "slow")
         assert checksum(flat) == bucket.checksum
 
-    async def commit_weight_update(self, ref: UpdateRef) -> None:
+    async def commit_weight_update(self, ref: UpdateRef) -> WeightVersion:
         self._receiver.abort()
         self.served.append(ref)
+        return await self.weight_version()
 
-    async def abort_weight_update(self, ref: UpdateRef) -> None:
+    async def abort_weight_update(self, ref: UpdateRef) -> WeightVersion:
         self._receiver.abort()
+        return await self.weight_version()
 
 
 def complete_updates(directory: Path) -> list[Path]:

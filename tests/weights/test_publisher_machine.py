@@ -18,7 +18,7 @@ from inflight.weights.buckets import plan_buckets
 from inflight.weights.checksums import checksum
 from inflight.weights.delta import element_runs, encode_delta, find_changes
 from inflight.weights.packing import pack
-from inflight.weights.receiving import StagedIntake, UpdateReceiver
+from inflight.weights.receiving import ReceivingEndpoint, StagedIntake, UpdateReceiver
 from inflight.wire import (
     BucketTransfer,
     DirectorySpec,
@@ -28,7 +28,6 @@ from inflight.wire import (
     TensorSpec,
     UpdateRef,
     WeightUpdate,
-    WeightVersion,
 )
 
 RUN = "run"
@@ -67,7 +66,7 @@ class Wire:
         pass
 
 
-class RecordingEngine:
+class RecordingEndpoint(ReceivingEndpoint):
     """A model of three tensors, and whether sampling is held. Satisfies `HeldEngine`."""
 
     def __init__(self, intake: StagedIntake) -> None:
@@ -95,8 +94,11 @@ class RecordingEngine:
     async def give_up(self) -> None:
         self.is_held = False
 
-    async def weight_version(self) -> WeightVersion:
-        return self.updates.weight_version(num_running=0, last_update=None)
+    async def num_running(self) -> int:
+        return 0
+
+    async def receiver(self) -> UpdateReceiver:
+        return self.updates
 
 
 @dataclass
@@ -116,7 +118,7 @@ class Publisher(RuleBasedStateMachine):
         self.loop = asyncio.new_event_loop()
         self.wire = Wire()
         self.intake = StagedIntake(lambda spec: self.wire)
-        self.engine = RecordingEngine(self.intake)
+        self.engine = RecordingEndpoint(self.intake)
         self.receiver = UpdateReceiver(
             self.engine,
             self.intake,
@@ -168,9 +170,9 @@ class Publisher(RuleBasedStateMachine):
     def join(self, epoch: int) -> None:
         spec = DirectorySpec(run_id=RUN, epoch=epoch, backend="file", directory="/", timeout_s=1)
         if epoch < self.epoch:
-            self.refused(self.receiver.init_process_group(spec), FencedError)
+            self.refused(self.engine.init_process_group(spec), FencedError)
             return
-        self.do(self.receiver.init_process_group(spec))
+        self.do(self.engine.init_process_group(spec))
         if self.open is not None:
             self.ended(began=False)
         self.epoch, self.has_group = epoch, True
@@ -194,7 +196,7 @@ class Publisher(RuleBasedStateMachine):
         session = self.made(epoch, version, staged, keep, delta, frozen, seed)
         self.sessions.append(session)
         update = session.update
-        call = self.receiver.request_weight_update(update)
+        call = self.engine.request_weight_update(update)
         names = {spec.name for spec in update.manifest.tensors}
         base_fits = update.base is None or (self.kept is not None and update.base == self.kept.update.ref)
         if (
@@ -274,7 +276,7 @@ class Publisher(RuleBasedStateMachine):
         session = self.open
         assert session is not None
         index = self.num_arrived if right else index
-        call = self.receiver.receive_weights(self.transfer_of(session, index))
+        call = self.engine.receive_weights(self.transfer_of(session, index))
         if index < self.num_arrived:
             self.do(call)  # it was there already
         elif index > self.num_arrived or index >= len(session.payloads):
@@ -295,17 +297,17 @@ class Publisher(RuleBasedStateMachine):
         assert session is not None
         ref = session.update.ref
         if self.num_arrived < len(session.payloads):
-            self.refused(self.receiver.commit_weight_update(ref))
+            self.refused(self.engine.commit_weight_update(ref))
             return
         self.engine.tear = tear
         names = {spec.name for spec in session.update.manifest.tensors}
         if tear:
-            self.refused(self.receiver.commit_weight_update(ref), PoisonedError)
+            self.refused(self.engine.commit_weight_update(ref), PoisonedError)
             self.engine.tear = False
             self.is_torn, self.torn = True, self.torn | names
             self.over.add(ref)
         else:
-            answer = self.do(self.receiver.commit_weight_update(ref))
+            answer = self.do(self.engine.commit_weight_update(ref))
             assert (answer.version, answer.session_id) == (ref.version, ref.session_id)
             self.model_tensors = {**self.model_tensors, **session.tensors}
             self.served, self.served_epoch = ref, session.update.epoch
@@ -318,14 +320,14 @@ class Publisher(RuleBasedStateMachine):
     @precondition(lambda self: self.open is not None)
     def abort(self) -> None:
         assert self.open is not None
-        self.do(self.receiver.abort_weight_update(self.open.update.ref))
+        self.do(self.engine.abort_weight_update(self.open.update.ref))
         self.ended(began=self.num_arrived > 0)
 
     @rule()
     @precondition(lambda self: self.open is not None)
     def repeat_the_request(self) -> None:
         assert self.open is not None
-        self.do(self.receiver.request_weight_update(self.open.update))
+        self.do(self.engine.request_weight_update(self.open.update))
 
     @rule(which=st.integers(0, 99), step=st.sampled_from(["request", "receive", "commit", "abort"]))
     @precondition(lambda self: len(self.over) > 0)
@@ -335,27 +337,27 @@ class Publisher(RuleBasedStateMachine):
         session = gone[which % len(gone)]
         ref = session.update.ref
         if step == "request":
-            self.refused(self.receiver.request_weight_update(session.update))
+            self.refused(self.engine.request_weight_update(session.update))
             self.hear(session.update)
         elif step == "receive":
-            self.refused(self.receiver.receive_weights(self.transfer_of(session, 0)))
+            self.refused(self.engine.receive_weights(self.transfer_of(session, 0)))
         elif step == "commit" and ref == self.served and not self.is_torn and self.open is None:
-            assert self.do(self.receiver.commit_weight_update(ref)).session_id == ref.session_id
+            assert self.do(self.engine.commit_weight_update(ref)).session_id == ref.session_id
         elif step == "commit":
-            self.refused(self.receiver.commit_weight_update(ref))
+            self.refused(self.engine.commit_weight_update(ref))
         elif self.open is not None:
-            self.refused(self.receiver.abort_weight_update(ref))
+            self.refused(self.engine.abort_weight_update(ref))
         else:
-            self.do(self.receiver.abort_weight_update(ref))
+            self.do(self.engine.abort_weight_update(ref))
 
     @rule()
     @precondition(lambda self: self.open is None and len(self.sessions) > 0)
     def abort_before_the_request_came(self) -> None:
         """The abort overtakes its request, which is refused when it comes."""
         session = self.sessions[-1]
-        self.do(self.receiver.abort_weight_update(session.update.ref))
+        self.do(self.engine.abort_weight_update(session.update.ref))
         self.over.add(session.update.ref)
-        self.refused(self.receiver.request_weight_update(session.update))
+        self.refused(self.engine.request_weight_update(session.update))
         self.hear(session.update)
 
     def hear(self, update: WeightUpdate) -> None:

@@ -1,19 +1,30 @@
 """What a check is: one sentence of the contract, and a plain function that puts it to the test.
 
-Checks are listed in tuples by the modules of `inflight.conformance.endpoint`, ``worker`` and ``transport``. A check
-function gets a subject, notes what it measured there, and returns; it calls `require` or `fail` if the sentence does
-not hold and `skip` if the subject does not declare what the sentence speaks of. This module knows no subject.
+The modules of `inflight.conformance.endpoint`, ``worker`` and ``transport`` write checks with the decorator `check`::
+
+    LEVEL = "control"
+
+    @check("E-30", needs=("updates", "keep"), look_at=_HOLD, policy=InFlightPolicy.KEEP)
+    @check("E-31", needs=("updates", "recompute"), look_at=_HOLD, policy=InFlightPolicy.RECOMPUTE)
+    async def nothing_sampled(subject: EndpointSubject, policy: InFlightPolicy) -> None:
+        "Under {policy}, no token is sampled from the moment request_weight_update returns until the hold ends."
+
+The function gets a subject, notes what it measured there, and returns; it calls `require` or `fail` if the sentence
+does not hold and `skip` if the subject does not declare what the sentence speaks of. This module knows no subject.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from functools import partial, update_wrapper
+from types import FunctionType, ModuleType
+from typing import Any, Literal, NoReturn, TypeVar
 
 from inflight.errors import ConfigError
 
 Kind = Literal["endpoint", "worker", "transport"]
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class CheckFailed(Exception):  # noqa: N818 - an outcome, no error
@@ -48,6 +59,47 @@ class Check:
 
     def __str__(self) -> str:
         return f"{self.id} {self.function.__name__}"
+
+
+def check(
+    id: str,
+    *,
+    look_at: str,
+    needs: tuple[str, ...] = (),
+    deadline_s: float = 20.0,
+    before: Callable[[Any], Any] | None = None,
+    after: Callable[[Any], Any] | None = None,
+    **parameters: Any,
+) -> Callable[[Function], Function]:
+    """Make the function below a check. Several of these above one function make several checks of it.
+
+    The check calls the function with the subject and ``parameters``. The first paragraph of the docstring is the
+    sentence, in which ``{name}`` stands for a parameter. ``LEVEL`` of the function's module is the level.
+    """
+
+    def added(function: Function) -> Function:
+        sentence = " ".join((function.__doc__ or "").split("\n\n")[0].split())
+        record = Check(
+            id=id,
+            level=function.__globals__["LEVEL"],
+            sentence=sentence.format(**parameters) if parameters else sentence,
+            look_at=look_at,
+            function=update_wrapper(partial(function, **parameters), function),
+            deadline_s=deadline_s,
+            needs=needs,
+            before=before,
+            after=after,
+        )
+        vars(function)["checks"] = (record, *vars(function).get("checks", ()))
+        return function
+
+    return added
+
+
+def checks_in(*modules: ModuleType) -> tuple[Check, ...]:
+    """Return the checks that modules define, in the order of the source."""
+    functions = [value for module in modules for value in vars(module).values() if isinstance(value, FunctionType)]
+    return tuple(check for function in functions for check in vars(function).get("checks", ()))
 
 
 def fail(message: str) -> NoReturn:

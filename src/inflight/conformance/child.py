@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -139,17 +140,8 @@ def open_subject(setup: Setup) -> Subject:
 
 def checks_of(kind: str) -> tuple[Check, ...]:
     """Return every check of a kind, in the order of the contract."""
-    if kind == "endpoint":
-        from inflight.conformance.endpoint import CHECKS
-
-        return CHECKS
-    if kind == "worker":
-        from inflight.conformance.worker import CHECKS as WORKER_CHECKS
-
-        return WORKER_CHECKS
-    from inflight.conformance.transport import CHECKS as TRANSPORT_CHECKS
-
-    return TRANSPORT_CHECKS
+    checks: tuple[Check, ...] = import_module(f"inflight.conformance.{kind}").CHECKS
+    return checks
 
 
 if __name__ == "__main__":

@@ -25,6 +25,11 @@ class Weights:
     label: str
     tensors: Mapping[str, torch.Tensor]
 
+    @property
+    def size_bytes(self) -> int:
+        """Of all tensors together."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
 
 class Reference:
     """A checkpoint directory: its weights, variants of them, and transformers' logprobs under any of them."""

@@ -1,7 +1,7 @@
 """The numbered sentences of docs/contract.md, as tables.
 
-Sentences live beside their checks; the page holds a table between ``<!-- checks: LEVEL -->`` and ``<!-- end -->`` for
-every level of endpoints, and one each for workers and transports.
+The page holds a table between ``<!-- checks: LEVEL -->`` and ``<!-- end -->`` for every level of endpoints, and one
+each for workers and transports.
 """
 
 from __future__ import annotations

@@ -1,15 +1,50 @@
-"""Which tensors a checkpoint directory holds, read from the headers of its safetensors files. Needs no torch."""
+"""What a checkpoint directory says of its model: sizes, and its tensors from the headers of its files. No torch."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from inflight.errors import ConfigError
-from inflight.wire import TensorSpec
+from inflight.wire import DTYPE_SIZES, TensorSpec
 
 _MAX_HEADER_BYTES = 100_000_000  # the bound that safetensors itself keeps
+
+
+def config_of(directory: Path) -> Mapping[str, Any]:
+    """Return the ``config.json`` of a checkpoint directory, empty if it cannot be read."""
+    try:
+        config = json.loads((directory / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def config_number(config: Mapping[str, Any], key: str) -> int | None:
+    """Return a number that a ``config.json`` gives for the model or its text part, None if it gives none."""
+    try:
+        return int(config.get(key) or config["text_config"][key])
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def checkpoint_of(url: str, directory: Path, dtype: str) -> tuple[int, tuple[TensorSpec, ...] | None]:
+    """Return the vocabulary size of the model that the server at ``url`` serves in ``dtype``, and what it can load.
+
+    The latter is None if the ``directory`` of its checkpoint is not readable here: the engine refuses by itself then.
+    Raises `ConfigError`.
+    """
+    if dtype not in DTYPE_SIZES:
+        raise ConfigError(f"{url}: the model is served in {dtype}; known: {', '.join(DTYPE_SIZES)}")
+    vocab_size = config_number(config_of(directory), "vocab_size")
+    if vocab_size is None:
+        raise ConfigError(
+            f"{url}: the vocabulary size cannot be read from {str(directory / 'config.json')!r}; give model_dir, the "
+            "server's checkpoint directory as this process sees it"
+        )
+    return vocab_size, tensor_specs_of(directory, dtype) if directory.is_dir() else None
 
 
 def tensor_specs_of(directory: Path, dtype: str) -> tuple[TensorSpec, ...]:

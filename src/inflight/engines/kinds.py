@@ -1,6 +1,6 @@
 """What an adapter says of its engine: how to start one, and how to attach to one that runs.
 
-Adapters are found by the entry point group ``inflight.engines``; each entry names a value that satisfies `EngineKind`.
+Adapters are found by the entry point group ``inflight.engines``; each entry names an `EngineKind`.
 This module knows no engine.
 """
 

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import pydantic
 
+from inflight.contracts import StreamingEndpoint
 from inflight.errors import InflightError, ProtocolError, error_from_code
 from inflight.http import routes
 from inflight.http.bodies import message_of
@@ -40,7 +41,7 @@ _SLACK_S = 5.0
 """How much longer than the server's own deadline the client waits, so that the server's reason arrives."""
 
 
-class HttpEndpoint:
+class HttpEndpoint(StreamingEndpoint):
     """One inference server at ``url``.
 
     ``token`` is sent to control routes only. ``control_timeout_s`` bounds each control call that carries no deadline of
@@ -74,32 +75,25 @@ class HttpEndpoint:
         return self._url
 
     async def capabilities(self) -> Capabilities:
-        """See `InferenceEndpoint.capabilities`."""
         return await self._call(routes.CAPABILITIES, None, Capabilities, self._control_timeout_s)
 
     async def init_process_group(self, spec: TransportSpec) -> None:
-        """See `InferenceEndpoint.init_process_group`."""
         await self._send(routes.INIT_PROCESS_GROUP, spec, spec.timeout_s + _SLACK_S)
 
     async def request_weight_update(self, update: WeightUpdate) -> None:
-        """See `InferenceEndpoint.request_weight_update`."""
         self._commit_timeout_s = max(self._control_timeout_s, update.deadline_s + update.lease_s)
         await self._send(routes.REQUEST_WEIGHT_UPDATE, update, update.deadline_s + _SLACK_S)
 
     async def receive_weights(self, bucket: BucketTransfer) -> None:
-        """See `InferenceEndpoint.receive_weights`."""
         await self._send(routes.RECEIVE_WEIGHTS, bucket, bucket.timeout_s + _SLACK_S)
 
     async def commit_weight_update(self, ref: UpdateRef) -> WeightVersion:
-        """See `InferenceEndpoint.commit_weight_update`."""
         return await self._call(routes.COMMIT_WEIGHT_UPDATE, ref, WeightVersion, self._commit_timeout_s)
 
     async def abort_weight_update(self, ref: UpdateRef) -> WeightVersion:
-        """See `InferenceEndpoint.abort_weight_update`."""
         return await self._call(routes.ABORT_WEIGHT_UPDATE, ref, WeightVersion, self._control_timeout_s)
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
-        """See `InferenceEndpoint.generate`."""
         return await self._call(
             routes.GENERATE,
             request,
@@ -109,19 +103,16 @@ class HttpEndpoint:
         )
 
     async def generate_stream(self, request: GenerateRequest) -> AsyncIterator[CompletionChunk]:
-        """See `StreamingEndpoint.generate_stream`."""
         request = request.model_copy(update={"stream": True})
         async for chunk in self._events(routes.GENERATE, request, CompletionChunk):
             yield chunk
 
     async def chat_completion_stream(self, request: ChatCompletionRequest) -> AsyncIterator[ChatCompletionChunk]:
-        """See `StreamingEndpoint.chat_completion_stream`."""
         request = request.model_copy(update={"stream": True})
         async for chunk in self._events(routes.CHAT_COMPLETIONS, request, ChatCompletionChunk):
             yield chunk
 
     async def chat_completion(self, request: ChatCompletionRequest) -> ChatCompletion:
-        """See `InferenceEndpoint.chat_completion`."""
         return await self._call(
             routes.CHAT_COMPLETIONS,
             request,
@@ -131,7 +122,6 @@ class HttpEndpoint:
         )
 
     async def weight_version(self) -> WeightVersion:
-        """See `InferenceEndpoint.weight_version`."""
         return await self._call(routes.WEIGHT_VERSION, None, WeightVersion, self._control_timeout_s)
 
     async def health(self, timeout_s: float = 5.0) -> Health:

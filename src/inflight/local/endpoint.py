@@ -13,18 +13,20 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any, TypeVar
 
-from inflight.errors import InflightError, InvalidRequestError, NonFiniteError, UnsupportedError
-from inflight.local.chat import ChatChunkWriter, ChatFormat, chat_completion_of
+from inflight.contracts import StreamingEndpoint
+from inflight.errors import InflightError, InvalidRequestError, NonFiniteError
+from inflight.http.chat import chat_completion_of, check_chat
+from inflight.local.chat import ChatChunkWriter, ChatFormat
 from inflight.local.engine import Engine
 from inflight.local.sequences import Sequence
 from inflight.types import EngineStats
 from inflight.weights.merging import AdaptedWeights
-from inflight.weights.receiving import StagedIntake, UpdateReceiver
+from inflight.weights.module import tensor_spec
+from inflight.weights.receiving import HeldEngine, ReceivingEndpoint, StagedIntake, UpdateReceiver
 from inflight.weights.threads import run_abandonable
 from inflight.weights.transports import make_receiver
 from inflight.wire import (
     Backend,
-    BucketTransfer,
     Capabilities,
     ChatCompletion,
     ChatCompletionChunk,
@@ -36,9 +38,6 @@ from inflight.wire import (
     GenerateResponse,
     InFlightPolicy,
     Manifest,
-    TensorSpec,
-    TransportSpec,
-    UpdateRef,
     UpdateTimings,
     WeightUpdate,
     WeightVersion,
@@ -49,8 +48,8 @@ T = TypeVar("T")
 _ENCODINGS: tuple[Encoding, ...] = ("bfloat16", "float8", "delta")
 
 
-class LocalEndpoint:
-    """An endpoint around an `Engine`, which it starts and closes. Satisfies `StreamingEndpoint`.
+class LocalEndpoint(ReceivingEndpoint, StreamingEndpoint, HeldEngine):
+    """An endpoint around an `Engine`, which it starts and closes.
 
     Belongs to the event loop in which it is first used. ``chat`` is None where the model has no chat template.
     """
@@ -63,14 +62,9 @@ class LocalEndpoint:
         self._device = next(model.parameters()).device
         stored: tuple[Backend, ...] = ("shm", "file", "http")
         self._transports = ("gloo", "nccl", *stored) if self._device.type == "cuda" else ("gloo", *stored)
-        specs = tuple(
-            TensorSpec.model_validate(
-                {"name": n, "dtype": str(p.dtype).removeprefix("torch."), "shape": tuple(p.shape)}
-            )
-            for n, p in model.named_parameters()
-        )
-        self._manifest = Manifest(tensors=specs)
         self._parameters = dict(model.named_parameters())
+        specs = tuple(tensor_spec(name, parameter, None) for name, parameter in self._parameters.items())
+        self._manifest = Manifest(tensors=specs)
         self._adapted = AdaptedWeights()
         self._intake = StagedIntake(lambda spec: make_receiver(spec, self._device))
         self._updates = UpdateReceiver(
@@ -97,7 +91,6 @@ class LocalEndpoint:
         return self._engine.stats()
 
     async def capabilities(self) -> Capabilities:
-        """See `InferenceEndpoint.capabilities`."""
         from inflight import __version__
 
         return Capabilities(
@@ -124,33 +117,16 @@ class LocalEndpoint:
 
     # ---------------------------------------------------------------------------------------------------- weights
 
-    async def init_process_group(self, spec: TransportSpec) -> None:
-        """See `InferenceEndpoint.init_process_group`. An open update is aborted first."""
-        await self._updates.init_process_group(spec)
-
-    async def request_weight_update(self, update: WeightUpdate) -> None:
-        """See `InferenceEndpoint.request_weight_update`."""
-        await self._updates.request_weight_update(update)
-
-    async def receive_weights(self, bucket: BucketTransfer) -> None:
-        """See `InferenceEndpoint.receive_weights`."""
-        await self._updates.receive_weights(bucket)
-
-    async def commit_weight_update(self, ref: UpdateRef) -> WeightVersion:
-        """See `InferenceEndpoint.commit_weight_update`. Cancelling the call does not stop what it began."""
-        return await self._updates.commit_weight_update(ref)
-
-    async def abort_weight_update(self, ref: UpdateRef) -> WeightVersion:
-        """See `InferenceEndpoint.abort_weight_update`. A commit that has begun ends first, whole or poisoned."""
-        return await self._updates.abort_weight_update(ref)
+    async def receiver(self) -> UpdateReceiver:
+        return self._updates
 
     async def weight_version(self) -> WeightVersion:
-        """See `InferenceEndpoint.weight_version`. Raises `EndpointError` if the engine has failed."""
+        """Raises `EndpointError` if the engine has failed."""
         if (failure := self._engine.failure) is not None:
             raise failure
         is_open = self._updates.session.update is not None
         return self._updates.weight_version(
-            num_running=self._engine.stats().num_running,
+            num_running=await self.num_running(),
             last_update=self._last_timings if is_open else self._timings(),
         )
 
@@ -162,7 +138,6 @@ class LocalEndpoint:
         return timings
 
     async def hold(self, update: WeightUpdate) -> None:
-        """See `HeldEngine.hold`."""
         self._last_timings = self._timings()
         loop = asyncio.get_running_loop()
         held: asyncio.Future[None] = loop.create_future()
@@ -176,7 +151,6 @@ class LocalEndpoint:
             raise
 
     async def apply(self, update: WeightUpdate) -> None:
-        """See `HeldEngine.apply`."""
         arrived = self._intake.take()
 
         def apply() -> UpdateTimings:
@@ -190,12 +164,14 @@ class LocalEndpoint:
         self._last_timings = await self._in_engine(apply)
 
     async def release(self) -> None:
-        """See `HeldEngine.release`."""
         await self._in_engine(self._engine.resume)
 
     async def give_up(self) -> None:
-        """See `HeldEngine.give_up`."""
         await self._in_engine(self._engine.cancel_all)
+
+    async def num_running(self) -> int:
+        """Sequences, of which a request may have several."""
+        return self._engine.stats().num_running
 
     async def _in_engine(self, command: Callable[[], T]) -> T:
         """Return what ``command`` returns in the engine's thread; it runs even if the caller is cancelled."""
@@ -204,7 +180,7 @@ class LocalEndpoint:
     # ------------------------------------------------------------------------------------------------- generation
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
-        """See `InferenceEndpoint.generate`. Cancelling the call ends the request between two token steps."""
+        """Cancelling the call ends the request between two token steps."""
         self._updates.session.refuse_if_poisoned()
         loop = asyncio.get_running_loop()
         finished: asyncio.Future[list[Completion]] = loop.create_future()
@@ -233,7 +209,7 @@ class LocalEndpoint:
         return GenerateResponse.model_construct(request_id=request.request_id, completions=tuple(completions))
 
     async def generate_stream(self, request: GenerateRequest) -> AsyncIterator[CompletionChunk]:
-        """See `StreamingEndpoint.generate_stream`. One chunk per token; closing the iterator ends the request."""
+        """One chunk per token; closing the iterator ends the request."""
         self._updates.session.refuse_if_poisoned()
         loop = asyncio.get_running_loop()
         chunks: asyncio.Queue[CompletionChunk | InflightError | None] = asyncio.Queue()
@@ -270,13 +246,13 @@ class LocalEndpoint:
             self._engine.call(lambda: self._engine.cancel(admitted))
 
     async def chat_completion(self, request: ChatCompletionRequest) -> ChatCompletion:
-        """See `InferenceEndpoint.chat_completion`."""
         generate_request = self.chat_request(request)
         response = await self.generate(generate_request)
-        return chat_completion_of(self._chat_format(), request, generate_request, response)
+        chat, sampled = self._chat_format(), [completion.token_ids for completion in response.completions]
+        pieces = [chat.pieces(token_ids) for token_ids in sampled] if request.logprobs else []
+        return chat_completion_of(request, generate_request, response, [chat.text(ids) for ids in sampled], pieces)
 
     async def chat_completion_stream(self, request: ChatCompletionRequest) -> AsyncIterator[ChatCompletionChunk]:
-        """See `StreamingEndpoint.chat_completion_stream`."""
         generate_request = self.chat_request(request)
         if request.logprobs:
             raise InvalidRequestError("logprobs=true cannot be streamed; every chunk carries token_logprobs")
@@ -286,8 +262,7 @@ class LocalEndpoint:
 
     def chat_request(self, request: ChatCompletionRequest) -> GenerateRequest:
         """Return the token-in request that a chat request is rendered to."""
-        if request.model != self._name:
-            raise InvalidRequestError(f"model {request.model!r} is not served here, {self._name!r} is")
+        check_chat(request, model=self._name, offers_chat=self._chat is not None)
         return self._chat_format().render(request)
 
     def _refuse_non_finite(self, logprobs: Iterable[float]) -> None:
@@ -298,8 +273,7 @@ class LocalEndpoint:
             )
 
     def _chat_format(self) -> ChatFormat:
-        if self._chat is None:
-            raise UnsupportedError("this model has no chat template; use /v1/generate with token ids")
+        assert self._chat is not None  # it was checked when the request came
         return self._chat
 
     async def aclose(self) -> None:

@@ -1,14 +1,13 @@
-"""From finished groups to the messages of one optimizer step: advantages, staleness, packing."""
+"""From finished groups to the requests of one optimizer step: advantages, staleness, packing."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from inflight.losses import collate, empty_micro_batch
 from inflight.pipeline.channel import encode
-from inflight.pipeline.messages import message_of
+from inflight.pipeline.messages import Members, Train, tensors_of
 from inflight.rollouts import AdvantageEstimator, StalenessPolicy, batch_advantages, pack
 from inflight.types import Group, Sample
 
@@ -66,18 +65,8 @@ def split_evenly(groups: Sequence[Group], num_parts: int) -> list[list[Group]]:
     return [part for part in parts if part]
 
 
-def frames_of(
-    batch: StepBatch,
-    max_tokens: int,
-    num_ranks: int,
-    *,
-    publish: bool,
-    members: Mapping[str, Sequence[str]] = MappingProxyType({}),
-) -> list[bytes]:
-    """Return the message to each rank; all have the same number of micro-batches.
-
-    ``members`` says which URLs ``join`` and which names ``leave`` before the publish.
-    """
+def frames_of(batch: StepBatch, max_tokens: int, num_ranks: int, *, publish: Members | None) -> list[bytes]:
+    """Return the request to each rank as a frame; all have the same number of micro-batches."""
     lengths = [sample.rollout.num_tokens for sample in batch.samples]
     frames = []
     for micro_batches in pack(lengths, max_tokens, num_ranks):
@@ -85,14 +74,11 @@ def frames_of(
             collate([batch.samples[i] for i in indices]) if indices else empty_micro_batch()
             for indices in micro_batches
         ]
-        layouts, tensors = message_of(collated)
-        message = {
-            "type": "train",
-            "layouts": layouts,
-            "num_groups": len(batch.groups),
-            "num_sequences": sum(len(group.rollouts) for group in batch.groups),
-            "publish": publish,
-            **members,
-        }
-        frames.append(encode(message, tensors))
+        request = Train(
+            segment_lengths=tuple(micro_batch.segment_lengths for micro_batch in collated),
+            num_groups=len(batch.groups),
+            num_sequences=sum(len(group.rollouts) for group in batch.groups),
+            publish=publish,
+        )
+        frames.append(encode(request, tensors_of(collated)))
     return frames

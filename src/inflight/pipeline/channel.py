@@ -1,57 +1,63 @@
-"""Messages between the run and its trainer ranks: JSON and safetensors over a socket pair. Nothing is pickled.
+"""The connection between the run and a trainer rank: JSON and safetensors over a socket pair. Nothing is pickled.
 
-A frame is two little-endian 64-bit lengths, then a JSON object, then a safetensors file (empty if there is no tensor).
+A frame is two little-endian 64-bit lengths, then a message as JSON, then a safetensors file (empty if there is no
+tensor).
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
+import contextlib
 import socket
 import struct
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import TypeVar
 
+import pydantic
 import safetensors.torch
 import torch
 
-from inflight.errors import WorkerDiedError
+from inflight.errors import TrainerError, WorkerDiedError
+from inflight.pipeline.messages import Message, Reply, Request
+
+T = TypeVar("T")
 
 _LENGTHS = struct.Struct("<QQ")
 _MAX_FRAME_BYTES = 1 << 32
+_REQUEST: pydantic.TypeAdapter[Request] = pydantic.TypeAdapter(Request)
+_REPLY: pydantic.TypeAdapter[Reply] = pydantic.TypeAdapter(Reply)
 
-Message = dict[str, Any]
 
-
-def encode(message: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None = None) -> bytes:
+def encode(message: Message, tensors: Mapping[str, torch.Tensor] | None = None) -> bytes:
     """Return one frame."""
-    head = json.dumps(message).encode()
+    head = message.model_dump_json().encode()
     payload = safetensors.torch.save(dict(tensors)) if tensors else b""
     return _LENGTHS.pack(len(head), len(payload)) + head + payload
 
 
 class WorkerChannel:
-    """A trainer rank's end; blocking. `receive` raises `EOFError` when the run is gone."""
+    """A trainer rank's end; blocking."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._stream = connection.makefile("rb")
         self._connection = connection
 
-    def receive(self) -> tuple[Message, dict[str, torch.Tensor]]:
-        """Wait for the next message."""
-        head_size, payload_size = _sizes(self._read(_LENGTHS.size))
-        message = json.loads(self._read(head_size))
-        payload = self._read(payload_size)
-        return message, safetensors.torch.load(payload) if payload else {}
+    def requests(self) -> Iterator[tuple[Request, dict[str, torch.Tensor]]]:
+        """Yield what the run asks for, until the run is gone. Raises `TrainerError` for what is no request."""
+        with self._stream, contextlib.suppress(EOFError):
+            while True:
+                head_size, payload_size = _sizes(self._read(_LENGTHS.size))
+                head, payload = self._read(head_size), self._read(payload_size)
+                yield _parsed(_REQUEST, head, "the run"), safetensors.torch.load(payload) if payload else {}
 
-    def send(self, message: Mapping[str, Any]) -> None:
+    def send(self, message: Message) -> None:
         """Send a message without tensors."""
         self._connection.sendall(encode(message))
 
     def _read(self, size: int) -> bytes:
         data = self._stream.read(size)
         if len(data) != size:
-            raise EOFError("the run has ended")
+            raise EOFError
         return data
 
 
@@ -78,8 +84,8 @@ class RunChannel:
         except OSError as error:
             raise WorkerDiedError(f"trainer rank {self._rank} is gone: {error}") from error
 
-    async def receive(self) -> Message:
-        """Wait for the next message; its tensors, if any, are refused."""
+    async def receive(self) -> Reply:
+        """Wait for the next message. Raises `TrainerError` for one that no rank sends; tensors are refused."""
         try:
             head_size, payload_size = _sizes(await self._reader.readexactly(_LENGTHS.size))
             head = await self._reader.readexactly(head_size)
@@ -87,8 +93,7 @@ class RunChannel:
             raise WorkerDiedError(f"trainer rank {self._rank} ended unexpectedly") from error
         if payload_size:
             raise WorkerDiedError(f"trainer rank {self._rank} sent tensors, which a run never expects")
-        message: Message = json.loads(head)
-        return message
+        return _parsed(_REPLY, head, f"trainer rank {self._rank}")
 
     def close(self) -> None:
         """Close the connection; the rank sees the end of its input."""
@@ -100,3 +105,13 @@ def _sizes(data: bytes) -> tuple[int, int]:
     if head_size + payload_size > _MAX_FRAME_BYTES:
         raise WorkerDiedError(f"a frame of {head_size + payload_size} bytes is larger than {_MAX_FRAME_BYTES}")
     return head_size, payload_size
+
+
+def _parsed(kind: pydantic.TypeAdapter[T], head: bytes, sender: str) -> T:
+    """Return the message in the JSON of a frame."""
+    try:
+        return kind.validate_json(head)
+    except pydantic.ValidationError as error:
+        problems = error.errors(include_url=False, include_input=False)
+        told = "; ".join(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in problems)
+        raise TrainerError(f"{sender} sent a message that cannot be read: {told}") from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from inflight.contracts import InferenceEndpoint
 from inflight.engines.kinds import connect_endpoint, load_engine_kind
@@ -62,17 +63,14 @@ async def sequence_limits(
 def _problem(config: RunConfig, vocab_size: int, can: Capabilities) -> str | None:
     """Return why an endpoint of these capabilities cannot take part, and what to change."""
     servers, model = config.servers, config.model
-    if servers.in_flight not in can.in_flight_policies:
-        known = ", ".join(can.in_flight_policies)
-        return f"does not declare the in-flight policy {servers.in_flight}: set servers.in_flight to one of {known}"
-    if servers.backend not in can.transports:
-        known = ", ".join(can.transports)
-        return f"does not declare the {servers.backend} transport: set servers.backend to one of {known}"
-    encoding = "delta" if servers.delta else servers.encoding
-    if encoding != "raw" and encoding not in can.encodings:
-        known = ", ".join(("raw", *can.encodings))
-        what = "set servers.delta to false" if servers.delta else f"set servers.encoding to one of {known}"
-        return f"does not declare the encoding {encoding}, it declares {known}: {what}"
+    needs: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("in_flight", {"in_flight": servers.in_flight}),
+        ("backend", {"transport": servers.backend}),
+        ("delta" if servers.delta else "encoding", {"encodings": ["delta" if servers.delta else servers.encoding]}),
+    )
+    for setting, need in needs:
+        if lack := can.lacks(**need):
+            return f"does not declare {lack}: change servers.{setting}"
     if can.logprob_kind == "raw" and config.sampling.temperature != 1.0:
         return (
             "declares raw logprobs, which leave the temperature out, and sampling.temperature is "

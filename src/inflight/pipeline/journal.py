@@ -42,6 +42,8 @@ class Journal:
             _keep_lines(metrics, lambda row: row["version"] <= version)
             _keep_lines(events, lambda _: True)
         self._metrics, self._events = metrics.open("a", buffering=1), events.open("a", buffering=1)
+        self.version = version
+        """The last one that was trained."""
         self._started = time.time() - (state["elapsed_s"] if state else 0.0)
         self.num_samples = state["num_samples"] if state else 0
         self.num_trained_tokens = state["num_trained_tokens"] if state else 0
@@ -113,6 +115,11 @@ class Journal:
         for path in older[: -(_NUM_PARTS - 2)]:
             path.unlink()
 
+    def trained(self, version: int, started: float, ended: float) -> None:
+        """Note that an optimizer step has made a version."""
+        self.version = version
+        self.event("train", started, ended)
+
     def held(self, seconds: Mapping[str, float]) -> None:
         """Add the time that each endpoint was held in one publish."""
         self._held_s.update(seconds)
@@ -123,8 +130,11 @@ class Journal:
             return 0.0
         return statistics.fmean(self._held_s.values()) / max(1e-9, self.elapsed_s())
 
-    def step(self, version: int, lags: Sequence[int], num_tokens: int, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Write the row of one optimizer step and return it; rewards are those of groups finished since the last."""
+    def step(self, lags: Sequence[int], num_tokens: int, facts: Mapping[str, Any]) -> dict[str, Any]:
+        """Write the row of the step that was trained last and return it.
+
+        Rewards are those of groups finished since the row before.
+        """
         rewards, lengths = self._rewards_since, self._lengths_since
         self._rewards_since, self._lengths_since = [], []
         self._lags.update(lags)
@@ -133,7 +143,7 @@ class Journal:
             self._rewards.append(statistics.fmean(rewards))
         elapsed_s = self.elapsed_s()
         row = {
-            "version": version,
+            "version": self.version,
             "time_s": elapsed_s,
             "num_samples": self.num_samples,
             "num_trained_tokens": self.num_trained_tokens,
@@ -150,7 +160,7 @@ class Journal:
         if self._writer is not None:
             for key, value in row.items():
                 if isinstance(value, int | float):
-                    self._writer.add_scalar(key, value, version)
+                    self._writer.add_scalar(key, value, self.version)
         return row
 
     def recent_reward(self) -> float | None:

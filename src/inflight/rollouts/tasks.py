@@ -26,7 +26,7 @@ def load_task(name: str, params: Mapping[str, Any], seed: int) -> Task:
     return ReasoningGymTask(name, params, seed)
 
 
-class ReasoningGymTask:
+class ReasoningGymTask(Task):
     """A reasoning-gym dataset; item i is its i-th procedurally generated problem under ``seed``.
 
     The answer is what stands in the last ``<answer>`` tag, or the whole completion if there is none.
@@ -53,13 +53,11 @@ class ReasoningGymTask:
         return self._name
 
     def item(self, index: int) -> TaskItem:
-        """See `Task.item`."""
         entry = self._dataset[index]
         answer = entry.get("answer")
         return TaskItem(index, entry["question"], None if answer is None else str(answer), {"entry": entry})
 
     def score(self, item: TaskItem, completion: str) -> float:
-        """See `Task.score`."""
         tagged = _ANSWER_TAG.findall(completion)
         answer = (tagged[-1] if tagged else completion).strip()
         return float(self._dataset.score_answer(answer, item.metadata["entry"]))

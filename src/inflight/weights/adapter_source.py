@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from inflight.contracts import AdapterSource
 from inflight.errors import ConfigError, UnsupportedError
 from inflight.types import WeightBucket
 from inflight.weights.adapters import PREFIX, adapter_names
@@ -17,8 +18,8 @@ from inflight.weights.module import check_wire_dtype, gather_named, named_tensor
 from inflight.wire import AdapterSpec, BucketSpec, TensorSpec
 
 
-class AdapterWeights:
-    """The low-rank adapter of a module that every rank holds whole. Satisfies `inflight.contracts.AdapterSource`.
+class AdapterWeights(AdapterSource):
+    """The low-rank adapter of a module that every rank holds whole.
 
     ``module`` is a model of PEFT, or any module whose adapted layers have ``lora_A`` [r, in] and ``lora_B`` [out, r]:
     parameters, linear layers without bias, or dicts of these by the name of the ``adapter``, as PEFT's. ``alpha`` and
@@ -29,6 +30,10 @@ class AdapterWeights:
     if the module has no such layers or ``alpha`` is not known, `UnsupportedError` for ranks or scales that differ
     between layers, for other parameters that train, and for kinds of adapters that are no sum (DoRA, embeddings).
     """
+
+    version: int = 0
+    rank: int = 0
+    world_size: int = 1
 
     def __init__(
         self,
@@ -64,15 +69,14 @@ class AdapterWeights:
         self._check_others(pairs)
 
     def adapter_spec(self) -> AdapterSpec:
-        """See `AdapterSource.adapter_spec`."""
         return self._spec
 
     def parameter_specs(self) -> Sequence[TensorSpec]:
-        """See `WeightSource.parameter_specs`. Names are those that PEFT saves."""
+        """Names are those that PEFT saves."""
         return [tensor_spec(name, tensor, self._wire_dtype) for name, tensor in self._named()]
 
     def gather_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
-        """See `WeightSource.gather_weights`. Never communicates; the tensors of a bucket lie side by side."""
+        """Never communicates; the tensors of a bucket lie side by side."""
         return gather_named(self._named(), self._wire_dtype, buckets, self._buffers, is_sender=self.rank == 0)
 
     def _named(self) -> list[tuple[str, torch.Tensor]]:

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import pydantic
 
 from inflight.contracts import InferenceEndpoint
-from inflight.errors import ConfigError, InflightError, TransferError
+from inflight.errors import ConfigError, InflightError, TransferError, UpdateAbortedError
+from inflight.types import Outcome
+from inflight.weights.bringing import bring
 from inflight.weights.threads import run_abandonable
 from inflight.weights.transports.bucket_files import LEASE_S, StoredUpdate
 from inflight.weights.transports.files import latest, lease, read_manifest
@@ -139,35 +141,25 @@ async def _take(
             "lease_s": deadline_s + _LEASE_SLACK_S,
         }
     )
-    ref = update.ref
     await endpoint.init_process_group(spec.model_copy(update={"epoch": update.epoch}))
-    try:
-        await endpoint.request_weight_update(update)
-        for index, bucket in enumerate(stored.buckets):
-            transfer = BucketTransfer(
-                run_id=ref.run_id,
-                version=ref.version,
-                session_id=ref.session_id,
-                bucket_index=index,
-                encoding=bucket.encoding,
-                size_bytes=bucket.size_bytes,
-                checksum=bucket.checksum,
-                timeout_s=deadline_s,
-            )
-            await endpoint.receive_weights(transfer)
-        await endpoint.commit_weight_update(ref)
-    except BaseException:
-        await _ended(endpoint.abort_weight_update(ref))
-        raise
+    report = await bring(endpoint, update, _transfers(stored, deadline_s), asyncio.timeout(deadline_s))
+    if report.outcome is not Outcome.APPLIED:
+        raise UpdateAbortedError(f"{report.endpoint} {report.outcome} version {update.version}: {report.detail}")
 
 
-async def _ended(abort: Awaitable[object]) -> None:
-    """Await an abort; one that is refused says that nothing is open, and the lease ends what cannot be reached."""
-    try:
-        async with asyncio.timeout(_LEASE_SLACK_S):
-            await abort
-    except (TimeoutError, InflightError):
-        return
+async def _transfers(stored: StoredUpdate, timeout_s: float) -> AsyncGenerator[BucketTransfer, None]:
+    ref = stored.update.ref
+    for index, bucket in enumerate(stored.buckets):
+        yield BucketTransfer(
+            run_id=ref.run_id,
+            version=ref.version,
+            session_id=ref.session_id,
+            bucket_index=index,
+            encoding=bucket.encoding,
+            size_bytes=bucket.size_bytes,
+            checksum=bucket.checksum,
+            timeout_s=timeout_s,
+        )
 
 
 class _Source:

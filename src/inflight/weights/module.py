@@ -11,14 +11,15 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from inflight.contracts import PartialWeightSource
 from inflight.errors import ConfigError, UnsupportedError
 from inflight.types import WeightBucket
 from inflight.weights.packing import unpack
 from inflight.wire import DTYPE_SIZES, BucketSpec, TensorSpec
 
 
-class ModuleWeights:
-    """The weights of a module that every rank holds whole. Satisfies `inflight.contracts.WeightSource`.
+class ModuleWeights(PartialWeightSource):
+    """The weights of a module that every rank holds whole.
 
     ``version`` is its owner's to set: add one after each optimizer step. No copy of the weights is kept; where they
     are cast, two buffers of one bucket: memory that the system hands out anew would cost more time. Names are those
@@ -29,10 +30,14 @@ class ModuleWeights:
     ``wire_dtype`` (a key of `DTYPE_SIZES`) is what weights are cast to on the way, such as the ``dtype`` of an
     endpoint's capabilities; None leaves each as it is. Raises `ConfigError` for an unknown one.
 
-    ``skip_frozen`` leaves out what does not train: parameters that do not require gradients, and buffers. It satisfies
-    `inflight.contracts.PartialWeightSource` then and needs endpoints that declare ``partial_updates``. A parameter that
-    was sent once is sent from then on, frozen meanwhile or not.
+    ``skip_frozen`` leaves out what does not train: parameters that do not require gradients, and buffers. Endpoints
+    have to declare ``partial_updates`` then. A parameter that was sent once is sent from then on, frozen meanwhile or
+    not.
     """
+
+    version: int = 0
+    rank: int = 0
+    world_size: int = 1
 
     def __init__(
         self,
@@ -55,7 +60,7 @@ class ModuleWeights:
         self._trained: set[str] = set()
 
     def parameter_specs(self) -> Sequence[TensorSpec]:
-        """See `WeightSource.parameter_specs`. Raises `UnsupportedError` for weights that are sharded or quantised.
+        """Raises `UnsupportedError` for weights that are sharded or quantised.
 
         Raises `ConfigError` if frozen ones are skipped and all are frozen.
         """
@@ -65,12 +70,12 @@ class ModuleWeights:
         return [tensor_spec(name, tensor, self._wire_dtype) for name, tensor in sent.items()]
 
     def frozen_names(self) -> Sequence[str]:
-        """See `PartialWeightSource.frozen_names`. Empty unless frozen ones are skipped."""
+        """Empty unless frozen ones are skipped."""
         sent = self._sent()
         return [name for name in named_tensors(self._module) if name not in sent]
 
     def gather_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
-        """See `WeightSource.gather_weights`. Never communicates. Weights that are not cast are the module's own."""
+        """Never communicates. Weights that are not cast are the module's own."""
         named = list(self._sent().items())
         return gather_named(named, self._wire_dtype, buckets, self._buffers, is_sender=self.rank == 0)
 

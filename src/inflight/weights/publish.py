@@ -1,28 +1,23 @@
 """Publishing: gather from the workers, move, commit on the endpoints, and a statement of who serves what.
 
-This module knows the Protocols only, no engine and no trainer; one publish is a `PublishSession`.
+This module knows the Protocols only, no engine and no trainer.
 """
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Literal
 
-from inflight.contracts import AdapterSource, PartialWeightSource, WeightSource
+from inflight.contracts import WeightSource
 from inflight.errors import ConfigError, PublishError, UnsupportedError
 from inflight.types import PublishReport, WeightBucket
 from inflight.weights.buckets import DEFAULT_BUCKET_BYTES, plan_buckets
-from inflight.weights.publish_session import PublishSession
+from inflight.weights.outgoing import announcement, as_announced
+from inflight.weights.publish_session import publish
 from inflight.weights.publisher import WeightPublisher
-from inflight.wire import Capabilities, Encoding, InFlightPolicy, Manifest, WeightUpdate
+from inflight.wire import InFlightPolicy, WeightUpdate
 
 __all__ = ["WeightPublisher", "publish_weights"]
-
-_LEASE_SLACK_S = 5.0
-"""How much longer than the deadline an endpoint keeps an update open when nothing is heard of the publisher."""
-_PREPARATION_SHARE = 0.9
-"""Of the deadline, for the endpoints' preparation: a drain that takes longer leaves no time to send anything."""
 
 
 def publish_weights(
@@ -55,11 +50,7 @@ def publish_weights(
     rank, and no endpoint is left held: those that can be reached were told to abort, the others release themselves when
     their lease ends.
     """
-    specs = worker.parameter_specs()
-    frozen = tuple(worker.frozen_names()) if isinstance(worker, PartialWeightSource) else ()
-    adapter = worker.adapter_spec() if isinstance(worker, AdapterSource) else None
-    buckets = plan_buckets(specs, bucket_bytes)
-    gathered = worker.gather_weights(buckets)
+    gathered = worker.gather_weights(plan_buckets(worker.parameter_specs(), bucket_bytes))
     if worker.rank != 0:
         _exhaust(gathered)
         return None
@@ -70,24 +61,19 @@ def publish_weights(
             raise ConfigError(f"deadline_s must be above 0, not {deadline_s}")
         if quorum is not None and not quorum >= 1:
             raise ConfigError(f"quorum must be at least 1, not {quorum}")
-        update = WeightUpdate(
+        update = announcement(
+            worker,
             run_id=publisher.run_id,
-            version=worker.version,
-            session_id=uuid.uuid4().hex[:16],
             epoch=publisher.epoch,
-            manifest=Manifest(tensors=tuple(specs), frozen=frozen, adapter=adapter),
-            buckets=buckets,
-            in_flight=_declared_policy(in_flight, publisher),
-            encodings=_declared_encodings(publisher),
+            bucket_bytes=bucket_bytes,
+            deadline_s=deadline_s,
+            in_flight=_policy(in_flight),
+            encodings=() if publisher.encoding == "raw" else (publisher.encoding,),
             keep=keep_base,
-            deadline_s=deadline_s * _PREPARATION_SHARE,
-            lease_s=deadline_s + _LEASE_SLACK_S,
         )
-        if frozen:
-            _require(publisher, "partial updates", lambda can: can.partial_updates)
-        if adapter is not None:
-            _require(publisher, "adapters", lambda can: can.adapters)
-        report = PublishSession(publisher, update, deadline_s, quorum).publish(gathered)
+        _require_declared(update, publisher)
+        num_needed = len(publisher.members) if quorum is None else quorum
+        report = publish(publisher, update, as_announced(gathered, update), deadline_s, num_needed)
     finally:
         _exhaust(gathered)
     if not report.succeeded:
@@ -104,31 +90,20 @@ def _exhaust(gathered: Iterator[WeightBucket]) -> None:
         pass
 
 
-def _declared_policy(name: str, publisher: WeightPublisher) -> InFlightPolicy:
+def _policy(name: str) -> InFlightPolicy:
     if name not in list(InFlightPolicy):
         raise ConfigError(f"in_flight must be one of {', '.join(InFlightPolicy)}, not {name!r}")
-    policy = InFlightPolicy(name)
-    for endpoint, capabilities in publisher.capabilities.items():
-        if endpoint in publisher.endpoints and policy not in capabilities.in_flight_policies:
-            declared = ", ".join(capabilities.in_flight_policies)
-            raise UnsupportedError(f"{endpoint} declares the policies {declared}, not {policy}")
-    return policy
+    return InFlightPolicy(name)
 
 
-def _declared_encodings(publisher: WeightPublisher) -> tuple[Encoding, ...]:
-    """Return the encoding that rounds, if one was asked for; the session decides on a delta when it knows who has what.
-
-    Raises `UnsupportedError` for an endpoint that does not declare what was asked for.
-    """
-    if publisher.delta:
-        _require(publisher, "the encoding delta", lambda can: "delta" in can.encodings)
-    if publisher.encoding == "raw":
-        return ()
-    _require(publisher, f"the encoding {publisher.encoding}", lambda can: publisher.encoding in can.encodings)
-    return (publisher.encoding,)
-
-
-def _require(publisher: WeightPublisher, what: str, is_declared: Callable[[Capabilities], bool]) -> None:
-    lacking = [name for name in publisher.endpoints if not is_declared(publisher.capabilities[name])]
-    if lacking:
-        raise UnsupportedError(f"{', '.join(lacking)} does not declare {what}")
+def _require_declared(update: WeightUpdate, publisher: WeightPublisher) -> None:
+    """Raise `UnsupportedError` unless every endpoint declares what the update asks for."""
+    for name, can in publisher.capabilities.items():
+        lack = can.lacks(
+            in_flight=update.in_flight,
+            encodings=publisher.encodings,
+            partial_updates=bool(update.manifest.frozen),
+            adapters=update.manifest.adapter is not None,
+        )
+        if lack is not None and name in publisher.endpoints:
+            raise UnsupportedError(f"{name} does not declare {lack}")

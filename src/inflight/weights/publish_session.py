@@ -1,237 +1,345 @@
-"""One publish: the training thread gathers and hands buckets over; all that speaks to endpoints runs in the publisher's
-event loop, which ends the session by itself as soon as it cannot succeed, so that no endpoint waits for the rest of
-the gathering.
+"""One publish: all endpoints are brought to the update at the same time, while the training thread feeds the buckets.
 
     request (refuse or accept) -> every bucket, compared on arrival -> commit (hold, apply, go on)
 
-While the endpoints compare a bucket and answer, the next one travels already, where their transport takes it.
-Nothing is committed anywhere before all of it has arrived and was compared everywhere.
+`publish` gathers in the training thread; everything else runs in the publisher's event loop. The endpoints meet twice:
+nothing is sent before all have accepted, and nothing is committed before all have received everything. As soon as too
+few endpoints are left, the publish ends for all of them, so that none waits for the rest of the gathering.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import AsyncGenerator, Coroutine, Iterator
+from dataclasses import replace
+from typing import Any
+
+import anyio
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from inflight.contracts import InferenceEndpoint
-from inflight.errors import (
-    ConfigError,
-    DeadlineError,
-    FencedError,
-    InflightError,
-    PoisonedError,
-    TrainerError,
-    UnreachableError,
-    UnsupportedError,
-    UpdateRefusedError,
-)
+from inflight.errors import ConfigError, FencedError, InflightError, UnsupportedError, UpdateAbortedError
 from inflight.types import EndpointReport, Outcome, PublishReport, PublishSpans, WeightBucket
-from inflight.weights.checksums import checksum, on_host
-from inflight.weights.encoding import encode
-from inflight.weights.packing import pack, unpack
+from inflight.weights.bringing import bring, released, repeated, serves
+from inflight.weights.outgoing import outgoing_bucket, transfer_of
 from inflight.weights.publisher import ANSWER_S, WeightPublisher
-from inflight.weights.staging import payload_spec
 from inflight.weights.threads import run_abandonable
-from inflight.wire import (
-    BucketTransfer,
-    Encoding,
-    EndpointState,
-    InFlightPolicy,
-    TensorSpec,
-    UpdateRef,
-    WeightUpdate,
-    WeightVersion,
-)
+from inflight.wire import BucketTransfer, InFlightPolicy, WeightUpdate, WeightVersion
 
-if TYPE_CHECKING:
-    import torch
-
-T = TypeVar("T")
-
-_CLEAN_UP_S = 3.0
-"""How long the endpoints are waited for once a session has failed."""
 _REFUSAL_GRACE_S = 1.0
-"""How long the other endpoints may still answer the request when one refused it."""
-_REPEAT_PAUSES_S = (0.05, 0.2)
-"""Before a call that got no answer is made again; calls of a session are idempotent."""
+"""How long the other endpoints may still answer the request after one has refused it."""
+_COLLECTIVE_GRACE_S = 0.1
+"""How much later than sending receiving ends: in a collective, an endpoint may only be waiting for another one."""
+_CLOSED = (anyio.BrokenResourceError, anyio.ClosedResourceError)
+"""What sending raises once either end of a stream is closed."""
 _FIRST_TOKEN_WAIT_S = 0.05
 _FIRST_TOKEN_POLL_S = 0.002
 
 
-@dataclass(frozen=True, slots=True)
-class _Parcel:
-    """One bucket as it travels; ``transfer`` is what the endpoints are told of it."""
+def publish(
+    publisher: WeightPublisher,
+    update: WeightUpdate,
+    gathered: Iterator[WeightBucket],
+    deadline_s: float,
+    num_needed: int,
+) -> PublishReport:
+    """Publish what is gathered to all endpoints of ``publisher``, of which ``num_needed`` have to apply it.
 
-    bucket: WeightBucket
-    transfer: BucketTransfer
+    The deadline begins when the first bucket is gathered. Whatever the worker or an interrupt raises ends the publish
+    on all endpoints before it is raised here.
+    """
+    gathering = _Clock()
+    with gathering:
+        bucket = next(gathered, None)
+    session = PublishSession(publisher, update, deadline_s, num_needed)
+    publisher.run(session.prepare)
+    running = publisher.start(session.run)
+    try:
+        with contextlib.suppress(*_CLOSED):  # the session has ended; its report says why
+            while bucket is not None:
+                with gathering:
+                    parcel = session.parcel(bucket)
+                publisher.run(session.feed, parcel)
+                with gathering:
+                    bucket = next(gathered, None)
+            publisher.run(session.feed, None)
+        report = running.result()
+    except BaseException as error:
+        publisher.run(session.end, f"{type(error).__name__} in the trainer")
+        with contextlib.suppress(Exception):
+            running.result()
+        raise
+    return replace(report, spans=replace(report.spans, gather_s=gathering.total_s))
 
 
 class PublishSession:
-    """One publish. Methods that are async run in the publisher's event loop, the others in the training thread.
+    """What the endpoints of one publish share: the update, its deadline, who still takes part, and where they meet."""
 
-    ``update`` is what endpoints are asked for; whether it is staged, and whether it is a delta, is decided here.
-    """
-
-    def __init__(
-        self, publisher: WeightPublisher, update: WeightUpdate, deadline_s: float, quorum: int | None = None
-    ) -> None:
+    def __init__(self, publisher: WeightPublisher, update: WeightUpdate, deadline_s: float, num_needed: int) -> None:
         self._publisher = publisher
-        self._endpoints = publisher.members
-        self._active = list(self._endpoints)
-        self._num_needed = len(self._endpoints) if quorum is None else quorum
         self._update = update
-        self._deadline_s = deadline_s
+        self._num_needed = num_needed
         self._started = time.monotonic()
-        self._deadline = self._started + deadline_s
-        self._pending: list[Future[None]] = []
-        self._sent: Future[None] = Future()
-        self._settled: asyncio.Event | None = None
-        self._num_travelling = 0
-        self._failures: dict[str, InflightError] = {}
+        self._deadline_s = deadline_s
+        self._limits: dict[str, asyncio.Timeout] = {}
+        """Of each endpoint that still takes part."""
+        self._parcels: MemoryObjectSendStream[WeightBucket | None]
+        self._to_send: MemoryObjectReceiveStream[WeightBucket | None]
+        self._feeds: list[MemoryObjectSendStream[BucketTransfer]] = []
+        self._sending: asyncio.Timeout | None = None
+        self._unfit: dict[str, InflightError] = {}
+        """Why endpoints could not join the group."""
         self._problem = ""
-        self._is_requested = False
-        self._failed = False
-        self._committing = False
+        """Why the publish has ended for all."""
         self._fenced: FencedError | None = None
-        self._reports: dict[str, EndpointReport] = {}
-        self._num_gathered = 0
+        self._gate = asyncio.Event()
+        self._num_at_gate = self._num_meetings = 0
+        self._travelling = _Clock()
         self._num_sent_bytes = 0
-        self._gather_s = 0.0
-        self._wire_started = 0.0
-        self._wire_s = 0.0
         self._hold_started: float | None = None
-        self._hold_s = 0.0
+        self._hold_ended = 0.0
 
-    def publish(self, gathered: Iterator[WeightBucket]) -> PublishReport:
-        """Run the session to its end, good or bad; what the worker or an interrupt raises ends it first."""
+    def parcel(self, bucket: WeightBucket) -> WeightBucket:
+        """Return a bucket as it travels; called in the training thread."""
+        publisher, snapshot, ref = self._publisher, self._publisher.snapshot, self._update.ref
+        if snapshot is None:
+            packed = publisher.packer.packed(bucket)
+            on_device = publisher.backend == "nccl"
+            return outgoing_bucket(packed, ref, encoding=publisher.encoding, on_device=on_device)
+        delta = snapshot.encode(bucket.index, bucket.tensors, bucket.specs)
+        if delta is None or self._update.base is None:
+            return outgoing_bucket(bucket, ref, payload=snapshot.flat(bucket.index))
+        return outgoing_bucket(bucket, ref, encoding="delta", payload=delta)
+
+    async def prepare(self) -> None:
+        """Form the group unless there is one, and begin the update on the sender; the report tells of a failure.
+
+        Raises `ConfigError`, `UnsupportedError` and `FencedError`; no endpoint was asked for anything then.
+        """
+        self._parcels, self._to_send = anyio.create_memory_object_stream[WeightBucket | None](0)
         try:
-            bucket = self._gather(gathered)
-            self._deadline = time.monotonic() + self._deadline_s
-            self._join_group()
-            self._begin()
-            while bucket is not None and not self._failed:
-                self._push(self._parcel(bucket))
-                bucket = self._gather(gathered)
-            self._wait_for_pending()
-            if not self._failed:
-                self._publisher.run(self._commit)
-            if not self._failed:
-                self._publisher.end_update(is_done=len(self._active) == len(self._endpoints))
+            self._unfit = await self._publisher.form_group(self._remaining_s(), self._num_needed)
+            await self._choose_base()
+            await self._publisher.begin_update(self._update, self._remaining_s())
         except BaseException as error:
-            if self._is_requested:
-                for pending in self._pending:
-                    pending.cancel()
-                self._problem = f"{type(error).__name__} in the trainer"
-                self._publisher.run(self._end)
+            if isinstance(error, InflightError) and not isinstance(error, ConfigError | UnsupportedError | FencedError):
+                self._end(str(error))
+                return
+            self._close()
             raise
+
+    def _close(self) -> None:
+        self._parcels.close()
+        self._to_send.close()
+        for feed in self._feeds:
+            feed.close()
+
+    async def feed(self, bucket: WeightBucket | None) -> None:
+        """Have a bucket sent, None after the last; returns when the bucket before has left.
+
+        Raises one of `_CLOSED` once the publish has ended.
+        """
+        await self._parcels.send(bucket)
+
+    async def run(self) -> PublishReport:
+        """Bring every endpoint to the update with the buckets that are fed; return who serves what.
+
+        Raises `FencedError` if an endpoint says that another trainer has taken over, once all are released.
+        """
+        publisher = self._publisher
+        endpoints = publisher.members
+        brought: list[asyncio.Task[EndpointReport]] = []
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                brought = [tasks.create_task(call) for call in self._calls(endpoints)]
+                tasks.create_task(self._send())
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from group
+        finally:
+            self._close()
+        reports = tuple(task.result() for task in brought)
+        is_everywhere = all(report.outcome is Outcome.APPLIED for report in reports)
+        has_failed_late = any(r.outcome is not Outcome.APPLIED for r in reports if r.endpoint in self._limits)
+        if has_failed_late and not self._problem:
+            self._give_up()
+        elif not self._problem:
+            publisher.end_update(is_done=is_everywhere)
+        if is_everywhere and publisher.snapshot is not None:
+            publisher.snapshot.applied(self._update.ref)
         if self._fenced is not None:
             raise self._fenced
-        return self._report()
+        return self._report(reports)
 
-    # ------------------------------------------------------------------------------------------ in the training thread
+    async def end(self, problem: str) -> None:
+        """End the publish for all endpoints; `run` returns when they are released."""
+        self._end(problem)
 
-    def _gather(self, gathered: Iterator[WeightBucket]) -> WeightBucket | None:
-        """Return the next bucket, packed; None after the last. Raises `TrainerError` if it was not announced so."""
-        started = time.monotonic()
-        bucket = next(gathered, None)
-        num_announced = len(self._update.buckets)
-        if bucket is None and self._num_gathered != num_announced:
-            raise TrainerError(f"the worker yielded {self._num_gathered} buckets, {num_announced} were asked for")
-        if bucket is not None:
-            _check(bucket, self._num_gathered, self._update)
-            self._num_gathered += 1
-            if self._publisher.snapshot is None:
-                bucket = self._publisher.packer.packed(bucket)
-        self._gather_s += time.monotonic() - started
-        return bucket
+    # ------------------------------------------------------------------------------------------------- the endpoints
 
-    def _parcel(self, bucket: WeightBucket) -> _Parcel:
-        """Return a bucket as it travels."""
-        started = time.monotonic()
+    def _calls(self, endpoints: tuple[InferenceEndpoint, ...]) -> Iterator[Coroutine[Any, Any, EndpointReport]]:
+        """Yield what brings each endpoint to the update, or asks what it serves if it cannot take part."""
+        grace_s = _COLLECTIVE_GRACE_S if self._publisher.sender.is_collective else 0.0
         ref = self._update.ref
-        encoding, payload = self._encoded(bucket)
-        host = on_host(payload)  # copied once, for the checksum and for the transports that send from there
-        digest = checksum(host)
-        payload = payload if self._publisher.backend == "nccl" else host
-        is_raw = encoding == "raw"
-        specs = bucket.specs if is_raw else (payload_spec(payload.numel()),)
-        tensors = tuple(unpack(payload, specs)) if is_raw else (payload,)
-        sent = WeightBucket(bucket.index, specs, tensors, encoding, digest, ref)
-        transfer = BucketTransfer(
-            run_id=ref.run_id,
-            version=ref.version,
-            session_id=ref.session_id,
-            bucket_index=bucket.index,
-            encoding=encoding,
-            size_bytes=payload.numel(),
-            checksum=digest,
-            timeout_s=self._remaining_s(),
-        )
-        self._num_sent_bytes += payload.numel()
-        self._gather_s += time.monotonic() - started
-        return _Parcel(sent, transfer)
-
-    def _encoded(self, bucket: WeightBucket) -> tuple[Encoding, torch.Tensor]:
-        """Return how a bucket travels, and its bytes."""
-        publisher, snapshot = self._publisher, self._publisher.snapshot
-        if publisher.encoding != "raw":
-            return publisher.encoding, encode(bucket.tensors, bucket.specs, publisher.encoding)
-        if snapshot is None:
-            return "raw", pack(bucket.tensors)
-        changed = snapshot.encode(bucket.index, bucket.tensors, bucket.specs)
-        if changed is None or self._update.base is None:
-            return "raw", snapshot.flat(bucket.index)
-        return "delta", changed
-
-    def _join_group(self) -> None:
-        try:
-            self._failures |= self._publisher.ensure_group(self._remaining_s(), self._num_needed)
-            if self._failures:
-                self._publisher.run(self._leave_behind)
-        except (ConfigError, UnsupportedError, FencedError):
-            raise
-        except InflightError as error:
-            self._problem = str(error)
-            self._publisher.run(self._end)
-
-    def _begin(self) -> None:
-        if self._failed:
-            return
-        self._publisher.run(self._choose_base)
-        try:
-            self._publisher.begin_update(self._update, self._remaining_s())
-        except InflightError as error:
-            self._problem = str(error)
-            self._publisher.run(self._end)
-            return
-        self._is_requested = True
-        if not all(self._is_staged(endpoint) for endpoint in self._endpoints):
+        able = [] if self._problem else [endpoint for endpoint in endpoints if endpoint.name not in self._unfit]
+        self._limits = {endpoint.name: asyncio.timeout(self._remaining_s() + grace_s) for endpoint in able}
+        if not all(self._is_staged(endpoint) for endpoint in able):
             self._hold_started = time.monotonic()
-        self._publisher.run(self._request)
+        for endpoint in endpoints:
+            if endpoint in able:
+                feed, transfers = anyio.create_memory_object_stream[BucketTransfer](0)
+                self._feeds.append(feed)
+                yield self._bring(endpoint, transfers)
+            else:
+                cause = self._unfit.get(endpoint.name)
+                detail = self._problem if cause is None else str(cause)
+                yield released(endpoint, ref, cause, detail, is_requested=False)
 
-    def _push(self, parcel: _Parcel) -> None:
-        """Send a bucket while the next is gathered, as soon as the one before has left."""
-        if self._pending:
-            wait([self._sent, self._pending[-1]], return_when=FIRST_COMPLETED)
-            self._wait_for_pending(1)
-        if not self._failed:
-            self._sent = Future()
-            self._pending.append(self._publisher.start(self._transfer, parcel, self._sent))
+    async def _bring(
+        self, endpoint: InferenceEndpoint, transfers: MemoryObjectReceiveStream[BucketTransfer]
+    ) -> EndpointReport:
+        with transfers:
+            report = await bring(
+                endpoint,
+                self._update.model_copy(update={"staged": self._is_staged(endpoint)}),
+                self._arriving(transfers),
+                self._limits[endpoint.name],
+                meet=self._meet,
+                on_failure=functools.partial(self._fell_out, endpoint.name),
+            )
+        self._hold_ended = time.monotonic()
+        return await self._with_first_token(endpoint, report) if report.outcome is Outcome.APPLIED else report
 
-    def _wait_for_pending(self, num_left: int = 0) -> None:
-        """Return when no more than so many buckets are under way; raise what one raised that ended."""
-        while len(self._pending) > num_left:
-            self._pending.pop(0).result()
+    async def _arriving(
+        self, transfers: MemoryObjectReceiveStream[BucketTransfer]
+    ) -> AsyncGenerator[BucketTransfer, None]:
+        with transfers:
+            async for transfer in transfers:
+                with self._travelling:
+                    yield transfer
+
+    async def _meet(self) -> None:
+        """Return once every endpoint that still takes part has come here. Raises `UpdateAbortedError` if all end."""
+        self._num_at_gate += 1
+        gate = self._gate
+        self._open_gate_if_all_are_there()
+        await gate.wait()
+        if self._problem:
+            raise UpdateAbortedError(self._problem)
+
+    def _open_gate_if_all_are_there(self) -> None:
+        if self._num_at_gate < len(self._limits):
+            return
+        if not self._problem:
+            self._num_meetings += 1
+        if self._num_meetings == 2 and self._hold_started is None:
+            self._hold_started = time.monotonic()
+        self._gate.set()
+        self._gate, self._num_at_gate = asyncio.Event(), 0
+
+    def _fell_out(self, name: str, cause: InflightError | None) -> str:
+        """Go on without an endpoint if enough are left that need nothing of it; else end the publish for all."""
+        if isinstance(cause, FencedError):
+            self._fenced = cause
+        why = str(cause or self._problem or f"the deadline of {self._deadline_s:g} s passed")
+        if self._num_meetings == 2:
+            return why  # what one fails to commit does not keep the others from it
+        del self._limits[name]
+        is_collective = self._publisher.sender.is_collective
+        if self._problem:
+            pass
+        elif self._fenced is not None or is_collective or len(self._limits) < self._num_needed:
+            self._end(why if cause is None else f"another endpoint failed: {why}")
+        else:
+            self._publisher.forget_group()  # the endpoint has given the group up, and joins the next one
+        self._open_gate_if_all_are_there()
+        return why
+
+    def _end(self, problem: str) -> None:
+        if self._problem:
+            return
+        self._problem = problem
+        grace_s = _REFUSAL_GRACE_S if self._num_meetings == 0 else 0.0
+        limits = [*self._limits.values(), *([] if self._sending is None else [self._sending])]
+        for limit in limits:
+            with contextlib.suppress(RuntimeError):  # it has not begun, or it has just ended
+                limit.reschedule(asyncio.get_running_loop().time() + grace_s)
+        self._give_up()
+
+    def _give_up(self) -> None:
+        """Give the group up, and so whatever is pending on it."""
+        with contextlib.suppress(InflightError):  # the failure that led here is the one to tell
+            self._publisher.sender.end(is_done=False)
+        self._publisher.lose_group()
+
+    async def _with_first_token(self, endpoint: InferenceEndpoint, report: EndpointReport) -> EndpointReport:
+        """Ask for the time to the first token of the new version, if something is running."""
+        with contextlib.suppress(TimeoutError, InflightError):
+            async with asyncio.timeout(_FIRST_TOKEN_WAIT_S):
+                while True:
+                    answer = await endpoint.weight_version()
+                    if not serves(answer, self._update.ref) or answer.last_update is None:
+                        break
+                    report = replace(report, timings=answer.last_update)
+                    if answer.last_update.first_token_s is not None or not answer.num_running:
+                        break
+                    await asyncio.sleep(_FIRST_TOKEN_POLL_S)
+        return report
+
+    # ---------------------------------------------------------------------------------------------------- the sender
+
+    async def _send(self) -> None:
+        """Send each bucket once, as soon as the one before has left, and have every endpoint receive it."""
+        what = "the first bucket"
+        try:
+            async with asyncio.timeout(self._remaining_s()) as self._sending:
+                while self._num_meetings == 0:
+                    if self._problem or not self._limits:
+                        return
+                    await self._gate.wait()
+                while (bucket := await self._to_send.receive()) is not None:
+                    what = f"bucket {bucket.index} of {len(self._update.buckets)}"
+                    self._num_sent_bytes += sum(spec.size_bytes for spec in bucket.specs)
+                    with self._travelling:
+                        await self._send_one(bucket)
+                for feed in self._feeds:
+                    feed.close()
+        except TimeoutError:
+            self._end(f"{what} did not travel: the deadline of {self._deadline_s:g} s passed")
+        except InflightError as error:
+            self._end(f"{what} did not travel: {error}")
+
+    async def _send_one(self, bucket: WeightBucket) -> None:
+        timeout_s = self._remaining_s()
+        send = functools.partial(self._publisher.sender.send, bucket, timeout_s)
+        sending = asyncio.ensure_future(run_abandonable(send, "inflight-send"))
+        try:
+            if not self._publisher.sender.is_collective:
+                await sending  # endpoints read what is stored
+            handing_over = asyncio.ensure_future(self._hand_over(bucket))
+            try:
+                await asyncio.gather(sending, handing_over)
+            finally:
+                handing_over.cancel()
+        finally:
+            sending.cancel()
+
+    async def _hand_over(self, bucket: WeightBucket) -> None:
+        """Have every endpoint receive a bucket; returns when each has begun, and so is done with the one before."""
+        transfer = transfer_of(bucket, self._update.ref, self._remaining_s())
+
+        async def give(feed: MemoryObjectSendStream[BucketTransfer]) -> None:
+            with contextlib.suppress(*_CLOSED):  # the endpoint takes no part any more
+                await feed.send(transfer)
+
+        await asyncio.gather(*(give(feed) for feed in self._feeds))
+
+    # ---------------------------------------------------------------------------------------------------- the update
 
     def _remaining_s(self) -> float:
-        return max(0.001, self._deadline - time.monotonic())
-
-    # ---------------------------------------------------------------------------------------------- in the event loop
+        return max(0.001, self._started + self._deadline_s - time.monotonic())
 
     def _is_staged(self, endpoint: InferenceEndpoint) -> bool:
         """Return whether the commit holds this endpoint. A drain may fail, and must before anything is committed."""
@@ -247,275 +355,49 @@ class PublishSession:
         base = snapshot.ref
         if base is not None and snapshot.is_cut_as(self._update):
             answers = await asyncio.gather(
-                *(asyncio.wait_for(_repeated(e.weight_version), ANSWER_S) for e in self._active),
+                *(asyncio.wait_for(repeated(e.weight_version), ANSWER_S) for e in self._publisher.members),
                 return_exceptions=True,
-            )  # who gives no answer is asked once more, for the update itself
+            )  # an endpoint that gives no answer is asked again, for the update itself
             if all(isinstance(answer, WeightVersion) and answer.kept == base for answer in answers):
                 self._update = self._update.model_copy(update={"base": base, "encodings": ("delta",)})
         self._update = self._update.model_copy(update={"keep": True})
         snapshot.begin(self._update)
 
-    async def _request(self) -> None:
-        """Ask every endpoint to accept; what has been refused so far was refused before anything was sent."""
-        calls = [asyncio.ensure_future(self._request_one(endpoint)) for endpoint in self._active]
-        if self._num_needed == len(self._endpoints) or self._publisher.sender.is_collective:
-            _, pending = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
-            if pending:
-                await asyncio.wait(pending, timeout=_REFUSAL_GRACE_S)
-        else:
-            await asyncio.wait(calls)
-        await _cancelled(calls)
-        _raise_what_is_no_answer(calls)
-        await self._leave_behind()
-
-    async def _request_one(self, endpoint: InferenceEndpoint) -> None:
-        update = self._update.model_copy(update={"staged": self._is_staged(endpoint)})
-        await self._ask(endpoint, lambda e: e.request_weight_update(update))
-
-    async def _ask(self, endpoint: InferenceEndpoint, call: Callable[[InferenceEndpoint], Awaitable[T]]) -> T:
-        """Return one endpoint's answer within the deadline; a failure is noted under its name, and raised."""
-        try:
-            async with asyncio.timeout(self._remaining_s()):
-                return await _repeated(lambda: call(endpoint))
-        except TimeoutError as error:
-            late = DeadlineError("gave no answer before the publish's deadline", endpoint.name)
-            self._failures.setdefault(endpoint.name, late)
-            raise late from error
-        except InflightError as error:
-            self._failures.setdefault(endpoint.name, error)
-            if isinstance(error, FencedError):
-                self._fenced = error
-            raise
-
-    async def _transfer(self, parcel: _Parcel, sent: Future[None]) -> None:
-        """Bring one bucket to every endpoint: it leaves at once, and is asked for when the one before is settled.
-
-        ``sent`` is done when the bucket's memory is free, or the session has failed.
-        """
-        before, mine = self._settled, asyncio.Event()
-        self._settled = mine
-        if self._num_travelling == 0:
-            self._wire_started = time.monotonic()
-        self._num_travelling += 1
-        timeout_s = self._remaining_s()
-        sending = asyncio.ensure_future(self._send(parcel, timeout_s))
-        sending.add_done_callback(lambda _: sent.set_result(None))
-        try:
-            if before is not None:
-                await before.wait()
-            if not self._failed:
-                transfer = parcel.transfer.model_copy(update={"timeout_s": self._remaining_s()})
-                await (self._broadcast if self._publisher.sender.is_collective else self._store)(sending, transfer)
-        except BaseException:
-            self._failed = True  # the training thread hears of it by the future of this call
-            raise
-        finally:
-            self._num_travelling -= 1
-            if self._num_travelling == 0:
-                self._wire_s += time.monotonic() - self._wire_started
-            mine.set()
-            await _cancelled([sending])
-
-    async def _broadcast(self, sending: asyncio.Future[None], transfer: BucketTransfer) -> None:
-        """Have every endpoint receive a bucket that is being sent; the first failure, or the deadline, ends it all."""
-        receiving = [
-            asyncio.ensure_future(self._ask(e, lambda e: e.receive_weights(transfer))) for e in self._endpoints
-        ]
-        calls = [sending, *receiving]
-        try:
-            done, pending = await asyncio.wait(calls, timeout=transfer.timeout_s, return_when=asyncio.FIRST_EXCEPTION)
-        finally:
-            await _cancelled(calls)
-        _raise_what_is_no_answer(calls)
-        if pending or any(call.exception() for call in done):
-            errors = [error for call in done if (error := call.exception()) is not None]
-            self._problem = f"bucket {transfer.bucket_index} of {len(self._update.buckets)} did not travel: " + (
-                str(errors[0]) if errors else f"the deadline of {self._deadline_s:g} s passed"
-            )
-            await self._end()
-
-    async def _store(self, sending: asyncio.Future[None], transfer: BucketTransfer) -> None:
-        """Have every endpoint read a bucket once it is stored; who fails is left behind, if the others are enough."""
-        try:
-            async with asyncio.timeout(transfer.timeout_s):
-                await sending
-        except (TimeoutError, InflightError) as error:
-            why = str(error) or f"the deadline of {self._deadline_s:g} s passed"
-            self._problem = f"bucket {transfer.bucket_index} of {len(self._update.buckets)} was not stored: {why}"
-            await self._end()
-            return
-        calls = [asyncio.ensure_future(self._ask(e, lambda e: e.receive_weights(transfer))) for e in self._active]
-        if self._num_needed == len(self._endpoints):
-            await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
-            failed = [call.exception() for call in calls if call.done() and call.exception() is not None]
-            self._problem = "" if not failed else f"another endpoint failed: {failed[0]}"
-        else:
-            await asyncio.wait(calls)
-        await _cancelled(calls)
-        _raise_what_is_no_answer(calls)
-        await self._leave_behind()
-
-    async def _send(self, parcel: _Parcel, timeout_s: float) -> None:
-        await run_abandonable(lambda: self._publisher.sender.send(parcel.bucket, timeout_s), "inflight-send")
-
-    async def _leave_behind(self) -> None:
-        """Go on without the endpoints that failed if the others are enough and need nothing of them; else end it."""
-        failed = [endpoint for endpoint in self._active if endpoint.name in self._failures]
-        if not failed:
-            return
-        left = [endpoint for endpoint in self._active if endpoint.name not in self._failures]
-        if self._fenced is not None or self._publisher.sender.is_collective or len(left) < self._num_needed:
-            await self._end()
-            return
-        self._active = left
-        self._publisher.forget_group()  # who was left behind gave it up, and joins the next one
-        await asyncio.gather(*(self._end_one(endpoint) for endpoint in failed))
-
-    async def _commit(self) -> None:
-        """Switch every endpoint; one that fails does not keep the others from switching."""
-        self._committing = True
-        if self._hold_started is None:
-            self._hold_started = time.monotonic()
-        calls = [asyncio.ensure_future(self._ask(e, self._commit_one)) for e in self._active]
-        await asyncio.wait(calls)
-        self._hold_s = time.monotonic() - self._hold_started
-        _raise_what_is_no_answer(calls)
-        if self._failures:
-            await self._end()
-        else:
-            await self._note_first_tokens()
-            if self._publisher.snapshot is not None and len(self._active) == len(self._endpoints):
-                self._publisher.snapshot.applied(self._update.ref)
-
-    async def _commit_one(self, endpoint: InferenceEndpoint) -> None:
-        answer = await endpoint.commit_weight_update(self._update.ref)
-        if not self._is_new(answer):
-            raise UpdateRefusedError(f"the commit left it {answer.state} at version {answer.version}")
-        self._reports[endpoint.name] = EndpointReport(
-            endpoint.name, Outcome.APPLIED, answer.version, timings=answer.last_update
-        )
-
-    def _is_new(self, answer: WeightVersion) -> bool:
-        """Return whether the endpoint serves what this session brought; who tells its session is taken at its word."""
-        if answer.state is not EndpointState.READY or answer.run_id is None:
-            return False
-        served = UpdateRef(run_id=answer.run_id, version=answer.version, session_id=answer.session_id)
-        return served in (self._update.ref, self._update.ref.model_copy(update={"session_id": ""}))
-
-    async def _note_first_tokens(self) -> None:
-        """Ask for the time to the first token of the new version, where something is running."""
-
-        async def one(endpoint: InferenceEndpoint) -> None:
-            while True:
-                answer = await endpoint.weight_version()
-                timings = answer.last_update
-                if not self._is_new(answer) or timings is None:
-                    return
-                self._reports[endpoint.name] = replace(self._reports[endpoint.name], timings=timings)
-                if timings.first_token_s is not None or not answer.num_running:
-                    return
-                await asyncio.sleep(_FIRST_TOKEN_POLL_S)
-
-        waiting = [asyncio.ensure_future(one(endpoint)) for endpoint in self._active]
-        await asyncio.wait(waiting, timeout=_FIRST_TOKEN_WAIT_S)
-        await _cancelled(waiting)
-
-    async def _end(self) -> None:
-        """Give the group up, tell every endpoint that has not applied the update to end it, note what each serves."""
-        self._failed = True
-        with contextlib.suppress(InflightError):  # the failure that led here is the one to tell
-            self._publisher.sender.end(is_done=False)
-        self._publisher.lose_group()
-        await asyncio.gather(*(self._end_one(e) for e in self._active if e.name not in self._reports))
-        if self._hold_started is not None:
-            self._hold_s = time.monotonic() - self._hold_started
-
-    async def _end_one(self, endpoint: InferenceEndpoint) -> None:
-        cause = self._failures.get(endpoint.name)
-        detail = str(cause).removeprefix(f"{endpoint.name}: ") if cause is not None else self._problem
-        try:
-            async with asyncio.timeout(_CLEAN_UP_S):
-                outcome, serves = self._outcome(await self._release(endpoint), cause)
-        except (TimeoutError, DeadlineError) as error:
-            outcome, serves, detail = Outcome.TIMED_OUT, None, detail or str(error)
-        except InflightError as error:
-            outcome, serves, detail = Outcome.UNREACHABLE, None, detail or str(error)
-        self._reports[endpoint.name] = EndpointReport(endpoint.name, outcome, serves, detail)
-
-    async def _release(self, endpoint: InferenceEndpoint) -> WeightVersion:
-        """Return what the endpoint serves once it is not held by this session."""
-        if not self._is_requested:
-            return await _repeated(endpoint.weight_version)
-        try:
-            return await _repeated(lambda: endpoint.abort_weight_update(self._update.ref))
-        except UpdateRefusedError:  # it is held by another session, not by this one
-            return await _repeated(endpoint.weight_version)
-
-    def _outcome(self, answer: WeightVersion, cause: InflightError | None) -> tuple[Outcome, int | None]:
-        """Outcome and version served of an endpoint that says what it serves."""
-        if answer.state is EndpointState.POISONED or isinstance(cause, PoisonedError):
-            return Outcome.POISONED, None
-        if self._committing and self._is_new(answer):
-            return Outcome.APPLIED, answer.version  # it committed, only its answer was lost
-        if isinstance(cause, UpdateRefusedError):
-            return Outcome.REFUSED, answer.version
-        return Outcome.ABORTED, answer.version
-
-    def _report(self) -> PublishReport:
-        reports = tuple(self._reports[endpoint.name] for endpoint in self._endpoints)
+    def _report(self, reports: tuple[EndpointReport, ...]) -> PublishReport:
         timings = [report.timings for report in reports if report.timings is not None]
         first_tokens = [t.first_token_s for t in timings if t.first_token_s is not None]
-        spans = PublishSpans(
-            gather_s=self._gather_s,
-            hold_s=self._hold_s,
-            wire_s=self._wire_s,
-            load_s=max((t.load_s for t in timings), default=0.0),
-            first_token_s=max(first_tokens, default=None),
-            total_s=time.monotonic() - self._started,
-        )
         return PublishReport(
             self._update.run_id,
             self._update.version,
             self._update.manifest.size_bytes,
             reports,
-            spans,
+            PublishSpans(
+                gather_s=0.0,
+                hold_s=0.0 if self._hold_started is None else max(0.0, self._hold_ended - self._hold_started),
+                wire_s=self._travelling.total_s,
+                load_s=max((t.load_s for t in timings), default=0.0),
+                first_token_s=max(first_tokens, default=None),
+                total_s=time.monotonic() - self._started,
+            ),
             num_needed=self._num_needed,
             sent_bytes=self._num_sent_bytes,
         )
 
 
-async def _repeated(call: Callable[[], Awaitable[T]]) -> T:
-    """Return the answer of an idempotent call that is made again when it got none."""
-    for pause_s in _REPEAT_PAUSES_S:
-        try:
-            return await call()
-        except UnreachableError:
-            await asyncio.sleep(pause_s)
-    return await call()
+class _Clock:
+    """Adds up the time in which it is entered at least once."""
 
+    def __init__(self) -> None:
+        self.total_s = 0.0
+        self._num_entered = 0
+        self._started = 0.0
 
-async def _cancelled(calls: Sequence[asyncio.Future[None]]) -> None:
-    """Cancel what is still pending, and return when all have ended."""
-    for call in calls:
-        call.cancel()
-    await asyncio.gather(*calls, return_exceptions=True)
+    def __enter__(self) -> None:
+        if self._num_entered == 0:
+            self._started = time.monotonic()
+        self._num_entered += 1
 
-
-def _raise_what_is_no_answer(calls: Sequence[asyncio.Future[None]]) -> None:
-    """Raise the first error that is not an endpoint's or transport's own way to fail."""
-    for call in calls:
-        error = None if call.cancelled() else call.exception()
-        if error is not None and not isinstance(error, InflightError):
-            raise error
-
-
-def _check(bucket: WeightBucket, index: int, update: WeightUpdate) -> None:
-    """Raise `TrainerError` unless the bucket is number ``index`` and holds the tensors that were announced for it."""
-    if bucket.index != index or index >= len(update.buckets):
-        raise TrainerError(f"the worker yielded bucket {bucket.index}, bucket {index} of {len(update.buckets)} is next")
-    announced = update.buckets[index]
-    specs: tuple[TensorSpec, ...] = update.manifest.tensors[announced.start : announced.stop]
-    found = [(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for tensor in bucket.tensors]
-    wanted = [(spec.shape, str(spec.dtype)) for spec in specs]
-    if found != wanted:
-        raise TrainerError(f"bucket {bucket.index} holds tensors {found[:5]}, parameter_specs announced {wanted[:5]}")
+    def __exit__(self, *_: object) -> None:
+        self._num_entered -= 1
+        if self._num_entered == 0:
+            self.total_s += time.monotonic() - self._started

@@ -25,7 +25,7 @@ from inflight.weights.packing import Packer
 from inflight.weights.snapshot import Snapshot
 from inflight.weights.threads import run_abandonable
 from inflight.weights.transports import make_sender
-from inflight.wire import Backend, Capabilities, TransportSpec, WeightUpdate
+from inflight.wire import Backend, Capabilities, Encoding, TransportSpec, WeightUpdate
 
 T = TypeVar("T")
 
@@ -86,7 +86,7 @@ class WeightPublisher:
         self._capabilities: dict[str, Capabilities] = {}
         self._group_is_usable = False
         self._backend: Backend | None = None
-        self._ending: Future[None] | None = None
+        self._ending: asyncio.Future[None] | None = None
         self._portal: anyio.from_thread.BlockingPortal | None = None
         self._portal_context: AbstractContextManager[anyio.from_thread.BlockingPortal] | None = None
 
@@ -116,6 +116,11 @@ class WeightPublisher:
     def epoch(self) -> int:
         """Which incarnation of the run's trainer this is; 0 until it is connected."""
         return self._epoch or 0
+
+    @property
+    def encodings(self) -> tuple[Encoding, ...]:
+        """How buckets may travel, which every endpoint has to understand."""
+        return ("delta",) if self.delta else (self.encoding,)
 
     @property
     def endpoints(self) -> tuple[str, ...]:
@@ -198,9 +203,8 @@ class WeightPublisher:
                 raise DeadlineError(f"did not answer within {timeout_s:g} s", endpoint.name) from error
 
         can = self.run(ask)
-        wanted = {"delta"} if self.delta else {self.encoding} - {"raw"}
-        if lacking := wanted - {*can.encodings}:
-            raise UnsupportedError(f"{endpoint.name} does not declare the encoding {', '.join(lacking)}")
+        if lack := can.lacks(encodings=self.encodings):
+            raise UnsupportedError(f"{endpoint.name} does not declare {lack}")
         self._capabilities[endpoint.name] = can
         self._endpoints += (endpoint,)
         self._group_is_usable = False
@@ -239,45 +243,40 @@ class WeightPublisher:
             self._group_is_usable = False
         return {name: answer for name, answer in answers.items() if isinstance(answer, InflightError)}
 
-    def ensure_group(self, timeout_s: float | None = None, num_needed: int | None = None) -> dict[str, InflightError]:
-        """Form the weight group if it is not usable, within ``timeout_s`` (None: the connection's timeout).
+    def ensure_group(self) -> None:
+        """Form the weight group of all endpoints unless there is one.
 
-        Returns why endpoints could not join, where the transport is not collective and ``num_needed`` others could.
-        Raises `TransferError` or the endpoint's error in time otherwise: no group is left behind then, and servers that
-        wait for it are told so.
+        Raises `TransferError` or an endpoint's error in time; then no group is left behind, and servers that wait for
+        it are told so.
         """
-        if self._group_is_usable:
-            return {}
-        if not self._endpoints:
-            raise ConfigError("no endpoint is left to publish to")
-        timeout_s = min(timeout_s or self._connect_timeout_s, self._connect_timeout_s)
-        failures = self.run(self._form_group, timeout_s, len(self._endpoints) if num_needed is None else num_needed)
-        self._group_is_usable = not failures
-        return failures
+        self.run(self.form_group, self._connect_timeout_s, len(self._endpoints))
 
     def forget_group(self) -> None:
         """Have the next publish form the group anew; what is pending on this one goes on."""
         self._group_is_usable = False
 
-    def begin_update(self, update: WeightUpdate, timeout_s: float) -> None:
-        """Have the sender take the buckets of ``update`` from now on, once it is done with those of the one before.
+    async def begin_update(self, update: WeightUpdate, timeout_s: float) -> None:
+        """Have the sender take the buckets of ``update``, once it is done with those of the update before.
 
         Raises `TransferError`.
         """
         ending, self._ending = self._ending, None
         if ending is not None:
             try:
-                ending.result(timeout_s)
+                await asyncio.wait_for(ending, timeout_s)
             except TimeoutError as error:
                 raise TransferError(f"the update before was not cleared away within {timeout_s:g} s") from error
-        self.sender.begin(update)
+        await run_abandonable(lambda: self.sender.begin(update), "inflight-begin")
 
     def end_update(self, *, is_done: bool) -> None:
-        """Tell the sender that every endpoint has what it is to get. It clears away in the background.
+        """Tell the sender that every endpoint has what it is to get; it clears away in the background.
 
-        ``is_done`` says that no endpoint will read any of it again: false if one was left behind.
+        ``is_done`` says that no endpoint will read any of it again: false if one was left behind. Called in the
+        publisher's event loop.
         """
-        self._ending = self.start(run_abandonable, lambda: self.sender.end(is_done=is_done), "inflight-end")
+        call = run_abandonable(lambda: self.sender.end(is_done=is_done), "inflight-end")
+        self._ending = asyncio.ensure_future(call)
+        self._ending.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # the next update asks
 
     def run(self, call: Callable[..., Awaitable[T]], *args: Any) -> T:
         """Run an async call in the publisher's event loop and return its result; interrupting it cancels the call."""
@@ -347,17 +346,28 @@ class WeightPublisher:
                 call.cancel()
             await asyncio.gather(*calls.values(), return_exceptions=True)
 
+    async def form_group(self, timeout_s: float, num_needed: int) -> dict[str, InflightError]:
+        """Form the weight group within ``timeout_s`` unless there is one; return why endpoints could not join it.
+
+        An endpoint can be missing only where the transport is not collective and ``num_needed`` others have joined.
+        Otherwise its error is raised, or `TransferError`, and no group is left behind.
+        """
+        if self._group_is_usable:
+            return {}
+        if not self._endpoints:
+            raise ConfigError("no endpoint is left to publish to")
+        failures = await self._form_group(min(timeout_s, self._connect_timeout_s), num_needed)
+        self._group_is_usable = not failures
+        return failures
+
     async def _form_group(self, timeout_s: float, num_needed: int) -> dict[str, InflightError]:
         capabilities = [self._capabilities[endpoint.name] for endpoint in self._endpoints]
         opened = self.sender.specs(self.run_id, [c.num_ranks for c in capabilities], timeout_s)
         specs = [spec.model_copy(update={"epoch": self.epoch}) for spec in opened]
         for endpoint, declared, spec in zip(self._endpoints, capabilities, specs, strict=True):
-            if spec.backend not in declared.transports:
+            if lack := declared.lacks(transport=spec.backend):
                 self.sender.abort()
-                known = ", ".join(declared.transports)
-                raise UnsupportedError(
-                    f"{endpoint.name} does not declare the {spec.backend} transport, it declares {known}"
-                )
+                raise UnsupportedError(f"{endpoint.name} does not declare {lack}")
             self._backend = spec.backend
         if not self.sender.is_collective:
             return await self._form_each(specs, timeout_s, num_needed)

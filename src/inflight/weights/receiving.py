@@ -22,7 +22,7 @@ from inflight.errors import (
     UpdateAbortedError,
     UpdateRefusedError,
 )
-from inflight.weights.session import UpdateSession
+from inflight.weights.session import OpenUpdate, UpdateSession
 from inflight.weights.threads import run_abandonable
 from inflight.wire import (
     BucketSpec,
@@ -84,8 +84,8 @@ class HeldEngine(Protocol):
         """
 
     @abstractmethod
-    async def weight_version(self) -> WeightVersion:
-        """See `InferenceEndpoint.weight_version`."""
+    async def num_running(self) -> int:
+        """Return how many requests run: a drain that does not end in time is refused with this number."""
 
 
 engine_between: ContextVar[Callable[[HeldEngine], HeldEngine]] = ContextVar("engine_between", default=lambda it: it)
@@ -202,8 +202,37 @@ class StagedIntake:
             staging.drop()
 
 
+class _Open:
+    """What belongs to one update: its request makes it, and it is dropped when the update is over."""
+
+    def __init__(self, opened: OpenUpdate) -> None:
+        self._opened = opened
+        self.update = opened.update
+        self.holding: asyncio.Future[None] | None = None
+        self.arriving: asyncio.Future[None] | None = None
+        self.committing: asyncio.Future[None] | None = None
+        self.lease: asyncio.TimerHandle | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the update has ended."""
+        return self._opened.is_over
+
+    async def outlast(self, call: asyncio.Future[None], what: str) -> None:
+        """Wait for a call of this update. Raises `UpdateAbortedError` if the update ends first, else what it raises."""
+        await asyncio.wait([call])
+        if self.is_over:
+            raise UpdateAbortedError(f"the update to version {self.update.version} {what}")
+        call.result()
+
+    def stop_lease(self) -> None:
+        """The update does not end by itself any more."""
+        if self.lease is not None:
+            self.lease.cancel()
+
+
 class UpdateReceiver:
-    """Updates of one endpoint over its life. Its methods are those of `InferenceEndpoint`: the endpoint passes them on.
+    """Updates of one endpoint over its life. `ReceivingEndpoint` offers its methods under the names of the contract.
 
     ``expected`` is what the engine can load (None: not known here, the engine refuses by itself); the others are what
     the endpoint declares in its `Capabilities`. An instance belongs to one event loop.
@@ -233,11 +262,8 @@ class UpdateReceiver:
         self._session = UpdateSession(expected)
         self._session.joined()
         self._joining: TransportSpec | None = None
-        self._holding: asyncio.Future[None] | None = None
-        self._arriving: asyncio.Future[None] | None = None
-        self._committing: asyncio.Future[None] | None = None
+        self._open: _Open | None = None
         self._applying: asyncio.Future[PoisonedError | None] | None = None
-        self._lease: asyncio.TimerHandle | None = None
         self._ending: asyncio.Future[None] | None = None
 
     @property
@@ -261,7 +287,11 @@ class UpdateReceiver:
             last_update=last_update,
         )
 
-    async def init_process_group(self, spec: TransportSpec) -> None:
+    async def num_running(self) -> int:
+        """See `HeldEngine.num_running`."""
+        return await self._engine.num_running()
+
+    async def join(self, spec: TransportSpec) -> None:
         """See `InferenceEndpoint.init_process_group`. An open update is aborted first."""
         if spec.backend not in self._transports:
             known = ", ".join(self._transports) or "none"
@@ -270,9 +300,9 @@ class UpdateReceiver:
         while True:  # another call may come in between
             await self._applied()  # what is being applied is still needed
             self._lose_group()
-            if self._session.update is None:
+            if self._open is None:
                 break
-            await self._end_open_update()
+            await self._end(self._open)
         self._session.fence(spec.run_id, spec.epoch)
         self._joining = spec
         await self._intake.join(spec)
@@ -280,94 +310,75 @@ class UpdateReceiver:
             raise TransferError("another group was formed meanwhile")
         self._session.group_formed(spec.run_id)
 
-    async def request_weight_update(self, update: WeightUpdate) -> None:
+    async def request(self, update: WeightUpdate) -> None:
         """See `InferenceEndpoint.request_weight_update`."""
-        if self._session.is_open(update.ref):
-            opened = self._session.update
-            assert opened is not None  # the same session, announced by another message
-            if self._holding is not None:
-                await self._joined(self._holding, opened)
+        if self._open is not None and self._session.is_open(update.ref):
+            if self._open.holding is not None:
+                await self._open.outlast(self._open.holding, "ended while this call was repeated")
             return
         self._refuse_undeclared(update)
-        self._session.request(update)
-        self._holding = None
+        opened = _Open(self._session.request(update))
         try:
             self._intake.begin(update)
         except BaseException:
             self._session.abort()
             raise
-        self._renew_lease(update)
+        self._open = opened
+        self._renew_lease(opened)
         if not update.staged:
-            await self._hold(update)
+            await self._hold(opened)
 
-    async def receive_weights(self, bucket: BucketTransfer) -> None:
+    async def receive(self, bucket: BucketTransfer) -> None:
         """See `InferenceEndpoint.receive_weights`."""
+        opened = self._open
         if self._session.has_bucket(bucket):
             return
-        if self._session.is_receiving(bucket) and self._arriving is not None:
-            update = self._session.update
-            assert update is not None  # the bucket is one of its own
-            return await self._joined(self._arriving, update)
+        if self._session.is_receiving(bucket) and opened is not None and opened.arriving is not None:
+            return await opened.outlast(opened.arriving, "ended while this call was repeated")
         spec, tensors = self._session.begin_bucket(bucket)
-        update = self._session.update
-        assert update is not None  # the bucket is one of its own
-        self._renew_lease(update)
-        self._arriving = arriving = asyncio.get_running_loop().create_future()
+        assert opened is not None  # the bucket is one of its own
+        self._renew_lease(opened)
+        opened.arriving = asyncio.get_running_loop().create_future()
         try:
             await self._intake.receive(bucket, spec, tensors)
-        except BaseException:
-            await self._end_update(update)
-            raise
-        else:
-            if self._session.update is not update:
-                raise TransferError(f"the update to version {update.version} ended while bucket {spec.index} travelled")
+            if opened.is_over:
+                raise TransferError(f"the update to version {bucket.version} ended while bucket {spec.index} travelled")
             self._session.bucket_received()
-            self._renew_lease(update)
+            self._renew_lease(opened)
+        except BaseException:
+            await self._end(opened)
+            raise
         finally:
-            arriving.set_result(None)
-
-    async def commit_weight_update(self, ref: UpdateRef) -> WeightVersion:
-        """See `InferenceEndpoint.commit_weight_update`. Cancelling the call does not stop what it began."""
-        await self.commit(ref)
-        return await self._engine.weight_version()
+            opened.arriving.set_result(None)
 
     async def commit(self, ref: UpdateRef) -> None:
-        """Apply the open update, as `commit_weight_update` does; for engines that know without asking what they serve.
-
-        Raises what `InferenceEndpoint.commit_weight_update` does.
-        """
+        """See `InferenceEndpoint.commit_weight_update`. Cancelling the call does not stop what it began."""
         if self._session.is_served(ref):
             return
-        is_repeated = self._session.is_open(ref) and self._committing is not None and not self._committing.done()
-        if not is_repeated:
-            if self._holding is not None and not self._holding.done():
-                raise UpdateRefusedError(f"version {ref.version} cannot be committed: sampling is not held yet")
-            update = self._session.require_complete(ref)
-            if update.staged:
-                self._session.hold(ref)
-                self._committing = asyncio.ensure_future(self._hold_and_apply(update))
-            else:  # at once: an abort that comes now finds it begun
-                self._committing = asyncio.ensure_future(_raising(self._begin_apply(update)))
-            self._committing.add_done_callback(lambda done: done.cancelled() or done.exception())
-        assert self._committing is not None
-        await asyncio.shield(self._committing)
+        opened = self._open
+        if opened is None or opened.committing is None or not self._session.is_open(ref):
+            opened = self._begin_commit(ref)
+        assert opened.committing is not None
+        await asyncio.shield(opened.committing)
 
-    async def abort_weight_update(self, ref: UpdateRef) -> WeightVersion:
+    async def abort(self, ref: UpdateRef) -> None:
         """See `InferenceEndpoint.abort_weight_update`. A commit that has begun to apply ends first."""
         self._session.never(ref)
-        update = self._session.update
-        if update is not None:
-            if ref != update.ref:
-                raise UpdateRefusedError(
-                    f"the open update is version {update.version} of run {update.run_id!r}, not version {ref.version}"
-                )
-            await self._applied()
-            await self._end_update(update)
-        return await self._engine.weight_version()
+        opened = self._open
+        if opened is None:
+            return
+        update = opened.update
+        if ref != update.ref:
+            raise UpdateRefusedError(
+                f"the open update is version {update.version} of run {update.run_id!r}, not version {ref.version}"
+            )
+        await self._applied()
+        await self._end(opened)
 
     def close(self) -> None:
         """Leave the group and stop the lease; an open update is not ended."""
-        self._stop_lease()
+        if self._open is not None:
+            self._open.stop_lease()
         self._intake.leave()
 
     def _refuse_undeclared(self, update: WeightUpdate) -> None:
@@ -391,44 +402,51 @@ class UpdateReceiver:
                 f"{'nothing' if kept is None else f'version {kept.version}'}; send all of it"
             )
 
-    async def _hold(self, update: WeightUpdate) -> None:
+    async def _hold(self, opened: _Open) -> None:
         """Hold sampling for an open update, within its deadline; the update is over if that fails."""
-        self._holding = asyncio.ensure_future(self._engine.hold(update))
+        update = opened.update
+        opened.holding = asyncio.ensure_future(self._engine.hold(update))
         try:
             async with asyncio.timeout(update.deadline_s):
-                await asyncio.shield(self._holding)
-        except BaseException as error:
-            was_open = self._session.update is update
-            num_running = (await self._engine.weight_version()).num_running if isinstance(error, TimeoutError) else 0
-            await self._end_update(update)
-            if isinstance(error, TimeoutError):
-                raise UpdateRefusedError(
-                    f"update to version {update.version} refused: {num_running} requests were still running after "
-                    f"{update.deadline_s:g} s of {update.in_flight}"
-                ) from error
-            if isinstance(error, asyncio.CancelledError) and not was_open:
-                raise self._ended_early(update) from error
+                await opened.outlast(opened.holding, "was ended before sampling was held")
+        except TimeoutError as error:
+            try:
+                num_running = await self._engine.num_running()
+            finally:
+                await self._end(opened)
+            raise UpdateRefusedError(
+                f"update to version {update.version} refused: {num_running} requests were still running after "
+                f"{update.deadline_s:g} s of {update.in_flight}"
+            ) from error
+        except BaseException:
+            await self._end(opened)
             raise
-        if self._session.update is not update:
-            raise self._ended_early(update)
-        self._renew_lease(update)  # the publisher hears of the hold only now
+        self._renew_lease(opened)  # the publisher hears of the hold only now
 
-    async def _joined(self, under_way: asyncio.Future[None], update: WeightUpdate) -> None:
-        """Wait for a call that is being repeated. Raises if its update is over when it ends."""
-        await asyncio.wait([under_way])
-        if self._session.update is not update:
-            raise UpdateAbortedError(f"the update to version {update.version} ended while this call was repeated")
+    def _begin_commit(self, ref: UpdateRef) -> _Open:
+        opened = self._open
+        if opened is not None and opened.holding is not None and not opened.holding.done():
+            raise UpdateRefusedError(f"version {ref.version} cannot be committed: sampling is not held yet")
+        update = self._session.require_complete(ref).update
+        assert opened is not None  # it is complete
+        if update.staged:
+            self._session.hold(ref)
+            opened.committing = asyncio.ensure_future(self._hold_and_apply(opened))
+        else:  # at once: an abort that comes now finds it begun
+            opened.committing = asyncio.ensure_future(_raising(self._begin_apply(opened)))
+        opened.committing.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return opened
 
-    async def _hold_and_apply(self, update: WeightUpdate) -> None:
+    async def _hold_and_apply(self, opened: _Open) -> None:
         """Hold sampling, which was left to the commit, and have the weights that arrived applied."""
-        await self._hold(update)
-        await _raising(self._begin_apply(update))
+        await self._hold(opened)
+        await _raising(self._begin_apply(opened))
 
-    def _begin_apply(self, update: WeightUpdate) -> asyncio.Future[PoisonedError | None]:
+    def _begin_apply(self, opened: _Open) -> asyncio.Future[PoisonedError | None]:
         """Begin to apply; from here on nothing but its own end ends the update."""
-        self._session.begin_apply(update.ref)
-        self._stop_lease()
-        self._applying = asyncio.ensure_future(self._apply(update))
+        self._session.begin_apply(opened.update.ref)
+        opened.stop_lease()
+        self._applying = asyncio.ensure_future(self._apply(opened.update))
         return self._applying
 
     async def _apply(self, update: WeightUpdate) -> PoisonedError | None:
@@ -437,6 +455,7 @@ class UpdateReceiver:
             await self._engine.apply(update)
         except Exception as error:  # whatever it is, the engine may hold a part of the update
             self._session.abort()
+            self._open = None
             problem = f"applying version {update.version} failed: {type(error).__name__}: {error}"
             try:
                 await self._engine.give_up()
@@ -446,31 +465,26 @@ class UpdateReceiver:
             failure.__cause__ = error
             return failure
         self._session.committed()
+        self._open = None
         self._intake.committed()
         return None
-
-    async def _end_open_update(self) -> None:
-        """End the open update, if there is one; a commit that has begun runs to its end first."""
-        await self._applied()
-        if self._session.update is not None:
-            await self._end_update(self._session.update)
 
     async def _applied(self) -> None:
         """Return when no commit is under way; without waiting, so that none can begin meanwhile, if that is so now."""
         while self._applying is not None and not self._applying.done():
             await asyncio.wait([self._applying])
 
-    async def _end_update(self, update: WeightUpdate) -> None:
-        """If ``update`` is open, drop what arrived and sample again, unless some of it is in the model already."""
-        if self._session.update is not update:
+    async def _end(self, opened: _Open) -> None:
+        """Unless it is over, end an update: drop what arrived, and sample again if none of it is in the model."""
+        if opened.is_over:
             return
-        self._stop_lease()
+        opened.stop_lease()
         was_torn = self._intake.has_applied
         if self._session.has_begun:
             self._lose_group()  # a receive may be pending on it
         self._session.abort(torn=was_torn)
-        holding, self._holding = self._holding, None
-        if holding is None:
+        self._open = None
+        if (holding := opened.holding) is None:
             return
         if not holding.done():
             holding.cancel()
@@ -486,21 +500,48 @@ class UpdateReceiver:
         self._session.group_lost()
         self._intake.leave()
 
-    def _renew_lease(self, update: WeightUpdate) -> None:
-        self._stop_lease()
+    def _renew_lease(self, opened: _Open) -> None:
+        opened.stop_lease()
 
         def end() -> None:
-            self._ending = asyncio.ensure_future(self._end_update(update))
+            self._ending = asyncio.ensure_future(self._end(opened))
 
-        self._lease = asyncio.get_running_loop().call_later(update.lease_s, end)
+        opened.lease = asyncio.get_running_loop().call_later(opened.update.lease_s, end)
 
-    def _stop_lease(self) -> None:
-        if self._lease is not None:
-            self._lease.cancel()
-            self._lease = None
 
-    def _ended_early(self, update: WeightUpdate) -> UpdateAbortedError:
-        return UpdateAbortedError(f"the update to version {update.version} was ended before sampling was held")
+class ReceivingEndpoint(Protocol):
+    """The methods of an `InferenceEndpoint` that concern its weights, for one that has an `UpdateReceiver`."""
+
+    @abstractmethod
+    async def receiver(self) -> UpdateReceiver:
+        """Return the receiver of this endpoint, always the same; it may be made when this is called first."""
+
+    async def weight_version(self) -> WeightVersion:
+        """See `InferenceEndpoint.weight_version`."""
+        receiver = await self.receiver()
+        return receiver.weight_version(num_running=await receiver.num_running(), last_update=None)
+
+    async def init_process_group(self, spec: TransportSpec) -> None:
+        """See `InferenceEndpoint.init_process_group`."""
+        await (await self.receiver()).join(spec)
+
+    async def request_weight_update(self, update: WeightUpdate) -> None:
+        """See `InferenceEndpoint.request_weight_update`."""
+        await (await self.receiver()).request(update)
+
+    async def receive_weights(self, bucket: BucketTransfer) -> None:
+        """See `InferenceEndpoint.receive_weights`."""
+        await (await self.receiver()).receive(bucket)
+
+    async def commit_weight_update(self, ref: UpdateRef) -> WeightVersion:
+        """See `InferenceEndpoint.commit_weight_update`."""
+        await (await self.receiver()).commit(ref)
+        return await self.weight_version()
+
+    async def abort_weight_update(self, ref: UpdateRef) -> WeightVersion:
+        """See `InferenceEndpoint.abort_weight_update`."""
+        await (await self.receiver()).abort(ref)
+        return await self.weight_version()
 
 
 async def _raising(applying: asyncio.Future[PoisonedError | None]) -> None:

@@ -6,22 +6,18 @@ This module knows the Protocols only, no engine and no trainer; `inflight.weight
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from inflight.contracts import PartialWeightSource, WeightSender, WeightSource
-from inflight.errors import ConfigError, DeadlineError, TrainerError
+from inflight.contracts import WeightSender, WeightSource
+from inflight.errors import ConfigError, DeadlineError
 from inflight.types import WeightBucket
 from inflight.weights.buckets import DEFAULT_BUCKET_BYTES, plan_buckets
-from inflight.weights.encoding import Rounding, encode
-from inflight.weights.packing import pack
-from inflight.weights.staging import payload_spec
+from inflight.weights.encoding import Rounding
+from inflight.weights.outgoing import announcement, as_announced, outgoing_bucket
 from inflight.weights.transports.files import latest, read_manifest
-from inflight.wire import InFlightPolicy, Manifest, TransportSpec, UpdateRef, WeightUpdate
-
-_LEASE_SLACK_S = 5.0
+from inflight.wire import TransportSpec, UpdateRef, WeightUpdate
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,28 +51,21 @@ def store_weights(
     Raises `TransferError` or `DeadlineError` if it cannot be stored in time; the version of before is the newest then.
     Whatever is raised, the collective gather was completed on every rank.
     """
-    specs = worker.parameter_specs()
-    frozen = tuple(worker.frozen_names()) if isinstance(worker, PartialWeightSource) else ()
-    buckets = plan_buckets(specs, bucket_bytes)
-    gathered = worker.gather_weights(buckets)
+    gathered = worker.gather_weights(plan_buckets(worker.parameter_specs(), bucket_bytes))
     try:
         if worker.rank != 0:
             return None
         if sender is None or sender.is_collective:
             raise ConfigError("store_weights needs a sender that stores on rank 0: make_sender('file' or 'http')")
-        update = WeightUpdate(
+        update = announcement(
+            worker,
             run_id=run_id,
-            version=worker.version,
-            session_id=uuid.uuid4().hex[:16],
             epoch=epoch,
-            manifest=Manifest(tensors=tuple(specs), frozen=frozen),
-            buckets=buckets,
-            in_flight=InFlightPolicy.KEEP,
-            encodings=() if encoding == "raw" else (encoding,),
+            bucket_bytes=bucket_bytes,
             deadline_s=deadline_s,
-            lease_s=deadline_s + _LEASE_SLACK_S,
+            encodings=() if encoding == "raw" else (encoding,),
         )
-        return _store(gathered, sender, update, encoding, deadline_s)
+        return _store(as_announced(gathered, update), sender, update, encoding, deadline_s)
     finally:
         for _ in gathered:
             pass
@@ -95,12 +84,12 @@ def _store(
     (spec,) = sender.specs(update.run_id, [1], deadline_s)
     sender.begin(update)
     gather_s = store_s = 0.0
-    num_stored = stored_bytes = 0
+    stored_bytes = 0
     is_done = False
     try:
         started = time.monotonic()
         for bucket in gathered:
-            sent = _as_stored(bucket, encoding)
+            sent = outgoing_bucket(bucket, update.ref, encoding=encoding)
             gathered_at = time.monotonic()
             gather_s += gathered_at - started
             if gathered_at > deadline:
@@ -108,20 +97,9 @@ def _store(
             sender.send(sent, deadline - gathered_at)
             started = time.monotonic()
             store_s += started - gathered_at
-            num_stored += 1
             stored_bytes += sum(part.size_bytes for part in sent.specs)
-        if num_stored != len(update.buckets):
-            raise TrainerError(f"the worker yielded {num_stored} buckets, {len(update.buckets)} were asked for")
         is_done = True
     finally:
         sender.end(is_done=is_done)
     spec = spec.model_copy(update={"epoch": update.epoch})
     return StoreReport(update.ref, spec, update.manifest.size_bytes, stored_bytes, gather_s, store_s)
-
-
-def _as_stored(bucket: WeightBucket, encoding: Rounding) -> WeightBucket:
-    """Return a bucket as it is stored: its tensors one after the other, rounded if that was asked for."""
-    if encoding == "raw":
-        return WeightBucket(bucket.index, bucket.specs, (pack(bucket.tensors),))
-    payload = encode(bucket.tensors, bucket.specs, encoding)
-    return WeightBucket(bucket.index, (payload_spec(payload.numel()),), (payload,))

@@ -141,9 +141,9 @@ def commits_during_a_drain(endpoint: LocalEndpoint) -> LocalEndpoint:
     faulty: Any = endpoint
 
     async def commit(ref: UpdateRef) -> WeightVersion:
-        holding = faulty._updates._holding
-        if holding is not None and not holding.done():
-            faulty._updates._holding = None
+        opened = faulty._updates._open
+        if opened is not None and opened.holding is not None and not opened.holding.done():
+            opened.holding = None
         return await LocalEndpoint.commit_weight_update(endpoint, ref)
 
     faulty.commit_weight_update = commit
@@ -324,10 +324,10 @@ def healed_by_an_abort(endpoint: LocalEndpoint) -> LocalEndpoint:
     abort = session.abort
 
     def faulty(*, torn: bool = False) -> None:
-        was_applying = session._applying
+        was_applying = session._open is not None and session._open.is_applying
         abort(torn=torn)
         if not was_applying:
-            session._torn, session._state = False, EndpointState.READY
+            session._state = EndpointState.READY
 
     session.abort = faulty
     return endpoint

@@ -7,12 +7,12 @@ import httpx
 from safetensors.torch import save
 
 from inflight.errors import InvalidRequestError, UnsupportedError
-from inflight.weights.receiving import StagedIntake, UpdateReceiver
+from inflight.weights.receiving import ReceivingEndpoint, StagedIntake, UpdateReceiver
 from inflight.weights.transports import make_receiver
 from inflight.wire import Capabilities, Completion, GenerateResponse, TensorSpec, VersionSpan
 
 
-class PlainEndpoint:
+class PlainEndpoint(ReceivingEndpoint):
     def __init__(self, url):
         self.name, self.info, self.running, self.slot = url, None, 0, asyncio.Lock()
         self.version = 0  # of the weights that the server has
@@ -34,6 +34,10 @@ class PlainEndpoint:
             in_flight_policies=("drain",), transports=("gloo",), version_binding="admission", logprob_kind="processed",
             streaming=False, chat=False,
         )  # fmt: skip
+
+    async def receiver(self):
+        await self.capabilities()
+        return self.updates
 
     async def generate(self, request):
         await self.capabilities()
@@ -63,23 +67,8 @@ class PlainEndpoint:
     async def chat_completion(self, request):
         raise UnsupportedError("chat is not declared")
 
-    async def weight_version(self):
-        return self.updates.weight_version(num_running=self.running, last_update=None)
-
-    async def init_process_group(self, spec):
-        await self.updates.init_process_group(spec)
-
-    async def request_weight_update(self, update):
-        await self.updates.request_weight_update(update)
-
-    async def receive_weights(self, bucket):
-        await self.updates.receive_weights(bucket)
-
-    async def commit_weight_update(self, ref):
-        return await self.updates.commit_weight_update(ref)
-
-    async def abort_weight_update(self, ref):
-        return await self.updates.abort_weight_update(ref)
+    async def num_running(self):
+        return self.running
 
     async def hold(self, update):
         await self.slot.acquire()

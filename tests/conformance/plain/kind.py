@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
+from inflight.engines.kinds import EngineKind
 from tests.conformance.plain.endpoint import PlainEndpoint
 
 
-class PlainKind:
-    name, health_path = "plain", "/info"
+class PlainKind(EngineKind):
+    name, health_path, liveness_path = "plain", "/info", None
 
     def command(self, options, host, port):
         """What follows `python` on the command line."""

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from inflight.errors import InvalidRequestError, PoisonedError, UnsupportedError
-from inflight.weights.receiving import StagedIntake, UpdateReceiver
+from inflight.weights.receiving import ReceivingEndpoint, StagedIntake, UpdateReceiver
 from inflight.weights.transports import make_receiver
 from inflight.wire import Capabilities, Completion, GenerateResponse, TensorSpec, VersionSpan
 
@@ -54,7 +54,7 @@ class Sequence:
         )
 
 
-class ThreadedEndpoint:
+class ThreadedEndpoint(ReceivingEndpoint):
     def __init__(self, model_dir, name, max_concurrent, max_model_len):
         self.name, self.max_concurrent, self.max_model_len = name, max_concurrent, max_model_len
         self.model = AutoModelForCausalLM.from_pretrained(model_dir).eval()
@@ -162,6 +162,9 @@ class ThreadedEndpoint:
     async def give_up(self):
         await self.in_engine(self.end_all)  # and is held still: nothing samples from torn weights
 
+    async def num_running(self):
+        return min(len(self.sequences), self.max_concurrent)
+
     async def generate(self, request):
         self.updates.session.refuse_if_poisoned()
         ask, prompt = request.sampling, request.prompt_token_ids
@@ -192,24 +195,8 @@ class ThreadedEndpoint:
     async def chat_completion(self, request):
         raise UnsupportedError("chat is not declared")
 
-    async def weight_version(self):
-        num_running = min(len(self.sequences), self.max_concurrent)
-        return self.updates.weight_version(num_running=num_running, last_update=None)
-
-    async def init_process_group(self, spec):
-        await self.updates.init_process_group(spec)
-
-    async def request_weight_update(self, update):
-        await self.updates.request_weight_update(update)
-
-    async def receive_weights(self, bucket):
-        await self.updates.receive_weights(bucket)
-
-    async def commit_weight_update(self, ref):
-        return await self.updates.commit_weight_update(ref)
-
-    async def abort_weight_update(self, ref):
-        return await self.updates.abort_weight_update(ref)
+    async def receiver(self):
+        return self.updates
 
     async def aclose(self):
         self.updates.close()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from inflight.conformance.checks import Check
+from inflight.conformance.checks import checks_in
 from inflight.conformance.endpoint import (
-    arrivals,
     caches,
     clients,
     control,
@@ -25,22 +24,18 @@ from inflight.conformance.endpoint import (
     sampling,
     sessions,
     staging,
+    stores,
     tokens,
     versions,
     weights,
     whole,
 )
 
-_MODULES = (
+_CHECKS = checks_in(
     *(discovery, tokens, sampling, whole, endings, forms, places),
-    *(holds, control, staging, sessions, weights, encodings, arrivals, versions, caches, clients, recomputing),
+    *(holds, control, staging, sessions, weights, encodings, stores, versions, caches, clients, recomputing),
     *(faults, poisoned, messages, processes, races, http, parity),
 )
-_LEVELS = list(dict.fromkeys(check.level for module in _MODULES for check in module.CHECKS))
+_LEVELS = list(dict.fromkeys(check.level for check in _CHECKS))
 
-CHECKS: tuple[Check, ...] = tuple(
-    sorted(
-        (check for module in _MODULES for check in module.CHECKS),
-        key=lambda check: (_LEVELS.index(check.level), check.id),
-    )
-)
+CHECKS = tuple(sorted(_CHECKS, key=lambda check: (_LEVELS.index(check.level), check.id)))

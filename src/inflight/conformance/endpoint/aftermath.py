@@ -40,6 +40,14 @@ async def until(holds: Callable[[], object], seconds: float, what: str) -> None:
         await asyncio.sleep(0.005)
 
 
+async def until_running(subject: EndpointSubject, num: int, seconds: float, what: str) -> None:
+    """Return once this many sequences run; require that they do within so many seconds."""
+    deadline = time.monotonic() + seconds
+    while (found := (await subject.endpoint.weight_version()).num_running) != num:
+        require(time.monotonic() < deadline, f"{what} after {seconds:.2g} s (num_running is {found})")
+        await asyncio.sleep(0.005)
+
+
 async def settled(subject: EndpointSubject, when: str, seconds: float = SLACK_S) -> WeightVersion:
     """Return the version once no update is open; require that this is so within so many seconds."""
     deadline = time.monotonic() + seconds

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 import torch
 
-from inflight.conformance.checks import Check, require, skip
+from inflight.conformance.checks import check, require
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.reference import Weights, chosen, distribution
 from inflight.wire import Completion, GenerateRequest, InFlightPolicy
 
+LEVEL = "caches"
 _PREFIX_LENGTH = 64
 _NUM_TOKENS = 400
 _LONG_LENGTH = 1100
@@ -19,8 +20,14 @@ _LONG_LENGTH = 1100
 _GROUP = 4
 
 
+@check(
+    "U-30",
+    needs=("updates",),
+    deadline_s=40,
+    look_at="whether cached prefixes are dropped, or keyed by version, when weights change, under every policy",
+)
 async def prefix(subject: EndpointSubject) -> None:
-    """Warm a prefix under one version, ask for it under the next, for every declared policy."""
+    """A request that comes after an update sees nothing of older weights, whatever prefix was cached under them."""
     reference = subject.reference
     prompt = subject.prompt(min(_PREFIX_LENGTH, subject.capabilities.max_model_len // 2))
     turns = [reference.perturbed("B"), reference.weights]
@@ -43,8 +50,14 @@ async def prefix(subject: EndpointSubject) -> None:
         )
 
 
+@check(
+    "U-33",
+    needs=("updates",),
+    deadline_s=40,
+    look_at="pages that are larger than the prompts you tested with, and hashes of prefixes that lack the version",
+)
 async def long_prefix(subject: EndpointSubject) -> None:
-    """Warm a prompt of many pages under one version, ask for it under the next, for every declared policy."""
+    """The same holds of a prompt of a thousand tokens, so that cached pages of any size are dropped."""
     prompt = _long_prompt(subject)
     turns = [subject.reference.perturbed("B"), subject.reference.weights]
     for i, policy in enumerate((*subject.capabilities.in_flight_policies, subject.capabilities.in_flight_policies[0])):
@@ -56,15 +69,18 @@ async def long_prefix(subject: EndpointSubject) -> None:
         )
 
 
+@check(
+    "U-34",
+    needs=("updates",),
+    deadline_s=60,
+    look_at="whether blocks that are in use are dropped from the prefix cache too, not only free ones",
+)
 async def held_prefix(subject: EndpointSubject) -> None:
-    """Update while a group of requests runs, and ask for their prompt again while they go on."""
+    """The same holds while requests that began before the update still run with this prompt: what they keep is theirs
+    alone, also under keep."""
     prompt = _long_prompt(subject)
-    pausing = (InFlightPolicy.KEEP, InFlightPolicy.RECOMPUTE)
-    declared = [policy for policy in pausing if policy in subject.capabilities.in_flight_policies]
-    if not declared:
-        skip("neither keep nor recompute is declared: no request runs on across an update")
     turns = [subject.reference.perturbed("B"), subject.reference.weights]
-    for i, policy in enumerate(declared):
+    for i, policy in enumerate(subject.pausing_policies()):
         running = await subject.start_running(_GROUP, prompts=[prompt] * _GROUP)
         await subject.publisher.publish(turns[i], in_flight=policy)
         what = f"after an update under {policy}, the prompt of {len(running)} requests that still run"
@@ -97,8 +113,14 @@ def _long_prompt(subject: EndpointSubject) -> tuple[int, ...]:
     return subject.prompt(min(_LONG_LENGTH, subject.capabilities.max_model_len * 5 // 8), seed=3)
 
 
+@check(
+    "U-31",
+    needs=("updates", "recompute", "spans"),
+    deadline_s=40,
+    look_at="whether the keys and values of running requests are dropped before sampling goes on",
+)
 async def recomputed(subject: EndpointSubject) -> None:
-    """Swap weights under running requests with ``recompute``."""
+    """Under recompute, running requests go on with keys and values computed again under the new weights."""
     gaps = await _swap(subject, InFlightPolicy.RECOMPUTE)
     require(
         gaps["recomputed"] <= subject.tolerance,
@@ -107,8 +129,14 @@ async def recomputed(subject: EndpointSubject) -> None:
     )
 
 
+@check(
+    "U-32",
+    needs=("updates", "keep", "spans"),
+    deadline_s=40,
+    look_at="whether something clears or preempts the cache during the hold, as a flush between updates does",
+)
 async def kept(subject: EndpointSubject) -> None:
-    """Swap weights under running requests with ``keep``."""
+    """Under keep, running requests go on with the keys and values that older weights computed."""
     gaps = await _swap(subject, InFlightPolicy.KEEP)
     require(
         gaps["kept"] <= subject.tolerance,
@@ -156,53 +184,3 @@ def _expectations(
         ("kept", reference.kept_logits(versions, completion.version_spans, prompt, completion.token_ids)),
         ("recomputed", reference.logits(other, prompt, completion.token_ids)),
     ]
-
-
-CHECKS = (
-    Check(
-        "U-30",
-        "caches",
-        "A request that comes after an update sees nothing of older weights, whatever prefix was cached under them.",
-        "whether cached prefixes are dropped, or keyed by version, when weights change, under every policy",
-        prefix,
-        needs=("updates",),
-        deadline_s=40,
-    ),
-    Check(
-        "U-31",
-        "caches",
-        "Under recompute, running requests go on with keys and values computed again under the new weights.",
-        "whether the keys and values of running requests are dropped before sampling goes on",
-        recomputed,
-        needs=("updates", "recompute", "spans"),
-        deadline_s=40,
-    ),
-    Check(
-        "U-32",
-        "caches",
-        "Under keep, running requests go on with the keys and values that older weights computed.",
-        "whether something clears or preempts the cache during the hold, as a flush between updates does",
-        kept,
-        needs=("updates", "keep", "spans"),
-        deadline_s=40,
-    ),
-    Check(
-        "U-33",
-        "caches",
-        "The same holds of a prompt of a thousand tokens, so that cached pages of any size are dropped.",
-        "pages that are larger than the prompts you tested with, and hashes of prefixes that lack the version",
-        long_prefix,
-        needs=("updates",),
-        deadline_s=40,
-    ),
-    Check(
-        "U-34",
-        "caches",
-        "The same holds while requests that began before the update still run with this prompt: what they keep is "
-        "theirs alone, also under keep.",
-        "whether blocks that are in use are dropped from the prefix cache too, not only free ones",
-        held_prefix,
-        needs=("updates",),
-        deadline_s=60,
-    ),
-)

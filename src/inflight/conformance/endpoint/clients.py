@@ -7,13 +7,14 @@ from collections.abc import Mapping
 
 import torch
 
-from inflight.conformance.checks import Check, require, skip
+from inflight.conformance.checks import check, require
 from inflight.conformance.endpoint.aftermath import within
 from inflight.conformance.endpoint.subject import EndpointSubject, cancelled_at_the_end
 from inflight.conformance.reference import Weights, chosen, distribution
 from inflight.contracts import InferenceEndpoint
 from inflight.wire import Completion, GenerateRequest, InFlightPolicy
 
+LEVEL = "caches"
 _PREFIX_LENGTH = 330
 """Engines cache prefixes by pages of up to 256 tokens."""
 _NUM_UPDATES = 3
@@ -25,12 +26,17 @@ _ENDS_S = 20.0
 _Answers = list[tuple[GenerateRequest, Completion]]
 
 
+@check(
+    "U-26",
+    needs=("updates",),
+    deadline_s=60,
+    look_at="whether a client keys cached prefixes by a version that it remembers; ask the engine, compare with its "
+    "answer",
+)
 async def others_updates(subject: EndpointSubject) -> None:
-    """Publish through one client and sample through another, while requests behind the same long prefix run."""
-    declared = subject.capabilities.in_flight_policies
-    policies = [policy for policy in (InFlightPolicy.KEEP, InFlightPolicy.RECOMPUTE) if policy in declared]
-    if not policies:
-        skip("neither keep nor recompute is declared: nothing outlives an update")
+    """A request sees nothing of older weights in a prefix that it shares with others, whichever client published and
+    whatever runs behind that prefix."""
+    policies = subject.pausing_policies()
     sampler = await subject.another_client()
     serves = subject.reference.weights
     for policy in policies:
@@ -140,17 +146,3 @@ def _require_as_the_policy_says(
         )
     subject.note(**{f"largest difference of {len(answers)} requests that ran, {policy}": largest})
     require(num_updated > 0, f"no update under {policy} fell into a request")
-
-
-CHECKS = (
-    Check(
-        "U-26",
-        "caches",
-        "A request sees nothing of older weights in a prefix that it shares with others, whichever client published "
-        "and whatever runs behind that prefix.",
-        "whether a client keys cached prefixes by a version that it remembers; ask the engine, compare with its answer",
-        others_updates,
-        needs=("updates",),
-        deadline_s=60,
-    ),
-)

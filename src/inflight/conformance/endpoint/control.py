@@ -5,37 +5,41 @@ from __future__ import annotations
 import asyncio
 import time
 
-from inflight.conformance.checks import Check, require
+from inflight.conformance.checks import check, require
 from inflight.conformance.endpoint.aftermath import SLACK_S, require_old_weights, within
 from inflight.conformance.endpoint.holds import require_all_whole, start
 from inflight.conformance.endpoint.subject import EndpointSubject
-from inflight.errors import UpdateRefusedError
 from inflight.wire import EndpointState, WeightUpdate, WeightVersion
 
-_REFUSED = (UpdateRefusedError,)
+LEVEL = "control"
 _LEASE_S = 1.2
 _PAUSE_S = 0.7
 """Between two messages: shorter than the lease, and two of them are longer."""
+_STATES = (
+    "the transitions of docs/contract.md: which call is allowed in which state, and that a refused one changes none"
+)
 
 
+@check("E-37", needs=("updates",), look_at=_STATES)
 async def second_request_refused(subject: EndpointSubject) -> None:
-    """Announce three more updates while one is open, then complete it."""
+    """While an update is open every other request_weight_update is refused, and the open one can be completed."""
     publisher, other = subject.publisher, subject.reference.with_final_norm(-1.0, "B")
     update = await publisher.request(other)
     for version, what in ((update.version + 1, "a later version"), (update.version, "the same version again")):
         second = publisher.announcement(other, version=version)
-        error = await subject.require_raises(
-            subject.endpoint.request_weight_update(second), _REFUSED, f"while an update is open, {what}"
+        error = await subject.require_refused(
+            subject.endpoint.request_weight_update(second), f"while an update is open, {what}"
         )
         subject.note(**{what: str(error)})
-        await _require_open(subject, update, f"after {what} was refused")
+        await require_open(subject, update, f"after {what} was refused")
     await publisher.send(update, other, 0)
     await publisher.commit(update)
     await subject.require_serves(other, "after the first update was committed")
 
 
+@check("E-38", needs=("updates",), look_at=_STATES)
 async def nothing_requested(subject: EndpointSubject) -> None:
-    """Receive and commit without an announcement, before and after a group is formed."""
+    """Without a requested update, receive_weights and commit_weight_update are refused."""
     publisher, other = subject.publisher, subject.reference.with_final_norm(-1.0, "B")
     update = publisher.announcement(other)
     for when in ("before any group", "with a group"):
@@ -43,41 +47,38 @@ async def nothing_requested(subject: EndpointSubject) -> None:
             (subject.endpoint.receive_weights(publisher.transfer(update, 0)), "receive_weights"),
             (subject.endpoint.commit_weight_update(update.ref), "commit_weight_update"),
         ):
-            await subject.require_raises(
-                within(SLACK_S, call, what), _REFUSED, f"{what} without a requested update, {when},"
-            )
+            await subject.require_refused(within(SLACK_S, call, what), f"{what} without a requested update, {when},")
         await require_old_weights(subject, f"after calls without a requested update, {when}")
         await publisher.form_group()
 
 
+@check("E-39", needs=("updates",), look_at=_STATES)
 async def early_commit(subject: EndpointSubject) -> None:
-    """Commit before the first and before the last bucket, then after all."""
+    """A commit before all buckets have arrived is refused and does not end the update."""
     publisher, other = subject.publisher, subject.reference.with_final_norm(-1.0, "B")
-    size_bytes = sum(tensor.nbytes for tensor in other.tensors.values())
-    update = await publisher.request(other, bucket_bytes=size_bytes // 3)
+    update = await publisher.request(other, bucket_bytes=other.size_bytes // 3)
     num_buckets = len(update.buckets)
     for index in range(num_buckets):
         if index in (0, num_buckets - 1):
-            await subject.require_raises(
-                subject.endpoint.commit_weight_update(update.ref),
-                _REFUSED,
-                f"a commit with {index} of {num_buckets} buckets",
+            await subject.require_refused(
+                subject.endpoint.commit_weight_update(update.ref), f"a commit with {index} of {num_buckets} buckets"
             )
-            await _require_open(subject, update, f"after a commit with {index} of {num_buckets} buckets was refused")
+            await require_open(subject, update, f"after a commit with {index} of {num_buckets} buckets was refused")
         await publisher.send(update, other, index)
     await publisher.commit(update)
     await subject.require_serves(other, f"after a commit with {num_buckets} of {num_buckets} buckets")
 
 
+@check("E-40", needs=("updates",), look_at="whether versions are compared within a run, and by < and not by <=")
 async def versions_never_go_back(subject: EndpointSubject) -> None:
-    """Announce the version before the served one, then the served one again."""
+    """A version below the served one of the same run is refused; the served one may be published again."""
     publisher, reference = subject.publisher, subject.reference
     other = reference.with_final_norm(-1.0, "B")
     for _ in range(2):
         await publisher.publish(reference.weights)
     lower = publisher.announcement(other, version=publisher.version - 1)
-    error = await subject.require_raises(
-        subject.endpoint.request_weight_update(lower), _REFUSED, "a version below the served one"
+    error = await subject.require_refused(
+        subject.endpoint.request_weight_update(lower), "a version below the served one"
     )
     subject.note(refusal=str(error))
     await require_old_weights(subject, "after a version below the served one was refused")
@@ -88,24 +89,27 @@ async def versions_never_go_back(subject: EndpointSubject) -> None:
     await subject.require_serves(other, "after the served version was published again")
 
 
+@check(
+    "E-41",
+    needs=("updates",),
+    look_at="whether the run of the group that was formed last is remembered, and forgotten with the group",
+)
 async def foreign_run(subject: EndpointSubject) -> None:
-    """Announce updates of a run that owns no group, and of one that owned it before."""
+    """An update of a run that does not own the weight group is refused."""
     publisher, other = subject.publisher, subject.reference.with_final_norm(-1.0, "B")
-    await subject.require_raises(
-        subject.endpoint.request_weight_update(publisher.announcement(other)),
-        _REFUSED,
-        "an update of a run with no group",
+    await subject.require_refused(
+        subject.endpoint.request_weight_update(publisher.announcement(other)), "an update of a run with no group"
     )
     await publisher.form_group()
     second = subject.another_publisher()
     foreign = second.announcement(other)
-    await subject.require_raises(
-        subject.endpoint.request_weight_update(foreign), _REFUSED, "an update of a run that does not own the group"
+    await subject.require_refused(
+        subject.endpoint.request_weight_update(foreign), "an update of a run that does not own the group"
     )
     await second.form_group()
     late = publisher.announcement(other)
-    error = await subject.require_raises(
-        subject.endpoint.request_weight_update(late), _REFUSED, "an update of the run that owned the group before"
+    error = await subject.require_refused(
+        subject.endpoint.request_weight_update(late), "an update of the run that owned the group before"
     )
     subject.note(refusal=str(error))
     await require_old_weights(subject, "after updates of other runs were refused")
@@ -116,17 +120,18 @@ async def foreign_run(subject: EndpointSubject) -> None:
     await subject.require_serves(other, "after the owner's update")
 
 
+@check("E-42", needs=("updates",), look_at=_STATES)
 async def repeated_abort(subject: EndpointSubject) -> None:
-    """Abort without an update, another one's, the open one twice, and a committed one."""
+    """An abort without an open update answers what is served, and an abort of another update is refused."""
     publisher, other, endpoint = subject.publisher, subject.reference.with_final_norm(-1.0, "B"), subject.endpoint
     await publisher.form_group()
     answer = await endpoint.abort_weight_update(publisher.announcement(other).ref)
     _require_serving(answer, publisher.version, "an abort without an update")
     update = await publisher.request(other)
     wrong = update.ref.model_copy(update={"version": update.version + 1})
-    error = await subject.require_raises(endpoint.abort_weight_update(wrong), _REFUSED, "an abort of another version")
+    error = await subject.require_refused(endpoint.abort_weight_update(wrong), "an abort of another version")
     subject.note(refusal=str(error))
-    await _require_open(subject, update, "after an abort of another version was refused")
+    await require_open(subject, update, "after an abort of another version was refused")
     for what in ("an abort", "the same abort again"):
         _require_serving(await publisher.abort(update), publisher.version, what)
     await require_old_weights(subject, "after an update was aborted twice")
@@ -136,11 +141,16 @@ async def repeated_abort(subject: EndpointSubject) -> None:
     await subject.require_serves(other, "after an abort of what was committed")
 
 
+@check(
+    "E-43",
+    needs=("updates",),
+    deadline_s=30,
+    look_at="the timer that aborts the update, and the calls that start it anew",
+)
 async def lease(subject: EndpointSubject) -> None:
-    """Keep a hold alive by messages alone, then fall silent."""
+    """A hold ends by itself when its lease does, with the old weights; every message of the update renews it."""
     publisher, other = subject.publisher, subject.reference.with_final_norm(-1.0, "B")
-    size_bytes = sum(tensor.nbytes for tensor in other.tensors.values())
-    update = await publisher.request(other, lease_s=_LEASE_S, bucket_bytes=size_bytes // 2)
+    update = await publisher.request(other, lease_s=_LEASE_S, bucket_bytes=other.size_bytes // 2)
     for index in range(len(update.buckets)):
         await asyncio.sleep(_PAUSE_S)
         await publisher.send(update, other, index)
@@ -154,21 +164,25 @@ async def lease(subject: EndpointSubject) -> None:
     await require_old_weights(subject, "after a lease had ended", seconds=_LEASE_S + SLACK_S)
     subject.note(lease_s=_LEASE_S, **{"seconds until it released itself": time.monotonic() - silent_since})
     await require_all_whole(waiting, "a request that waited for a lease to end")
-    await subject.require_raises(publisher.commit(update), _REFUSED, "a commit after the lease")
+    await subject.require_refused(publisher.commit(update), "a commit after the lease")
 
 
+@check(
+    "E-44",
+    needs=("updates",),
+    look_at="what weight_version reads while an update is open, and whether a commit answers after the switch",
+)
 async def answers_name_what_is_served(subject: EndpointSubject) -> None:
-    """Ask for the version after every step of an update."""
+    """weight_version says held, then updating, and to what version; the commit answers ready, version and run."""
     publisher, other, endpoint = subject.publisher, subject.reference.with_final_norm(-1.0, "B"), subject.endpoint
     before = await endpoint.weight_version()
-    size_bytes = sum(tensor.nbytes for tensor in other.tensors.values())
-    update = await publisher.request(other, bucket_bytes=size_bytes // 2)
-    found = await _require_open(subject, update, "after the hold")
+    update = await publisher.request(other, bucket_bytes=other.size_bytes // 2)
+    found = await require_open(subject, update, "after the hold")
     require(found.state is EndpointState.HELD, f"after the hold the state is {found.state}, not held")
     for index in range(len(update.buckets)):
         require(found.version == before.version, f"before the commit version {found.version} is said to be served")
         await publisher.send(update, other, index)
-        found = await _require_open(subject, update, f"after bucket {index}")
+        found = await require_open(subject, update, f"after bucket {index}")
         require(found.state is EndpointState.UPDATING, f"after bucket {index} the state is {found.state}, not updating")
     answer = await publisher.commit(update)
     _require_serving(answer, update.version, "the commit")
@@ -181,7 +195,7 @@ async def answers_name_what_is_served(subject: EndpointSubject) -> None:
     )
 
 
-async def _require_open(subject: EndpointSubject, update: WeightUpdate, when: str) -> WeightVersion:
+async def require_open(subject: EndpointSubject, update: WeightUpdate, when: str) -> WeightVersion:
     """Require that this update is the open one; return the version."""
     version = await subject.endpoint.weight_version()
     require(
@@ -199,76 +213,3 @@ def _require_serving(answer: WeightVersion, version: int, what: str) -> None:
         f"{what} answered {answer.state} at version {answer.version} (updating to {answer.updating_to}), "
         f"not ready at {version}",
     )
-
-
-_STATES = (
-    "the transitions of docs/contract.md: which call is allowed in which state, and that a refused one changes none"
-)
-
-CHECKS = (
-    Check(
-        "E-37",
-        "control",
-        "While an update is open every other request_weight_update is refused, and the open one can be completed.",
-        _STATES,
-        second_request_refused,
-        needs=("updates",),
-    ),
-    Check(
-        "E-38",
-        "control",
-        "Without a requested update, receive_weights and commit_weight_update are refused.",
-        _STATES,
-        nothing_requested,
-        needs=("updates",),
-    ),
-    Check(
-        "E-39",
-        "control",
-        "A commit before all buckets have arrived is refused and does not end the update.",
-        _STATES,
-        early_commit,
-        needs=("updates",),
-    ),
-    Check(
-        "E-40",
-        "control",
-        "A version below the served one of the same run is refused; the served one may be published again.",
-        "whether versions are compared within a run, and by < and not by <=",
-        versions_never_go_back,
-        needs=("updates",),
-    ),
-    Check(
-        "E-41",
-        "control",
-        "An update of a run that does not own the weight group is refused.",
-        "whether the run of the group that was formed last is remembered, and forgotten with the group",
-        foreign_run,
-        needs=("updates",),
-    ),
-    Check(
-        "E-42",
-        "control",
-        "An abort without an open update answers what is served, and an abort of another update is refused.",
-        _STATES,
-        repeated_abort,
-        needs=("updates",),
-    ),
-    Check(
-        "E-43",
-        "control",
-        "A hold ends by itself when its lease does, with the old weights; every message of the update renews it.",
-        "the timer that aborts the update, and the calls that start it anew",
-        lease,
-        needs=("updates",),
-        deadline_s=30,
-    ),
-    Check(
-        "E-44",
-        "control",
-        "weight_version says held, then updating, and to what version; the commit answers ready, version and run.",
-        "what weight_version reads while an update is open, and whether a commit answers after the switch",
-        answers_name_what_is_served,
-        needs=("updates",),
-    ),
-)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
-from inflight.conformance.checks import Check, fail, require
+from inflight.conformance.checks import check, fail, require
+from inflight.conformance.endpoint.aftermath import until_running
 from inflight.conformance.endpoint.subject import ENCODINGS, STORES, EndpointSubject
 from inflight.conformance.reference import Weights
 from inflight.contracts import StreamingEndpoint
@@ -22,6 +22,7 @@ from inflight.wire import (
     UpdateRef,
 )
 
+LEVEL = "discovery"
 _GROUPS = ("gloo", "nccl")
 _NUM_REQUESTS = 40
 """Requests that are sent at once to fill an endpoint; with n completions each."""
@@ -30,8 +31,9 @@ _MOST_COMPLETIONS = 16
 _SOON_S = 5.0
 
 
+@check("E-01", look_at="whether capabilities() returns constants, not the present state")
 async def constant_capabilities(subject: EndpointSubject) -> None:
-    """Ask three times, with a request in between."""
+    """The declared capabilities are of this edition, name an in-flight policy and a transport, and never change."""
     first = await subject.endpoint.capabilities()
     await subject.generate()
     for asked in (subject.capabilities, await subject.endpoint.capabilities()):
@@ -43,8 +45,12 @@ async def constant_capabilities(subject: EndpointSubject) -> None:
     require(first.transports, "no transport is declared")
 
 
+@check(
+    "E-02",
+    look_at="whether vocab_size counts the rows of the head or the entries of the tokenizer, and who tests prompt ids",
+)
 async def vocabulary(subject: EndpointSubject) -> None:
-    """Send the last token id, and the first one that is none."""
+    """Every token id below the declared vocab_size is accepted in a prompt, and vocab_size itself is refused."""
     vocab_size = subject.capabilities.vocab_size
     completion = await subject.generate((*subject.prompt(4), vocab_size - 1))
     subject.note(vocab_size=vocab_size, tokens=completion.token_ids)
@@ -54,8 +60,9 @@ async def vocabulary(subject: EndpointSubject) -> None:
     await subject.generate()
 
 
+@check("E-03", deadline_s=60, look_at="off-by-one in the longest sequence: does the engine keep a place for itself?")
 async def context_length(subject: EndpointSubject) -> None:
-    """Fill the context to its last token, and ask for one more."""
+    """A prompt and max_tokens that fill the declared max_model_len are served, and one token more is refused."""
     longest, num_tokens = subject.capabilities.max_model_len, 4
     prompt = subject.prompt(max(1, longest - num_tokens))
     num_tokens = longest - len(prompt)
@@ -70,8 +77,14 @@ async def context_length(subject: EndpointSubject) -> None:
     await subject.require_raises(call, (InvalidRequestError,), what)
 
 
+@check(
+    "E-04",
+    needs=("updates",),
+    deadline_s=40,
+    look_at="where request_weight_update tests the policy: before the state changes",
+)
 async def undeclared_policies(subject: EndpointSubject) -> None:
-    """Announce updates under every in-flight policy that is not declared, beside a running request."""
+    """An update under an in-flight policy that is not declared is refused before anything is held."""
     undeclared = [policy for policy in InFlightPolicy if policy not in subject.capabilities.in_flight_policies]
     subject.note(undeclared=undeclared)
     if not undeclared:
@@ -88,8 +101,11 @@ async def undeclared_policies(subject: EndpointSubject) -> None:
     await subject.require_serves(subject.reference.weights, "after the refusals")
 
 
+@check(
+    "E-05", needs=("updates",), deadline_s=40, look_at="whether init_process_group tests the backend before it joins"
+)
 async def undeclared_transports(subject: EndpointSubject) -> None:
-    """Ask the endpoint into a group over every transport that is not declared."""
+    """A weight group over a transport that is not declared is refused with UnsupportedError."""
     undeclared = [t for t in (*_GROUPS, *STORES) if t not in subject.capabilities.transports]
     subject.note(undeclared=undeclared)
     for transport in undeclared:
@@ -108,8 +124,14 @@ async def undeclared_transports(subject: EndpointSubject) -> None:
         await subject.generate()
 
 
+@check(
+    "E-09",
+    needs=("updates",),
+    look_at="whether request_weight_update looks at every field of an update, and ignores none",
+)
 async def undeclared_updates(subject: EndpointSubject) -> None:
-    """Announce updates that are staged, encoded, or not of all tensors, where that is not declared."""
+    """An update that is staged, encoded or not of all tensors is refused before anything is held where that is not
+    declared."""
     declared, publisher = subject.capabilities, subject.publisher
     other = subject.reference.perturbed("B")
     rest = Weights("all but the first", dict(list(other.tensors.items())[1:]))
@@ -135,8 +157,9 @@ async def undeclared_updates(subject: EndpointSubject) -> None:
     await subject.require_serves(subject.reference.weights, "after the refusals")
 
 
+@check("E-06", look_at="whether the flags chat and streaming say what the methods do")
 async def chat_and_streaming(subject: EndpointSubject) -> None:
-    """Ask for chat and for streams, whether they are declared or not."""
+    """Chat and streaming answer where they are declared, and are refused with UnsupportedError where they are not."""
     endpoint, declared = subject.endpoint, subject.capabilities
     refusal = (UnsupportedError,)
     if declared.chat:
@@ -169,8 +192,9 @@ async def _chat_streamed(endpoint: StreamingEndpoint, subject: EndpointSubject) 
     return sum([len(choice.token_ids) async for chunk in stream for choice in chunk.choices])
 
 
+@check("E-07", deadline_s=60, look_at="num_running: sequences, not requests, and down again when they end")
 async def state_at_rest(subject: EndpointSubject) -> None:
-    """Ask for the version at rest, while four sequences of two requests run, and after they ended."""
+    """At rest an endpoint is READY with no sequence running, and num_running counts the sequences that run."""
     found = await subject.endpoint.weight_version()
     subject.note(at_rest=found.model_dump(mode="json", exclude_none=True))
     require(found.state is EndpointState.READY, f"at rest, the state is {found.state}, not ready")
@@ -190,14 +214,14 @@ async def state_at_rest(subject: EndpointSubject) -> None:
         largest == num_each * num_requests,
         f"while {num_requests} requests with n={num_each} ran, num_running was {largest} at most",
     )
-    ended = time.monotonic()
-    while (num_running := (await subject.endpoint.weight_version()).num_running) > 0:
-        require(time.monotonic() < ended + _SOON_S, f"{_SOON_S:g} s after the last answer num_running is {num_running}")
-        await asyncio.sleep(0.01)
+    await until_running(subject, 0, _SOON_S, "after the last answer, sequences were still said to run")
 
 
+@check(
+    "E-08", deadline_s=60, look_at="the queue in front of the engine: it neither refuses nor runs more than declared"
+)
 async def more_than_fit(subject: EndpointSubject) -> None:
-    """Ask for a quarter more sequences at once than the endpoint declares room for."""
+    """Sequences beyond max_concurrent_sequences wait for their turn, and all are answered in full."""
     declared, num_tokens = subject.capabilities.max_concurrent_sequences, 24
     wanted = declared + max(8, declared // 4)
     num_each = min(_MOST_COMPLETIONS, -(-wanted // _NUM_REQUESTS))
@@ -224,79 +248,3 @@ async def _largest_num_running(subject: EndpointSubject, answers: asyncio.Future
     if (failure := answers.exception()) is not None:
         fail(f"a request was not answered: {type(failure).__name__}: {failure}")
     return largest
-
-
-CHECKS = (
-    Check(
-        "E-01",
-        "discovery",
-        "The declared capabilities are of this edition, name an in-flight policy and a transport, and never change.",
-        "whether capabilities() returns constants, not the present state",
-        constant_capabilities,
-    ),
-    Check(
-        "E-02",
-        "discovery",
-        "Every token id below the declared vocab_size is accepted in a prompt, and vocab_size itself is refused.",
-        "whether vocab_size counts the rows of the head or the entries of the tokenizer, and who tests prompt ids",
-        vocabulary,
-    ),
-    Check(
-        "E-03",
-        "discovery",
-        "A prompt and max_tokens that fill the declared max_model_len are served, and one token more is refused.",
-        "off-by-one in the longest sequence: does the engine keep a place for itself?",
-        context_length,
-        deadline_s=60.0,
-    ),
-    Check(
-        "E-04",
-        "discovery",
-        "An update under an in-flight policy that is not declared is refused before anything is held.",
-        "where request_weight_update tests the policy: before the state changes",
-        undeclared_policies,
-        deadline_s=40.0,
-        needs=("updates",),
-    ),
-    Check(
-        "E-05",
-        "discovery",
-        "A weight group over a transport that is not declared is refused with UnsupportedError.",
-        "whether init_process_group tests the backend before it joins",
-        undeclared_transports,
-        deadline_s=40.0,
-        needs=("updates",),
-    ),
-    Check(
-        "E-06",
-        "discovery",
-        "Chat and streaming answer where they are declared, and are refused with UnsupportedError where they are not.",
-        "whether the flags chat and streaming say what the methods do",
-        chat_and_streaming,
-    ),
-    Check(
-        "E-07",
-        "discovery",
-        "At rest an endpoint is READY with no sequence running, and num_running counts the sequences that run.",
-        "num_running: sequences, not requests, and down again when they end",
-        state_at_rest,
-        deadline_s=60.0,
-    ),
-    Check(
-        "E-08",
-        "discovery",
-        "Sequences beyond max_concurrent_sequences wait for their turn, and all are answered in full.",
-        "the queue in front of the engine: it neither refuses nor runs more than declared",
-        more_than_fit,
-        deadline_s=60.0,
-    ),
-    Check(
-        "E-09",
-        "discovery",
-        "An update that is staged, encoded or not of all tensors is refused before anything is held where that is not "
-        "declared.",
-        "whether request_weight_update looks at every field of an update, and ignores none",
-        undeclared_updates,
-        needs=("updates",),
-    ),
-)

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
-from inflight.conformance.checks import Check, require
-from inflight.conformance.endpoint.aftermath import require_old_weights, settled
+from inflight.conformance.checks import check, require
+from inflight.conformance.endpoint.aftermath import SLACK_S, require_old_weights, require_recovers, settled, within
+from inflight.conformance.endpoint.publishing import TRANSFER_TIMEOUT_S
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.reference import Weights
-from inflight.errors import UpdateRefusedError
+from inflight.errors import TransferError
 from inflight.wire import Encoding, EndpointState, UpdateRef, WeightUpdate
 
-_REFUSED = (UpdateRefusedError,)
+LEVEL = "weights"
 _FLOAT8_BLOCK = 128
 _FLOAT8_LARGEST = 448.0
 _FLOAT8_MIN_EXPONENT = -124
+_DECODE = "the layout of a payload in docs/contract.md, and that values are decoded to the manifest's dtype"
+_BASE = "what is kept of a committed update, by which name, and that an update that ends leaves it as it was"
 
 
+@check(
+    "U-15",
+    needs=("updates", "partial_updates"),
+    look_at="whether tensors that are not sent are left as they are, and counted when the manifest is compared",
+)
 async def frozen_tensors(subject: EndpointSubject) -> None:
-    """Send the final norm alone, with and without saying that all the others are frozen."""
+    """An update that says which tensors are frozen changes the others only; one that neither sends nor freezes a tensor
+    is refused."""
     publisher, reference = subject.publisher, subject.reference
     doubled = reference.with_final_norm(2.0, "A with its final norm doubled")
     alone = Weights("its final norm", {reference.final_norm: doubled.tensors[reference.final_norm]})
@@ -29,20 +39,23 @@ async def frozen_tensors(subject: EndpointSubject) -> None:
     short = publisher.announcement(alone, frozen=others[1:])
     call = subject.endpoint.request_weight_update(short)
     what = f"an update that neither sends nor freezes {others[0]}"
-    error = await subject.require_raises(call, _REFUSED, what)
+    error = await subject.require_refused(call, what)
     subject.note(refusal=str(error))
     await require_old_weights(subject, f"after {what} was refused")
     await publisher.publish(alone, frozen=others)
     await subject.require_serves(doubled, "after an update of the final norm, all else frozen")
 
 
+@check("U-16", needs=("updates", "bfloat16"), look_at=_DECODE)
 async def in_bfloat16(subject: EndpointSubject) -> None:
-    """Send weights as ``bfloat16``."""
+    """After an update in bfloat16 logprobs are those of the weights rounded to bfloat16."""
     await _publish_rounded(subject, "bfloat16", lambda tensor: tensor.to(torch.bfloat16).to(tensor.dtype))
 
 
+@check("U-17", needs=("updates", "float8"), look_at=_DECODE)
 async def in_float8(subject: EndpointSubject) -> None:
-    """Send weights as ``float8``."""
+    """After an update in float8 logprobs are those of the decoded weights, in which tensors of one dimension are as
+    they were."""
     await _publish_rounded(subject, "float8", rounded_to_float8)
 
 
@@ -51,7 +64,7 @@ async def _publish_rounded(
 ) -> None:
     publisher, other = subject.publisher, subject.reference.perturbed("B")
     decoded = Weights(f"B in {encoding}", {name: rounded(tensor) for name, tensor in other.tensors.items()})
-    update = await publisher.request(other, encodings=(encoding,), bucket_bytes=_size_bytes(other) // 3)
+    update = await publisher.request(other, encodings=(encoding,), bucket_bytes=other.size_bytes // 3)
     for index in range(len(update.buckets)):
         await publisher.send_parcel(publisher.parcel(update, other, index, encoding=encoding))
     await publisher.commit(update)
@@ -80,12 +93,13 @@ def rounded_to_float8(tensor: torch.Tensor) -> torch.Tensor:
     return decoded.reshape(tensor.shape).to(tensor.dtype)
 
 
+@check("U-18", needs=("updates", "delta"), deadline_s=40, look_at=_BASE)
 async def deltas(subject: EndpointSubject) -> None:
-    """Send all, and have it kept; then a delta, one that is aborted, and another one to the same base."""
+    """After a delta logprobs are those of the new weights; one that is aborted leaves its base as it was."""
     publisher, reference = subject.publisher, subject.reference
     flipped, unlike = reference.with_final_norm(-1.0, "B"), reference.perturbed("C")
     first = await publisher.request(
-        reference.weights, keep=True, session_id="all", bucket_bytes=_size_bytes(reference.weights) // 3
+        reference.weights, keep=True, session_id="all", bucket_bytes=reference.weights.size_bytes // 3
     )
     for index in range(len(first.buckets)):
         await publisher.send(first, reference.weights, index)
@@ -107,16 +121,17 @@ async def deltas(subject: EndpointSubject) -> None:
     await subject.require_serves(quartered, "after another delta to the same base")
 
 
+@check("U-19", needs=("updates", "delta"), deadline_s=40, look_at=_BASE)
 async def unknown_base(subject: EndpointSubject) -> None:
-    """Announce deltas to weights that were never published, before and after others were kept."""
+    """A delta to a base that was not kept is refused when it is requested, and an update that sends all succeeds."""
     publisher, reference = subject.publisher, subject.reference
     flipped = reference.with_final_norm(-1.0, "B")
     await publisher.form_group()
     for served, following in ((reference.weights, flipped), (flipped, reference.weights)):
         stranger = UpdateRef(run_id=publisher.run_id, version=publisher.version, session_id="stranger")
         update = publisher.announcement(following, encodings=("delta",), base=stranger, session_id="delta")
-        error = await subject.require_raises(
-            subject.endpoint.request_weight_update(update), _REFUSED, "a delta to a base that was not kept"
+        error = await subject.require_refused(
+            subject.endpoint.request_weight_update(update), "a delta to a base that was not kept"
         )
         subject.note(refusal=str(error))
         when = "after a delta to a base that was not kept was refused"
@@ -137,7 +152,7 @@ async def _send_delta(
         base=base.ref,
         keep=True,
         session_id=session_id,
-        bucket_bytes=_size_bytes(weights) // 3,
+        bucket_bytes=weights.size_bytes // 3,
     )
     for index in range(len(update.buckets)):
         await publisher.send_parcel(publisher.parcel(update, weights, index, encoding="delta", base=base_weights))
@@ -149,56 +164,36 @@ async def _require_kept(subject: EndpointSubject, update: WeightUpdate, when: st
     require(kept == update.ref, f"{when}, {kept} is said to be kept, not {update.ref}")
 
 
-def _size_bytes(weights: Weights) -> int:
-    return sum(tensor.nbytes for tensor in weights.tensors.values())
-
-
-_DECODE = "the layout of a payload in docs/contract.md, and that values are decoded to the manifest's dtype"
-_BASE = "what is kept of a committed update, by which name, and that an update that ends leaves it as it was"
-
-CHECKS = (
-    Check(
-        "U-15",
-        "weights",
-        "An update that says which tensors are frozen changes the others only; one that neither sends nor freezes a "
-        "tensor is refused.",
-        "whether tensors that are not sent are left as they are, and counted when the manifest is compared",
-        frozen_tensors,
-        needs=("updates", "partial_updates"),
-    ),
-    Check(
-        "U-16",
-        "weights",
-        "After an update in bfloat16 logprobs are those of the weights rounded to bfloat16.",
-        _DECODE,
-        in_bfloat16,
-        needs=("updates", "bfloat16"),
-    ),
-    Check(
-        "U-17",
-        "weights",
-        "After an update in float8 logprobs are those of the decoded weights, in which tensors of one dimension are "
-        "as they were.",
-        _DECODE,
-        in_float8,
-        needs=("updates", "float8"),
-    ),
-    Check(
-        "U-18",
-        "weights",
-        "After a delta logprobs are those of the new weights; one that is aborted leaves its base as it was.",
-        _BASE,
-        deltas,
-        needs=("updates", "delta"),
-        deadline_s=40,
-    ),
-    Check(
-        "U-19",
-        "weights",
-        "A delta to a base that was not kept is refused when it is requested, and an update that sends all succeeds.",
-        _BASE,
-        unknown_base,
-        needs=("updates", "delta"),
-        deadline_s=40,
-    ),
+@check(
+    "U-14",
+    needs=("updates", "staging"),
+    deadline_s=30,
+    look_at="whether the bytes are compared where they arrived, before they are decoded, copied or loaded",
 )
+async def damaged_bucket(subject: EndpointSubject) -> None:
+    """A bucket whose checksum is not that of its bytes raises TransferError before anything of the update is applied,
+    and the old weights serve on."""
+    publisher, other = subject.publisher, subject.reference.perturbed("B")
+    update = await publisher.request(other, bucket_bytes=other.size_bytes // 2)
+    last = len(update.buckets) - 1
+    for index in range(last):
+        await publisher.send_parcel(publisher.parcel(update, other, index, encoding="raw"))
+    announced = publisher.parcel(update, other, last, encoding="raw")
+    sent = publisher.parcel(update, _with_another_bit(other), last, encoding="raw")
+    call = publisher.send_parcel(replace(sent, transfer=announced.transfer))
+    error = await subject.require_raises(
+        within(TRANSFER_TIMEOUT_S + SLACK_S, call, "a damaged bucket"), (TransferError,), "a damaged bucket"
+    )
+    subject.note(refusal=str(error))
+    await require_old_weights(subject, "after a damaged bucket")
+    commit = subject.endpoint.commit_weight_update(update.ref)
+    await subject.require_refused(commit, "a commit after a damaged bucket")
+    await require_recovers(subject, "after a damaged bucket")
+
+
+def _with_another_bit(weights: Weights) -> Weights:
+    """Return weights whose last tensor differs in one bit."""
+    name, tensor = list(weights.tensors.items())[-1]
+    damaged = tensor.clone().contiguous()
+    damaged.view(-1).view(torch.uint8)[0] ^= 1
+    return Weights(f"{weights.label}, damaged", {**weights.tensors, name: damaged})

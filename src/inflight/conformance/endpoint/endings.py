@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
-from inflight.conformance.checks import Check, require, skip
+from inflight.conformance.checks import check, require, skip
 from inflight.conformance.endpoint.repeats import least_common
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.reference import distribution
 from inflight.errors import InvalidRequestError
 from inflight.wire import Completion, SamplingParams
 
+LEVEL = "tokens"
 _NUM_CASES = 4
 _ENDS_S = 15.0
 """After so long, one completion that ended is enough."""
@@ -21,8 +22,9 @@ _MOST_SEEDS = 40
 """Completions that are searched for something to stop at."""
 
 
+@check("E-19", deadline_s=60, look_at="whether the engine drops the stop token from its output")
 async def stop_token_ids(subject: EndpointSubject) -> None:
-    """Sample freely, then the same again with a token of the middle as a stop token."""
+    """A completion ends at the first of its stop_token_ids, which is listed, and the finish reason is stop."""
     num_stopped = 0
     for seed in range(_NUM_CASES):
         prompt, same = subject.prompt(seed=seed), subject.repeatable(seed)
@@ -34,8 +36,14 @@ async def stop_token_ids(subject: EndpointSubject) -> None:
     _require_most_stopped(subject, num_stopped, _NUM_CASES)
 
 
+@check(
+    "E-20",
+    needs=("model",),
+    deadline_s=60,
+    look_at="whether tokens are cut with the text, and whether text is looked at after every token",
+)
 async def stop_strings(subject: EndpointSubject) -> None:
-    """Sample freely, then the same again with two tokens' text as a stop string."""
+    """A completion ends at the token that completes a stop string, which is listed, and the finish reason is stop."""
     tokenizer = subject.reference.tokenizer
     if tokenizer is None:
         skip("the checkpoint has no tokenizer")
@@ -61,8 +69,15 @@ async def stop_strings(subject: EndpointSubject) -> None:
     _require_most_stopped(subject, num_stopped, num_cases)
 
 
+@check(
+    "E-21",
+    needs=("model",),
+    deadline_s=60,
+    look_at="which ids end a sequence, all of the generation config's, and whether the last token is dropped",
+)
 async def finish_reasons(subject: EndpointSubject) -> None:
-    """Sample behind the prompt that is likeliest to end, with and without the end of sequence."""
+    """An end-of-sequence token is listed and ends its completion with stop, unless ignore_eos; length means exactly
+    max_tokens."""
     prompt, temperature, likelihood = _prompt_near_the_end(subject)
     ends_of = subject.reference.eos_token_ids
     num_tokens, num_met, num_passed, num_rounds = 32, 0, 0, 0
@@ -86,8 +101,9 @@ async def finish_reasons(subject: EndpointSubject) -> None:
         skip(f"none of {16 * num_rounds} completions met the end of sequence")
 
 
+@check("E-27", deadline_s=60, look_at="a default for max_tokens (OpenAI's is 16)")
 async def no_max_tokens(subject: EndpointSubject) -> None:
-    """Leave max_tokens open behind a prompt that leaves a little room."""
+    """Without max_tokens a completion goes on until it ends by itself or fills the context."""
     num_tokens = min(24, subject.capabilities.max_model_len - 1)
     prompt = subject.prompt(subject.capabilities.max_model_len - num_tokens)
     filled = await subject.generate(prompt, max_tokens=None)
@@ -162,42 +178,3 @@ def _prompt_near_the_end(subject: EndpointSubject) -> tuple[tuple[int, ...], flo
             candidates.append((float(logprobs_V[ids].exp().sum()), prompt, temperature))
     likelihood, prompt, temperature = max(candidates)
     return prompt, temperature, likelihood
-
-
-CHECKS = (
-    Check(
-        "E-19",
-        "tokens",
-        "A completion ends at the first of its stop_token_ids, which is listed, and the finish reason is stop.",
-        "whether the engine drops the stop token from its output",
-        stop_token_ids,
-        deadline_s=60.0,
-    ),
-    Check(
-        "E-20",
-        "tokens",
-        "A completion ends at the token that completes a stop string, which is listed, and the finish reason is stop.",
-        "whether tokens are cut with the text, and whether text is looked at after every token",
-        stop_strings,
-        deadline_s=60.0,
-        needs=("model",),
-    ),
-    Check(
-        "E-21",
-        "tokens",
-        "An end-of-sequence token is listed and ends its completion with stop, unless ignore_eos; length means exactly "
-        "max_tokens.",
-        "which ids end a sequence, all of the generation config's, and whether the last token is dropped",
-        finish_reasons,
-        deadline_s=60.0,
-        needs=("model",),
-    ),
-    Check(
-        "E-27",
-        "tokens",
-        "Without max_tokens a completion goes on until it ends by itself or fills the context.",
-        "a default for max_tokens (OpenAI's is 16)",
-        no_max_tokens,
-        deadline_s=60.0,
-    ),
-)

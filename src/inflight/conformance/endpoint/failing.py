@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from inflight.weights.receiving import HeldEngine, engine_between
-from inflight.wire import WeightUpdate, WeightVersion
+from inflight.wire import WeightUpdate
 
 Failure = Literal["instead", "afterwards"]
 
@@ -44,9 +44,9 @@ class FailingEngine(HeldEngine):
         """See `HeldEngine.give_up`."""
         await self._engine.give_up()
 
-    async def weight_version(self) -> WeightVersion:
-        """See `HeldEngine.weight_version`."""
-        return await self._engine.weight_version()
+    async def num_running(self) -> int:
+        """See `HeldEngine.num_running`."""
+        return await self._engine.num_running()
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ import asyncio
 import socket
 import time
 
-from inflight.conformance.checks import Check, require
+from inflight.conformance.checks import check, require
 from inflight.conformance.endpoint.aftermath import SLACK_S, require_old_weights, require_recovers, within
 from inflight.conformance.endpoint.holds import SERVED_S, require_all_whole, start
 from inflight.conformance.endpoint.publishing import TRANSFER_TIMEOUT_S
@@ -15,14 +15,17 @@ from inflight.conformance.reference import Weights
 from inflight.errors import TransferError, UpdateAbortedError
 from inflight.wire import EndpointState, WeightUpdate
 
+LEVEL = "faults"
 _SHORT_S = 0.7
 """Timeout of what will not happen, and lease of a hold that falls silent."""
 _LATE_S = 1.2
 """How late a slow sender is; well within the timeout."""
+_DEADLINES = "whether the timeout of the message is the one that the collective gets, and a blocked call can be left"
 
 
+@check("U-40", needs=("updates",), deadline_s=30, look_at=_DEADLINES)
 async def sender_never_joins(subject: EndpointSubject) -> None:
-    """Ask the endpoint into a group that nobody else joins, and into one whose store is not there."""
+    """If the group is not formed, init_process_group raises TransferError in time, and the endpoint serves on."""
     absent = subject.publisher.open_group(_SHORT_S)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))  # and does not listen
@@ -40,8 +43,9 @@ async def sender_never_joins(subject: EndpointSubject) -> None:
     await require_recovers(subject, "after groups that were not formed")
 
 
+@check("U-41", needs=("updates",), deadline_s=30, look_at=_DEADLINES)
 async def bucket_never_sent(subject: EndpointSubject) -> None:
-    """Ask for a bucket and send nothing."""
+    """If a bucket is not sent, receive_weights raises TransferError within its timeout."""
     publisher = subject.publisher
     update = await publisher.request(subject.reference.with_final_norm(-1.0, "B"))
     since = time.monotonic()
@@ -53,10 +57,11 @@ async def bucket_never_sent(subject: EndpointSubject) -> None:
     await require_recovers(subject, "after a bucket that was not sent")
 
 
+@check("U-44", needs=("updates",), deadline_s=30, look_at=_DEADLINES)
 async def slow_sender(subject: EndpointSubject) -> None:
-    """Send the first of several buckets late, within the timeout of its transfer."""
+    """A bucket that is sent late but within the timeout of its transfer arrives."""
     publisher, other = subject.publisher, subject.reference.with_final_norm(-1.0, "B")
-    update = await publisher.request(other, bucket_bytes=_size_bytes(other) // 2)
+    update = await publisher.request(other, bucket_bytes=other.size_bytes // 2)
     for index in range(len(update.buckets)):
         await publisher.send(update, other, index, delay_s=0.0 if index else _LATE_S)
     await publisher.commit(update)
@@ -64,8 +69,14 @@ async def slow_sender(subject: EndpointSubject) -> None:
     await subject.require_serves(other, "after an update whose sender was slow")
 
 
+@check(
+    "U-48",
+    needs=("updates",),
+    deadline_s=30,
+    look_at="whether buckets are staged beside the model, and what is left in the stage for the next update",
+)
 async def torn_update(subject: EndpointSubject) -> None:
-    """Send half of the buckets; end the update by an abort, then another by its lease, then complete one."""
+    """An update that ends after some of its buckets arrived leaves no trace: old weights, exactly, or POISONED."""
     publisher, other = subject.publisher, subject.reference.perturbed("B")
     running, is_poisoned = await start(subject, 2, 32), False
     for ending in ("an abort", "its lease"):
@@ -83,12 +94,12 @@ async def torn_update(subject: EndpointSubject) -> None:
     else:
         await require_all_whole(running, what)
     third = subject.reference.perturbed("C", seed=2)
-    await publisher.publish(third, bucket_bytes=_size_bytes(third) // 4)
+    await publisher.publish(third, bucket_bytes=third.size_bytes // 4)
     await subject.require_serves(third, "after a complete update")
 
 
 async def _send_half(subject: EndpointSubject, weights: Weights, lease_s: float) -> WeightUpdate:
-    update = await subject.publisher.request(weights, bucket_bytes=_size_bytes(weights) // 4, lease_s=lease_s)
+    update = await subject.publisher.request(weights, bucket_bytes=weights.size_bytes // 4, lease_s=lease_s)
     num_sent = len(update.buckets) // 2
     require(num_sent, "the update travels in one bucket")
     for index in range(num_sent):
@@ -97,8 +108,14 @@ async def _send_half(subject: EndpointSubject, weights: Weights, lease_s: float)
     return update
 
 
+@check(
+    "U-49",
+    needs=("updates",),
+    deadline_s=30,
+    look_at="whether the abort gives the group up, so that a blocked collective ends or is left behind",
+)
 async def abort_while_receiving(subject: EndpointSubject) -> None:
-    """Abort from another connection while a bucket is awaited that will not come."""
+    """An abort from another connection ends a pending receive_weights, and both end at once."""
     publisher, other = subject.publisher, await subject.another_connection()
     update = await publisher.request(subject.reference.with_final_norm(-1.0, "B"))
     pending = asyncio.ensure_future(subject.endpoint.receive_weights(publisher.transfer(update, 0, 3 * SLACK_S)))
@@ -115,58 +132,3 @@ async def abort_while_receiving(subject: EndpointSubject) -> None:
     subject.note(error=str(error), **{"seconds until both had ended": time.monotonic() - since})
     await require_old_weights(subject, "after an abort while a bucket was awaited", may_be_torn=True)
     await require_recovers(subject, "after an abort while a bucket was awaited")
-
-
-def _size_bytes(weights: Weights) -> int:
-    return sum(tensor.nbytes for tensor in weights.tensors.values())
-
-
-_DEADLINES = "whether the timeout of the message is the one that the collective gets, and a blocked call can be left"
-
-CHECKS = (
-    Check(
-        "U-40",
-        "faults",
-        "If the group is not formed, init_process_group raises TransferError in time, and the endpoint serves on.",
-        _DEADLINES,
-        sender_never_joins,
-        needs=("updates",),
-        deadline_s=30,
-    ),
-    Check(
-        "U-41",
-        "faults",
-        "If a bucket is not sent, receive_weights raises TransferError within its timeout.",
-        _DEADLINES,
-        bucket_never_sent,
-        needs=("updates",),
-        deadline_s=30,
-    ),
-    Check(
-        "U-44",
-        "faults",
-        "A bucket that is sent late but within the timeout of its transfer arrives.",
-        _DEADLINES,
-        slow_sender,
-        needs=("updates",),
-        deadline_s=30,
-    ),
-    Check(
-        "U-48",
-        "faults",
-        "An update that ends after some of its buckets arrived leaves no trace: old weights, exactly, or POISONED.",
-        "whether buckets are staged beside the model, and what is left in the stage for the next update",
-        torn_update,
-        needs=("updates",),
-        deadline_s=30,
-    ),
-    Check(
-        "U-49",
-        "faults",
-        "An abort from another connection ends a pending receive_weights, and both end at once.",
-        "whether the abort gives the group up, so that a blocked collective ends or is left behind",
-        abort_while_receiving,
-        needs=("updates",),
-        deadline_s=30,
-    ),
-)

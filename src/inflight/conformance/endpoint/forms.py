@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from inflight.conformance.checks import Check, require
+from inflight.conformance.checks import check, require
 from inflight.conformance.endpoint.repeats import require_repeated
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.wire import (
@@ -15,9 +15,18 @@ from inflight.wire import (
     VersionSpan,
 )
 
+LEVEL = "tokens"
 
+
+@check(
+    "E-23",
+    needs=("chat",),
+    deadline_s=40,
+    look_at="whether prompt_token_ids are the ids that were used, and whether chat has sampling defaults of its own",
+)
 async def chat_is_generate(subject: EndpointSubject) -> None:
-    """Send the ids that chat rendered its messages to."""
+    """A chat completion carries what generate returns for the ids that it was rendered to, and its text is their
+    decoding."""
     drawn = {"temperature": 0.9, "top_p": 0.95, **subject.repeatable(3)}
     request = subject.chat_request(n=4, max_tokens=24, logprobs=True, **drawn)
     chat = await subject.endpoint.chat_completion(request)
@@ -42,8 +51,14 @@ async def chat_is_generate(subject: EndpointSubject) -> None:
     _require_text(subject, chat)
 
 
+@check(
+    "E-24",
+    needs=("streaming",),
+    deadline_s=40,
+    look_at="whether a chunk repeats or skips tokens, and what is sent when a completion ends",
+)
 async def stream_is_generate(subject: EndpointSubject) -> None:
-    """Stream what `generate` returned, with the same seed."""
+    """A stream carries what generate returns, in contiguous chunks, and the finish reason in the last one only."""
     whole = await subject.endpoint.generate(subject.request(n=4, max_tokens=24))
     request = subject.request(n=4, max_tokens=24, stream=True)
     chunks = [chunk async for chunk in subject.streaming.generate_stream(request)]
@@ -56,8 +71,14 @@ async def stream_is_generate(subject: EndpointSubject) -> None:
     _require_same(subject, whole.completions, streamed, "whole and streamed")
 
 
+@check(
+    "E-29",
+    needs=("chat", "streaming"),
+    deadline_s=40,
+    look_at="text that may still change (half a character, the beginning of a stop string) is held back, then sent",
+)
 async def chat_stream_is_chat(subject: EndpointSubject) -> None:
-    """Stream what `chat_completion` returned, with the same seed."""
+    """A chat stream carries the tokens and the text of a chat completion."""
     whole = await subject.endpoint.chat_completion(subject.chat_request(n=4, max_tokens=24))
     stream = subject.streaming.chat_completion_stream(subject.chat_request(n=4, max_tokens=24, stream=True))
     events = [event async for event in stream]
@@ -170,35 +191,3 @@ def _require_text(subject: EndpointSubject, chat: ChatCompletion) -> None:
         text = subject.reference.tokenizer.decode(list(choice.token_ids), skip_special_tokens=True)
         content = choice.message.content
         require(content == text, f"the message is {content!r}, its tokens decode to {text!r}")
-
-
-CHECKS = (
-    Check(
-        "E-23",
-        "tokens",
-        "A chat completion carries what generate returns for the ids that it was rendered to, and its text is their "
-        "decoding.",
-        "whether prompt_token_ids are the ids that were used, and whether chat has sampling defaults of its own",
-        chat_is_generate,
-        deadline_s=40.0,
-        needs=("chat",),
-    ),
-    Check(
-        "E-24",
-        "tokens",
-        "A stream carries what generate returns, in contiguous chunks, and the finish reason in the last one only.",
-        "whether a chunk repeats or skips tokens, and what is sent when a completion ends",
-        stream_is_generate,
-        deadline_s=40.0,
-        needs=("streaming",),
-    ),
-    Check(
-        "E-29",
-        "tokens",
-        "A chat stream carries the tokens and the text of a chat completion.",
-        "text that may still change (half a character, the beginning of a stop string) is held back, then sent",
-        chat_stream_is_chat,
-        deadline_s=40.0,
-        needs=("chat", "streaming"),
-    ),
-)

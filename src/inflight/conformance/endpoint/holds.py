@@ -6,12 +6,12 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from inflight.conformance.checks import Check, require, skip
+from inflight.conformance.checks import check, require
 from inflight.conformance.endpoint.aftermath import GRACE_S, SLACK_S, require_old_weights, until, within
 from inflight.conformance.endpoint.subject import EndpointSubject, cancelled_at_the_end
-from inflight.errors import UpdateRefusedError
 from inflight.wire import Completion, EndpointState, GenerateRequest, GenerateResponse, InFlightPolicy, WeightUpdate
 
+LEVEL = "control"
 Running = Sequence[tuple[GenerateRequest, asyncio.Task[GenerateResponse]]]
 
 WATCHED_S = 0.8
@@ -23,19 +23,15 @@ _NUM_TOKENS_OF_A_DRAIN = 600
 _NUM_TOKENS = 150
 """Of each running request: enough to be there still when a hold comes at once."""
 _SHORT_DRAIN_S = 0.1
+_HOLD = "whether the hold is acknowledged when the engine has stopped, after the step that was under way, not before"
+_HELD = "what pausing and resuming do to running requests: they are neither answered, nor lost, nor started again"
+_DRAIN = "whether new requests stay in the queue while a drain goes on, and who watches its deadline"
 
 
-async def nothing_sampled_under_keep(subject: EndpointSubject) -> None:
-    """Watch a hold by ``keep``."""
-    await _watch_a_hold(subject, InFlightPolicy.KEEP)
-
-
-async def nothing_sampled_under_recompute(subject: EndpointSubject) -> None:
-    """Watch a hold by ``recompute``."""
-    await _watch_a_hold(subject, InFlightPolicy.RECOMPUTE)
-
-
-async def _watch_a_hold(subject: EndpointSubject, policy: InFlightPolicy) -> None:
+@check("E-30", needs=("updates", "keep"), look_at=_HOLD, policy=InFlightPolicy.KEEP)
+@check("E-31", needs=("updates", "recompute"), look_at=_HOLD, policy=InFlightPolicy.RECOMPUTE)
+async def nothing_sampled(subject: EndpointSubject, policy: InFlightPolicy) -> None:
+    """Under {policy}, no token is sampled from the moment request_weight_update returns until the hold ends."""
     if not subject.capabilities.streaming:
         await _watch_without_streams(subject, policy)
         return
@@ -120,14 +116,12 @@ async def require_all_whole(running: Running, what: str) -> list[Completion]:
     return completions
 
 
+@check("E-32", needs=("updates",), deadline_s=60, look_at=_HELD)
 async def held_requests_finish(subject: EndpointSubject) -> None:
-    """Hold by each policy that pauses, and end the hold by an abort and by a commit."""
-    pausing = (InFlightPolicy.KEEP, InFlightPolicy.RECOMPUTE)
-    declared = [policy for policy in pausing if policy in subject.capabilities.in_flight_policies]
-    if not declared:
-        skip("neither keep nor recompute is declared")
+    """Requests that were held finish under their own id with all their tokens, after an abort and after a commit."""
+    policies = subject.pausing_policies()
     await subject.publisher.form_group()
-    for policy in declared:
+    for policy in policies:
         for ending in ("an abort", "a commit"):
             for num_tokens in subject.lengths(_NUM_TOKENS):
                 if num_held := await _hold_and_end(subject, policy, ending, num_tokens):
@@ -151,8 +145,9 @@ async def _hold_and_end(subject: EndpointSubject, policy: InFlightPolicy, ending
     return num_held
 
 
+@check("E-33", needs=("updates",), deadline_s=40, look_at=_HELD)
 async def newcomers_wait(subject: EndpointSubject) -> None:
-    """Send requests into a hold that is aborted, and into one that is committed."""
+    """Requests that come during a hold wait, and are served by the weights that it ends with."""
     other = subject.reference.with_final_norm(-1.0, "B")
     for weights, ending in ((subject.reference.weights, "an abort"), (other, "a commit")):
         update = await subject.publisher.request(other)
@@ -178,8 +173,9 @@ async def start(subject: EndpointSubject, num: int, max_tokens: int) -> Running:
     return list(zip(requests, tasks, strict=True))
 
 
+@check("E-34", needs=("updates", "drain"), deadline_s=60, look_at=_DRAIN)
 async def drained(subject: EndpointSubject) -> None:
-    """Hold by ``drain`` while requests run, and send another one meanwhile."""
+    """Under drain, running requests finish under the old weights before the hold is acknowledged; new ones wait."""
     publisher, other = subject.publisher, subject.reference.with_final_norm(-1.0, "B")
     num_tokens = min(_NUM_TOKENS_OF_A_DRAIN, subject.capabilities.max_model_len // 2)
     await publisher.form_group()
@@ -208,8 +204,9 @@ async def _leaves_ready(subject: EndpointSubject, holding: asyncio.Future[Weight
             return
 
 
+@check("E-35", needs=("updates", "drain"), deadline_s=40, look_at=_DRAIN)
 async def drain_out_of_time(subject: EndpointSubject) -> None:
-    """Give a drain a deadline that it cannot keep."""
+    """A drain that takes longer than the update's deadline is refused, and every request goes on."""
     await subject.publisher.form_group()
     num_tokens = min(500, subject.capabilities.max_model_len // 2)
     running = await subject.start_running(4, max_tokens=num_tokens)
@@ -217,8 +214,8 @@ async def drain_out_of_time(subject: EndpointSubject) -> None:
         subject.reference.weights, in_flight=InFlightPolicy.DRAIN, deadline_s=_SHORT_DRAIN_S
     )
     started = time.monotonic()
-    error = await subject.require_raises(
-        within(_SHORT_DRAIN_S + SLACK_S, drain, "a drain out of time"), (UpdateRefusedError,), "a drain out of time"
+    error = await subject.require_refused(
+        within(_SHORT_DRAIN_S + SLACK_S, drain, "a drain out of time"), "a drain out of time"
     )
     subject.note(refusal=str(error), seconds=time.monotonic() - started)
     late = await start(subject, 1, 16)
@@ -227,8 +224,13 @@ async def drain_out_of_time(subject: EndpointSubject) -> None:
     await require_all_whole(running, "a request that ran while a drain was refused")
 
 
+@check(
+    "E-36",
+    needs=("updates", "abort"),
+    look_at="whether aborted requests are answered with their tokens, before the hold is acknowledged",
+)
 async def aborted(subject: EndpointSubject) -> None:
-    """Hold by ``abort`` while requests run."""
+    """Under abort, running requests end with the tokens they have, and finish reason abort."""
     await subject.publisher.form_group()
     running = await subject.start_running(4)
     update = await subject.publisher.request(subject.reference.weights, in_flight=InFlightPolicy.ABORT)
@@ -245,71 +247,3 @@ async def aborted(subject: EndpointSubject) -> None:
     subject.note(**{"tokens of the aborted requests": lengths})
     await subject.publisher.abort(update)
     await require_old_weights(subject, "after a hold by abort was given up")
-
-
-_HOLD = "whether the hold is acknowledged when the engine has stopped, after the step that was under way, not before"
-_HELD = "what pausing and resuming do to running requests: they are neither answered, nor lost, nor started again"
-_DRAIN = "whether new requests stay in the queue while a drain goes on, and who watches its deadline"
-
-CHECKS = (
-    Check(
-        "E-30",
-        "control",
-        "Under keep, no token is sampled from the moment request_weight_update returns until the hold ends.",
-        _HOLD,
-        nothing_sampled_under_keep,
-        needs=("updates", "keep"),
-    ),
-    Check(
-        "E-31",
-        "control",
-        "Under recompute, no token is sampled from the moment request_weight_update returns until the hold ends.",
-        _HOLD,
-        nothing_sampled_under_recompute,
-        needs=("updates", "recompute"),
-    ),
-    Check(
-        "E-32",
-        "control",
-        "Requests that were held finish under their own id with all their tokens, after an abort and after a commit.",
-        _HELD,
-        held_requests_finish,
-        needs=("updates",),
-        deadline_s=60,
-    ),
-    Check(
-        "E-33",
-        "control",
-        "Requests that come during a hold wait, and are served by the weights that it ends with.",
-        _HELD,
-        newcomers_wait,
-        needs=("updates",),
-        deadline_s=40,
-    ),
-    Check(
-        "E-34",
-        "control",
-        "Under drain, running requests finish under the old weights before the hold is acknowledged; new ones wait.",
-        _DRAIN,
-        drained,
-        needs=("updates", "drain"),
-        deadline_s=60,
-    ),
-    Check(
-        "E-35",
-        "control",
-        "A drain that takes longer than the update's deadline is refused, and every request goes on.",
-        _DRAIN,
-        drain_out_of_time,
-        needs=("updates", "drain"),
-        deadline_s=40,
-    ),
-    Check(
-        "E-36",
-        "control",
-        "Under abort, running requests end with the tokens they have, and finish reason abort.",
-        "whether aborted requests are answered with their tokens, before the hold is acknowledged",
-        aborted,
-        needs=("updates", "abort"),
-    ),
-)

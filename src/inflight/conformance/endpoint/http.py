@@ -11,8 +11,8 @@ from typing import Any
 
 import pydantic
 
-from inflight.conformance.checks import Check, fail, require, skip
-from inflight.conformance.endpoint.aftermath import GRACE_S, SLACK_S, within
+from inflight.conformance.checks import check, fail, require, skip
+from inflight.conformance.endpoint.aftermath import GRACE_S, SLACK_S, until_running, within
 from inflight.conformance.endpoint.connections import Answer, answer_to, connection, head, read_answer
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.errors import UnauthorizedError
@@ -21,11 +21,13 @@ from inflight.http.client import HttpEndpoint
 from inflight.http.routes import Route
 from inflight.wire import EndpointState, ErrorBody, Health
 
+LEVEL = "http"
 _CONTROL_ROUTES = tuple(route for route in routes.ROUTES if route.control)
 _NUM_STALLED = 60
 """Connections that send a part of a request and then nothing."""
 _LONG_BODY_BYTES = 80 << 20
 _PIECE_BYTES = 1 << 18
+_PARSING = "whether bodies are validated as in docs/openapi.json before anything else, and errors have the OpenAI shape"
 
 
 def require_error_body(answer: Answer, statuses: tuple[int, ...], what: str, code: str | None = None) -> None:
@@ -38,8 +40,14 @@ def require_error_body(answer: Answer, statuses: tuple[int, ...], what: str, cod
     require(code in (None, found), f"{what} was answered with error code {found!r}, not {code!r}")
 
 
+@check(
+    "E-50",
+    needs=("url", "updates"),
+    deadline_s=30,
+    look_at="whether every control route checks the token, before it reads the body",
+)
 async def control_takes_a_token(subject: EndpointSubject) -> None:
-    """Call every control route without the token while an update is open, then complete that update."""
+    """Control routes without the token, or with a wrong one, answer 401 and change nothing."""
     url, token = subject.opened.url, subject.opened.token
     assert url is not None
     if token is None:
@@ -71,8 +79,14 @@ async def control_takes_a_token(subject: EndpointSubject) -> None:
     await subject.require_serves(other, "after an update that others tried to disturb")
 
 
+@check(
+    "E-51",
+    needs=("url",),
+    deadline_s=40,
+    look_at="whether requests are read one at a time, or by a thread each, and how many connections may be open",
+)
 async def stalled_connections(subject: EndpointSubject) -> None:
-    """Open connections that stop in the middle of their first line, of their headers and of their body."""
+    """Connections that stall in the middle of a request keep nobody from being served."""
     body = subject.request().model_dump_json().encode()
     whole = head(subject, "POST", routes.GENERATE.path, {"content-length": str(len(body))}) + body
     starts = (b"", whole[:10], whole[: whole.index(b"\r\n\r\n") - 5], whole[: -len(body) // 2])
@@ -109,8 +123,9 @@ def _malformed(good: dict[str, Any], key: str) -> dict[str, bytes]:
     }
 
 
+@check("E-52", needs=("url",), deadline_s=60, look_at=_PARSING)
 async def malformed_bodies(subject: EndpointSubject) -> None:
-    """Send bodies that are not what a route takes to every route that takes one."""
+    """A body that is not what the route takes, an unknown key too, is refused with status 4xx and an ErrorBody."""
     token = subject.opened.token
     generate = subject.request().model_dump(mode="json")
     ref = {"run_id": "check", "version": 1}
@@ -129,8 +144,14 @@ async def malformed_bodies(subject: EndpointSubject) -> None:
     await within(SLACK_S, subject.generate(), "a request after malformed ones")
 
 
+@check(
+    "E-53",
+    needs=("url",),
+    deadline_s=60,
+    look_at="whether the length is counted while a body comes in, also one that does not say how long it is",
+)
 async def long_body(subject: EndpointSubject) -> None:
-    """Send a good request behind 80 MB of blanks, piece by piece and without its length."""
+    """Bodies are bounded: one of 80 MB is refused, or its connection closed."""
     good = subject.request().model_dump_json().encode()
     piece = b" " * _PIECE_BYTES
     framed = f"{len(piece):x}\r\n".encode() + piece + b"\r\n"
@@ -159,8 +180,14 @@ async def long_body(subject: EndpointSubject) -> None:
     await within(SLACK_S, subject.generate(), "a request after one with a long body")
 
 
+@check(
+    "E-54",
+    needs=("url",),
+    deadline_s=60,
+    look_at="whether the server watches for a disconnect while it generates, and cancels the request in the engine",
+)
 async def cut_connections(subject: EndpointSubject) -> None:
-    """Cut connections in the middle of long generations, plain ones and streams."""
+    """When its connection is cut, a request ends, plain or streamed."""
     limit = subject.capabilities.max_model_len - len(subject.prompt())
     started = time.monotonic()
     await subject.generate(max_tokens=(probed := min(100, limit)))
@@ -170,25 +197,18 @@ async def cut_connections(subject: EndpointSubject) -> None:
         body = subject.request(max_tokens=limit, stream=stream).model_dump_json().encode()
         async with connection(subject) as (_, writer):
             writer.write(head(subject, "POST", routes.GENERATE.path, {"content-length": str(len(body))}) + body)
-            await _until_running(subject, 1, SLACK_S, f"{what} was not being decoded")
+            await until_running(subject, 1, SLACK_S, f"{what} was not being decoded")
             await asyncio.sleep(0.05)
         started = time.monotonic()
-        await _until_running(subject, 0, usual_s / 2, f"{what} whose connection was cut was still being decoded")
+        await until_running(subject, 0, usual_s / 2, f"{what} whose connection was cut was still being decoded")
         subject.note(
             **{f"seconds until {what} had ended": time.monotonic() - started, "seconds that it would have run": usual_s}
         )
 
 
-async def _until_running(subject: EndpointSubject, num: int, seconds: float, what: str) -> None:
-    """Require that this many requests run within so many seconds."""
-    deadline = time.monotonic() + seconds
-    while (found := (await subject.endpoint.weight_version()).num_running) != num:
-        require(time.monotonic() < deadline, f"{what} after {seconds:.2g} s (num_running is {found})")
-        await asyncio.sleep(0.005)
-
-
+@check("E-55", needs=("url",), look_at=_PARSING)
 async def unknown_routes(subject: EndpointSubject) -> None:
-    """Ask for paths that are none, and for those that are with another method."""
+    """An unknown route answers 404, a wrong method 405 or 404, each with an ErrorBody."""
     for method, path in (("GET", "/no/such/route"), ("POST", "/v1/no_such_route"), ("GET", "/capabilities/")):
         require_error_body(await answer_to(subject, method, path), (404,), f"{method} {path}", "invalid_request")
     for route in routes.ROUTES:
@@ -197,8 +217,13 @@ async def unknown_routes(subject: EndpointSubject) -> None:
         require_error_body(answer, (404, 405), f"{method} {route.path}", "invalid_request")
 
 
+@check(
+    "E-56",
+    needs=("url",),
+    look_at="whether a hold counts as ill health, so that a load balancer takes a server out for every update",
+)
 async def health(subject: EndpointSubject) -> None:
-    """Ask for the health at rest, during a hold and after it."""
+    """/health answers 200 with the state and the version while the server is ready and while it is held."""
     for state in (EndpointState.READY, EndpointState.HELD):
         if state is EndpointState.HELD:
             if subject.missing(("updates",)) is not None:
@@ -225,71 +250,3 @@ async def _held(subject: EndpointSubject) -> AsyncIterator[None]:
         yield
     finally:
         await subject.publisher.abort(update)
-
-
-_PARSING = "whether bodies are validated as in docs/openapi.json before anything else, and errors have the OpenAI shape"
-
-
-CHECKS = (
-    Check(
-        "E-50",
-        "http",
-        "Control routes without the token, or with a wrong one, answer 401 and change nothing.",
-        "whether every control route checks the token, before it reads the body",
-        control_takes_a_token,
-        needs=("url", "updates"),
-        deadline_s=30,
-    ),
-    Check(
-        "E-51",
-        "http",
-        "Connections that stall in the middle of a request keep nobody from being served.",
-        "whether requests are read one at a time, or by a thread each, and how many connections may be open",
-        stalled_connections,
-        needs=("url",),
-        deadline_s=40,
-    ),
-    Check(
-        "E-52",
-        "http",
-        "A body that is not what the route takes, an unknown key too, is refused with status 4xx and an ErrorBody.",
-        _PARSING,
-        malformed_bodies,
-        needs=("url",),
-        deadline_s=60,
-    ),
-    Check(
-        "E-53",
-        "http",
-        "Bodies are bounded: one of 80 MB is refused, or its connection closed.",
-        "whether the length is counted while a body comes in, also one that does not say how long it is",
-        long_body,
-        needs=("url",),
-        deadline_s=60,
-    ),
-    Check(
-        "E-54",
-        "http",
-        "When its connection is cut, a request ends, plain or streamed.",
-        "whether the server watches for a disconnect while it generates, and cancels the request in the engine",
-        cut_connections,
-        needs=("url",),
-        deadline_s=60,
-    ),
-    Check(
-        "E-55",
-        "http",
-        "An unknown route answers 404, a wrong method 405 or 404, each with an ErrorBody.",
-        _PARSING,
-        unknown_routes,
-        needs=("url",),
-    ),
-    Check(
-        "E-56",
-        "http",
-        "/health answers 200 with the state and the version while the server is ready and while it is held.",
-        "whether a hold counts as ill health, so that a load balancer takes a server out for every update",
-        health,
-        needs=("url",),
-    ),
-)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable
 from typing import Any
 
-from inflight.conformance.checks import Check, require
+from inflight.conformance.checks import check, require
 from inflight.conformance.endpoint.aftermath import (
     SLACK_S,
     require_old_weights,
@@ -20,13 +20,15 @@ from inflight.conformance.reference import Weights
 from inflight.errors import InflightError, TransferError, UpdateAbortedError, UpdateRefusedError
 from inflight.wire import EndpointState, InFlightPolicy
 
-_REFUSED = (UpdateRefusedError,)
+LEVEL = "faults"
 _SHORT_S = 0.7
 """Timeout of what will not happen, and lease of a hold that falls silent."""
+_SESSION = "the state machine of an update: which message it expects next, and that it looks at run, version and index"
 
 
+@check("U-45", needs=("updates",), deadline_s=40, look_at=_SESSION)
 async def messages_sent_twice(subject: EndpointSubject) -> None:
-    """Send every message of an update a second time, after it was answered and, for buckets, while it is pending."""
+    """A control message that comes twice is refused the second time, or changes nothing, in every state."""
     publisher, endpoint = subject.publisher, subject.endpoint
     other = subject.reference.with_final_norm(-1.0, "B")
     spec = publisher.open_group(_SHORT_S)
@@ -38,9 +40,9 @@ async def messages_sent_twice(subject: EndpointSubject) -> None:
     await require_old_weights(subject, "after init_process_group was sent twice")
     await publisher.form_group()
 
-    update = await publisher.request(other, bucket_bytes=_size_bytes(other) // 2)
-    await subject.require_raises(
-        endpoint.request_weight_update(update), _REFUSED, "request_weight_update, sent again while held,"
+    update = await publisher.request(other, bucket_bytes=other.size_bytes // 2)
+    await subject.require_refused(
+        endpoint.request_weight_update(update), "request_weight_update, sent again while held,"
     )
     for index in range(len(update.buckets)):
         transfer, when = publisher.transfer(update, index), f"receive_weights of bucket {index}, sent again"
@@ -48,13 +50,13 @@ async def messages_sent_twice(subject: EndpointSubject) -> None:
         await subject.enter(cancelled_at_the_end([first]))
         await asyncio.sleep(0.05)
         again = within(SLACK_S, endpoint.receive_weights(transfer), when)
-        await subject.require_raises(again, _REFUSED, f"{when} while it is pending,")
+        await subject.require_refused(again, f"{when} while it is pending,")
         await publisher.send_only(update, other, index)
         await within(SLACK_S, first, f"receive_weights of bucket {index}")
         again = within(SLACK_S, endpoint.receive_weights(transfer), when)
-        await subject.require_raises(again, _REFUSED, f"{when} after it arrived,")
-    await subject.require_raises(
-        endpoint.request_weight_update(update), _REFUSED, "request_weight_update, sent again while updating,"
+        await subject.require_refused(again, f"{when} after it arrived,")
+    await subject.require_refused(
+        endpoint.request_weight_update(update), "request_weight_update, sent again while updating,"
     )
     for what in ("commit_weight_update", "abort_weight_update"):
         if what == "commit_weight_update":
@@ -76,16 +78,16 @@ async def _refused_or_unchanged(subject: EndpointSubject, call: Awaitable[Any], 
     )
 
 
+@check("U-46", needs=("updates",), deadline_s=40, look_at=_SESSION)
 async def messages_out_of_order(subject: EndpointSubject) -> None:
-    """Send the messages of two updates in wrong orders; every one is refused, and then the right order works."""
+    """Control messages out of order are refused and change nothing; the right order works afterwards."""
     publisher, endpoint = subject.publisher, subject.endpoint
     other = subject.reference.with_final_norm(-1.0, "B")
-    size_bytes = _size_bytes(other)
 
     async def refused(call: Awaitable[Any], what: str) -> None:
-        await subject.require_raises(within(SLACK_S, call, what), _REFUSED, what)
+        await subject.require_refused(within(SLACK_S, call, what), what)
 
-    update = await publisher.request(other, bucket_bytes=size_bytes // 3)
+    update = await publisher.request(other, bucket_bytes=other.size_bytes // 3)
     last = len(update.buckets) - 1
     await refused(endpoint.commit_weight_update(update.ref), "a commit before the first bucket")
     await refused(endpoint.receive_weights(publisher.transfer(update, 1)), "bucket 1 before bucket 0")
@@ -99,7 +101,7 @@ async def messages_out_of_order(subject: EndpointSubject) -> None:
     if InFlightPolicy.DRAIN in subject.capabilities.in_flight_policies:
         await _commit_before_the_hold(subject, other)
 
-    update = await publisher.request(other, bucket_bytes=size_bytes // 3)
+    update = await publisher.request(other, bucket_bytes=other.size_bytes // 3)
     for index in range(len(update.buckets)):
         await publisher.send(update, other, index)
     await publisher.commit(update)
@@ -121,17 +123,23 @@ async def _commit_before_the_hold(subject: EndpointSubject, weights: Weights) ->
         subject.note(**{"a bucket before the hold": str(error)})
     if not holding.done():
         commit = within(SLACK_S, subject.endpoint.commit_weight_update(update.ref), "a commit before the hold")
-        await subject.require_raises(commit, _REFUSED, "a commit before the hold was acknowledged")
+        await subject.require_refused(commit, "a commit before the hold was acknowledged")
     await holding
     await subject.publisher.abort(update)
     await require_all_whole(running, "a request that was drained while messages came in wrong orders")
     subject.publisher.lose_group()
 
 
+@check(
+    "U-47",
+    needs=("updates",),
+    deadline_s=40,
+    look_at="whether a pending transfer over the old group can be ended, and its late end does not touch the new one",
+)
 async def new_group_ends_the_update(subject: EndpointSubject) -> None:
-    """Form another run's group while a bucket of an open update is awaited."""
+    """A group that is formed while an update is open ends that update, and the next one goes over the new group."""
     publisher, other = subject.publisher, subject.reference.perturbed("B")
-    update = await publisher.request(other, bucket_bytes=_size_bytes(other) // 2)
+    update = await publisher.request(other, bucket_bytes=other.size_bytes // 2)
     await publisher.send(update, other, 0)
     pending = asyncio.ensure_future(subject.endpoint.receive_weights(publisher.transfer(update, 1, 3 * SLACK_S)))
     await subject.enter(cancelled_at_the_end([pending]))
@@ -144,14 +152,20 @@ async def new_group_ends_the_update(subject: EndpointSubject) -> None:
         "receiving over a group that was replaced",
     )
     await require_old_weights(subject, "after a new group was formed", may_be_torn=True)
-    await subject.require_raises(publisher.commit(update), _REFUSED, "a commit of an update whose group was replaced")
+    await subject.require_refused(publisher.commit(update), "a commit of an update whose group was replaced")
     third = subject.reference.perturbed("C", seed=2)
     await second.publish(third)
     await subject.require_serves(third, "after an update over the new group")
 
 
+@check(
+    "U-50",
+    needs=("updates",),
+    deadline_s=60,
+    look_at="what a cancelled handler leaves behind: a hold without a lease, a half-applied commit",
+)
 async def callers_go_away(subject: EndpointSubject) -> None:
-    """Cancel a drain, a receive and a commit from the caller's side."""
+    """When the caller of a control call goes away, the update ends by itself or is applied whole."""
     publisher, endpoint = subject.publisher, subject.endpoint
     other = subject.reference.with_final_norm(-1.0, "B")
     await publisher.form_group()
@@ -205,8 +219,10 @@ async def _cancelled_after(seconds: float, call: Awaitable[object]) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
+@check("U-58", needs=("updates",), look_at="whether versions are compared, and caches keyed, by run and version")
 async def another_run_starts_lower(subject: EndpointSubject) -> None:
-    """Publish two versions in one run, then lower ones in others, as a trainer does that resumes from a checkpoint."""
+    """Another run may start at a lower version, and at one that was served before with other weights."""
+    # A trainer that resumes from a checkpoint does this.
     publisher, reference = subject.publisher, subject.reference
     other = reference.with_final_norm(-1.0, "B")
     for weights in (other, reference.weights):
@@ -226,57 +242,3 @@ async def another_run_starts_lower(subject: EndpointSubject) -> None:
         {span.version for span in completion.version_spans} == {1},
         f"under version 1 of another run, spans name {sorted({span.version for span in completion.version_spans})}",
     )
-
-
-def _size_bytes(weights: Weights) -> int:
-    return sum(tensor.nbytes for tensor in weights.tensors.values())
-
-
-_SESSION = "the state machine of an update: which message it expects next, and that it looks at run, version and index"
-
-CHECKS = (
-    Check(
-        "U-45",
-        "faults",
-        "A control message that comes twice is refused the second time, or changes nothing, in every state.",
-        _SESSION,
-        messages_sent_twice,
-        needs=("updates",),
-        deadline_s=40,
-    ),
-    Check(
-        "U-46",
-        "faults",
-        "Control messages out of order are refused and change nothing; the right order works afterwards.",
-        _SESSION,
-        messages_out_of_order,
-        needs=("updates",),
-        deadline_s=40,
-    ),
-    Check(
-        "U-47",
-        "faults",
-        "A group that is formed while an update is open ends that update, and the next one goes over the new group.",
-        "whether a pending transfer over the old group can be ended, and its late end does not touch the new one",
-        new_group_ends_the_update,
-        needs=("updates",),
-        deadline_s=40,
-    ),
-    Check(
-        "U-50",
-        "faults",
-        "When the caller of a control call goes away, the update ends by itself or is applied whole.",
-        "what a cancelled handler leaves behind: a hold without a lease, a half-applied commit",
-        callers_go_away,
-        needs=("updates",),
-        deadline_s=60,
-    ),
-    Check(
-        "U-58",
-        "faults",
-        "Another run may start at a lower version, and at one that was served before with other weights.",
-        "whether versions are compared, and caches keyed, by run and version",
-        another_run_starts_lower,
-        needs=("updates",),
-    ),
-)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from inflight.conformance.checks import Check, require
+from inflight.conformance.checks import check, require
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.reference import Weights
 from inflight.contracts import TrainerWorker
@@ -21,13 +21,21 @@ from inflight.losses.micro_batch import collate
 from inflight.types import MicroBatch, Rollout, Sample
 from inflight.weights.buckets import plan_buckets
 
+LEVEL = "parity"
 _NUM_PROMPTS = 8
 _NUM_TOKENS = 96
 _DRIFT_UPDATES = 50
 
 
+@check(
+    "E-60",
+    needs=("updates",),
+    deadline_s=60,
+    look_at="dtype of the head and of the softmax, position ids, attention scale, and which temperature is applied "
+    "where",
+)
 async def mismatch(subject: EndpointSubject) -> None:
-    """Compare behaviour logprobs with trainer logprobs at lag 0."""
+    """With the same weights, behaviour logprobs and trainer logprobs agree within the tolerance of the dtype."""
     with _worker(subject) as worker:
         if worker is not None:
             await subject.publisher.publish(_gathered(worker))
@@ -39,8 +47,14 @@ async def mismatch(subject: EndpointSubject) -> None:
     require(values["ESS"] >= 1 - bound, f"the effective sample size at lag 0 is {values['ESS']:.6g}: {values}")
 
 
+@check(
+    "E-61",
+    needs=("updates",),
+    deadline_s=90,
+    look_at="conversions that are applied to what is loaded already: scales, casts, transposes, merges",
+)
 async def drift(subject: EndpointSubject) -> None:
-    """Publish the same weights fifty times; the distance to the trainer must not grow."""
+    """Fifty updates with the same weights do not move behaviour logprobs away from trainer logprobs."""
     with _worker(subject) as worker:
         weights = subject.reference.weights if worker is None else _gathered(worker)
         await subject.publisher.publish(weights)
@@ -129,25 +143,3 @@ def _gathered(worker: TrainerWorker) -> Weights:
         for spec, tensor in zip(bucket.specs, bucket.tensors, strict=True)
     }
     return Weights("the worker's", tensors)
-
-
-CHECKS = (
-    Check(
-        "E-60",
-        "parity",
-        "With the same weights, behaviour logprobs and trainer logprobs agree within the tolerance of the dtype.",
-        "dtype of the head and of the softmax, position ids, attention scale, and which temperature is applied where",
-        mismatch,
-        needs=("updates",),
-        deadline_s=60,
-    ),
-    Check(
-        "E-61",
-        "parity",
-        "Fifty updates with the same weights do not move behaviour logprobs away from trainer logprobs.",
-        "conversions that are applied to what is loaded already: scales, casts, transposes, merges",
-        drift,
-        needs=("updates",),
-        deadline_s=90,
-    ),
-)

@@ -7,10 +7,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from inflight.conformance.checks import Check, fail, skip
+from inflight.conformance.checks import check, fail, skip
 from inflight.conformance.endpoint.aftermath import within
 from inflight.conformance.endpoint.subject import EndpointSubject, cancelled_at_the_end
 
+LEVEL = "tokens"
 _MOST_PLACES = 256
 _LONG = 512
 """Tokens of the requests that fill the endpoint while one more is asked for."""
@@ -20,12 +21,19 @@ _ADMITTED_S = 0.2
 _GONE_S = 5.0
 """From the moment that callers leave to the moment that nothing of their requests runs, as in E-25."""
 _TIMES_SLOWER = 5.0
-_FIRST_S = 60.0
+_FIRST_S = 20.0
 """For the first time: an engine may compile while it is filled."""
 
 
+@check(
+    "E-63",
+    deadline_s=90,
+    look_at="whether a request that is cancelled ends in the engine, running or waiting, or only in the books, and "
+    "what its end gives back",
+)
 async def places_come_back(subject: EndpointSubject) -> None:
-    """Fill every place, leave twice as many requests as there are places, and fill every place again."""
+    """As many sequences as are declared run at a time, also after the callers of more requests than that have left: a
+    request that its caller leaves gives its place back."""
     num_places = subject.capabilities.max_concurrent_sequences
     if num_places > _MOST_PLACES:
         skip(f"{num_places} sequences run at a time, and the kit fills {_MOST_PLACES} places at most")
@@ -91,17 +99,3 @@ async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-CHECKS = (
-    Check(
-        "E-63",
-        "tokens",
-        "As many sequences as are declared run at a time, also after the callers of more requests than that have left: "
-        "a request that its caller leaves gives its place back.",
-        "whether a request that is cancelled ends in the engine, running or waiting, or only in the books, and what "
-        "its end gives back",
-        places_come_back,
-        deadline_s=150.0,
-    ),
-)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from inflight.conformance.checks import Check, require
+from inflight.conformance.checks import check, require
 from inflight.conformance.endpoint.aftermath import SLACK_S, within
 from inflight.conformance.endpoint.failing import Failure
 from inflight.conformance.endpoint.holds import start
@@ -15,11 +15,20 @@ from inflight.conformance.reference import Weights
 from inflight.errors import EndpointError, PoisonedError
 from inflight.wire import EndpointState, GenerateResponse, InFlightPolicy
 
+LEVEL = "faults"
 _FAILURES: tuple[Failure, ...] = ("instead", "afterwards")
 
 
+@check(
+    "U-37",
+    needs=("updates", "failing"),
+    deadline_s=60,
+    look_at="give_up of the adapter: it ends what runs and what waits, whether sampling is held or goes on already; "
+    "and that nothing but a commit makes weights whole",
+)
 async def in_and_out(subject: EndpointSubject) -> None:
-    """Have applies fail under every declared policy, look at what is left, and publish completely each time."""
+    """When applying an update fails, the commit raises PoisonedError, every request ends, and the endpoint is POISONED:
+    it refuses to generate, also after a further update is aborted, until a complete one is served."""
     reference = subject.reference
     turns = [reference.with_final_norm(-1.0, "B"), reference.weights]
     await subject.publisher.form_group()
@@ -77,18 +86,3 @@ async def _require_poisoned(subject: EndpointSubject, when: str) -> None:
     require(version.num_running == 0, f"{when}, {version.num_running} sequences are said to run")
     call = within(SLACK_S, subject.generate(), f"{when}, a request")
     await subject.require_raises(call, (PoisonedError,), f"{when}, a request")
-
-
-CHECKS = (
-    Check(
-        "U-37",
-        "faults",
-        "When applying an update fails, the commit raises PoisonedError, every request ends, and the endpoint is "
-        "POISONED: it refuses to generate, also after a further update is aborted, until a complete one is served.",
-        "give_up of the adapter: it ends what runs and what waits, whether sampling is held or goes on already; and "
-        "that nothing but a commit makes weights whole",
-        in_and_out,
-        needs=("updates", "failing"),
-        deadline_s=60,
-    ),
-)

@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Iterator
 
-from inflight.conformance.checks import Check
+from inflight.conformance.checks import check
 from inflight.conformance.doomed import DoomedSender, Errand, doomed_sender
 from inflight.conformance.endpoint.aftermath import (
     SLACK_S,
@@ -21,10 +21,11 @@ from inflight.conformance.endpoint.holds import require_all_whole, start
 from inflight.conformance.endpoint.publishing import SteppedPublisher
 from inflight.conformance.endpoint.subject import EndpointSubject, cancelled_at_the_end
 from inflight.conformance.reference import Weights
-from inflight.errors import DeadlineError, TransferError, UnreachableError, UpdateRefusedError
+from inflight.errors import DeadlineError, TransferError, UnreachableError
 from inflight.http.client import HttpEndpoint
 from inflight.wire import WeightUpdate
 
+LEVEL = "faults"
 _LEASE_S = 1.0
 _RECEIVE_S = 1.0
 """For a bucket of which no byte will come."""
@@ -33,8 +34,14 @@ _CALL_S = 1.0
 _GROUP_S = 10.0
 
 
+@check(
+    "U-42",
+    needs=("updates",),
+    deadline_s=60,
+    look_at="whether the endpoint needs the group's store, or its rank 0, for anything but a transfer",
+)
 async def publisher_killed_while_holding(subject: EndpointSubject) -> None:
-    """Kill the process that hosts the group's store and its rank 0 after the hold was acknowledged."""
+    """When the publisher's process dies during a hold, the lease ends it and the old weights serve on."""
     sender: DoomedSender = await subject.enter(doomed_sender())
     update, _ = await _begin(subject, sender, num_buckets=0, lease_s=_LEASE_S)
     await subject.endpoint.request_weight_update(update)
@@ -47,8 +54,14 @@ async def publisher_killed_while_holding(subject: EndpointSubject) -> None:
     await require_recovers(subject, "after its publisher was killed")
 
 
+@check(
+    "U-43",
+    needs=("updates",),
+    deadline_s=60,
+    look_at="whether a collective that its peer has left can be ended from outside, and what is thrown away then",
+)
 async def publisher_lost_in_a_bucket(subject: EndpointSubject) -> None:
-    """Stop, and later kill, the process that sends, with one bucket received and another one pending."""
+    """When the publisher's process stops or dies while a bucket is due, receive_weights fails within its timeout."""
     sender: DoomedSender = await subject.enter(doomed_sender())
     for what in ("stopped", "killed"):
         update, _ = await _begin(subject, sender, num_buckets=1, lease_s=20.0)
@@ -80,8 +93,7 @@ async def _begin(
 ) -> tuple[WeightUpdate, Weights]:
     """Join the endpoint and the process in a group; return what the process would send, in two buckets or more."""
     publisher, other = subject.publisher, subject.reference.perturbed("B")
-    size_bytes = sum(tensor.nbytes for tensor in other.tensors.values())
-    update = publisher.announcement(other, bucket_bytes=size_bytes // 2, lease_s=lease_s)
+    update = publisher.announcement(other, bucket_bytes=other.size_bytes // 2, lease_s=lease_s)
     publisher.lose_group()
     publisher.touched = True
     errand = Errand(
@@ -96,8 +108,14 @@ async def _begin(
     return update, other
 
 
+@check(
+    "U-51",
+    needs=("updates", "process", "fresh"),
+    deadline_s=120,
+    look_at="who else holds the server's sockets: a launcher, a forked worker, a proxy",
+)
 async def server_killed(subject: EndpointSubject) -> None:
-    """Kill another server of the same kind while calls are pending on it."""
+    """When the server's process dies, every pending call on it ends with UnreachableError."""
     opened = await subject.fresh(subject.reference.path)
     assert opened.process is not None
     publisher = SteppedPublisher(opened.endpoint, subject.capabilities)
@@ -126,8 +144,15 @@ async def server_killed(subject: EndpointSubject) -> None:
     publisher.lose_group()
 
 
+@check(
+    "U-52",
+    needs=("updates", "process"),
+    deadline_s=40,
+    look_at="whether the lease is measured by a clock that goes on, and is over whenever it is looked at too late",
+)
 async def server_stopped(subject: EndpointSubject) -> None:
-    """Stop the server during a hold, let the lease pass, and let it go on."""
+    """While the server's process is stopped calls end with DeadlineError, and a lease that ends meanwhile is over when
+    it goes on."""
     process, url = subject.opened.process, subject.opened.url
     assert process is not None
     assert url is not None
@@ -153,9 +178,7 @@ async def server_stopped(subject: EndpointSubject) -> None:
         subject.note(**{"seconds until all calls had ended": time.monotonic() - since})
         await asyncio.sleep(max(0.0, 1.5 * _LEASE_S - (time.monotonic() - since)))
     await require_old_weights(subject, "after the server went on, its lease over")
-    await subject.require_raises(
-        subject.publisher.commit(update), (UpdateRefusedError,), "a commit of the update whose lease is over"
-    )
+    await subject.require_refused(subject.publisher.commit(update), "a commit of the update whose lease is over")
     await require_all_whole(waiting, "a request that waited while the server was stopped")
     await require_recovers(subject, "after the server was stopped")
 
@@ -168,44 +191,3 @@ def _stopped(process_id: int) -> Iterator[None]:
         yield
     finally:
         os.killpg(process_id, signal.SIGCONT)
-
-
-CHECKS = (
-    Check(
-        "U-42",
-        "faults",
-        "When the publisher's process dies during a hold, the lease ends it and the old weights serve on.",
-        "whether the endpoint needs the group's store, or its rank 0, for anything but a transfer",
-        publisher_killed_while_holding,
-        needs=("updates",),
-        deadline_s=60,
-    ),
-    Check(
-        "U-43",
-        "faults",
-        "When the publisher's process stops or dies while a bucket is due, receive_weights fails within its timeout.",
-        "whether a collective that its peer has left can be ended from outside, and what is thrown away then",
-        publisher_lost_in_a_bucket,
-        needs=("updates",),
-        deadline_s=60,
-    ),
-    Check(
-        "U-51",
-        "faults",
-        "When the server's process dies, every pending call on it ends with UnreachableError.",
-        "who else holds the server's sockets: a launcher, a forked worker, a proxy",
-        server_killed,
-        needs=("updates", "process", "fresh"),
-        deadline_s=120,
-    ),
-    Check(
-        "U-52",
-        "faults",
-        "While the server's process is stopped calls end with DeadlineError, and a lease that ends meanwhile is over "
-        "when it goes on.",
-        "whether the lease is measured by a clock that goes on, and is over whenever it is looked at too late",
-        server_stopped,
-        needs=("updates", "process"),
-        deadline_s=40,
-    ),
-)

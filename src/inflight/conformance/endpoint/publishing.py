@@ -19,11 +19,9 @@ from inflight.conformance.reference import Weights
 from inflight.contracts import InferenceEndpoint, WeightSender
 from inflight.types import WeightBucket
 from inflight.weights.buckets import plan_buckets
-from inflight.weights.checksums import checksum
 from inflight.weights.delta import element_runs, encode_delta, find_changes
-from inflight.weights.encoding import encode
+from inflight.weights.outgoing import outgoing_bucket, transfer_of
 from inflight.weights.packing import pack
-from inflight.weights.staging import payload_spec
 from inflight.weights.threads import run_abandonable
 from inflight.weights.transports import make_sender
 from inflight.wire import (
@@ -176,20 +174,16 @@ class SteppedPublisher:
         """Return one bucket in an encoding, with its checksum; ``base`` are the weights that a delta is relative to."""
         specs = self._specs(update, index)
         tensors = self._tensors(update, weights, index)
+        delta = None
         if encoding == "delta":
             assert base is not None
-            old, runs = pack(self._tensors(update, base, index)), element_runs(specs)
-            patch = find_changes(pack(tensors), old, runs, max_share=1.0)
+            patch = find_changes(
+                pack(tensors), pack(self._tensors(update, base, index)), element_runs(specs), max_share=1.0
+            )
             assert patch is not None  # no share is too large
-            payload = encode_delta(patch)
-        else:
-            payload = encode(tensors, specs, encoding)
-        digest = checksum(payload)
-        transfer = self.transfer(update, index, encoding=encoding, size_bytes=payload.numel(), checksum=digest)
-        if encoding == "raw":
-            return Parcel(WeightBucket(index, specs, tensors, checksum=digest), transfer)
-        whole = (payload_spec(payload.numel()),)
-        return Parcel(WeightBucket(index, whole, (payload,), encoding, digest), transfer)
+            delta = encode_delta(patch)
+        sent = outgoing_bucket(WeightBucket(index, specs, tensors), update.ref, encoding=encoding, payload=delta)
+        return Parcel(sent, transfer_of(sent, update.ref, TRANSFER_TIMEOUT_S))
 
     async def send(self, update: WeightUpdate, weights: Weights, index: int, *, delay_s: float = 0.0) -> None:
         """Have the endpoint receive one bucket while it is sent, ``delay_s`` after the endpoint was asked."""

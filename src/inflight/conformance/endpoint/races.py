@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from inflight.conformance.checks import Check, require
+from inflight.conformance.checks import check, require
 from inflight.conformance.endpoint.aftermath import GRACE_S, require_old_weights, settled, within
 from inflight.conformance.endpoint.holds import SERVED_S, require_all_whole, start
 from inflight.conformance.endpoint.subject import EndpointSubject, cancelled_at_the_end
@@ -13,16 +13,19 @@ from inflight.conformance.reference import Weights
 from inflight.errors import UpdateAbortedError, UpdateRefusedError
 from inflight.wire import EndpointState, GenerateResponse, WeightUpdate, WeightVersion
 
+LEVEL = "faults"
 _NUM_CLIENTS = 12
 _NUM_HOLDS = 3
 _NUM_ROUNDS = 6
 _MANY_HOLDS = 20
 _SHORT = 8
 """Tokens of a request that is over soon."""
+_ORDER = "whether what comes from several connections goes through one queue, and is looked at again after each wait"
 
 
+@check("U-53", needs=("updates",), deadline_s=60, look_at=_ORDER)
 async def holds_under_admission(subject: EndpointSubject) -> None:
-    """Hold again and again while clients ask for short completions without a pause."""
+    """A hold is whole, and loses no request, while requests are admitted and finish all the time."""
     ended_at: list[float] = []
     over = asyncio.Event()
 
@@ -66,8 +69,9 @@ async def _until_more(ended_at: list[float], num: int, clients: list[asyncio.Tas
         require(time.monotonic() < deadline, f"after a hold, requests were not answered within {SERVED_S:g} s")
 
 
+@check("U-54", needs=("updates",), deadline_s=40, look_at=_ORDER)
 async def one_publisher_wins(subject: EndpointSubject) -> None:
-    """Announce four versions of one run at the same time, each over a connection of its own."""
+    """Of several updates that are announced at the same time, one is accepted and the others are refused."""
     publisher, other = subject.publisher, subject.reference.with_final_norm(-1.0, "B")
     for _ in range(_NUM_ROUNDS):
         await publisher.form_group()
@@ -92,8 +96,9 @@ async def one_publisher_wins(subject: EndpointSubject) -> None:
     await subject.require_serves(other, "after the update that was accepted")
 
 
+@check("U-55", needs=("updates",), deadline_s=40, look_at=_ORDER)
 async def commit_races_with_abort(subject: EndpointSubject) -> None:
-    """Send the commit and the abort of a complete update at the same time."""
+    """Of a commit and an abort that come at the same time one wins, and both answers agree with what is served."""
     publisher, reference = subject.publisher, subject.reference
     colours = (reference.with_final_norm(-1.0, "B"), reference.weights)
     second = await subject.another_connection()
@@ -158,8 +163,14 @@ def _race_was_won_by_the_commit(
     return committed
 
 
+@check(
+    "U-56",
+    needs=("updates",),
+    deadline_s=40,
+    look_at="what is lost or counted twice when a hold begins: a step in flight, a pending wake-up",
+)
 async def many_holds(subject: EndpointSubject) -> None:
-    """Hold and abort twenty times in a row while requests run."""
+    """However often sampling is held and released, every running request finishes as if it had never been."""
     await subject.publisher.form_group()
     num_tokens = min(200, subject.capabilities.max_model_len // 2)
     running = await subject.start_running(4, max_tokens=num_tokens)
@@ -172,8 +183,14 @@ async def many_holds(subject: EndpointSubject) -> None:
     await require_old_weights(subject, f"after {_MANY_HOLDS} holds")
 
 
+@check(
+    "U-57",
+    needs=("updates",),
+    deadline_s=40,
+    look_at="whether an engine that is paused still takes cancellations, or takes them when it goes on",
+)
 async def client_leaves_during_a_hold(subject: EndpointSubject) -> None:
-    """Cancel running and waiting requests during a hold; none of them comes back when it ends."""
+    """A client that disconnects during a hold ends its request, running or waiting, and it does not come back."""
     await subject.publisher.form_group()
     limit = subject.capabilities.max_model_len - len(subject.prompt())
     started = time.monotonic()
@@ -201,54 +218,3 @@ async def client_leaves_during_a_hold(subject: EndpointSubject) -> None:
         f"{num_running} of the requests whose clients left during a hold still ran {left_s:.2g} s after it",
     )
     await require_old_weights(subject, "after clients left during a hold")
-
-
-_ORDER = "whether what comes from several connections goes through one queue, and is looked at again after each wait"
-
-CHECKS = (
-    Check(
-        "U-53",
-        "faults",
-        "A hold is whole, and loses no request, while requests are admitted and finish all the time.",
-        _ORDER,
-        holds_under_admission,
-        needs=("updates",),
-        deadline_s=60,
-    ),
-    Check(
-        "U-54",
-        "faults",
-        "Of several updates that are announced at the same time, one is accepted and the others are refused.",
-        _ORDER,
-        one_publisher_wins,
-        needs=("updates",),
-        deadline_s=40,
-    ),
-    Check(
-        "U-55",
-        "faults",
-        "Of a commit and an abort that come at the same time one wins, and both answers agree with what is served.",
-        _ORDER,
-        commit_races_with_abort,
-        needs=("updates",),
-        deadline_s=40,
-    ),
-    Check(
-        "U-56",
-        "faults",
-        "However often sampling is held and released, every running request finishes as if it had never been.",
-        "what is lost or counted twice when a hold begins: a step in flight, a pending wake-up",
-        many_holds,
-        needs=("updates",),
-        deadline_s=40,
-    ),
-    Check(
-        "U-57",
-        "faults",
-        "A client that disconnects during a hold ends its request, running or waiting, and it does not come back.",
-        "whether an engine that is paused still takes cancellations, or takes them when it goes on",
-        client_leaves_during_a_hold,
-        needs=("updates",),
-        deadline_s=40,
-    ),
-)

@@ -7,11 +7,12 @@ import math
 import time
 from collections.abc import Sequence
 
-from inflight.conformance.checks import Check, fail, require, skip
+from inflight.conformance.checks import check, fail, require
 from inflight.conformance.endpoint.subject import EndpointSubject, cancelled_at_the_end
 from inflight.conformance.reference import Weights, chosen, distribution
 from inflight.wire import Completion, GenerateRequest, InFlightPolicy
 
+LEVEL = "caches"
 _MANY = 32
 _NUM_TOKENS = 160
 """Of each of many running requests: enough to be there still when the update comes."""
@@ -23,8 +24,16 @@ _NUMBERS, _NUM_DRAWS, _TRIES = 4, 400, 6
 _FALSE_ALARM = 1e-6
 
 
+@check(
+    "U-35",
+    needs=("updates", "recompute", "spans"),
+    deadline_s=60,
+    look_at="a list of running requests that is not all of them, and chunks of prompts that were prefilled before the "
+    "hold",
+)
 async def everything_recomputed(subject: EndpointSubject) -> None:
-    """Swap weights with ``recompute`` under many running requests, then under prompts that are being read."""
+    """Under recompute every request is computed again, as many as run, and one whose prompt is being read when the
+    update comes has nothing of the old weights either."""
     reference, publisher = subject.reference, subject.publisher
     other = reference.perturbed("B")
     largest, num_tokens = 0.0, 0
@@ -103,15 +112,19 @@ def _after_the_update(
     return len(completion.token_ids) - start, subject.difference(completion.logprobs[start:], expected_T[start:])
 
 
+@check(
+    "U-36",
+    needs=("updates", "spans"),
+    deadline_s=90,
+    look_at="what is made anew when a request is put back for recomputation: its seeded generator must not be",
+)
 async def random_numbers_go_on(subject: EndpointSubject) -> None:
-    """Update while requests draw from a uniform distribution, which shows their random numbers as they are."""
-    pausing = (InFlightPolicy.KEEP, InFlightPolicy.RECOMPUTE)
-    declared = [policy for policy in pausing if policy in subject.capabilities.in_flight_policies]
-    if not declared:
-        skip("neither keep nor recompute is declared: no request runs on across an update")
+    """A request that goes on after an update draws new random numbers: those that it has used do not come again."""
+    # Draws from a uniform distribution show random numbers as they are.
+    policies = subject.pausing_policies()
     uniform = subject.reference.with_final_norm(0.0, "uniform")
     await subject.publisher.publish(uniform)
-    for policy in declared:
+    for policy in policies:
         drawn = await _drawn_across_an_update(subject, policy, uniform)
         _require_no_run_twice(subject, policy, [completion.token_ids for completion in drawn])
 
@@ -160,26 +173,3 @@ def _require_no_run_twice(subject: EndpointSubject, policy: str, drawn: Sequence
                 "were used twice",
             )
     subject.note(**{f"runs of {length} tokens under {policy}, all different": len(first)})
-
-
-CHECKS = (
-    Check(
-        "U-35",
-        "caches",
-        "Under recompute every request is computed again, as many as run, and one whose prompt is being read when the "
-        "update comes has nothing of the old weights either.",
-        "a list of running requests that is not all of them, and chunks of prompts that were prefilled before the hold",
-        everything_recomputed,
-        needs=("updates", "recompute", "spans"),
-        deadline_s=60,
-    ),
-    Check(
-        "U-36",
-        "caches",
-        "A request that goes on after an update draws new random numbers: those that it has used do not come again.",
-        "what is made anew when a request is put back for recomputation: its seeded generator must not be",
-        random_numbers_go_on,
-        needs=("updates", "spans"),
-        deadline_s=90,
-    ),
-)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from inflight.conformance.checks import Check, fail, require
+from inflight.conformance.checks import check, fail, require
 from inflight.conformance.endpoint.filters import logprob_bounds
 from inflight.conformance.endpoint.repeats import require_repeated
 from inflight.conformance.endpoint.subject import EndpointSubject
@@ -19,6 +19,7 @@ from inflight.conformance.reference import chosen, distribution
 from inflight.errors import UnsupportedError
 from inflight.wire import Completion, GenerateRequest, SamplingParams
 
+LEVEL = "tokens"
 _DRAW_TEMPERATURE = 0.7
 _NUM_DRAWS = 1024
 _DRAWS_PER_REQUEST = 64
@@ -28,20 +29,30 @@ _LEAST_EXPECTED = 5.0
 """Draws that a token must be expected to get for a bin of its own in the chi-square test; the rest share one."""
 _LEAST_P = 1e-6
 """A true sampler fails one run in a million."""
+_FILTERS = "order of the filters, whether the kept set is renormalised, and which tensor the logprob is read from"
 
 
+@check(
+    "E-12",
+    needs=("model",),
+    deadline_s=60,
+    look_at="whether the logprob is read before or after the logits are divided by the temperature",
+)
 async def temperature(subject: EndpointSubject) -> None:
-    """Sample at two temperatures."""
+    """Tokens are sampled at the temperature that was asked for, and logprobs are of the declared logprob_kind."""
     await _require_sampled(subject, {"temperature": 0.7}, {"temperature": 1.5})
 
 
+@check("E-13", needs=("model",), deadline_s=60, look_at=_FILTERS)
 async def top_p(subject: EndpointSubject) -> None:
-    """Sample under top-p, alone and after a temperature."""
+    """Under top-p no token outside the nucleus is sampled, and processed logprobs are renormalised over it."""
     await _require_sampled(subject, {"top_p": 0.5}, {"top_p": 0.5, "temperature": 1.5})
 
 
+@check("E-14", needs=("model",), deadline_s=60, look_at=_FILTERS)
 async def top_k_and_min_p(subject: EndpointSubject) -> None:
-    """Sample under top-k, under min-p, and under all filters, whose order then shows."""
+    """Under top-k and min-p no token outside the kept set is sampled, and filters apply in the order temperature,
+    top-k, top-p, min-p, or are refused together with UnsupportedError."""
     together = {"temperature": 1.4, "top_k": 8, "top_p": 0.7, "min_p": 0.15}
     await _require_sampled(subject, {"top_k": 5}, {"min_p": 0.3})
     try:
@@ -50,8 +61,14 @@ async def top_k_and_min_p(subject: EndpointSubject) -> None:
         subject.note(all_filters_together=f"refused: {error}")
 
 
+@check(
+    "E-15",
+    needs=("model",),
+    deadline_s=60,
+    look_at="the sampler itself: temperature, random numbers used twice, a generator that is made anew for every token",
+)
 async def draws(subject: EndpointSubject) -> None:
-    """Draw two tokens about a thousand times, and compare the counts with the reference's probabilities."""
+    """Tokens are drawn from the distribution that was asked for, each independently of the one before."""
     prompt = subject.prompt(seed=2)
     pairs: list[tuple[int, ...]] = []
     started = time.monotonic()
@@ -78,8 +95,14 @@ async def draws(subject: EndpointSubject) -> None:
     _require_drawn(subject, "pairs of tokens", Counter(pairs), joint)
 
 
+@check(
+    "E-16",
+    needs=("model",),
+    deadline_s=60,
+    look_at="what temperature 0 does to the logits, and whether greedy rows take another path",
+)
 async def greedy(subject: EndpointSubject) -> None:
-    """Decode at temperature 0, twice, with different seeds."""
+    """At temperature 0 every token is the most likely one, with the log-softmax of the unscaled logits."""
     pairs = []
     for i in range(4):
         prompt = subject.prompt(seed=i)
@@ -101,8 +124,9 @@ async def greedy(subject: EndpointSubject) -> None:
     require_repeated(subject, pairs, "decoded greedily again")
 
 
+@check("E-17", needs=("seeds",), deadline_s=60, look_at="a generator per sequence, not one per batch or server")
 async def seeds(subject: EndpointSubject) -> None:
-    """Sample with the same seeds alone, again, and while others run; then with other seeds."""
+    """The same seed gives the same tokens whatever else runs, and another seed gives others."""
 
     async def drawn(offset: int) -> list[Completion]:
         return [await subject.generate(subject.prompt(seed=i), seed=offset + i, max_tokens=16) for i in range(4)]
@@ -118,8 +142,9 @@ async def seeds(subject: EndpointSubject) -> None:
     require(same == 0, f"with another seed, {same} of {len(first)} completions are the same")
 
 
+@check("E-18", needs=("seeds",), deadline_s=60, look_at="how the seed of completion i is made from the request's")
 async def several_completions(subject: EndpointSubject) -> None:
-    """Ask for four completions, again, and for the first two; and for four without a seed."""
+    """A request for n completions gets n draws, and with a seed completion i depends on the seed and i only."""
 
     async def drawn(n: int, seed: int | None) -> tuple[Completion, ...]:
         completions = (await subject.endpoint.generate(subject.request(n=n, seed=seed, max_tokens=16))).completions
@@ -138,8 +163,9 @@ async def several_completions(subject: EndpointSubject) -> None:
     )
 
 
+@check("E-28", look_at="a default seed, or a cache of answers")
 async def no_seed(subject: EndpointSubject) -> None:
-    """Send the same request without a seed, in turn and at once."""
+    """Without a seed, two equal requests get different answers."""
     answers = [await subject.generate(seed=None, max_tokens=16) for _ in range(2)]
     answers += await asyncio.gather(*(subject.generate(seed=None, max_tokens=16) for _ in range(2)))
     num_different = len({completion.token_ids for completion in answers})
@@ -225,82 +251,3 @@ def _chi_square_p(statistic: float, degrees: int) -> float:
     """Return the probability of a larger statistic."""
     halves = torch.tensor([degrees / 2, statistic / 2], dtype=torch.float64)
     return float(torch.special.gammaincc(halves[0], halves[1]))
-
-
-_LOOK_AT_FILTERS = (
-    "order of the filters, whether the kept set is renormalised, and which tensor the logprob is read from"
-)
-
-CHECKS = (
-    Check(
-        "E-12",
-        "tokens",
-        "Tokens are sampled at the temperature that was asked for, and logprobs are of the declared logprob_kind.",
-        "whether the logprob is read before or after the logits are divided by the temperature",
-        temperature,
-        deadline_s=60.0,
-        needs=("model",),
-    ),
-    Check(
-        "E-13",
-        "tokens",
-        "Under top-p no token outside the nucleus is sampled, and processed logprobs are renormalised over it.",
-        _LOOK_AT_FILTERS,
-        top_p,
-        deadline_s=60.0,
-        needs=("model",),
-    ),
-    Check(
-        "E-14",
-        "tokens",
-        "Under top-k and min-p no token outside the kept set is sampled, and filters apply in the order temperature, "
-        "top-k, top-p, min-p, or are refused together with UnsupportedError.",
-        _LOOK_AT_FILTERS,
-        top_k_and_min_p,
-        deadline_s=60.0,
-        needs=("model",),
-    ),
-    Check(
-        "E-15",
-        "tokens",
-        "Tokens are drawn from the distribution that was asked for, each independently of the one before.",
-        "the sampler itself: temperature, random numbers used twice, a generator that is made anew for every token",
-        draws,
-        deadline_s=60.0,
-        needs=("model",),
-    ),
-    Check(
-        "E-16",
-        "tokens",
-        "At temperature 0 every token is the most likely one, with the log-softmax of the unscaled logits.",
-        "what temperature 0 does to the logits, and whether greedy rows take another path",
-        greedy,
-        deadline_s=60.0,
-        needs=("model",),
-    ),
-    Check(
-        "E-17",
-        "tokens",
-        "The same seed gives the same tokens whatever else runs, and another seed gives others.",
-        "a generator per sequence, not one per batch or server",
-        seeds,
-        deadline_s=60.0,
-        needs=("seeds",),
-    ),
-    Check(
-        "E-18",
-        "tokens",
-        "A request for n completions gets n draws, and with a seed completion i depends on the seed and i only.",
-        "how the seed of completion i is made from the request's",
-        several_completions,
-        deadline_s=60.0,
-        needs=("seeds",),
-    ),
-    Check(
-        "E-28",
-        "tokens",
-        "Without a seed, two equal requests get different answers.",
-        "a default seed, or a cache of answers",
-        no_seed,
-    ),
-)

@@ -5,30 +5,33 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from inflight.conformance.checks import Check, fail, require
+from inflight.conformance.checks import check, fail, require
 from inflight.conformance.endpoint.aftermath import SLACK_S, require_old_weights, within
+from inflight.conformance.endpoint.control import require_open
 from inflight.conformance.endpoint.subject import EndpointSubject
-from inflight.conformance.reference import Weights
-from inflight.errors import FencedError, InflightError, UpdateRefusedError
-from inflight.wire import EndpointState, UpdateRef, WeightUpdate, WeightVersion
+from inflight.errors import FencedError, InflightError
+from inflight.wire import UpdateRef, WeightUpdate, WeightVersion
 
+LEVEL = "control"
 T = TypeVar("T")
-_REFUSED = (UpdateRefusedError,)
+_NAMES = "whether run, version and session are remembered of what is open, what is served, and what is over"
 
 
+@check("E-47", needs=("updates",), deadline_s=40, look_at=_NAMES)
 async def repeated_calls(subject: EndpointSubject) -> None:
-    """Make every call of a named session again: one session is committed, the next is aborted."""
+    """A call of a named session may be repeated: request, a bucket that has arrived, commit and abort change nothing
+    the second time and are answered as the first time."""
     publisher, endpoint = subject.publisher, subject.endpoint
     other = subject.reference.with_final_norm(-1.0, "B")
-    update = await publisher.request(other, session_id="first", bucket_bytes=_size_bytes(other) // 2)
+    update = await publisher.request(other, session_id="first", bucket_bytes=other.size_bytes // 2)
     await _again(endpoint.request_weight_update(update.model_copy()), "request_weight_update")
-    await _require_open(subject, update, "after request_weight_update was repeated")
+    await require_open(subject, update, "after request_weight_update was repeated")
     for index in range(len(update.buckets)):
         await publisher.send(update, other, index)
         for arrived in range(index + 1):
             await _again(endpoint.receive_weights(publisher.transfer(update, arrived)), f"bucket {arrived}")
         await _again(endpoint.request_weight_update(update.model_copy()), f"request_weight_update after bucket {index}")
-        await _require_open(subject, update, f"after the calls up to bucket {index} were repeated")
+        await require_open(subject, update, f"after the calls up to bucket {index} were repeated")
     answer = await publisher.commit(update)
     _require_same(answer, await _again(endpoint.commit_weight_update(update.ref), "the commit"), "the commit")
     await subject.require_serves(other, "after a session whose calls were repeated")
@@ -43,11 +46,13 @@ async def repeated_calls(subject: EndpointSubject) -> None:
     await subject.require_serves(other, "after a session that was aborted twice")
 
 
+@check("E-48", needs=("updates",), deadline_s=40, look_at=_NAMES)
 async def late_calls(subject: EndpointSubject) -> None:
-    """Make the calls of a session that was aborted, with no update open and then with the next attempt open."""
+    """A call of a named session that was aborted is refused, also one that its abort has overtaken, and disturbs no
+    update that is open."""
     publisher, endpoint = subject.publisher, subject.endpoint
     other = subject.reference.with_final_norm(-1.0, "B")
-    bucket_bytes = _size_bytes(other) // 2
+    bucket_bytes = other.size_bytes // 2
     first = await publisher.request(other, session_id="first", bucket_bytes=bucket_bytes)
     await publisher.send(first, other, 0)
     await publisher.abort(first)
@@ -64,7 +69,7 @@ async def late_calls(subject: EndpointSubject) -> None:
     for index in range(len(second.buckets)):
         for call, what in _calls(subject, first):
             await _require_refused(subject, call(), f"{what} of an aborted session, while the next one is open,")
-            await _require_open(subject, second, f"after {what} of an aborted session")
+            await require_open(subject, second, f"after {what} of an aborted session")
         await publisher.send(second, other, index)
     answer = await publisher.commit(second)
     require(
@@ -85,15 +90,22 @@ def _calls(subject: EndpointSubject, update: WeightUpdate) -> list[tuple[Callabl
     ]
 
 
+@check(
+    "E-49",
+    needs=("updates",),
+    deadline_s=40,
+    look_at="whether the epoch is looked at before anything of the open update is ended",
+)
 async def replaced_trainer(subject: EndpointSubject) -> None:
-    """Have a later epoch of the run take over, and the earlier one call while the later one's update is open."""
+    """Once a later epoch of a run has called, init_process_group and request_weight_update of an earlier one raise
+    FencedError, and the later one's group and update go on."""
     first, endpoint = subject.publisher, subject.endpoint
     other, third = subject.reference.with_final_norm(-1.0, "B"), subject.reference.with_final_norm(0.5, "C")
     earlier = subject.another_publisher(run_id=first.run_id, epoch=1)
     await earlier.publish(subject.reference.weights)
     later = subject.another_publisher(run_id=first.run_id, epoch=2)
     later.version = earlier.version
-    update = await later.request(other, session_id="later", bucket_bytes=_size_bytes(other) // 2)
+    update = await later.request(other, session_id="later", bucket_bytes=other.size_bytes // 2)
     calls: tuple[tuple[Callable[[], Awaitable[None]], str], ...] = (
         (lambda: endpoint.init_process_group(earlier.open_group(SLACK_S / 2)), "init_process_group"),
         (lambda: endpoint.request_weight_update(earlier.announcement(third)), "request_weight_update"),
@@ -103,7 +115,7 @@ async def replaced_trainer(subject: EndpointSubject) -> None:
             what = f"{method} of an earlier epoch"
             error = await subject.require_raises(within(SLACK_S, call(), what), (FencedError,), what)
             subject.note(**{method: str(error)})
-            await _require_open(subject, update, f"after {what} was refused")
+            await require_open(subject, update, f"after {what} was refused")
         await later.send(update, other, index)
     await later.commit(update)
     await subject.require_serves(other, "after the later epoch's update")
@@ -125,59 +137,10 @@ async def _again(call: Awaitable[T], what: str) -> T:
 
 
 async def _require_refused(subject: EndpointSubject, call: Awaitable[object], what: str) -> None:
-    await subject.require_raises(within(SLACK_S, call, what), _REFUSED, what)
-
-
-async def _require_open(subject: EndpointSubject, update: WeightUpdate, when: str) -> None:
-    found = await subject.endpoint.weight_version()
-    require(
-        found.state in (EndpointState.HELD, EndpointState.UPDATING) and found.updating_to == update.version,
-        f"{when}, the state is {found.state} (updating to {found.updating_to}), "
-        f"and the update to version {update.version} should be open",
-    )
+    await subject.require_refused(within(SLACK_S, call, what), what)
 
 
 def _require_same(first: WeightVersion, again: WeightVersion, what: str) -> None:
     """Require that two answers say the same of what is served."""
     served = [(a.state, UpdateRef(run_id=a.run_id or "none", version=a.version), a.session_id) for a in (first, again)]
     require(served[0] == served[1], f"{what} answered {served[1]}, the call before it {served[0]}")
-
-
-def _size_bytes(weights: Weights) -> int:
-    return sum(tensor.nbytes for tensor in weights.tensors.values())
-
-
-_NAMES = "whether run, version and session are remembered of what is open, what is served, and what is over"
-
-CHECKS = (
-    Check(
-        "E-47",
-        "control",
-        "A call of a named session may be repeated: request, a bucket that has arrived, commit and abort change "
-        "nothing the second time and are answered as the first time.",
-        _NAMES,
-        repeated_calls,
-        needs=("updates",),
-        deadline_s=40,
-    ),
-    Check(
-        "E-48",
-        "control",
-        "A call of a named session that was aborted is refused, also one that its abort has overtaken, and disturbs "
-        "no update that is open.",
-        _NAMES,
-        late_calls,
-        needs=("updates",),
-        deadline_s=40,
-    ),
-    Check(
-        "E-49",
-        "control",
-        "Once a later epoch of a run has called, init_process_group and request_weight_update of an earlier one "
-        "raise FencedError, and the later one's group and update go on.",
-        "whether the epoch is looked at before anything of the open update is ended",
-        replaced_trainer,
-        needs=("updates",),
-        deadline_s=40,
-    ),
-)

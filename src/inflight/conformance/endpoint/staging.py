@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 
-from inflight.conformance.checks import Check, require, skip
+from inflight.conformance.checks import check, require
 from inflight.conformance.endpoint.aftermath import SLACK_S, require_old_weights, settled, within
 from inflight.conformance.endpoint.holds import SERVED_S, require_all_whole
 from inflight.conformance.endpoint.subject import EndpointSubject
-from inflight.errors import UpdateRefusedError
 from inflight.wire import Completion, EndpointState, GenerateRequest, InFlightPolicy, WeightUpdate
 
+LEVEL = "control"
 _NUM_TOKENS = 300
 """Of each running request at first: it has to be there still when the commit comes."""
 _NUM_TOKENS_UNDISTURBED = 100
@@ -19,9 +19,16 @@ _UNIFORM_TOLERANCE = 1e-3
 """Of a logprob where all logits are zero, which every dtype computes with: what is left is the softmax's rounding."""
 
 
+@check(
+    "E-45",
+    needs=("updates", "spans", "staging"),
+    deadline_s=60,
+    look_at="whether buckets arrive beside the model and off the sampling thread, and who calls the hold",
+)
 async def sampling_goes_on(subject: EndpointSubject) -> None:
-    """Stage an update to a final norm of zeros, ask for tokens between its buckets, and look at what spans say."""
-    policy = _pausing(subject)
+    """While a staged update arrives the state is staging and sampling goes on from the old weights; only the commit
+    holds, and spans say where it was."""
+    policy = subject.pausing_policies()[0]
     for num_tokens in subject.lengths(_NUM_TOKENS):
         if num_both := await _stage_and_commit(subject, policy, num_tokens):
             break
@@ -37,7 +44,7 @@ async def _stage_and_commit(subject: EndpointSubject, policy: InFlightPolicy, nu
     before = publisher.version
     await publisher.form_group()
     running = await subject.start_running(_num_beside_another(subject), max_tokens=num_tokens)
-    update = await publisher.request(zeros, staged=True, in_flight=policy, bucket_bytes=_size_bytes(subject) // 3)
+    update = await publisher.request(zeros, staged=True, in_flight=policy, bucket_bytes=zeros.size_bytes // 3)
     meanwhile: list[tuple[GenerateRequest, Completion]] = []
     for num_arrived in range(len(update.buckets) + 1):
         if num_arrived:
@@ -88,9 +95,16 @@ def _require_two_weights(
         )
 
 
+@check(
+    "E-46",
+    needs=("updates", "staging"),
+    deadline_s=60,
+    look_at="what the end of an update undoes: a hold that there was not, requests, tensors that arrived",
+)
 async def given_up(subject: EndpointSubject) -> None:
-    """Abort a staged update half way, and leave another one to its lease, while requests run."""
-    policy, publisher = _pausing(subject), subject.publisher
+    """A staged update that is aborted, or whose lease ends, disturbs no running request, and the old weights serve
+    on."""
+    policy, publisher = subject.pausing_policies()[0], subject.publisher
     other = subject.reference.perturbed("B")
     update: WeightUpdate | None = None
     for ending in ("an abort", "the end of its lease"):
@@ -98,7 +112,7 @@ async def given_up(subject: EndpointSubject) -> None:
         running = await subject.start_running(_num_beside_another(subject), max_tokens=_NUM_TOKENS_UNDISTURBED)
         lease_s = 20.0 if ending == "an abort" else _LEASE_S
         update = await publisher.request(
-            other, staged=True, in_flight=policy, lease_s=lease_s, bucket_bytes=_size_bytes(subject) // 2
+            other, staged=True, in_flight=policy, lease_s=lease_s, bucket_bytes=other.size_bytes // 2
         )
         await publisher.send(update, other, 0)
         if ending == "an abort":
@@ -111,7 +125,7 @@ async def given_up(subject: EndpointSubject) -> None:
             versions = {span.version for span in completion.version_spans}
             require(versions == {publisher.version}, f"spans of {what} name versions {sorted(versions)}")
             subject.require_sampled_from(subject.reference.weights, request, completion, what)
-        await subject.require_raises(publisher.commit(update), (UpdateRefusedError,), f"a commit {when}")
+        await subject.require_refused(publisher.commit(update), f"a commit {when}")
         publisher.lose_group()
     await publisher.publish(other, staged=True, in_flight=policy)
     await subject.require_serves(other, "after a staged update that was committed")
@@ -127,41 +141,5 @@ async def _require_staging(subject: EndpointSubject, update: WeightUpdate, when:
     )
 
 
-def _pausing(subject: EndpointSubject) -> InFlightPolicy:
-    """Return a policy under which running requests go on after the update; skips if there is none."""
-    for policy in (InFlightPolicy.KEEP, InFlightPolicy.RECOMPUTE):
-        if policy in subject.capabilities.in_flight_policies:
-            return policy
-    skip("neither keep nor recompute is declared")
-
-
 def _num_beside_another(subject: EndpointSubject) -> int:
     return max(1, min(2, subject.capabilities.max_concurrent_sequences - 1))
-
-
-def _size_bytes(subject: EndpointSubject) -> int:
-    return sum(tensor.nbytes for tensor in subject.reference.weights.tensors.values())
-
-
-CHECKS = (
-    Check(
-        "E-45",
-        "control",
-        "While a staged update arrives the state is staging and sampling goes on from the old weights; only the "
-        "commit holds, and spans say where it was.",
-        "whether buckets arrive beside the model and off the sampling thread, and who calls the hold",
-        sampling_goes_on,
-        needs=("updates", "spans", "staging"),
-        deadline_s=60,
-    ),
-    Check(
-        "E-46",
-        "control",
-        "A staged update that is aborted, or whose lease ends, disturbs no running request, and the old weights "
-        "serve on.",
-        "what the end of an update undoes: a hold that there was not, requests, tensors that arrived",
-        given_up,
-        needs=("updates", "staging"),
-        deadline_s=60,
-    ),
-)

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-from inflight.conformance.checks import CheckSkipped, fail, require
+from inflight.conformance.checks import CheckSkipped, fail, require, skip
 from inflight.conformance.endpoint.failing import FailingEngine, engines_that_fail
 from inflight.conformance.endpoint.opening import Opened, opened
 from inflight.conformance.endpoint.publishing import SteppedPublisher
@@ -23,7 +23,7 @@ from inflight.conformance.models import make_tiny_model
 from inflight.conformance.reference import Reference, Weights
 from inflight.conformance.targets import EndpointTarget
 from inflight.contracts import InferenceEndpoint, StreamingEndpoint
-from inflight.errors import InflightError
+from inflight.errors import InflightError, UpdateRefusedError
 from inflight.wire import (
     Backend,
     Capabilities,
@@ -58,20 +58,22 @@ class EndpointSubject:
     """An endpoint under check, in this process. Satisfies `inflight.conformance.judge.Subject`."""
 
     def __init__(self, target: EndpointTarget, directory: Path, start_deadline_s: float) -> None:
-        self._target = target
-        self._directory = directory
+        self.target = target
+        self.directory = directory
+        """For files; its content lasts as long as the kit."""
         self._start_deadline_s = start_deadline_s
         self._runner = asyncio.Runner()
         self._stack = contextlib.AsyncExitStack()
         self._per_check = contextlib.AsyncExitStack()
-        self._evidence: dict[str, Any] = {}
+        self.evidence: dict[str, Any] = {}
         self._num_requests = 0
         self._unknown_weights = False
         self._is_suspect = False
         """The check before failed: see whether the endpoint still generates."""
         self._gone: Exception | None = None
         """Why the endpoint did not come back before the check before."""
-        self._opened: Opened
+        self.opened: Opened
+        """The endpoint with its URL and process, if it has any."""
         self._failing: FailingEngine | None = None
         self.capabilities: Capabilities
         """What the endpoint declared when it was opened."""
@@ -104,9 +106,9 @@ class EndpointSubject:
     @property
     def facts(self) -> Mapping[str, Any]:
         """See `Subject.facts`."""
-        flags = {str(key): str(value) for key, value in self._target.options.items()}
+        flags = {str(key): str(value) for key, value in self.target.options.items()}
         if self._reference is not None:
-            flags["model"] = str(self._target.model or "the kit's own")
+            flags["model"] = str(self.target.model or "the kit's own")
         return {
             "implementation": self.capabilities.engine,
             "implementation_version": self.capabilities.engine_version,
@@ -114,25 +116,20 @@ class EndpointSubject:
             "flags": flags,
         }
 
-    @property
-    def evidence(self) -> dict[str, Any]:
-        """See `Subject.evidence`."""
-        return self._evidence
-
     def missing(self, needs: tuple[str, ...]) -> str | None:
         """See `Subject.missing`. Needs are the keys below, and any policy, transport that stores, or encoding."""
         declared = self.capabilities
-        has_weights = self._reference is not None
+        unknown = None if self._reference is not None else "the served checkpoint is not known; give it with --model"
         reasons = {
-            "model": None if has_weights else "the served checkpoint is not known; give it with --model",
-            "updates": None if has_weights else "the served checkpoint is not known; give it with --model",
+            "model": unknown,
+            "updates": unknown,
             "streaming": None if declared.streaming else "streaming is not declared",
             "chat": None if declared.chat else "chat is not declared",
             "seeds": None if declared.seeds else "seeds are not declared",
             "spans": None if declared.version_binding == "spans" else f"version binding is {declared.version_binding}",
-            "fresh": None if self._target.url is None else "the kit cannot start another server of a URL; see --serve",
-            "url": None if self._opened.url is not None else "not a server that speaks HTTP",
-            "process": None if self._opened.process is not None else "not a server that the kit started; see --serve",
+            "fresh": None if self.target.url is None else "the kit cannot start another server of a URL; see --serve",
+            "url": None if self.opened.url is not None else "not a server that speaks HTTP",
+            "process": None if self.opened.process is not None else "not a server that the kit started; see --serve",
             "failing": None
             if self._failing is not None
             else "it takes weights in another process, or not by an UpdateReceiver: no apply can be made to fail",
@@ -144,16 +141,15 @@ class EndpointSubject:
         for store in STORES:
             reasons[store] = self._why_not_stored(store)
         for policy in InFlightPolicy:
-            reasons[policy.value] = (
-                None if policy in declared.in_flight_policies else f"in-flight policy {policy} is not declared"
-            )
+            is_declared = policy in declared.in_flight_policies
+            reasons[policy.value] = None if is_declared else f"in-flight policy {policy} is not declared"
         return next((reason for need in needs if (reason := reasons[need]) is not None), None)
 
     def _why_not_stored(self, store: Backend) -> str | None:
         """Return why the kit cannot bring weights over a transport that stores; None if it can."""
         if store not in self.capabilities.transports:
             return f"transport {store} is not declared"
-        host = urlsplit(self._opened.url or "").hostname
+        host = urlsplit(self.opened.url or "").hostname
         if host not in (None, "localhost", "127.0.0.1", "::1"):
             return f"the endpoint at {host} may not see what the kit stores on this host"
         return None
@@ -163,7 +159,7 @@ class EndpointSubject:
 
         One that the kit made is made anew if it does not come back, once; what is gone then is not waited for again.
         """
-        if self._gone is not None and self._target.url is None:
+        if self._gone is not None and self.target.url is None:
             raise self._gone
         try:
             self._runner.run(self._prepare())
@@ -184,7 +180,7 @@ class EndpointSubject:
 
     def close(self) -> None:
         """See `Subject.close`. A server that goes on is left with the weights of its checkpoint."""
-        if self._target.url is not None and self._reference is not None and self._unknown_weights:
+        if self.target.url is not None and self._reference is not None and self._unknown_weights:
             with contextlib.suppress(Exception):
                 self._runner.run(asyncio.wait_for(self._prepare(), _RESTORE_S))
         with contextlib.suppress(Exception):
@@ -197,7 +193,7 @@ class EndpointSubject:
     @property
     def endpoint(self) -> InferenceEndpoint:
         """The endpoint."""
-        return self._opened.endpoint
+        return self.opened.endpoint
 
     @property
     def streaming(self) -> StreamingEndpoint:
@@ -205,11 +201,6 @@ class EndpointSubject:
         if not isinstance(self.endpoint, StreamingEndpoint):
             fail(f"streaming is declared, but {type(self.endpoint).__name__} has no generate_stream")
         return self.endpoint
-
-    @property
-    def opened(self) -> Opened:
-        """The endpoint with its URL and process, if it has any."""
-        return self._opened
 
     @property
     def failing(self) -> FailingEngine:
@@ -226,21 +217,11 @@ class EndpointSubject:
     @property
     def tolerance(self) -> float:
         """Largest difference of a logprob that counts as equal."""
-        return self._target.tolerance or TOLERANCES.get(self.capabilities.dtype, 0.25)
-
-    @property
-    def target(self) -> EndpointTarget:
-        """What was asked for."""
-        return self._target
-
-    @property
-    def directory(self) -> Path:
-        """A directory for files; its content lasts as long as the kit."""
-        return self._directory
+        return self.target.tolerance or TOLERANCES.get(self.capabilities.dtype, 0.25)
 
     def note(self, **evidence: Any) -> None:
         """Add to the evidence of the present check."""
-        self._evidence.update(evidence)
+        self.evidence.update(evidence)
 
     async def enter(self, context: contextlib.AbstractAsyncContextManager[Any]) -> Any:
         """Enter a context that is left when the present check ends, however it ends."""
@@ -248,7 +229,7 @@ class EndpointSubject:
 
     async def fresh(self, model: Path) -> Opened:
         """Start another endpoint that serves ``model``, until the present check ends. Needs ``fresh``."""
-        found: Opened = await self.enter(opened(self._target, model, self._directory, self._start_deadline_s))
+        found: Opened = await self.enter(opened(self.target, model, self.directory, self._start_deadline_s))
         return found
 
     def another_publisher(
@@ -265,7 +246,7 @@ class EndpointSubject:
             run_id=run_id,
             epoch=epoch,
             backend=backend,
-            directory=self._directory / "updates" if backend == "file" else None,
+            directory=self.directory / "updates" if backend == "file" else None,
         )
         self.publisher.touched = True
         self._per_check.callback(other.lose_group)
@@ -273,9 +254,9 @@ class EndpointSubject:
 
     async def another_connection(self) -> InferenceEndpoint:
         """Return the same endpoint, by a client of its own where it speaks HTTP, until the present check ends."""
-        if self._opened.url is None:
+        if self.opened.url is None:
             return self.endpoint
-        client: InferenceEndpoint = await self.enter(contextlib.aclosing(self._opened.another_client()))
+        client: InferenceEndpoint = await self.enter(contextlib.aclosing(self.opened.another_client()))
         return client
 
     async def another_client(self) -> InferenceEndpoint:
@@ -283,9 +264,9 @@ class EndpointSubject:
 
         Without a server there is one client only, and it is returned.
         """
-        if self._opened.connect is None:
+        if self.opened.connect is None:
             return self.endpoint
-        client: InferenceEndpoint = await self.enter(contextlib.aclosing(self._opened.connect()))
+        client: InferenceEndpoint = await self.enter(contextlib.aclosing(self.opened.connect()))
         return client
 
     # ------------------------------------------------------------------------------------------------- generation
@@ -308,6 +289,13 @@ class EndpointSubject:
     def _declared(self, sampling: dict[str, Any]) -> dict[str, Any]:
         """Return the parameters without a seed where none may be asked for."""
         return sampling if self.capabilities.seeds else {**sampling, "seed": None}
+
+    def pausing_policies(self) -> list[InFlightPolicy]:
+        """Return the declared policies under which requests go on after an update; skips if there is none."""
+        policies = (InFlightPolicy.KEEP, InFlightPolicy.RECOMPUTE)
+        if declared := [policy for policy in policies if policy in self.capabilities.in_flight_policies]:
+            return declared
+        skip("neither keep nor recompute is declared: no request runs on across an update")
 
     def repeatable(self, seed: int) -> dict[str, Any]:
         """Return parameters under which a prompt gets the same tokens again: a seed, else greedy decoding."""
@@ -425,13 +413,17 @@ class EndpointSubject:
             fail(f"{what} raised {type(error).__name__} ({error}) where {names} is due")
         fail(f"{what} was accepted (answer: {str(answer)[:200]}) where {names} is due")
 
+    async def require_refused(self, call: Any, what: str) -> InflightError:
+        """Require that awaiting ``call`` raises `UpdateRefusedError`; return it."""
+        return await self.require_raises(call, (UpdateRefusedError,), what)
+
     # ---------------------------------------------------------------------------------------------------- inside
 
     async def _open(self) -> None:
         model = None if self._reference is None else self._reference.path
         with engines_that_fail() as made:
-            self._opened = await self._stack.enter_async_context(
-                opened(self._target, model, self._directory, self._start_deadline_s)
+            self.opened = await self._stack.enter_async_context(
+                opened(self.target, model, self.directory, self._start_deadline_s)
             )
         self._failing = made[-1] if made else None
         async with asyncio.timeout(self._start_deadline_s):
@@ -453,10 +445,10 @@ class EndpointSubject:
             if usable and self._is_suspect:
                 await self._require_generates()
         except Exception:  # an adapter around a dead engine may raise anything
-            if self._target.url is not None:
+            if self.target.url is not None:
                 raise
             usable = False
-        if not usable and self._target.url is None:
+        if not usable and self.target.url is None:
             await self._reopen()
             if self._is_suspect:
                 await self._require_generates()
@@ -484,7 +476,7 @@ class EndpointSubject:
                 fail(f"weight_version() gave no answer within {patience_s:g} s")
             waited_s = time.monotonic() - started
             is_ready = version.state is EndpointState.READY
-            if is_ready and (version.num_running == 0 or (self._target.url and waited_s > _IDLE_WAIT_S)):
+            if is_ready and (version.num_running == 0 or (self.target.url and waited_s > _IDLE_WAIT_S)):
                 return True
             if version.state is EndpointState.POISONED or waited_s > patience_s:
                 return False

@@ -6,19 +6,28 @@ import asyncio
 import math
 import time
 
-from inflight.conformance.checks import Check, fail, require, skip
+from inflight.conformance.checks import check, fail, require, skip
+from inflight.conformance.endpoint.aftermath import until_running
 from inflight.conformance.endpoint.repeats import require_repeated
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.errors import InvalidRequestError
 from inflight.wire import Completion, EndpointState, GenerateRequest, check_spans
 
+LEVEL = "tokens"
 _GONE_S = 5.0
 """From the moment that a caller leaves to the moment that nothing of its request runs."""
 _MOST_COMPLETIONS = 1024
 
 
+@check(
+    "E-10",
+    needs=("model",),
+    deadline_s=40,
+    look_at="whether ids pass through text, whether a first token is added, and which step a logprob is read from",
+)
 async def ids_as_sent(subject: EndpointSubject) -> None:
-    """Send prompts that no text encodes to."""
+    """The token ids of a prompt are used as they are: logprobs are those of the reference behind the same ids."""
+    # Prompts that no text encodes to.
     prompts = [subject.prompt(length, seed=length) for length in (1, 2, 3, 12, 40)]
     prompts.append(tuple(range(subject.capabilities.vocab_size - 8, subject.capabilities.vocab_size)))
     prompts.append((subject.prompt(1, seed=5)[0],) * 9)
@@ -34,8 +43,9 @@ async def ids_as_sent(subject: EndpointSubject) -> None:
         )
 
 
+@check("E-11", look_at="how the answer is put together from what the engine reports")
 async def one_logprob_per_token(subject: EndpointSubject) -> None:
-    """Look at every field of an answer."""
+    """Every sampled token is listed with one finite logprob and covered by a version span, under the request's id."""
     request = subject.request(n=3, max_tokens=32)
     response = await subject.endpoint.generate(request)
     version = (await subject.endpoint.weight_version()).version
@@ -62,8 +72,11 @@ async def one_logprob_per_token(subject: EndpointSubject) -> None:
     subject.note(completions=len(indexes), tokens=sum(len(c.token_ids) for c in response.completions))
 
 
+@check(
+    "E-22", deadline_s=60, look_at="where requests are tested: before the engine truncates them or looks them up by id"
+)
 async def refusals(subject: EndpointSubject) -> None:
-    """Send what does not fit, and an id that is in use, beside a running request."""
+    """A request that does not fit, or whose id is in use, is refused with InvalidRequestError and disturbs nothing."""
     longest, refusal = subject.capabilities.max_model_len, (InvalidRequestError,)
     num_tokens = min(300, longest - len(subject.prompt()))
     ((running, answer),) = await subject.start_running(1, max_tokens=num_tokens)
@@ -85,8 +98,14 @@ async def refusals(subject: EndpointSubject) -> None:
     require(len(again.completions[0].token_ids) == 4, "an id whose request had ended was not served anew")
 
 
+@check(
+    "E-25",
+    deadline_s=60,
+    look_at="whether a cancelled call or a closed connection aborts the request inside the engine",
+)
 async def a_caller_leaves(subject: EndpointSubject) -> None:
-    """Cancel a request of so many long completions that it cannot have ended by itself."""
+    """A request ends when its caller leaves: nothing of it runs a few seconds later."""
+    # So many long completions that the request cannot have ended by itself.
     wanted = min(_MOST_COMPLETIONS, 4 * subject.capabilities.max_concurrent_sequences)
     ((_, answer),) = await subject.start_running(1, n=wanted)
     answer.cancel()
@@ -108,8 +127,14 @@ async def a_caller_leaves(subject: EndpointSubject) -> None:
         await _require_idle(subject, "generate_stream")
 
 
+@check(
+    "E-26",
+    needs=("model",),
+    deadline_s=60,
+    look_at="the attention mask and positions of a batch, and how answers find their requests",
+)
 async def neighbours(subject: EndpointSubject) -> None:
-    """Decode greedily alone, and beside sixteen other requests, whose answers are looked at as well."""
+    """Requests that run at once do not disturb one another: each gets its own answer, as if it were alone."""
     num_others = min(16, subject.capabilities.max_concurrent_sequences - 1)
     if num_others < 1:
         skip("one sequence runs at a time")
@@ -141,55 +166,5 @@ def _difference(subject: EndpointSubject, request: GenerateRequest, completion: 
 
 async def _require_idle(subject: EndpointSubject, call: str) -> None:
     left = time.monotonic()
-    while (num_running := (await subject.endpoint.weight_version()).num_running) > 0:
-        require(
-            time.monotonic() < left + _GONE_S,
-            f"{_GONE_S:g} s after the caller of {call} left, {num_running} sequences run",
-        )
-        await asyncio.sleep(0.01)
+    await until_running(subject, 0, _GONE_S, f"the request whose caller left {call} was still running")
     subject.note(**{f"seconds until idle, {call}": round(time.monotonic() - left, 3)})
-
-
-CHECKS = (
-    Check(
-        "E-10",
-        "tokens",
-        "The token ids of a prompt are used as they are: logprobs are those of the reference behind the same ids.",
-        "whether ids pass through text, whether a first token is added, and which step a logprob is read from",
-        ids_as_sent,
-        deadline_s=40.0,
-        needs=("model",),
-    ),
-    Check(
-        "E-11",
-        "tokens",
-        "Every sampled token is listed with one finite logprob and covered by a version span, under the request's id.",
-        "how the answer is put together from what the engine reports",
-        one_logprob_per_token,
-    ),
-    Check(
-        "E-22",
-        "tokens",
-        "A request that does not fit, or whose id is in use, is refused with InvalidRequestError and disturbs nothing.",
-        "where requests are tested: before the engine truncates them or looks them up by id",
-        refusals,
-        deadline_s=60.0,
-    ),
-    Check(
-        "E-25",
-        "tokens",
-        "A request ends when its caller leaves: nothing of it runs a few seconds later.",
-        "whether a cancelled call or a closed connection aborts the request inside the engine",
-        a_caller_leaves,
-        deadline_s=60.0,
-    ),
-    Check(
-        "E-26",
-        "tokens",
-        "Requests that run at once do not disturb one another: each gets its own answer, as if it were alone.",
-        "the attention mask and positions of a batch, and how answers find their requests",
-        neighbours,
-        deadline_s=60.0,
-        needs=("model",),
-    ),
-)

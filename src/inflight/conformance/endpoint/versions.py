@@ -8,12 +8,13 @@ the reference says for every in-flight policy what each token's logprob has to b
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import torch
 
-from inflight.conformance.checks import Check, fail, require
+from inflight.conformance.checks import check, fail, require
+from inflight.conformance.endpoint.holds import Running, start
 from inflight.conformance.endpoint.subject import EndpointSubject, cancelled_at_the_end
 from inflight.conformance.reference import Weights, chosen, distribution
 from inflight.contracts import StreamingEndpoint
@@ -21,11 +22,11 @@ from inflight.wire import (
     Completion,
     CompletionChunk,
     GenerateRequest,
-    GenerateResponse,
     InFlightPolicy,
     VersionSpan,
 )
 
+LEVEL = "versions"
 _SHARPNESS = 4.0
 """Factor on the final norm of both colours: few tokens are likely under both then."""
 _NUM_UPDATES = 4
@@ -33,6 +34,7 @@ _NUM_TOKENS = 600
 """Of each running request: enough for a few updates."""
 _DECISIVE = 5.0
 """Difference of a token's logprobs under A and B, in nats, beyond which its colour is certain."""
+_LOOK_AT = "when the version of a token is noted: at its sampling, in the step that used the weights, not at admission"
 
 
 def two_colours(subject: EndpointSubject) -> tuple[Weights, Weights]:
@@ -69,18 +71,13 @@ def check_spans(
     return len(versions), int(((claimed_T - other_T).abs() > _DECISIVE).sum())
 
 
-async def spans_under_keep(subject: EndpointSubject) -> None:
-    """Alternate under ``keep``."""
-    await _alternate(subject, InFlightPolicy.KEEP)
-
-
-async def spans_under_recompute(subject: EndpointSubject) -> None:
-    """Alternate under ``recompute``."""
-    await _alternate(subject, InFlightPolicy.RECOMPUTE)
-
-
-async def _alternate(subject: EndpointSubject, policy: InFlightPolicy) -> None:
-    """Publish A, B, A, B while requests run and others come and go; require exact spans of every completion."""
+@check("U-20", needs=("updates", "spans", "keep"), deadline_s=40, look_at=_LOOK_AT, policy=InFlightPolicy.KEEP)
+@check(
+    "U-21", needs=("updates", "spans", "recompute"), deadline_s=40, look_at=_LOOK_AT, policy=InFlightPolicy.RECOMPUTE
+)
+async def spans_while_requests_go_on(subject: EndpointSubject, policy: InFlightPolicy) -> None:
+    """Under {policy}, every token's span names the version whose weights it was sampled from, over any number of
+    updates."""
     colours = two_colours(subject)
     publisher = subject.publisher
     await publisher.publish(colours[0])
@@ -88,24 +85,17 @@ async def _alternate(subject: EndpointSubject, policy: InFlightPolicy) -> None:
     running = await subject.start_running(4, max_tokens=min(_NUM_TOKENS, subject.capabilities.max_model_len // 2))
     for i in range(_NUM_UPDATES):
         await asyncio.sleep(0.03)
-        running += await _start(subject, 4, 24)
+        running += await start(subject, 4, 24)
         await publisher.publish(colours[(i + 1) % 2], in_flight=policy)
         published[publisher.version] = colours[(i + 1) % 2]
     seen = await _check_all(subject, running, published)
     require(len(seen) > 2, f"the running requests saw versions {sorted(seen)} only: nothing was in flight")
 
 
-async def spans_under_drain(subject: EndpointSubject) -> None:
-    """Alternate under ``drain``; no completion has tokens of two versions."""
-    await _alternate_with_an_end(subject, InFlightPolicy.DRAIN)
-
-
-async def spans_under_abort(subject: EndpointSubject) -> None:
-    """Alternate under ``abort``; no completion has tokens of two versions."""
-    await _alternate_with_an_end(subject, InFlightPolicy.ABORT)
-
-
-async def _alternate_with_an_end(subject: EndpointSubject, policy: InFlightPolicy) -> None:
+@check("U-22", needs=("updates", "drain"), deadline_s=40, look_at=_LOOK_AT, policy=InFlightPolicy.DRAIN)
+@check("U-23", needs=("updates", "abort"), deadline_s=40, look_at=_LOOK_AT, policy=InFlightPolicy.ABORT)
+async def spans_of_requests_that_end(subject: EndpointSubject, policy: InFlightPolicy) -> None:
+    """Under {policy}, a completion has tokens of one version only, and names it."""
     colours = two_colours(subject)
     publisher = subject.publisher
     await publisher.publish(colours[0])
@@ -125,11 +115,12 @@ async def _alternate_with_an_end(subject: EndpointSubject, policy: InFlightPolic
                 f"a request that ran before version {publisher.version} was published names {versions}",
             )
             check_spans(subject, request, completion, published)
-    await _check_all(subject, await _start(subject, 4, 24), published)
+    await _check_all(subject, await start(subject, 4, 24), published)
 
 
+@check("U-24", needs=("updates", "spans", "streaming"), deadline_s=40, look_at=_LOOK_AT)
 async def streamed_versions(subject: EndpointSubject) -> None:
-    """Alternate while a stream runs; every chunk names the version of its tokens."""
+    """Every chunk of a stream names the version that sampled its tokens."""
     colours = two_colours(subject)
     publisher, endpoint = subject.publisher, subject.endpoint
     assert isinstance(endpoint, StreamingEndpoint)
@@ -166,12 +157,13 @@ async def streamed_versions(subject: EndpointSubject) -> None:
     check_spans(subject, request, completion, published)
 
 
+@check("U-25", needs=("updates",), deadline_s=40, look_at=_LOOK_AT)
 async def single_version(subject: EndpointSubject) -> None:
-    """Ask between updates, when only one version can have sampled anything."""
+    """A completion that ran under one version names that version, whatever the version binding."""
     colours = two_colours(subject)
     for i in range(3):
         answer = await subject.publisher.publish(colours[i % 2])
-        running = await _start(subject, 4, 16)
+        running = await start(subject, 4, 16)
         await _check_all(subject, running, {answer.version: colours[i % 2]})
 
 
@@ -179,19 +171,9 @@ def _short(spans: Sequence[VersionSpan]) -> list[tuple[int, int, int]]:
     return [(span.version, span.start, span.end) for span in spans]
 
 
-async def _start(
-    subject: EndpointSubject, num: int, max_tokens: int
-) -> list[tuple[GenerateRequest, asyncio.Task[GenerateResponse]]]:
-    """Start requests that may end at any time."""
-    requests = [subject.request(subject.prompt(seed=i), max_tokens=max_tokens, seed=i) for i in range(num)]
-    tasks = [asyncio.ensure_future(subject.endpoint.generate(request)) for request in requests]
-    await subject.enter(cancelled_at_the_end(tasks))
-    return list(zip(requests, tasks, strict=True))
-
-
 async def _check_all(
     subject: EndpointSubject,
-    running: Sequence[tuple[GenerateRequest, asyncio.Task[GenerateResponse]]],
+    running: Running,
     published: Mapping[int, Weights],
 ) -> set[int]:
     """Require exact spans of every completion; return the versions that they name."""
@@ -205,54 +187,3 @@ async def _check_all(
     subject.note(**{"tokens": num_tokens, "tokens of one colour": num_decisive, "versions named": sorted(seen)})
     require(num_decisive > num_tokens / 4, f"only {num_decisive} of {num_tokens} tokens tell their colour")
     return seen
-
-
-_LOOK_AT = "when the version of a token is noted: at its sampling, in the step that used the weights, not at admission"
-
-
-def _check(id: str, sentence: str, function: Callable[[EndpointSubject], Awaitable[None]], *needs: str) -> Check:
-    return Check(id, "versions", sentence, _LOOK_AT, function, needs=("updates", *needs), deadline_s=40)
-
-
-CHECKS = (
-    _check(
-        "U-20",
-        "Under keep, every token's span names the version whose weights it was sampled from, over any number of "
-        "updates.",
-        spans_under_keep,
-        "spans",
-        "keep",
-    ),
-    _check(
-        "U-21",
-        "Under recompute, every token's span names the version whose weights it was sampled from, over any number of "
-        "updates.",
-        spans_under_recompute,
-        "spans",
-        "recompute",
-    ),
-    _check(
-        "U-22",
-        "Under drain, a completion has tokens of one version only, and names it.",
-        spans_under_drain,
-        "drain",
-    ),
-    _check(
-        "U-23",
-        "Under abort, a completion has tokens of one version only, and names it.",
-        spans_under_abort,
-        "abort",
-    ),
-    _check(
-        "U-24",
-        "Every chunk of a stream names the version that sampled its tokens.",
-        streamed_versions,
-        "spans",
-        "streaming",
-    ),
-    _check(
-        "U-25",
-        "A completion that ran under one version names that version, whatever the version binding.",
-        single_version,
-    ),
-)

@@ -7,26 +7,34 @@ import time
 
 import torch
 
-from inflight.conformance.checks import Check, require, skip
+from inflight.conformance.checks import check, require, skip
 from inflight.conformance.endpoint.publishing import SteppedPublisher, specs_of
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.models import make_tiny_model
 from inflight.conformance.reference import Reference, Weights, chosen
-from inflight.errors import UpdateRefusedError
 from inflight.wire import EndpointState, TensorSpec
 
+LEVEL = "weights"
 _SOAK_UPDATES = 200
+_LOAD = "how received tensors are loaded: transposed, cast on the way, fused in another order, or left out"
+_REFUSE = "whether request_weight_update compares names, shapes and dtypes with the model before anything is held"
 
 
+@check("U-01", needs=("updates",), look_at=_LOAD)
 async def identity_update(subject: EndpointSubject) -> None:
-    """Publish the weights that are served already."""
+    """An update that brings the weights that are served already leaves every logprob as it was."""
     await subject.require_serves(subject.reference.weights, "before the update")
     await subject.publisher.publish(subject.reference.weights)
     await subject.require_serves(subject.reference.weights, "after the update")
 
 
+@check(
+    "U-02",
+    needs=("updates",),
+    look_at="whether the commit switches to the tensors that arrived, all of them and at once",
+)
 async def doubled_final_norm(subject: EndpointSubject) -> None:
-    """Publish weights whose logits are exactly twice as large."""
+    """A changed tensor changes the logprobs as arithmetic says: a doubled final norm doubles every logit."""
     doubled = subject.reference.with_final_norm(2.0, "A with its final norm doubled")
     gap = await subject.difference_from(doubled)
     require(gap > 2 * subject.tolerance, f"before the update, logprobs differ by {gap:.3g} only: nothing could be told")
@@ -34,8 +42,13 @@ async def doubled_final_norm(subject: EndpointSubject) -> None:
     await subject.require_serves(doubled, "after the update")
 
 
+@check(
+    "U-03",
+    needs=("updates",),
+    look_at="whether V is the vocabulary that the head computes, and padding rows are left out of it",
+)
 async def zeroed_final_norm(subject: EndpointSubject) -> None:
-    """Publish weights whose logits are all zero."""
+    """With a final norm of zeros every token has the logprob -ln V."""
     await subject.publisher.publish(subject.reference.with_final_norm(0.0, "A with its final norm zeroed"))
     completion = await subject.generate(max_tokens=32)
     uniform = -math.log(subject.capabilities.vocab_size)
@@ -47,20 +60,24 @@ async def zeroed_final_norm(subject: EndpointSubject) -> None:
     )
 
 
+@check("U-04", needs=("updates",), look_at=_REFUSE)
 async def missing_tensor(subject: EndpointSubject) -> None:
-    """Announce all tensors but the final norm."""
+    """An update that lacks a tensor is refused when it is requested, and the old weights serve on."""
     specs = [spec for spec in specs_of(subject.reference.weights) if spec.name != subject.reference.final_norm]
     await _require_refused(subject, specs, "an update without the final norm")
 
 
+@check("U-05", needs=("updates",), look_at=_REFUSE)
 async def unknown_tensor(subject: EndpointSubject) -> None:
-    """Announce a tensor that the model does not have."""
+    """An update with a tensor that the model does not have is refused when it is requested, and the old weights serve
+    on."""
     extra = TensorSpec(name="model.layers.999.made.up.weight", dtype="float32", shape=(2, 2))
     await _require_refused(subject, [*specs_of(subject.reference.weights), extra], f"an update with {extra.name}")
 
 
+@check("U-06", needs=("updates",), look_at=_REFUSE)
 async def misshapen_tensor(subject: EndpointSubject) -> None:
-    """Announce a tensor of another shape."""
+    """An update with a tensor of another shape is refused when it is requested, and the old weights serve on."""
     specs = [
         spec.model_copy(update={"shape": (*spec.shape[:-1], spec.shape[-1] + 1)})
         if spec.name == subject.reference.final_norm
@@ -70,8 +87,9 @@ async def misshapen_tensor(subject: EndpointSubject) -> None:
     await _require_refused(subject, specs, "an update whose final norm is one element longer")
 
 
+@check("U-07", needs=("updates",), look_at=_REFUSE)
 async def wrong_dtype(subject: EndpointSubject) -> None:
-    """Announce a tensor of another dtype."""
+    """An update with a tensor of another dtype is refused when it is requested, and the old weights serve on."""
     specs = specs_of(subject.reference.weights)
     other = "bfloat16" if specs[0].dtype != "bfloat16" else "float16"
     changed = [s.model_copy(update={"dtype": other}) if s.name == subject.reference.final_norm else s for s in specs]
@@ -81,14 +99,17 @@ async def wrong_dtype(subject: EndpointSubject) -> None:
 async def _require_refused(subject: EndpointSubject, specs: list[TensorSpec], what: str) -> None:
     await subject.publisher.form_group()
     update = subject.publisher.announcement(subject.reference.weights, specs=specs)
-    error = await subject.require_raises(subject.endpoint.request_weight_update(update), (UpdateRefusedError,), what)
+    error = await subject.require_refused(subject.endpoint.request_weight_update(update), what)
     subject.note(refusal=str(error))
     await subject.require_state(EndpointState.READY, f"after {what} was refused")
     await subject.require_serves(subject.reference.weights, f"after {what} was refused")
 
 
+@check(
+    "U-08", needs=("updates",), look_at=f"{_LOAD}; the head and the norms are the ones that are forgotten most often"
+)
 async def every_tensor(subject: EndpointSubject) -> None:
-    """Publish weights of which every tensor differs."""
+    """Every tensor of an update lands: logprobs are those of transformers under the new weights."""
     other = subject.reference.perturbed("B, of which every tensor differs")
     gap = await subject.difference_from(other)
     require(gap > 2 * subject.tolerance, f"before the update, logprobs differ by {gap:.3g} only: nothing could be told")
@@ -98,8 +119,14 @@ async def every_tensor(subject: EndpointSubject) -> None:
     await subject.require_serves(subject.reference.weights, "after the way back")
 
 
+@check(
+    "U-09",
+    needs=("updates",),
+    deadline_s=60,
+    look_at="whether the head keeps a copy of its own, packed or quantised, that the update does not reach",
+)
 async def tied_head(subject: EndpointSubject) -> None:
-    """Publish another embedding to a model whose head is the embedding."""
+    """Where the head is tied to the embedding, an update of the embedding changes both."""
     if subject.reference.is_tied:
         reference, endpoint, publisher = subject.reference, subject.endpoint, subject.publisher
     else:
@@ -123,10 +150,15 @@ async def tied_head(subject: EndpointSubject) -> None:
     require(gap <= subject.tolerance, f"after an update of the embedding, logprobs differ by up to {gap:.3g}")
 
 
+@check(
+    "U-10",
+    needs=("updates",),
+    look_at="whether each bucket is staged beside the earlier ones, and what a commit forgets",
+)
 async def several_buckets(subject: EndpointSubject) -> None:
-    """Publish the same weights in one bucket and in many."""
+    """The same tensors in one bucket, in several, and in one bucket each give the same logprobs."""
     other = subject.reference.perturbed("B")
-    total = sum(tensor.nbytes for tensor in other.tensors.values())
+    total = other.size_bytes
     for weights, bucket_bytes in ((other, total // 9), (subject.reference.weights, 1), (other, total)):
         update = await subject.publisher.request(weights, bucket_bytes=bucket_bytes)
         for index in range(len(update.buckets)):
@@ -135,8 +167,11 @@ async def several_buckets(subject: EndpointSubject) -> None:
         await subject.require_serves(weights, f"after an update in {len(update.buckets)} buckets")
 
 
+@check(
+    "U-11", needs=("updates",), look_at="whether tensors are told by their name in the manifest or by their place in it"
+)
 async def any_order(subject: EndpointSubject) -> None:
-    """Publish the tensors in reverse order."""
+    """Tensors may come in any order that the manifest names."""
     other = subject.reference.perturbed("B")
     await subject.publisher.publish(
         Weights("B", {name: other.tensors[name] for name in reversed(list(other.tensors))}), bucket_bytes=1 << 16
@@ -144,8 +179,9 @@ async def any_order(subject: EndpointSubject) -> None:
     await subject.require_serves(other, "after an update in reverse order")
 
 
+@check("U-12", needs=("updates", "fresh"), deadline_s=60, look_at=_LOAD)
 async def restart_from_disk(subject: EndpointSubject) -> None:
-    """Compare with an endpoint that was started from a checkpoint of the new weights."""
+    """After an update the endpoint gives the logprobs of one that was started from a checkpoint of these weights."""
     other = subject.reference.perturbed("B")
     await subject.publisher.publish(other)
     restarted = (await subject.fresh(subject.reference.save(other, subject.directory / "B"))).endpoint
@@ -164,8 +200,14 @@ async def restart_from_disk(subject: EndpointSubject) -> None:
     )
 
 
+@check(
+    "U-13",
+    needs=("updates",),
+    deadline_s=90,
+    look_at="what a session leaves behind: staged tensors, timers, groups, half-renewed leases",
+)
 async def soak(subject: EndpointSubject) -> None:
-    """Publish two hundred updates while requests run, and verify every one of them by a token."""
+    """Two hundred updates in a row, under load, each change what is sampled next."""
     reference, prompt = subject.reference, subject.prompt()
     factors = (2.0, 0.5, -1.0, 1.0)
     cycle = [reference.with_final_norm(factor, f"A times {factor:g}") for factor in factors]
@@ -189,118 +231,3 @@ async def soak(subject: EndpointSubject) -> None:
     subject.note(
         updates=_SOAK_UPDATES, **{"median seconds": sorted(seconds)[len(seconds) // 2], "slowest": max(seconds)}
     )
-
-
-_LOAD = "how received tensors are loaded: transposed, cast on the way, fused in another order, or left out"
-_REFUSE = "whether request_weight_update compares names, shapes and dtypes with the model before anything is held"
-
-CHECKS = (
-    Check(
-        "U-01",
-        "weights",
-        "An update that brings the weights that are served already leaves every logprob as it was.",
-        _LOAD,
-        identity_update,
-        needs=("updates",),
-    ),
-    Check(
-        "U-02",
-        "weights",
-        "A changed tensor changes the logprobs as arithmetic says: a doubled final norm doubles every logit.",
-        "whether the commit switches to the tensors that arrived, all of them and at once",
-        doubled_final_norm,
-        needs=("updates",),
-    ),
-    Check(
-        "U-03",
-        "weights",
-        "With a final norm of zeros every token has the logprob -ln V.",
-        "whether V is the vocabulary that the head computes, and padding rows are left out of it",
-        zeroed_final_norm,
-        needs=("updates",),
-    ),
-    Check(
-        "U-04",
-        "weights",
-        "An update that lacks a tensor is refused when it is requested, and the old weights serve on.",
-        _REFUSE,
-        missing_tensor,
-        needs=("updates",),
-    ),
-    Check(
-        "U-05",
-        "weights",
-        "An update with a tensor that the model does not have is refused when it is requested, and the old weights "
-        "serve on.",
-        _REFUSE,
-        unknown_tensor,
-        needs=("updates",),
-    ),
-    Check(
-        "U-06",
-        "weights",
-        "An update with a tensor of another shape is refused when it is requested, and the old weights serve on.",
-        _REFUSE,
-        misshapen_tensor,
-        needs=("updates",),
-    ),
-    Check(
-        "U-07",
-        "weights",
-        "An update with a tensor of another dtype is refused when it is requested, and the old weights serve on.",
-        _REFUSE,
-        wrong_dtype,
-        needs=("updates",),
-    ),
-    Check(
-        "U-08",
-        "weights",
-        "Every tensor of an update lands: logprobs are those of transformers under the new weights.",
-        f"{_LOAD}; the head and the norms are the ones that are forgotten most often",
-        every_tensor,
-        needs=("updates",),
-    ),
-    Check(
-        "U-09",
-        "weights",
-        "Where the head is tied to the embedding, an update of the embedding changes both.",
-        "whether the head keeps a copy of its own, packed or quantised, that the update does not reach",
-        tied_head,
-        needs=("updates",),
-        deadline_s=60,
-    ),
-    Check(
-        "U-10",
-        "weights",
-        "The same tensors in one bucket, in several, and in one bucket each give the same logprobs.",
-        "whether each bucket is staged beside the earlier ones, and what a commit forgets",
-        several_buckets,
-        needs=("updates",),
-    ),
-    Check(
-        "U-11",
-        "weights",
-        "Tensors may come in any order that the manifest names.",
-        "whether tensors are told by their name in the manifest or by their place in it",
-        any_order,
-        needs=("updates",),
-    ),
-    Check(
-        "U-12",
-        "weights",
-        "After an update the endpoint gives the logprobs of one that was started from a checkpoint of these weights.",
-        _LOAD,
-        restart_from_disk,
-        needs=("updates", "fresh"),
-        deadline_s=60,
-    ),
-    Check(
-        "U-13",
-        "weights",
-        "Two hundred updates in a row, under load, each change what is sampled next.",
-        "what a session leaves behind: staged tensors, timers, groups, half-renewed leases",
-        soak,
-        needs=("updates",),
-        deadline_s=90,
-    ),
-)

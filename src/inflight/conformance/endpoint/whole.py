@@ -16,10 +16,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from inflight.conformance.checks import Check, require
+from inflight.conformance.checks import check, require
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.wire import Completion, GenerateRequest
 
+LEVEL = "tokens"
 _FALSE_ALARM = 1e-6
 _TEMPERATURES = (0.5, 2.0, 1.0, 0.5, 0.5)
 """Of the requests: at 0.5 penalties show, at 2, the highest that OpenAI allows, the tail that filters cut off."""
@@ -39,8 +40,16 @@ _OTHER_TEMPERATURES = (0.3, 0.6, 0.7, 0.8, 1.2)
 _NUM_DEFAULTS = sum(map(len, (_TOP_K, _TOP_P, _MIN_P, _REPETITION, _PRESENCE, _OTHER_TEMPERATURES)))
 
 
+@check(
+    "E-62",
+    needs=("model",),
+    deadline_s=60,
+    look_at="what the engine does with parameters that are not sent: transformers has a top_k of 50, and engines take "
+    "defaults from the checkpoint's generation_config.json",
+)
 async def nothing_unasked(subject: EndpointSubject) -> None:
-    """Draw some thousand tokens without any filter, and compare how likely they are with and without each default."""
+    """Where a request asks for no filter, tokens are drawn from the whole distribution: no default of the engine and no
+    generation_config.json cuts its tail off, penalises a token or changes its temperature."""
     gains: dict[str, float] = {}
     powers: dict[str, float] = {}
     allowed, num_tokens, started = 0.0, 0, time.monotonic()
@@ -134,18 +143,3 @@ def _shifts(
     if temperature == 1.0:  # which a client may leave out, as the usual default
         for other in _OTHER_TEMPERATURES:
             yield f"temperature={other:g}", torch.log_softmax(logits_TV / other, dim=-1)
-
-
-CHECKS = (
-    Check(
-        "E-62",
-        "tokens",
-        "Where a request asks for no filter, tokens are drawn from the whole distribution: no default of the engine "
-        "and no generation_config.json cuts its tail off, penalises a token or changes its temperature.",
-        "what the engine does with parameters that are not sent: transformers has a top_k of 50, and engines take "
-        "defaults from the checkpoint's generation_config.json",
-        nothing_unasked,
-        deadline_s=60.0,
-        needs=("model",),
-    ),
-)

@@ -1,8 +1,8 @@
-"""Checks of transports: forming the group, what arrives, failures, giving up."""
+"""The checks of a transport, in the order of the contract."""
 
 from __future__ import annotations
 
-from inflight.conformance.checks import Check
+from inflight.conformance.checks import checks_in
 from inflight.conformance.transport import aborting, arriving, failing, forming
 
-CHECKS: tuple[Check, ...] = (*forming.CHECKS, *arriving.CHECKS, *failing.CHECKS, *aborting.CHECKS)
+CHECKS = checks_in(forming, arriving, failing, aborting)

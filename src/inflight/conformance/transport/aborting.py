@@ -7,38 +7,43 @@ from typing import Any
 
 import torch
 
-from inflight.conformance.checks import Check, require
+from inflight.conformance.checks import check, require
 from inflight.conformance.transport.calls import SLACK_S, PendingCall
 from inflight.conformance.transport.sockets import listening
 from inflight.conformance.transport.subject import TransportSubject, bucket_of, bytes_of, failure_of
 from inflight.contracts import WeightReceiver, WeightSender
 
+LEVEL = "abort"
 _LONG_S = 8.0
 """Timeout of calls that abort ends: much longer than that may take."""
 
 
+@check("T-29", look_at="join of the sender: what it waits in must be closed or left behind")
 def abort_ends_a_pending_join_of_the_sender(t: TransportSubject) -> None:
-    """A rank is missing; the sender is given up."""
+    """abort of the sender ends its pending join from another thread with TransferError."""
     t.specs([1], _LONG_S)
     _require_ended_by_abort(t, t.start(t.sender.join, "the sender's join"), t.sender)
 
 
+@check("T-30", look_at="join of the receiver: what it waits in must be closed or left behind")
 def abort_ends_a_pending_join_of_a_receiver(t: TransportSubject) -> None:
-    """The sender does not join; the receiver is given up."""
+    """abort of a receiver ends its pending join from another thread with TransferError."""
     (spec,) = t.specs([1], _LONG_S)
     receiver = t.receiver(spec)
     _require_ended_by_abort(t, t.start(receiver.join, "the receiver's join"), receiver)
 
 
+@check("T-31", look_at="receive: an operation that cannot be interrupted is left behind in a thread of its own")
 def abort_ends_a_pending_receive(t: TransportSubject) -> None:
-    """Nothing is sent; the receiver is given up."""
+    """abort of a receiver ends its pending receive from another thread with TransferError."""
     (receiver,) = t.form()
     (receive,) = t.start_receives([receiver], bucket_of(torch.zeros(10)), _LONG_S)
     _require_ended_by_abort(t, receive, receiver)
 
 
+@check("T-32", look_at="send: an operation that cannot be interrupted is left behind in a thread of its own")
 def abort_ends_a_pending_send(t: TransportSubject) -> None:
-    """64 MB that nobody receives; the sender is given up."""
+    """abort of the sender ends its pending send from another thread with TransferError."""
     t.form()
     sending = t.start_send(bucket_of(torch.ones(1 << 23, dtype=torch.float64)), _LONG_S)
     if sending.has_ended(0.3):
@@ -47,8 +52,9 @@ def abort_ends_a_pending_send(t: TransportSubject) -> None:
     _require_ended_by_abort(t, sending, t.sender)
 
 
+@check("T-33", deadline_s=30, look_at="abort of the sender: state that outlives the group")
 def an_aborted_sender_forms_the_next_group(t: TransportSubject) -> None:
-    """After a join that was ended, and after a group that was formed."""
+    """After abort, the same sender forms the next group and bytes arrive."""
     bucket = bucket_of(torch.randn(100))
     seconds = []
     for is_formed in (False, True):
@@ -68,8 +74,9 @@ def an_aborted_sender_forms_the_next_group(t: TransportSubject) -> None:
     t.note(seconds_after_join_and_after_group=seconds)
 
 
+@check("T-34", look_at="abort of either end: before there is a group, and when there is none any more")
 def abort_may_come_at_any_time_and_again(t: TransportSubject) -> None:
-    """Before specs, before join, twice after it, from two threads at once, and after a failure."""
+    """abort may come at any time and any number of times, and neither raises nor blocks."""
     seconds = []
 
     def abort(end: WeightSender | WeightReceiver, when: str) -> None:
@@ -93,8 +100,9 @@ def abort_may_come_at_any_time_and_again(t: TransportSubject) -> None:
     t.note(num_aborts=len(seconds) + 4, slowest_seconds=max(seconds))
 
 
+@check("T-35", needs=("/proc",), look_at="references to the store and the group that abort does not drop")
 def nothing_listens_after_abort(t: TransportSubject) -> None:
-    """Three groups: one opened, one formed, one used."""
+    """Nothing of a group is left listening after both ends gave it up."""
     before = listening()
     t.specs([1])
     t.sender.abort()
@@ -113,8 +121,9 @@ def nothing_listens_after_abort(t: TransportSubject) -> None:
     require(not left, f"it still listens on {', '.join(f'{address} port {port}' for address, port in sorted(left))}")
 
 
+@check("T-36", look_at="join of the receiver: connections that are refused and tried again")
 def a_join_of_a_group_given_up_ends(t: TransportSubject) -> None:
-    """The receiver comes when its sender has gone."""
+    """A receiver that comes to a group that was given up gets TransferError within its timeout."""
     (spec,) = t.specs([1], 1.0)
     t.sender.abort()
     joining = t.start(t.receiver(spec).join, "the join of a group that was given up")
@@ -129,65 +138,3 @@ def _require_ended_by_abort(t: TransportSubject, call: PendingCall[Any], end: We
     t.start(end.abort, "abort").result(SLACK_S)
     error = failure_of(call, SLACK_S)
     t.note(timeout_s=_LONG_S, seconds_after_abort=time.monotonic() - started, message=str(error))
-
-
-CHECKS = (
-    Check(
-        id="T-29",
-        level="abort",
-        sentence="abort of the sender ends its pending join from another thread with TransferError.",
-        look_at="join of the sender: what it waits in must be closed or left behind",
-        function=abort_ends_a_pending_join_of_the_sender,
-    ),
-    Check(
-        id="T-30",
-        level="abort",
-        sentence="abort of a receiver ends its pending join from another thread with TransferError.",
-        look_at="join of the receiver: what it waits in must be closed or left behind",
-        function=abort_ends_a_pending_join_of_a_receiver,
-    ),
-    Check(
-        id="T-31",
-        level="abort",
-        sentence="abort of a receiver ends its pending receive from another thread with TransferError.",
-        look_at="receive: an operation that cannot be interrupted is left behind in a thread of its own",
-        function=abort_ends_a_pending_receive,
-    ),
-    Check(
-        id="T-32",
-        level="abort",
-        sentence="abort of the sender ends its pending send from another thread with TransferError.",
-        look_at="send: an operation that cannot be interrupted is left behind in a thread of its own",
-        function=abort_ends_a_pending_send,
-    ),
-    Check(
-        id="T-33",
-        level="abort",
-        sentence="After abort, the same sender forms the next group and bytes arrive.",
-        look_at="abort of the sender: state that outlives the group",
-        function=an_aborted_sender_forms_the_next_group,
-        deadline_s=30.0,
-    ),
-    Check(
-        id="T-34",
-        level="abort",
-        sentence="abort may come at any time and any number of times, and neither raises nor blocks.",
-        look_at="abort of either end: before there is a group, and when there is none any more",
-        function=abort_may_come_at_any_time_and_again,
-    ),
-    Check(
-        id="T-35",
-        level="abort",
-        sentence="Nothing of a group is left listening after both ends gave it up.",
-        look_at="references to the store and the group that abort does not drop",
-        function=nothing_listens_after_abort,
-        needs=("/proc",),
-    ),
-    Check(
-        id="T-36",
-        level="abort",
-        sentence="A receiver that comes to a group that was given up gets TransferError within its timeout.",
-        look_at="join of the receiver: connections that are refused and tried again",
-        function=a_join_of_a_group_given_up_ends,
-    ),
-)

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from inflight.conformance.checks import Check, require
+from inflight.conformance.checks import check, require
 from inflight.conformance.transport.calls import SLACK_S, results
 from inflight.conformance.transport.subject import FORM_S, TransportSubject, bucket_of, bytes_of
 from inflight.types import WeightBucket
 
+LEVEL = "bytes"
 _PATTERNS = {
     torch.float64: (
         torch.int64,
@@ -23,34 +24,39 @@ _PATTERNS = {
 """Per wire dtype, bits of: quiet and signalling NaN with a payload, NaN of all ones, -0.0, the least subnormal, 0.1."""
 
 
+@check("T-08", look_at="any conversion or arithmetic between the tensor and the wire; move bytes, not numbers")
 def every_wire_dtype_arrives_bit_for_bit(t: TransportSubject) -> None:
-    """Bit patterns that arithmetic would not keep; float64 after bfloat16 lies unaligned."""
+    """Tensors of every wire dtype arrive bit for bit: NaN payloads, negative zero and subnormals too."""
     tensors = [torch.tensor(bits, dtype=kind).view(dtype) for dtype, (kind, bits) in _PATTERNS.items()]
     _require_arrival(t, bucket_of(*tensors))
 
 
+@check("T-09", look_at="receive: shapes () and (0,) when the bucket is taken apart")
 def scalars_and_empty_tensors_keep_their_shape(t: TransportSubject) -> None:
-    """Between tensors that have elements, and in a bucket that has none."""
+    """Scalars and tensors without elements arrive in their shapes."""
     shapes = [(), (0,), (3,), (2, 0, 4), (1, 1)]
     _require_arrival(t, bucket_of(*(torch.full(shape, 2.5) for shape in shapes)))
 
 
+@check("T-10", look_at="receive: views of a buffer must be aligned to their dtype, the bytes on the wire are not")
 def tensors_at_odd_offsets_arrive(t: TransportSubject) -> None:
-    """Odd numbers of two-byte elements before tensors of four and eight bytes."""
+    """Tensors arrive whatever their offset within the bucket."""
     tensors = []
     for i, count in enumerate((1, 3, 7, 127)):
         tensors += [torch.randn(count).to(torch.bfloat16), torch.randn(count), torch.randn(i + 1, dtype=torch.float64)]
     _require_arrival(t, bucket_of(*tensors))
 
 
+@check("T-11", look_at="send: .contiguous() before bytes are taken")
 def strided_tensors_arrive_row_major(t: TransportSubject) -> None:
-    """A transposed tensor, every other column, and one that is expanded."""
+    """Tensors that are not contiguous arrive row-major."""
     source = torch.arange(24, dtype=torch.float32).reshape(4, 6)
     _require_arrival(t, bucket_of(source.t(), source[:, ::2], source[0].expand(3, 6)))
 
 
+@check("T-12", look_at="short writes and reads, limits on the size of a message")
 def a_bucket_of_64_mb_arrives_whole(t: TransportSubject) -> None:
-    """More than any socket's buffer holds."""
+    """A bucket of 64 MB arrives whole."""
     tensor = torch.arange(1 << 23, dtype=torch.int64).view(torch.float64)
     (receiver,) = t.form()
     receive, *_ = t.start_receives([receiver], bucket := bucket_of(tensor))
@@ -62,8 +68,9 @@ def a_bucket_of_64_mb_arrives_whole(t: TransportSubject) -> None:
     require(wrong == 0, f"{wrong} of {tensor.nbytes} bytes arrived wrong")
 
 
+@check("T-13", look_at="send and receive: one stream, one order; buffers that are sent from while they are filled anew")
 def buckets_arrive_in_the_order_sent(t: TransportSubject) -> None:
-    """100 buckets of one shape, sent as fast as they leave."""
+    """Buckets arrive in the order in which they were sent."""
     (receiver,) = t.form()
     buckets = [bucket_of(torch.full((1000,), float(index)), index=index) for index in range(100)]
     sending = t.start(lambda: [t.sender.send(bucket, FORM_S) for bucket in buckets], "the sends of 100 buckets")
@@ -76,8 +83,9 @@ def buckets_arrive_in_the_order_sent(t: TransportSubject) -> None:
     require(not strange, f"bucket {strange[0][0]} was sent and bucket {strange[0][1]:g} arrived" if strange else "")
 
 
+@check("T-14", needs=("3 receivers",), look_at="send: all ranks, not only the first")
 def every_receiver_gets_every_byte(t: TransportSubject) -> None:
-    """Three receivers, three buckets."""
+    """Every rank of the group gets every byte."""
     receivers = t.form(3)
     wrong = [0, 0, 0]
     for index in range(3):
@@ -88,8 +96,9 @@ def every_receiver_gets_every_byte(t: TransportSubject) -> None:
     require(not any(wrong), f"bytes that differ, per receiver: {wrong}")
 
 
+@check("T-15", look_at="send: return only when the bytes have left; receive: own memory")
 def a_sent_tensor_may_change(t: TransportSubject) -> None:
-    """As soon as send has returned, whether it was received by then or not; and after that."""
+    """Once send has returned its tensors may change, and what is received does not."""
     (receiver,) = t.form()
     wrong = {}
     for size in (16, 1 << 20):
@@ -110,8 +119,9 @@ def a_sent_tensor_may_change(t: TransportSubject) -> None:
     require(not any(wrong.values()), f"bytes that followed the sender's tensor, by size of the bucket: {wrong}")
 
 
+@check("T-16", look_at="receive: buffers that are used again before the endpoint gave them back")
 def received_tensors_stay(t: TransportSubject) -> None:
-    """Ten buckets of one size; all are looked at after the last has come."""
+    """Tensors that were received stay as they are when later buckets arrive."""
     (receiver,) = t.form()
     sent = [torch.full((4096,), float(index)) for index in range(10)]
     arrived = [t.transfer([receiver], bucket_of(tensor, index=i))[0][0] for i, tensor in enumerate(sent)]
@@ -120,8 +130,9 @@ def received_tensors_stay(t: TransportSubject) -> None:
     require(not any(wrong), f"bytes that later buckets changed, per bucket: {wrong}")
 
 
+@check("T-17", look_at="send: work in place on the trainer's tensors")
 def sending_leaves_the_tensors_as_they_are(t: TransportSubject) -> None:
-    """Contiguous and strided ones, down to the bits."""
+    """Sending leaves the sender's tensors as they were."""
     (receiver,) = t.form()
     tensors = [torch.randn(1000), torch.randn(30, 20).t(), torch.randn(7).to(torch.bfloat16)]
     before = [bytes_of(tensor) for tensor in tensors]
@@ -153,78 +164,3 @@ def _require_shapes(arrived: Sequence[torch.Tensor], bucket: WeightBucket) -> No
 
 def _num_wrong(arrived: torch.Tensor, sent: torch.Tensor) -> int:
     return int((bytes_of(arrived) != bytes_of(sent)).sum())
-
-
-CHECKS = (
-    Check(
-        id="T-08",
-        level="bytes",
-        sentence="Tensors of every wire dtype arrive bit for bit: NaN payloads, negative zero and subnormals too.",
-        look_at="any conversion or arithmetic between the tensor and the wire; move bytes, not numbers",
-        function=every_wire_dtype_arrives_bit_for_bit,
-    ),
-    Check(
-        id="T-09",
-        level="bytes",
-        sentence="Scalars and tensors without elements arrive in their shapes.",
-        look_at="receive: shapes () and (0,) when the bucket is taken apart",
-        function=scalars_and_empty_tensors_keep_their_shape,
-    ),
-    Check(
-        id="T-10",
-        level="bytes",
-        sentence="Tensors arrive whatever their offset within the bucket.",
-        look_at="receive: views of a buffer must be aligned to their dtype, the bytes on the wire are not",
-        function=tensors_at_odd_offsets_arrive,
-    ),
-    Check(
-        id="T-11",
-        level="bytes",
-        sentence="Tensors that are not contiguous arrive row-major.",
-        look_at="send: .contiguous() before bytes are taken",
-        function=strided_tensors_arrive_row_major,
-    ),
-    Check(
-        id="T-12",
-        level="bytes",
-        sentence="A bucket of 64 MB arrives whole.",
-        look_at="short writes and reads, limits on the size of a message",
-        function=a_bucket_of_64_mb_arrives_whole,
-    ),
-    Check(
-        id="T-13",
-        level="bytes",
-        sentence="Buckets arrive in the order in which they were sent.",
-        look_at="send and receive: one stream, one order; buffers that are sent from while they are filled anew",
-        function=buckets_arrive_in_the_order_sent,
-    ),
-    Check(
-        id="T-14",
-        level="bytes",
-        sentence="Every rank of the group gets every byte.",
-        look_at="send: all ranks, not only the first",
-        function=every_receiver_gets_every_byte,
-        needs=("3 receivers",),
-    ),
-    Check(
-        id="T-15",
-        level="bytes",
-        sentence="Once send has returned its tensors may change, and what is received does not.",
-        look_at="send: return only when the bytes have left; receive: own memory",
-        function=a_sent_tensor_may_change,
-    ),
-    Check(
-        id="T-16",
-        level="bytes",
-        sentence="Tensors that were received stay as they are when later buckets arrive.",
-        look_at="receive: buffers that are used again before the endpoint gave them back",
-        function=received_tensors_stay,
-    ),
-    Check(
-        id="T-17",
-        level="bytes",
-        sentence="Sending leaves the sender's tensors as they were.",
-        look_at="send: work in place on the trainer's tensors",
-        function=sending_leaves_the_tensors_as_they_are,
-    ),
-)

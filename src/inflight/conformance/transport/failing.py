@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from inflight.conformance.checks import Check, require
+from inflight.conformance.checks import check, require
 from inflight.conformance.transport.calls import SLACK_S, Ending, PendingCall
 from inflight.conformance.transport.subject import TransportSubject, bucket_of, bytes_of, failure_of
 from inflight.errors import TransferError
 
+LEVEL = "failures"
 _TIMEOUT_S = 0.8
 _BIG = 1 << 23  # elements of float64: no socket buffer takes 64 MB
 _WORDS = {
@@ -23,29 +24,35 @@ _WORDS = {
 """Words of which the message of a failed call holds one."""
 
 
+@check("T-18", look_at="join of the receiver: the timeout_s of its spec, in every step of it")
 def a_join_without_a_sender_ends(t: TransportSubject) -> None:
-    """The group was opened, and only its receiver comes."""
+    """A receiver whose sender does not join gets TransferError when its timeout is over, not before."""
     (spec,) = t.specs([1], _TIMEOUT_S)
     _require_timely_failure(t, t.receiver(spec).join, "the receiver's join, alone,")
 
 
+@check("T-19", look_at="join of the sender: the timeout_s given to specs")
 def a_join_without_receivers_ends(t: TransportSubject) -> None:
-    """One of two receivers never comes."""
+    """A sender that waits for a rank in vain gets TransferError when its timeout is over, as do the rest."""
     spec, _ = t.specs([1, 1], _TIMEOUT_S)
     other = t.start(t.receiver(spec).join, "the join of the receiver that came")
     _require_timely_failure(t, t.sender.join, "the sender's join with a rank missing")
     failure_of(other, _TIMEOUT_S + SLACK_S)
 
 
+@check("T-20", look_at="receive: its timeout_s, not the group's")
 def a_receive_without_a_send_ends(t: TransportSubject) -> None:
-    """The group is formed with a longer timeout than the receive is given."""
+    """A receive of what is not sent raises TransferError when its own timeout is over."""
+    # The group is formed with a longer timeout than the receive is given.
     (receiver,) = t.form()
     specs = bucket_of(torch.zeros(10)).specs
     _require_timely_failure(t, lambda: receiver.receive(specs, _TIMEOUT_S), "the receive of a bucket never sent")
 
 
+@check("T-21", look_at="timeouts that are rounded down to 0, which many backends take for none")
 def a_timeout_of_nearly_nothing_is_one(t: TransportSubject) -> None:
-    """0.4 ms, as when a publish has almost used up its deadline."""
+    """A timeout below a millisecond is a timeout."""
+    # A publish that has almost used up its deadline leaves that little.
     (receiver,) = t.form()
     specs = bucket_of(torch.zeros(10)).specs
     call = t.start(lambda: receiver.receive(specs, 0.0004), "the receive with a timeout of 0.4 ms")
@@ -53,8 +60,9 @@ def a_timeout_of_nearly_nothing_is_one(t: TransportSubject) -> None:
     t.note(timeout_s=0.0004, seconds=call.ending(0.0).seconds, message=str(error))
 
 
+@check("T-22", deadline_s=30, look_at="send: connections that were reset")
 def a_killed_receiver_does_not_hold_the_sender(t: TransportSubject) -> None:
-    """SIGKILL while 64 MB are on their way."""
+    """A send to a receiver that was killed ends within its timeout."""
     peer, _ = t.form_with_peer()
     sending = t.start_send(bucket_of(torch.ones(_BIG, dtype=torch.float64)), 2.0)
     time.sleep(0.2)
@@ -62,16 +70,18 @@ def a_killed_receiver_does_not_hold_the_sender(t: TransportSubject) -> None:
     _note_legal_ending(t, sending.ending(2.0 + SLACK_S))
 
 
+@check("T-23", deadline_s=30, look_at="send: its timeout_s while the socket takes no more bytes")
 def a_stopped_receiver_does_not_hold_the_sender(t: TransportSubject) -> None:
-    """SIGSTOP: its sockets stay open, and nobody reads."""
+    """A send to a receiver that stands still ends within its timeout."""
     peer, _ = t.form_with_peer()
-    peer.stop()
+    peer.stop()  # its sockets stay open, and nobody reads
     sending = t.start_send(bucket_of(torch.ones(_BIG, dtype=torch.float64)), _TIMEOUT_S)
     _note_legal_ending(t, sending.ending(_TIMEOUT_S + SLACK_S))
 
 
+@check("T-24", deadline_s=30, look_at="receive: connections that were closed")
 def a_killed_sender_fails_the_receive(t: TransportSubject) -> None:
-    """SIGKILL while the receiver waits for a bucket."""
+    """A receive whose sender is killed raises TransferError within its timeout."""
     peer, receiver = t.join_sending_peer()
     (receive,) = t.start_receives([receiver], bucket_of(torch.zeros(10)), 2.0)
     time.sleep(0.2)
@@ -80,8 +90,9 @@ def a_killed_sender_fails_the_receive(t: TransportSubject) -> None:
     t.note(timeout_s=2.0, seconds=receive.ending(0.0).seconds, message=str(error))
 
 
+@check("T-25", deadline_s=30, look_at="receive: reads that end early")
 def a_bucket_cut_short_is_not_received(t: TransportSubject) -> None:
-    """The sender is killed when only a part of 64 MB can have left it."""
+    """A bucket of which only a part arrives is not received: TransferError."""
     bucket = bucket_of(torch.zeros(_BIG, dtype=torch.float64))
     peer, receiver = t.join_sending_peer(bucket.specs[0])
     time.sleep(0.4)
@@ -91,8 +102,9 @@ def a_bucket_cut_short_is_not_received(t: TransportSubject) -> None:
     t.note(size_bytes=bucket.tensors[0].nbytes, seconds=receive.ending(0.0).seconds, message=str(error))
 
 
+@check("T-26", deadline_s=40, look_at="specs of the sender: what is left of the old group")
 def the_survivors_form_a_new_group(t: TransportSubject) -> None:
-    """One of two receivers is killed; the other goes on with the same sender."""
+    """After a receiver died, the same sender forms a new group with the survivors and bytes arrive."""
     peer, (survivor,) = t.form_with_peer(others=1)
     peer.kill()
     bucket = bucket_of(torch.randn(1000))
@@ -108,8 +120,9 @@ def the_survivors_form_a_new_group(t: TransportSubject) -> None:
     require(bytes_of(arrived).equal(bytes_of(bucket.tensors[0])), "the first bucket of the new group arrived changed")
 
 
+@check("T-27", look_at="join, send and receive before the call they need, and after abort")
 def calls_out_of_turn_raise_transfer_error(t: TransportSubject) -> None:
-    """Without a group: sender and receiver before they joined, and after they gave up."""
+    """A call without a group raises TransferError."""
     bucket = bucket_of(torch.zeros(3))
     messages = {}
 
@@ -131,8 +144,9 @@ def calls_out_of_turn_raise_transfer_error(t: TransportSubject) -> None:
     require(all(messages.values()), "the error of a call out of turn says nothing")
 
 
+@check("T-28", look_at="where lower errors are translated")
 def errors_name_what_was_being_done(t: TransportSubject) -> None:
-    """A join, a receive and, if it fails at all, a send that end by their timeouts."""
+    """The message of a TransferError names what was being done, and of a send which bucket."""
     (spec,) = t.specs([1], 0.3)
     joining = failure_of(t.start(t.receiver(spec).join, "the join"), 0.3 + SLACK_S)
     (receiver,) = t.form()
@@ -168,89 +182,3 @@ def _note_legal_ending(t: TransportSubject, ending: Ending[None]) -> None:
     t.note(ending=ending.words, seconds=ending.seconds)
     legal = ending.error is None or isinstance(ending.error, TransferError)
     require(legal, f"a send that fails was to raise TransferError: {ending.words}")
-
-
-CHECKS = (
-    Check(
-        id="T-18",
-        level="failures",
-        sentence="A receiver whose sender does not join gets TransferError when its timeout is over, not before.",
-        look_at="join of the receiver: the timeout_s of its spec, in every step of it",
-        function=a_join_without_a_sender_ends,
-    ),
-    Check(
-        id="T-19",
-        level="failures",
-        sentence="A sender that waits for a rank in vain gets TransferError when its timeout is over, as do the rest.",
-        look_at="join of the sender: the timeout_s given to specs",
-        function=a_join_without_receivers_ends,
-    ),
-    Check(
-        id="T-20",
-        level="failures",
-        sentence="A receive of what is not sent raises TransferError when its own timeout is over.",
-        look_at="receive: its timeout_s, not the group's",
-        function=a_receive_without_a_send_ends,
-    ),
-    Check(
-        id="T-21",
-        level="failures",
-        sentence="A timeout below a millisecond is a timeout.",
-        look_at="timeouts that are rounded down to 0, which many backends take for none",
-        function=a_timeout_of_nearly_nothing_is_one,
-    ),
-    Check(
-        id="T-22",
-        level="failures",
-        sentence="A send to a receiver that was killed ends within its timeout.",
-        look_at="send: connections that were reset",
-        function=a_killed_receiver_does_not_hold_the_sender,
-        deadline_s=30.0,
-    ),
-    Check(
-        id="T-23",
-        level="failures",
-        sentence="A send to a receiver that stands still ends within its timeout.",
-        look_at="send: its timeout_s while the socket takes no more bytes",
-        function=a_stopped_receiver_does_not_hold_the_sender,
-        deadline_s=30.0,
-    ),
-    Check(
-        id="T-24",
-        level="failures",
-        sentence="A receive whose sender is killed raises TransferError within its timeout.",
-        look_at="receive: connections that were closed",
-        function=a_killed_sender_fails_the_receive,
-        deadline_s=30.0,
-    ),
-    Check(
-        id="T-25",
-        level="failures",
-        sentence="A bucket of which only a part arrives is not received: TransferError.",
-        look_at="receive: reads that end early",
-        function=a_bucket_cut_short_is_not_received,
-        deadline_s=30.0,
-    ),
-    Check(
-        id="T-26",
-        level="failures",
-        sentence="After a receiver died, the same sender forms a new group with the survivors and bytes arrive.",
-        look_at="specs of the sender: what is left of the old group",
-        function=the_survivors_form_a_new_group,
-        deadline_s=40.0,
-    ),
-    Check(
-        id="T-27",
-        level="failures",
-        sentence="A call without a group raises TransferError.",
-        look_at="join, send and receive before the call they need, and after abort",
-        function=calls_out_of_turn_raise_transfer_error,
-    ),
-    Check(
-        id="T-28",
-        level="failures",
-        sentence="The message of a TransferError names what was being done, and of a send which bucket.",
-        look_at="where lower errors are translated",
-        function=errors_name_what_was_being_done,
-    ),
-)

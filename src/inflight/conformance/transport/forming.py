@@ -9,15 +9,19 @@ from typing import Any
 import torch
 import torch.distributed
 
-from inflight.conformance.checks import Check, require
+from inflight.conformance.checks import check, require
 from inflight.conformance.transport.calls import SLACK_S, results
 from inflight.conformance.transport.sockets import is_loopback, is_wildcard, listening
 from inflight.conformance.transport.subject import FORM_S, RUN_ID, TransportSubject, bucket_of, bytes_of
 from inflight.contracts import WeightReceiver, WeightSender
 
+LEVEL = "group"
 
+
+@check("T-01", look_at="specs of the sender: rank i starts at 1 + sum(num_ranks[:i]), world_size is 1 + sum(num_ranks)")
 def specs_give_disjoint_consecutive_ranks(t: TransportSubject) -> None:
-    """Endpoints of 1, 2 and 3 ranks get 1, then 2 and 3, then 4 to 6."""
+    """specs gives each endpoint as many consecutive ranks as it takes, from 1 on, in one group with the sender as rank
+    0."""
     counts = [1, 2, 3]
     specs = t.group_specs(counts, 2.0)
     t.note(num_ranks=counts, ranks=[spec.rank for spec in specs], world_sizes=[spec.world_size for spec in specs])
@@ -29,8 +33,9 @@ def specs_give_disjoint_consecutive_ranks(t: TransportSubject) -> None:
     require(all(spec.timeout_s == 2.0 for spec in specs), "the specs were to carry the timeout of 2 s")
 
 
+@check("T-02", look_at="group_name in specs of the sender")
 def each_call_of_specs_opens_another_group(t: TransportSubject) -> None:
-    """No spec of one call leads where a spec of the other leads."""
+    """Each call of specs opens a group of another name, into which no rank of an earlier one can come."""
     first, second = (t.group_specs([1], 2.0)[0] for _ in range(2))
     t.note(names=[first.group_name, second.group_name], ports=[first.master_port, second.master_port])
     require(
@@ -39,8 +44,9 @@ def each_call_of_specs_opens_another_group(t: TransportSubject) -> None:
     )
 
 
+@check("T-03", needs=("/proc",), look_at="what the store and the group's own sockets are bound to, on either end")
 def an_open_group_listens_on_its_own_address(t: TransportSubject) -> None:
-    """What this process listens on in addition, once a group is formed."""
+    """An open group listens on the address in its specs and on no wider one; loopback stays loopback."""
     before = listening()
     (spec,) = t.specs([1])
     receiver = t.receiver(spec)
@@ -54,8 +60,9 @@ def an_open_group_listens_on_its_own_address(t: TransportSubject) -> None:
         require(not outside, f"the group's address is loopback, and it listens on {outside}")
 
 
+@check("T-04", look_at="join of either end")
 def sender_and_one_receiver_form_a_group(t: TransportSubject) -> None:
-    """And one bucket arrives in it."""
+    """A sender and one receiver that join at the same time form the group."""
     (receiver,) = t.form()
     tensor = torch.arange(5, dtype=torch.float32)
     started = time.monotonic()
@@ -64,8 +71,14 @@ def sender_and_one_receiver_form_a_group(t: TransportSubject) -> None:
     require(bytes_of(arrived).equal(bytes_of(tensor)), "the first bucket arrived changed")
 
 
+@check(
+    "T-05",
+    needs=("3 receivers",),
+    look_at="join of either end: does one rank wait for another before it says that it is there?",
+)
 def three_receivers_join_in_any_order(t: TransportSubject) -> None:
-    """Every choice of the two ranks that come first; two of the receivers belong to one endpoint."""
+    """The ranks of several endpoints form the group in whatever order they come."""
+    # Every choice of the two ranks that come first; two of the receivers belong to one endpoint.
     slowest_s = 0.0
     for first, second in itertools.permutations(range(4), 2):
         receivers = [t.receiver(spec) for spec in t.specs([1, 2])]
@@ -82,8 +95,11 @@ def three_receivers_join_in_any_order(t: TransportSubject) -> None:
     t.note(num_orders=12, slowest_join_seconds=slowest_s)
 
 
+@check(
+    "T-06", needs=("3 receivers",), look_at="join of either end: some backends connect only at their first operation"
+)
 def a_join_waits_for_every_rank(t: TransportSubject) -> None:
-    """The last of three receivers comes half a second late."""
+    """join blocks until every rank has joined."""
     receivers = [t.receiver(spec) for spec in t.specs([1, 1, 1])]
     early = t.start_joins(receivers[:2])
     time.sleep(0.5)
@@ -93,8 +109,9 @@ def a_join_waits_for_every_rank(t: TransportSubject) -> None:
     results([t.start(receivers[2].join, "the late receiver's join"), *early], FORM_S + SLACK_S)
 
 
+@check("T-07", look_at="calls of torch.distributed.init_process_group and destroy_process_group")
 def torchs_default_group_is_left_alone(t: TransportSubject) -> None:
-    """Before, while a group is formed, and after it was given up."""
+    """torch's default process group is neither made, used nor destroyed."""
     seen = [_has_default_group()]
     receivers = t.form()
     seen.append(_has_default_group())
@@ -111,60 +128,3 @@ def torchs_default_group_is_left_alone(t: TransportSubject) -> None:
 def _has_default_group() -> bool:
     distributed: Any = torch.distributed
     return bool(distributed.is_initialized())
-
-
-CHECKS = (
-    Check(
-        id="T-01",
-        level="group",
-        sentence="specs gives each endpoint as many consecutive ranks as it takes, from 1 on, in one group with the "
-        "sender as rank 0.",
-        look_at="specs of the sender: rank i starts at 1 + sum(num_ranks[:i]), world_size is 1 + sum(num_ranks)",
-        function=specs_give_disjoint_consecutive_ranks,
-    ),
-    Check(
-        id="T-02",
-        level="group",
-        sentence="Each call of specs opens a group of another name, into which no rank of an earlier one can come.",
-        look_at="group_name in specs of the sender",
-        function=each_call_of_specs_opens_another_group,
-    ),
-    Check(
-        id="T-03",
-        level="group",
-        sentence="An open group listens on the address in its specs and on no wider one; loopback stays loopback.",
-        look_at="what the store and the group's own sockets are bound to, on either end",
-        function=an_open_group_listens_on_its_own_address,
-        needs=("/proc",),
-    ),
-    Check(
-        id="T-04",
-        level="group",
-        sentence="A sender and one receiver that join at the same time form the group.",
-        look_at="join of either end",
-        function=sender_and_one_receiver_form_a_group,
-    ),
-    Check(
-        id="T-05",
-        level="group",
-        sentence="The ranks of several endpoints form the group in whatever order they come.",
-        look_at="join of either end: does one rank wait for another before it says that it is there?",
-        function=three_receivers_join_in_any_order,
-        needs=("3 receivers",),
-    ),
-    Check(
-        id="T-06",
-        level="group",
-        sentence="join blocks until every rank has joined.",
-        look_at="join of either end: some backends connect only at their first operation",
-        function=a_join_waits_for_every_rank,
-        needs=("3 receivers",),
-    ),
-    Check(
-        id="T-07",
-        level="group",
-        sentence="torch's default process group is neither made, used nor destroyed.",
-        look_at="calls of torch.distributed.init_process_group and destroy_process_group",
-        function=torchs_default_group_is_left_alone,
-    ),
-)

@@ -33,7 +33,7 @@ class TransportSubject:
         self._pair = open_pair(target)
         self._receivers: list[WeightReceiver] = []
         self._peers: list[Peer] = []
-        self._evidence: dict[str, Any] = {}
+        self.evidence: dict[str, Any] = {}
 
     @classmethod
     def open(cls, target: TransportTarget) -> TransportSubject:
@@ -51,14 +51,9 @@ class TransportSubject:
             "flags": flags,
         }
 
-    @property
-    def evidence(self) -> dict[str, Any]:
-        """Return what the present check has noted."""
-        return self._evidence
-
     def note(self, **values: Any) -> None:
         """Keep what was measured."""
-        self._evidence.update(values)
+        self.evidence.update(values)
 
     def missing(self, needs: tuple[str, ...]) -> str | None:
         """Return why a check with these needs cannot be run; they are ``N receivers`` and ``/proc``."""

@@ -2,17 +2,7 @@
 
 from __future__ import annotations
 
-from inflight.conformance.checks import Check
+from inflight.conformance.checks import checks_in
 from inflight.conformance.worker import checkpoint, discovery, forward, gather, gradients, memory, packing, steps
 
-CHECKS: tuple[Check, ...] = (
-    *discovery.CHECKS,
-    *forward.CHECKS,
-    *packing.CHECKS,
-    *gradients.CHECKS,
-    *steps.CHECKS,
-    *gather.CHECKS,
-    *memory.CHECKS,
-    *checkpoint.CHECKS,
-)
-"""Every check of workers."""
+CHECKS = checks_in(discovery, forward, packing, gradients, steps, gather, memory, checkpoint)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-from inflight.conformance.checks import Check, require, skip
+from inflight.conformance.checks import check, require, skip
 from inflight.conformance.worker.batches import accumulate, make_batch, part_of
 from inflight.conformance.worker.gathering import compare_changes, differing, gathered
 from inflight.conformance.worker.reference import Reference
@@ -19,11 +19,13 @@ from inflight.contracts import TrainerWorker
 from inflight.errors import CheckpointError, TrainerError
 from inflight.types import StepResult
 
+LEVEL = "checkpoint"
 _LENGTHS = (9, 12, 5, 7)
 
 
+@check("W-35", look_at="weights are saved in the dtype they are trained in; the version is part of the checkpoint")
 def load_brings_back_weights_and_version(subject: WorkerSubject) -> None:
-    """Two steps, saved; loaded by a new worker and by the old one two steps later."""
+    """load() brings back the weights, bit for bit, and the version that save() wrote."""
     worker, path = subject.create(), subject.fresh_path("saved")
     _train(worker, subject, 0, 1)
     worker.save(path)
@@ -37,33 +39,9 @@ def load_brings_back_weights_and_version(subject: WorkerSubject) -> None:
         subject.require_on_all_ranks(not changed, f"{name} has other weights than were saved: {changed[:5]}")
 
 
-def load_drops_pending_gradients(subject: WorkerSubject) -> None:
-    """A backward, then a load: no gradient is left for a step, nor a part of the next one's."""
-    worker, path, reference = subject.create(), subject.fresh_path("pending"), Reference(subject.model())
-    worker.save(path)
-    batches = [make_batch((18,), seed=300 + rank) for rank in range(subject.world_size)]
-    accumulate(worker, [batches[subject.rank]])
-    worker.load(path)
-    error = error_of(worker.step)
-    subject.note(**{"step after the load": words_of(error)})
-    subject.require_on_all_ranks(
-        isinstance(error, TrainerError),
-        f"a step after backward() and load() gives {words_of(error)}, not TrainerError: gradients are left",
-    )
-    accumulate(worker, [batches[subject.rank]], 2.0)
-    worker.load(path)
-    accumulate(worker, [batches[subject.rank]])
-    found, expected = worker.step().gradient_norm, reference.gradient_norm(batches)
-    subject.note(gradient_norm=found, expected=expected)
-    require(
-        abs(found - expected) <= subject.tolerance.gradient * expected,
-        f"the gradient norm of the first step after a load is {found:.6g}, not {expected:.6g}: a backward before the "
-        "load is part of it",
-    )
-
-
+@check("W-36", look_at="the optimizer's moments and its count of steps, the schedule's position")
 def training_goes_on_after_a_load(subject: WorkerSubject) -> None:
-    """A worker that is saved and goes on, and a new one that is loaded: two more steps of each."""
+    """load() brings back optimizer and schedule: steps after it are those that would have come without."""
     steady, path = subject.create(), subject.fresh_path("resumed")
     _train(steady, subject, 0, 1)
     steady.save(path)
@@ -82,8 +60,9 @@ def training_goes_on_after_a_load(subject: WorkerSubject) -> None:
         compare_changes(subject, start, expected_weights, weights, "two steps with and without a resume before them")
 
 
+@check("W-37", look_at="config.json, names of tensors, one copy of tied ones; optimizer files not beside the weights")
 def a_saved_directory_is_a_checkpoint(subject: WorkerSubject) -> None:
-    """transformers loads it, without a missing or an unknown tensor; tied and untied."""
+    """A saved directory is a Hugging Face checkpoint: config.json and safetensors, under the same names."""
     for tied in (False, True):
         worker, path = subject.create(tied=tied), subject.fresh_path(f"exported-{tied}")
         _train(worker, subject, 0)
@@ -112,32 +91,37 @@ def a_saved_directory_is_a_checkpoint(subject: WorkerSubject) -> None:
         subject.ranks.meet()
 
 
+@check(
+    "W-38",
+    deadline_s=30,
+    after=lambda subject: _load_with_weights(subject, "all-ranks"),
+    look_at="state that is saved as a rank's shards; seeds, schedules and counters per rank",
+)
 def save_on_all_ranks(subject: WorkerSubject) -> None:
-    """Leave a checkpoint of all ranks, and the weights that it holds."""
+    """What many ranks saved, one rank resumes."""
     if subject.world_size == 1:
         skip("it speaks of several ranks, and there is one")
     _save_with_weights(subject, "all-ranks")
 
 
-def one_rank_resumes(subject: WorkerSubject) -> None:
-    """Load what all ranks saved."""
-    _load_with_weights(subject, "all-ranks")
-
-
-def save_on_one_rank(subject: WorkerSubject) -> None:
-    """Leave a checkpoint of one rank, and the weights that it holds."""
-    _save_with_weights(subject, "single-rank")
-
-
+@check(
+    "W-39",
+    deadline_s=30,
+    before=lambda subject: _save_with_weights(subject, "single-rank"),
+    look_at="each rank cuts its own shard from full tensors, with rows that do not share out evenly",
+)
 def all_ranks_resume(subject: WorkerSubject) -> None:
-    """Load what one rank saved."""
+    """What one rank saved, many ranks resume."""
     if subject.world_size == 1:
         skip("it speaks of several ranks, and there is one")
     _load_with_weights(subject, "single-rank")
 
 
+@check(
+    "W-40", deadline_s=30, look_at="weights or counters that are replaced before everything was read and found to fit"
+)
 def a_broken_checkpoint_changes_nothing(subject: WorkerSubject) -> None:
-    """Each larger file of a checkpoint cut off in turn, and a path where nothing is."""
+    """load() of a broken checkpoint raises CheckpointError, and nothing was loaded."""
     worker, good = subject.create(), subject.fresh_path("good")
     _train(worker, subject, 0)
     worker.save(good)
@@ -162,8 +146,14 @@ def a_broken_checkpoint_changes_nothing(subject: WorkerSubject) -> None:
     require(len(broken) > 1, "save() wrote no file that could be cut off")
 
 
+@check(
+    "W-41",
+    deadline_s=30,
+    look_at="write beside the old directory, rename once everything is on disk, tell the other ranks of a failure",
+)
 def a_failed_save_leaves_the_previous_checkpoint(subject: WorkerSubject) -> None:
-    """A second save over the first, while no file may grow as large as the largest one."""
+    """save() that fails raises CheckpointError on every rank; what was at the path before is still whole."""
+    # A second save over the first, while no file may grow as large as the largest one.
     worker, path = subject.create(), subject.fresh_path("kept")
     _train(worker, subject, 0)
     worker.save(path)
@@ -196,6 +186,34 @@ def a_failed_save_leaves_the_previous_checkpoint(subject: WorkerSubject) -> None
     worker.save(path)
     again.load(path)
     require(again.version == 2, f"a save after the failed one is loaded as version {again.version}, not 2")
+
+
+@check(
+    "W-44", look_at="zero_grad in load(), on the tensors that backward() fills; buffers of a reduction that is pending"
+)
+def load_drops_pending_gradients(subject: WorkerSubject) -> None:
+    """load() drops the gradients of every backward() before it."""
+    worker, path, reference = subject.create(), subject.fresh_path("pending"), Reference(subject.model())
+    worker.save(path)
+    batches = [make_batch((18,), seed=300 + rank) for rank in range(subject.world_size)]
+    accumulate(worker, [batches[subject.rank]])
+    worker.load(path)
+    error = error_of(worker.step)
+    subject.note(**{"step after the load": words_of(error)})
+    subject.require_on_all_ranks(
+        isinstance(error, TrainerError),
+        f"a step after backward() and load() gives {words_of(error)}, not TrainerError: gradients are left",
+    )
+    accumulate(worker, [batches[subject.rank]], 2.0)
+    worker.load(path)
+    accumulate(worker, [batches[subject.rank]])
+    found, expected = worker.step().gradient_norm, reference.gradient_norm(batches)
+    subject.note(gradient_norm=found, expected=expected)
+    require(
+        abs(found - expected) <= subject.tolerance.gradient * expected,
+        f"the gradient norm of the first step after a load is {found:.6g}, not {expected:.6g}: a backward before the "
+        "load is part of it",
+    )
 
 
 def _train(worker: TrainerWorker, subject: WorkerSubject, *seeds: int) -> StepResult:
@@ -247,69 +265,3 @@ def _large_files(directory: Path) -> list[Path]:
 def _stored(directory: Path) -> dict[str, object]:
     """Return the tensors of the safetensors files beside config.json, which is where servers look."""
     return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
-
-
-CHECKS = (
-    Check(
-        id="W-35",
-        level="checkpoint",
-        sentence="load() brings back the weights, bit for bit, and the version that save() wrote.",
-        look_at="weights are saved in the dtype they are trained in; the version is part of the checkpoint",
-        function=load_brings_back_weights_and_version,
-    ),
-    Check(
-        id="W-36",
-        level="checkpoint",
-        sentence="load() brings back optimizer and schedule: steps after it are those that would have come without.",
-        look_at="the optimizer's moments and its count of steps, the schedule's position",
-        function=training_goes_on_after_a_load,
-    ),
-    Check(
-        id="W-37",
-        level="checkpoint",
-        sentence="A saved directory is a Hugging Face checkpoint: config.json and safetensors, under the same names.",
-        look_at="config.json, names of tensors, one copy of tied ones; optimizer files not beside the weights",
-        function=a_saved_directory_is_a_checkpoint,
-    ),
-    Check(
-        id="W-38",
-        level="checkpoint",
-        sentence="What many ranks saved, one rank resumes.",
-        look_at="state that is saved as a rank's shards; seeds, schedules and counters per rank",
-        function=save_on_all_ranks,
-        after=one_rank_resumes,
-        deadline_s=30.0,
-    ),
-    Check(
-        id="W-39",
-        level="checkpoint",
-        sentence="What one rank saved, many ranks resume.",
-        look_at="each rank cuts its own shard from full tensors, with rows that do not share out evenly",
-        function=all_ranks_resume,
-        before=save_on_one_rank,
-        deadline_s=30.0,
-    ),
-    Check(
-        id="W-40",
-        level="checkpoint",
-        sentence="load() of a broken checkpoint raises CheckpointError, and nothing was loaded.",
-        look_at="weights or counters that are replaced before everything was read and found to fit",
-        function=a_broken_checkpoint_changes_nothing,
-        deadline_s=30.0,
-    ),
-    Check(
-        id="W-41",
-        level="checkpoint",
-        sentence="save() that fails raises CheckpointError on every rank; what was at the path before is still whole.",
-        look_at="write beside the old directory, rename once everything is on disk, tell the other ranks of a failure",
-        function=a_failed_save_leaves_the_previous_checkpoint,
-        deadline_s=30.0,
-    ),
-    Check(
-        id="W-44",
-        level="checkpoint",
-        sentence="load() drops the gradients of every backward() before it.",
-        look_at="zero_grad in load(), on the tensors that backward() fills; buffers of a reduction that is pending",
-        function=load_drops_pending_gradients,
-    ),
-)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from safetensors import safe_open
 
-from inflight.conformance.checks import Check, require
+from inflight.conformance.checks import check, require
 from inflight.conformance.worker.subject import SEVERAL_RANKS, WorkerSubject
 
+LEVEL = "discovery"
 
+
+@check("W-01", look_at="rank, world_size and version of the worker; the version of a new one is 0")
 def ranks_and_version_are_known(subject: WorkerSubject) -> None:
-    """A new worker says its rank, the number of ranks, and version 0."""
+    """A worker says its rank, the number of ranks, and the number of optimizer steps behind its weights."""
     worker = subject.create()
     said = [worker.rank, worker.world_size, worker.version]
     everyone = subject.ranks.exchange(said)
@@ -21,8 +24,14 @@ def ranks_and_version_are_known(subject: WorkerSubject) -> None:
     )
 
 
+@check(
+    "W-02",
+    needs=(SEVERAL_RANKS,),
+    deadline_s=10,
+    look_at="a collective inside of parameter_specs: gathering to learn shapes, a barrier, a broadcast of names",
+)
 def specs_do_not_communicate(subject: WorkerSubject) -> None:
-    """Only rank 0 asks for the specs, and must get them."""
+    """parameter_specs() never communicates: one rank alone may call it."""
     worker = subject.create()
     subject.ranks.meet()
     num_specs = len(worker.parameter_specs()) if subject.rank == 0 else 0
@@ -30,8 +39,9 @@ def specs_do_not_communicate(subject: WorkerSubject) -> None:
     subject.note(num_specs=num_specs)
 
 
+@check("W-03", look_at="prefixes of wrappers in names, shapes of shards, a head that is tied and stored once")
 def specs_are_those_of_the_checkpoint(subject: WorkerSubject) -> None:
-    """Names and shapes are those of the safetensors files, each once, and the same on all ranks."""
+    """parameter_specs() gives the checkpoint's names with their full shapes, the same on every rank."""
     for tied in (False, True):
         worker = subject.create(tied=tied)
         specs = [(spec.name, spec.dtype, list(spec.shape)) for spec in worker.parameter_specs()]
@@ -48,30 +58,3 @@ def specs_are_those_of_the_checkpoint(subject: WorkerSubject) -> None:
         require(not other, f"{kind}: shapes are not the full ones: {other[:5]}")
         strange = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
         require(not strange, f"{kind}: the specs of ranks {strange} are not those of rank 0")
-
-
-CHECKS = (
-    Check(
-        id="W-01",
-        level="discovery",
-        sentence="A worker says its rank, the number of ranks, and the number of optimizer steps behind its weights.",
-        look_at="rank, world_size and version of the worker; the version of a new one is 0",
-        function=ranks_and_version_are_known,
-    ),
-    Check(
-        id="W-02",
-        level="discovery",
-        sentence="parameter_specs() never communicates: one rank alone may call it.",
-        look_at="a collective inside of parameter_specs: gathering to learn shapes, a barrier, a broadcast of names",
-        function=specs_do_not_communicate,
-        deadline_s=10.0,
-        needs=(SEVERAL_RANKS,),
-    ),
-    Check(
-        id="W-03",
-        level="discovery",
-        sentence="parameter_specs() gives the checkpoint's names with their full shapes, the same on every rank.",
-        look_at="prefixes of wrappers in names, shapes of shards, a head that is tied and stored once",
-        function=specs_are_those_of_the_checkpoint,
-    ),
-)

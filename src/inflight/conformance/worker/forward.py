@@ -9,25 +9,33 @@ from dataclasses import replace
 
 import torch
 
-from inflight.conformance.checks import Check, require
+from inflight.conformance.checks import check, require
 from inflight.conformance.worker.batches import every_target, loss_of, make_batch
 from inflight.conformance.worker.reference import Reference
 from inflight.conformance.worker.subject import VOCAB_SIZE, WorkerSubject
 from inflight.types import MicroBatch
 
+LEVEL = "forward"
 
+
+@check(
+    "W-04",
+    look_at="attention mask, position ids, half-precision arithmetic in the head, which row predicts which token",
+)
 def logprobs_equal_transformers(subject: WorkerSubject) -> None:
-    """An untied model at temperature 1."""
+    """forward() gives the logprobs that transformers computes from the same checkpoint."""
     _compare(subject, make_batch((40,), seed=1), tied=False)
 
 
+@check("W-05", look_at="tie_word_embeddings: whether the head is tied again after sharding, wrapping or loading")
 def logprobs_of_a_tied_model(subject: WorkerSubject) -> None:
-    """A model whose head is its embedding."""
+    """forward() of a model with tied embeddings computes its head with the embedding."""
     _compare(subject, make_batch((40,), seed=2), tied=True)
 
 
+@check("W-06", look_at="temperature_T[t] divides the logits of the row that predicts token t; logprobs are not divided")
 def each_token_has_its_own_temperature(subject: WorkerSubject) -> None:
-    """Temperatures from 0.5 to 1.5, mixed within one segment."""
+    """Each logprob is at its token's own temperature: log softmax of logits over temperature."""
     batch = make_batch((40,), seed=3, temperature=None)
     plain = Reference(subject.model()).logprobs(replace(batch, temperature_T=torch.ones(40)))
     found = subject.create().forward(batch).detach().double()
@@ -38,8 +46,9 @@ def each_token_has_its_own_temperature(subject: WorkerSubject) -> None:
     _compare(subject, batch, tied=False, found=found)
 
 
+@check("W-07", look_at="row t - 1 of the logits predicts token t; a shift by one, a missing causal mask")
 def logprobs_are_target_aligned(subject: WorkerSubject) -> None:
-    """Another token at index k changes the logprob at k, and none before it."""
+    """Logprobs are target-aligned: index t holds log p(token t | earlier tokens of the same segment)."""
     k = 17
     worker, batch = subject.create(), every_target(make_batch((40,), seed=4))
     token_ids_T = batch.token_ids_T.clone()
@@ -58,8 +67,11 @@ def logprobs_are_target_aligned(subject: WorkerSubject) -> None:
     require(change_T[k] > subject.tolerance.logprob, f"another token at index {k} leaves the logprob there as it was")
 
 
+@check(
+    "W-08", look_at="loss_mask_T: every index with a false mask, prompts and the first token of a segment among them"
+)
 def no_target_gives_zero(subject: WorkerSubject) -> None:
-    """Exactly 0.0 where the mask is false."""
+    """A logprob is exactly 0.0 where no target is."""
     batch = make_batch((20, 1, 9), seed=5)
     logprobs_T = subject.create().forward(batch).detach()
     others_T = logprobs_T[~batch.loss_mask_T]
@@ -68,8 +80,9 @@ def no_target_gives_zero(subject: WorkerSubject) -> None:
     require(bool((logprobs_T[batch.loss_mask_T] < 0).all()), "there are targets without a logprob below 0")
 
 
+@check("W-09", look_at="the cast after the head, a batch dimension that was left, and .to(batch.token_ids_T.device)")
 def logprobs_are_float32(subject: WorkerSubject) -> None:
-    """One float32 number per packed token, on the device of the batch."""
+    """Logprobs are float32 (float64 of float64 models), one per packed token, on the batch's device."""
     batch = make_batch((12, 5), seed=6)
     logprobs_T = subject.create().forward(batch)
     subject.note(dtype=str(logprobs_T.dtype), shape=list(logprobs_T.shape), device=str(logprobs_T.device))
@@ -80,8 +93,9 @@ def logprobs_are_float32(subject: WorkerSubject) -> None:
     require(logprobs_T.device == device, f"they are on {logprobs_T.device}, the batch is on {device}")
 
 
+@check("W-10", look_at="no_grad, inference_mode or detach around the forward")
 def logprobs_are_differentiable(subject: WorkerSubject) -> None:
-    """A loss of them has a gradient that a step can take."""
+    """Logprobs are differentiable: backward() of a loss of them gives a gradient."""
     worker, batch = subject.create(), make_batch((15,), seed=7)
     logprobs_T = worker.forward(batch)
     subject.note(requires_grad=logprobs_T.requires_grad)
@@ -115,56 +129,3 @@ def _compare(subject: WorkerSubject, batch: MicroBatch, *, tied: bool, found: to
 
 def _largest(difference: torch.Tensor) -> float:
     return float(difference.abs().max())
-
-
-CHECKS = (
-    Check(
-        id="W-04",
-        level="forward",
-        sentence="forward() gives the logprobs that transformers computes from the same checkpoint.",
-        look_at="attention mask, position ids, half-precision arithmetic in the head, which row predicts which token",
-        function=logprobs_equal_transformers,
-    ),
-    Check(
-        id="W-05",
-        level="forward",
-        sentence="forward() of a model with tied embeddings computes its head with the embedding.",
-        look_at="tie_word_embeddings: whether the head is tied again after sharding, wrapping or loading",
-        function=logprobs_of_a_tied_model,
-    ),
-    Check(
-        id="W-06",
-        level="forward",
-        sentence="Each logprob is at its token's own temperature: log softmax of logits over temperature.",
-        look_at="temperature_T[t] divides the logits of the row that predicts token t; logprobs are not divided",
-        function=each_token_has_its_own_temperature,
-    ),
-    Check(
-        id="W-07",
-        level="forward",
-        sentence="Logprobs are target-aligned: index t holds log p(token t | earlier tokens of the same segment).",
-        look_at="row t - 1 of the logits predicts token t; a shift by one, a missing causal mask",
-        function=logprobs_are_target_aligned,
-    ),
-    Check(
-        id="W-08",
-        level="forward",
-        sentence="A logprob is exactly 0.0 where no target is.",
-        look_at="loss_mask_T: every index with a false mask, prompts and the first token of a segment among them",
-        function=no_target_gives_zero,
-    ),
-    Check(
-        id="W-09",
-        level="forward",
-        sentence="Logprobs are float32 (float64 of float64 models), one per packed token, on the batch's device.",
-        look_at="the cast after the head, a batch dimension that was left, and .to(batch.token_ids_T.device)",
-        function=logprobs_are_float32,
-    ),
-    Check(
-        id="W-10",
-        level="forward",
-        sentence="Logprobs are differentiable: backward() of a loss of them gives a gradient.",
-        look_at="no_grad, inference_mode or detach around the forward",
-        function=logprobs_are_differentiable,
-    ),
-)

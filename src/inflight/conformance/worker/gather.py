@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from inflight.conformance.checks import Check, require
+from inflight.conformance.checks import check, require
 from inflight.conformance.worker.batches import accumulate, every_target, make_batch
 from inflight.conformance.worker.gathering import differing, gathered, same_bits
 from inflight.conformance.worker.reference import Reference
@@ -16,11 +16,18 @@ from inflight.types import MicroBatch
 from inflight.weights.buckets import plan_buckets
 from inflight.wire import TensorSpec
 
+LEVEL = "gather"
 _NUM_STEPS = 5
+_NAMES = "names and number of tensors: a head left out, a tied head sent twice or sent as it was at the start"
 
 
+@check(
+    "W-26",
+    deadline_s=15,
+    look_at="one WeightBucket per bucket asked for, with its index and its specs; the cast to the wire dtype",
+)
 def gathered_weights_follow_the_specs(subject: WorkerSubject) -> None:
-    """Buckets of about 4 KiB, on every rank."""
+    """gather_weights() yields full tensors bucket by bucket, in the order and form of parameter_specs()."""
     worker = subject.create()
     specs = list(worker.parameter_specs())
     plan = plan_buckets(specs, 4096)
@@ -44,8 +51,13 @@ def gathered_weights_follow_the_specs(subject: WorkerSubject) -> None:
         require(not wrong, f"{len(wrong)} tensors are not as their specs say: {wrong[:3]}")
 
 
+@check(
+    "W-27",
+    needs=(SEVERAL_RANKS,),
+    look_at="full_tensor() gives the whole tensor to every rank: drop it on all but rank 0",
+)
 def only_rank_0_holds_tensors(subject: WorkerSubject) -> None:
-    """Tensors per rank of one gather."""
+    """Rank 0 holds the gathered tensors, the others none."""
     worker = subject.create()
     buckets = list(worker.gather_weights(plan_buckets(worker.parameter_specs(), 4096)))
     num_tensors = subject.ranks.exchange(sum(len(bucket.tensors) for bucket in buckets))
@@ -54,18 +66,21 @@ def only_rank_0_holds_tensors(subject: WorkerSubject) -> None:
     require(not any(num_tensors[1:]), f"ranks hold {num_tensors} tensors")
 
 
+@check("W-28", look_at=_NAMES)
 def gathered_weights_are_the_model(subject: WorkerSubject) -> None:
-    """After some steps, an untied model."""
+    """The gathered weights are a checkpoint that computes what forward() computes."""
     _compare_with_forward(subject, tied=False)
 
 
+@check("W-29", look_at=_NAMES)
 def tied_weights_travel_once(subject: WorkerSubject) -> None:
-    """After some steps, a model whose head is its embedding."""
+    """Tied weights are gathered once, under the checkpoint's name, with their present values."""
     _compare_with_forward(subject, tied=True)
 
 
+@check("W-30", look_at="a staging buffer that tensors of one bucket share, offsets within a bucket")
 def bucket_plans_change_nothing(subject: WorkerSubject) -> None:
-    """One tensor per bucket, some tensors per bucket, one bucket for all."""
+    """Any plan of buckets gives the same bytes."""
     worker = subject.create()
     accumulate(worker, [make_batch((14, 8), seed=120 + subject.rank)])
     worker.step()
@@ -77,8 +92,11 @@ def bucket_plans_change_nothing(subject: WorkerSubject) -> None:
         require(not others, f"buckets of {name} give other bytes than one tensor per bucket: {others[:5]}")
 
 
+@check(
+    "W-31", look_at="staging memory: two buckets are alive at once, the one that is sent and the one that is gathered"
+)
 def yielded_tensors_stay_valid(subject: WorkerSubject) -> None:
-    """Each bucket is compared with a copy of it once the next one was asked for."""
+    """A yielded tensor is valid until the bucket after the next one is asked for."""
     worker = subject.create()
     before: list[tuple[torch.Tensor, torch.Tensor]] = []
     changed, num_tensors = 0, 0
@@ -91,8 +109,9 @@ def yielded_tensors_stay_valid(subject: WorkerSubject) -> None:
     require(not changed, f"{changed} of {num_tensors} tensors had changed when the bucket behind theirs was yielded")
 
 
+@check("W-32", look_at="a mesh of one rank, where gathering copies nothing; unsharded parameters such as norms")
 def a_step_leaves_what_was_gathered(subject: WorkerSubject) -> None:
-    """The tensors of the last two buckets, before and after three steps."""
+    """Gathered tensors share no memory with the parameters: a step does not change what was yielded."""
     worker = subject.create()
     buckets = list(worker.gather_weights(plan_buckets(worker.parameter_specs(), 1)))[-2:]
     kept = [(spec.name, t, t.detach().clone()) for b in buckets for spec, t in zip(b.specs, b.tensors, strict=False)]
@@ -104,8 +123,11 @@ def a_step_leaves_what_was_gathered(subject: WorkerSubject) -> None:
     require(not changed, f"steps changed tensors that had been yielded: {changed}")
 
 
+@check(
+    "W-33", look_at="a copy kept from an earlier gather; parameters that were left whole by a forward before the step"
+)
 def every_gather_is_fresh(subject: WorkerSubject) -> None:
-    """Gathered, some steps, gathered again."""
+    """gather_weights() after a step yields the weights of that step."""
     _compare_with_forward(subject, tied=False, gather_first=True)
 
 
@@ -157,67 +179,3 @@ def _difference(found: Sequence[TensorSpec], expected: Sequence[TensorSpec]) -> 
         return f"{len(found)} of {len(expected)}"
     wrong = [f"{f.name} for {e.name}" for f, e in zip(found, expected, strict=True) if f != e]
     return f"{len(wrong)} differ: {wrong[:3]}"
-
-
-_NAMES = "names and number of tensors: a head left out, a tied head sent twice or sent as it was at the start"
-
-CHECKS = (
-    Check(
-        id="W-26",
-        level="gather",
-        sentence="gather_weights() yields full tensors bucket by bucket, in the order and form of parameter_specs().",
-        look_at="one WeightBucket per bucket asked for, with its index and its specs; the cast to the wire dtype",
-        function=gathered_weights_follow_the_specs,
-        deadline_s=15.0,
-    ),
-    Check(
-        id="W-27",
-        level="gather",
-        sentence="Rank 0 holds the gathered tensors, the others none.",
-        look_at="full_tensor() gives the whole tensor to every rank: drop it on all but rank 0",
-        function=only_rank_0_holds_tensors,
-        needs=(SEVERAL_RANKS,),
-    ),
-    Check(
-        id="W-28",
-        level="gather",
-        sentence="The gathered weights are a checkpoint that computes what forward() computes.",
-        look_at=_NAMES,
-        function=gathered_weights_are_the_model,
-    ),
-    Check(
-        id="W-29",
-        level="gather",
-        sentence="Tied weights are gathered once, under the checkpoint's name, with their present values.",
-        look_at=_NAMES,
-        function=tied_weights_travel_once,
-    ),
-    Check(
-        id="W-30",
-        level="gather",
-        sentence="Any plan of buckets gives the same bytes.",
-        look_at="a staging buffer that tensors of one bucket share, offsets within a bucket",
-        function=bucket_plans_change_nothing,
-    ),
-    Check(
-        id="W-31",
-        level="gather",
-        sentence="A yielded tensor is valid until the bucket after the next one is asked for.",
-        look_at="staging memory: two buckets are alive at once, the one that is sent and the one that is gathered",
-        function=yielded_tensors_stay_valid,
-    ),
-    Check(
-        id="W-32",
-        level="gather",
-        sentence="Gathered tensors share no memory with the parameters: a step does not change what was yielded.",
-        look_at="a mesh of one rank, where gathering copies nothing; unsharded parameters such as norms",
-        function=a_step_leaves_what_was_gathered,
-    ),
-    Check(
-        id="W-33",
-        level="gather",
-        sentence="gather_weights() after a step yields the weights of that step.",
-        look_at="a copy kept from an earlier gather; parameters that were left whole by a forward before the step",
-        function=every_gather_is_fresh,
-    ),
-)

@@ -8,19 +8,24 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from inflight.conformance.checks import Check, require, skip
+from inflight.conformance.checks import check, require, skip
 from inflight.conformance.worker.batches import accumulate, loss_of, make_batch, part_of
 from inflight.conformance.worker.gathering import compare_changes, gathered
 from inflight.conformance.worker.reference import Reference
 from inflight.conformance.worker.subject import SEVERAL_RANKS, WorkerSubject
 from inflight.contracts import TrainerWorker
 
+LEVEL = "gradient"
 LENGTHS = (9, 4, 17, 1, 6, 23)
 _AVERAGES = "an average where a sum belongs, a weight per rank or micro-batch, gradients scaled twice"
 
 
+@check(
+    "W-15", look_at="gradient_norm of StepResult: before clipping, over all parameters and ranks; scaling in backward()"
+)
 def gradient_norm_equals_autograd(subject: WorkerSubject) -> None:
-    """A loss of each rank's batch, small and large: norms below and above usual thresholds of clipping."""
+    """The gradient of a loss is that of autograd, and its norm is reported as it was before clipping."""
+    # Losses small and large: norms below and above usual thresholds of clipping.
     reference = Reference(subject.model())
     batches = [make_batch((17,), seed=30 + rank) for rank in range(subject.world_size)]
     for name, scale in (("small", 2.0**-10), ("large", 8.0)):
@@ -29,8 +34,9 @@ def gradient_norm_equals_autograd(subject: WorkerSubject) -> None:
         _compare_norm(subject, worker.step().gradient_norm, reference.gradient_norm(batches, scale), f"{name} loss")
 
 
+@check("W-16", look_at="a head that is computed from a copy or a detached weight; two parameters where there is one")
 def gradient_of_a_tied_model(subject: WorkerSubject) -> None:
-    """The embedding's gradient is that of its use as head, too."""
+    """The gradient of a tied embedding is the sum over both of its uses."""
     batches = [make_batch((17,), seed=40 + rank) for rank in range(subject.world_size)]
     worker = subject.create(tied=True)
     accumulate(worker, [batches[subject.rank]])
@@ -38,8 +44,9 @@ def gradient_of_a_tied_model(subject: WorkerSubject) -> None:
     _compare_norm(subject, worker.step().gradient_norm, expected, "tied model")
 
 
+@check("W-17", look_at="division by gradient accumulation steps; " + _AVERAGES)
 def micro_batches_are_summed(subject: WorkerSubject) -> None:
-    """The same segments in one, two and six micro-batches."""
+    """Gradients are summed over micro-batches, never averaged: any split gives the same gradient."""
     whole = make_batch(LENGTHS, seed=50 + subject.rank)
     norms = {}
     splits: dict[str, list[Sequence[int]]] = {
@@ -59,32 +66,13 @@ def micro_batches_are_summed(subject: WorkerSubject) -> None:
         )
 
 
-def forwards_may_come_first(subject: WorkerSubject) -> None:
-    """Two forwards before their backwards, in both orders; and a forward without gradient between the two."""
-    mine = [make_batch((11, 6), seed=90 + subject.rank), make_batch((3, 14), seed=95 + subject.rank)]
-    everyone = [
-        batch
-        for rank in range(subject.world_size)
-        for batch in (make_batch((11, 6), seed=90 + rank), make_batch((3, 14), seed=95 + rank))
-    ]
-    expected = Reference(subject.model()).gradient_norm(everyone)
-    for name, order in {"the first backward first": (0, 1), "the second backward first": (1, 0)}.items():
-        worker = subject.create()
-        losses = [loss_of(worker.forward(batch), batch) for batch in mine]
-        for i in order:
-            worker.backward(losses[i])
-        _compare_norm(subject, worker.step().gradient_norm, expected, f"two forwards, then {name}")
-    worker = subject.create()
-    for batch, other in zip(mine, reversed(mine), strict=True):
-        loss = loss_of(worker.forward(batch), batch)
-        with torch.no_grad():
-            worker.forward(other)
-        worker.backward(loss)
-    _compare_norm(subject, worker.step().gradient_norm, expected, "a forward without gradient before each backward")
-
-
+@check(
+    "W-18",
+    needs=(SEVERAL_RANKS,),
+    look_at="the reduction of DDP and FSDP averages unless told otherwise (set_gradient_divide_factor); " + _AVERAGES,
+)
 def ranks_are_summed(subject: WorkerSubject) -> None:
-    """Every rank has the same batch: the gradient is that of one, times the number of ranks."""
+    """Gradients are summed over ranks, never averaged."""
     batch = make_batch((11, 6), seed=60)
     worker = subject.create()
     accumulate(worker, [batch])
@@ -94,8 +82,13 @@ def ranks_are_summed(subject: WorkerSubject) -> None:
     _compare_norm(subject, found, one * subject.world_size, f"{subject.world_size} ranks with the same batch")
 
 
+@check(
+    "W-19",
+    needs=(SEVERAL_RANKS,),
+    look_at="denominators of a rank: numbers of tokens, micro-batches or busy ranks; " + _AVERAGES,
+)
 def shares_may_be_unequal(subject: WorkerSubject) -> None:
-    """All segments on the last rank, then one on it and the others on the first."""
+    """Ranks may have unequal shares, or nothing: the gradient is the same."""
     whole, empty = make_batch(LENGTHS, seed=70), make_batch((), seed=70)
     expected = Reference(subject.model()).gradient_norm([whole])
     last = subject.world_size - 1
@@ -120,8 +113,14 @@ def train_on_one_rank(subject: WorkerSubject) -> None:
     save_file(gathered(worker), directory / "end.safetensors")
 
 
+@check(
+    "W-20",
+    deadline_s=30,
+    before=train_on_one_rank,
+    look_at="clipping by a rank's own norm, optimizer state that starts differently, unreduced gradients",
+)
 def ranks_change_nothing(subject: WorkerSubject) -> None:
-    """Two steps over the same segments, shared out among all ranks, against one rank's."""
+    """The number of ranks changes nothing: weights after two steps are those of one rank."""
     if subject.world_size == 1:
         skip("it speaks of several ranks, and there is one")
     worker = subject.create()
@@ -131,6 +130,36 @@ def ranks_change_nothing(subject: WorkerSubject) -> None:
         directory: Path = subject.directory / "one-rank"
         start, end = (load_file(directory / f"{name}.safetensors") for name in ("start", "end"))
         compare_changes(subject, start, end, found, f"one rank and {subject.world_size} ranks")
+
+
+@check(
+    "W-42",
+    deadline_s=30,
+    look_at="DDP reduces once for each forward and leaves out the later backwards, silently: reduce in step(); state "
+    "that one forward leaves for its backward, and the next one replaces",
+)
+def forwards_may_come_first(subject: WorkerSubject) -> None:
+    """Several forwards may come before their backwards, in any order: the gradient is the same."""
+    mine = [make_batch((11, 6), seed=90 + subject.rank), make_batch((3, 14), seed=95 + subject.rank)]
+    everyone = [
+        batch
+        for rank in range(subject.world_size)
+        for batch in (make_batch((11, 6), seed=90 + rank), make_batch((3, 14), seed=95 + rank))
+    ]
+    expected = Reference(subject.model()).gradient_norm(everyone)
+    for name, order in {"the first backward first": (0, 1), "the second backward first": (1, 0)}.items():
+        worker = subject.create()
+        losses = [loss_of(worker.forward(batch), batch) for batch in mine]
+        for i in order:
+            worker.backward(losses[i])
+        _compare_norm(subject, worker.step().gradient_norm, expected, f"two forwards, then {name}")
+    worker = subject.create()
+    for batch, other in zip(mine, reversed(mine), strict=True):
+        loss = loss_of(worker.forward(batch), batch)
+        with torch.no_grad():
+            worker.forward(other)
+        worker.backward(loss)
+    _compare_norm(subject, worker.step().gradient_norm, expected, "a forward without gradient before each backward")
 
 
 def _two_steps(worker: TrainerWorker, subject: WorkerSubject) -> None:
@@ -149,63 +178,3 @@ def _compare_norm(subject: WorkerSubject, found: float, expected: float, what: s
         abs(found - expected) <= subject.tolerance.gradient * expected,
         f"{what}: the gradient norm is {found:.6g}, {found / expected:.4g} times the {expected:.6g} of autograd",
     )
-
-
-CHECKS = (
-    Check(
-        id="W-15",
-        level="gradient",
-        sentence="The gradient of a loss is that of autograd, and its norm is reported as it was before clipping.",
-        look_at="gradient_norm of StepResult: before clipping, over all parameters and ranks; scaling in backward()",
-        function=gradient_norm_equals_autograd,
-    ),
-    Check(
-        id="W-16",
-        level="gradient",
-        sentence="The gradient of a tied embedding is the sum over both of its uses.",
-        look_at="a head that is computed from a copy or a detached weight; two parameters where there is one",
-        function=gradient_of_a_tied_model,
-    ),
-    Check(
-        id="W-17",
-        level="gradient",
-        sentence="Gradients are summed over micro-batches, never averaged: any split gives the same gradient.",
-        look_at="division by gradient accumulation steps; " + _AVERAGES,
-        function=micro_batches_are_summed,
-    ),
-    Check(
-        id="W-18",
-        level="gradient",
-        sentence="Gradients are summed over ranks, never averaged.",
-        look_at="the reduction of DDP and FSDP averages unless told otherwise (set_gradient_divide_factor); "
-        + _AVERAGES,
-        function=ranks_are_summed,
-        needs=(SEVERAL_RANKS,),
-    ),
-    Check(
-        id="W-19",
-        level="gradient",
-        sentence="Ranks may have unequal shares, or nothing: the gradient is the same.",
-        look_at="denominators of a rank: numbers of tokens, micro-batches or busy ranks; " + _AVERAGES,
-        function=shares_may_be_unequal,
-        needs=(SEVERAL_RANKS,),
-    ),
-    Check(
-        id="W-20",
-        level="gradient",
-        sentence="The number of ranks changes nothing: weights after two steps are those of one rank.",
-        look_at="clipping by a rank's own norm, optimizer state that starts differently, unreduced gradients",
-        function=ranks_change_nothing,
-        before=train_on_one_rank,
-        deadline_s=30.0,
-    ),
-    Check(
-        id="W-42",
-        level="gradient",
-        sentence="Several forwards may come before their backwards, in any order: the gradient is the same.",
-        look_at="DDP reduces once for each forward and leaves out the later backwards, silently: reduce in step(); "
-        "state that one forward leaves for its backward, and the next one replaces",
-        function=forwards_may_come_first,
-        deadline_s=30.0,
-    ),
-)

@@ -9,19 +9,25 @@ from pathlib import Path
 
 import torch
 
-from inflight.conformance.checks import Check, require, skip
+from inflight.conformance.checks import check, require, skip
 from inflight.conformance.worker.batches import make_batch
 from inflight.conformance.worker.subject import WorkerSubject
 from inflight.weights.buckets import plan_buckets
 
+LEVEL = "gather"
 _MIB = 1024 * 1024
 _SLACK_BYTES = 16 * _MIB
 """For what the allocator and communication keep beside tensors."""
 _CLEAR_REFS, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
 
+@check(
+    "W-34",
+    deadline_s=60,
+    look_at="a full state dict before the first bucket; a list of buckets; tensors that the generator still holds",
+)
 def gathering_takes_a_few_buckets(subject: WorkerSubject) -> None:
-    """A model of about 90 MiB in buckets of one tensor each, dropped as they come."""
+    """Gathering takes memory for a few buckets, not for the model."""
     if not _CLEAR_REFS.exists():
         skip("the peak of memory is read from Linux's /proc/self, which is not here")
     worker = subject.create(model=subject.large_model("large", hidden_size=512, num_layers=10))
@@ -55,15 +61,3 @@ def _bytes_of(field: str) -> int:
     if found is None:
         skip(f"{_STATUS} does not say {field}")
     return int(found[1]) * 1024
-
-
-CHECKS = (
-    Check(
-        id="W-34",
-        level="gather",
-        sentence="Gathering takes memory for a few buckets, not for the model.",
-        look_at="a full state dict before the first bucket; a list of buckets; tensors that the generator still holds",
-        function=gathering_takes_a_few_buckets,
-        deadline_s=60.0,
-    ),
-)

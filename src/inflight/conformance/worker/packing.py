@@ -9,17 +9,21 @@ from dataclasses import replace
 
 import torch
 
-from inflight.conformance.checks import Check, require
+from inflight.conformance.checks import check, require
 from inflight.conformance.worker.batches import accumulate, every_target, loss_of, make_batch, part_of, segment_rows
 from inflight.conformance.worker.reference import Reference
 from inflight.conformance.worker.subject import VOCAB_SIZE, WorkerSubject
 from inflight.types import MicroBatch
 
+LEVEL = "packing"
 LENGTHS = (9, 4, 17, 1, 26)
 
 
+@check(
+    "W-11", look_at="position ids that start at 0 in each segment, the mask between segments, per-token temperatures"
+)
 def packed_equals_separate(subject: WorkerSubject) -> None:
-    """Five segments in one micro-batch, against each of them alone."""
+    """A segment's logprobs are the same packed with others and alone."""
     worker, batch = subject.create(), make_batch(LENGTHS, seed=11, temperature=None)
     with torch.no_grad():
         together_T = worker.forward(batch)
@@ -33,8 +37,11 @@ def packed_equals_separate(subject: WorkerSubject) -> None:
     )
 
 
+@check(
+    "W-12", look_at="attention across segments: segment_lengths must reach the attention as cu_seqlens or a block mask"
+)
 def segments_do_not_see_each_other(subject: WorkerSubject) -> None:
-    """Other tokens in the middle segment leave the logprobs of its neighbours as they are."""
+    """Segments do not see each other: no logprob depends on a token of another segment."""
     worker, batch = subject.create(), every_target(make_batch((12, 9, 30), seed=12))
     token_ids_T = batch.token_ids_T.clone()
     token_ids_T[12:21] = (token_ids_T[12:21] + 1) % VOCAB_SIZE
@@ -49,8 +56,9 @@ def segments_do_not_see_each_other(subject: WorkerSubject) -> None:
     require(changes[1] > subject.tolerance.logprob, "other tokens in segment 1 change nothing there")
 
 
+@check("W-13", look_at="the backward of the attention: the mask or cu_seqlens that its forward used")
 def no_gradient_crosses_segments(subject: WorkerSubject) -> None:
-    """A loss of the second segment alone has the gradient that it has without the first."""
+    """No gradient crosses from one segment to another."""
     batch = make_batch((14, 16), seed=13)
     only_second = replace(batch, loss_mask_T=batch.loss_mask_T & (batch.segment_ids_T == 1))
     packed, alone = subject.create(), subject.create()
@@ -64,8 +72,9 @@ def no_gradient_crosses_segments(subject: WorkerSubject) -> None:
     )
 
 
+@check("W-14", look_at="an early return that leaves other ranks in a collective, or a constant that backward() refuses")
 def batches_without_targets_take_part(subject: WorkerSubject) -> None:
-    """Every rank has one batch with targets and two without, in an order of its own."""
+    """A rank takes part with a micro-batch without tokens or targets: zeros, and a gradient of zero."""
     batches = [make_batch((17,), seed=20 + rank) for rank in range(subject.world_size)]
     empties = [make_batch((), seed=14), make_batch((6, 1), seed=14, targets=False)]
     mine = [batches[subject.rank], *empties] if subject.rank % 2 == 0 else [*empties, batches[subject.rank]]
@@ -95,35 +104,3 @@ def _problems_of_nothing(logprobs_T: torch.Tensor, batch: MicroBatch) -> list[st
     if not logprobs_T.requires_grad:
         problems.append(f"{kind} gives logprobs that do not depend on the parameters")
     return problems
-
-
-CHECKS = (
-    Check(
-        id="W-11",
-        level="packing",
-        sentence="A segment's logprobs are the same packed with others and alone.",
-        look_at="position ids that start at 0 in each segment, the mask between segments, per-token temperatures",
-        function=packed_equals_separate,
-    ),
-    Check(
-        id="W-12",
-        level="packing",
-        sentence="Segments do not see each other: no logprob depends on a token of another segment.",
-        look_at="attention across segments: segment_lengths must reach the attention as cu_seqlens or a block mask",
-        function=segments_do_not_see_each_other,
-    ),
-    Check(
-        id="W-13",
-        level="packing",
-        sentence="No gradient crosses from one segment to another.",
-        look_at="the backward of the attention: the mask or cu_seqlens that its forward used",
-        function=no_gradient_crosses_segments,
-    ),
-    Check(
-        id="W-14",
-        level="packing",
-        sentence="A rank takes part with a micro-batch without tokens or targets: zeros, and a gradient of zero.",
-        look_at="an early return that leaves other ranks in a collective, or a constant that backward() refuses",
-        function=batches_without_targets_take_part,
-    ),
-)

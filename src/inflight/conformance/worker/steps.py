@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from inflight.conformance.checks import Check, require, skip
+from inflight.conformance.checks import check, require, skip
 from inflight.conformance.worker.batches import accumulate, loss_of, make_batch
 from inflight.conformance.worker.gathering import compare_changes, differing, distance, gathered
 from inflight.conformance.worker.reference import Reference
@@ -17,11 +17,13 @@ from inflight.contracts import TrainerWorker
 from inflight.errors import NonFiniteError, TrainerError
 from inflight.types import MicroBatch
 
+LEVEL = "step"
 _LARGEST = torch.finfo(torch.float32).max
 
 
+@check("W-21", look_at="the version after the step, not before it; a norm over one rank's shards")
 def step_reports_what_it_did(subject: WorkerSubject) -> None:
-    """Two steps: versions 1 and 2, the same finite numbers on every rank."""
+    """step() makes version one larger; all ranks report it alike, with gradient norm and learning rate."""
     worker = subject.create()
     for version in (1, 2):
         accumulate(worker, [_batch(subject, version)])
@@ -37,8 +39,9 @@ def step_reports_what_it_did(subject: WorkerSubject) -> None:
         require(all(said == everyone[0] for said in everyone), f"ranks report different steps: {everyone}")
 
 
+@check("W-22", look_at="an optimizer over parameters that were replaced since, by sharding or by a cast")
 def step_changes_the_weights(subject: WorkerSubject) -> None:
-    """Weights before and after steps, as they are gathered."""
+    """step() updates the parameters."""
     worker = subject.create()
     before = gathered(worker)
     rates = []
@@ -58,8 +61,9 @@ def step_changes_the_weights(subject: WorkerSubject) -> None:
     require(all(bool(t.isfinite().all()) for t in after.values()), "weights are not finite after three good steps")
 
 
+@check("W-23", look_at="zero_grad after the optimizer's step, on the tensors that backward() fills")
 def step_clears_the_gradients(subject: WorkerSubject) -> None:
-    """The same batch before a step and after it, with the gradient that autograd gives at the weights of each."""
+    """step() clears the gradients."""
     batches = [make_batch((22,), seed=100 + rank) for rank in range(subject.world_size)]
     worker, reference = subject.create(), Reference(subject.model())
     accumulate(worker, [batches[subject.rank]])
@@ -77,8 +81,9 @@ def step_clears_the_gradients(subject: WorkerSubject) -> None:
         )
 
 
+@check("W-24", look_at="a step before any backward(): optimizers take it silently")
 def step_without_gradient_is_refused(subject: WorkerSubject) -> None:
-    """A new worker steps without backward: an error, the same weights and version, and a good step afterwards."""
+    """step() without a gradient raises TrainerError, and nothing changed."""
     worker = subject.create()
     before = gathered(worker)
     error = error_of(worker.step)
@@ -94,8 +99,11 @@ def step_without_gradient_is_refused(subject: WorkerSubject) -> None:
     require(result.version == 1, f"the step after the refused one leads to version {result.version}")
 
 
+@check(
+    "W-25", look_at="test the norm over all ranks before clipping; clear gradients, leave moments and version untouched"
+)
 def gradient_that_is_not_finite_is_refused(subject: WorkerSubject) -> None:
-    """The last rank's loss is not a number; then two good steps, like those of a worker that saw nothing of it."""
+    """step() raises NonFiniteError on every rank if the gradient norm is not finite, and nothing changed."""
     worker, steady = subject.create(), subject.create()
     before = gathered(worker)
     batch = _batch(subject, 1)
@@ -111,8 +119,13 @@ def gradient_that_is_not_finite_is_refused(subject: WorkerSubject) -> None:
     _compare_good_steps(subject, worker, steady, before)
 
 
+@check(
+    "W-43",
+    deadline_s=30,
+    look_at="isfinite, not isnan; a clipping factor of max_norm / inf makes a step of zeros that counts",
+)
 def gradient_that_overflows_is_refused(subject: WorkerSubject) -> None:
-    """On the last rank finite gradients, whose squares overflow in float32, then some that add up to infinity.
+    """A gradient with an infinite element, or whose norm overflows, is refused as one with NaN is.
 
     A worker that computes in a wider type has the norm all the same; it may report that one, and take the step.
     """
@@ -122,6 +135,7 @@ def gradient_that_overflows_is_refused(subject: WorkerSubject) -> None:
     huge = _LARGEST / 8 / reference.largest_gradient([batches[last]])
     norm_of_last = reference.gradient_norm([batches[last]])
     before = gathered(worker)
+    # Finite gradients whose squares overflow in float32, then some that add up to infinity.
     for what, num_backwards in (("norm", 1), ("element", 16)):
         for _ in range(num_backwards):
             logprobs_T = worker.forward(batch)
@@ -174,50 +188,3 @@ def _compare_good_steps(
 
 def _batch(subject: WorkerSubject, seed: int) -> MicroBatch:
     return make_batch((14, 8), seed=1000 * seed + subject.rank)
-
-
-CHECKS = (
-    Check(
-        id="W-21",
-        level="step",
-        sentence="step() makes version one larger; all ranks report it alike, with gradient norm and learning rate.",
-        look_at="the version after the step, not before it; a norm over one rank's shards",
-        function=step_reports_what_it_did,
-    ),
-    Check(
-        id="W-22",
-        level="step",
-        sentence="step() updates the parameters.",
-        look_at="an optimizer over parameters that were replaced since, by sharding or by a cast",
-        function=step_changes_the_weights,
-    ),
-    Check(
-        id="W-23",
-        level="step",
-        sentence="step() clears the gradients.",
-        look_at="zero_grad after the optimizer's step, on the tensors that backward() fills",
-        function=step_clears_the_gradients,
-    ),
-    Check(
-        id="W-24",
-        level="step",
-        sentence="step() without a gradient raises TrainerError, and nothing changed.",
-        look_at="a step before any backward(): optimizers take it silently",
-        function=step_without_gradient_is_refused,
-    ),
-    Check(
-        id="W-25",
-        level="step",
-        sentence="step() raises NonFiniteError on every rank if the gradient norm is not finite, and nothing changed.",
-        look_at="test the norm over all ranks before clipping; clear gradients, leave moments and version untouched",
-        function=gradient_that_is_not_finite_is_refused,
-    ),
-    Check(
-        id="W-43",
-        level="step",
-        sentence="A gradient with an infinite element, or whose norm overflows, is refused as one with NaN is.",
-        look_at="isfinite, not isnan; a clipping factor of max_norm / inf makes a step of zeros that counts",
-        function=gradient_that_overflows_is_refused,
-        deadline_s=30.0,
-    ),
-)

@@ -45,8 +45,9 @@ class WorkerSubject:
         self.target = target
         self.directory = directory
         self.ranks = ranks
-        self._evidence: dict[str, Any] = {}
-        self._facts: dict[str, Any] = {}
+        self.evidence: dict[str, Any] = {}
+        """Of what several ranks note, that of the lowest is kept."""
+        self.facts: Mapping[str, Any] = {}
         self._thread = CheckThread()
 
     @classmethod
@@ -71,22 +72,12 @@ class WorkerSubject:
     def _begin(self) -> None:
         torch.set_num_threads(1)  # a thread's own; sums in one order, and ranks that do not take each other's cores
         worker = self.create()
-        self._facts = {
+        self.facts = {
             "implementation": f"{type(worker).__module__}.{type(worker).__qualname__}",
             "implementation_version": _version_of(type(worker)),
             "capabilities": {},
             "flags": {**{k: str(v) for k, v in self.target.options.items()}, "ranks": str(self.target.num_ranks)},
         }
-
-    @property
-    def facts(self) -> Mapping[str, Any]:
-        """See `inflight.conformance.judge.Subject.facts`."""
-        return self._facts
-
-    @property
-    def evidence(self) -> dict[str, Any]:
-        """See `inflight.conformance.judge.Subject.evidence`. Of what several ranks note, that of the lowest is kept."""
-        return self._evidence
 
     @property
     def rank(self) -> int:
@@ -105,7 +96,7 @@ class WorkerSubject:
 
     def note(self, **measured: Any) -> None:
         """Keep measured values as evidence."""
-        self._evidence |= measured
+        self.evidence |= measured
 
     def missing(self, needs: tuple[str, ...]) -> str | None:
         """See `inflight.conformance.judge.Subject.missing`."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from inflight.contracts import WeightSender
 from inflight.errors import ConfigError, TransferError
 from inflight.types import WeightBucket
 from inflight.weights.session import transfer_failed
@@ -44,8 +45,8 @@ from inflight.weights.transports.store import (
 from inflight.wire import DirectorySpec, UpdateRef, WeightUpdate
 
 
-class FileSender:
-    """Trainer rank 0's end; satisfies `WeightSender`. ``directory`` is on a file system that the endpoints see."""
+class FileSender(WeightSender):
+    """Trainer rank 0's end. ``directory`` is on a file system that the endpoints see."""
 
     def __init__(self, directory: Path | None) -> None:
         if directory is None:
@@ -57,11 +58,10 @@ class FileSender:
 
     @property
     def is_collective(self) -> bool:
-        """See `WeightSender.is_collective`."""
         return False
 
     def specs(self, run_id: str, num_ranks: Sequence[int], timeout_s: float) -> list[DirectorySpec]:
-        """See `WeightSender.specs`. Raises `TransferError` if the directory cannot be made."""
+        """Raises `TransferError` if the directory cannot be made."""
         self.abort()
         try:
             (self._directory / run_name(run_id)).mkdir(parents=True, exist_ok=True)
@@ -72,34 +72,32 @@ class FileSender:
         return [spec] * len(num_ranks)
 
     def join(self) -> None:
-        """See `WeightSender.join`. Nobody is waited for."""
+        """Nobody is waited for."""
         if not self._is_open:
             raise TransferError("no weight group is open")
 
     def begin(self, update: WeightUpdate) -> None:
-        """See `WeightSender.begin`."""
         self.join()
         self._store.begin(update)
 
     def send(self, bucket: WeightBucket, timeout_s: float) -> None:
-        """See `WeightSender.send`. A return means that the bucket's file is there, and stays if power is lost."""
+        """A return means that the bucket's file is there, and stays if power is lost."""
         what = f"storing bucket {bucket.index} in {self._directory}"
         attempt = Attempt(what, timeout_s, self._given_up)
         attempt.run(lambda: self._store.write(bucket, attempt))
 
     def end(self, *, is_done: bool) -> None:
-        """See `WeightSender.end`."""
         self._store.end(is_done=is_done)
 
     def abort(self) -> None:
-        """See `WeightSender.abort`. Complete updates stay, one that is being written goes."""
+        """Complete updates stay, one that is being written goes."""
         give_up(self._given_up)
         self._is_open = False
         self._store.drop()
 
 
 class FileReceiver(StoredReceiver):
-    """One endpoint rank's end; satisfies `WeightReceiver`."""
+    """One endpoint rank's end."""
 
     def __init__(self, spec: DirectorySpec) -> None:
         super().__init__()
@@ -108,7 +106,6 @@ class FileReceiver(StoredReceiver):
         self._buffers = LentBuffers()
 
     def join(self) -> None:
-        """See `WeightReceiver.join`."""
         run = self._directory / run_name(self._spec.run_id)
         attempt = Attempt("joining the weight group", self._spec.timeout_s, self._given_up)
         attempt.reason = f"{run} is not there"
@@ -120,7 +117,6 @@ class FileReceiver(StoredReceiver):
         attempt.run(wait)
 
     def begin(self, ref: UpdateRef) -> None:
-        """See `WeightReceiver.begin`."""
         super().begin(ref)
         self._buffers.take_back()
 

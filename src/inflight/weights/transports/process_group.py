@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed
 
+from inflight.contracts import ReceivesAhead, WeightReceiver, WeightSender
 from inflight.errors import TransferError
 from inflight.types import WeightBucket
 from inflight.weights.packing import pack, unpack
@@ -31,8 +32,8 @@ _GIVEN_UP = "the weight group was given up"
 _JOINING = "joining the weight group"
 
 
-class ProcessGroupSender:
-    """Trainer rank 0's end; satisfies `WeightSender`. ``address`` is what endpoints connect to."""
+class ProcessGroupSender(WeightSender):
+    """Trainer rank 0's end. ``address`` is what endpoints connect to."""
 
     def __init__(self, backend: Backend = "gloo", address: str = "127.0.0.1") -> None:
         self._backend: Backend = backend
@@ -47,7 +48,7 @@ class ProcessGroupSender:
         self._num_sent = 0
 
     def specs(self, run_id: str, num_ranks: Sequence[int], timeout_s: float) -> list[ProcessGroupSpec]:
-        """See `WeightSender.specs`. Raises `TransferError` if the address cannot be bound."""
+        """Raises `TransferError` if the address cannot be bound."""
         self.abort()
         hosted, port = host_store(self._address, timeout_s)
         ranks = [1 + sum(num_ranks[:i]) for i in range(len(num_ranks))]
@@ -72,19 +73,17 @@ class ProcessGroupSender:
 
     @property
     def is_collective(self) -> bool:
-        """See `WeightSender.is_collective`."""
         return True
 
     def begin(self, update: WeightUpdate) -> None:
-        """See `WeightSender.begin`. Receivers tell buckets apart by their order."""
+        """Receivers tell buckets apart by their order."""
         with self._lock:
             self._ref = update.ref
 
     def end(self, *, is_done: bool) -> None:
-        """See `WeightSender.end`. Nothing is stored."""
+        """Nothing is stored."""
 
     def join(self) -> None:
-        """See `WeightSender.join`."""
         with self._lock:
             opened, given_up = self._opened, self._given_up
         if opened is None:
@@ -101,7 +100,7 @@ class ProcessGroupSender:
         raise TransferError(_GIVEN_UP)
 
     def send(self, bucket: WeightBucket, timeout_s: float) -> None:
-        """See `WeightSender.send`. A return means that the bytes left; that they arrived, only the receiver knows."""
+        """A return means that the bytes left; that they arrived, only the receiver knows."""
         with self._lock:
             refuse_stray(bucket, self._ref)
             group, given_up, hosted, opened = self._group, self._given_up, self._hosted, self._opened
@@ -117,7 +116,6 @@ class ProcessGroupSender:
         _broadcast(group, flat, timeout_s, given_up, what)
 
     def abort(self) -> None:
-        """See `WeightSender.abort`."""
         with self._lock:
             group, self._group, self._hosted, self._opened, self._ref = self._group, None, None, None, None
             _give_up(self._given_up)
@@ -125,8 +123,8 @@ class ProcessGroupSender:
             group.abort()
 
 
-class ProcessGroupReceiver:
-    """One endpoint rank's end; satisfies `WeightReceiver` and `ReceivesAhead`.
+class ProcessGroupReceiver(WeightReceiver, ReceivesAhead):
+    """One endpoint rank's end.
 
     Tensors arrive on the CPU (gloo) or on ``device`` (NCCL).
 
@@ -145,7 +143,6 @@ class ProcessGroupReceiver:
         self._ahead: tuple[torch.Tensor, Future[None]] | None = None
 
     def join(self) -> None:
-        """See `WeightReceiver.join`."""
         spec = self._spec
         what = f"{_JOINING} through its store at {spec.master_address}:{spec.master_port}"
         run_unless(self._given_up, self._form, what, spec.timeout_s + GRACE_S)
@@ -165,7 +162,6 @@ class ProcessGroupReceiver:
         raise TransferError(_GIVEN_UP)
 
     def receive(self, specs: Sequence[TensorSpec], timeout_s: float) -> list[torch.Tensor]:
-        """See `WeightReceiver.receive`."""
         group, what = self._group, "receiving a bucket"
         ahead, self._ahead = self._ahead, None
         if group is None:
@@ -187,7 +183,7 @@ class ProcessGroupReceiver:
         return unpack(flat, specs)
 
     def receive_ahead(self, specs: Sequence[TensorSpec], timeout_s: float) -> None:
-        """See `ReceivesAhead.receive_ahead`. Does nothing over NCCL."""
+        """Does nothing over NCCL."""
         group = self._group
         if group is None or self._spec.backend != "gloo":
             return
@@ -195,7 +191,6 @@ class ProcessGroupReceiver:
         self._ahead = flat, started(_broadcasting(group, flat, timeout_s), "receiving a bucket ahead")
 
     def begin(self, ref: UpdateRef) -> None:
-        """See `WeightReceiver.begin`."""
         self._free, self._lent, self._ahead = self._lent, [], None
 
     def _buffer(self, size_bytes: int) -> torch.Tensor:
@@ -209,7 +204,6 @@ class ProcessGroupReceiver:
         return flat
 
     def abort(self) -> None:
-        """See `WeightReceiver.abort`."""
         with self._lock:
             group, self._group = self._group, None
             _give_up(self._given_up)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from inflight.contracts import WeightSender
 from inflight.errors import TransferError
 from inflight.types import WeightBucket
 from inflight.weights.session import transfer_failed
@@ -45,8 +46,8 @@ from inflight.wire import PullSpec, UpdateRef, WeightUpdate
 _OPENING_BYTES = 1 << 16
 
 
-class PullSender:
-    """Trainer rank 0's end; satisfies `WeightSender`. ``address`` is what endpoints connect to.
+class PullSender(WeightSender):
+    """Trainer rank 0's end. ``address`` is what endpoints connect to.
 
     Files lie in ``directory`` and stay there, or in a directory of this process, which goes with it.
     """
@@ -61,11 +62,10 @@ class PullSender:
 
     @property
     def is_collective(self) -> bool:
-        """See `WeightSender.is_collective`."""
         return False
 
     def specs(self, run_id: str, num_ranks: Sequence[int], timeout_s: float) -> list[PullSpec]:
-        """See `WeightSender.specs`. The server goes on from one group to the next, until `abort`."""
+        """The server goes on from one group to the next, until `abort`."""
         give_up(self._given_up)
         self._given_up = Future()
         if self._store is not None:
@@ -95,28 +95,26 @@ class PullSender:
         return BucketStore(parent.absolute(), is_durable=True)
 
     def join(self) -> None:
-        """See `WeightSender.join`. Nobody is waited for."""
+        """Nobody is waited for."""
         if self._server is None:
             raise TransferError("no weight group is open")
 
     def begin(self, update: WeightUpdate) -> None:
-        """See `WeightSender.begin`."""
         self._opened().begin(update)
 
     def send(self, bucket: WeightBucket, timeout_s: float) -> None:
-        """See `WeightSender.send`. A return means that the bucket can be fetched."""
+        """A return means that the bucket can be fetched."""
         store = self._opened()
         what = f"storing bucket {bucket.index} in {store.directory}"
         attempt = Attempt(what, timeout_s, self._given_up)
         attempt.run(lambda: store.write(bucket, attempt))
 
     def end(self, *, is_done: bool) -> None:
-        """See `WeightSender.end`."""
         if self._store is not None:
             self._store.end(is_done=is_done)
 
     def abort(self) -> None:
-        """See `WeightSender.abort`. The server stops; a new group starts another, with another token."""
+        """The server stops; a new group starts another, with another token."""
         give_up(self._given_up)
         server, self._server = self._server, None
         store, self._store = self._store, None
@@ -135,7 +133,7 @@ class PullSender:
 
 
 class PullReceiver(StoredReceiver):
-    """One endpoint rank's end; satisfies `WeightReceiver`. `latest`, `lease` and `read_manifest` are for followers."""
+    """One endpoint rank's end. `latest`, `lease` and `read_manifest` are for followers."""
 
     def __init__(self, spec: PullSpec) -> None:
         super().__init__()
@@ -144,11 +142,10 @@ class PullReceiver(StoredReceiver):
         self._buffers = LentBuffers()
 
     def join(self) -> None:
-        """See `WeightReceiver.join`. Raises `TransferError` at once if the token is refused."""
+        """Raises `TransferError` at once if the token is refused."""
         self._latest("joining the weight group", self._spec.timeout_s)
 
     def begin(self, ref: UpdateRef) -> None:
-        """See `WeightReceiver.begin`."""
         super().begin(ref)
         self._buffers.take_back()
 
@@ -183,7 +180,6 @@ class PullReceiver(StoredReceiver):
         return stored
 
     def abort(self) -> None:
-        """See `WeightReceiver.abort`."""
         super().abort()
         self._client.close()
 

@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 from pydantic import Field
 
+from inflight.contracts import WeightSender
 from inflight.errors import TransferError
 from inflight.types import WeightBucket
 from inflight.weights.packing import pack
@@ -56,8 +57,8 @@ class _Record(WireModel):
     size_bytes: int = Field(ge=0)
 
 
-class SharedMemorySender:
-    """Trainer rank 0's end; satisfies `WeightSender`. ``directory`` is used in place of /dev/shm."""
+class SharedMemorySender(WeightSender):
+    """Trainer rank 0's end. ``directory`` is used in place of /dev/shm."""
 
     def __init__(self, directory: Path | None = None) -> None:
         self._parent = directory
@@ -71,11 +72,10 @@ class SharedMemorySender:
 
     @property
     def is_collective(self) -> bool:
-        """See `WeightSender.is_collective`."""
         return False
 
     def specs(self, run_id: str, num_ranks: Sequence[int], timeout_s: float) -> list[DirectorySpec]:
-        """See `WeightSender.specs`. Raises `TransferError` if the directory cannot be made."""
+        """Raises `TransferError` if the directory cannot be made."""
         self.end(is_done=False)
         parent = self._parent or memory_directory()
         with self._lock:
@@ -90,12 +90,12 @@ class SharedMemorySender:
         return [spec] * len(num_ranks)
 
     def join(self) -> None:
-        """See `WeightSender.join`. Nobody is waited for."""
+        """Nobody is waited for."""
         if self._home is None:
             raise TransferError("no weight group is open")
 
     def begin(self, update: WeightUpdate) -> None:
-        """See `WeightSender.begin`. An earlier update that was not ended counts as not done."""
+        """An earlier update that was not ended counts as not done."""
         self.end(is_done=False)
         size_bytes = max(_PAGE, sum(_aligned(bucket.size_bytes) for bucket in update.buckets))
         with self._lock:
@@ -114,7 +114,7 @@ class SharedMemorySender:
             self._update = update
 
     def send(self, bucket: WeightBucket, timeout_s: float) -> None:
-        """See `WeightSender.send`. A return means that the bucket can be mapped."""
+        """A return means that the bucket can be mapped."""
         attempt = Attempt(f"storing bucket {bucket.index} in shared memory", timeout_s, self._given_up)
         flat = pack(bucket.tensors)
         with self._lock:
@@ -141,7 +141,7 @@ class SharedMemorySender:
                 raise attempt.failed(f"{error.strerror} in {self._home.path}{advice}") from error
 
     def end(self, *, is_done: bool) -> None:
-        """See `WeightSender.end`. The memory is used again if the update is done, and left to its readers if not."""
+        """The memory is used again if the update is done, and left to its readers if not."""
         with self._lock:
             update, self._update = self._update, None
             records, self._records = self._records, []
@@ -151,7 +151,7 @@ class SharedMemorySender:
                 self._drop_arena()
 
     def abort(self) -> None:
-        """See `WeightSender.abort`. The directory is removed; a new group makes another."""
+        """The directory is removed; a new group makes another."""
         give_up(self._given_up)  # a send that is pending holds the lock for at most one more piece
         with self._lock:
             home, self._home = self._home, None
@@ -220,7 +220,7 @@ class _Arena:
 
 
 class SharedMemoryReceiver(StoredReceiver):
-    """One endpoint rank's end; satisfies `WeightReceiver`. Tensors are views of a mapping, and only to be read.
+    """One endpoint rank's end. Tensors are views of a mapping, and only to be read.
 
     One that is written to nevertheless changes for this process alone, and only until the next update.
     """
@@ -232,7 +232,6 @@ class SharedMemoryReceiver(StoredReceiver):
         self._mapped: tuple[str, torch.Tensor] | None = None
 
     def join(self) -> None:
-        """See `WeightReceiver.join`."""
         if self._given_up.done():
             raise TransferError(self._given_up.result())
         try:
@@ -245,7 +244,6 @@ class SharedMemoryReceiver(StoredReceiver):
             ) from error
 
     def begin(self, ref: UpdateRef) -> None:
-        """See `WeightReceiver.begin`."""
         super().begin(ref)
         self._mapped = None
 
@@ -262,7 +260,6 @@ class SharedMemoryReceiver(StoredReceiver):
                 raise attempt.failed(error) from error
 
     def abort(self) -> None:
-        """See `WeightReceiver.abort`."""
         super().abort()
         self._mapped = None
 

@@ -20,6 +20,7 @@ from urllib.parse import quote
 import torch
 from pydantic import ValidationError
 
+from inflight.contracts import WeightReceiver
 from inflight.errors import TransferError
 from inflight.weights.packing import unpack
 from inflight.weights.threads import run_unless
@@ -210,7 +211,7 @@ class LentBuffers:
         self._free, self._lent = self._lent, []
 
 
-class StoredReceiver:
+class StoredReceiver(WeightReceiver):
     """What the receivers of stored buckets share: which bucket is due, until when, and giving up."""
 
     def __init__(self) -> None:
@@ -219,11 +220,9 @@ class StoredReceiver:
         self._num_received = 0
 
     def begin(self, ref: UpdateRef) -> None:
-        """See `WeightReceiver.begin`."""
         self._ref, self._num_received = ref, 0
 
     def receive(self, specs: Sequence[TensorSpec], timeout_s: float) -> list[torch.Tensor]:
-        """See `WeightReceiver.receive`."""
         index, ref = self._num_received, self._ref
         if ref is None:
             raise TransferError("receiving a bucket failed: no update has begun")
@@ -232,7 +231,6 @@ class StoredReceiver:
         return unpack(self._received(ref, index, sum(spec.size_bytes for spec in specs), attempt), specs)
 
     def abort(self) -> None:
-        """See `WeightReceiver.abort`."""
         give_up(self._given_up)
 
     @abstractmethod

@@ -1,0 +1,108 @@
+"""What a run writes down and tells a person: a row for each step, what is waited for, and the summary."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from inflight import __version__
+from inflight.losses import Metrics, add_metrics, decode_metrics, metric_values
+from inflight.pipeline.batches import StepBatch
+from inflight.pipeline.config import RunConfig
+from inflight.pipeline.journal import Journal
+from inflight.pipeline.messages import Trained
+from inflight.pipeline.plots import plot_run
+from inflight.pipeline.progress import Progress
+from inflight.pipeline.sampling import Sampling
+
+_SAMPLE_S = 0.05
+"""How often the timeline notes what is running."""
+
+
+@dataclass(eq=False)
+class Notes:
+    """Reads the run's parts and decides nothing."""
+
+    config: RunConfig
+    task_name: str
+    directory: Path
+    sampling: Sampling
+    journal: Journal
+    progress: Progress
+    doing: str = ""
+    """What a person is told while nothing else happens; empty while steps are made."""
+
+    def step(self, batch: StepBatch, answers: Sequence[Trained], serving: Mapping[str, int | None]) -> None:
+        """Write and show the row of a step."""
+        metrics: Metrics = {}
+        for answer in answers:
+            metrics = add_metrics(metrics, decode_metrics(answer.metrics))
+        first = answers[0]
+        published = None if first.served is None else first.served.facts
+        row = self.journal.step(
+            batch.token_lags,
+            batch.num_tokens,
+            {
+                **metric_values(metrics),
+                "gradient_norm": first.gradient_norm,
+                "learning_rate": first.learning_rate,
+                "num_step_tokens": batch.num_tokens,
+                "num_step_sequences": len(batch.samples),
+                "num_stale_tokens": batch.num_stale_tokens,
+                "groups_running": self.sampling.actor.num_running,
+                "groups_waiting": self.sampling.num_waiting,
+                "publish": None if published is None else published.model_dump(),
+                **({"serving": serving} if serving else {}),
+                "ledger": self._ledger_counts(),
+            },
+        )
+        self.progress.step(row)
+
+    async def note_what_runs(self) -> None:
+        """Note for the timeline how many groups are running."""
+        while True:
+            self.journal.running(self.sampling.actor.num_running)
+            await asyncio.sleep(_SAMPLE_S)
+
+    async def tell_what_is_waited_for(self) -> None:
+        """Say now and then what goes on while no step does."""
+        while True:
+            await asyncio.sleep(1.0)
+            self.progress.waiting(self.doing or self._what_is_waited_for())
+
+    def _what_is_waited_for(self) -> str:
+        what = "training and publishing" if self.sampling.is_training else self.sampling.progress()
+        return f"step {self.journal.version + 1}/{self.config.run.num_steps}: {what}"
+
+    def finish(self, failure: str | None, *, interrupted: bool) -> None:
+        """Write the summary and the plots, and say where they are."""
+        summary = self.journal.summarize(
+            {
+                "version": self.journal.version,
+                "mode": self.config.run.mode,
+                "task": self.task_name,
+                "interrupted": interrupted,
+                "failure": failure,
+                "ledger": self._ledger_counts(),
+                "inflight": __version__,
+                "config": json.loads(self.config.model_dump_json()),
+            }
+        )
+        self.journal.close()
+        plot_run(self.directory)
+        self.progress.summary(summary, self.directory)
+        if failure is not None or interrupted:
+            self.progress.note("continue with the same command and --resume")
+
+    def _ledger_counts(self) -> dict[str, Any]:
+        ledger = self.sampling.ledger
+        return {
+            "trained": ledger.num_trained,
+            "dropped": dict(ledger.num_dropped),
+            "requeued": ledger.num_requeued,
+            "outstanding": ledger.outstanding,
+        }

@@ -1,0 +1,158 @@
+"""Updates that SGLang itself receives, in a group that it joins, and loads bucket by bucket as they arrive.
+
+An update that ends after its first bucket leaves torn weights. SGLang's session is therefore opened for the first
+bucket and not before: whoever finds it open knows that bytes may have been loaded. The engine cannot be called back
+from a broadcast, and is sent into one only when its sender is there. Where the sender stops half way, the call is left
+behind in the engine, and what it led to is looked at when it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from inflight.engines.calls import BackgroundCalls
+from inflight.engines.routes import EngineRoutes, words_of
+from inflight.errors import DeadlineError, ProtocolError, TransferError
+from inflight.weights.receiving import WeightIntake
+from inflight.weights.threads import run_abandonable
+from inflight.wire import (
+    BucketSpec,
+    BucketTransfer,
+    ProcessGroupSpec,
+    TensorSpec,
+    TransportSpec,
+    UpdateRef,
+    WeightUpdate,
+)
+from inflight_sglang.updates import STUCK_S, SglangUpdates
+
+if TYPE_CHECKING:
+    from inflight.weights.transports.process_group import AnnouncedRanks
+
+_NOTHING_LOADED = ("Failed to receive weights", "update_weights_from_distributed must run between")
+"""How SGLang's refusals of a bucket begin that was not loaded, not even in part."""
+
+
+class NativeIntake(WeightIntake):
+    """Where buckets arrive in SGLang's own group, of ``num_ranks`` ranks; ``engine`` is told what they load."""
+
+    def __init__(
+        self, routes: EngineRoutes, engine: SglangUpdates, background: BackgroundCalls, num_ranks: int
+    ) -> None:
+        self._routes = routes
+        self._engine = engine
+        self._background = background
+        self._num_ranks = num_ranks
+        self._group: str | None = None
+        self._former: set[str] = set()
+        self._stale: set[str] = set()
+        self._ranks: AnnouncedRanks | None = None
+        self._num_received = 0
+        self._left: asyncio.Future[None] | None = None
+
+    @property
+    def has_applied(self) -> bool:
+        """A bucket that is under way may be in the model already."""
+        return self._engine.has_loaded or self._engine.is_loading
+
+    @property
+    def kept(self) -> UpdateRef | None:
+        """Nothing is."""
+        return None
+
+    async def join(self, spec: TransportSpec) -> None:
+        """What a publisher that died left behind is cleared first."""
+        from inflight.weights.transports.process_group import AnnouncedRanks
+
+        assert isinstance(spec, ProcessGroupSpec)  # no other transport is declared
+        if spec.group_name in self._former:
+            raise TransferError(f"the weight group {spec.group_name!r} was joined before; open a new one")
+        deadline = time.monotonic() + spec.timeout_s
+        self._ranks = ranks = AnnouncedRanks(spec, self._num_ranks)
+        await self._engine.clear(spec, self._forget_stale_groups)
+        # SGLang's own joining blocks all of its sampling, for up to half an hour: it begins when everyone is there.
+        await run_abandonable(ranks.meet, "inflight-meet")
+        body = spec.model_dump(include={"master_address", "master_port", "world_size", "group_name", "backend"})
+        self._former.add(spec.group_name)
+        try:
+            await self._routes.post(
+                "/init_weights_update_group", body | {"rank_offset": spec.rank}, max(deadline - time.monotonic(), 1.0)
+            )
+        except BaseException as error:
+            self._stale.add(spec.group_name)
+            if isinstance(error, ProtocolError | DeadlineError):
+                raise TransferError(f"the engine did not join the weight group: {error.message}") from error
+            raise
+        self._num_received = 0
+        if self._ranks is ranks:
+            self._group = spec.group_name
+        else:  # given up meanwhile
+            self._stale.add(spec.group_name)
+
+    def leave(self) -> None:
+        """The engine is told in the background; a broadcast that it is in goes on."""
+        if self._ranks is not None:
+            self._ranks.give_up()
+            self._ranks = None
+        if self._left is not None and not self._left.done():
+            self._left.set_result(None)
+        if self._group is not None:
+            self._stale.add(self._group)
+            self._group = None
+            self._background.start(self._engine.run_alone(self._forget_stale_groups))
+
+    def begin(self, update: WeightUpdate) -> None:
+        self._engine.has_loaded = False
+
+    def committed(self) -> None:
+        """Nothing is kept."""
+
+    async def receive(self, transfer: BucketTransfer, bucket: BucketSpec, tensors: Sequence[TensorSpec]) -> None:
+        """SGLang is asked once the bucket is being sent, and is not called back."""
+        if self._group is None or self._ranks is None:
+            raise TransferError("no weight group is formed")
+        timeout_s = transfer.timeout_s
+        ranks, index, deadline = self._ranks, self._num_received, time.monotonic() + timeout_s
+        self._num_received += 1
+        await run_abandonable(lambda: ranks.await_send(index, timeout_s), "inflight-await-send")
+        if self._group is None:
+            raise TransferError(f"the weight group was given up before bucket {bucket.index} travelled")
+        loading = self._engine.begin_load(self._load(bucket, tensors, self._group))
+        self._left = left = asyncio.get_running_loop().create_future()
+        await asyncio.wait({loading, left}, timeout=deadline - time.monotonic(), return_when=asyncio.FIRST_COMPLETED)
+        if loading.done():
+            return loading.result()
+        if left.done():
+            raise TransferError(f"the weight group was given up while bucket {bucket.index} travelled")
+        raise TransferError(f"receiving bucket {bucket.index} failed: not done after {timeout_s:g} s")
+
+    async def _load(self, bucket: BucketSpec, tensors: Sequence[TensorSpec], group: str) -> None:
+        """Have the engine receive and load one bucket; note whether any of it is in the model."""
+        body = {
+            "names": [tensor.name for tensor in tensors],
+            "dtypes": [tensor.dtype for tensor in tensors],
+            "shapes": [list(tensor.shape) for tensor in tensors],
+            "group_name": group,
+            "load_format": "flattened_bucket",
+            "flush_cache": False,  # refused while requests are paused, though the weights would be loaded
+            "selector": "target",
+        }
+        await self._engine.open_session()
+        try:
+            status, answer = await self._routes.ask("POST", "/update_weights_from_distributed", body, STUCK_S)
+        except BaseException:
+            self._engine.has_loaded = True
+            raise
+        words = words_of(answer)
+        if status == 200 or not words.startswith(_NOTHING_LOADED):
+            self._engine.has_loaded = True
+        if status != 200:
+            raise TransferError(f"bucket {bucket.index} did not arrive in the engine: {words}")
+
+    async def _forget_stale_groups(self) -> None:
+        for name in tuple(self._stale):
+            await self._routes.ask("POST", "/destroy_weights_update_group", {"group_name": name})
+            self._stale.discard(name)

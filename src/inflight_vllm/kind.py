@@ -1,0 +1,60 @@
+"""How a vLLM server is started, and attached to by its URL."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from inflight.contracts import InferenceEndpoint
+from inflight.engines.kinds import EngineKind, EngineOptions, has_gpu
+from inflight_vllm import flags
+from inflight_vllm.endpoint import VllmEndpoint
+
+_SEVERAL_RANKS = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp", "--distributed-executor-backend")
+
+
+class VllmKind(EngineKind):
+    """vLLM's own server."""
+
+    name = "vllm"
+    health_path = "/health"
+    liveness_path = "/health"
+
+    def command(self, options: EngineOptions, host: str, port: int) -> list[str]:
+        """The module, because the script ``vllm`` fails in builds for the CPU."""
+        words = ["-m", flags.MODULE, "--model", str(options.model), "--host", host, "--port", str(port)]
+        words += ["--served-model-name", options.name or options.model.resolve().name]
+        for flag, value in (
+            ("--dtype", options.dtype),
+            ("--max-model-len", options.max_model_len),
+            ("--max-num-seqs", options.max_concurrent),
+        ):
+            if value is not None:
+                words += [flag, str(value)]
+        if not has_gpu(options.device):
+            words.append("--enforce-eager")  # nothing is gained by compiling on a CPU
+            words.append("--no-enable-chunked-prefill")  # see `flags.honours_seeds`
+            if not any(word.startswith(_SEVERAL_RANKS) for word in options.arguments):
+                # One process less, and one that does not spin for messages: spinning starves all others for seconds.
+                words += ["--distributed-executor-backend", "uni"]
+        return [*words, *flags.needed_arguments(), *options.arguments]
+
+    def environment(self, options: EngineOptions) -> Mapping[str, str]:
+        variables = {flags.DEV_MODE: "1", "VLLM_NO_USAGE_STATS": "1"}
+        if not has_gpu(options.device):
+            variables["VLLM_CPU_KVCACHE_SPACE"] = "1"
+            variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # without it vLLM refuses the uni executor on a CPU
+            variables["TORCHDYNAMO_DISABLE"] = "1"  # else the logprobs' helper compiles C++ in the middle of serving
+        if options.threads is not None:
+            variables |= {"OMP_NUM_THREADS": str(options.threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        return variables
+
+    def connect(
+        self, url: str, *, token: str | None, control_timeout_s: float, generate_timeout_s: float
+    ) -> InferenceEndpoint:
+        """The token is vLLM's ``--api-key``."""
+        return VllmEndpoint(
+            url, api_key=token, control_timeout_s=control_timeout_s, generate_timeout_s=generate_timeout_s
+        )
+
+
+KIND = VllmKind()

@@ -1,0 +1,154 @@
+"""Every state of the endpoint's table with every event, by the calls that bring both about."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from inflight.errors import UpdateRefusedError
+from inflight.weights.buckets import plan_buckets
+from inflight.weights.session import TRANSITIONS, Event, UpdateSession
+from inflight.wire import BucketTransfer, EndpointState, InFlightPolicy, Manifest, TensorSpec, UpdateRef, WeightUpdate
+
+SPECS = tuple(TensorSpec(name=f"t{i}", dtype="float32", shape=(2,)) for i in range(2))
+REF = UpdateRef(run_id="run", version=1, session_id="s")
+ANOTHER = UpdateRef(run_id="run", version=9, session_id="t")
+
+
+def request(session: UpdateSession, *, staged: bool, ref: UpdateRef = REF) -> None:
+    session.request(
+        WeightUpdate(
+            **ref.model_dump(),
+            manifest=Manifest(tensors=SPECS),
+            buckets=plan_buckets(SPECS, 8),
+            in_flight=InFlightPolicy.KEEP,
+            staged=staged,
+            deadline_s=1,
+            lease_s=1,
+        )
+    )
+
+
+def begin(session: UpdateSession) -> None:
+    """Have the next bucket begin to arrive."""
+    num_received = sum(session.has_bucket(transfer(index)) for index in range(len(SPECS)))
+    session.begin_bucket(transfer(num_received))
+
+
+def transfer(index: int) -> BucketTransfer:
+    return BucketTransfer(**REF.model_dump(), bucket_index=index, timeout_s=1)
+
+
+def receive(session: UpdateSession) -> None:
+    begin(session)
+    session.bucket_received()
+
+
+CALLS: dict[str, Callable[[UpdateSession], object]] = {
+    "join": lambda session: session.joined(),
+    "request": lambda session: request(session, staged=False),
+    "stage": lambda session: request(session, staged=True),
+    "request another": lambda session: request(session, staged=False, ref=ANOTHER),
+    "stage another": lambda session: request(session, staged=True, ref=ANOTHER),
+    "begin": begin,
+    "receive": receive,
+    "hold": lambda session: session.hold(REF),
+    "apply": lambda session: session.begin_apply(REF),
+    "commit": lambda session: session.committed(),
+    "abort": lambda session: session.abort(),
+    "abort torn": lambda session: session.abort(torn=True),
+    "find": lambda session: session.found(7, "other", torn=False),
+    "find torn": lambda session: session.found(7, "other", torn=True),
+    "find another": lambda session: session.found(3, "another", torn=False),
+    "find another torn": lambda session: session.found(3, "another", torn=True),
+}
+WHOLE_OR_TORN = ("join", "join, find torn")
+UPDATES = {
+    EndpointState.STAGING: ["stage", "stage, begin", "stage, receive", "stage, receive, receive"],
+    EndpointState.HELD: ["request", "stage, receive, receive, hold"],
+    EndpointState.UPDATING: [
+        "request, begin",
+        "request, receive",
+        "request, receive, receive",
+        "request, receive, receive, apply",
+        "stage, receive, receive, hold, apply",
+    ],
+}
+WAYS = {
+    EndpointState.JOINING: [""],
+    EndpointState.READY: ["join", "join, find torn, find", "join, stage, abort"],
+    EndpointState.POISONED: ["join, find torn", "join, request, receive, receive, apply, abort"],
+    **{state: [f"{below}, {way}" for below in WHOLE_OR_TORN for way in ways] for state, ways in UPDATES.items()},
+}
+"""Ways into each state. Updates are requested over whole weights and over torn ones."""
+
+EVENTS = {
+    Event.JOINED: "join",
+    Event.REQUEST: "request another",
+    Event.REQUEST_STAGED: "stage another",
+    Event.BUCKET: "begin",
+    Event.HOLD: "hold",
+    Event.APPLY: "apply",
+    Event.COMMITTED: "commit",
+    Event.ENDED: "abort",
+    Event.TORN: "abort torn",
+    Event.FOUND: "find another",
+    Event.FOUND_TORN: "find another torn",
+}
+ASKED = (Event.REQUEST, Event.REQUEST_STAGED, Event.BUCKET, Event.HOLD, Event.APPLY)
+"""Publishers ask for these at any time, and are refused. The other events never come at a wrong time."""
+
+
+def session_by(way: str) -> UpdateSession:
+    session = UpdateSession(SPECS)
+    session.group_formed("run")
+    for step in filter(None, way.split(", ")):
+        CALLS[step](session)
+    return session
+
+
+def calls(state: EndpointState, way: str, event: Event) -> list[str]:
+    """Return the calls that bring an event about in a session that came into a state this way."""
+    tears = state in UPDATES and ("torn" in way or "apply" in way)  # whatever ends this update
+    if tears and event in (Event.ENDED, Event.TORN):
+        return [] if event is Event.ENDED else ["abort", "abort torn"]
+    return [EVENTS[event]]
+
+
+def facts(session: UpdateSession) -> tuple[object, ...]:
+    s = session
+    buckets = [(s.has_bucket(transfer(i)), s.is_receiving(transfer(i))) for i in range(len(SPECS))]
+    try:
+        is_complete = s.require_complete(REF) is not None
+    except UpdateRefusedError:
+        is_complete = False
+    return s.state, s.version, s.run_id, s.session_id, s.update, s.is_torn, s.has_begun, is_complete, buckets
+
+
+def state_after(way: str, event: Event, call: str) -> EndpointState | None:
+    """Return the state that a call leads to; None if it is refused or has no effect."""
+    session = session_by(way)
+    before = facts(session)
+    try:
+        CALLS[call](session)
+    except UpdateRefusedError:
+        assert event in ASKED
+        assert facts(session) == before
+    except AssertionError:
+        assert event not in ASKED
+        assert facts(session) == before
+    return None if facts(session) == before else session.state
+
+
+@pytest.mark.parametrize("state", EndpointState)
+def test_every_way_leads_into_its_state(state: EndpointState) -> None:
+    assert {session_by(way).state for way in WAYS[state]} == {state}
+
+
+@pytest.mark.parametrize("event", Event, ids=lambda event: event.name.lower())
+@pytest.mark.parametrize("state", EndpointState)
+def test_every_event_leads_where_the_table_says_or_has_no_effect(state: EndpointState, event: Event) -> None:
+    tried = {state_after(way, event, call) for way in WAYS[state] for call in calls(state, way, event)}
+    assert tried
+    assert tried - {None} == {after for pair, after in TRANSITIONS.items() if pair == (state, event)}
