@@ -14,6 +14,7 @@ from inflight.conformance.checks import Check
 from inflight.conformance.child import checks_of
 from inflight.conformance.expected import apply_expected
 from inflight.conformance.kit import Kit
+from inflight.conformance.sources import digest
 from inflight.conformance.targets import EndpointTarget, Target, WorkerTarget
 from inflight.conformance.verdicts import Certificate, Verdict, environment
 from inflight.errors import ConfigError
@@ -125,14 +126,16 @@ def _certificate(
     secrets = _secrets(target)
     asked = {check.id for check in checks}
     label = _redacted(_label(target), secrets)
+    implementation = _redacted(facts.get("implementation", ""), secrets) or label
     return Certificate(
         kit_version=__version__,
         kind=target.kind,
         target=label,
-        implementation=_redacted(facts.get("implementation", ""), secrets) or label,
+        implementation=implementation,
         implementation_version=_redacted(facts.get("implementation_version", ""), secrets),
         flags=_redacted(facts.get("flags", {}), secrets),
         environment=environment(),
+        sources=digest(label, implementation),
         capabilities=_redacted(facts.get("capabilities", {}), secrets),
         started_at=started_at.isoformat(timespec="seconds"),
         seconds=round(seconds, 3),

@@ -78,6 +78,8 @@ class Certificate(BaseModel):
     """Options that were given for it, the model and the number of ranks among them."""
     environment: dict[str, str] = {}
     """Versions and machine, see `environment`."""
+    sources: str = ""
+    """Digest of the sources that were checked, see `inflight.conformance.sources`; empty if they are not known."""
     capabilities: dict[str, Any] = {}
     """What an endpoint declared, empty elsewhere."""
     started_at: str
