@@ -1,11 +1,12 @@
 """A process that has imported everything, and forks what would otherwise be a new interpreter.
 
-    python -m tests.campaigns.zygote SOCKET
+    python -m tests.zygote SOCKET
 
 A run starts five processes, each of which imports torch and transformers for seconds. The zygote imports them once. A
 `shim` takes the place of ``sys.executable``: it hands its arguments, environment, directory and file descriptors to the
 zygote, which forks the real process, and lives and ends as that process does. Product code is not changed: the run
-starts ``sys.executable -m inflight serve ...``, only that this is the shim.
+starts ``sys.executable -m inflight serve ...``, only that this is the shim. Whatever is neither a
+module nor a script gets a new interpreter, and so does everything where INFLIGHT_TESTS_FORK is 0.
 
 What differs from processes that are started plainly:
 
@@ -17,6 +18,7 @@ What differs from processes that are started plainly:
   importing makes is shared until written. No thread runs in the zygote, so none is lost by the fork.
 - They end without collecting their objects. Exit handlers run, threads are waited for.
 - Modules are imported already, and so nothing can strike while they are. Campaigns start a share of their runs plainly.
+- SIGKILL reaches the real process a moment after the shim, and SIGSTOP never: whoever sends one asks for its own id.
 
 The zygote has one thread. It ends when its standard input does, and then kills whoever is left.
 """
@@ -26,6 +28,7 @@ from __future__ import annotations
 import array
 import atexit
 import contextlib
+import functools
 import gc
 import importlib
 import json
@@ -34,17 +37,24 @@ import resource
 import runpy
 import select
 import signal
+import site
 import socket
 import struct
+import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 _SHIM = """#!{python} -IS
 import array, json, os, resource, signal, socket, struct, sys
+words = sys.argv[3:] if sys.argv[1:2] == ["-W"] else sys.argv[1:]
+if not (words and words[0].endswith(".py") or words[:1] == ["-m"] and words[1] not in {plain!r}):
+    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 zygote = socket.socket(socket.AF_UNIX)
 zygote.connect({path!r})
 fds = []
@@ -78,8 +88,19 @@ if status < 0:
 os._exit(status)
 """
 
+ROOT = Path(__file__).parents[1]
+_PATH = f"{ROOT / 'src'}{os.pathsep}{ROOT}"
+
+_PLAIN = {"inflight.conformance.doomed", "inflight.conformance.transport.peer", "pytest", "torch.distributed.run"}
+"""Programs that get an interpreter of their own: the kit stops its helpers with SIGSTOP."""
+_PROGRAMS = ("inflight.pipeline.trainer", "inflight.conformance.child", "tests.conformance.mutants.server")
+"""Modules that are imported here and run as programs."""
 _MODULES = (
+    *_PROGRAMS,
     "inflight.cli",
+    "inflight.conformance.endpoint.subject",
+    "inflight.conformance.transport",
+    "inflight.conformance.worker.subject",
     "inflight.pipeline.run",
     "inflight.pipeline.trainer",
     "inflight.local.loading",
@@ -103,9 +124,46 @@ _MODULES = (
 
 def write_shim(path: Path, zygote: Path) -> Path:
     """Write the program that stands for an interpreter; it asks the zygote that listens at that socket."""
-    path.write_text(_SHIM.format(python=os.path.realpath(sys.executable), path=str(zygote)))
+    path.write_text(_SHIM.format(python=sys.executable, path=str(zygote), plain=_PLAIN))
     path.chmod(0o755)
     return path
+
+
+@contextlib.contextmanager
+def zygote(parent: Path) -> Iterator[str]:
+    """Start a zygote; yields what stands for ``python``."""
+    path = parent / "zygote"
+    path.unlink(missing_ok=True)
+    log = (parent / "zygote.log").open("wb")
+    with log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.zygote", str(path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": _PATH},
+        )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        if process.stdout.readline() != b"ready\n":
+            raise RuntimeError(f"the zygote did not start: {(parent / 'zygote.log').read_text()[-2000:]}")
+        yield str(write_shim(path.with_suffix(".python"), path))
+    finally:
+        process.stdin.close()
+        process.stdout.close()
+        process.wait(30.0)
+
+
+@functools.cache
+def python() -> str:
+    """Return what stands for ``python`` in this process: a zygote is started by the first call and ends with it."""
+    if os.environ.get("INFLIGHT_TESTS_FORK") == "0":
+        return sys.executable
+    open_until_exit = contextlib.ExitStack()
+    atexit.register(open_until_exit.close)
+    parent = open_until_exit.enter_context(tempfile.TemporaryDirectory(prefix="inflight-zygote-"))
+    return open_until_exit.enter_context(zygote(Path(parent)))
 
 
 @dataclass(slots=True, eq=False)
@@ -216,13 +274,25 @@ def _become(message: dict[str, Any], received: list[int]) -> None:
 
 
 def _run(argv: list[str], shim: Path) -> NoReturn:
-    """Do as ``python -m MODULE ARGUMENTS...`` does, and end as the interpreter would, memory left to the system."""
-    assert argv[1] == "-m", argv
+    """Do as ``python [-W ACTION] (-m MODULE | SCRIPT) ARGUMENTS...`` does, and end as it would, its memory as it is."""
+    words = argv[1:]
+    if words[0] == "-W":
+        warnings.simplefilter(words[1])  # type: ignore[arg-type]
+        words = words[2:]
+    is_module = words[0] == "-m"
     sys.executable = str(shim)
-    sys.argv = [argv[2], *argv[3:]]
+    sys.argv = words[is_module:]
+    further = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
+    sys.path[:1] = [os.getcwd() if is_module else os.path.dirname(os.path.abspath(words[0])), *further]
+    if further:
+        site.execsitecustomize()
+    sys.modules["torch"].set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
     status: object = 0
     try:
-        runpy.run_module(argv[2], run_name="__main__", alter_sys=True)
+        if is_module:
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(words[0], run_name="__main__")
     except SystemExit as end:
         status = end.code
         if status is not None and not isinstance(status, int):
@@ -247,7 +317,8 @@ def main() -> Callable[[], None] | None:
     )
     for name in _MODULES:
         importlib.import_module(name)
-    del sys.modules["inflight.pipeline.trainer"]  # which runs as a program
+    for name in _PROGRAMS:
+        del sys.modules[name]
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
         raise RuntimeError(f"the zygote has {threads} threads, and a fork would lose all but one")

@@ -11,24 +11,35 @@ import time
 import pytest
 
 from tests.campaigns import places
-from tests.campaigns.campaign import play_all, zygote
+from tests.campaigns.campaign import play_all
 from tests.run.runs import ends_within, is_alive
+from tests.zygote import zygote
 
-FAST_SEEDS = (16, 36, 56, 60)
-DISK_SEEDS = (6, 51)
+FAST_SEEDS = (60, 16, 36, 56)
+DISK_SEEDS = (51, 6)
 """Schedules that fill disks."""
 
 
-@pytest.mark.timeout(600)
-def test_disturbed_runs_hold(tmp_path):
-    check(FAST_SEEDS, tmp_path)
+def a_few_or_all(seeds):
+    few, others = (
+        [pytest.param(seeds[:1], id="one")],
+        [pytest.param(seeds[1:], id="others", marks=pytest.mark.exhaustive)],
+    )
+    return pytest.mark.parametrize("seeds", few + others)
 
 
 @pytest.mark.timeout(600)
-def test_runs_on_full_disks_hold(tmp_path):
+@a_few_or_all(FAST_SEEDS)
+def test_disturbed_runs_hold(seeds, tmp_path):
+    check(seeds, tmp_path)
+
+
+@pytest.mark.timeout(600)
+@a_few_or_all(DISK_SEEDS)
+def test_runs_on_full_disks_hold(seeds, tmp_path):
     if reason := places.can_mount():
         pytest.skip(reason)
-    check(DISK_SEEDS, tmp_path)
+    check(seeds, tmp_path)
 
 
 def check(seeds, directory):

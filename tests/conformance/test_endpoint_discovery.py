@@ -20,6 +20,7 @@ from inflight.wire import Capabilities, ChatCompletion, ChatCompletionRequest, I
 from tests.conformance.mutants.patches import declaring, drawing
 from tests.conformance.mutants.sampling import reporting_unscaled
 
+pytestmark = pytest.mark.usefixtures("forks")
 SAME_AS_THE_EMBEDDED = (
     "name",
     "init_process_group",

@@ -21,6 +21,7 @@ from inflight.conformance.verdicts import Certificate, Outcome
 from inflight.errors import InflightError, PoisonedError
 from tests.conformance import dying
 
+pytestmark = pytest.mark.usefixtures("forks")
 ASKED = ("E-01", "E-10", "E-12", "E-14", "E-16", "E-51", "E-17", "U-01", "U-02", "U-13", "E-60")
 """All need a token but the first; E-51 is for servers."""
 
@@ -76,11 +77,12 @@ def test_a_server_that_is_killed_between_two_checks_fails_the_next_one_only(tmp_
         try:
             while not ready.exists():
                 assert server.poll() is None
-            url = json.loads(ready.read_text())["url"]
+            started = json.loads(ready.read_text())
+            url, pid = started["url"], started["pid"]
             with Kit(EndpointTarget(url=url, token="t", model=model)) as kit:
                 (first, second, third) = (select(CHECKS, [name])[0] for name in ("E-10", "E-12", "E-14"))
                 assert kit.run(first).outcome is Outcome.PASSED
-                server.send_signal(signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
                 server.wait()
                 killed, skipped = kit.run(second), kit.run(third)
         finally:

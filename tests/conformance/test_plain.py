@@ -10,6 +10,7 @@ import pytest
 from inflight.conformance import EndpointTarget, Kit, Outcome, WorkerTarget, endpoint_checks, worker_checks
 from inflight.conformance.expected import apply_expected, load_expected
 
+pytestmark = pytest.mark.usefixtures("forks")
 EXPECTED = Path(__file__).with_name("plain") / "expected.toml"
 
 

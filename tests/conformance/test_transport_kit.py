@@ -19,6 +19,7 @@ from inflight.conformance.verdicts import Outcome
 from inflight.errors import ConfigError
 from tests.conformance.transport_mutants import MUTANTS
 
+pytestmark = pytest.mark.usefixtures("forks")
 MAKE = "tests.conformance.transport_mutants:make"
 BY_ID = {check.id: check for check in CHECKS}
 

@@ -18,6 +18,7 @@ from inflight.conformance.verdicts import Certificate, Outcome, Verdict
 from inflight.conformance.worker import CHECKS
 from tests.conformance.worker_mutants import MUTANTS
 
+pytestmark = pytest.mark.usefixtures("forks")
 FSDP, MUTANT = "inflight_fsdp:create_worker", "tests.conformance.worker_mutants:create_worker"
 BY_ID = {check.id: check for check in CHECKS}
 OF_SEVERAL_RANKS = {"W-02", "W-18", "W-19", "W-20", "W-27", "W-38", "W-39"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,8 @@ fsync = os.fsync
 
 def slow_fsync(descriptor):
     deadline = time.monotonic() + 120
+    if pathlib.Path({marker!r}).exists():
+        pathlib.Path({held!r}).write_text(os.readlink(f"/proc/self/fd/{{descriptor}}"))
     while pathlib.Path({marker!r}).exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     fsync(descriptor)
@@ -36,7 +37,7 @@ def slow_disk(tmp_path: Path) -> Path:
     """A file; while it exists, no process of a run writes any file to the end."""
     marker = tmp_path / "the disk is slow"
     (tmp_path / "python").mkdir()
-    (tmp_path / "python" / "sitecustomize.py").write_text(SLOW_DISK.format(marker=str(marker)))
+    (tmp_path / "python" / "sitecustomize.py").write_text(SLOW_DISK.format(marker=str(marker), held=f"{marker}: held"))
     return marker
 
 
@@ -63,6 +64,12 @@ def latest(run: RunProcess) -> int:
 def being_saved(run: RunProcess) -> int:
     partial = [path.name for path in (run.directory / "checkpoints").glob(".version-*.new")]
     return int(partial[0].removeprefix(".version-").removesuffix(".new")) if partial else -1
+
+
+def wait_for_a_held_save(run: RunProcess, slow_disk: Path) -> None:
+    """Wait until the slow disk keeps a save of the run from its end."""
+    held = slow_disk.with_name(f"{slow_disk.name}: held")
+    run.wait_until(lambda: held.exists() and "/.version-" in held.read_text())
 
 
 def wait_for_checkpoint(run: RunProcess) -> None:
@@ -95,8 +102,7 @@ def test_a_run_that_is_killed_while_it_saves_resumes_from_the_checkpoint_before(
     run = start_run(*SAVES, "--run.num_steps", "100000")
     wait_for_checkpoint(run)
     slow_disk.touch()
-    time.sleep(0.5)  # a save that was nearly done
-    run.wait_until(lambda: being_saved(run) > 0)
+    wait_for_a_held_save(run, slow_disk)
     pending, before = being_saved(run), latest(run)
     run.wait_for_steps(pending + 1)
     run.kill()
@@ -117,7 +123,8 @@ def test_an_interrupt_waits_for_the_save_and_keeps_every_step(
     slow_disk.touch()
     run.wait_for_steps(len(run.rows()) + 1)
     run.interrupt()
-    time.sleep(2)
+    run.wait_for_output("stopping after this step")
+    wait_for_a_held_save(run, slow_disk)
     assert run.process.poll() is None, run.output()
     slow_disk.unlink()
     assert run.wait() == 130, run.output()

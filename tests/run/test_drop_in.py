@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 from tests.models import make_model
 from tests.servers import TOKEN, ServerProcess
 from tests.weights.workers import weight_version
+from tests.zygote import python
 
 ROOT = Path(__file__).parents[2]
 STEPS = ["1", "2", "3", "4", "5"]
@@ -27,7 +27,7 @@ def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def output_of(*arguments: str) -> str:
     done = subprocess.run(
-        [sys.executable, *arguments],
+        [python(), *arguments],
         capture_output=True,
         text=True,
         timeout=120,

@@ -364,7 +364,7 @@ def test_a_run_that_is_resumed_takes_its_servers_over_and_the_old_trainer_is_sto
     words = ("--servers.urls", json.dumps([server.url]), "--run.num_steps", "100000")
     old = start_run(*words)
     old.wait_for_steps(5)  # the last checkpoint is that of step 3
-    asleep = [old.process.pid, *children(old.process.pid)]
+    asleep = list(old.processes().values())
     for pid in asleep:
         os.kill(pid, signal.SIGSTOP)
     try:
@@ -386,11 +386,6 @@ def test_a_run_that_is_resumed_takes_its_servers_over_and_the_old_trainer_is_sto
     new.interrupt()
     assert new.wait() == 130, new.output()
     assert new.summary()["failure"] is None
-
-
-def children(pid: int) -> list[int]:
-    """Process ids of a process's children."""
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def version_of(server: ServerProcess) -> WeightVersion:

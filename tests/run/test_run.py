@@ -194,9 +194,7 @@ def test_a_server_that_cannot_be_started_again_is_given_up_and_the_run_says_whic
 def test_killed_trainer_rank_ends_the_run_and_its_servers(start_run: Callable[..., RunProcess]) -> None:
     run = start_run("--run.num_steps", "100000")
     run.wait_for_steps(2)
-    children = Path(f"/proc/{run.process.pid}/task/{run.process.pid}/children").read_text().split()
-    commands = {int(pid): Path(f"/proc/{pid}/cmdline").read_text() for pid in children}
-    (trainer,) = [pid for pid, command in commands.items() if "inflight.pipeline.trainer" in command]
+    trainer = run.processes()["trainer-0"]
     os.kill(trainer, signal.SIGKILL)
     assert run.wait(60) == 1
     assert "trainer-0 was killed by signal 9" in run.output()
@@ -209,9 +207,7 @@ def test_weights_that_a_killed_trainer_rank_has_stored_are_removed_with_the_run(
 ) -> None:
     run = start_run(*("--run.num_steps", "100000", "--servers.backend", backend), environment={"TMPDIR": str(tmp_path)})
     run.wait_for_steps(2)
-    children = Path(f"/proc/{run.process.pid}/task/{run.process.pid}/children").read_text().split()
-    commands = {int(pid): Path(f"/proc/{pid}/cmdline").read_text() for pid in children}
-    (trainer,) = [pid for pid, command in commands.items() if "inflight.pipeline.trainer" in command]
+    trainer = run.processes()["trainer-0"]
     opened = [os.readlink(link) for link in Path(f"/proc/{trainer}/fd").iterdir() if link.is_symlink()]
     (stored,) = {Path(path).parent for path in opened if "/inflight-weights-" in path and path.endswith("/lock")}
     assert stored.exists()
@@ -223,10 +219,10 @@ def test_weights_that_a_killed_trainer_rank_has_stored_are_removed_with_the_run(
 def test_killed_run_takes_its_servers_and_trainers_with_it(start_run: Callable[..., RunProcess]) -> None:
     run = start_run("--run.num_steps", "100000")
     run.wait_for_steps(2)
-    children = Path(f"/proc/{run.process.pid}/task/{run.process.pid}/children").read_text().split()
+    processes = run.processes()
     run.kill()
-    assert len(children) == 2
-    assert all(ends_within(int(pid), 20.0) for pid in children)
+    assert set(processes) == {"controller", "server-0", "trainer-0"}
+    assert all(ends_within(pid, 20.0) for pid in processes.values())
 
 
 def test_reward_that_raises_ends_the_run_with_the_item_and_the_cause(start_run: Callable[..., RunProcess]) -> None:

@@ -215,7 +215,7 @@ def test_a_run_beside_a_live_one_is_refused_and_the_live_one_goes_on(start_run: 
     for words in (("--resume",), ()):
         second = start_run(*words)
         assert second.wait(60) == 1
-        assert f"belongs to a run that goes on (process {run.process.pid} on " in second.output()
+        assert f"belongs to a run that goes on (process {run.processes()['controller']} on " in second.output()
         assert "Traceback" not in second.output()
     run.wait_for_steps(len(run.rows()) + 2)
     run.interrupt()

@@ -7,7 +7,6 @@ import math
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -40,6 +39,7 @@ from tests.weights.workers import (
     wait_until_ready,
     weight_version,
 )
+from tests.zygote import python
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,7 +53,7 @@ def server(large_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 def start_publisher(server: ServerProcess, model: Path, way: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tests.weights.publisher_program", server.url, str(model), way]
+    command = [python(), "-m", "tests.weights.publisher_program", server.url, str(model), way]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import socket
 import threading
 import time
@@ -28,6 +26,7 @@ from inflight.weights.publish import WeightPublisher, publish_weights
 from inflight.weights.transports.process_group import ProcessGroupSender
 from inflight.wire import BucketTransfer, ProcessGroupSpec, UpdateRef, WeightUpdate, WeightVersion
 from tests.servers import TOKEN, ServerProcess
+from tests.threads import wait_for_call
 from tests.weights.workers import (
     PlainWorker,
     announcement_of,
@@ -173,7 +172,7 @@ def test_a_server_that_hangs_at_any_stage_is_reported_in_time_and_the_others_go_
             assert publish(PlainWorker(tensors, version=3), publisher).applied_everywhere
             assert_serves(survivor, 3)
         finally:
-            os.kill(sleeper.process.pid, signal.SIGCONT)
+            sleeper.go_on()
         # What reached it while it slept is answered now; at the latest its lease ends. It is never torn.
         wait_until_ready(sleeper, 1.5 + 5 + 2)
         assert weight_version(sleeper).version in (1, 2)
@@ -199,7 +198,7 @@ def test_a_group_that_a_hanging_server_never_joins_is_given_up_in_time(
             ]
             assert_serves(survivor, 1)
         finally:
-            os.kill(sleeper.process.pid, signal.SIGCONT)
+            sleeper.go_on()
         wait_until_ready(sleeper, 5)
         assert publish(PlainWorker(tensors, version=2), publisher).applied_everywhere
 
@@ -241,7 +240,7 @@ def test_a_sender_that_gives_a_group_up_ends_every_join_at_once() -> None:
 
     joining = threading.Thread(target=join)
     joining.start()
-    time.sleep(0.3)
+    wait_for_call(joining, ProcessGroupSender.join)
     started = time.monotonic()
     sender.abort()
     joining.join(timeout=10)

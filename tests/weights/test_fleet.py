@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -98,7 +96,7 @@ def test_a_stopped_server_costs_a_publish_two_seconds_and_comes_back_by_itself(
     assert time.monotonic() - began < ANSWER_S + 3.0
     assert fleet.states == {steady.url: MemberState.HEALTHY, slow.url: MemberState.SUSPECT}
     assert fleet.notes == (f"{slow.url} did not say within 2 s which version it serves: left out of this publish",)
-    os.kill(slow.process.pid, signal.SIGCONT)
+    slow.go_on()
     assert publish(fleet, worker) == {steady.url: Outcome.APPLIED, slow.url: Outcome.APPLIED}
     assert fleet.healthy == (steady.url, slow.url)
     for server in (steady, slow):
@@ -111,7 +109,7 @@ def test_one_that_is_slow_to_answer_is_waited_for_where_nobody_could_go_on_witho
     slow = start_server(model_dir)
     fleet = Fleet(connect(slow))
     slow.stop_in_place()
-    timer = threading.Timer(ANSWER_S + 1.0, os.kill, (slow.process.pid, signal.SIGCONT))
+    timer = threading.Timer(ANSWER_S + 1.0, slow.go_on)
     timer.start()
     assert publish(fleet, worker, deadline_s=60.0) == {slow.url: Outcome.APPLIED}
     timer.join()

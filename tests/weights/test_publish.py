@@ -467,7 +467,7 @@ def test_neither_side_gathers_threads_or_files_over_many_publishes_and_groups(
     server = two_servers[0]
     publisher = connect(server)
     worker = PlainWorker(checkpoint(model_dir))
-    pids = ("self", server.process.pid)
+    pids = ("self", server.pid)
     for _ in range(5):
         publish(worker, publisher)
     start = [resources(pid) for pid in pids]

@@ -137,7 +137,8 @@ def test_abort_ends_a_fetch_that_stalls(spec: PullSpec) -> None:
 
     thread = threading.Thread(target=pending)
     thread.start()
-    time.sleep(0.3)
+    while not proxy.num_cut:
+        time.sleep(0.005)
     began = time.monotonic()
     receiver.abort()
     thread.join(5.0)

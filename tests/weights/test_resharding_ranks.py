@@ -6,13 +6,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.weights.reshard_program import NUM_RANKS, TIMEOUT_S, TRAINERS, cases
+from tests.zygote import python
 
 DEADLINE_S = 60
 CASES = {case.name: case for case in cases()}
@@ -24,7 +24,7 @@ KILLED = {1: "killed", 0: "host killed"}
 def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank saw in each case."""
     path = tmp_path_factory.mktemp("reshard")
-    command = [sys.executable, "-W", "error", "-m", "tests.weights.reshard_program", str(path)]
+    command = [python(), "-W", "error", "-m", "tests.weights.reshard_program", str(path)]
     log = path / "log"
     with log.open("wb") as out:
         process = subprocess.Popen(

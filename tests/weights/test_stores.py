@@ -15,6 +15,7 @@ from inflight.errors import TransferError
 from inflight.types import WeightBucket
 from inflight.weights.packing import unpack
 from inflight.weights.transports import make_receiver, make_sender
+from tests.threads import wait_for_call
 from tests.weights.stored import (
     MIXED,
     assert_same,
@@ -188,7 +189,7 @@ def test_abort_ends_a_receive_that_is_pending_in_another_thread(sender: WeightSe
 
     thread = threading.Thread(target=pending)
     thread.start()
-    time.sleep(0.1)
+    wait_for_call(thread, type(receiver).receive)
     began = time.monotonic()
     receiver.abort()
     receiver.abort()

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -20,6 +19,7 @@ from tests.models import make_model
 from tests.worker.rank_program import ADAM
 from tests.worker.test_fsdp_ranks import run_ranks
 from tests.worker.worker_cases import accumulate, file_bytes, make_batch, settings
+from tests.zygote import python
 
 TRAINERS = {"fsdp": inflight_fsdp.create_worker, "torchtitan": inflight_fsdp.torchtitan.create_worker}
 DEADLINE_S = 60.0
@@ -157,7 +157,7 @@ def test_ranks_save_while_their_collectives_train_and_one_rank_resumes(tmp_path,
 
 def test_a_worker_that_is_killed_in_the_middle_leaves_the_earlier_checkpoint(tmp_path):
     path = make_model(tmp_path / "model", dtype=torch.float64, tokenizer=False)
-    command = [sys.executable, "-m", "tests.worker.killed_program", str(tmp_path)]
+    command = [python(), "-m", "tests.worker.killed_program", str(tmp_path)]
     process = subprocess.Popen(command, cwd=Path(__file__).parents[2])
     deadline = time.monotonic() + DEADLINE_S
     while not (tmp_path / "in the middle").exists():

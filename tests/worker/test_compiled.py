@@ -18,7 +18,8 @@ from tests.worker.worker_cases import settings
 
 @pytest.mark.timeout(420)  # compiling a dozen small graphs takes a minute of one core
 @pytest.mark.parametrize(
-    ("trainer", "activations"), [("inflight_fsdp", "recompute"), ("inflight_fsdp.torchtitan", "keep")]
+    ("trainer", "activations"),
+    [("inflight_fsdp", "recompute"), pytest.param("inflight_fsdp.torchtitan", "keep", marks=pytest.mark.exhaustive)],
 )
 def test_compiled_layers_give_the_same_numbers_and_are_not_compiled_for_each_length(tmp_path, trainer, activations):
     command = [sys.executable, "-m", "tests.worker.compile_program", str(tmp_path), trainer, activations]

@@ -48,6 +48,7 @@ from tests.worker.worker_cases import (
     saved_gradients,
     settings,
 )
+from tests.zygote import python
 
 LENGTHS = (9, 4, 17, 1, 6, 40)
 
@@ -243,7 +244,7 @@ def test_moments_of_8_bits_step_nearly_as_those_of_32_and_are_resumed(tmp_path, 
     torchao = Path(sys.prefix) / "torchao"
     assert torchao.is_dir(), f"{torchao} is missing: make installs torchao there"
     environment = {**os.environ, "PYTHONPATH": f"{torchao}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    command = [sys.executable, "-m", "tests.worker.eight_bit_program", str(tmp_path)]
+    command = [python(), "-m", "tests.worker.eight_bit_program", str(tmp_path)]
     run = subprocess.run(
         command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=100
     )
