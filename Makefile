@@ -16,15 +16,29 @@ CERTIFICATES := docs/certificates
 # Frameworks that tests compare losses with.
 ANCHORS := tests/losses/anchors/requirements.txt
 
-.PHONY: demo test test-engines engines certificates certificate-vllm certificate-sglang certificates-trainers lint format types docs bench clean
+.PHONY: demo test test-all coverage test-engines engines certificates certificate-vllm certificate-sglang certificates-trainers lint format types docs bench clean
 
 demo: $(STAMP)
 	@test -d models/tiny || $(BIN)/inflight tiny-model models/tiny
 	rm -rf runs/quickstart
 	$(BIN)/inflight train examples/quickstart.toml
 
+TESTS := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 40
+
+# Every module and every check, in minutes.
 test: $(STAMP) lint types
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 40 $(PYTEST)
+	$(TESTS) $(PYTEST)
+
+# The exhaustive grids, campaigns and soaks too, with a new interpreter for each process that a test starts.
+test-all: $(STAMP) lint types
+	INFLIGHT_TESTS_FORK=0 $(TESTS) -m "" $(PYTEST)
+
+# Lines and branches of src that `make test` comes to, in its processes too; PYTEST='-m ""' measures all tests.
+coverage: $(STAMP)
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest --numprocesses $(WORKERS) --dist worksteal $(PYTEST)
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report --skip-covered --sort miss
 
 # The real engines, each in a virtual environment of its own.
 engines: $(STAMP_VLLM) $(STAMP_SGLANG)
@@ -35,7 +49,8 @@ test-engines: $(STAMP) engines
 	VLLM_VERSION=$(VLLM) SGLANG_VERSION=$(SGLANG) $(REAL_ENGINES) $(PYTEST)
 
 # Puts each engine through the conformance kit; fails unless all that it declares holds. docs/certificates keeps those
-# that the tables of docs/compatibility.md are rendered from; CI writes its own elsewhere.
+# that the tables of docs/compatibility.md are rendered from; CI writes its own elsewhere. With CHANGED=1, a kept
+# certificate that was made with the sources as they are stands for a new one.
 certificates: certificate-vllm certificate-sglang certificates-trainers
 
 certificate-vllm: $(STAMP) $(STAMP_VLLM)
@@ -44,9 +59,11 @@ certificate-vllm: $(STAMP) $(STAMP_VLLM)
 certificate-sglang: $(STAMP) $(STAMP_SGLANG)
 	$(call CERTIFY,sglang,$(SGLANG))
 
+STANDS = $(if $(CHANGED),$(BIN)/python -m inflight.conformance.sources docs/certificates/$(1).json ||)
+
 define CERTIFY
 mkdir -p $(CERTIFICATES)
-$(BIN)/inflight check endpoint --deadline-scale 3 --json $(CERTIFICATES)/$(1)-$(2).json \
+$(call STANDS,$(1)-$(2)) $(BIN)/inflight check endpoint --deadline-scale 3 --json $(CERTIFICATES)/$(1)-$(2).json \
   --expected-failures engines/$(1)-expected.toml --serve "$(call SERVE,$(1),$(2))"
 endef
 
@@ -55,8 +72,8 @@ TRAINERS := fsdp-1 fsdp-2 fsdp-4 torchtitan-1 torchtitan-2
 
 certificates-trainers: $(STAMP)
 	mkdir -p $(CERTIFICATES)
-	$(foreach it,$(TRAINERS),$(BIN)/inflight check worker $(firstword $(subst -, ,$(it))) \
-	  --ranks $(lastword $(subst -, ,$(it))) --option device=cpu --json $(CERTIFICATES)/$(it)-ranks.json &&) true
+	$(foreach it,$(TRAINERS),{ $(call STANDS,$(it)-ranks) $(BIN)/inflight check worker $(firstword $(subst -, ,$(it))) \
+	  --ranks $(lastword $(subst -, ,$(it))) --option device=cpu --json $(CERTIFICATES)/$(it)-ranks.json; } &&) true
 
 SERVE = $(BIN)/inflight serve {model} --engine $(1) --python .engines/$(1)-$(2)/bin/python --dtype float32 \
   --port {port} --token-file {token_file}

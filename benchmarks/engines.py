@@ -116,7 +116,7 @@ async def keep_running(endpoint: InferenceEndpoint, until: asyncio.Event) -> Non
 
 
 async def first_token_s(url: str) -> float | None:
-    """Return when the first token of the present version came, after the end of the hold. A publish does not wait."""
+    """Return when the first token of the present version came, after the end of the pause. A publish does not wait."""
     endpoint = HttpEndpoint(url, token=TOKEN)
     try:
         timings = (await endpoint.weight_version()).last_update
@@ -159,7 +159,7 @@ def measure_publish(name: str, directory: Path) -> dict[str, Any]:
                     if i:  # the first one warms up
                         spans = replace(report.spans, first_token_s=asyncio.run(first_token_s(url)))
                         reports[how].append(replace(report, spans=spans))
-                        print(f"{name}, {how}: {spans.total_s:.3f} s, held {spans.hold_s:.3f} s", flush=True)
+                        print(f"{name}, {how}: {spans.total_s:.3f} s, paused {spans.pause_s:.3f} s", flush=True)
         finally:
             stop.set()
             load.result()
@@ -183,7 +183,7 @@ def measure_publish(name: str, directory: Path) -> dict[str, Any]:
 def median_spans(reports: Sequence[PublishReport]) -> dict[str, float | None]:
     """Return the median of each span in seconds."""
     spans = {}
-    for name in ("gather_s", "hold_s", "wire_s", "load_s", "first_token_s", "total_s"):
+    for name in ("gather_s", "pause_s", "wire_s", "load_s", "first_token_s", "total_s"):
         found = [value for report in reports if (value := getattr(report.spans, name)) is not None]
         spans[name] = statistics.median(found) if found else None
     return spans

@@ -37,13 +37,13 @@ def run_once(mode: str, seed: int, num_steps: int, model: Path, directory: Path)
     first, last = rows[0], rows[-1]
     elapsed_s = last["time_s"] - first["time_s"]
     busy_s = sum(e["end_s"] - e["start_s"] for e in events if e["kind"] == "train" and e["start_s"] > first["time_s"])
-    held_s = sum(sum(row["publish"]["held_s"].values()) for row in rows[1:] if row["publish"])
+    paused_s = sum(sum(row["publish"]["paused_s"].values()) for row in rows[1:] if row["publish"])
     return {
         "mode": mode,
         "seed": seed,
         "trained_tokens_per_s": (last["num_trained_tokens"] - first["num_trained_tokens"]) / elapsed_s,
         "train_share": busy_s / elapsed_s,
-        "held_share": held_s / elapsed_s,
+        "paused_share": paused_s / elapsed_s,
         "step_s": elapsed_s / (len(rows) - 1),
         "ess_mean": statistics.fmean(row["effective_sample_size"] for row in rows),
         "lag_mean": statistics.fmean(row["lag_mean"] for row in rows),

@@ -79,7 +79,7 @@ def engine_table(rows: Sequence[dict[str, Any]]) -> str:
 def modes_table(result: dict[str, Any]) -> str:
     lines = [
         "| mode | trained tokens/s | pipeline over it: median (min to max) | share of time in the trainer "
-        "| held | lag mean, max | mean ESS |",
+        "| paused | lag mean, max | mean ESS |",
         "|---|---|---|---|---|---|---|",
     ]
     modes = list(dict.fromkeys(run["mode"] for run in result["runs"]))
@@ -87,13 +87,13 @@ def modes_table(result: dict[str, Any]) -> str:
         runs = [run for run in result["runs"] if run["mode"] == mode]
         mean = {
             key: statistics.fmean(run[key] for run in runs)
-            for key in ("trained_tokens_per_s", "train_share", "held_share", "lag_mean", "ess_mean")
+            for key in ("trained_tokens_per_s", "train_share", "paused_share", "lag_mean", "ess_mean")
         }
         ratio = result["ratios"].get(mode)
         text = "" if ratio is None else f"**{ratio['median']:.2f}** ({ratio['min']:.2f} to {ratio['max']:.2f})"
         lines.append(
             f"| {mode} | {mean['trained_tokens_per_s']:,.0f} | {text} | {100 * mean['train_share']:.0f} % | "
-            f"{100 * mean['held_share']:.2f} % | {mean['lag_mean']:.1f}, {max(run['lag_max'] for run in runs)} | "
+            f"{100 * mean['paused_share']:.2f} % | {mean['lag_mean']:.1f}, {max(run['lag_max'] for run in runs)} | "
             f"{mean['ess_mean']:.3f} |"
         )
     return "\n".join(lines)

@@ -30,9 +30,9 @@ from safetensors.torch import save_file
 from tests.real_engines.servers import RealEngine, running
 
 from inflight.bench import limits
-from inflight.bench.report import table as table_of
 from inflight.bench.server import BenchServer, make_model, serving
-from inflight.bench.weights import DEFAULT_WAYS, measure, sampling
+from inflight.bench.weights import DEFAULT_TRANSPORTS, measure, sampling
+from inflight.bench.weights import table as table_of
 from inflight.weights.module import ModuleWeights
 from inflight.weights.publish import WeightPublisher, publish_weights
 from inflight.weights.transports import make_sender
@@ -46,7 +46,9 @@ def measure_table() -> list[dict[str, Any]]:
     """Return the rows of both sizes."""
     rows = []
     for size_bytes in SIZES:
-        results = measure(size_bytes, DEFAULT_WAYS, num_rounds=NUM_ROUNDS, tell=lambda text: print(text, flush=True))
+        results = measure(
+            size_bytes, DEFAULT_TRANSPORTS, num_rounds=NUM_ROUNDS, tell=lambda text: print(text, flush=True)
+        )
         print(table_of(results), flush=True)
         rows += [result.as_json() for result in results]
     return rows
@@ -75,8 +77,7 @@ def measure_small() -> dict[str, Any]:
 def _with_packing(num_tensors: int, size_bytes: int) -> list[float]:
     """Pack the tensors into one buffer, compute its checksum, and broadcast it."""
     from inflight.types import WeightBucket
-    from inflight.weights.checksums import checksum
-    from inflight.weights.packing import Packer, pack
+    from inflight.weights.packing import Packer, checksum, pack
     from inflight.wire import TensorSpec
 
     tensors = tuple(torch.ones(size_bytes, dtype=torch.uint8) for _ in range(num_tensors))
@@ -100,7 +101,7 @@ def measure_tokens() -> dict[str, Any]:
         weights = ModuleWeights(model)
         with (
             serving(Path(made) / "model", Path(made), "float32", 1) as server,
-            WeightPublisher.connect([server.url], run_id="tokens", token=server.token, backend="shm") as publisher,
+            WeightPublisher.connect([server.url], run_id="tokens", token=server.token, transport="shm") as publisher,
         ):
 
             def update() -> None:
@@ -147,14 +148,14 @@ def measure_repeat(num_updates: int = 1_000) -> list[dict[str, Any]]:
         model = make_model(Path(made) / "model", 8_000_000, "float32")
         weights = ModuleWeights(model)
         with serving(Path(made) / "model", Path(made), "float32", 1) as server:
-            for backend in ("gloo", "shm", "file", "http"):
-                directory = Path(made) / "store" if backend == "file" else None
-                run_id = f"repeat-{backend}"
-                sender = make_sender(backend, directory=directory)  # type: ignore[arg-type]
+            for transport in ("gloo", "shm", "file", "http"):
+                directory = Path(made) / "store" if transport == "file" else None
+                run_id = f"repeat-{transport}"
+                sender = make_sender(transport, directory=directory)  # type: ignore[arg-type]
                 from inflight.http.client import HttpEndpoint
 
                 endpoint = HttpEndpoint(server.url, token=server.token)
-                with WeightPublisher([endpoint], sender, run_id=run_id, delta=backend == "shm") as publisher:
+                with WeightPublisher([endpoint], sender, run_id=run_id, delta=transport == "shm") as publisher:
                     first: dict[str, dict[str, int]] = {}
                     started = time.monotonic()
                     for i in range(num_updates):
@@ -163,7 +164,7 @@ def measure_repeat(num_updates: int = 1_000) -> list[dict[str, Any]]:
                         if i == num_updates // 10:
                             first = _held(server)
                     row = {
-                        "transport": backend,
+                        "transport": transport,
                         "num_updates": num_updates,
                         "early": first,
                         "late": _held(server),
@@ -206,37 +207,39 @@ def _measure_engine(engine: RealEngine, model: Any, directory: Path) -> list[dic
     weights = ModuleWeights(model)
     capabilities = asyncio.run(_capabilities(engine))
     seconds: dict[str, list[float]] = {}
-    held: dict[str, list[float]] = {}
-    ours = [way for way in ("gloo", "shm") if way in capabilities.transports]
+    paused: dict[str, list[float]] = {}
+    ours = [transport for transport in ("gloo", "shm") if transport in capabilities.transports]
     for i in range(4):
-        for way in ours:
+        for transport in ours:
             run_id = f"engines-{uuid.uuid4().hex[:8]}"
-            with WeightPublisher([engine.endpoint()], make_sender(way), run_id=run_id) as publisher:  # type: ignore[arg-type]
+            with WeightPublisher([engine.endpoint()], make_sender(transport), run_id=run_id) as publisher:  # type: ignore[arg-type]
                 for _ in range(2):  # the second does not touch memory for the first time
                     weights.version += 1
                     report = publish_weights(weights, publisher)
                 assert report is not None
                 if i:
-                    seconds.setdefault(f"inflight, {way}", []).append(report.spans.total_s)
-                    held.setdefault(f"inflight, {way}", []).append(report.spans.hold_s)
-        total_s, hold_s = _from_disk(engine, model, directory / "own")
+                    seconds.setdefault(f"inflight, {transport}", []).append(report.spans.total_s)
+                    paused.setdefault(f"inflight, {transport}", []).append(report.spans.pause_s)
+        total_s, pause_s = _from_disk(engine, model, directory / "own")
         if i:
             seconds.setdefault("the engine's own, from a file", []).append(total_s)
-            held.setdefault("the engine's own, from a file", []).append(hold_s)
+            paused.setdefault("the engine's own, from a file", []).append(pause_s)
     size_bytes = sum(spec.size_bytes for spec in weights.parameter_specs())
     rows = [
         {
             "engine": engine.kind.name,
-            "way": way,
+            "how": how,
             "size_bytes": size_bytes,
             "seconds": found,
             "median_s": statistics.median(found),
-            "hold_median_s": statistics.median(held[way]),
+            "pause_median_s": statistics.median(paused[how]),
         }
-        for way, found in seconds.items()
+        for how, found in seconds.items()
     ]
     for row in rows:
-        print(f"{row['engine']}, {row['way']}: {row['median_s']:.3f} s, held {row['hold_median_s']:.3f} s", flush=True)
+        print(
+            f"{row['engine']}, {row['how']}: {row['median_s']:.3f} s, paused {row['pause_median_s']:.3f} s", flush=True
+        )
     return rows
 
 
@@ -249,7 +252,7 @@ async def _capabilities(engine: RealEngine) -> Any:
 
 
 def _from_disk(engine: RealEngine, model: Any, directory: Path) -> tuple[float, float]:
-    """Save a safetensors file and have the engine load it as its own documentation says; total and held seconds."""
+    """Save a safetensors file and have the engine load it as its own documentation says; total and paused seconds."""
     directory.mkdir(exist_ok=True)
     for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
         source = engine.model / name
@@ -258,7 +261,7 @@ def _from_disk(engine: RealEngine, model: Any, directory: Path) -> tuple[float, 
     url = engine.process.url
     started = time.perf_counter()
     save_file({name: p.detach() for name, p in model.named_parameters()}, directory / "model.safetensors")
-    held = time.perf_counter()
+    paused = time.perf_counter()
     if engine.kind.name == "vllm":
         _post(f"{url}/pause?mode=keep&clear_cache=false", None)
         _post(f"{url}/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}})
@@ -269,7 +272,7 @@ def _from_disk(engine: RealEngine, model: Any, directory: Path) -> tuple[float, 
         _post(f"{url}/update_weights_from_disk", body)
         _post(f"{url}/continue_generation", {})
     ended = time.perf_counter()
-    return ended - started, ended - held
+    return ended - started, ended - paused
 
 
 def _post(url: str, body: Any) -> None:

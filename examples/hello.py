@@ -13,7 +13,7 @@ from inflight import GenerateRequest, ModuleWeights, SamplingParams, WeightPubli
 model = AutoModelForCausalLM.from_pretrained("models/tiny").requires_grad_(False)
 sampling = SamplingParams(max_tokens=400, ignore_eos=True)
 with WeightPublisher.connect(["http://127.0.0.1:8000"], run_id="hello", token="secret") as publisher:
-    (endpoint,) = publisher.members
+    (endpoint,) = publisher.endpoints
     request = GenerateRequest(request_id="a", prompt_token_ids=tuple(b"Once"), sampling=sampling)
     answer = publisher.start(endpoint.generate, request)  # samples on while weights change
     for version in (1, 2, 3):

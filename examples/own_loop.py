@@ -66,8 +66,8 @@ def main(model: str, url: str, num_steps: int = 5) -> None:
             result = worker.step()
             report = publish_weights(worker, publisher, in_flight="keep", deadline_s=30.0)
             mean_reward = sum(sample.rollout.reward for sample in samples) / len(samples)
-            held_ms = 1000 * report.endpoints[0].timings.held_s
-            print(f"version {result.version}: reward {mean_reward:.3f}, server held for {held_ms:.1f} ms")
+            paused_ms = 1000 * report.endpoints[0].timings.paused_s
+            print(f"version {result.version}: reward {mean_reward:.3f}, server paused for {paused_ms:.1f} ms")
     worker.close()
 
 

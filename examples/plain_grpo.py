@@ -83,7 +83,7 @@ def main(path: str, url: str, num_steps: int = 5) -> None:
             report = publish_weights(weights, publisher, in_flight="keep")
             num_mixed = sum(len(completion.version_spans) > 1 for completion in completions)
             print(
-                f"version {weights.version}: reward {rewards.mean():.3f}, held {1000 * report.spans.hold_s:.1f} ms, "
+                f"version {weights.version}: reward {rewards.mean():.3f}, paused {1000 * report.spans.pause_s:.1f} ms, "
                 f"{num_mixed} of {len(completions)} completions by more than one version"
             )
         portal.call(endpoint.aclose)

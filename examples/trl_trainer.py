@@ -63,7 +63,7 @@ class PublishEveryStep(TrainerCallback):
         """TRL calls this when the parameters have changed."""
         self.weights.version = state.global_step
         report = publish_weights(self.weights, self.publisher, in_flight="keep")
-        print(f"version {report.version}: held {1000 * report.spans.hold_s:.1f} ms")
+        print(f"version {report.version}: paused {1000 * report.spans.pause_s:.1f} ms")
 
 
 class BehaviourGRPOTrainer(GRPOTrainer):

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from inflight import ModuleWeights, WeightPublisher, publish_weights
 
 
-def main(model_dir: str, url: str, backend: str) -> None:
+def main(model_dir: str, url: str, transport: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     weights = ModuleWeights(model)
     token = os.environ["INFLIGHT_TOKEN"]
@@ -24,8 +24,8 @@ def main(model_dir: str, url: str, backend: str) -> None:
             [url],
             run_id="example",
             token=token,
-            backend=backend,
-            directory=Path(shared) if backend == "file" else None,
+            transport=transport,
+            directory=Path(shared) if transport == "file" else None,
             delta=True,
         ) as publisher,
     ):
@@ -37,7 +37,7 @@ def main(model_dir: str, url: str, backend: str) -> None:
             spans = report.spans
             print(
                 f"version {report.version}: {report.sent_bytes:,} of {report.size_bytes:,} bytes sent, "
-                f"{1000 * spans.total_s:.0f} ms, sampling held for {1000 * spans.hold_s:.0f} ms"
+                f"{1000 * spans.total_s:.0f} ms, sampling paused for {1000 * spans.pause_s:.0f} ms"
             )
 
 

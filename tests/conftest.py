@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")
@@ -16,6 +17,7 @@ import torch
 
 from tests.models import make_model
 from tests.servers import ServerProcess
+from tests.zygote import python
 
 torch.set_num_threads(1)
 
@@ -24,6 +26,14 @@ torch.set_num_threads(1)
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random two-layer Qwen3 checkpoint with untied head and the byte tokenizer, float32, context 1024."""
     return make_model(tmp_path_factory.mktemp("model") / "tiny-qwen3")
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[None]:
+    """Let the kit and the processes that it starts be forked from a zygote."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", python())
+        yield
 
 
 @pytest.fixture

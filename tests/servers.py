@@ -1,14 +1,16 @@
-"""Real ``inflight serve`` processes for tests."""
+"""Real ``inflight serve`` processes for tests, forked from a zygote."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
+
+from tests.zygote import python
 
 TOKEN = "test-token"
 
@@ -20,7 +22,7 @@ class ServerProcess:
         directory.mkdir(parents=True, exist_ok=True)
         self._ready_file = directory / "ready.json"
         self._log = directory / "server.log"
-        command = [sys.executable, "-m", "inflight", "serve", str(model), "--port", "0", "--exit-with-stdin"]
+        command = [python(), "-m", "inflight", "serve", str(model), "--port", "0", "--exit-with-stdin"]
         command += ["--ready-file", str(self._ready_file), "--threads", "1", "--name", "tiny", *arguments]
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -32,6 +34,8 @@ class ServerProcess:
                 start_new_session=True,
             )
         self.url = ""
+        self.pid = 0
+        """Of the server itself, once it is ready; ``process`` may only stand for it."""
 
     def wait_until_ready(self, timeout_s: float = 90.0) -> None:
         """Wait for the ready file; fail with the log if the server ends or the time is up."""
@@ -40,7 +44,8 @@ class ServerProcess:
             if self.process.poll() is not None or time.monotonic() > deadline:
                 raise AssertionError(f"the server did not start: {self.log()}")
             time.sleep(0.05)
-        self.url = json.loads(self._ready_file.read_text())["url"]
+        ready = json.loads(self._ready_file.read_text())
+        self.url, self.pid = ready["url"], ready["pid"]
 
     def log(self) -> str:
         """Return what the server wrote."""
@@ -48,7 +53,11 @@ class ServerProcess:
 
     def stop_in_place(self) -> None:
         """SIGSTOP: the process hangs with its sockets open."""
-        os.kill(self.process.pid, signal.SIGSTOP)
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """SIGCONT."""
+        os.kill(self.pid, signal.SIGCONT)
 
     def end(self) -> None:
         """Close its input, which ends it and what it started."""
@@ -58,7 +67,9 @@ class ServerProcess:
 
     def kill(self) -> None:
         """SIGKILL, and wait."""
-        self.process.kill()
+        if self.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid or self.process.pid, signal.SIGKILL)
         self.process.wait(timeout=10)
         if self.process.stdin is not None:
             self.process.stdin.close()

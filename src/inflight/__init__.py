@@ -27,10 +27,10 @@ from inflight.wire import GenerateRequest, GenerateResponse, SamplingParams
 if TYPE_CHECKING:
     from inflight.losses.plain import grpo_loss, reinforce_loss
     from inflight.rollouts.advantages import group_advantages
-    from inflight.weights.adapter_source import AdapterWeights
     from inflight.weights.fleet import Fleet
     from inflight.weights.following import follow
-    from inflight.weights.module import ModuleWeights
+    from inflight.weights.module import LoraWeights, ModuleWeights
+    from inflight.weights.outgoing import gather_only
     from inflight.weights.publish import WeightPublisher, publish_weights
     from inflight.weights.receiving import UpdateReceiver
     from inflight.weights.storing import store_weights
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "AdapterWeights",
     "BackgroundSaver",
     "Fleet",
     "GenerateRequest",
     "GenerateResponse",
     "HttpEndpoint",
     "InferenceEndpoint",
+    "LoraWeights",
     "ModuleWeights",
     "PublishReport",
     "SamplingParams",
@@ -60,6 +60,7 @@ __all__ = [
     "connect_endpoint",
     "errors",
     "follow",
+    "gather_only",
     "group_advantages",
     "grpo_loss",
     "publish_weights",
@@ -70,12 +71,13 @@ __all__ = [
 ]
 
 _LOADED_ON_USE = {
-    "AdapterWeights": "inflight.weights.adapter_source",
+    "LoraWeights": "inflight.weights.module",
     "Fleet": "inflight.weights.fleet",
     "follow": "inflight.weights.following",
     "ModuleWeights": "inflight.weights.module",
     "UpdateReceiver": "inflight.weights.receiving",
     "WeightPublisher": "inflight.weights.publish",
+    "gather_only": "inflight.weights.outgoing",
     "publish_weights": "inflight.weights.publish",
     "group_advantages": "inflight.rollouts.advantages",
     "grpo_loss": "inflight.losses.plain",

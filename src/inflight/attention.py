@@ -1,7 +1,7 @@
 """Causal attention over packed segments, as an attention function of transformers.
 
 Segments of similar length are gathered into one right-padded batch, attended, and put back in place. A token sees
-earlier tokens only, so padding on the right is invisible and no mask is made. The module knows nothing of weights,
+earlier tokens only, so padding on the right is invisible and needs no mask. The module knows nothing of weights,
 losses or trainers.
 
 Shape suffixes: T packed tokens, P padded slots, N segments of one class, L tokens of its longest, A heads, D head size.
@@ -22,8 +22,8 @@ SEGMENT_ATTENTION = "inflight_segments"
 """Name to pass to transformers as ``attn_implementation``, after `register_segment_attention`."""
 
 _MAX_PADDING = 1.25
-"""A segment joins a class if the longest one there is at most this many times longer. Finer classes cost more calls;
-between 1.1 and 1.5 there is nothing to choose on a CPU, and 2 is a fifth slower or worse."""
+"""A segment joins a class if the longest one there is at most this many times longer. Finer classes cost more calls.
+On a CPU, values between 1.1 and 1.5 are equally fast, and 2 is at least a fifth slower."""
 _SMALL = 32
 """Segments up to this length share one class: the kernels work on blocks of this size anyway."""
 
@@ -64,7 +64,7 @@ class SegmentPlan:
     classes: _Classes
     """(N, L) of each class; their slots follow one another and number P in all."""
     index: SlotIndex | None
-    """None if all segments have the same length: the padded batch is a view of the packed row then."""
+    """None if all segments have the same length: the padded batch is then a view of the packed row."""
 
     @staticmethod
     def build(segment_lengths: Sequence[int], device: torch.device | str = "cpu") -> SegmentPlan:
@@ -102,7 +102,7 @@ def segment_attention(
 
     ``query`` is [1, A, T, D]; ``key`` and ``value`` may have fewer heads. ``scaling`` None is 1 / sqrt(D).
     """
-    # Grouped heads need no copy of keys and values; in float32 on a CPU that is a tenth quicker than repeating them.
+    # Grouped heads need no copy of keys and values, which is a tenth quicker in float32 on a CPU.
     grouped = key.shape[1] != query.shape[1]
     padded = [_to_padded(x[0].transpose(0, 1), plan) for x in (query, key, value)]
     outputs = [
@@ -113,13 +113,13 @@ def segment_attention(
 
 
 def register_segment_attention(*, in_graphs: bool = True) -> str:
-    """Make segment attention known to transformers in this process; return its name. Idempotent.
+    """Register segment attention with transformers in this process; return its name. Idempotent.
 
     Models built with that name take a ``segment_plan`` keyword. No mask function is registered under it, so
-    transformers makes no mask. Unless it may be part of ``in_graphs`` that torch's compiler makes, that of compiled
-    layers is called by them and not looked into: its shapes are those of the segments, which every batch has others of.
+    transformers makes no mask. With ``in_graphs`` False, torch's compiler leaves the attention out of its graphs: its
+    shapes are those of the segments, which differ from batch to batch.
     """
-    from transformers import AttentionInterface  # a second that a process without a model need not wait for
+    from transformers import AttentionInterface  # takes a second to import, needed only with a model
 
     if in_graphs:
         AttentionInterface.register(SEGMENT_ATTENTION, _attention_of_layer)
@@ -130,7 +130,7 @@ def register_segment_attention(*, in_graphs: bool = True) -> str:
 
 
 def outside_of_graphs(function: Function) -> Function:
-    """Return a function that layers compiled by torch call, and do not look into."""
+    """Return a function that torch's compiler calls without tracing it."""
     disabled = torch.compiler.disable(function, reason="segments differ from batch to batch")  # type: ignore[no-untyped-call]
     return cast(Function, disabled)
 
@@ -138,7 +138,7 @@ def outside_of_graphs(function: Function) -> Function:
 def check_model_is_supported(config: Any) -> None:
     """Raise `UnsupportedError` unless a transformers configuration describes full causal attention and a plain head.
 
-    The head is computed outside of the model, so logits that are scaled or capped are refused too.
+    The head is computed outside the model, so scaled or capped logits are refused too.
     """
     config = getattr(config, "text_config", None) or config
     name = getattr(config, "model_type", type(config).__name__)
@@ -178,7 +178,7 @@ def _attention_of_layer(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """`segment_attention` as layers of transformers call it. Raises `UnsupportedError` for what it does not compute."""
+    """Call `segment_attention` for a layer of transformers. Raises `UnsupportedError` for anything else it asks for."""
     layer = type(module).__name__
     if segment_plan is None:
         raise UnsupportedError(
@@ -203,7 +203,7 @@ def _attention_of_layer(
 
 
 def _length_classes(lengths_descending: Sequence[int]) -> _Classes:
-    """Cut sorted lengths into (count, longest) classes of little padding."""
+    """Cut sorted lengths into (count, longest) classes with little padding."""
     classes: list[tuple[int, int]] = []
     for length in lengths_descending:
         if classes and classes[-1][1] <= max(_SMALL, _MAX_PADDING * length):
@@ -232,7 +232,7 @@ def _to_packed(classes_NALD: list[torch.Tensor], plan: SegmentPlan) -> torch.Ten
 
 
 class _ToPadded(torch.autograd.Function):
-    """Packed row to padded classes. No gradient comes from padding, so the way back is a plain gather too."""
+    """Packed row to padded classes. Padding has no gradient, so the backward is a plain gather too."""
 
     @staticmethod
     def forward(ctx: Any, x_TAD: torch.Tensor, index: SlotIndex, classes: _Classes) -> tuple[torch.Tensor, ...]:

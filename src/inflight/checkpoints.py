@@ -1,4 +1,4 @@
-"""Model directories: loading a causal language model and its tokenizer from local files, with errors that say why not.
+"""Loading a causal language model and its tokenizer from a local directory, with errors that say what is wrong.
 
 Nothing is downloaded and nothing is unpickled: weights are read from safetensors only.
 """
@@ -23,9 +23,10 @@ _INDEX = "model.safetensors.index.json"
 
 
 def load_config(path: Path) -> Any:
-    """Return the transformers config of a model directory. Raises `ConfigError` if it holds no causal LM.
+    """Return the transformers config of a model directory.
 
-    Raises `UnsupportedError` if the model is one that can be neither trained nor served here.
+    Raises `ConfigError` if the directory does not hold a causal language model, `UnsupportedError` if the model can be
+    neither trained nor served here.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -37,30 +38,30 @@ def load_config(path: Path) -> Any:
         raise ConfigError(f"model directory {str(path)!r} has no config.json; is it a Hugging Face checkpoint?")
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
-    except Exception as error:  # transformers raises what it likes
+    except Exception as error:  # transformers may raise anything
         raise ConfigError(f"{path / 'config.json'} cannot be read: {_one_line(error)}") from error
     architectures = config.architectures or []
     models = AutoModelForCausalLM._model_mapping
     if type(config) not in models or not any("CausalLM" in a for a in architectures):
         if type(config) in models and (name := models[type(config)].__name__) in architectures:
             takes_more = name.endswith("ForConditionalGeneration")
-            why = "it takes more than text" if takes_more else "it does not tell its attention where sequences end"
+            why = "it takes inputs other than text" if takes_more else "its attention is not told where sequences end"
             raise UnsupportedError(
-                f"{str(path)!r} holds a {name}, which cannot be trained or served here: {why}. Supported are decoders "
-                "that transformers names ...ForCausalLM and that attend fully and by its attention interface, such as "
-                "LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM and GemmaForCausalLM"
+                f"{str(path)!r} holds a {name}, which cannot be trained or served here: {why}. Supported models "
+                "are the ...ForCausalLM decoders of transformers with full attention through its attention interface, "
+                "such as LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM and GemmaForCausalLM"
             )
         raise ConfigError(
-            f"{str(path)!r} is no causal language model: architectures {architectures}, type {config.model_type!r}"
+            f"{str(path)!r} is not a causal language model: architectures {architectures}, type {config.model_type!r}"
         )
     check_model_is_supported(config)
     return config
 
 
 def check_weights(path: Path) -> None:
-    """Return if the weights in a model directory are whole and fit its config, by their files' headers alone.
+    """Check, by the headers of the files alone, that the weights in a model directory are whole and fit its config.
 
-    Raises `ConfigError` that names the file or the tensor that is not as it should be, and what `load_config` raises.
+    Raises `ConfigError` that names the file or the tensor that is wrong, and what `load_config` raises.
     """
     from transformers import AutoModelForCausalLM
     from transformers.core_model_loading import revert_weight_conversion
@@ -81,8 +82,7 @@ def load_causal_lm(
     from transformers import AutoModelForCausalLM
 
     config = load_config(path)
-    if not any(path.glob("*.safetensors")):
-        raise ConfigError(f"model directory {str(path)!r} has no *.safetensors; other weight formats are not read")
+    _weight_files(path)
     wanted = "auto" if dtype is None else getattr(torch, dtype)
     try:
         model, loading = AutoModelForCausalLM.from_pretrained(
@@ -94,7 +94,7 @@ def load_causal_lm(
             use_safetensors=True,
             output_loading_info=True,
         )
-    except Exception as error:  # transformers and safetensors raise what they like
+    except Exception as error:  # transformers and safetensors may raise anything
         raise ConfigError(f"the weights in {str(path)!r} cannot be loaded: {_one_line(error)}") from error
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if names := sorted(map(str, loading.get(kind, ()))):
@@ -103,16 +103,16 @@ def load_causal_lm(
 
 
 def empty_causal_lm(path: Path, *, attention: str, dtype: str) -> Any:
-    """Return the model of a directory with parameters on the meta device and true buffers on the CPU; nothing is read.
+    """Return the model of a directory with parameters on the meta device and filled buffers on the CPU.
 
-    Raises `ConfigError` if the directory holds no supported causal LM, `UnsupportedError` if the model has a buffer
-    that its class does not fill by itself.
+    No weights are read. Raises what `load_config` raises, and `UnsupportedError` if the model has a buffer that its
+    class does not fill by itself.
     """
     from transformers import AutoModelForCausalLM
 
     config = load_config(path)
     with torch.device("meta"):
-        # Grouped matrix products of experts are not made for float64.
+        # torch has no grouped matrix products in float64.
         others = {"experts_implementation": "eager"} if dtype == "float64" else {}
         model = AutoModelForCausalLM.from_config(
             config, dtype=getattr(torch, dtype), attn_implementation=attention, **others
@@ -123,14 +123,14 @@ def empty_causal_lm(path: Path, *, attention: str, dtype: str) -> Any:
             nothing = float("nan") if buffer.is_floating_point() else 0
             module._buffers[name] = torch.full_like(buffer, nothing, device="cpu")
         if own:
-            model._init_weights(module)  # with which transformers itself fills buffers after loading on meta
+            model._init_weights(module)  # as transformers does after loading on meta
     if unknown := [name for name, buffer in model.named_buffers() if bool(buffer.isnan().any())]:
         raise UnsupportedError(f"{type(model).__name__} has buffers that cannot be made from its config: {unknown[:5]}")
     return model
 
 
 def load_tokenizer(path: Path) -> Any | None:
-    """Return the tokenizer of a model directory, None if there is none. Raises `ConfigError` if it is broken."""
+    """Return the tokenizer of a model directory, or None if there is none. Raises `ConfigError` if it is broken."""
     from transformers import AutoTokenizer
 
     if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
@@ -152,7 +152,7 @@ def _one_line(error: Exception) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor lies, and what its file's header says of it. ``dtype`` is None if it is none that is trained."""
+    """The file of a tensor, and what its header says. ``dtype`` is None if it is not one that can be trained."""
 
     file: Path
     shape: tuple[int, ...]
@@ -160,16 +160,16 @@ class StoredTensor:
 
 
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of the safetensors files of a model directory, from their headers alone.
+    """Return the tensors in the safetensors files of a model directory, from the headers alone.
 
-    Those are the files of its index, if it has one, and all of them otherwise. Raises `ConfigError` that names a file
-    that is missing or cannot be read, and the tensor in which one was cut off.
+    The files are those of its index, or all of them without an index. Raises `ConfigError` if there are none, or that
+    names a file that is missing or cannot be read, and the tensor at which a file is cut off.
     """
     found: dict[str, StoredTensor] = {}
     for file in _weight_files(path):
         try:
-            with safe_open(file, framework="numpy") as tensors:  # torch's maps files as if it were to write
-                for name in tensors.keys():  # noqa: SIM118 - no mapping
+            with safe_open(file, framework="numpy") as tensors:  # torch's maps files for writing
+                for name in tensors.keys():  # noqa: SIM118 - not a mapping
                     part = tensors.get_slice(name)
                     found[name] = StoredTensor(file, tuple(part.get_shape()), _DTYPES.get(part.get_dtype()))
         except (OSError, SafetensorError) as error:
@@ -181,13 +181,11 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
 def fitting_tensors(
     path: Path, wanted: Mapping[str, Sequence[int]], *, known: Collection[str] = (), ignored: Sequence[str] = ()
 ) -> dict[str, StoredTensor]:
-    """Return the tensors of a directory. Raises `ConfigError` unless those that are ``wanted``, with shapes, are there.
+    """Return the tensors of a directory, which must be those ``wanted``, with these shapes. Raises `ConfigError`.
 
-    Others are refused too, but for names that are ``known`` or match a pattern that is ``ignored``.
+    Further tensors are refused unless their name is ``known`` or matches an ``ignored`` pattern.
     """
     stored = stored_tensors(path)
-    if not stored:
-        raise ConfigError(f"model directory {str(path)!r} has no *.safetensors; other weight formats are not read")
     problems = []
     if missing := sorted(set(wanted) - set(stored)):
         problems.append(f"{len(missing)} tensors are missing: {missing[:5]}")
@@ -196,7 +194,7 @@ def fitting_tensors(
         if stored[name].shape != tuple(wanted[name]):
             problems.append(f"{name} in {file} has shape {stored[name].shape}, not {tuple(wanted[name])}")
         elif stored[name].dtype is None:
-            problems.append(f"{name} in {file} is of a dtype that cannot be trained")
+            problems.append(f"{name} in {file} has a dtype that cannot be trained")
     others = set(stored) - set(wanted) - set(known)
     if unknown := sorted(name for name in others if not any(re.search(pattern, name) for pattern in ignored)):
         problems.append(f"{len(unknown)} tensors are unknown: {unknown[:5]}")
@@ -206,6 +204,11 @@ def fitting_tensors(
 
 
 def _weight_files(path: Path) -> list[Path]:
+    """Return the safetensors files of a model directory. Raises `ConfigError` if there are none or one is missing."""
+    if not any(path.glob("*.safetensors")):
+        raise ConfigError(
+            f"model directory {str(path)!r} has no *.safetensors files; other weight formats are not supported"
+        )
     if not (path / _INDEX).is_file():
         return sorted(path.glob("*.safetensors"))
     try:
@@ -216,12 +219,12 @@ def _weight_files(path: Path) -> list[Path]:
     for file in files:
         if not file.is_file():
             lost = sorted(name for name, other in named.items() if path / other == file)
-            raise ConfigError(f"{str(file)!r} is missing, with {len(lost)} tensors of {_INDEX}: {lost[:5]}")
+            raise ConfigError(f"{str(file)!r} is missing; {_INDEX} lists {len(lost)} tensors in it: {lost[:5]}")
     return files
 
 
 def _cut_off(file: Path) -> str | None:
-    """Return where a safetensors file ends too early; None if it does not, or if that cannot be told."""
+    """Return where a safetensors file is cut off; None if it is not, or if that cannot be determined."""
     try:
         with file.open("rb") as content:
             header_bytes = int.from_bytes(content.read(8), "little")

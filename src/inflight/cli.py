@@ -12,10 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from inflight import __version__
+from inflight.bench.command import add_parser as add_bench
+from inflight.bench.command import bytes_of
 from inflight.conformance.command import add_parser as add_check
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import ConfigError, InflightError
 from inflight.http.tokens import TOKEN_VARIABLE, read_token
+
+_Follow = Callable[[InferenceEndpoint], Awaitable[None]]
+"""Loads new versions from a store into an endpoint."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,14 +49,20 @@ def _parser() -> argparse.ArgumentParser:
 
     tiny = commands.add_parser("tiny-model", help="create a byte-level model and warm-start it on a task")
     tiny.add_argument("output", type=Path, metavar="OUTPUT_DIR")
-    tiny.add_argument("--task", default="spell_backward", help="reasoning-gym dataset (default: %(default)s)")
-    tiny.add_argument("--steps", type=int, default=1400, help="steps of imitation (default: %(default)s)")
-    tiny.add_argument("--batch-size", type=int, default=16, help="most demonstrations of a step (default: %(default)s)")
+    tiny.add_argument(
+        "--task",
+        default="spell_backward",
+        help="reasoning-gym dataset, or a task as in run.toml (default: %(default)s)",
+    )
+    tiny.add_argument("--steps", type=int, default=1400, help="imitation steps (default: %(default)s)")
+    tiny.add_argument(
+        "--batch-size", type=int, default=16, help="largest number of demonstrations per step (default: %(default)s)"
+    )
     tiny.add_argument(
         "--wrong-fraction",
         type=float,
         default=0.6,
-        help="share of demonstrations that are wrong on purpose in the last part (default: %(default)s)",
+        help="share of deliberately wrong demonstrations in the last part (default: %(default)s)",
     )
     tiny.add_argument("--style", choices=("answer", "grown"), default="grown", help="form of the demonstrations")
     tiny.add_argument("--family", choices=("llama", "qwen2", "qwen3"), default="llama")
@@ -66,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
 
     train = commands.add_parser(
         "train",
-        help="run reinforcement learning as a TOML file describes it",
+        help="run reinforcement learning from a TOML file",
         epilog="Every field can be overridden: --train.learning_rate 1e-4, --run.mode conventional, ...",
     )
     train.add_argument("config", type=Path, metavar="RUN.toml")
@@ -75,79 +86,18 @@ def _parser() -> argparse.ArgumentParser:
     train.set_defaults(call=_train)
 
     losses = commands.add_parser("losses", help="list the loss presets, or describe one")
-    losses.add_argument("name", nargs="?", metavar="PRESET", help="describe this one (default: a table of all)")
+    losses.add_argument(
+        "name", nargs="?", metavar="PRESET", help="preset to describe (default: a table of all presets)"
+    )
     losses.set_defaults(call=_losses)
 
-    _add_bench(commands)
+    add_bench(commands)
     add_check(commands)
     return parser
 
 
-def _add_bench(commands: Any) -> None:
-    bench = commands.add_parser("bench", help="measure on this machine, beside its own limits")
-    subjects = bench.add_subparsers(dest="subject", required=True, metavar="SUBJECT")
-    weights = subjects.add_parser(
-        "weights",
-        help="publish a model over each transport and print where the time goes",
-        epilog="Spans are medians in milliseconds. 'share' is the time of the bare operation named under 'limit', on "
-        "the same bytes and in the same run, over the time of the publish.",
-    )
-    weights.add_argument(
-        "--sizes", default="64MB,1GB", metavar="SIZES", help="sizes of the model, as 64MB,1GB (default: %(default)s)"
-    )
-    weights.add_argument(
-        "--ways", default=None, metavar="WAYS", help="transports and encodings, as gloo,shm,http+delta"
-    )
-    weights.add_argument("--rounds", type=int, default=5, help="publishes of each kind (default: %(default)s)")
-    weights.add_argument("--requests", type=int, default=2, help="requests in the busy rounds (default: %(default)s)")
-    weights.add_argument("--changed", type=float, default=0.02, help="share of elements that change (default: 0.02)")
-    weights.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    weights.add_argument("--threads", type=int, default=1, help="threads of the server (default: %(default)s)")
-    weights.add_argument("--directory", type=Path, help="where model and files lie (default: the temporary directory)")
-    weights.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file, too")
-    weights.set_defaults(call=_bench_weights)
-
-
-def _bench_weights(arguments: argparse.Namespace, _: Sequence[str]) -> int:
-    import json
-
-    from inflight.bench.report import table
-    from inflight.bench.weights import DEFAULT_WAYS, measure
-
-    ways = DEFAULT_WAYS if arguments.ways is None else tuple(arguments.ways.split(","))
-    if arguments.rounds < 1:
-        raise ConfigError(f"--rounds must be at least 1, not {arguments.rounds}")
-    results = []
-    for size_bytes in [_bytes_of(text) for text in arguments.sizes.split(",")]:
-        measured = measure(
-            size_bytes,
-            ways,
-            num_rounds=arguments.rounds,
-            num_requests=arguments.requests,
-            changed_share=arguments.changed,
-            dtype=arguments.dtype,
-            num_threads=arguments.threads,
-            directory=arguments.directory,
-            tell=lambda text: print(f"bench: {text}", file=sys.stderr, flush=True),
-        )
-        print(table(measured), flush=True)
-        results += measured
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps([result.as_json() for result in results], indent=2) + "\n")
-    return 0
-
-
-def _bytes_of(text: str) -> int:
-    """Return how many bytes a size such as 64MB or 1GB names, in powers of ten. Raises `ConfigError`."""
-    units = {"kb": 10**3, "mb": 10**6, "gb": 10**9}
-    number, unit = text.strip()[:-2], text.strip()[-2:].lower()
-    try:
-        return int(float(number) * units[unit])
-    except (KeyError, ValueError) as error:
-        raise ConfigError(f"{text!r} is no size; write it as 64MB or 1GB") from error
-
-
 def _losses(arguments: argparse.Namespace, _: Sequence[str]) -> int:
+    from inflight.bench.weights import aligned
     from inflight.losses import PRESETS, preset
 
     if arguments.name is not None:
@@ -155,9 +105,7 @@ def _losses(arguments: argparse.Namespace, _: Sequence[str]) -> int:
         return 0
     rows = [("preset", "loss of a token", "advantages", "denominator", "needs")]
     rows += [(it.name, it.formula, it.advantages, it.loss.aggregation.kind, it.needs) for it in PRESETS.values()]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print(aligned(rows))
     return 0
 
 
@@ -176,37 +124,37 @@ def _add_serve(commands: Any) -> None:
     serve.add_argument(
         "--kv-cache",
         metavar="SIZE",
-        help="most memory for keys and values, as 2GB; requests wait for it (default: what --max-concurrent sequences "
-        "of --max-model-len take, at most half of the memory; embedded engine only)",
+        help="memory limit for keys and values, such as 2GB; requests wait for room (default: enough for "
+        "--max-concurrent sequences of --max-model-len, at most half of the memory; embedded engine only)",
     )
     serve.add_argument("--threads", type=int, help="CPU threads of the engine (default: the engine's choice)")
     serve.add_argument(
-        "--token-file", type=Path, help=f"file with the control token (default: ${TOKEN_VARIABLE}, or new)"
+        "--token-file", type=Path, help=f"file with the control token (default: ${TOKEN_VARIABLE}, or a new one)"
     )
-    serve.add_argument("--ready-file", type=Path, help="written with url and pid as JSON once the server answers")
+    serve.add_argument("--ready-file", type=Path, help="file to write url and pid to, as JSON, once the server answers")
     serve.add_argument("--exit-with-stdin", action="store_true", help="stop when standard input ends")
-    following = serve.add_argument_group("taking new weights from where a trainer stores them")
-    following.add_argument("--follow", metavar="DIR_OR_URL", help="take the newest version that is stored here")
-    following.add_argument("--follow-run", metavar="RUN_ID", help="run whose versions are taken")
-    following.add_argument("--follow-token-file", type=Path, help="file with the token of an URL to follow")
+    following = serve.add_argument_group("loading new weights that a trainer stores")
+    following.add_argument("--follow", metavar="DIR_OR_URL", help="load the newest version stored there")
+    following.add_argument("--follow-run", metavar="RUN_ID", help="run_id of the versions to load")
+    following.add_argument("--follow-token-file", type=Path, help="file with the token for the URL of --follow")
     engine = serve.add_argument_group(
         "another engine",
-        "An installed one is started on loopback behind this server. The function of module:function is called in this "
-        "process with MODEL_DIR and, by name, the options above that are given.",
+        "An installed engine is started on loopback behind this server. module:function is called in this process with "
+        "MODEL_DIR; the options above that you set are passed as keyword arguments.",
     )
     engine.add_argument(
         "--engine",
         default="local",
-        help="local (the embedded one, default), vllm, sglang, another that is installed, or module:function",
+        help="local (embedded, the default), vllm, sglang, another installed engine, or module:function",
     )
-    engine.add_argument("--python", help="interpreter of the environment that has the engine (default: this)")
+    engine.add_argument("--python", help="interpreter of the engine's environment (default: this one)")
     engine.add_argument("--engine-port", type=int, default=0, help="port of the engine itself (default: any free one)")
     engine.add_argument(
         "--engine-arg",
         action="append",
         default=[],
         metavar="=ARG",
-        help="passed on to the engine; KEY=VALUE to a function",
+        help="an argument for the engine; KEY=VALUE for a function",
     )
     engine.add_argument("--start-timeout", type=float, default=300.0, metavar="SECONDS", help="default: %(default)g")
     engine.add_argument("--log", type=Path, help="file for the engine's output (default: a temporary one)")
@@ -221,36 +169,47 @@ def _serve(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     if arguments.threads is not None and arguments.threads < 1:
         raise ConfigError(f"--threads must be at least 1, not {arguments.threads}")
 
-    def say(line: str) -> None:
-        print(f"inflight: {line}", flush=True)
-
     def say_ready(line: str) -> None:
-        say(line)
+        _say(line)
         if given_token is None:
-            say(f"control token {token} (set {TOKEN_VARIABLE} to choose it)")
+            _say(f"control token {token} (set {TOKEN_VARIABLE} to choose it)")
 
-    follow = _follower(arguments, say)
-    if ":" in arguments.engine:
-        _serve_factory(arguments, token, say_ready, follow)
-        return 0
-    if arguments.max_concurrent is None:
+    follow = _follower(arguments)
+    is_factory = ":" in arguments.engine
+    if arguments.max_concurrent is None and not is_factory:
         arguments.max_concurrent = 64
     if arguments.engine == "local":
         _serve_local(arguments, token, say_ready, follow)
+        return 0
+    if arguments.kv_cache is not None:
+        raise ConfigError("--kv-cache applies only to the embedded engine; configure another engine with --engine-arg")
+    if not arguments.start_timeout > 0:
+        raise ConfigError(f"--start-timeout must be above 0, not {arguments.start_timeout:g}")
+    serving = {
+        "host": arguments.host,
+        "port": arguments.port,
+        "token": token,
+        "start_timeout_s": arguments.start_timeout,
+        "ready_file": arguments.ready_file,
+        "exit_with_stdin": arguments.exit_with_stdin,
+    }
+    if is_factory:
+        _serve_factory(arguments, serving, say_ready, follow)
     elif follow is not None:
-        raise ConfigError("--follow is for engines in this process; publish to another --engine instead")
+        raise ConfigError("--follow works only with an engine in this process; publish to this --engine instead")
     else:
-        _serve_engine(arguments, token, say, say_ready)
+        _serve_engine(arguments, serving, say_ready)
     return 0
 
 
-def _follower(
-    arguments: argparse.Namespace, say: Callable[[str], None]
-) -> Callable[[InferenceEndpoint], Awaitable[None]] | None:
-    """Return what brings an endpoint to the versions that are stored where it says; None if it does not say."""
+def _say(line: str) -> None:
+    print(f"inflight: {line}", flush=True)
+
+
+def _follower(arguments: argparse.Namespace) -> _Follow | None:
     if arguments.follow is None:
         if arguments.follow_run is not None or arguments.follow_token_file is not None:
-            raise ConfigError("--follow-run and --follow-token-file are for --follow DIR_OR_URL")
+            raise ConfigError("--follow-run and --follow-token-file need --follow DIR_OR_URL")
         return None
     if not arguments.follow_run:
         raise ConfigError("--follow needs --follow-run, the run_id that the trainer stores under")
@@ -258,14 +217,11 @@ def _follower(
 
     token = None if arguments.follow_token_file is None else read_token(arguments.follow_token_file)
     spec = store_spec(arguments.follow, arguments.follow_run, token)
-    return lambda endpoint: follow(endpoint, spec, note=say)
+    return lambda endpoint: follow(endpoint, spec, note=_say)
 
 
 def _serve_local(
-    arguments: argparse.Namespace,
-    token: str,
-    say_ready: Callable[[str], None],
-    follow: Callable[[InferenceEndpoint], Awaitable[None]] | None,
+    arguments: argparse.Namespace, token: str, say_ready: Callable[[str], None], follow: _Follow | None
 ) -> None:
     """Serve with the embedded engine, in this process."""
     import torch
@@ -275,7 +231,7 @@ def _serve_local(
 
     if arguments.python is not None or arguments.engine_arg or arguments.engine_port or arguments.log is not None:
         raise ConfigError(
-            "--python, --engine-arg, --engine-port and --log are for another --engine than the embedded one"
+            "--python, --engine-arg, --engine-port and --log do not apply to the embedded engine; set --engine"
         )
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
@@ -287,7 +243,7 @@ def _serve_local(
             device=arguments.device,
             max_model_len=arguments.max_model_len,
             max_concurrent=arguments.max_concurrent,
-            kv_cache_bytes=None if arguments.kv_cache is None else _bytes_of(arguments.kv_cache),
+            kv_cache_bytes=None if arguments.kv_cache is None else bytes_of(arguments.kv_cache),
         )
         asyncio.run(
             serve(
@@ -304,55 +260,37 @@ def _serve_local(
 
 
 def _serve_factory(
-    arguments: argparse.Namespace,
-    token: str,
-    say_ready: Callable[[str], None],
-    follow: Callable[[InferenceEndpoint], Awaitable[None]] | None,
+    arguments: argparse.Namespace, serving: dict[str, Any], say_ready: Callable[[str], None], follow: _Follow | None
 ) -> None:
-    """Serve with an engine that a function makes in this process."""
+    """Serve an endpoint that a function makes in this process."""
     from inflight.engines.factories import keyword_arguments
     from inflight.engines.serving import serve_factory
 
     if arguments.python is not None or arguments.engine_port or arguments.log is not None:
         raise ConfigError(
-            f"--python, --engine-port and --log are for engines with a process of their own, and {arguments.engine} "
-            "is called in this one"
+            f"--python, --engine-port and --log apply only to engines in a process of their own, but "
+            f"{arguments.engine} is called in this one; leave them out"
         )
-    if arguments.kv_cache is not None:
-        raise ConfigError("--kv-cache is for the embedded engine; say it to another one by --engine-arg")
-    if not arguments.start_timeout > 0:
-        raise ConfigError(f"--start-timeout must be above 0, not {arguments.start_timeout:g}")
     names = ("name", "dtype", "device", "max_model_len", "max_concurrent", "threads")
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     serve_factory(
         arguments.engine,
         arguments.model,
         given | keyword_arguments(arguments.engine_arg, "--engine-arg"),
-        host=arguments.host,
-        port=arguments.port,
-        token=token,
-        start_timeout_s=arguments.start_timeout,
-        ready_file=arguments.ready_file,
-        exit_with_stdin=arguments.exit_with_stdin,
+        **serving,
         on_ready=lambda name, url: say_ready(f"serving {name} at {url} ({arguments.engine})"),
         while_serving=follow,
     )
 
 
-def _serve_engine(
-    arguments: argparse.Namespace, token: str, say: Callable[[str], None], say_ready: Callable[[str], None]
-) -> None:
+def _serve_engine(arguments: argparse.Namespace, serving: dict[str, Any], say_ready: Callable[[str], None]) -> None:
     """Serve with another engine, behind this process."""
     from inflight.engines.kinds import EngineOptions, load_engine_kind
     from inflight.engines.serving import serve_engine
 
-    if arguments.kv_cache is not None:
-        raise ConfigError("--kv-cache is for the embedded engine; say it to another one by --engine-arg")
     kind = load_engine_kind(arguments.engine)
     if not (arguments.model / "config.json").is_file():
         raise ConfigError(f"model directory {str(arguments.model)!r} does not exist, or has no config.json")
-    if not arguments.start_timeout > 0:
-        raise ConfigError(f"--start-timeout must be above 0, not {arguments.start_timeout:g}")
     options = EngineOptions(
         model=arguments.model,
         name=arguments.name or arguments.model.resolve().name,
@@ -366,17 +304,12 @@ def _serve_engine(
     serve_engine(
         kind,
         options,
-        host=arguments.host,
-        port=arguments.port,
-        token=token,
+        **serving,
         python=arguments.python,
         engine_port=arguments.engine_port,
-        start_timeout_s=arguments.start_timeout,
         log=arguments.log,
-        ready_file=arguments.ready_file,
-        exit_with_stdin=arguments.exit_with_stdin,
-        on_start=lambda url, log: say(f"starting {kind.name} at {url}, its output is in {log}"),
-        on_wait=lambda seconds: say(f"waiting for {kind.name} ... {seconds:.0f} s"),
+        on_start=lambda url, log: _say(f"starting {kind.name} at {url}; its output is in {log}"),
+        on_wait=lambda seconds: _say(f"waiting for {kind.name} ... {seconds:.0f} s"),
         on_ready=lambda url, behind: say_ready(f"serving {options.name} at {url} ({kind.name} at {behind})"),
     )
 
@@ -386,15 +319,12 @@ def _tiny_model(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     from inflight.progress import ProgressLines
     from inflight.rollouts.tasks import load_task
 
-    def say(line: str) -> None:
-        print(f"inflight: {line}", flush=True)
-
     task = load_task(arguments.task, {}, arguments.seed)
     context = arguments.max_model_len or context_of(task, arguments.style)
     shape = TinyShape(arguments.family, arguments.hidden_size, arguments.layers, arguments.heads, context)
     model = create_tiny_model(shape, arguments.seed)
-    say(f"warm start on {task.name}, {arguments.steps:,} steps, a context of {context:,} tokens")
-    lines = ProgressLines("steps", arguments.steps, say)
+    _say(f"warm start on {task.name}, {arguments.steps:,} steps, a context of {context:,} tokens")
+    lines = ProgressLines("steps", arguments.steps, _say)
     warm_start(
         model,
         task,
@@ -407,7 +337,7 @@ def _tiny_model(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     )
     save_tiny_model(model, arguments.output)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    say(f"wrote {arguments.output} ({num_parameters:,} parameters, {arguments.steps} steps on {task.name})")
+    _say(f"wrote {arguments.output} ({num_parameters:,} parameters, {arguments.steps} steps on {task.name})")
     return 0
 
 
@@ -420,7 +350,7 @@ def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _quiet_transformers() -> None:
-    """No progress bars and no advice from transformers between our lines."""
+    """Turn off the progress bars and the advice of transformers."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TQDM_DISABLE", "1")

@@ -1,8 +1,8 @@
 """The contracts of inflight as Protocols, and nothing else.
 
-An endpoint is one inference server seen from outside: its methods are async. A worker is one trainer rank: its methods
-are sync and SPMD, every rank makes the same calls in the same order. Whoever satisfies these Protocols, and the
-sentences of docs/contract.md, can be joined to whoever else does.
+An endpoint is one inference server seen from outside; its methods are async. A worker is one trainer rank; its methods
+are sync and SPMD: every rank makes the same calls in the same order. Any endpoint and any worker that satisfy these
+Protocols and the sentences of docs/contract.md work together.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from inflight.types import MicroBatch, StepResult, TaskItem, WeightBucket
+from inflight.types import Group, MicroBatch, StepResult, TaskItem, WeightBucket
 from inflight.wire import (
-    AdapterSpec,
     BucketSpec,
     BucketTransfer,
     Capabilities,
@@ -24,6 +23,7 @@ from inflight.wire import (
     CompletionChunk,
     GenerateRequest,
     GenerateResponse,
+    LoraSpec,
     TensorSpec,
     TransportSpec,
     UpdateRef,
@@ -40,54 +40,53 @@ class InferenceEndpoint(Protocol):
     """The whole of what inflight asks of an inference server.
 
     docs/contract.md has the table of its states. A failure after the first byte was applied leads to POISONED, where
-    `generate` raises `PoisonedError`; the only ways out are a complete update or a restart. Calls of an update whose
-    session has a name are idempotent. Every method may raise `UnreachableError`, `DeadlineError` or `ProtocolError`,
-    after which the state is unknown.
+    `generate` raises `PoisonedError` until a complete update or a restart. Calls of an update whose session has a name
+    are idempotent. Every method may raise `UnreachableError`, `DeadlineError` or `ProtocolError`, after which the state
+    is unknown.
     """
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """Return what reports and errors call this endpoint: its URL, or a name unique in the process."""
+        """Return the name of this endpoint in reports and errors: its URL, or a name that is unique in the process."""
 
     @abstractmethod
     async def capabilities(self) -> Capabilities:
-        """Return what this endpoint can do. Constant over its life."""
+        """Return what this endpoint can do, which never changes during its life."""
 
     @abstractmethod
     async def init_process_group(self, spec: TransportSpec) -> None:
-        """Take weights as ``spec`` says from now on, leaving any earlier group; returns when all ranks have joined.
+        """Leave any earlier group and take weights as ``spec`` says; returns when all ranks have joined.
 
-        Pending until then, so that the sender joins concurrently. The run that owns the group is the only one whose
-        updates are accepted from now on. Raises `TransferError` if the group is not formed in ``spec.timeout_s``: the
-        endpoint then belongs to no group and serves as before. Raises `FencedError` if a later epoch of the run's
-        trainer has called.
+        The sender joins concurrently. From now on the endpoint accepts updates only from the run that owns the group.
+        Raises `TransferError` if the group is not formed in ``spec.timeout_s``: the endpoint then belongs to no group
+        and serves as before. Raises `FencedError` if a later incarnation of the run's trainer has called.
         """
 
     @abstractmethod
     async def request_weight_update(self, update: WeightUpdate) -> None:
-        """Accept an update and hold sampling as ``update.in_flight`` says; when this returns no token is being sampled.
+        """Accept an update and pause sampling as ``update.in_flight`` says; on return no token is being sampled.
 
-        A staged update is accepted only, and sampling goes on. Raises `UpdateRefusedError` if the manifest does not fit
+        If the update is staged, sampling goes on. Raises `UpdateRefusedError` if the manifest does not fit
         the model, the version is not newer, the run does not own the group, another update is open, or the drain did
         not end before ``update.deadline_s``: the old weights serve on and nothing may be sent.
         """
 
     @abstractmethod
     async def receive_weights(self, bucket: BucketTransfer) -> None:
-        """Receive one bucket and compare its checksum; pending while the sender sends it. Buckets come in order.
+        """Receive one bucket, while the sender sends it, and compare its checksum. Buckets come in order.
 
-        Raises `TransferError`, or `UpdateRefusedError` if no such update is open: see `abort_weight_update` for what
-        is true then.
+        Raises `TransferError`, or `UpdateRefusedError` if no such update is open; `abort_weight_update` says what the
+        endpoint serves then.
         """
 
     @abstractmethod
     async def commit_weight_update(self, ref: UpdateRef) -> WeightVersion:
         """Switch to the new weights and resume: every later token is sampled from ``ref.version``.
 
-        Sampling is held here, as ``in_flight`` says, if the update is staged. Raises `UpdateRefusedError` if buckets
-        are missing, or if a drain does not end in time: the update is over then and the old weights serve on. A failure
-        while applying raises `PoisonedError`.
+        A staged update pauses sampling here, as ``in_flight`` says. Raises `UpdateRefusedError` if buckets are missing,
+        or if a drain does not end in time: the update is then over and the old weights serve on. Raises `PoisonedError`
+        if applying the weights fails.
         """
 
     @abstractmethod
@@ -106,7 +105,10 @@ class InferenceEndpoint(Protocol):
 
     @abstractmethod
     async def chat_completion(self, request: ChatCompletionRequest) -> ChatCompletion:
-        """Return the OpenAI shape plus the facts of `generate`. Raises `UnsupportedError` if chat is not declared."""
+        """Return a completion in the OpenAI format, with token ids, logprobs and version spans.
+
+        Raises `UnsupportedError` if chat is not declared.
+        """
 
     @abstractmethod
     async def weight_version(self) -> WeightVersion:
@@ -116,7 +118,7 @@ class InferenceEndpoint(Protocol):
     async def aclose(self) -> None:
         """Release what this object holds; a remote server goes on. Called last.
 
-        Where a context manager made the endpoint, it is left after this call.
+        If a context manager made the endpoint, the manager exits after this call.
         """
 
 
@@ -130,12 +132,12 @@ class StreamingEndpoint(InferenceEndpoint, Protocol):
 
     @abstractmethod
     def chat_completion_stream(self, request: ChatCompletionRequest) -> AsyncIterator[ChatCompletionChunk]:
-        """Yield text as it is sampled, in the OpenAI shape. Raises `UnsupportedError` if chat is not declared."""
+        """Yield text as it is sampled, in the OpenAI format. Raises `UnsupportedError` if chat is not declared."""
 
 
 @runtime_checkable
 class WeightSource(Protocol):
-    """The whole of what a publish asks of a trainer rank. All ranks make the same calls in the same order."""
+    """The whole of what a publish needs from a trainer rank. All ranks make the same calls in the same order."""
 
     @property
     @abstractmethod
@@ -167,36 +169,36 @@ class WeightSource(Protocol):
 
 @runtime_checkable
 class PartialWeightSource(WeightSource, Protocol):
-    """A source that leaves out what training does not change; its `parameter_specs` list the others only."""
+    """A source that leaves out tensors that training does not change; `parameter_specs` does not list them."""
 
     @abstractmethod
     def frozen_names(self) -> Sequence[str]:
-        """Return the names of the tensors that are left out: they are as in the checkpoint. Never communicates."""
+        """Return the names of the tensors that are left out, which are as in the checkpoint. Never communicates."""
 
 
 @runtime_checkable
-class AdapterSource(WeightSource, Protocol):
-    """A source whose tensors are those of a low-rank adapter, by the names that `AdapterSpec` says."""
+class LoraSource(WeightSource, Protocol):
+    """A source whose tensors are those of a LoRA, under the names that `LoraSpec` defines."""
 
     @abstractmethod
-    def adapter_spec(self) -> AdapterSpec:
-        """Return how endpoints merge the adapter. Never communicates."""
+    def lora_spec(self) -> LoraSpec:
+        """Return how endpoints merge the LoRA. Never communicates."""
 
 
 @runtime_checkable
 class TrainerWorker(WeightSource, Protocol):
     """The whole of what inflight asks of one trainer rank. All ranks make the same calls in the same order.
 
-    Of several ranks, each is a process in which torch's default process group has been formed before the factory is
-    called; ``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE`` are set, and no ``MASTER_ADDR`` is needed.
+    With several ranks, each is a process that has formed torch's default process group before it calls the factory.
+    ``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE`` are set, and no ``MASTER_ADDR`` is needed.
     """
 
     @abstractmethod
     def forward(self, batch: MicroBatch) -> torch.Tensor:
-        """Return trainer logprobs [T] of the packed targets: float32, differentiable, 0.0 where no target is.
+        """Return trainer logprobs [T] of the packed targets: float32, differentiable, 0.0 where there is no target.
 
         Natural log, at each token's own temperature, on the batch's device. Segments do not see each other. Float64
-        models return float64. Several forwards may come before their backwards, which may come in any order.
+        models return float64. Several forwards may come before their backwards, and the backwards in any order.
         """
 
     @abstractmethod
@@ -210,8 +212,8 @@ class TrainerWorker(WeightSource, Protocol):
     def step(self) -> StepResult:
         """Clip, update the parameters, advance the schedule, clear gradients; ``version`` grows by one.
 
-        Raises `NonFiniteError` on every rank if the gradient norm is not finite, by an overflow too: parameters,
-        optimizer, schedule and version are then as before, gradients are cleared. Raises `TrainerError` if there is no
+        Raises `NonFiniteError` on every rank if the gradient norm is not finite, or overflows: gradients are cleared,
+        and parameters, optimizer, schedule and version stay as they were. Raises `TrainerError` if there is no
         gradient.
         """
 
@@ -219,46 +221,46 @@ class TrainerWorker(WeightSource, Protocol):
     def save(self, path: Path) -> None:
         """Write weights, optimizer, schedule and version, atomically; the directory is a loadable HF checkpoint too.
 
-        Raises `CheckpointError` on every rank; what was at ``path`` before is still whole.
+        Raises `CheckpointError` on every rank; the earlier checkpoint at ``path`` is then still whole.
         """
 
     @abstractmethod
     def load(self, path: Path) -> None:
         """Read what `save` wrote, on any number of ranks, and drop the gradients of every `backward` before.
 
-        Raises `CheckpointError`; nothing was loaded then.
+        Raises `CheckpointError`, with nothing loaded.
         """
 
 
 @runtime_checkable
 class BackgroundSaver(Protocol):
-    """What a `TrainerWorker` may have besides: a save that training need not wait for.
+    """A `TrainerWorker` that can also save while it trains.
 
-    At most one save is under way. While it is, every method of `TrainerWorker` may be called; `save` and `load` wait
-    for it first.
+    At most one save is under way. Meanwhile every method of `TrainerWorker` may be called; `save` and `load` wait for
+    it first.
     """
 
     @abstractmethod
     def begin_save(self, path: Path) -> None:
-        """Begin what `TrainerWorker.save` does, with the present state; collective.
+        """Begin to save the present state, as `TrainerWorker.save` does; collective.
 
-        Returns once that state is copied: whatever changes afterwards is not saved. It first waits for an earlier save;
-        if that one failed its `CheckpointError` is raised on every rank, and nothing was begun.
+        Returns once the state is copied; later changes are not saved. Waits for an earlier save first. If that save
+        failed, its `CheckpointError` is raised on every rank and no new save begins.
         """
 
     @abstractmethod
     def finish_save(self, timeout_s: float) -> None:
-        """Return once the save that was begun stands at its path; at once if none was begun since. Not collective.
+        """Return once the save has written its path, or at once if there is none to finish. Not collective.
 
-        Raises `CheckpointError`, once, if it failed: what was at the path before is still whole, and training's state
-        is what it would be without the save. Raises `CheckpointError` too if it goes on after ``timeout_s`` seconds: it
-        is pending still, and the call may be repeated.
+        Raises `CheckpointError`, once, if the save failed: the earlier checkpoint at the path is still whole, and the
+        state of training is unaffected. Also raises `CheckpointError` if the save goes on after ``timeout_s`` seconds:
+        it is then still pending, and the call may be repeated.
         """
 
     @property
     @abstractmethod
     def save_pending(self) -> bool:
-        """Return whether a save is under way on this rank; False once it ended, well or not. Never waits."""
+        """Return whether a save is under way on this rank; False once it succeeded or failed. Never waits."""
 
 
 @runtime_checkable
@@ -268,14 +270,14 @@ class WeightSender(Protocol):
     @property
     @abstractmethod
     def is_collective(self) -> bool:
-        """Return whether a bucket is received while it is sent, by all at once. False: once it was sent, by each alone.
+        """Return whether all endpoints receive a bucket at once, while it is sent.
 
-        Where it is not, an endpoint that fails costs the others nothing.
+        False: each endpoint reads a bucket by itself after it was sent, so one that fails does not affect the others.
         """
 
     @abstractmethod
     def specs(self, run_id: str, num_ranks: Sequence[int], timeout_s: float) -> Sequence[TransportSpec]:
-        """Open a new group for endpoints that take ``num_ranks[i]`` ranks each; return the spec for each of them."""
+        """Open a new group and return a spec for each endpoint; endpoint i takes ``num_ranks[i]`` ranks."""
 
     @abstractmethod
     def join(self) -> None:
@@ -283,7 +285,7 @@ class WeightSender(Protocol):
 
     @abstractmethod
     def begin(self, update: WeightUpdate) -> None:
-        """Note that the buckets sent from now on are those of ``update``. Raises `TransferError`."""
+        """Prepare to send the buckets of ``update``. Raises `TransferError`."""
 
     @abstractmethod
     def send(self, bucket: WeightBucket, timeout_s: float) -> None:
@@ -291,11 +293,11 @@ class WeightSender(Protocol):
 
     @abstractmethod
     def end(self, *, is_done: bool) -> None:
-        """Note that the update is over. ``is_done`` says that no endpoint will read any of it again."""
+        """End the update. ``is_done`` says that no endpoint will read any of it again."""
 
     @abstractmethod
     def abort(self) -> None:
-        """End any pending call from another thread and give the group up. Idempotent."""
+        """End a call that is pending in another thread, and give up the group. Idempotent."""
 
 
 @runtime_checkable
@@ -308,9 +310,9 @@ class WeightReceiver(Protocol):
 
     @abstractmethod
     def begin(self, ref: UpdateRef) -> None:
-        """Note that the buckets to receive are those of this update, from the first on.
+        """Prepare to receive the buckets of this update, from the first.
 
-        The memory of all tensors returned so far is taken back: coming ones may lie there.
+        All tensors returned so far become invalid, since new ones may reuse their memory.
         """
 
     @abstractmethod
@@ -319,19 +321,57 @@ class WeightReceiver(Protocol):
 
     @abstractmethod
     def abort(self) -> None:
-        """End any pending call from another thread and give the group up. Idempotent."""
+        """End a call that is pending in another thread, and give up the group. Idempotent."""
 
 
 @runtime_checkable
 class ReceivesAhead(Protocol):
-    """What a `WeightReceiver` may offer besides: the next bucket travels while the one that arrived is compared."""
+    """A `WeightReceiver` that can also receive the next bucket while the last one is compared."""
 
     @abstractmethod
     def receive_ahead(self, specs: Sequence[TensorSpec], timeout_s: float) -> None:
-        """Have the next bucket arrive in the background; the next `receive` returns it, or raises what went wrong.
+        """Start to receive the next bucket in the background; the next `receive` returns it, or raises what failed.
 
-        Returns at once. At most one bucket is ahead; ``specs`` are those of that `receive`, and ``timeout_s`` is how
-        long its sender may take to begin and to end.
+        Returns at once. At most one bucket is ahead; ``specs`` are those of that `receive`, and ``timeout_s`` bounds
+        how long the sender may take to begin and to end.
+        """
+
+
+@runtime_checkable
+class Transport(Protocol):
+    """One way for weights to travel: how its two ends are made. Values of it hold no state.
+
+    The entry point group ``inflight.transports`` names them. Making a value loads no torch.
+    """
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Return the name of the entry point, such as ``gloo``; the specs of its sender carry it as ``transport``."""
+
+    @property
+    @abstractmethod
+    def spec_type(self) -> type[TransportSpec]:
+        """Return the type of its specs. A server reads with it what a stranger sends: every field needs its bounds."""
+
+    @property
+    @abstractmethod
+    def needs_gpu(self) -> bool:
+        """Return whether each end is on a GPU of its own."""
+
+    @abstractmethod
+    def sender(self, *, address: str, directory: Path | None) -> WeightSender:
+        """Return the trainer's end.
+
+        ``address`` is this machine's address as the endpoints see it. Where the transport stores buckets, they lie in
+        ``directory``, or in one that the sender makes if that is None. Raises `ConfigError`.
+        """
+
+    @abstractmethod
+    def receiver(self, spec: TransportSpec, *, rank: int, device: torch.device | None) -> WeightReceiver:
+        """Return the end of one rank of an endpoint, for a spec of `spec_type`.
+
+        ``rank`` counts the endpoint's own ranks from 0, and ``device`` is where they have their weights.
         """
 
 
@@ -342,12 +382,41 @@ class Task(Protocol):
     @property
     @abstractmethod
     def name(self) -> str:
-        """Return the name that configurations use."""
+        """Return the name for reports and errors."""
 
     @abstractmethod
     def item(self, index: int) -> TaskItem:
-        """Return problem ``index``, for any index from 0; the order of training is the order of indices."""
+        """Return problem ``index``, for any index from 0; a run trains in the order of indices."""
 
     @abstractmethod
     def score(self, item: TaskItem, completion: str) -> float:
-        """Return the reward of a completion's text. Whatever it raises stops the run as a `TaskError`."""
+        """Return the reward of a completion's text. An exception stops the run as a `TaskError`."""
+
+
+@runtime_checkable
+class StalenessPolicy(Protocol):
+    """Which tokens are too old to be trained on, and how much may be under way. Deterministic, without I/O."""
+
+    @abstractmethod
+    def mask(self, token_versions: Sequence[int], trainer_version: int) -> Sequence[bool]:
+        """Return, for each token of one completion, whether a step from ``trainer_version`` trains on it."""
+
+    @abstractmethod
+    def max_outstanding_groups(self, groups_per_step: float) -> int:
+        """Return how many groups may be in flight, or finished but not trained, at once; at least 1.
+
+        ``groups_per_step`` is an average. One more group is admitted where none is in flight and no step is ready.
+        """
+
+
+@runtime_checkable
+class BatchComposer(Protocol):
+    """Which finished groups make up the next optimizer step. Deterministic, without I/O."""
+
+    @abstractmethod
+    def compose(self, groups: Sequence[Group], num_tokens: Sequence[int]) -> Sequence[int]:
+        """Return the indices of the groups of a step, none twice; an empty sequence waits for more groups.
+
+        ``groups`` are those that wait, oldest first, and ``num_tokens[i]`` counts the tokens of ``groups[i]`` that a
+        step would train on. Called again whenever a group arrives; sampling pauses while a step is ready.
+        """

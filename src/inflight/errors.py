@@ -1,4 +1,4 @@
-"""Every error that inflight raises; the class tells the state that is left behind.
+"""Every error that inflight raises; the class says what state the failure leaves.
 
     InflightError
     ├── ConfigError                  nothing was started, nothing was written
@@ -8,8 +8,8 @@
     │   ├── UnauthorizedError        the token was refused; nothing changed
     │   ├── UnreachableError         no answer: the endpoint's state is unknown
     │   ├── DeadlineError            no answer in time: the endpoint's state is unknown
-    │   ├── ProtocolError            the answer is not of this contract; its state is unknown
-    │   └── PoisonedError            weights are torn: only a complete update or a restart leads out
+    │   ├── ProtocolError            the answer breaks the contract: the endpoint's state is unknown
+    │   └── PoisonedError            weights are torn until a complete update or a restart
     ├── UpdateError
     │   ├── UpdateRefusedError       before any byte was sent: the old weights serve on
     │   │   └── FencedError          another incarnation of this run's trainer has taken over; stop
@@ -17,7 +17,7 @@
     │   ├── TransferError            the weight group is unusable and must be formed anew
     │   └── PublishError             the report says, endpoint by endpoint, who serves what
     ├── TrainerError
-    │   ├── NonFiniteError           loss, gradient, logprobs or weights are not finite; nothing was changed by it
+    │   ├── NonFiniteError           loss, gradient, logprobs or weights are not finite; nothing changed
     │   ├── CheckpointError          nothing was loaded, or the previous checkpoint is still whole
     │   └── WorkerDiedError          a trainer rank is gone; the last checkpoint is whole
     └── TaskError                    a task could not be made or a reward could not be computed
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class InflightError(Exception):
-    """Root of every error raised on purpose by inflight."""
+    """Base of every error that inflight raises on purpose."""
 
     code: ClassVar[str] = "inflight_error"
 
@@ -58,7 +58,7 @@ class InvalidRequestError(InflightError):
 
 
 class EndpointError(InflightError):
-    """A call on an endpoint failed; ``endpoint`` is its URL (or name), empty when raised inside of it."""
+    """A call on an endpoint failed; ``endpoint`` is its URL or name, empty when raised inside the endpoint."""
 
     code = "endpoint_error"
 
@@ -90,7 +90,7 @@ class DeadlineError(EndpointError):
 
 
 class ProtocolError(EndpointError):
-    """The endpoint answered something that is not of this contract; its state is unknown."""
+    """The endpoint's answer breaks the contract; its state is unknown."""
 
     code = "protocol_error"
 
@@ -114,7 +114,7 @@ class UpdateRefusedError(UpdateError):
 
 
 class FencedError(UpdateRefusedError):
-    """The run's trainer was replaced by a later incarnation, and this one's calls change nothing any more."""
+    """A later incarnation of the run's trainer has taken over; calls of this one no longer change anything."""
 
     code = "fenced"
 
@@ -158,7 +158,7 @@ class NonFiniteError(TrainerError):
 
 
 class CheckpointError(TrainerError):
-    """A checkpoint could not be written or read; what was there before is still whole."""
+    """A checkpoint could not be written or read; an earlier checkpoint is still whole."""
 
     code = "checkpoint_error"
 
@@ -176,13 +176,13 @@ class TaskError(InflightError):
 
 
 class PrecisionWarning(UserWarning):
-    """Training goes on, and a setting that was asked for loses part of it to rounding."""
+    """Training goes on, but a setting loses part of the updates to rounding."""
 
 
 def error_from_code(code: str, message: str, endpoint: str = "") -> InflightError:
-    """Return the error that ``code`` names, as raised on this side of a connection.
+    """Return the error that ``code`` names, for raising on this side of a connection.
 
-    An unknown code gives an `EndpointError` that quotes it, so that a newer peer is never misread.
+    An unknown code, from a newer peer say, gives an `EndpointError` that quotes it.
     """
     kinds = {kind.code: kind for kind in _all_kinds(InflightError)}
     kind = kinds.get(code)

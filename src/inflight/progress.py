@@ -1,4 +1,4 @@
-"""Lines about long work, for a person who watches a log: how far it is, and how long it will still take."""
+"""Progress of long work as lines in a log: how much is done, and how much time is left."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ LINE_EVERY_S = 5.0
 
 
 class ProgressLines:
-    """Says every few seconds how much of ``total`` is done, and the time that is left at the rate so far."""
+    """Reports every few seconds how much of ``total`` is done, and how much time is left at the rate so far."""
 
     def __init__(
         self, what: str, total: int, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic
@@ -18,7 +18,7 @@ class ProgressLines:
         self._started = self._last_line = clock()
 
     def update(self, done: int, more: str = "") -> None:
-        """Say how far it is, unless that was said a moment ago and there is more to come."""
+        """Report that ``done`` is done, unless the last report is recent and work remains."""
         now = self._clock()
         if now - self._last_line < LINE_EVERY_S and done < self._total:
             return

@@ -1,7 +1,7 @@
-"""Values inside one process: frozen dataclasses, shared by the rooms of the house.
+"""Values inside one process: frozen dataclasses that all parts share.
 
-Shape suffixes and legend: T packed tokens of one micro-batch, S its segments. Tensors are named in annotations only;
-importing this module loads no torch.
+Shape suffixes: T packed tokens of one micro-batch, S its segments. Importing this module does not load torch, which
+only annotations name.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One finished completion with everything that training needs of it.
+    """One finished completion with everything that training needs.
 
-    ``behaviour_logprobs`` (natural log) and ``version_spans`` speak of ``completion_token_ids`` only.
+    ``behaviour_logprobs`` (natural log) and ``version_spans`` are those of ``completion_token_ids`` only.
     """
 
     prompt_token_ids: Sequence[int]
@@ -63,7 +63,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One completion ready for packing: advantages are known and over-age tokens are masked.
+    """One completion ready for packing, with advantages, and with tokens that are too old masked.
 
     ``loss_mask`` and ``advantages`` have one entry per completion token. ``reference_logprobs`` likewise, if given.
     """
@@ -80,7 +80,7 @@ class Sample:
 class MicroBatch:
     """Packed tokens of one forward and backward on one rank, target-aligned.
 
-    Index t holds token t, and every per-token field at t speaks of token t as a target: its logprob is
+    Index t holds token t, and every per-token field at t describes token t as a target: its logprob is
     log p(token t | earlier tokens of the same segment). The first token of a segment is never a target. Segments follow
     one another without padding; their lengths are ``segment_lengths`` and sum to T.
     """
@@ -117,13 +117,13 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One optimizer step: the version of the weights after it, gradient norm before clipping, learning rate used."""
+    """One optimizer step: the version after it, the gradient norm before clipping, the learning rate that it used."""
 
     version: int
     gradient_norm: float
     learning_rate: float
     rounded_away: float | None = None
-    """Share of the updates that left their weight as it was, because its dtype cannot hold them; None: not measured."""
+    """Share of the updates that did not change their weight, because its dtype cannot hold them; None: not measured."""
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -138,14 +138,14 @@ class WeightBucket:
     specs: tuple[TensorSpec, ...]
     tensors: tuple[torch.Tensor, ...]
     encoding: Encoding = "raw"
-    """How its bytes were made from the weights; unless ``raw``, they are one ``uint8`` tensor"""
+    """How its bytes encode the weights; unless ``raw``, they are one ``uint8`` tensor"""
     checksum: str | None = None
     """XXH3-128 of its bytes as 32 hexadecimal digits, None if it was not computed"""
     ref: UpdateRef | None = None
-    """The update that it belongs to, for senders: they refuse one of another update; None is not looked at"""
+    """The update that it belongs to; senders refuse a bucket of another update, and do not check None"""
 
 
-class Outcome(StrEnum):
+class EndpointOutcome(StrEnum):
     """What became of one endpoint in one publish."""
 
     APPLIED = "applied"
@@ -157,7 +157,7 @@ class Outcome(StrEnum):
     TIMED_OUT = "timed_out"
     """It did not answer in time: what it serves is unknown, do not route to it."""
     UNREACHABLE = "unreachable"
-    """It is gone, or its answers make no sense: what it serves is unknown, do not route to it."""
+    """It is gone, or its answers break the contract: what it serves is unknown, do not route to it."""
     POISONED = "poisoned"
     """Its weights are torn and it refuses to generate."""
 
@@ -167,9 +167,9 @@ class EndpointReport:
     """One endpoint's part in one publish."""
 
     endpoint: str
-    outcome: Outcome
+    outcome: EndpointOutcome
     serves: int | None
-    """Version served now, None if unknown or none."""
+    """Version served now; None if there is none, or it is unknown."""
     detail: str = ""
     timings: UpdateTimings | None = None
 
@@ -178,12 +178,12 @@ class EndpointReport:
 class PublishSpans:
     """Where the time of one publish went, in seconds, seen from the publisher.
 
-    ``hold_s`` runs from the first endpoint asked to hold to the last one released; ``gather_s`` and ``wire_s`` overlap;
-    ``load_s`` and ``first_token_s`` are the slowest endpoint's own figures.
+    ``pause_s`` runs from the first endpoint asked to pause to the last one resumed; ``gather_s`` and ``wire_s``
+    overlap; ``load_s`` and ``first_token_s`` are the slowest endpoint's own figures.
     """
 
     gather_s: float
-    hold_s: float
+    pause_s: float
     wire_s: float
     load_s: float
     first_token_s: float | None
@@ -192,7 +192,7 @@ class PublishSpans:
 
 @dataclass(frozen=True, slots=True)
 class PublishReport:
-    """Who serves what after a publish, and what it cost."""
+    """What each endpoint serves after a publish, and what the publish cost."""
 
     run_id: str
     version: int
@@ -206,23 +206,23 @@ class PublishReport:
 
     @property
     def succeeded(self) -> bool:
-        """True when as many endpoints serve the new version as had to."""
-        return sum(e.outcome is Outcome.APPLIED for e in self.endpoints) >= self.num_needed
+        """Whether at least ``num_needed`` endpoints serve the new version."""
+        return sum(e.outcome is EndpointOutcome.APPLIED for e in self.endpoints) >= self.num_needed
 
     @property
     def applied_everywhere(self) -> bool:
-        """True when every endpoint serves the new version."""
-        return all(e.outcome is Outcome.APPLIED for e in self.endpoints)
+        """Whether every endpoint serves the new version."""
+        return all(e.outcome is EndpointOutcome.APPLIED for e in self.endpoints)
 
     def summary(self) -> str:
-        """One line that names every endpoint's outcome."""
+        """Return one line with every endpoint's outcome."""
         parts = [f"{e.endpoint} {e.outcome}{f' ({e.detail})' if e.detail else ''}" for e in self.endpoints]
         return f"version {self.version}: " + "; ".join(parts)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counters of an engine since its start, and what is going on now."""
+    """Counters of an engine since its start, and its present load."""
 
     num_running: int
     num_waiting: int
@@ -231,7 +231,7 @@ class EngineStats:
     num_prompt_tokens: int
     num_finished: int
     num_updates: int
-    held_s: float
+    paused_s: float
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class TaskItem:
-    """One problem: what is asked, one known good answer (if any), and whatever ``Task.score`` needs."""
+    """One problem: the prompt, a known good answer if there is one, and whatever ``Task.score`` needs."""
 
     index: int
     prompt: str

@@ -1,7 +1,7 @@
 """Messages between processes: the bodies of the contract over HTTP, as frozen pydantic models.
 
-No tensor crosses here and nothing is pickled. Unknown keys are refused, so that two sides never disagree in silence.
-The module knows nothing of HTTP, engines or trainers.
+No tensor crosses here and nothing is pickled. Unknown keys are refused, so that two sides never disagree silently. The
+module knows nothing of HTTP, engines or trainers.
 """
 
 from __future__ import annotations
@@ -18,38 +18,40 @@ from itertools import pairwise
 from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, RootModel, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-CONTRACT_EDITION = 2
-"""Edition of the contract; it grows when a peer of the previous edition would be misread."""
+PROTOCOL_VERSION = 2
+"""Version of the contract between peers. It grows when a peer of the previous version would be misread."""
 
 DTYPE_SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-"""Wire dtypes of weights, and the size of one element in bytes."""
+"""Wire dtypes of weights, with the size of one element in bytes."""
 
-Backend = Literal["gloo", "nccl", "shm", "file", "http"]
-"""How weights travel: by broadcast in a process group, or by what the publisher stores and each endpoint reads."""
+TransportName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}$")]
+"""How weights travel: the name of an `inflight.contracts.Transport`, such as ``gloo``."""
 
 Encoding = Literal["raw", "bfloat16", "float8", "delta"]
-"""How the bytes of a bucket are made from its tensors; see `inflight.weights.encoding`."""
+"""How the tensors of a bucket become bytes; see `inflight.weights.packing`."""
 
 
 T = TypeVar("T")
 
 Items = Annotated[tuple[T, ...], Field(fail_fast=True)]
-"""A sequence whose validation ends at its first bad element, so that a long one costs one error and not one each."""
+"""A sequence whose validation stops at its first bad element, so that a long one yields a single error."""
 
 Natural = Annotated[int, Field(ge=0, le=2**63 - 1)]
-"""A count, an index or a version: what a signed integer of 64 bits holds."""
+"""A count, an index or a version: a non-negative signed 64-bit integer."""
 
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 TokenCount = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
-"""Of a request: signed or unsigned, of 64 bits."""
+"""Seed of a request: signed or unsigned, 64 bits."""
 
 Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
-"""How long something may take: a week at most, which every clock and every wait of a system can count."""
+"""How long something may take: at most a week, which every system clock and wait can count."""
+
+FinishReason = Literal["stop", "length", "abort"]
 
 RunId = Annotated[str, Field(min_length=1, max_length=1024)]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
@@ -66,26 +68,26 @@ def _usable_host(host: str) -> str:
 
 
 def _usable_url(url: str) -> str:
-    """Return ``url`` if it names a host, and a port in range if any. Raises ``ValueError``."""
+    """Return ``url`` if it names a host, and a port in range if it has one. Raises ``ValueError``."""
     if not all("!" <= character <= "~" for character in url):
         raise ValueError("it holds characters that no URL can carry; percent-encode them")
     parts = urlsplit(url)
     if parts.username is not None:
-        raise ValueError("it names a user; send the token as token")
+        raise ValueError("it names a user; put the token in the token field")
     if parts.port == 0:
-        raise ValueError("port 0 is none to connect to")
+        raise ValueError("nothing can connect to port 0")
     _usable_host(parts.hostname or "")
     return url
 
 
 def _usable_path(path: str) -> str:
     if "\0" in path:
-        raise ValueError("a path holds no NUL")
+        raise ValueError("a path cannot contain a NUL character")
     return path
 
 
 class WireModel(BaseModel):
-    """Base of every message: immutable, strict about unknown keys, without infinities, and every number has bounds."""
+    """Base of every message: immutable, strict about unknown keys, without infinities, with bounds on every number."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -94,13 +96,13 @@ class InFlightPolicy(StrEnum):
     """What happens to running requests when weights change."""
 
     KEEP = "keep"
-    """They pause and go on with the keys and values that older weights computed."""
+    """They pause, then go on with the keys and values that older weights computed."""
     RECOMPUTE = "recompute"
-    """They pause, and their keys and values are computed again under the new weights."""
+    """They pause, then their keys and values are computed again under the new weights."""
     DRAIN = "drain"
     """They finish under the old weights; nothing new starts until the new ones are live."""
     ABORT = "abort"
-    """They end at once with what they have, and finish reason ``abort``."""
+    """They end at once with the tokens they have, and finish reason ``abort``."""
 
 
 class EndpointState(StrEnum):
@@ -109,8 +111,8 @@ class EndpointState(StrEnum):
     JOINING = "joining"
     READY = "ready"
     STAGING = "staging"
-    """An update arrives while sampling goes on from the weights of before."""
-    HELD = "held"
+    """An update arrives while sampling goes on from the old weights."""
+    PAUSED = "paused"
     UPDATING = "updating"
     POISONED = "poisoned"
 
@@ -131,7 +133,6 @@ class TensorSpec(WireModel):
 
     @property
     def num_elements(self) -> int:
-        """Number of elements; 1 for a scalar."""
         return math.prod(self.shape)
 
     @property
@@ -140,10 +141,10 @@ class TensorSpec(WireModel):
         return self.num_elements * DTYPE_SIZES.get(self.dtype, 1)
 
 
-class AdapterSpec(WireModel):
-    """A low-rank adapter: each adapted weight is its base plus `scale` times B A.
+class LoraSpec(WireModel):
+    """A LoRA: each adapted weight is its base plus `scale` times B A.
 
-    The base is the weights of the endpoint's last update that was no adapter, or of the checkpoint it was started from.
+    The base is the weights of the endpoint's last update that was not a LoRA, or of the checkpoint it was started from.
     The tensors of module M are named as PEFT saves them, ``base_model.model.M.lora_A.weight`` [rank, in] and
     ``base_model.model.M.lora_B.weight`` [out, rank], and change ``M.weight`` [out, in].
     """
@@ -151,27 +152,27 @@ class AdapterSpec(WireModel):
     rank: int = Field(ge=1, le=2**31 - 1)
     alpha: float = Field(gt=0, le=1e6)
     rslora: bool = False
-    """Whether the scale is divided by the square root of the rank (arXiv 2312.03732), and not by the rank."""
+    """Whether the scale is divided by the square root of the rank (arXiv 2312.03732) instead of the rank."""
 
     @property
     def scale(self) -> float:
-        """What the product of the two matrices is multiplied by."""
+        """The factor of the product of the two matrices."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
 class Manifest(WireModel):
-    """Every tensor of one update, in the order in which they travel; and which of the model's are left out."""
+    """Every tensor of one update, in the order in which they travel, and the tensors of the model that are left out."""
 
     tensors: Items[TensorSpec] = Field(min_length=1)
-    adapter: AdapterSpec | None = None
-    """The tensors are those of an adapter, which replaces the one before; None: they are the model's own."""
+    lora: LoraSpec | None = None
+    """Set if the tensors are those of a LoRA, which replaces the LoRA before; None if they are the model's own."""
     frozen: Items[Annotated[str, Field(max_length=1024)]] = ()
-    """Tensors of the model that are not sent, because they are as in the checkpoint that every server starts from."""
+    """Tensors of the model that are not sent, because they equal those of every server's starting checkpoint."""
 
     @model_validator(mode="after")
-    def _adapter_freezes_nothing(self) -> Manifest:
-        if self.adapter is not None and self.frozen:
-            raise ValueError("an adapter leaves every other tensor out: frozen must be empty")
+    def _lora_freezes_nothing(self) -> Manifest:
+        if self.lora is not None and self.frozen:
+            raise ValueError("a LoRA leaves every other tensor out: frozen must be empty")
         return self
 
     @model_validator(mode="after")
@@ -184,7 +185,6 @@ class Manifest(WireModel):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the whole update."""
         return sum(tensor.size_bytes for tensor in self.tensors)
 
     def digest(self) -> str:
@@ -205,90 +205,108 @@ class BucketSpec(WireModel):
     size_bytes: Natural
 
 
-class ProcessGroupSpec(WireModel):
-    """How one endpoint joins the group that weights travel in.
+class TransportSpec(WireModel):
+    """How weights reach one endpoint. Each transport adds what its receivers need to know.
 
-    The trainer is rank 0 and hosts the store. The endpoint's ranks are ``rank`` to ``rank + num_ranks - 1`` of
-    ``world_size``. The call returns once the group is formed, or fails after ``timeout_s`` seconds. ``epoch`` tells the
-    incarnations of a run's trainer apart: the calls of one that another has replaced are refused.
+    ``incarnation`` counts the times a run's trainer was started: calls of a replaced incarnation are refused.
     """
 
     run_id: RunId
-    epoch: Natural = 0
-    backend: Literal["gloo", "nccl"]
+    incarnation: Natural = 0
+    transport: TransportName
+    timeout_s: Seconds
+
+    @property
+    def group(self) -> str:
+        """The name by which an engine calls the group that it joined."""
+        return f"{self.transport} of {self.run_id}"
+
+
+class TransportBody(TransportSpec):
+    """Body of ``/init_process_group``: how weights reach this endpoint from now on.
+
+    Its other fields depend on the transport, whose `inflight.contracts.Transport.spec_type` defines them.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+
+class ProcessGroupSpec(TransportSpec):
+    """How one endpoint joins the group in which weights travel.
+
+    The trainer is rank 0 and hosts the store. The endpoint's ranks are ``rank`` to ``rank + num_ranks - 1`` of
+    ``world_size``. The call returns once the group is formed, or fails after ``timeout_s`` seconds.
+    """
+
+    transport: Literal["gloo", "nccl"]
     group_name: str = Field(min_length=1, max_length=1024)
     master_address: Annotated[str, AfterValidator(_usable_host)]
     master_port: int = Field(ge=1, le=65535)
     rank: int = Field(ge=1, le=65535)
     world_size: int = Field(ge=2, le=65536)
-    timeout_s: Seconds
+
+    @property
+    def group(self) -> str:
+        return self.group_name
 
     @model_validator(mode="after")
     def _rank_is_of_the_group(self) -> ProcessGroupSpec:
         if self.rank >= self.world_size:
-            raise ValueError(f"rank {self.rank} is none of a group of {self.world_size} ranks")
+            raise ValueError(f"rank {self.rank} is outside a group of {self.world_size} ranks")
         return self
 
 
-class DirectorySpec(WireModel):
+class DirectorySpec(TransportSpec):
     """Where one endpoint reads the buckets that the publisher stores, on a file system that both of them see.
 
     ``shm`` is memory of this host: buckets lie in files of a directory in memory and are mapped. ``file`` is any file
-    system: each update is a directory of safetensors files. ``epoch`` as in `ProcessGroupSpec`.
+    system: each update is a directory of safetensors files.
     """
 
-    run_id: RunId
-    epoch: Natural = 0
-    backend: Literal["shm", "file"]
+    transport: Literal["shm", "file"]
     directory: Annotated[str, AfterValidator(_usable_path)] = Field(min_length=1, max_length=4096)
-    timeout_s: Seconds
 
 
-class PullSpec(WireModel):
+class PullSpec(TransportSpec):
     """Where one endpoint fetches the files of `DirectorySpec` over HTTP, in ranges. ``token`` is the bearer token."""
 
-    run_id: RunId
-    epoch: Natural = 0
-    backend: Literal["http"]
+    transport: Literal["http"]
     url: Annotated[str, AfterValidator(_usable_url)] = Field(pattern=r"^https?://", max_length=2048)
     token: str = Field(pattern=r"^[!-~]+$", max_length=1024, repr=False)
-    timeout_s: Seconds
 
 
-TransportSpec = ProcessGroupSpec | DirectorySpec | PullSpec
-"""How weights come to one endpoint."""
-
-
-class TransportBody(RootModel[Annotated[TransportSpec, Field(discriminator="backend")]]):
-    """Body of ``/init_process_group``: how weights come to this endpoint from now on."""
-
-
-class UpdateRef(WireModel):
-    """Names one update session: the version that it leads to, in the run that owns it, and which attempt it is.
-
-    A ``session_id`` makes every call of the session idempotent: one that is repeated, or comes late, does nothing. An
-    update without one is told from others by run and version only.
-    """
+class _OfUpdate(WireModel):
+    """What every message about an update begins with."""
 
     run_id: RunId
     version: Natural
     session_id: str = Field(default="", max_length=64, pattern=r"^[A-Za-z0-9._-]*$")
 
+    @property
+    def ref(self) -> UpdateRef:
+        return UpdateRef(run_id=self.run_id, version=self.version, session_id=self.session_id)
 
-class WeightUpdate(WireModel):
-    """Announces an update: the only message that an endpoint may refuse, and nothing has been sent yet.
+
+class UpdateRef(_OfUpdate):
+    """Names one update session: the version that it leads to, the run that owns it, and the attempt.
+
+    A ``session_id`` makes every call of the session idempotent: a call that is repeated, or comes late, does nothing.
+    Without a ``session_id``, only run and version tell updates apart.
+    """
+
+
+class WeightUpdate(_OfUpdate):
+    """Announces an update, before anything is sent. It is the only message that an endpoint may refuse.
 
     ``deadline_s`` bounds the preparation on the endpoint (draining, for instance). ``lease_s`` is how long the endpoint
-    keeps the update open without hearing from the publisher: after that it ends it by itself, with the old weights if
-    no byte was applied. ``staged`` says when sampling is held: False on acceptance, True by the commit, so that it goes
-    on while buckets arrive. ``encodings`` says which may be used besides ``raw``; ``delta`` is relative to the weights
-    that ``base`` names, which the endpoint must have kept. ``keep`` asks it to keep these for a later one.
+    keeps the update open without hearing from the publisher. After that the endpoint ends the update by itself, with
+    the old weights if no byte was applied. ``staged`` says when sampling is paused: False on acceptance, True by the
+    commit, so that sampling goes on while buckets arrive. ``encodings`` lists those that may be used besides ``raw``.
+    ``delta`` is relative to the weights that ``base`` names, which the endpoint must have kept. ``keep`` asks the
+    endpoint to keep the weights of this update for a later delta.
     """
 
-    run_id: RunId
-    version: Natural
-    session_id: str = Field(default="", max_length=64, pattern=r"^[A-Za-z0-9._-]*$")
-    epoch: Natural = 0
+    incarnation: Natural = 0
     manifest: Manifest
     buckets: Items[BucketSpec] = Field(min_length=1)
     in_flight: InFlightPolicy
@@ -310,7 +328,7 @@ class WeightUpdate(WireModel):
         for bucket in self.buckets:
             size_bytes = sum(t.size_bytes for t in self.manifest.tensors[bucket.start : bucket.stop])
             if size_bytes != bucket.size_bytes:
-                raise ValueError(f"bucket {bucket.index} says {bucket.size_bytes} bytes, its tensors have {size_bytes}")
+                raise ValueError(f"bucket {bucket.index} says {bucket.size_bytes} bytes; its tensors have {size_bytes}")
         return self
 
     @model_validator(mode="after")
@@ -319,43 +337,30 @@ class WeightUpdate(WireModel):
             raise ValueError("encoding delta and a base come together or not at all")
         return self
 
-    @property
-    def ref(self) -> UpdateRef:
-        """The name of this session."""
-        return UpdateRef(run_id=self.run_id, version=self.version, session_id=self.session_id)
 
+class BucketTransfer(_OfUpdate):
+    """Asks the endpoint to receive one bucket now. The call is pending until the bucket has arrived and was compared.
 
-class BucketTransfer(WireModel):
-    """Asks the endpoint to receive one bucket now; pending until it has arrived, and was compared.
-
-    ``size_bytes`` are those that travel, None for the bucket's own (``raw``). ``checksum`` is their XXH3-128 in
-    hexadecimal digits, None for no comparison.
+    ``size_bytes`` counts the bytes that travel, None for the bucket's own size (``raw``). ``checksum`` is their
+    XXH3-128 in hexadecimal digits, None for no comparison.
     """
 
-    run_id: RunId
-    version: Natural
-    session_id: str = Field(default="", max_length=64, pattern=r"^[A-Za-z0-9._-]*$")
     bucket_index: Natural
     encoding: Encoding = "raw"
     size_bytes: Natural | None = None
     checksum: str | None = Field(default=None, pattern=r"^[0-9a-f]{32}$")
     timeout_s: Seconds
 
-    @property
-    def ref(self) -> UpdateRef:
-        """The name of the session that the bucket belongs to."""
-        return UpdateRef(run_id=self.run_id, version=self.version, session_id=self.session_id)
-
 
 class UpdateTimings(WireModel):
     """What the last committed update cost on this endpoint, in seconds."""
 
-    held_s: float = Field(ge=0)
-    """From the moment sampling stopped to the moment it was allowed again."""
+    paused_s: float = Field(ge=0)
+    """From the moment sampling stopped until it was allowed again."""
     load_s: float = Field(ge=0)
     """Applying the received tensors to the model."""
     first_token_s: float | None = None
-    """From the end of the hold to the first token of the new version; None until one is sampled."""
+    """From the end of the pause to the first token of the new version; None until one is sampled."""
 
 
 class WeightVersion(WireModel):
@@ -365,11 +370,11 @@ class WeightVersion(WireModel):
     version: Natural
     run_id: str | None = None
     session_id: str = ""
-    """Of the update that brought the served version; empty if it had none, or is not remembered."""
+    """Session that sent the served version; empty if it had no name, or is not remembered."""
     owner_run_id: str | None = None
-    """Run whose updates are accepted, or were last."""
-    epoch: Natural = 0
-    """Highest epoch that was seen of that run."""
+    """Run whose updates are accepted, or were most recently."""
+    incarnation: Natural = 0
+    """Highest incarnation seen of that run."""
     kept: UpdateRef | None = None
     """Update whose weights were kept as the base of a delta."""
     updating_to: Natural | None = None
@@ -381,13 +386,8 @@ class WeightVersion(WireModel):
 # Generation
 
 
-class SamplingParams(WireModel):
-    """How tokens are drawn. Filters apply in the order temperature, top-k, top-p, min-p.
-
-    ``temperature=0`` is greedy decoding. ``max_tokens=None`` means up to the end of the context. ``top_k=0``,
-    ``top_p=1`` and ``min_p=0`` switch a filter off. A ``seed`` makes completion i of the request depend on
-    (seed, i, weights) only, whatever else runs.
-    """
+class _Sampling(WireModel):
+    """What a request says of sampling, whether it brings token ids or messages."""
 
     n: int = Field(default=1, ge=1, le=1024)
     max_tokens: TokenCount | None = None
@@ -395,10 +395,20 @@ class SamplingParams(WireModel):
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     top_k: int = Field(default=0, ge=0, le=2**31 - 1)
     min_p: float = Field(default=0.0, ge=0.0, lt=1.0)
+    seed: Seed | None = None
+
+
+class SamplingParams(_Sampling):
+    """How tokens are drawn. Filters apply in the order temperature, top-k, top-p, min-p.
+
+    ``temperature=0`` is greedy decoding. ``max_tokens=None`` means up to the end of the context. ``top_k=0``,
+    ``top_p=1`` and ``min_p=0`` switch a filter off. With a ``seed``, completion i of the request depends only on (seed,
+    i, weights), whatever else runs.
+    """
+
     stop: Items[StopString] = Field(default=(), max_length=64)
     stop_token_ids: Items[TokenId] = Field(default=(), max_length=4096)
     ignore_eos: bool = False
-    seed: Seed | None = None
 
 
 class VersionSpan(WireModel):
@@ -416,7 +426,7 @@ class VersionSpan(WireModel):
 
 
 class GenerateRequest(WireModel):
-    """Token ids in. ``request_id`` is chosen by the caller and unique among its running requests."""
+    """Token ids in. The caller chooses ``request_id``, unique among its running requests."""
 
     request_id: str = Field(min_length=1, max_length=256)
     prompt_token_ids: Items[TokenId] = Field(min_length=1)
@@ -427,17 +437,17 @@ class GenerateRequest(WireModel):
 class Completion(WireModel):
     """One sampled continuation.
 
-    ``logprobs[i]`` is the behaviour logprob of ``token_ids[i]``: natural log, of the distribution that it was sampled
-    from (temperature and filters included). Under greedy decoding, it is the log-softmax of the unscaled logits. Every
-    sampled token is listed, the end-of-sequence token and the tokens of a stop string too. Spans cover all tokens
-    without gap or overlap.
+    ``logprobs[i]`` is the behaviour logprob of ``token_ids[i]``: natural log, of the distribution from which it was
+    sampled (temperature and filters included). Under greedy decoding, it is the log-softmax of the unscaled logits.
+    Every sampled token is listed, including the end-of-sequence token and the tokens of a stop string. Spans cover all
+    tokens without gap or overlap.
     """
 
     index: Natural
     token_ids: Items[TokenId]
     logprobs: Items[float]
     version_spans: Items[VersionSpan]
-    finish_reason: Literal["stop", "length", "abort"]
+    finish_reason: FinishReason
 
     @model_validator(mode="after")
     def _lengths_agree(self) -> Completion:
@@ -455,7 +465,7 @@ class GenerateResponse(WireModel):
 
 
 class CompletionChunk(WireModel):
-    """New tokens of one streamed completion. ``start`` is the index of the first of them."""
+    """New tokens of one streamed completion. ``start`` is the index of the first."""
 
     request_id: str
     index: Natural
@@ -463,7 +473,7 @@ class CompletionChunk(WireModel):
     token_ids: Items[TokenId]
     logprobs: Items[float]
     version: Natural
-    finish_reason: Literal["stop", "length", "abort"] | None = None
+    finish_reason: FinishReason | None = None
 
 
 def check_spans(spans: tuple[VersionSpan, ...], num_tokens: int) -> None:
@@ -488,37 +498,21 @@ class ChatMessage(WireModel):
     content: str
 
 
-class ChatCompletionRequest(WireModel):
-    """Body of ``/v1/chat/completions``; a field that is not listed here is refused, never ignored."""
+class ChatCompletionRequest(_Sampling):
+    """Body of ``/v1/chat/completions``. A field that is not listed here is refused, never ignored."""
 
     model: str = Field(max_length=1024)
     messages: Items[ChatMessage] = Field(min_length=1)
-    n: int = Field(default=1, ge=1, le=1024)
-    max_tokens: TokenCount | None = None
     max_completion_tokens: TokenCount | None = None
-    temperature: float = Field(default=1.0, ge=0.0, le=100.0)
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    top_k: int = Field(default=0, ge=0, le=2**31 - 1)
-    min_p: float = Field(default=0.0, ge=0.0, lt=1.0)
     stop: StopString | Annotated[Items[StopString], Field(max_length=64)] | None = None
-    seed: Seed | None = None
     stream: bool = False
     logprobs: bool = False
     user: str | None = Field(default=None, max_length=1024)
 
     def sampling(self) -> SamplingParams:
-        """The same request as sampling parameters."""
+        shared = {name: getattr(self, name) for name in _Sampling.model_fields}
         stop = (self.stop,) if isinstance(self.stop, str) else (self.stop or ())
-        return SamplingParams(
-            n=self.n,
-            max_tokens=self.max_completion_tokens or self.max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            stop=stop,
-            seed=self.seed,
-        )
+        return SamplingParams(**shared | {"max_tokens": self.max_completion_tokens or self.max_tokens, "stop": stop})
 
 
 class ChatTokenLogprob(WireModel):
@@ -541,7 +535,7 @@ class ChatChoice(WireModel):
 
     index: Natural
     message: ChatMessage
-    finish_reason: Literal["stop", "length", "abort"]
+    finish_reason: FinishReason
     logprobs: ChatLogprobs | None = None
     token_ids: Items[TokenId]
     token_logprobs: Items[float]
@@ -557,7 +551,7 @@ class ChatUsage(WireModel):
 
 
 class ChatCompletion(WireModel):
-    """Answer of ``/v1/chat/completions``: the OpenAI shape plus the ids that the prompt was rendered to."""
+    """Answer of ``/v1/chat/completions``: the OpenAI shape plus the token ids of the rendered prompt."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"
@@ -580,7 +574,7 @@ class ChatChunkChoice(WireModel):
 
     index: Natural
     delta: ChatDelta
-    finish_reason: Literal["stop", "length", "abort"] | None
+    finish_reason: FinishReason | None
     token_ids: Items[TokenId]
     token_logprobs: Items[float]
     version: Natural
@@ -617,9 +611,9 @@ class ModelList(WireModel):
 
 
 class Capabilities(WireModel):
-    """What an endpoint can do; what is not declared here is refused when asked for."""
+    """What an endpoint can do. A request for anything not declared here is refused."""
 
-    edition: Natural = CONTRACT_EDITION
+    protocol_version: Natural = PROTOCOL_VERSION
     engine: str
     engine_version: str
     model: str
@@ -628,24 +622,24 @@ class Capabilities(WireModel):
     """Longest sequence, prompt and completion together, in tokens."""
     dtype: str
     in_flight_policies: Items[InFlightPolicy]
-    transports: Items[Backend]
+    transports: Items[TransportName]
     staging: bool = False
     """Whether sampling may go on while an update arrives, see `WeightUpdate.staged`."""
     encodings: Items[Encoding] = ()
-    """Encodings of buckets that are understood besides ``raw``."""
+    """Encodings of buckets that the endpoint understands besides ``raw``."""
     partial_updates: bool = False
     """Whether an update may leave tensors out, see `Manifest.frozen`."""
-    adapters: bool = False
-    """Whether an update may be an adapter, see `Manifest.adapter`."""
+    lora: bool = False
+    """Whether an update may be a LoRA, see `Manifest.lora`."""
     version_binding: Literal["spans", "first_token", "admission"]
     logprob_kind: Literal["processed", "raw"]
     num_ranks: int = Field(ge=1, le=65535)
-    """Ranks that this endpoint takes in a weight group."""
+    """Number of ranks that this endpoint takes in a weight group."""
     max_concurrent_sequences: TokenCount
     streaming: bool
     chat: bool
     seeds: bool = True
-    """Whether a request may ask for a seed; where it may not, one that does is refused."""
+    """Whether a request may have a seed. If not, a request with a seed is refused."""
     manifest_digest: str | None = None
     """`Manifest.digest` of the weights that the endpoint accepts, in its own order; None if unknown."""
 
@@ -653,10 +647,10 @@ class Capabilities(WireModel):
         self,
         *,
         in_flight: InFlightPolicy | None = None,
-        transport: Backend | None = None,
+        transport: TransportName | None = None,
         encodings: Collection[Encoding] = (),
         partial_updates: bool = False,
-        adapters: bool = False,
+        lora: bool = False,
     ) -> str | None:
         """Return the first of these needs that is not declared, in words that follow "does not declare"."""
         if in_flight is not None and in_flight not in self.in_flight_policies:
@@ -668,7 +662,7 @@ class Capabilities(WireModel):
                 return f"the encoding {encoding}; it declares {', '.join(('raw', *self.encodings))}"
         if partial_updates and not self.partial_updates:
             return "partial updates"
-        return "adapters" if adapters and not self.adapters else None
+        return "lora" if lora and not self.lora else None
 
 
 class Health(WireModel):

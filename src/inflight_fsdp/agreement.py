@@ -1,4 +1,4 @@
-"""How ranks agree that something failed, so that none of them waits for one that has given up. Nothing is pickled."""
+"""How ranks agree that something failed, so that none of them waits for a rank that has given up."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _MESSAGE_BYTES = 2048
 def first_failure(failure: str | None, device: torch.device, group: dist.ProcessGroup | None = None) -> str | None:
     """Return the failure of the lowest rank that has one, the same on every rank; collective over a group of all ranks.
 
-    Messages of other ranks say which rank they come from. ``device`` is one that the group can communicate from; a
-    group of None is the default one.
+    Messages of other ranks say which rank they come from. The group must be able to communicate from ``device``; None
+    is the default group.
     """
     if dist.get_world_size() == 1:
         return failure
@@ -36,9 +36,9 @@ def first_failure(failure: str | None, device: torch.device, group: dist.Process
 
 
 def on_every_rank(do: Callable[[], T], device: torch.device) -> T:
-    """Return what ``do`` returns, or raise on every rank what failed on one; collective over the default group.
+    """Return what ``do`` returns, unless it fails on any rank; collective over the default group.
 
-    Where it failed elsewhere a `ConfigError` says on which rank and how.
+    If it fails, that rank raises its own error, and the others a `ConfigError` that names the rank and the error.
     """
     try:
         result, error = do(), None

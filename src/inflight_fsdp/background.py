@@ -1,13 +1,13 @@
 """A checkpoint that is written while training goes on: shards copied to host memory, and one thread that saves them.
 
-The thread talks over process groups of its own, so that none of its collectives can meet one of training's, which
-another thread calls in another order. Knows nothing of models or files.
+The thread uses process groups of its own, so that its collectives cannot be mixed up with those of training. Knows
+nothing of models or files.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +22,7 @@ from inflight_fsdp.checkpoint import TrainerState
 from inflight_fsdp.layout import ShardedTensor
 
 LONGEST_WAIT_S = 1800.0
-"""Longest wait of the thread for another rank's, and of a call that cannot begin before an earlier save has ended."""
+"""Longest wait of the thread for other ranks, and of a call for an earlier save."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ def make_save_groups(mesh: DeviceMesh) -> SaveGroups:
     if mesh.ndim == 1:
         return SaveGroups(everyone, DeviceMesh.from_group(everyone, "cpu"))
     copies = [row.tolist() for row in mesh.mesh.reshape(-1, mesh.size(mesh.ndim - 1))]
-    # Every rank makes every group, as torch asks.
+    # torch requires that every rank makes every group.
     groups = {tuple(ranks): dist.new_group(ranks, backend="gloo", timeout=timeout) for ranks in copies}
     (mine,) = (group for ranks, group in groups.items() if dist.get_rank() in ranks)
     return SaveGroups(everyone, DeviceMesh.from_group(mine, "cpu"))
@@ -49,18 +49,16 @@ def make_save_groups(mesh: DeviceMesh) -> SaveGroups:
 
 def copy_to_host(state: TrainerState, groups: SaveGroups) -> TrainerState:
     """Return a copy of a state in host memory, sharded over the same ranks; never communicates."""
-    return replace(state, weights=_copies(state.weights, groups), optimizer=_copies(state.optimizer, groups))
 
+    @torch.no_grad()
+    def copy(part: ShardedTensor) -> ShardedTensor:
+        tensor = part.tensor
+        local, placements = tensor.to_local().to("cpu", copy=True), tensor.placements[-1:]
+        shape, stride = tensor.shape, tensor.stride()
+        copied = DTensor.from_local(local, groups.mesh, placements, run_check=False, shape=shape, stride=stride)
+        return replace(part, tensor=copied)
 
-@torch.no_grad()
-def _copies(tensors: Sequence[ShardedTensor], groups: SaveGroups) -> list[ShardedTensor]:
-    return [ShardedTensor(_copy(part.tensor, groups.mesh), part.layout) for part in tensors]
-
-
-def _copy(tensor: DTensor, mesh: DeviceMesh) -> DTensor:
-    local = tensor.to_local().to("cpu", copy=True)
-    placements = tensor.placements[-1:]
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+    return replace(state, weights=list(map(copy, state.weights)), optimizer=list(map(copy, state.optimizer)))
 
 
 class BackgroundSave:
@@ -69,18 +67,18 @@ class BackgroundSave:
     def __init__(self, path: Path, save: Callable[[], None]) -> None:
         self.path = path
         self.failure: CheckpointError | None = None
-        """Why it failed, once it has ended; None: the checkpoint stands at ``path``."""
+        """Why it failed, once it has ended; None: the checkpoint is at ``path``."""
         self._save = save
         self._thread = threading.Thread(target=self._run, name=f"save {path.name}", daemon=True)
         self._thread.start()
 
     @property
     def is_running(self) -> bool:
-        """Return False once it has ended, well or not."""
+        """Return False once it has succeeded or failed."""
         return self._thread.is_alive()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the end; False if it has not come by then."""
+        """Wait for the end; return False after the timeout."""
         self._thread.join(timeout_s)
         return not self.is_running
 
@@ -89,8 +87,8 @@ class BackgroundSave:
             self._save()
         except CheckpointError as error:
             self.failure = error
-        except Exception as error:  # such as the end of another rank; raised in the thread that asks
+        except Exception as error:  # such as the end of another rank; `finish_save` raises it
             self.failure = CheckpointError(
-                f"no checkpoint was written to {self.path}: {type(error).__name__}: {error}; what was there before is "
-                "whole"
+                f"no checkpoint was written to {self.path}: {type(error).__name__}: {error}; an earlier one "
+                "there is intact"
             )

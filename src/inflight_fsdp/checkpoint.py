@@ -1,7 +1,7 @@
 """Checkpoints of a sharded trainer: a Hugging Face directory plus optimizer and counters; safetensors and JSON only.
 
-Rank 0 writes full tensors one at a time, so that no more than one is in memory; every rank reads its own shards, so
-the directory must be visible to all. The module knows nothing of models.
+Rank 0 writes full tensors one at a time, so that only one is in memory; every rank reads its own shards, so all ranks
+must see the directory. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from inflight_fsdp.sharding import gather_on_first, local_part
 _EDITION = 1
 _WEIGHTS, _TRAINER = "model.safetensors", "trainer.json"
 _OPTIMIZER = "trainer/optimizer.safetensors"
-"""In a directory of its own: inference servers take every safetensors file next to config.json for weights."""
+"""In its own directory, since inference servers read every safetensors file next to config.json as weights."""
 _COPIED = (
     *("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.*", "merges.txt", "*.model", "chat_template*"),
@@ -37,27 +37,23 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:
-    """All that a checkpoint holds: sharded tensors, and counters."""
+    """All that a checkpoint holds: sharded tensors, counters, and the model's files."""
 
     weights: Sequence[ShardedTensor]
     optimizer: Sequence[ShardedTensor]
     version: int
     optimizer_steps: int
+    model_config: str
+    """The text of config.json."""
+    model_path: Path
+    """Where tokenizer files come from."""
 
 
-def save_checkpoint(
-    path: Path,
-    state: TrainerState,
-    *,
-    model_config: str,
-    model_path: Path,
-    group: dist.ProcessGroup | None = None,
-) -> None:
+def save_checkpoint(path: Path, state: TrainerState, group: dist.ProcessGroup | None = None) -> None:
     """Write a checkpoint at ``path``, replacing an earlier one once the new one is complete; collective.
 
-    ``model_config`` is the text of config.json; tokenizer files come from ``model_path``. Ranks agree over ``group``,
-    which is of all ranks (None: the default one), and gather over the groups of the tensors' mesh. Raises
-    `CheckpointError` on every rank, with what was at ``path`` still whole.
+    Ranks agree over ``group``, which is of all ranks (None: the default one), and gather over the groups of the
+    tensors' mesh. Raises `CheckpointError` on every rank, with what was at ``path`` still whole.
     """
     path = path.absolute()
     fresh = path.with_name(f".{path.name}.new")
@@ -66,7 +62,7 @@ def save_checkpoint(
     is_writer = dist.get_rank() == 0
     if is_writer:
         try:
-            _prepare(path, fresh, model_config, model_path)
+            _prepare(path, fresh, state)
         except OSError as error:
             failure = _reason(error)
     failure = first_failure(failure, device, group)
@@ -84,7 +80,7 @@ def save_checkpoint(
         shutil.rmtree(fresh, ignore_errors=True)
     failure = first_failure(failure, device, group)
     if failure is not None:
-        raise CheckpointError(f"no checkpoint was written to {path}: {failure}; what was there before is whole")
+        raise CheckpointError(f"no checkpoint was written to {path}: {failure}; an earlier one there is intact")
 
 
 def load_checkpoint(path: Path, state: TrainerState) -> tuple[int, int]:
@@ -113,23 +109,25 @@ def load_checkpoint(path: Path, state: TrainerState) -> tuple[int, int]:
 
 
 def _device_of(state: TrainerState) -> torch.device:
-    """Return the device that ranks communicate from, which need not be the one that shards are kept on."""
+    """Return the device that ranks communicate from; the shards may be elsewhere."""
     return torch.device(state.weights[0].tensor.device_mesh.device_type)
 
 
-def _prepare(path: Path, fresh: Path, model_config: str, model_path: Path) -> None:
+def _prepare(path: Path, fresh: Path, state: TrainerState) -> None:
     """Make the directory to write in, with every file that holds no tensor."""
     if path.exists() and not (path / _TRAINER).is_file() and not (path.is_dir() and not any(path.iterdir())):
-        raise FileExistsError("the path exists and is no checkpoint of a worker; move it away or choose another path")
+        raise FileExistsError(
+            "the path exists but is not a checkpoint of a worker; move it away or choose another path"
+        )
     shutil.rmtree(fresh, ignore_errors=True)
     (fresh / _OPTIMIZER).parent.mkdir(parents=True)
-    _write_file(fresh / "config.json", model_config)
-    for file in sorted({file for pattern in _COPIED for file in model_path.glob(pattern) if file.is_file()}):
+    _write_file(fresh / "config.json", state.model_config)
+    for file in sorted({file for pattern in _COPIED for file in state.model_path.glob(pattern) if file.is_file()}):
         _write_file(fresh / file.name, file.read_bytes())
 
 
 def _put_in_place(fresh: Path, path: Path) -> None:
-    """Rename ``fresh`` to ``path``. A process that dies between two renames leaves the old one where `load` looks."""
+    """Rename ``fresh`` to ``path``. If the process dies between the renames, `load_checkpoint` finds the old one."""
     retired = _retired(path)
     _sync_directory((fresh / _OPTIMIZER).parent)
     _sync_directory(fresh)
@@ -147,7 +145,7 @@ def _put_in_place(fresh: Path, path: Path) -> None:
 
 
 def _write_tensors(file: Path | None, tensors: Sequence[ShardedTensor]) -> str | None:
-    """Write full tensors as safetensors, if this rank has a file; return what went wrong, if anything; collective."""
+    """Write full tensors as safetensors, if this rank has a file; return the failure, if any; collective."""
     gathered = ((part.layout, gather_on_first(part.tensor, part.tensor.dtype)) for part in tensors)
     failure = None
     if file is not None:
@@ -162,7 +160,7 @@ def _write_tensors(file: Path | None, tensors: Sequence[ShardedTensor]) -> str |
                 os.fsync(out.fileno())
         except OSError as error:
             failure = _reason(error)
-    for _ in gathered:  # Ranks that do not write, and a writer that failed, still take part.
+    for _ in gathered:  # Ranks that do not write, and a failed writer, still take part.
         pass
     return failure
 
@@ -187,12 +185,12 @@ def _header(tensors: Sequence[ShardedTensor]) -> bytes:
 
 def _read_counters(source: Path) -> dict[str, int]:
     if not (source / _TRAINER).is_file():
-        raise FileNotFoundError(f"there is no {_TRAINER} in it; give a directory that a worker saved")
+        raise FileNotFoundError(f"it has no {_TRAINER}; give a directory that a worker saved")
     counters = json.loads((source / _TRAINER).read_text())
     if not isinstance(counters, dict) or counters.get("edition") != _EDITION:
-        raise ValueError(f"{_TRAINER} is not of edition {_EDITION}: {str(counters)[:200]}")
+        raise ValueError(f"{_TRAINER} does not have edition {_EDITION}: {str(counters)[:200]}")
     if not all(isinstance(counters.get(key), int) for key in ("version", "optimizer_steps")):
-        raise ValueError(f"{_TRAINER} lacks version or optimizer_steps: {str(counters)[:200]}")
+        raise ValueError(f"{_TRAINER} must have an integer version and optimizer_steps: {str(counters)[:200]}")
     return counters
 
 
@@ -231,7 +229,7 @@ def _sync_directory(path: Path) -> None:
 
 
 def _retired(path: Path) -> Path:
-    """Where the previous checkpoint waits while the new one takes its place."""
+    """Return where the previous checkpoint is while the new one takes its place."""
     return path.with_name(f".{path.name}.old")
 
 

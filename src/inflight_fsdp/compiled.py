@@ -1,8 +1,8 @@
-"""Layers that torch's compiler makes one graph of where it can, and what it needs for that. Knows nothing of models.
+"""Compiling the parts of layers with torch's compiler, and checking what it needs. Knows nothing of models.
 
-Attention over packed segments stays outside: its shapes are a list that differs from batch to batch, and a graph would
-be made anew for each. What is compiled lies on both sides of it, so it is the parts of a layer that are compiled, not
-the layer: torch computes a recomputed layer that has a break in its graph without any graph at all, and says nothing.
+Attention over packed segments stays out of the graphs: its shapes differ from batch to batch, and each would need a new
+graph. The parts of a layer are therefore compiled one by one, not the layer: torch silently runs a recomputed layer
+without any graph if its graph has a break.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from inflight.errors import ConfigError
 
 
 def check_compiler(device: torch.device) -> None:
-    """Raise `ConfigError` that names what is missing, if layers cannot be compiled for a device."""
+    """Raise `ConfigError` that names what is missing if layers cannot be compiled for ``device``."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
     from torch.utils._triton import has_triton
@@ -26,8 +26,8 @@ def check_compiler(device: torch.device) -> None:
     if device.type != "cpu":
         if not has_triton():
             raise ConfigError(
-                f"compile = true needs triton for {device}: pip install triton, or leave compile out; it takes GPUs of "
-                "compute capability 7.0 and later"
+                f"compile = true needs triton for {device}: pip install triton, or leave compile out; triton supports "
+                "GPUs of compute capability 7.0 and later"
             )
         return
     try:
@@ -43,9 +43,9 @@ def check_compiler(device: torch.device) -> None:
 
 
 def compile_layers(layers: Iterable[nn.Module]) -> None:
-    """Have the parts of each layer compiled when they are first called; names of parameters stay as they are.
+    """Compile the parts of each layer when they are first called; names of parameters stay as they are.
 
-    Graphs are made for any number of tokens, and once more for a single one. Raises nothing: see `check_compiler`.
+    A graph is for any number of tokens, with another for a single token. Call `check_compiler` before.
     """
     for layer in layers:
         for part in layer.children():

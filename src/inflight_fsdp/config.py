@@ -1,10 +1,10 @@
-"""What a user may set of an FSDP worker, checked. Knows nothing of torch."""
+"""The settings of a worker, checked. Knows nothing of torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -26,26 +26,25 @@ class WorkerConfig(BaseModel):
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Of forward and backward, and of what is published. The head computes in float32 at least."""
     master_dtype: Literal["float32", "bfloat16"] | None = None
-    """Of parameters, summed gradients and optimizer states; None: float32, and float64 under a dtype of float64. Where
-    it is wider than ``dtype``, parameters are cast when a layer is made whole. bfloat16 takes half the memory and
-    rounds most updates of a small learning rate away: the worker warns, and measures how many."""
+    """Of parameters, summed gradients and optimizer states; None: float32, or float64 if ``dtype`` is. If it is wider
+    than ``dtype``, parameters are cast when a layer is gathered. bfloat16 takes half the memory, but rounds away most
+    updates of a small learning rate: the worker warns, and measures how many."""
     activation_checkpointing: bool = False
-    """Keep each layer's input only, and compute the layer again in the backward: less memory, a third more compute."""
+    """Keep only each layer's input, and compute the layer again in the backward: less memory, a third more compute."""
     compile: bool = False
-    """Compute the parts of each layer by graphs of torch's compiler; attention stays as it is. The first steps are
-    slower by the time it takes to make them. Needs a C++ compiler on a CPU, triton on a GPU."""
+    """Compile the parts of each layer, except attention. The first steps are slower while graphs are made. Needs a C++
+    compiler on a CPU, triton on a GPU."""
     cpu_offload: bool = False
-    """Keep shards, gradients and optimizer states in host memory, and step there: a GPU holds the layers that it
-    computes with and the activations. On a CPU the numbers are those of a worker without it. On a GPU it has not been
-    run: no machine that this was written on has one."""
+    """Keep shards, gradients and optimizer states in host memory, and step there: a GPU holds only the layers that it
+    is computing and the activations. On a CPU the numbers are those of a worker without it. Not yet run on a GPU."""
     frozen: tuple[str, ...] = ()
-    """Parameters that are not trained, by patterns of their names as in a shell: ``model.layers.[0-9].*``. They have
-    no gradients and no optimizer states, checkpoints hold them all the same, and a publish leaves them out: endpoints
-    must declare ``partial_updates``. A parameter that is tied to another has the name of the first."""
+    """Parameters that are not trained, by shell patterns of their names: ``model.layers.[0-9].*``. They have no
+    gradients and no optimizer states. Checkpoints still hold them, and a publish leaves them out, so endpoints must
+    declare ``partial_updates``. Tied parameters go by the name of the first."""
     shard_size: int | None = Field(default=None, ge=1)
     """Neighbouring ranks that share one copy of the parameters, replicated over the others; None: all ranks."""
     wire_dtype: WireDtype | None = None
-    """Of published weights; None: ``dtype``, so that servers compute with the values that the trainer computes with."""
+    """Of published weights; None: ``dtype``, so that servers and trainer compute with the same values."""
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
     """``adamw8bit`` keeps the moments in 8 bits, in blocks of 256 with a scale each (torchao): 2 bytes for each
     parameter instead of 8. Checkpoints hold them in full, and loading them rounds once more."""
@@ -73,11 +72,11 @@ class WorkerConfig(BaseModel):
             )
         if self.master_dtype is not None and _BITS[self.master_dtype] < _BITS[self.dtype]:
             raise ValueError(
-                f"master_dtype {self.master_dtype!r} is narrower than dtype {self.dtype!r}: weights would be computed "
-                "with more digits than they have; leave master_dtype out"
+                f"master_dtype {self.master_dtype!r} is narrower than dtype {self.dtype!r}: layers would compute "
+                "with more digits than the weights have; leave master_dtype out"
             )
         if self.optimizer == "adamw8bit" and self.dtype == "float64":
-            raise ValueError("optimizer 'adamw8bit' is for dtype 'float32' or 'bfloat16'")
+            raise ValueError("optimizer 'adamw8bit' needs dtype 'float32' or 'bfloat16', not 'float64'")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must be at least 0 and below 1, not {self.betas}")
         return self
@@ -87,9 +86,14 @@ class WorkerConfig(BaseModel):
         """Dtype of parameters, summed gradients and optimizer states."""
         return self.master_dtype or ("float64" if self.dtype == "float64" else "float32")
 
+    @property
+    def adamw_settings(self) -> dict[str, Any]:
+        """Arguments of an AdamW of torch, which sets the learning rate at each step."""
+        return self.model_dump(include={"betas", "eps", "weight_decay"})
+
 
 def parse_config(config: Config | Mapping[str, object], kind: type[Config]) -> Config:
-    """Return the settings as checked ones of a kind. Raises `ConfigError` that names every wrong key."""
+    """Return checked settings. Raises `ConfigError` that names every wrong key."""
     if isinstance(config, kind):
         return config
     try:

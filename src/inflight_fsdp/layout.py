@@ -1,6 +1,6 @@
-"""How one parameter is written in checkpoints: under its own name and whole, or cut into several tensors.
+"""How one parameter is written in checkpoints: whole and under its own name, or cut into several tensors.
 
-Servers and checkpoints know the names of Hugging Face; a trainer may compute with fused or permuted parameters. Knows
+Servers and checkpoints use the names of Hugging Face; a trainer may compute with fused or permuted parameters. Knows
 nothing of models, files or ranks.
 """
 
@@ -22,13 +22,13 @@ class Layout:
     shapes: Mapping[str, tuple[int, ...]]
     """Full shape by the name in checkpoints, in the order in which they are written."""
     split: Callable[[torch.Tensor], Stored] | None = None
-    """The whole parameter as stored tensors, which may share its memory; None: it is stored as it is."""
+    """Cuts the whole parameter into stored tensors, which may share its memory; None: it is stored as it is."""
     join: Callable[[Stored], torch.Tensor] | None = None
-    """The way back."""
+    """The inverse of ``split``."""
 
     @property
     def name(self) -> str:
-        """Name of the first stored tensor, and of the only one of a parameter that is stored as it is."""
+        """Name of the first stored tensor."""
         return next(iter(self.shapes))
 
     def stored(self, whole: torch.Tensor) -> Stored:
@@ -50,7 +50,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class ShardedTensor:
-    """One tensor that ranks share, and how it is written."""
+    """A tensor sharded over ranks, and how it is written."""
 
     tensor: DTensor
     layout: Layout
@@ -81,8 +81,3 @@ def experts_apart(name: str, tensor: torch.Tensor, parts: Sequence[str]) -> Layo
 
     shapes = {key: tuple(piece.shape) for key, piece in split(torch.empty(tensor.shape, device="meta")).items()}
     return Layout(shapes, split, join)
-
-
-def as_it_is(name: str, tensor: torch.Tensor) -> Layout:
-    """Return the layout of a parameter that is stored whole under ``name``."""
-    return Layout({name: tuple(tensor.shape)})

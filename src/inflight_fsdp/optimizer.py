@@ -1,16 +1,14 @@
 """AdamW over the local shards of one rank, in full or in 8 bits, its learning rate, and the norm over all ranks.
 
-AdamW works element by element, so it needs no knowledge of sharding: plain local tensors avoid the cost of dispatching
-every operation through DTensor. The module knows nothing of models.
+AdamW works element by element, so it can work on plain local tensors, which avoids the cost of dispatching every
+operation through DTensor. Knows nothing of models.
 """
 
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,161 +18,110 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from inflight.errors import ConfigError
 from inflight_fsdp.config import WorkerConfig
 
-
-class ShardedOptimizer(Protocol):
-    """An optimizer over the sharded parameters, by the names of the worker."""
-
-    @property
-    @abstractmethod
-    def states(self) -> Mapping[str, Mapping[str, DTensor]]:
-        """Sharded tensors by kind, such as ``exp_avg``, and parameter; made once something asks for them."""
-
-    @property
-    @abstractmethod
-    def num_steps(self) -> int:
-        """Steps taken."""
-
-    @abstractmethod
-    def resume(self, states: Mapping[str, Mapping[str, DTensor]], num_steps: int) -> None:
-        """Go on from what was read into the ``states``, which `states` gave, as after ``num_steps`` steps."""
-
-    @abstractmethod
-    def step(self, gradients: Sequence[torch.Tensor], learning_rate: float) -> None:
-        """Update the parameters in place; ``gradients`` are local shards, in the order of the parameters."""
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class ShardedAdamW(ShardedOptimizer):
-    """AdamW and its state for the shards of one rank. Every parameter has taken the same number of steps."""
+class ShardedAdamW:
+    """An AdamW of torch over the sharded parameters, by the names of the worker; all have taken as many steps.
 
-    def __init__(self, parameters: Mapping[str, DTensor], config: WorkerConfig) -> None:
+    Moments are allocated when they are first needed: a worker that never steps, such as a frozen reference, has none.
+    """
+
+    def __init__(self, adamw: torch.optim.Optimizer, parameters: Mapping[str, DTensor]) -> None:
+        """``adamw`` updates the parameters, or this rank's shards of them, in the same order."""
+        self._adamw = adamw
         self._parameters = parameters
-        with torch.no_grad():
-            self._shards = [parameter.to_local() for parameter in parameters.values()]
-        self._adamw = torch.optim.AdamW(
-            self._shards, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True
-        )
-        self._states: dict[str, dict[str, DTensor]] = {}
+        (self._group,) = adamw.param_groups
+        self._updated: dict[str, torch.Tensor] = dict(zip(parameters, self._group["params"], strict=True))
 
     @property
     def states(self) -> Mapping[str, Mapping[str, DTensor]]:
         """First and second moments, ``exp_avg`` and ``exp_avg_sq``, by parameter and sharded alike."""
         self._allocate()
-        return self._states
+        return {kind: {name: self._moment(kind, name) for name in self._parameters} for kind in _MOMENTS}
 
     @property
     def num_steps(self) -> int:
-        return int(self._adamw.state[self._shards[0]]["step"].item()) if self._states else 0
+        """Steps taken."""
+        first = next(iter(self._updated.values()))
+        return int(self._adamw.state[first]["step"].item()) if self._adamw.state else 0
 
     def set_num_steps(self, value: int) -> None:
-        """Go on as after ``value`` steps; the moments are the caller's to fill."""
+        """Continue as after ``value`` steps; the caller fills the moments."""
         self._allocate()
-        for shard in self._shards:
-            self._adamw.state[shard]["step"].fill_(value)
+        for tensor in self._updated.values():
+            self._adamw.state[tensor]["step"].fill_(value)
 
     def resume(self, states: Mapping[str, Mapping[str, DTensor]], num_steps: int) -> None:
-        assert states is self._states
+        """Continue after ``num_steps`` steps, with what was read into the ``states`` that `states` returned."""
         self.set_num_steps(num_steps)
 
     def step(self, gradients: Sequence[torch.Tensor], learning_rate: float) -> None:
+        """Update the parameters in place; ``gradients`` are local shards, in the order of the parameters."""
         self._allocate()
-        for group in self._adamw.param_groups:
-            group["lr"] = learning_rate
-        for shard, gradient in zip(self._shards, gradients, strict=True):
-            shard.grad = gradient
+        self._step(gradients, learning_rate)
+
+    def _step(self, gradients: Sequence[torch.Tensor], learning_rate: float) -> None:
+        self._group["lr"] = learning_rate
+        for tensor, gradient in zip(self._updated.values(), gradients, strict=True):
+            tensor.grad = as_sharded(gradient, tensor) if isinstance(tensor, DTensor) else gradient
         self._adamw.step()
         self._adamw.zero_grad()
 
     def _allocate(self) -> None:
-        """Make the moments, once. A worker that never steps, a frozen reference say, pays no memory for them."""
-        if self._states:
+        if self._adamw.state:
             return
-        for (name, parameter), shard in zip(self._parameters.items(), self._shards, strict=True):
-            moments = {key: torch.zeros_like(shard) for key in ("exp_avg", "exp_avg_sq")}
-            num_steps = torch.zeros((), dtype=torch.float32, device=shard.device)
-            self._adamw.state[shard] = {"step": num_steps, **moments}
-            for key, moment in moments.items():
-                self._states.setdefault(key, {})[name] = as_sharded(moment, parameter)
+        for tensor in self._updated.values():
+            step = torch.zeros((), dtype=torch.float32, device=tensor.device if self._group["fused"] else "cpu")
+            self._adamw.state[tensor] = {"step": step, **{kind: torch.zeros_like(tensor) for kind in _MOMENTS}}
+
+    def _moment(self, kind: str, name: str) -> DTensor:
+        moment = self._adamw.state[self._updated[name]][kind]
+        return moment if isinstance(moment, DTensor) else as_sharded(moment, self._parameters[name])
 
 
-class ShardedAdamW8bit(ShardedOptimizer):
-    """torchao's AdamW with moments in 8 bits, for the shards of one rank. See `ShardedAdamW`.
+class ShardedAdamW8bit(ShardedAdamW):
+    """torchao's AdamW with moments in 8 bits; `states` are copies in the dtype of their parameters.
 
     Shards of fewer than 4,096 elements, or that blocks of 256 do not divide, keep theirs in full.
     """
 
-    def __init__(self, parameters: Mapping[str, DTensor], config: WorkerConfig) -> None:
-        try:
-            from torchao.optim import AdamW8bit
-        except ImportError as error:
-            raise ConfigError(f"optimizer 'adamw8bit' needs torchao ({error}): pip install torchao") from error
-        self._parameters = parameters
-        with torch.no_grad():
-            self._shards = [parameter.to_local() for parameter in parameters.values()]
-        self._adamw = AdamW8bit(
-            self._shards,
-            lr=config.learning_rate,
-            betas=config.betas,
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-        )
-        self._has_states = False
-
-    @property
-    def states(self) -> Mapping[str, Mapping[str, DTensor]]:
-        """The moments as copies in the dtype of their parameters, by parameter and sharded alike."""
-        self._allocate()
-        found: dict[str, dict[str, DTensor]] = {}
-        for (name, parameter), shard in zip(self._parameters.items(), self._shards, strict=True):
-            for key in ("exp_avg", "exp_avg_sq"):
-                moment = self._adamw.state[shard][key]
-                full = moment if type(moment) is torch.Tensor else moment.dequantize(shard.dtype)
-                found.setdefault(key, {})[name] = as_sharded(full.clone(), parameter)
-        return found
-
-    @property
-    def num_steps(self) -> int:
-        return int(self._adamw.state[self._shards[0]]["step"].item()) if self._has_states else 0
-
-    def set_num_steps(self, value: int) -> None:
-        """Go on as after ``value`` steps."""
-        self._allocate()
-        for shard in self._shards:
-            self._adamw.state[shard]["step"].fill_(value)
-
     def resume(self, states: Mapping[str, Mapping[str, DTensor]], num_steps: int) -> None:
-        """Go on with these moments, rounded to 8 bits, as after ``num_steps`` steps."""
+        """Continue after ``num_steps`` steps with these moments, rounded to 8 bits."""
         self.set_num_steps(num_steps)
-        for name, shard in zip(self._parameters, self._shards, strict=True):
-            for key, tensors in states.items():
-                self._adamw.state[shard][key].copy_(tensors[name].to_local())
+        for kind, tensors in states.items():
+            for name, tensor in tensors.items():
+                self._adamw.state[self._updated[name]][kind].copy_(tensor.to_local())
 
-    def step(self, gradients: Sequence[torch.Tensor], learning_rate: float) -> None:
-        self._allocate()
-        for group in self._adamw.param_groups:
-            group["lr"].fill_(learning_rate)
-        for shard, gradient in zip(self._shards, gradients, strict=True):
-            shard.grad = gradient
-        self._step()
-        self._adamw.zero_grad()
-
-    def _step(self) -> None:
-        # torchao compiles its step for each shape of shard: seconds of compiling each, which a CPU does not win back.
-        on_cpu = self._shards[0].device.type == "cpu"
+    def _step(self, gradients: Sequence[torch.Tensor], learning_rate: float) -> None:
+        # torchao compiles its step for each shape of shard, for seconds each, which does not pay off on a CPU.
+        on_cpu = self._group["params"][0].device.type == "cpu"
         with torch.compiler.set_stance("force_eager") if on_cpu else nullcontext():
-            self._adamw.step()
+            super()._step(gradients, self._group["lr"].fill_(learning_rate))
 
     def _allocate(self) -> None:
-        """Make the moments, once, by a step of zeros."""
-        if self._has_states:
-            return
-        self._has_states = True
-        for group in self._adamw.param_groups:
-            group["lr"].fill_(0.0)
-        for shard in self._shards:
-            shard.grad = torch.zeros_like(shard)
-        self._step()
-        self._adamw.zero_grad()
-        self.set_num_steps(0)
+        if not self._adamw.state:
+            self._step([torch.zeros_like(shard) for shard in self._updated.values()], 0.0)
+            self.set_num_steps(0)
+
+    def _moment(self, kind: str, name: str) -> DTensor:
+        shard = self._updated[name]
+        moment = self._adamw.state[shard][kind]
+        full = moment.clone() if type(moment) is torch.Tensor else moment.dequantize(shard.dtype)
+        return as_sharded(full, self._parameters[name])
+
+
+def make_adamw(parameters: Mapping[str, DTensor], config: WorkerConfig) -> ShardedAdamW:
+    """Return the configured optimizer over this rank's shards. Raises `ConfigError` if its package is missing."""
+    with torch.no_grad():
+        shards = [parameter.to_local() for parameter in parameters.values()]
+    if config.optimizer == "adamw":
+        return ShardedAdamW(torch.optim.AdamW(shards, fused=True, **config.adamw_settings), parameters)
+    try:
+        from torchao.optim import AdamW8bit
+    except ImportError as error:
+        raise ConfigError(f"optimizer 'adamw8bit' needs torchao ({error}): pip install torchao") from error
+    return ShardedAdamW8bit(AdamW8bit(shards, **config.adamw_settings), parameters)
 
 
 def learning_rate_at(version: int, config: WorkerConfig) -> float:

@@ -1,8 +1,8 @@
 """`ShardedWorker`: one rank of a trainer whose parameters are DTensors, whatever made them.
 
-It knows neither transformers nor torchtitan: what those differ in is in its `ShardedPolicy`.
+It knows neither transformers' models nor torchtitan's: what those differ in are the arguments it is made with.
 
-Shape suffixes: T packed tokens, N targets.
+Shape suffixes: T packed tokens, N targets, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,75 +24,95 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from inflight.attention import SegmentPlan
+from inflight.checkpoints import max_model_len_of
 from inflight.contracts import BackgroundSaver, PartialWeightSource, TrainerWorker
 from inflight.errors import CheckpointError, ConfigError, NonFiniteError, PrecisionWarning, TrainerError
+from inflight.losses.head import chunked_logprobs
 from inflight.types import MicroBatch, StepResult, WeightBucket
 from inflight.wire import BucketSpec, TensorSpec
 from inflight_fsdp.background import LONGEST_WAIT_S, BackgroundSave, SaveGroups, copy_to_host, make_save_groups
 from inflight_fsdp.checkpoint import TrainerState, load_checkpoint, save_checkpoint
 from inflight_fsdp.config import WorkerConfig
 from inflight_fsdp.layout import Layout, ShardedTensor
-from inflight_fsdp.optimizer import ShardedOptimizer, clip, global_norm, learning_rate_at
-from inflight_fsdp.rounding import LostUpdates
+from inflight_fsdp.optimizer import ShardedAdamW, clip, global_norm, learning_rate_at
+from inflight_fsdp.rounding import lost_share, spread_sample
 from inflight_fsdp.sharding import gather_on_first
 
 _TOLD_STEPS = 3
-"""Steps after which a worker of bfloat16 masters says how many updates were lost."""
+"""Steps after which a worker with bfloat16 masters reports how many updates were lost."""
 Worker = TypeVar("Worker", bound="ShardedWorker")
 
 
 @dataclass(frozen=True, slots=True)
-class ShardedPolicy:
-    """What a worker trains."""
+class HeadTargets:
+    """The targets of a packed micro-batch; N may be 0."""
 
-    module: nn.Module
-    """Takes ``(token_ids_T, position_ids_T, segment plan, temperature_T, target_rows_N)`` and returns logprobs [T]."""
-    mesh: DeviceMesh
-    """Of all ranks; parameters are sharded over its last dimension."""
-    parameters: Mapping[str, DTensor]
-    """By the trainer's names. They live as long as the module; its attributes change while layers are whole.
+    rows_N: torch.Tensor
+    token_ids_N: torch.Tensor
+    temperature_N: torch.Tensor
+    chunk_size: int
+    """Targets whose logits exist at the same time."""
 
-    Those that do not require gradients are not trained, and not published."""
-    layouts: Mapping[str, Layout]
-    """By the same names, in the same order."""
-    optimizer: ShardedOptimizer
-    """Of the parameters that are trained."""
-    model_config: str
-    """The text of config.json."""
-    context_length: int
-    """Longest segment that the model's positions allow."""
+    def logprobs(self, hidden_1TH: torch.Tensor, head: nn.Linear) -> torch.Tensor:
+        """Return the logprobs [N] under a linear head, from the hidden states of the rows before."""
+        return chunked_logprobs(
+            hidden_1TH[0].index_select(0, self.rows_N - 1),
+            head.weight,
+            self.token_ids_N,
+            self.temperature_N,
+            bias_V=head.bias,
+            chunk_size=self.chunk_size,
+        )
 
 
 class ShardedWorker(TrainerWorker, PartialWeightSource, BackgroundSaver):
     """One trainer rank."""
 
-    def __init__(self, config: WorkerConfig, device: torch.device, policy: ShardedPolicy, *, owns_group: bool) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        device: torch.device,
+        *,
+        owns_group: bool,
+        policy: nn.Module,
+        mesh: DeviceMesh,
+        parameters: Mapping[str, DTensor],
+        layouts: Mapping[str, Layout],
+        optimizer: ShardedAdamW,
+        hf_config: Any,
+    ) -> None:
+        """Take over a sharded model.
+
+        ``policy`` takes ``(token_ids_T, position_ids_T, segment plan, head targets)`` and returns logprobs [N]; T is at
+        least 1. The result depends on every parameter even if N is 0, so that every rank takes part in the same
+        collectives. ``mesh`` is of all ranks; parameters are sharded over its last dimension. ``parameters`` are by the
+        trainer's names, ``layouts`` in the same order; those that do not require gradients are neither trained nor
+        published. These objects live as long as the module, whose attributes change while layers are whole.
+        """
         self._config = config
         self._device = device
         self._owns_group = owns_group
-        self._mesh = policy.mesh
-        self._policy = policy.module
-        self._parameters = dict(policy.parameters)
+        self._mesh = mesh
+        self._policy = policy
+        self._parameters = dict(parameters)
         self._trained = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
-        self._layouts = dict(policy.layouts)
-        self._optimizer = policy.optimizer
+        self._layouts = dict(layouts)
+        self._optimizer = optimizer
         self._wire_dtype = config.wire_dtype or config.dtype
-        self._model_config = policy.model_config
-        self._context_length = policy.context_length
+        self._model_config: str = hf_config.to_json_string(use_diff=True)
+        self._context_length = max_model_len_of(hf_config)
         self._parameter_of = {stored: name for name, layout in self._layouts.items() for stored in layout.shapes}
         self._split: tuple[str, dict[str, torch.Tensor]] = ("", {})
         self._version = 0
         self._save_groups: SaveGroups | None = None
         self._begun_save: BackgroundSave | None = None
-        self._lost_updates: LostUpdates | None = None
         self._lost_shares: list[float] = []
-        """Of the first steps, until they were told."""
+        """Of the first steps, until they are reported."""
         if config.stored_dtype == "bfloat16":
-            self._lost_updates = LostUpdates([parameter.to_local() for parameter in self._trained.values()])
             self._warn(
-                "master_dtype 'bfloat16': weights and moments have 8 bits, and an update smaller than a 512th of its "
-                f"weight rounds away. The worker says after {_TOLD_STEPS} steps how many do; master_dtype 'float32' "
-                "keeps them"
+                "master_dtype 'bfloat16': weights and moments have 8 significant bits, so an update smaller than 1/512 "
+                f"of its weight is rounded away. After {_TOLD_STEPS} steps the worker reports how many were; "
+                "master_dtype 'float32' keeps them"
             )
 
     @property
@@ -108,27 +128,33 @@ class ShardedWorker(TrainerWorker, PartialWeightSource, BackgroundSaver):
         return self._version
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
-        """The logprobs are on the device of the batch, which may be another than ours.
+        """Return logprobs on the device of the batch, which may differ from the worker's.
 
-        Raises `TrainerError` for a segment longer than the model's context, before any rank is waited for.
+        Raises `TrainerError` for a segment longer than the model's context, before any collective.
         """
         lengths, token_ids_T = batch.segment_lengths, batch.token_ids_T
         if lengths and (longest := max(lengths)) > self._context_length:
             raise TrainerError(
-                f"segment {lengths.index(longest)} of the micro-batch has {longest} tokens, and the model's context is "
+                f"segment {lengths.index(longest)} of the micro-batch has {longest} tokens, but the model's context is "
                 f"{self._context_length} (max_position_embeddings): leave it out, or sample shorter completions"
             )
         position_ids_T, temperature_T = batch.position_ids_T, batch.temperature_T
-        if not lengths:  # Other ranks may have something: take part in their collectives with a token of no segment.
+        if not lengths:  # Other ranks may have tokens: take part in their collectives with a token of no segment.
             lengths = (1,)
             token_ids_T, position_ids_T, temperature_T = torch.tensor([0]), torch.tensor([0]), torch.tensor([1.0])
-        logprobs_T: torch.Tensor = self._policy(
-            token_ids_T.to(self._device),
+        token_ids_T, rows_N = token_ids_T.to(self._device), batch.loss_mask_T.nonzero().squeeze(1).to(self._device)
+        logprobs_N: torch.Tensor = self._policy(
+            token_ids_T,
             position_ids_T.to(self._device),
             SegmentPlan.build(lengths, self._device),
-            temperature_T.to(self._device),
-            batch.loss_mask_T.nonzero().squeeze(1).to(self._device),
+            HeadTargets(
+                rows_N,
+                token_ids_T.index_select(0, rows_N),
+                temperature_T.to(self._device).index_select(0, rows_N),
+                self._config.logprob_chunk_size,
+            ),
         )
+        logprobs_T = logprobs_N.new_zeros(len(token_ids_T)).index_copy(0, rows_N, logprobs_N)
         return logprobs_T[: batch.num_tokens].to(batch.token_ids_T.device)
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -136,33 +162,33 @@ class ShardedWorker(TrainerWorker, PartialWeightSource, BackgroundSaver):
 
     @torch.no_grad()
     def step(self) -> StepResult:
-        """Raises `TrainerError` if `backward` was not called since; nothing changed then."""
+        """Raise `TrainerError`, with nothing changed, if `backward` was not called since the last step."""
         if all(parameter.grad is None for parameter in self._trained.values()):
             raise TrainerError(f"step at version {self._version} without a gradient: call backward first")
         gradients = [_local_gradient(parameter) for parameter in self._trained.values()]
-        norm = global_norm(gradients, self._mesh.get_group(self._mesh.ndim - 1), self._device)
+        group = self._mesh.get_group(self._mesh.ndim - 1)
+        norm = global_norm(gradients, group, self._device)
         self._clear_gradients()
         if not math.isfinite(norm):
             raise NonFiniteError(
                 f"the gradient norm of the step from version {self._version} is {norm}; weights and optimizer are "
-                "unchanged and the gradients are gone"
+                "unchanged, and the gradients were discarded"
             )
         clip(gradients, norm, self._config.max_gradient_norm)
         learning_rate = learning_rate_at(self._version, self._config)
         self._forget_whole_parameters()
-        if self._lost_updates is None or learning_rate == 0.0:
-            self._optimizer.step(gradients, learning_rate)
-            self._version += 1
-            return StepResult(self._version, norm, learning_rate)
-        self._lost_updates.before_step()
+        is_watched = self._config.stored_dtype == "bfloat16" and learning_rate != 0.0
+        before = spread_sample(self._shards()) if is_watched else []
         self._optimizer.step(gradients, learning_rate)
         self._version += 1
-        lost = self._lost_updates.share(gradients, self._mesh.get_group(self._mesh.ndim - 1), self._device)
+        if not is_watched:
+            return StepResult(self._version, norm, learning_rate)
+        lost = lost_share(before, spread_sample(self._shards()), spread_sample(gradients), group, self._device)
         self._tell_lost_share(lost)
         return StepResult(self._version, norm, learning_rate, rounded_away=lost)
 
     def parameter_specs(self) -> Sequence[TensorSpec]:
-        """What is not trained is left out."""
+        """Frozen parameters are left out."""
         return [
             TensorSpec(name=name, dtype=self._wire_dtype, shape=shape)
             for trained in self._trained
@@ -184,31 +210,20 @@ class ShardedWorker(TrainerWorker, PartialWeightSource, BackgroundSaver):
         self._split = ("", {})
 
     def save(self, path: Path) -> None:
-        """Rank 0 writes. A directory that is no checkpoint of ours is not replaced.
+        """Rank 0 writes. A directory that is not a checkpoint of a worker is not replaced.
 
-        Waits for a save in the background; if that one fails its error is raised, and nothing is written.
+        Waits for a save in the background; if that fails, its error is raised and nothing is written.
         """
         self.finish_save(LONGEST_WAIT_S)
-        save_checkpoint(
-            path,
-            self._state(self._optimizer.states),
-            model_config=self._model_config,
-            model_path=self._config.model_path,
-        )
+        save_checkpoint(path, self._state(self._optimizer.states))
 
     def begin_save(self, path: Path) -> None:
         """The copy takes as much host memory as the shards and their moments."""
         self.finish_save(LONGEST_WAIT_S)
         if self._save_groups is None:
             self._save_groups = make_save_groups(self._mesh)
-        write = partial(
-            save_checkpoint,
-            path.absolute(),
-            copy_to_host(self._state(self._optimizer.states), self._save_groups),
-            model_config=self._model_config,
-            model_path=self._config.model_path,
-            group=self._save_groups.everyone,
-        )
+        state = copy_to_host(self._state(self._optimizer.states), self._save_groups)
+        write = partial(save_checkpoint, path.absolute(), state, self._save_groups.everyone)
         self._begun_save = BackgroundSave(path, write)
 
     def finish_save(self, timeout_s: float) -> None:
@@ -217,7 +232,7 @@ class ShardedWorker(TrainerWorker, PartialWeightSource, BackgroundSaver):
             return
         if not begun.wait(timeout_s):
             raise CheckpointError(
-                f"the save to {begun.path} goes on after {timeout_s:g} s; what was there before is whole"
+                f"the save to {begun.path} is still running after {timeout_s:g} s; an earlier one there is intact"
             )
         self._begun_save = None
         if begun.failure is not None:
@@ -230,7 +245,7 @@ class ShardedWorker(TrainerWorker, PartialWeightSource, BackgroundSaver):
     def load(self, path: Path) -> None:
         """Every rank reads its shards from ``path``; gradients are cleared.
 
-        Waits for a save in the background, which may be to ``path``; how it ended is left to `finish_save`.
+        Waits for a save in the background, which may be to ``path``; `finish_save` still reports how it ended.
         """
         self._wait_for_save()
         states = self._optimizer.states
@@ -243,7 +258,7 @@ class ShardedWorker(TrainerWorker, PartialWeightSource, BackgroundSaver):
     def close(self) -> None:
         """Wait for a save in the background, and end the process groups that this worker made. Idempotent.
 
-        How the save ended is for `finish_save` to tell, before.
+        Call `finish_save` before to learn how the save ended.
         """
         self._wait_for_save()
         if self._save_groups is not None and dist.is_initialized():
@@ -265,13 +280,14 @@ class ShardedWorker(TrainerWorker, PartialWeightSource, BackgroundSaver):
             for kind, tensors in states.items()
             for name, tensor in tensors.items()
         ]
-        return TrainerState(weights, moments, self._version, self._optimizer.num_steps)
+        num_steps, model_path = self._optimizer.num_steps, self._config.model_path
+        return TrainerState(weights, moments, self._version, num_steps, self._model_config, model_path)
 
     @torch.no_grad()
     def _gather(self, name: str) -> torch.Tensor | None:
         """Return one stored tensor in wire dtype, in memory of its own, on rank 0, None elsewhere; collective.
 
-        Of a parameter that is stored as several tensors, the others are kept until they are asked for.
+        If the parameter is stored as several tensors, the others are kept until they are asked for.
         """
         owner = self._parameter_of[name]
         layout = self._layouts[owner]
@@ -284,15 +300,18 @@ class ShardedWorker(TrainerWorker, PartialWeightSource, BackgroundSaver):
         tensor = self._split[1].pop(name, None)
         return None if tensor is None else tensor.clone(memory_format=torch.contiguous_format)
 
+    def _shards(self) -> list[torch.Tensor]:
+        return [parameter.to_local() for parameter in self._trained.values()]
+
     def _tell_lost_share(self, share: float | None) -> None:
-        """Warn once, when the first steps were seen."""
+        """Warn once, after the first steps."""
         if share is None or len(self._lost_shares) == _TOLD_STEPS:
             return
         self._lost_shares.append(share)
         if len(self._lost_shares) == _TOLD_STEPS:
             self._warn(
-                f"{sum(self._lost_shares) / _TOLD_STEPS:.1%} of the updates of {_TOLD_STEPS} steps were rounded away: "
-                "master_dtype is 'bfloat16', and master_dtype 'float32' keeps them"
+                f"{sum(self._lost_shares) / _TOLD_STEPS:.1%} of the updates of {_TOLD_STEPS} steps were rounded away "
+                "with master_dtype 'bfloat16'; master_dtype 'float32' keeps them"
             )
 
     def _warn(self, text: str) -> None:
@@ -304,7 +323,7 @@ class ShardedWorker(TrainerWorker, PartialWeightSource, BackgroundSaver):
             parameter.grad = None
 
     def _forget_whole_parameters(self) -> None:
-        """Reshard what a forward without a backward left whole, so that nothing computes with old values."""
+        """Reshard layers that a forward without a backward left whole, so that nothing computes with old values."""
         for module in fsdp_modules(self._policy):
             module.reshard()
 
@@ -315,9 +334,9 @@ def fsdp_modules(module: nn.Module) -> Iterator[FSDPModule]:
 
 
 def sum_gradients_over_ranks(module: nn.Module) -> None:
-    """Have gradients summed over ranks, not averaged, in a way that every backend can."""
+    """Make ranks sum gradients, not average them, in a way that every backend supports."""
     for part in fsdp_modules(module):
-        # A factor alone becomes a premultiplied sum, which gloo does not have; a forced sum alone divides by the ranks.
+        # The factor alone becomes a premultiplied sum, which gloo cannot do; the forced sum alone divides by the ranks.
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)
 
@@ -328,19 +347,34 @@ def _local_gradient(parameter: DTensor) -> torch.Tensor:
     return torch.zeros_like(parameter.to_local()) if gradient is None else gradient.to_local()  # type: ignore[attr-defined]
 
 
-def in_a_group(device: torch.device, make: Callable[[bool], Worker]) -> Worker:
-    """Return the worker that ``make`` makes in torch's default group, or in a group of one that it then owns."""
-    owns_group = _ensure_default_group(device)
+def make_worker(kind: Callable[..., Worker], config: WorkerConfig) -> Worker:
+    """Return this rank's worker in torch's default process group, or in a group of one that it then owns.
+
+    Called with the settings, the device and ``owns_group``. A group of one uses no network.
+    """
+    device = _device_of(config)
+    owns_group = not dist.is_initialized()
+    if owns_group:
+        if (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
+            raise ConfigError(
+                f"WORLD_SIZE is {ranks} but torch.distributed is not initialised: call "
+                "torch.distributed.init_process_group() on every rank before the worker is made"
+            )
+        backend = "gloo" if device.type == "cpu" else "nccl"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
-        return make(owns_group)
+        num_ranks, size = dist.get_world_size(), config.shard_size
+        if size is not None and num_ranks % size:
+            raise ConfigError(f"shard_size {size} does not divide the {num_ranks} ranks")
+        return kind(config, device, owns_group=owns_group)
     except BaseException:
         if owns_group:
             dist.destroy_process_group()
         raise
 
 
-def device_of(config: WorkerConfig) -> torch.device:
-    """Return the device of this rank. Raises `ConfigError` if there is none of the kind that is asked for."""
+def _device_of(config: WorkerConfig) -> torch.device:
+    """Return the device of this rank. Raises `ConfigError` if there is none of the configured kind."""
     kind = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cpu":
         return torch.device("cpu")
@@ -350,22 +384,3 @@ def device_of(config: WorkerConfig) -> torch.device:
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
-
-
-def storage_device_of(config: WorkerConfig, device: torch.device) -> torch.device:
-    """Return where shards, gradients and optimizer states of a worker that computes on ``device`` are kept."""
-    return torch.device("cpu") if config.cpu_offload else device
-
-
-def _ensure_default_group(device: torch.device) -> bool:
-    """Make a group of one unless there is a default group; return True if it was made. No network is used."""
-    if dist.is_initialized():
-        return False
-    if (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
-        raise ConfigError(
-            f"WORLD_SIZE is {ranks} but torch.distributed is not initialised: call "
-            "torch.distributed.init_process_group() on every rank before the worker is made"
-        )
-    backend = "gloo" if device.type == "cpu" else "nccl"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    return True

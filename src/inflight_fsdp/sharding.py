@@ -1,4 +1,4 @@
-"""Which rows of a tensor are this rank's, and reading just those from safetensors files. Knows nothing of models."""
+"""This rank's rows of a tensor, and reading only those from safetensors files. Knows nothing of models."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def rows_of_ranks(tensor: DTensor) -> list[slice]:
 
 
 def local_rows(tensor: DTensor) -> slice:
-    """Return this rank's among the `rows_of_ranks`."""
+    """Return this rank's slice of `rows_of_ranks`."""
     mesh = tensor.device_mesh
     return rows_of_ranks(tensor)[mesh.get_local_rank(mesh.ndim - 1)]
 
@@ -32,9 +32,8 @@ def local_rows(tensor: DTensor) -> slice:
 def gather_on_first(tensor: DTensor, dtype: torch.dtype) -> torch.Tensor | None:
     """Return the whole tensor in ``dtype``, in memory of its own, on rank 0, None elsewhere; collective.
 
-    Ranks send their rows to rank 0, so that no other rank holds more than its own, and nobody gets what it drops. It is
-    on the device of the tensor's mesh, which is the one that the mesh's groups communicate from: shards that are kept
-    in host memory are moved there first.
+    Ranks send their rows to rank 0, so no other rank holds more than its own rows. The result is on the device of the
+    tensor's mesh, from which the mesh's groups communicate; shards in host memory are moved there first.
     """
     sent_dtype = min(dtype, tensor.dtype, key=lambda d: d.itemsize)  # cast where it makes less to send
     rank = dist.get_rank()
@@ -49,7 +48,7 @@ def gather_on_first(tensor: DTensor, dtype: torch.dtype) -> torch.Tensor | None:
             assert call is not None
             call.wait()
         return full.to(dtype)
-    if rank < len(rows) and mine.numel():  # of the first copy of the parameters
+    if rank < len(rows) and mine.numel():  # only the first copy of the parameters is sent
         dist.send(mine, group=group, group_dst=0)
     return None
 
@@ -78,8 +77,8 @@ def part_of(tensor: ShardedTensor, stored: Mapping[str, torch.Tensor]) -> torch.
 def read_shards(stored: Mapping[str, StoredTensor], tensors: Sequence[ShardedTensor]) -> None:
     """Fill the shards of this rank, one after another, cast to their dtype; every tensor must be stored and fit.
 
-    Of a parameter that is stored as it is, only the rows of this rank are read. One file is open at a time: what was
-    read of it counts as memory of the process until it is closed.
+    If a parameter is stored as it is, only the rows of this rank are read. One file is open at a time, since its mapped
+    pages count as memory of the process until it is closed.
     """
     by_files: dict[tuple[Path, ...], list[ShardedTensor]] = {}
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""What a running SGLang server can do, asked of the server itself, and why it cannot be attached to."""
+"""What a running SGLang server can do, as the server itself says, and why it cannot be attached to."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 from inflight.engines.checkpoint_specs import checkpoint_of, config_of
 from inflight.engines.routes import EngineRoutes
 from inflight.errors import ConfigError, ProtocolError
-from inflight.wire import Backend, Capabilities, InFlightPolicy, Manifest, TensorSpec
+from inflight.transports import receivable
+from inflight.wire import Capabilities, InFlightPolicy, Manifest, TensorSpec
 from inflight_sglang import flags
 from inflight_sglang.flags import Problem, Updates
 from inflight_sglang.requests import RequestLimits
@@ -18,7 +19,7 @@ from inflight_sglang.requests import RequestLimits
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """What is known of a server. ``specs`` is what its model can load, None if its ``directory`` is not readable."""
+    """What is known of a server. ``specs`` is what its model can load, None if its ``directory`` is unreadable here."""
 
     capabilities: Capabilities
     limits: RequestLimits
@@ -27,14 +28,14 @@ class Attached:
 
 
 async def attach(routes: EngineRoutes, model_dir: Path | None, updates: Updates | None) -> Attached:
-    """Return what the server can do. Raises `ConfigError` with the command that starts it as it must be.
+    """Return what the server can do. Raises `ConfigError` with the command that starts it correctly.
 
-    ``updates`` None: staged where that is possible, but for servers on CUDA, whose own groups take NCCL.
+    ``updates`` None chooses staged updates where possible, but not for servers on CUDA, whose own groups take NCCL.
     """
     paths = await routes.offered()
     if problem := flags.missing_routes(paths):
         raise _refusal(routes, {}, problem)
-    info = await routes.get("/server_info")  # as it was started: /v1/models and /model_info name the last files loaded
+    info = await routes.get("/server_info")  # its start settings: /v1/models and /model_info name the last files loaded
     if problem := flags.wrong_setting(info):
         raise _refusal(routes, info, problem)
     directory = model_dir or Path(str(info.get("model_path")))
@@ -46,14 +47,14 @@ async def attach(routes: EngineRoutes, model_dir: Path | None, updates: Updates 
     if problem := await _logprob_problem(routes):
         raise _refusal(routes, info, problem)
     why_not = flags.why_not_staged(routes.url, info, config)
-    if specs is None and why_not is None:  # a load of other shapes ends SGLang: it goes back by reading the same files
-        why_not = f"its checkpoint {str(directory)!r} cannot be read here; give model_dir"
+    if specs is None and why_not is None:  # loading other shapes ends SGLang: it goes back by reading the same files
+        why_not = f"its checkpoint {str(directory)!r} cannot be read here; pass model_dir"
     if updates == "staged" and why_not is not None:
         raise ConfigError(f"{routes.url}: updates cannot be staged beside this SGLang server: {why_not}")
     try:
         on_cuda = info["device"] == "cuda"
         staged = why_not is None and (updates == "staged" or (updates is None and not on_cuda))
-        native: tuple[Backend, ...] = ("gloo", "nccl") if on_cuda else ("gloo",)
+        native = ("gloo", "nccl") if on_cuda else ("gloo",)
         limits = RequestLimits(
             vocab_size=vocab_size,
             max_model_len=int(info["max_req_input_len"]),
@@ -68,11 +69,11 @@ async def attach(routes: EngineRoutes, model_dir: Path | None, updates: Updates 
             max_model_len=limits.max_model_len,
             dtype=dtype,
             in_flight_policies=tuple(InFlightPolicy),
-            transports=("gloo", "shm", "file", "http") if staged else native,
+            transports=receivable(on_gpu=False) if staged else native,
             staging=staged,
             encodings=("bfloat16", "float8", "delta") if staged else (),
             partial_updates=staged,
-            adapters=staged,
+            lora=staged,
             version_binding="spans",
             logprob_kind="processed",
             num_ranks=int(info["tp_size"]),
@@ -83,7 +84,9 @@ async def attach(routes: EngineRoutes, model_dir: Path | None, updates: Updates 
             manifest_digest=None if specs is None else Manifest(tensors=specs).digest(),
         )
     except (KeyError, TypeError, IndexError, ValueError) as error:
-        raise ProtocolError(f"/server_info lacks {error}: an interface not known here", routes.url) from error
+        raise ProtocolError(
+            f"/server_info has no {error}: inflight does not know this interface", routes.url
+        ) from error
     return Attached(capabilities, limits, specs, directory)
 
 
@@ -95,7 +98,7 @@ def _refusal(routes: EngineRoutes, info: Mapping[str, Any], problem: Problem) ->
 
 
 async def _logprob_problem(routes: EngineRoutes) -> Problem | None:
-    """Return a problem if logprobs are not of the scaled logits. Not asked of a server that is paused."""
+    """Return a problem if logprobs are not of the scaled logits. Does not ask a paused server."""
     status, _ = await routes.ask("GET", "/ready")
     if status != 200:
         return None

@@ -1,8 +1,8 @@
 """Updates that are staged in this process and handed to SGLang as a checkpoint directory, which it loads by itself.
 
-The files lie in memory of this host where they fit there, in a directory that only this user can enter, and are written
-as buckets arrive. They are there for as long as their update is open: once it is loaded, SGLang needs nothing of them.
-An adapter is merged here, and the weights that it changes are written. Knows nothing of SGLang's routes.
+The files lie in this host's memory if they fit there, in a directory that only this user can enter. They are written as
+buckets arrive, and exist as long as their update is open: once it is loaded, SGLang needs none of them. A LoRA is
+merged here, and the weights that it changes are written. Knows nothing of SGLang's routes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from inflight.engines.calls import BackgroundCalls
 from inflight.errors import TransferError
-from inflight.weights.receiving import StagedIntake, WeightIntake
+from inflight.weights.intakes import StagedIntake, WeightIntake
 from inflight.weights.threads import run_abandonable
 from inflight.weights.transports import make_receiver
 from inflight.weights.transports.private_directory import PrivateDirectory
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class CheckpointFiles:
-    """The buckets of one update as safetensors files. What a late writer leaves behind a `remove` is removed too."""
+    """The buckets of one update as safetensors files. `remove` also removes what a late writer writes after it."""
 
     def __init__(self, update: WeightUpdate) -> None:
         self._update = update
@@ -47,7 +47,6 @@ class CheckpointFiles:
 
     @property
     def checkpoint(self) -> Path:
-        """The directory of the files."""
         return self._made().path / "checkpoint"
 
     def write(self, bucket: BucketSpec, tensors: Sequence[TensorSpec], flat: torch.Tensor) -> None:
@@ -55,7 +54,7 @@ class CheckpointFiles:
         self._write(bucket.index, tensors, flat, f"bucket {bucket.index}")
 
     def write_more(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Store tensors that no bucket brought, after the last one; blocks. Raises `TransferError`."""
+        """Store tensors that came in no bucket, after the last bucket; blocks. Raises `TransferError`."""
         from inflight.weights.module import tensor_spec
         from inflight.weights.packing import pack
 
@@ -82,7 +81,7 @@ class CheckpointFiles:
                 shutil.rmtree(home.path, ignore_errors=True)
 
     def remove(self) -> None:
-        """Remove everything; what the engine still has mapped stays readable there. Idempotent."""
+        """Remove everything. Files that the engine has mapped stay readable there. Idempotent."""
         with self._lock:
             self._is_removed = True
             home = self._home
@@ -106,9 +105,9 @@ class CheckpointFiles:
 class CheckpointIntake(WeightIntake):
     """Compares and decodes buckets in this process, then writes them for SGLang.
 
-    ``clear`` is called before a group is joined: it ends what a publisher that died left behind on the server.
-    ``make_loaded`` makes what says which weights the server has loaded, which adapters are merged into; it is called
-    for the first update, since it takes torch.
+    ``clear`` is called before a group is joined, and ends what a dead publisher left behind on the server.
+    ``make_loaded`` makes the record of the weights that the server has loaded, into which LoRAs are merged. It is
+    called for the first update, because it loads torch.
     """
 
     def __init__(
@@ -127,7 +126,7 @@ class CheckpointIntake(WeightIntake):
 
     @property
     def has_applied(self) -> bool:
-        """What is staged is not applied."""
+        """Always False: staging applies nothing."""
         return False
 
     @property
@@ -136,13 +135,12 @@ class CheckpointIntake(WeightIntake):
 
     @property
     def files(self) -> CheckpointFiles:
-        """The files of the open update."""
         if self._files is None:
             raise TransferError("no update is open")
         return self._files
 
     async def join(self, spec: TransportSpec) -> None:
-        """It is this process that joins, in place of the engine."""
+        """This process joins, in place of the engine."""
         await self._clear(spec)
         await self._staged.join(spec)
 
@@ -160,13 +158,13 @@ class CheckpointIntake(WeightIntake):
 
     async def receive(self, transfer: BucketTransfer, bucket: BucketSpec, tensors: Sequence[TensorSpec]) -> None:
         files, update, loaded = self.files, self._update, self._loaded
-        assert update is not None and loaded is not None  # `begin` was called: there are files
+        assert update is not None and loaded is not None  # `begin` was called
         await self._staged.receive(transfer, bucket, tensors)
         flat = self._staged.flat(bucket.index)
         arrived = self._staged.take() if bucket.index == len(update.buckets) - 1 else None
 
         def write() -> None:
-            if update.manifest.adapter is None:
+            if update.manifest.lora is None:
                 files.write(bucket, tensors, flat)
             if arrived is not None and (more := loaded.prepare(update, arrived)):
                 files.write_more(more)
@@ -186,14 +184,14 @@ class CheckpointIntake(WeightIntake):
         self._drop()
 
     def _drop(self) -> None:
-        """Have the files removed, beside the event loop: to give gigabytes back takes a while."""
+        """Remove the files outside the event loop: freeing gigabytes takes a while."""
         files, self._files = self._files, None
         if files is not None:
             self._background.start(asyncio.get_running_loop().run_in_executor(None, files.remove))
 
 
 def _parent(size_bytes: int) -> Path:
-    """Return memory of this host if the update fits there, or else the directory for temporary files."""
+    """Return this host's memory if the update fits there, else the directory for temporary files."""
     memory = Path("/dev/shm")
     with contextlib.suppress(OSError):
         free = os.statvfs(memory)

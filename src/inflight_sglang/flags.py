@@ -1,4 +1,4 @@
-"""What an SGLang server must be started with so that inflight can attach, and whether a running one was."""
+"""How an SGLang server must be started for inflight to attach, and whether a running server was."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 MODULE = "sglang.launch_server"
 NEEDED_ARGUMENTS = ("--disable-overlap-schedule",)
-"""Without these inflight refuses to attach."""
+"""Arguments without which inflight refuses to attach."""
 NEEDED_ROUTES = (
     "/generate",
     "/abort_request",
@@ -32,7 +32,7 @@ NEEDED_ROUTES = (
 )
 """Every route of SGLang that the endpoint calls."""
 Updates = Literal["staged", "native"]
-"""Whether weights are staged beside the server and loaded from files, or received by the engine itself in a group."""
+"""Weights are staged beside the server and loaded from files, or received by the engine itself in a group."""
 _CHAT_ROUTES = ("/v1/tokenize", "/v1/detokenize")
 
 
@@ -45,9 +45,9 @@ class Problem:
 
 
 def restart_command(url: str, info: Mapping[str, Any], remedy: Sequence[str]) -> str:
-    """Return a line for the shell that starts the server at ``url`` again as it must be.
+    """Return a shell command that restarts the server at ``url`` correctly.
 
-    ``info`` is what ``/server_info`` says. Of an argument that is given twice SGLang takes the last.
+    ``info`` is the answer of ``/server_info``. If an argument is given twice, SGLang takes the last.
     """
     words = ["python", "-m", MODULE]
     if isinstance(given := info.get("launch_command"), str):
@@ -61,15 +61,17 @@ def restart_command(url: str, info: Mapping[str, Any], remedy: Sequence[str]) ->
 
 
 def missing_routes(paths: Mapping[str, Any]) -> Problem | None:
-    """Return what is wrong with the routes that a server offers, None if all that are needed are there."""
+    """Return which needed routes a server does not offer, None if it offers all of them."""
     missing = [route for route in NEEDED_ROUTES if route not in paths]
     if not missing:
         return None
-    return Problem(f"it does not offer {', '.join(missing)}: this release of SGLang has another interface than 0.5.23")
+    return Problem(
+        f"it does not offer {', '.join(missing)}: this release of SGLang has a different interface than 0.5.23"
+    )
 
 
 def offers_chat(paths: Mapping[str, Any], info: Mapping[str, Any]) -> bool:
-    """Return True if the server renders chat messages to token ids, and token ids to text."""
+    """Return whether the server renders chat messages to token ids, and token ids to text."""
     return all(route in paths for route in _CHAT_ROUTES) and not info.get("skip_tokenizer_init")
 
 
@@ -81,26 +83,26 @@ _SETTINGS: tuple[tuple[str, Callable[[Any], bool], str, tuple[str, ...]], ...] =
     (
         "disable_overlap_schedule",
         lambda value: value is not True,
-        "with the overlap scheduler a forward pass is still under way when weights change, so that a step may be torn "
-        "and its token carry the wrong version",
+        "with the overlap scheduler a forward pass is still under way when weights change, so a step may be torn "
+        "and its token may carry the wrong version",
         ("--disable-overlap-schedule",),
     ),
     (
         "dp_size",
         _is_above_one,
-        "SGLang takes weights over a group with one data-parallel replica only; start one server for each replica",
+        "SGLang takes weights over a group only if it has one data-parallel replica; start one server for each replica",
         ("--dp-size", "1"),
     ),
     (
         "pp_size",
         _is_above_one,
-        "SGLang's ranks in a weight group are counted by tensor-parallel rank only, so that pipeline stages collide",
+        "SGLang's ranks in a weight group are counted by tensor-parallel rank only, so pipeline stages collide",
         ("--pp-size", "1"),
     ),
     (
         "tokenizer_worker_num",
         _is_above_one,
-        "a pause reaches one of several tokenizer processes only, and the others go on",
+        "a pause reaches only one of several tokenizer processes, and the others go on",
         ("--tokenizer-worker-num", "1"),
     ),
     (
@@ -112,7 +114,7 @@ _SETTINGS: tuple[tuple[str, Callable[[Any], bool], str, tuple[str, ...]], ...] =
     (
         "speculative_algorithm",
         lambda value: value is not None,
-        "the draft model would keep the old weights, and version spans are not known to be true; leave it out",
+        "the draft model would keep the old weights, and version spans may be wrong; leave it out",
         (),
     ),
     (
@@ -131,7 +133,7 @@ _SETTINGS: tuple[tuple[str, Callable[[Any], bool], str, tuple[str, ...]], ...] =
 
 
 def wrong_setting(info: Mapping[str, Any]) -> Problem | None:
-    """Return what is wrong with the settings of a server (``/server_info``), None if nothing is."""
+    """Return what is wrong with a server's settings (``/server_info``), None if nothing is."""
     for name, is_wrong, reason, remedy in _SETTINGS:
         if is_wrong(info.get(name)):
             return Problem(f"{name} is {info.get(name)!r}: {reason}", remedy)
@@ -141,8 +143,12 @@ def wrong_setting(info: Mapping[str, Any]) -> Problem | None:
 _UNSTAGED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("tp_size", _is_above_one, "files are handed to one rank only"),
     ("quantization", lambda value: value is not None, "quantized weights are not loaded from files again"),
-    ("enable_lora", bool, "adapters are named after the model, which SGLang names after its last files"),
-    ("model_checksum", lambda value: value is not None, "only the files of the start would pass --model-checksum"),
+    ("enable_lora", bool, "LoRAs are named after the model, which SGLang names after its last files"),
+    (
+        "model_checksum",
+        lambda value: value is not None,
+        "only the files that the server started with would pass --model-checksum",
+    ),
     (
         "load_format",
         lambda value: value not in (None, "auto", "safetensors", "dummy"),
@@ -154,7 +160,7 @@ _UNSTAGED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 def why_not_staged(url: str, info: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
     """Return why updates cannot be staged beside a server, None if they can. ``config`` as for `dtype_of`."""
     if not _is_loopback(urlsplit(url).hostname or ""):
-        return "its address is not this host's loopback, and files of this process have to be seen there"
+        return "its address is not this host's loopback, and the server has to see this process's files"
     if "quantization_config" in config:
         return "quantized weights are not loaded from files again"
     for name, is_wrong, reason in _UNSTAGED:
@@ -174,18 +180,18 @@ _DTYPES = {"half": "float16", "float": "float32"}
 
 
 def dtype_of(info: Mapping[str, Any], config: Mapping[str, Any]) -> str | Problem:
-    """Return the dtype that a model is served in. ``config`` is its ``config.json``, empty if it is not known."""
+    """Return the dtype in which a model is served. ``config`` is its ``config.json``, empty if it is not known."""
     asked = str(info.get("dtype"))
     if asked != "auto":
         return _DTYPES.get(asked, asked)
     found = config.get("dtype") or config.get("torch_dtype")
-    if found in ("bfloat16", "float16"):  # SGLang serves float32 checkpoints in another dtype then
+    if found in ("bfloat16", "float16"):  # then SGLang serves float32 checkpoints in another dtype
         return str(found)
-    return Problem("--dtype is auto: it is not known what the weights are served in", ("--dtype", "bfloat16"))
+    return Problem("--dtype is auto, so the dtype of the served weights is not known", ("--dtype", "bfloat16"))
 
 
 def probe_of_logprobs(token_id: int) -> dict[str, Any]:
-    """Return a body of ``POST /generate`` whose answer tells what `ignores_temperature` asks."""
+    """Return a body of ``POST /generate`` whose answer `ignores_temperature` checks."""
     common = {"max_new_tokens": 1, "ignore_eos": True, "top_k": -1, "top_p": 1.0, "min_p": 0.0}
     return {
         "input_ids": [[token_id]] * 2,
@@ -201,7 +207,7 @@ def ignores_temperature(answer: Any) -> Problem | None:
     apart, apart_when_hot = (two[0][0] - two[1][0] for two in (first, second))
     if apart > 0.01 and apart_when_hot > apart / 2:
         return Problem(
-            "logprobs are of the unscaled logits, as with SGLANG_RETURN_ORIGINAL_LOGPROB=1 in its environment, and not "
-            "of the distribution that tokens are sampled from; start it without"
+            "logprobs describe the unscaled logits, as with SGLANG_RETURN_ORIGINAL_LOGPROB=1 in its environment, and "
+            "not the distribution that tokens are sampled from; start it without that variable"
         )
     return None

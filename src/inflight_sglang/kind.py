@@ -1,4 +1,4 @@
-"""How an SGLang server is started, and attached to by its URL."""
+"""How to start an SGLang server, and attach to one by its URL."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from inflight.contracts import InferenceEndpoint
 from inflight.engines.checkpoint_specs import config_number, config_of
 from inflight.engines.kinds import EngineKind, EngineOptions, has_gpu
 from inflight.errors import ConfigError
+from inflight.wire import DTYPE_SIZES
 from inflight_sglang import flags
 from inflight_sglang.endpoint import SglangEndpoint
 from inflight_sglang.flags import Updates
 
 RESERVED_TOKENS = 6
-"""Of its context length, SGLang serves so many tokens less to the longest prompts (`TpModelWorker.get_worker_info`)."""
+"""Tokens of its context length that SGLang withholds from the longest prompts (`TpModelWorker.get_worker_info`)."""
 _CPU_ARGUMENTS = (
     "--attention-backend",
     "torch_native",
@@ -22,10 +23,12 @@ _CPU_ARGUMENTS = (
     "pytorch",
     "--mem-fraction-static",
     "0.1",
-    "--sleep-on-idle",  # it would keep a core busy otherwise
+    "--sleep-on-idle",  # otherwise it keeps a core busy
 )
-_CPU_TOKENS = 20_000
-"""Tokens in the cache of a server on a CPU, unless the options say what it has to hold."""
+_CPU_SEQUENCES = 64
+"""How many run at a time on a CPU, unless the options say so or the cache holds fewer at full length."""
+_CPU_CACHE_BYTES = 2 << 30
+"""Most bytes of keys and values on a CPU, unless the options imply more."""
 
 
 class SglangKind(EngineKind):
@@ -40,30 +43,30 @@ class SglangKind(EngineKind):
         words = ["-m", flags.MODULE, "--model-path", str(options.model), "--host", host, "--port", str(port)]
         words += ["--device", device, "--served-model-name", options.name or options.model.resolve().name]
         context = None if options.max_model_len is None else _context_length(options)
+        num, tokens = _cpu_sizes(options, context) if device == "cpu" else (options.max_concurrent, None)
         for flag, value in (
             ("--dtype", options.dtype),
             ("--context-length", context),
-            ("--max-running-requests", options.max_concurrent),
+            ("--max-running-requests", num),
+            ("--max-total-tokens", tokens),
         ):
             if value is not None:
                 words += [flag, str(value)]
         if device == "cpu":
-            sizes = (options.max_concurrent, context)
-            tokens = _CPU_TOKENS if sizes[0] is None or sizes[1] is None else sizes[0] * sizes[1]
-            words += [*_CPU_ARGUMENTS, "--max-total-tokens", str(tokens)]
-        # So that /v1/loads says what runs now, and not what ran up to fifteen steps ago.
+            words += _CPU_ARGUMENTS
+        # Makes /v1/loads report what runs now, not what ran up to fifteen steps ago.
         words += ["--load-snapshot-publish-interval", "1"]
         return [*words, *flags.NEEDED_ARGUMENTS, *options.arguments]
 
     def environment(self, options: EngineOptions) -> Mapping[str, str]:
-        # How long SGLang takes to see that the caller of a request has left; it is 4 s otherwise.
+        # How long SGLang takes to notice that a request's caller has left; the default is 4 s.
         words = {"SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1"}
         return words if options.threads is None else {**words, "OMP_NUM_THREADS": str(options.threads)}
 
     def connect(
         self, url: str, *, token: str | None, control_timeout_s: float, generate_timeout_s: float
     ) -> InferenceEndpoint:
-        """The token is SGLang's ``--api-key``; ``?updates=`` chooses as the endpoint's does.
+        """The token is SGLang's ``--api-key``; ``?updates=`` sets the endpoint's ``updates``.
 
         Raises `ConfigError` for another query.
         """
@@ -87,6 +90,26 @@ def _updates_of(query: str) -> Updates | None:
         if query == f"updates={updates}":
             return updates  # type: ignore[no-any-return]
     raise ConfigError(f"?{query} is not understood; write ?updates=staged or ?updates=native, or nothing")
+
+
+def _cpu_sizes(options: EngineOptions, context: int | None) -> tuple[int, int]:
+    """Return how many sequences run at a time, and the tokens of a cache that holds all of them at full length.
+
+    SGLang starts a request only if its cache has room for the longest answer, so a smaller cache would run fewer
+    sequences than the server declares. Where the options leave a size open, `_CPU_CACHE_BYTES` bounds the cache.
+    """
+    config = config_of(options.model)
+    length = context or config_number(config, "max_position_embeddings") or 2048
+    if options.max_concurrent is not None and context is not None:
+        return options.max_concurrent, options.max_concurrent * length
+    heads = config_number(config, "num_attention_heads") or 1
+    head_dim = config_number(config, "head_dim") or (config_number(config, "hidden_size") or 1) // heads
+    num_values = 2 * (config_number(config, "num_hidden_layers") or 1) * head_dim
+    num_values *= config_number(config, "num_key_value_heads") or heads
+    size_bytes = num_values * DTYPE_SIZES.get(options.dtype or "float32", 4)
+    wanted = length * (options.max_concurrent or _CPU_SEQUENCES)
+    tokens = max(length, min(wanted, _CPU_CACHE_BYTES // size_bytes))
+    return options.max_concurrent or tokens // length, tokens
 
 
 def _context_length(options: EngineOptions) -> int:

@@ -1,7 +1,7 @@
-"""What one SGLang server is known to have loaded: its checkpoint, and the updates that went through this process.
+"""The weights that one SGLang server is known to have loaded: its checkpoint, and updates through this process.
 
-An adapter is merged into it here. What another process has had the server load is not known, and an adapter is refused
-until all weights are sent again.
+LoRAs are merged into them here. If another process has made the server load weights, those are not known, and LoRAs are
+refused until all weights are sent again.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from pathlib import Path
 import torch
 
 from inflight.errors import UpdateRefusedError
-from inflight.weights.adapters import changed_names
-from inflight.weights.base_weights import BaseWeights
-from inflight.weights.merging import AdaptedLoad, AdaptedWeights, Named
+from inflight.weights.base_weights import AdaptedLoad, AdaptedWeights, BaseWeights, Named
+from inflight.weights.lora import changed_names
 from inflight.wire import UpdateRef, WeightUpdate
 
 
 class LoadedWeights:
     """The weights of one server, in ``dtype``.
 
-    ``served`` says which update it serves, None is the checkpoint; and whether that was torn while it was loaded.
+    ``served`` returns the update that the server serves (None: the checkpoint), and whether loading it tore the
+    weights.
     """
 
     def __init__(self, directory: Path, dtype: str, served: Callable[[], tuple[UpdateRef | None, bool]]) -> None:
@@ -35,7 +35,7 @@ class LoadedWeights:
         self._load: AdaptedLoad | None = None
 
     def begin(self, update: WeightUpdate) -> None:
-        """Note which update comes. Raises `UpdateRefusedError` for an adapter whose base is not known."""
+        """Note the update that comes next. Raises `UpdateRefusedError` for a LoRA whose base is not known."""
         served, is_torn = self._served()
         attempted = self._update.ref if self._update is not None and is_torn else None
         if served is None:
@@ -43,35 +43,35 @@ class LoadedWeights:
         elif served not in (self._known, attempted):
             self._base, self._adapted = None, AdaptedWeights()
         self._update, self._load = update, None
-        if update.manifest.adapter is None:
+        if update.manifest.lora is None:
             return
         if self._base is None:
             assert served is not None  # the checkpoint is known
             raise UpdateRefusedError(
-                f"adapter of version {update.version} refused: another process had version {served.version} loaded, "
-                "so that its base is not known here; send all weights first, with keep_base=True"
+                f"LoRA of version {update.version} refused: another process had version {served.version} loaded, "
+                "so its base is not known here; send all weights first, with keep_base=True"
             )
         adapted = self._adapted.names
         self._base.require(name for name in changed_names(update.manifest) if name not in adapted)
 
     def prepare(self, update: WeightUpdate, arrived: Named) -> Named:
-        """Return what is loaded besides the tensors that arrived; in place of them for an adapter. Blocks."""
+        """Return what to load besides the tensors that arrived, or in place of them for a LoRA. Blocks."""
         if self._base is None:
             return []
         load = self._adapted.prepare(update.manifest, arrived, self._base.tensor)
         if update is self._update:
             self._load = load
-        return load.tensors if update.manifest.adapter is not None else load.tensors[len(arrived) :]
+        return load.tensors if update.manifest.lora is not None else load.tensors[len(arrived) :]
 
     def committed(self, arrived: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Note that the update that began last is loaded."""
+        """Note that the update begun last is loaded."""
         update, load = self._update, self._load
-        assert update is not None  # only what began is committed
+        assert update is not None  # `begin` came first
         if self._base is None and not update.manifest.frozen:
             self._base = BaseWeights(str(self._directory), self._dtype)
         if self._base is not None:
             self._known = update.ref
-            if update.manifest.adapter is None:
+            if update.manifest.lora is None:
                 self._base.loaded(arrived, keep=update.keep)
             if load is not None:
                 self._adapted.loaded(load)

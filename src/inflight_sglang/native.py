@@ -1,9 +1,9 @@
 """Updates that SGLang itself receives, in a group that it joins, and loads bucket by bucket as they arrive.
 
-An update that ends after its first bucket leaves torn weights. SGLang's session is therefore opened for the first
-bucket and not before: whoever finds it open knows that bytes may have been loaded. The engine cannot be called back
-from a broadcast, and is sent into one only when its sender is there. Where the sender stops half way, the call is left
-behind in the engine, and what it led to is looked at when it ends.
+An update that ends after its first bucket leaves torn weights. SGLang's session is therefore opened only for the first
+bucket: a client that finds it open knows that bytes may have been loaded. The engine cannot be called back from a
+broadcast, so it enters one only when the sender is there. If the sender stops half way, the call is left behind in the
+engine, and its outcome is examined when it ends.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from inflight.engines.calls import BackgroundCalls
 from inflight.engines.routes import EngineRoutes, words_of
 from inflight.errors import DeadlineError, ProtocolError, TransferError
-from inflight.weights.receiving import WeightIntake
+from inflight.weights.intakes import WeightIntake
 from inflight.weights.threads import run_abandonable
 from inflight.wire import (
     BucketSpec,
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from inflight.weights.transports.process_group import AnnouncedRanks
 
 _NOTHING_LOADED = ("Failed to receive weights", "update_weights_from_distributed must run between")
-"""How SGLang's refusals of a bucket begin that was not loaded, not even in part."""
+"""How SGLang's refusals begin if no part of the bucket was loaded."""
 
 
 class NativeIntake(WeightIntake):
-    """Where buckets arrive in SGLang's own group, of ``num_ranks`` ranks; ``engine`` is told what they load."""
+    """Buckets arrive in SGLang's own group of ``num_ranks`` ranks; ``engine`` is told what they load."""
 
     def __init__(
         self, routes: EngineRoutes, engine: SglangUpdates, background: BackgroundCalls, num_ranks: int
@@ -55,31 +55,33 @@ class NativeIntake(WeightIntake):
 
     @property
     def has_applied(self) -> bool:
-        """A bucket that is under way may be in the model already."""
+        """A bucket under way may already be in the model."""
         return self._engine.has_loaded or self._engine.is_loading
 
     @property
     def kept(self) -> UpdateRef | None:
-        """Nothing is."""
+        """Always None: nothing is kept."""
         return None
 
     async def join(self, spec: TransportSpec) -> None:
-        """What a publisher that died left behind is cleared first."""
+        """Clears what a dead publisher left behind first."""
         from inflight.weights.transports.process_group import AnnouncedRanks
 
-        assert isinstance(spec, ProcessGroupSpec)  # no other transport is declared
+        assert isinstance(spec, ProcessGroupSpec)  # the only declared transport
         if spec.group_name in self._former:
             raise TransferError(f"the weight group {spec.group_name!r} was joined before; open a new one")
         deadline = time.monotonic() + spec.timeout_s
         self._ranks = ranks = AnnouncedRanks(spec, self._num_ranks)
         await self._engine.clear(spec, self._forget_stale_groups)
-        # SGLang's own joining blocks all of its sampling, for up to half an hour: it begins when everyone is there.
+        # SGLang's join blocks all of its sampling, for up to half an hour: begin it when all ranks are there.
         await run_abandonable(ranks.meet, "inflight-meet")
-        body = spec.model_dump(include={"master_address", "master_port", "world_size", "group_name", "backend"})
+        body = spec.model_dump(include={"master_address", "master_port", "world_size", "group_name"})
         self._former.add(spec.group_name)
         try:
             await self._routes.post(
-                "/init_weights_update_group", body | {"rank_offset": spec.rank}, max(deadline - time.monotonic(), 1.0)
+                "/init_weights_update_group",
+                body | {"backend": spec.transport, "rank_offset": spec.rank},
+                max(deadline - time.monotonic(), 1.0),
             )
         except BaseException as error:
             self._stale.add(spec.group_name)
@@ -111,7 +113,7 @@ class NativeIntake(WeightIntake):
         """Nothing is kept."""
 
     async def receive(self, transfer: BucketTransfer, bucket: BucketSpec, tensors: Sequence[TensorSpec]) -> None:
-        """SGLang is asked once the bucket is being sent, and is not called back."""
+        """Asks SGLang once the bucket is being sent. That call is not called back."""
         if self._group is None or self._ranks is None:
             raise TransferError("no weight group is formed")
         timeout_s = transfer.timeout_s
@@ -130,14 +132,14 @@ class NativeIntake(WeightIntake):
         raise TransferError(f"receiving bucket {bucket.index} failed: not done after {timeout_s:g} s")
 
     async def _load(self, bucket: BucketSpec, tensors: Sequence[TensorSpec], group: str) -> None:
-        """Have the engine receive and load one bucket; note whether any of it is in the model."""
+        """Make the engine receive and load one bucket; note whether any of it is in the model."""
         body = {
             "names": [tensor.name for tensor in tensors],
             "dtypes": [tensor.dtype for tensor in tensors],
             "shapes": [list(tensor.shape) for tensor in tensors],
             "group_name": group,
             "load_format": "flattened_bucket",
-            "flush_cache": False,  # refused while requests are paused, though the weights would be loaded
+            "flush_cache": False,  # a flush is refused while requests are paused, though the weights would be loaded
             "selector": "target",
         }
         await self._engine.open_session()

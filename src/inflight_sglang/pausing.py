@@ -1,4 +1,4 @@
-"""Stopping and resuming an SGLang server's sampling, and the label by which it calls its weights. Knows no updates."""
+"""Stopping and resuming an SGLang server's sampling, and the label of its weights. Knows no updates."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from inflight.wire import InFlightPolicy
 _POLL_S = 0.01
 _ABORT_AGAIN_S = 0.1
 _FLUSHES = 20
-"""Attempts to empty the cache once everything is retracted."""
+"""Attempts to empty the cache once all requests are retracted."""
 
 
 async def stop(routes: EngineRoutes, policy: InFlightPolicy, num_sent: Callable[[], int]) -> float:
-    """Return when nothing is being sampled any more, as the policy says; return since when (`time.monotonic`).
+    """Return once nothing is being sampled, as the policy says; the result is since when (`time.monotonic`).
 
-    ``num_sent`` counts the requests of this client that are not answered. After a failure sampling may be paused.
+    ``num_sent`` counts this client's unanswered requests. After a failure sampling may be paused.
     """
     if policy in (InFlightPolicy.DRAIN, InFlightPolicy.ABORT):
         return await _stop_when_idle(routes, num_sent, abort=policy is InFlightPolicy.ABORT)
     await _pause(routes, "in_place" if policy is InFlightPolicy.KEEP else "retract")
-    # The pause is answered before the scheduler has seen it. It answers this one, when the step has ended.
+    # The pause is answered before the scheduler has seen it. The scheduler answers this call after its step.
     is_empty = await _flush(routes)
-    held_since = time.monotonic()
+    paused_since = time.monotonic()
     if policy is InFlightPolicy.RECOMPUTE:
         for _ in range(_FLUSHES):
             if is_empty:
@@ -36,12 +36,15 @@ async def stop(routes: EngineRoutes, policy: InFlightPolicy, num_sent: Callable[
             await asyncio.sleep(_POLL_S)
             is_empty = await _flush(routes)
         if not is_empty:
-            raise UpdateRefusedError("SGLang did not empty its cache: running requests would keep what is in it")
-    return held_since
+            raise UpdateRefusedError(
+                "SGLang did not empty its prefix cache, so running requests would keep using "
+                "what the old weights computed"
+            )
+    return paused_since
 
 
 async def _stop_when_idle(routes: EngineRoutes, num_sent: Callable[[], int], *, abort: bool) -> float:
-    """Pause once no request runs; with ``abort``, end them all. Requests of other clients count too."""
+    """Pause once no request runs, including other clients' requests. With ``abort``, end them all."""
     aborted_at = 0.0
     while True:
         if abort and time.monotonic() > aborted_at + _ABORT_AGAIN_S:
@@ -49,10 +52,10 @@ async def _stop_when_idle(routes: EngineRoutes, num_sent: Callable[[], int], *, 
             aborted_at = time.monotonic()
         if num_sent() == 0 and await _flush(routes):
             await _pause(routes, "in_place")
-            held_since = time.monotonic()
+            paused_since = time.monotonic()
             if await _flush(routes):
-                return held_since
-            await go_on(routes)  # another client's request came in between
+                return paused_since
+            await go_on(routes)  # another client's request interleaved
         await asyncio.sleep(_POLL_S)
 
 
@@ -62,12 +65,12 @@ async def go_on(routes: EngineRoutes) -> None:
 
 
 async def set_label(routes: EngineRoutes, label: str) -> None:
-    """Call the weights so: tokens that are sampled from now on carry it."""
+    """Label the weights: tokens sampled from now on carry this label."""
     await routes.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
 
 
 async def poison(routes: EngineRoutes, label: str) -> None:
-    """End every request, then label the weights, so that no span names it; the server stays paused.
+    """End every request, then label the weights as torn, so that no span names the label; the server stays paused.
 
     A server that cannot be reached any more has no weights to label.
     """
@@ -82,6 +85,6 @@ async def _pause(routes: EngineRoutes, mode: str) -> None:
 
 
 async def _flush(routes: EngineRoutes) -> bool:
-    """Empty the prefix cache; False if requests are running, which SGLang refuses."""
+    """Empty the prefix cache. Return False if requests are running, because SGLang then refuses."""
     status, _ = await routes.ask("POST", "/flush_cache")
     return status == 200

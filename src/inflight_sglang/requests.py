@@ -1,7 +1,7 @@
 """The contract's requests as SGLang's `/generate` takes them, and its answers as the contract has them.
 
-A request for n completions is one batch of n, each with an id and, where the server honours them, a seed of its own:
-SGLang's own ``n`` gives all of them the same seed. Knows no HTTP.
+A request for n completions is one batch of n, each with its own id and, where the server honours seeds, its own seed:
+SGLang's ``n`` gives all of them the same seed. Knows no HTTP.
 """
 
 from __future__ import annotations
@@ -23,14 +23,17 @@ _REASONS = ("stop", "length", "abort")
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """What of a server's settings decides how it is asked."""
+    """The settings of a server that decide how it is asked."""
 
     vocab_size: int
     max_model_len: int
     largest_kept_set: int
-    """Tokens that a filter may keep: ``--sampling-mask-max-tokens``."""
+    """Most tokens that a filter may keep: ``--sampling-mask-max-tokens``."""
     has_seeds: bool
-    """Whether ``sampling_seed`` is honoured: ``--enable-deterministic-inference``. Min-p ends such a server."""
+    """Whether the server honours ``sampling_seed``: ``--enable-deterministic-inference``. Min-p ends such a server."""
+
+    def has_top_k(self, sampling: SamplingParams) -> bool:
+        return 0 < sampling.top_k < self.vocab_size
 
 
 def check_request(request: GenerateRequest, limits: RequestLimits) -> None:
@@ -39,39 +42,38 @@ def check_request(request: GenerateRequest, limits: RequestLimits) -> None:
     sampling = request.sampling
     if sampling.seed is not None and not limits.has_seeds:
         raise UnsupportedError(
-            f"seed {sampling.seed}: SGLang honours seeds under --enable-deterministic-inference only, "
+            f"seed {sampling.seed}: SGLang honours seeds only under --enable-deterministic-inference, "
             "and this server was started without it"
         )
     if sampling.temperature == 0:
         return
-    has_top_k = 0 < sampling.top_k < limits.vocab_size
+    has_top_k = limits.has_top_k(sampling)
     if has_top_k and sampling.top_p < 1:
         raise UnsupportedError(
             f"top_k {sampling.top_k} together with top_p {sampling.top_p:g}: SGLang takes the nucleus of the whole "
-            "distribution, the contract of what top-k leaves. Give one of them"
+            "distribution, the contract takes that of what top-k leaves. Set only one of them"
         )
     if has_top_k and sampling.top_k > limits.largest_kept_set:
         raise UnsupportedError(
-            f"top_k {sampling.top_k}: SGLang says the logprobs of at most {limits.largest_kept_set} kept tokens; start "
-            f"it with --sampling-mask-max-tokens {sampling.top_k}"
+            f"top_k {sampling.top_k}: SGLang reports the logprobs of at most {limits.largest_kept_set} kept tokens; "
+            f"start it with --sampling-mask-max-tokens {sampling.top_k}"
         )
     if sampling.min_p > 0 and limits.has_seeds:
         raise UnsupportedError(
-            f"min_p {sampling.min_p:g}: SGLang cannot draw with seeds under min-p; start it without "
+            f"min_p {sampling.min_p:g}: SGLang cannot sample with seeds under min-p; start it without "
             "--enable-deterministic-inference"
         )
 
 
 def is_filtered(sampling: SamplingParams, limits: RequestLimits) -> bool:
-    """Return True if a filter is on. Greedy decoding takes the likeliest token whatever the filters are."""
-    top_k = 0 < sampling.top_k < limits.vocab_size
-    return sampling.temperature > 0 and (top_k or sampling.top_p < 1 or sampling.min_p > 0)
+    """Return whether a filter is on. Greedy decoding takes the likeliest token whatever the filters are."""
+    return sampling.temperature > 0 and (limits.has_top_k(sampling) or sampling.top_p < 1 or sampling.min_p > 0)
 
 
 def body_of(request: GenerateRequest, limits: RequestLimits, cache_keys: Mapping[int, str]) -> dict[str, Any]:
     """Return the body of ``POST /generate`` for the completions whose indices have a cache key.
 
-    Completions of different keys share no cached prefix.
+    Completions with different keys share no cached prefix.
     """
     sampling, room = request.sampling, limits.max_model_len - len(request.prompt_token_ids)
     params = _sampling_params(sampling, room, limits)
@@ -83,12 +85,12 @@ def body_of(request: GenerateRequest, limits: RequestLimits, cache_keys: Mapping
         "return_logprob": True,
         "extra_key": list(cache_keys.values()),
     }
-    # The plain logprobs are of the distribution before its filters; these are of what they leave.
+    # The plain logprobs are of the distribution before its filters; these are of the filtered one.
     return body | ({"return_sampling_mask": True} if is_filtered(sampling, limits) else {})
 
 
 def rids_of(request: GenerateRequest) -> list[str]:
-    """Return new ids of the completions for SGLang, which refuses those of a request whose caller has just left."""
+    """Return new ids for SGLang, which refuses the ids of a request whose caller has just left."""
     start = f"{len(request.request_id)}:{request.request_id}/{uuid.uuid4().hex[:12]}/"
     return [f"{start}{index}." for index in range(request.sampling.n)]
 
@@ -105,20 +107,19 @@ def _sampling_params(sampling: SamplingParams, room: int, limits: RequestLimits)
         "stop_token_ids": list(sampling.stop_token_ids),
         "ignore_eos": sampling.ignore_eos,
         "no_stop_trim": True,
-        # What --preferred-sampling-params could set.
+        # Overrides of what --preferred-sampling-params could set.
         "frequency_penalty": 0.0,
         "presence_penalty": 0.0,
         "repetition_penalty": 1.0,
         "min_new_tokens": 0,
     }
     if is_filtered(sampling, limits):
-        params["top_k"] = sampling.top_k or min(limits.vocab_size, limits.largest_kept_set)
-        params["top_k"] = min(params["top_k"], limits.vocab_size, limits.largest_kept_set)
+        params["top_k"] = min(sampling.top_k or limits.vocab_size, limits.vocab_size, limits.largest_kept_set)
     return params
 
 
 def _seed(sampling: SamplingParams, index: int, limits: RequestLimits) -> dict[str, int]:
-    """Return the seed of completion ``index``; without one, a server that honours seeds takes the same every time."""
+    """Return the seed of completion ``index``. Without one, a server that honours seeds repeats the same."""
     if not limits.has_seeds:
         return {}
     if sampling.seed is None:
@@ -128,9 +129,9 @@ def _seed(sampling: SamplingParams, index: int, limits: RequestLimits) -> dict[s
 
 
 def items_of(answer: Any, num: int) -> list[Any]:
-    """Return SGLang's answer for each of ``num`` completions. Raises `ProtocolError` if it has not as many."""
+    """Return SGLang's answer for each of ``num`` completions. Raises `ProtocolError` for another number."""
     if not isinstance(answer, list) or len(answer) != num:
-        raise ProtocolError(f"/generate answered no {num} completions: {str(answer)[:200]}")
+        raise ProtocolError(f"/generate did not answer with {num} completions: {str(answer)[:200]}")
     return answer
 
 
@@ -140,9 +141,9 @@ def labelled(item: Mapping[str, Any]) -> Any:
 
 
 def response_of(request: GenerateRequest, items: Sequence[Any], limits: RequestLimits) -> GenerateResponse:
-    """Return SGLang's answers for each completion as one.
+    """Return SGLang's answers for all completions as one response.
 
-    Raises `NonFiniteError` for broken weights, `ProtocolError` if they cannot be read.
+    Raises `NonFiniteError` for broken weights, `ProtocolError` if the answers cannot be read.
     """
     with reading("/generate"):
         completions = tuple(_completion(i, item, request.sampling, limits) for i, item in enumerate(items))
@@ -162,7 +163,7 @@ def _completion(index: int, item: Mapping[str, Any], sampling: SamplingParams, l
         logprobs = [entry[0] for entry in meta.get("output_token_logprobs", [])]
     if any(logprob is None for logprob in logprobs):  # how SGLang writes NaN and infinity
         raise NonFiniteError("sampled logprobs are not finite: the weights served are broken; publish whole ones")
-    # A request that is aborted in the queue is answered with what was told last, which may be more of one than another.
+    # SGLang answers a request aborted in the queue with its last reports, which may differ in length.
     num_tokens = min(len(token_ids), len(logprobs)) if reason == "abort" else len(token_ids)
     if sampling.ignore_eos and sampling.stop_token_ids:
         num_tokens, reason = _up_to_stop(token_ids[:num_tokens], sampling, reason)
@@ -182,19 +183,18 @@ def _up_to_stop(token_ids: Sequence[int], sampling: SamplingParams, reason: str)
 
 
 def _refuse_cut_sets(masks: Sequence[Sequence[int]], sampling: SamplingParams, limits: RequestLimits) -> None:
-    """Raise `UnsupportedError` if a kept set was cut at the size that SGLang can report."""
-    has_top_k = 0 < sampling.top_k < limits.vocab_size
-    if has_top_k or limits.largest_kept_set >= limits.vocab_size:
+    """Raise `UnsupportedError` if a kept set was cut at the largest size that SGLang can report."""
+    if limits.has_top_k(sampling) or limits.largest_kept_set >= limits.vocab_size:
         return
     if any(len(mask) >= limits.largest_kept_set for mask in masks):
         raise UnsupportedError(
             f"top_p {sampling.top_p:g} and min_p {sampling.min_p:g} kept more than {limits.largest_kept_set} tokens, "
-            "and SGLang cuts there; start it with a larger --sampling-mask-max-tokens, or give a top_k"
+            "where SGLang cuts the set; start it with a larger --sampling-mask-max-tokens, or set top_k"
         )
 
 
 def misaligned(update: WeightUpdate) -> str | None:
-    """Return what SGLang cannot take of an update's buckets: a tensor off the boundaries of its own element size."""
+    """Return what SGLang cannot take of an update's buckets: a tensor not aligned to its own element size."""
     for bucket in update.buckets:
         offset = 0
         for tensor in update.manifest.tensors[bucket.start : bucket.stop]:

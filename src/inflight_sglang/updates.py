@@ -1,8 +1,8 @@
-"""Weight updates over SGLang's routes: the hold, the load and the commit of one server.
+"""Weight updates over SGLang's routes: the pause, the load and the commit of one server.
 
-Staged weights are loaded by the commit, from files, and SGLang's session is open for the hold only. What SGLang
-receives by itself is loaded as it arrives: see `inflight_sglang.native`. Its session says to others, should this
-process die meanwhile, that the weights may be torn.
+The commit loads staged weights from files, and SGLang's session is open for the pause only. Weights that SGLang
+receives by itself are loaded as they arrive: see `inflight_sglang.native`. Should this process die meanwhile, the open
+session tells other clients that the weights may be torn.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from inflight.engines.requests import RequestGate
 from inflight.engines.routes import EngineRoutes, words_of
 from inflight.engines.timings import LastUpdate
 from inflight.errors import ProtocolError, TransferError, UpdateRefusedError
-from inflight.weights.receiving import HeldEngine
+from inflight.weights.receiving import PausableEngine
 from inflight.wire import TransportSpec, UpdateRef, UpdateTimings, WeightUpdate
 from inflight_sglang import pausing
 from inflight_sglang.checkpoint_files import CheckpointFiles
 
 STUCK_S = 1860.0
-"""A little longer than torch waits for a broadcast, in a group that SGLang joined."""
+"""A little longer than torch waits for a broadcast in a group that SGLang joined."""
 _NO_FILES = "Failed to get weights iterator: Cannot find any model weights"
-"""How SGLang answers for a directory that it sees and finds empty; it looks for another in the Hub."""
+"""SGLang's answer for an empty directory that it sees; a directory that it does not see it looks up in the Hub."""
 
 
-class SglangUpdates(HeldEngine):
+class SglangUpdates(PausableEngine):
     """The weights of one server. ``gate`` is closed while they change.
 
     With ``files``, those of the open update, updates are staged; without them they are native.
@@ -43,10 +43,12 @@ class SglangUpdates(HeldEngine):
         routes: EngineRoutes,
         gate: RequestGate,
         background: BackgroundCalls,
+        last: LastUpdate,
     ) -> None:
         self._routes = routes
         self._gate = gate
         self._background = background
+        self.last = last
         self._lock = asyncio.Lock()
         self._update: UpdateRef | None = None
         self._was_torn = False
@@ -54,15 +56,14 @@ class SglangUpdates(HeldEngine):
         self._has_seen_files = False
         self._loading: asyncio.Future[None] | None = None
         self._settling: asyncio.Future[None] | None = None
-        self._held_since = 0.0
+        self._paused_since = 0.0
         self.files: Callable[[], CheckpointFiles] | None = None
-        self.last = LastUpdate()
         self.is_torn = False
         self.has_loaded = False
         """Whether a byte of the open update may be in the model."""
 
     async def clear(self, spec: TransportSpec, also: Callable[[], Awaitable[None]] | None = None) -> None:
-        """End what a publisher that died left behind on the server, and have ``also`` run first.
+        """End what a dead publisher left behind on the server, and run ``also`` first.
 
         Raises `TransferError` if that takes too long.
         """
@@ -74,35 +75,35 @@ class SglangUpdates(HeldEngine):
                 await self._clear()
         except TimeoutError as error:
             raise TransferError(
-                f"the engine did not come free within {spec.timeout_s:g} s: it waits for the rest of a bucket, whose "
-                "publisher has to give its group up"
+                f"the engine was still busy after {spec.timeout_s:g} s: it waits for the rest of a bucket, and "
+                "the bucket's publisher has to give up its group"
             ) from error
 
     async def run_alone(self, call: Callable[[], Awaitable[None]]) -> None:
-        """Run a call once none is left behind in the engine."""
+        """Run a call once no other call is left behind in the engine."""
         async with self._alone():
             await call()
 
     @property
     def is_loading(self) -> bool:
-        """Whether the engine loads a bucket, or waits for it."""
+        """Whether the engine loads a bucket, or waits for one."""
         return self._loading is not None and not self._loading.done()
 
     def begin_load(self, call: Coroutine[Any, Any, None]) -> asyncio.Future[None]:
-        """Begin a call that has the engine load a bucket. It ends by itself; until then nothing else is begun."""
+        """Begin a call that makes the engine load a bucket. The call ends by itself; nothing else begins until then."""
         self._loading = self._background.start(call)
         return self._loading
 
     async def open_session(self) -> None:
-        """Have SGLang take the first bucket that it receives by itself."""
+        """Open SGLang's session, before it receives the first bucket by itself."""
         if not self._session_is_open:
             try:
                 await self._routes.post("/begin_weight_update", {"selector": "target"})
             except ProtocolError as error:
-                raise TransferError(f"the engine takes no weights: {error.message}") from error
+                raise TransferError(f"the engine does not accept weights: {error.message}") from error
             self._session_is_open = True
 
-    async def hold(self, update: WeightUpdate) -> None:
+    async def pause(self, update: WeightUpdate) -> None:
         ref = update.ref
         self.has_loaded = False
         self._update, self._was_torn = ref, self.is_torn
@@ -111,13 +112,13 @@ class SglangUpdates(HeldEngine):
         try:
             async with self._alone():
                 try:
-                    self._held_since = await pausing.stop(self._routes, update.in_flight, lambda: self._gate.num_sent)
+                    self._paused_since = await pausing.stop(self._routes, update.in_flight, lambda: self._gate.num_sent)
                     if self.files is not None:
                         await self._begin_session()
-                    if self.files is not None and not self._has_seen_files:
-                        await self._show(self.files())
+                        if not self._has_seen_files:
+                            await self._show(self.files())
                 except BaseException:
-                    await asyncio.shield(self._resume())
+                    await asyncio.shield(self._resume_after_failure())
                     raise
         except BaseException:
             if self._update is ref:
@@ -125,25 +126,29 @@ class SglangUpdates(HeldEngine):
             raise
 
     async def apply(self, update: WeightUpdate) -> None:
-        """The label changes while nothing is sampled, so that spans change with it."""
+        """The label changes while nothing is sampled, so that spans change with the weights."""
         async with self._alone():
             started = time.monotonic()
             if self.files is not None:
-                await self._load_files(self.files(), label_of(update.ref))
+                files = self.files()
+                self.has_loaded = True
+                # The engine labels its weights by itself: tokens sampled from then on carry the label.
+                body = _body_of_files(files.checkpoint) | {"weight_version": label_of(update.ref)}
+                await self._routes.post("/update_weights_from_disk", body, STUCK_S)
             await self._routes.post("/end_weight_update", {})
             self._session_is_open = False
             loaded = time.monotonic()
             if self.files is None:
                 await pausing.set_label(self._routes, label_of(update.ref))
             await pausing.go_on(self._routes)
-            timings = UpdateTimings(load_s=loaded - started, held_s=time.monotonic() - self._held_since)
+            timings = UpdateTimings(load_s=loaded - started, paused_s=time.monotonic() - self._paused_since)
             self.last.timings = timings
             if self._gate.has_requests:
                 self._background.start(self.last.note_first_token(timings, self._probe(), loaded))
             self.is_torn = False
             self._gate.is_open.set()
 
-    async def release(self) -> None:
+    async def resume(self) -> None:
         try:
             async with self._alone():
                 await self._end_session()
@@ -152,10 +157,10 @@ class SglangUpdates(HeldEngine):
             self._gate.is_open.set()
 
     async def give_up(self) -> None:
-        """The engine stays paused; its label tells every other client that it is torn.
+        """The engine stays paused; its label tells every other client that its weights are torn.
 
-        While the engine still waits for a bucket this goes on in the background: if nothing was loaded in the end,
-        the weights are whole after all, and the engine samples again.
+        While the engine still waits for a bucket this goes on in the background: if nothing was loaded in the end, the
+        weights are whole after all, and the engine samples again.
         """
         self.is_torn = True
         is_stuck = self.is_loading
@@ -163,15 +168,15 @@ class SglangUpdates(HeldEngine):
             self._settling = self._background.start(self._settle(may_be_whole=is_stuck))
         if not is_stuck:
             await asyncio.wait([self._settling])
-        self._gate.is_open.set()  # whoever waits is refused now
+        self._gate.is_open.set()  # waiting requests are now refused
 
     async def num_running(self) -> int:
-        """The requests of other clients are included."""
+        """Includes the requests of other clients."""
         loads = await self._routes.get("/v1/loads")
         return sum(int(load["num_running_reqs"]) for load in loads["loads"])
 
     def found(self, served: ServedVersion) -> bool:
-        """Take over what the server's label says; return True if its weights are torn."""
+        """Adopt what the server's label says; return whether its weights are torn."""
         if self._settling is None or self._settling.done():
             self.is_torn = served.torn
         return self.is_torn or served.torn
@@ -179,21 +184,20 @@ class SglangUpdates(HeldEngine):
     # ---------------------------------------------------------------------------------------------------- details
 
     async def _begin_session(self) -> None:
-        """Open the session of a load: SGLang does not survive two loads at the same time, and has one session only."""
+        """Open the session of a load: SGLang has one session only, and does not survive two loads at once."""
         self._session_is_open = True
         try:
             await self._routes.post("/begin_weight_update", {"selector": "target"})
         except ProtocolError as error:
             self._session_is_open = False
-            raise UpdateRefusedError(f"the engine takes no weights now: {error.message}") from error
+            raise UpdateRefusedError(f"the engine does not accept weights now: {error.message}") from error
 
-    async def _resume(self) -> None:
-        """Sample again after a hold that failed."""
+    async def _resume_after_failure(self) -> None:
         await quietly(self._end_session())
         await self._go_on()
 
     async def _show(self, files: CheckpointFiles) -> None:
-        """Make sure that the server sees files of this process: with none of them to load, nothing is changed."""
+        """Make sure that the server sees this process's files. The probed directory is empty, so nothing is loaded."""
         status, answer = await self._routes.ask("POST", "/update_weights_from_disk", _body_of_files(files.probe))
         if status == 200 or not words_of(answer).startswith(_NO_FILES):
             raise UpdateRefusedError(
@@ -202,20 +206,12 @@ class SglangUpdates(HeldEngine):
             )
         self._has_seen_files = True
 
-    async def _load_files(self, files: CheckpointFiles, label: str) -> None:
-        """Have the engine load what was staged, and call it so: tokens that are sampled from then on carry this."""
-        self.has_loaded = True
-        body = _body_of_files(files.checkpoint) | {"weight_version": label}
-        await self._routes.post("/update_weights_from_disk", body, STUCK_S)
-
     async def _probe(self) -> None:
-        """Have one token sampled."""
         name = f"inflight-first-token-{uuid.uuid4().hex}"
         body = {"input_ids": [0], "rid": name, "extra_key": name}
         await self._routes.post("/generate", body | {"sampling_params": {"max_new_tokens": 1, "ignore_eos": True}})
 
     async def _go_on(self) -> None:
-        """Sample again, unless the weights are torn."""
         if not self.is_torn:
             await pausing.go_on(self._routes)
 
@@ -225,7 +221,7 @@ class SglangUpdates(HeldEngine):
             await self._routes.post("/end_weight_update", {})
 
     async def _settle(self, *, may_be_whole: bool) -> None:
-        """Once the engine's last call has ended, label it as torn and end its requests; or go on, if it is whole."""
+        """Once the engine's last call has ended, label it torn and end its requests; go on if the weights are whole."""
         if self._loading is not None:
             await asyncio.wait([self._loading])
         async with self._lock:
@@ -239,15 +235,15 @@ class SglangUpdates(HeldEngine):
             await pausing.poison(self._routes, label_of(self._update, torn=True))
 
     async def _clear(self) -> None:
-        """End what another client left open: its session, and its hold unless the weights are torn."""
+        """End what another client left open: its session, and its pause unless the weights are torn."""
         served = parse_label(str((await self._routes.get("/model_info"))["weight_version"]))
         self.is_torn = served.torn
         status, _ = await self._routes.ask("GET", "/ready")
-        if status == 200:  # not paused: a session is not looked for, which would wait until nothing runs
+        if status == 200:  # not paused: do not look for a session, which would wait until nothing runs
             return
         was_ours, self._session_is_open = self._session_is_open, False
         status, _ = await self._routes.ask("POST", "/end_weight_update", {})
-        if status == 200 and not was_ours and not served.torn:  # somebody died after the first bucket
+        if status == 200 and not was_ours and not served.torn:  # another client died after the first bucket
             self.is_torn = True
             ref = UpdateRef(run_id=served.run_id or "checkpoint", version=served.version)
             await pausing.poison(self._routes, label_of(ref, torn=True))
@@ -257,21 +253,18 @@ class SglangUpdates(HeldEngine):
     async def _alone(self) -> AsyncIterator[None]:
         """Hold the lock, with no call left behind in the engine."""
         while True:
-            await self._settled()
+            while unsettled := self._unsettled():
+                await asyncio.wait(unsettled)
             async with self._lock:
                 if not self._unsettled():
                     yield
                     return
-
-    async def _settled(self) -> None:
-        while unsettled := self._unsettled():
-            await asyncio.wait(unsettled)
 
     def _unsettled(self) -> list[asyncio.Future[None]]:
         return [task for task in (self._loading, self._settling) if task is not None and not task.done()]
 
 
 def _body_of_files(directory: Path) -> dict[str, Any]:
-    """Return what `/update_weights_from_disk` takes; flushing would be refused while requests are paused."""
+    """Return the body of ``/update_weights_from_disk``. SGLang refuses to flush while requests are paused."""
     common = {"load_format": "safetensors", "flush_cache": False, "abort_all_requests": False}
     return {"model_path": str(directory), **common}

@@ -1,4 +1,4 @@
-"""What a vLLM server must be started with so that inflight can attach, and whether a running one was."""
+"""How a vLLM server must be started for inflight to attach, and whether a running server was."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BACKEND = "inflight"
 """The weight transfer backend that `inflight_vllm.transfer_engine` registers."""
 MODULE = "vllm.entrypoints.openai.api_server"
 DEV_MODE = "VLLM_SERVER_DEV_MODE"
-"""Mounts the routes that pause, resume and update; vLLM has no finer switch for them."""
+"""Mounts the routes for pausing, resuming and updating; vLLM has no finer switch for them."""
 
 NEEDED_ROUTES = (
     "/inference/v1/generate",
@@ -44,7 +44,7 @@ def needed_arguments() -> list[str]:
 
 
 def restart_command(url: str, model: str, further: Sequence[str] = ()) -> str:
-    """Return a line for the shell that starts the server at ``url`` as it must be."""
+    """Return a shell command that starts the server at ``url`` correctly."""
     at = urlsplit(url)
     words = ["python", "-m", MODULE, "--model", model, "--host", at.hostname or "127.0.0.1"]
     words += ["--port", str(at.port or 8000), *needed_arguments(), *further]
@@ -52,31 +52,31 @@ def restart_command(url: str, model: str, further: Sequence[str] = ()) -> str:
 
 
 def missing_routes(paths: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with the routes that a server offers, None if all that are needed are there."""
+    """Return which needed routes a server does not offer, None if it offers all of them."""
     missing = [route for route in NEEDED_ROUTES if route not in paths]
     if not missing:
         return None
     if is_without_dev_mode(paths):
-        return f"it was started without {DEV_MODE}=1: the routes {', '.join(sorted(_DEV_ROUTES))} are not there"
-    return f"it does not offer {', '.join(missing)}: this release of vLLM has another interface"
+        return f"it was started without {DEV_MODE}=1, so it does not offer {', '.join(sorted(_DEV_ROUTES))}"
+    return f"it does not offer {', '.join(missing)}: this release of vLLM has a different interface"
 
 
 def is_without_dev_mode(paths: Mapping[str, Any]) -> bool:
-    """Return True if the routes are missing that only vLLM's development mode has."""
+    """Return whether the routes are missing that only vLLM's development mode has."""
     return not _DEV_ROUTES & set(paths)
 
 
 def offers_chat(paths: Mapping[str, Any]) -> bool:
-    """Return True if the server renders chat messages to token ids."""
+    """Return whether the server renders chat messages to token ids."""
     return _CHAT_ROUTE in paths
 
 
 def wrong_settings(config: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with the settings of a server (``/server_info``), None if nothing is."""
+    """Return what is wrong with a server's settings (``/server_info``), None if nothing is."""
     mode = config["model_config"]["logprobs_mode"]
     if mode != "processed_logprobs":
         return (
-            f"--logprobs-mode is {mode}: logprobs are not of the distribution that tokens are sampled from "
+            f"--logprobs-mode is {mode}: logprobs do not describe the distribution that tokens are sampled from "
             "(temperature and filters are left out); processed_logprobs is needed"
         )
     transfer = config.get("weight_transfer_config") or {}
@@ -86,10 +86,10 @@ def wrong_settings(config: Mapping[str, Any]) -> str | None:
 
 
 def honours_seeds(config: Mapping[str, Any]) -> bool:
-    """Return whether requests with seeds may be sent to a server with these settings.
+    """Return whether a server with these settings accepts requests with seeds.
 
-    On a CPU they end vLLM 0.32 when a prompt does not fit into one step: it then turns the seed's generator back, which
-    CPU generators cannot do.
+    On a CPU, a seed ends vLLM 0.32 if the prompt does not fit into one step: vLLM then turns back the seed's generator,
+    which CPU generators cannot do.
     """
     on_cpu = str(config.get("device_config", {}).get("device", "")).startswith("cpu")
     return not (on_cpu and config["scheduler_config"].get("enable_chunked_prefill", True))

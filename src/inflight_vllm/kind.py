@@ -1,4 +1,4 @@
-"""How a vLLM server is started, and attached to by its URL."""
+"""How to start a vLLM server, and attach to one by its URL."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class VllmKind(EngineKind):
     liveness_path = "/health"
 
     def command(self, options: EngineOptions, host: str, port: int) -> list[str]:
-        """The module, because the script ``vllm`` fails in builds for the CPU."""
+        """Runs the module, because the script ``vllm`` fails in builds for the CPU."""
         words = ["-m", flags.MODULE, "--model", str(options.model), "--host", host, "--port", str(port)]
         words += ["--served-model-name", options.name or options.model.resolve().name]
         for flag, value in (
@@ -31,10 +31,10 @@ class VllmKind(EngineKind):
             if value is not None:
                 words += [flag, str(value)]
         if not has_gpu(options.device):
-            words.append("--enforce-eager")  # nothing is gained by compiling on a CPU
+            words.append("--enforce-eager")  # compiling gains nothing on a CPU
             words.append("--no-enable-chunked-prefill")  # see `flags.honours_seeds`
             if not any(word.startswith(_SEVERAL_RANKS) for word in options.arguments):
-                # One process less, and one that does not spin for messages: spinning starves all others for seconds.
+                # One process less, and no spinning for messages, which starves all other processes for seconds.
                 words += ["--distributed-executor-backend", "uni"]
         return [*words, *flags.needed_arguments(), *options.arguments]
 
@@ -43,7 +43,7 @@ class VllmKind(EngineKind):
         if not has_gpu(options.device):
             variables["VLLM_CPU_KVCACHE_SPACE"] = "1"
             variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # without it vLLM refuses the uni executor on a CPU
-            variables["TORCHDYNAMO_DISABLE"] = "1"  # else the logprobs' helper compiles C++ in the middle of serving
+            variables["TORCHDYNAMO_DISABLE"] = "1"  # otherwise the logprobs' helper compiles C++ while serving
         if options.threads is not None:
             variables |= {"OMP_NUM_THREADS": str(options.threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         return variables

@@ -1,9 +1,8 @@
 """Loading tensors into a model that vLLM serves, by vLLM's own layerwise reload. Only vLLM loads this module.
 
-Facts of vLLM 0.32 that this module takes care of: a layer of which a part is loaded becomes whatever memory held, so
-that its other tensors must be loaded too; a reload that failed leaves half-loaded layers behind, which would corrupt
-the next one; on a CPU linear layers are packed, and a head that is tied to the embedding keeps its old packing until it
-is packed again.
+This module handles three facts of vLLM 0.32. A partly loaded layer becomes whatever its memory held, so its other
+tensors must be loaded too. A failed reload leaves half-loaded layers behind, which would corrupt the next reload. On a
+CPU linear layers are packed, and a head tied to the embedding keeps its old packing until it is packed again.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from inflight.errors import UnsupportedError
 
 
 class ReloadedModel:
-    """A model in a worker. Its methods belong into the worker's main thread, while no forward is under way."""
+    """A model in a worker. Call its methods in the worker's main thread, while no forward is under way."""
 
     def __init__(self, model: Any, model_config: Any, device: torch.device) -> None:
         self._model = model
@@ -31,11 +30,11 @@ class ReloadedModel:
         self._device = device
         self._layers: dict[str, frozenset[int]] = {}
         self.is_dirty = False
-        """Whether a load failed half-way, and the next one has to put layers back first."""
+        """Whether a load failed half-way, so that the next one has to put layers back first."""
 
     @torch.no_grad()
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load checkpoint tensors; layers that take none of them keep theirs. Whatever it raises, the model is torn."""
+        """Load checkpoint tensors; layers that take none of them keep theirs. After any error the model is torn."""
         if self.is_dirty:
             self._put_back()
         self.is_dirty = True
@@ -46,10 +45,10 @@ class ReloadedModel:
         self.is_dirty = False
 
     def companions(self, names: Iterable[str], shapes: Mapping[str, Sequence[int]]) -> list[str]:
-        """Return the other tensors of the layers that take those named: a load of these has to have them too.
+        """Return the other tensors of the layers that take those named: they must be loaded together.
 
-        ``shapes`` are those of every tensor of the checkpoint. Raises `UnsupportedError` if the model loads one in a
-        way that does not say which layer takes it.
+        ``shapes`` are those of every tensor of the checkpoint. Raises `UnsupportedError` if the model loads a tensor in
+        a way that does not tell which layer takes it.
         """
         if self.is_dirty:
             self._put_back()
@@ -65,7 +64,7 @@ class ReloadedModel:
 
     @torch.no_grad()
     def _find_layers(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, frozenset[int]]:
-        """Have the model load tensors without memory, and look which of its layers hold them back for their loading."""
+        """Make the model load tensors without memory, and record the layers that hold each of them back for loading."""
         meta = {name: torch.empty(tuple(shape), dtype=torch.float32, device="meta") for name, shape in shapes.items()}
         names = {tensor.untyped_storage()._cdata: name for name, tensor in meta.items()}
         found: dict[str, set[int]] = {}
@@ -73,7 +72,7 @@ class ReloadedModel:
         layers = list(self._model.modules())
         try:
             for layer in layers:
-                get_layerwise_info(layer).load_numel = -math.inf  # nothing is ever complete
+                get_layerwise_info(layer).load_numel = -math.inf  # no layer is ever complete
             self._model.load_weights(meta.items())
             for index, layer in enumerate(layers):
                 for parameter, loaded in get_layerwise_info(layer).loaded_weights:
@@ -81,8 +80,8 @@ class ReloadedModel:
                     sources = {names[c] for t in tensors if (c := t.untyped_storage()._cdata) in names}
                     if not sources:
                         raise UnsupportedError(
-                            f"which checkpoint tensors make {type(layer).__name__}.{parameter} is not known here: this "
-                            "model takes complete updates only"
+                            f"inflight cannot tell which checkpoint tensors make {type(layer).__name__}.{parameter}: "
+                            "this model takes complete updates only"
                         )
                     for name in sources:
                         found.setdefault(name, set()).add(index)
@@ -91,7 +90,7 @@ class ReloadedModel:
         return {name: frozenset(found.get(name, ())) for name in shapes}
 
     def _put_back(self) -> None:
-        """Put back the layers that are half-way through a load, without what it had brought for them."""
+        """Put back the layers that are half-way through a load, without the tensors it had loaded for them."""
         initialize_layerwise_reload(self._model)
         for layer in self._model.modules():
             info = get_layerwise_info(layer)
@@ -103,7 +102,7 @@ class ReloadedModel:
         for layer in self._model.modules():
             info = get_layerwise_info(layer)
             if info.can_load() and info.load_numel <= 0:
-                info.load_numel_total = 0  # it keeps its tensors, and vLLM need not warn of that
+                info.load_numel_total = 0  # the layer keeps its tensors; vLLM need not warn of that
         finalize_layerwise_reload(self._model, self._model_config)
 
     def _pack_tied_head(self) -> None:

@@ -18,28 +18,29 @@ _FLOOR = -9999.0
 
 
 def check_request(request: GenerateRequest, can: Capabilities) -> None:
-    """Raise `InvalidRequestError` if the request does not fit, `UnsupportedError` for filters in another order and
-    for seeds that the server does not honour.
+    """Raise `InvalidRequestError` if the request does not fit.
+
+    Raises `UnsupportedError` for filters in another order, and for seeds that the server does not honour.
     """
     check_fit(request, max_model_len=can.max_model_len, vocab_size=can.vocab_size)
     sampling = request.sampling
     if sampling.seed is not None and not can.seeds:
         raise UnsupportedError(
-            f"seed {sampling.seed}: a seed ends this vLLM server when a prompt does not fit into one step; on a CPU "
+            f"seed {sampling.seed}: a seed crashes this vLLM server if a prompt does not fit into one step; on a CPU "
             "start it with --no-enable-chunked-prefill"
         )
     if sampling.min_p > 0 and sampling.top_p < 1:
         raise UnsupportedError(
             f"min_p {sampling.min_p:g} together with top_p {sampling.top_p:g}: vLLM applies min-p first, the contract "
-            "last, and the kept sets differ. Give one of them"
+            "applies it last, and the kept sets differ. Set only one of them"
         )
 
 
 def bodies_of(request: GenerateRequest, can: Capabilities, cache_keys: Mapping[int, str]) -> list[dict[str, Any]]:
     """Return the bodies of ``POST /inference/v1/generate`` for the completions whose indices have a cache key.
 
-    They are several where vLLM does not take n completions at once. Completions of different keys share no cached
-    prefix.
+    There are several bodies where vLLM does not take n completions at once. Completions with different keys share no
+    cached prefix.
     """
     largest_n = can.max_concurrent_sequences
     bodies = []
@@ -51,7 +52,6 @@ def bodies_of(request: GenerateRequest, can: Capabilities, cache_keys: Mapping[i
 
 
 def _body(request: GenerateRequest, can: Capabilities, cache_key: str, start: int, num: int) -> dict[str, Any]:
-    """Return the body for completions ``start`` to ``start + num``."""
     return {
         "model": can.model,
         "request_id": f"{request.request_id}-{start}",
@@ -62,30 +62,19 @@ def _body(request: GenerateRequest, can: Capabilities, cache_key: str, start: in
 
 
 def _sampling(sampling: SamplingParams, start: int, num: int, room: int) -> dict[str, Any]:
-    """Return the parameters of completions ``start`` to ``start + num``."""
-    params: dict[str, Any] = {
-        "n": num,
-        "max_tokens": sampling.max_tokens or room,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "stop": list(sampling.stop),
-        "stop_token_ids": list(sampling.stop_token_ids),
-        "ignore_eos": sampling.ignore_eos,
-        "include_stop_str_in_output": True,
-        "logprobs": 0,
-    }
+    shared = {"temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos"}  # the names are vLLM's
+    params = sampling.model_dump(mode="json", include=shared)
+    params |= {"n": num, "max_tokens": sampling.max_tokens or room, "include_stop_str_in_output": True, "logprobs": 0}
     return params if sampling.seed is None else params | {"seed": _first_seed(sampling.seed) + start}
 
 
 def _first_seed(seed: int) -> int:
-    """Return the seed of completion 0. vLLM counts up from it, so that those of neighbouring seeds must lie apart."""
+    """Return the seed of completion 0. vLLM counts up from it, so neighbouring seeds must map far apart."""
     return int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=7).digest())
 
 
 def choices_of(answers: Sequence[Any]) -> list[Any]:
-    """Return what vLLM answers to `bodies_of` for each completion. Raises `ProtocolError` if it cannot be read."""
+    """Return vLLM's answer to `bodies_of` for each completion. Raises `ProtocolError` if it cannot be read."""
     with reading(GENERATE):
         return [choice for answer in answers for choice in sorted(answer["choices"], key=lambda c: c["index"])]
 
@@ -96,9 +85,9 @@ def labelled(choice: Mapping[str, Any]) -> Any:
 
 
 def response_of(request: GenerateRequest, choices: Sequence[Any]) -> GenerateResponse:
-    """Return what vLLM answers for each completion as one.
+    """Return vLLM's answers for all completions as one response.
 
-    Raises `NonFiniteError` for broken weights, `ProtocolError` for what cannot be read.
+    Raises `NonFiniteError` for broken weights, `ProtocolError` if the answers cannot be read.
     """
     with reading(GENERATE):
         completions = tuple(_completion(choice, index) for index, choice in enumerate(choices))

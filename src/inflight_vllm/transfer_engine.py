@@ -1,20 +1,20 @@
-"""The engine's half: a weight transfer engine that vLLM loads in each of its workers, found by its entry point.
+"""The engine's half: a weight transfer engine that vLLM finds by its entry point and loads in each of its workers.
 
     join -> start_weight_update -> update_weights: begin, then once for each bucket -> finish_weight_update
 
-A bucket is received in a thread and staged in host memory, so that the worker goes on answering, a receive can be
-ended, and the model is touched by ``finish_weight_update`` only: whatever fails before leaves the old weights serving.
-``Worker.inflight_status`` says through vLLM's ``collective_rpc`` how far it is, which vLLM's own calls cannot return.
+A bucket is received in a thread and staged in host memory. So the worker keeps answering, a receive can be ended, and
+only ``finish_weight_update`` touches the model: any failure before it leaves the old weights serving.
+``Worker.inflight_status`` reports progress through vLLM's ``collective_rpc``, since vLLM's own calls cannot return it.
 
-An update in part is completed with the tensors that vLLM keeps in the same layers, and an adapter is merged into its
-base, in that thread too; where these are not known any more the update is refused when it begins. vLLM sets no session
-up for the weights to be staged in while it samples: it asks for no pause, and only ``finish_weight_update`` needs one.
+That thread also completes a partial update with the tensors that vLLM keeps in the same layers, and merges a LoRA into
+its base. If those tensors are no longer known, the update is refused when it begins. vLLM needs no session to stage
+weights while it samples: staging asks for no pause, and only ``finish_weight_update`` needs one.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,34 +25,31 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from inflight.contracts import WeightReceiver
 from inflight.errors import UpdateRefusedError
-from inflight.weights.adapters import adapter_difference, changed_names
-from inflight.weights.base_weights import BaseWeights
-from inflight.weights.merging import AdaptedLoad, AdaptedWeights, Named
+from inflight.transports import receivable, spec_type
+from inflight.weights.base_weights import AdaptedLoad, AdaptedWeights, BaseWeights, Named
+from inflight.weights.lora import changed_names, lora_difference
 from inflight.weights.staging import KeptWeights, Staging
 from inflight.weights.transports import make_receiver
-from inflight.wire import BucketTransfer, Manifest, ProcessGroupSpec, TransportBody, WeightUpdate
+from inflight.wire import BucketTransfer, Manifest, WeightUpdate
+from inflight_vllm.flags import BACKEND
 from inflight_vllm.reloading import ReloadedModel
-
-BACKEND = "inflight"
-"""What ``--weight-transfer-config '{"backend": ...}'`` names."""
-PROTOCOL = 3
-"""Grows when a client of the one before would be misread; an attaching client compares it."""
+from inflight_vllm.updates import PLUGIN_PROTOCOL
 
 Phase = Literal["idle", "busy", "done", "failed"]
 
 
 def register() -> None:
-    """Make the backend known in this vLLM process, and the status readable. vLLM calls it in each of its processes."""
+    """Register the backend and its status method in this vLLM process. vLLM calls it in each of its processes."""
     from vllm.v1.worker.worker_base import WorkerBase
 
     known = WeightTransferEngineFactory._registry if hasattr(WeightTransferEngineFactory, "_registry") else {}
     if BACKEND not in known:
         WeightTransferEngineFactory.register_engine(BACKEND, __name__, InflightTransferEngine.__name__)
-    WorkerBase.inflight_status = _status  # a method is all that collective_rpc can call
+    WorkerBase.inflight_status = _status  # collective_rpc can only call methods
 
 
 def _status(worker: Any, wait_s: float = 0.0) -> dict[str, Any]:
-    """Return what the worker's transfer engine says, waiting up to ``wait_s`` seconds for what is under way."""
+    """Return what the worker's transfer engine reports, waiting up to ``wait_s`` seconds for work under way."""
     engine = getattr(worker, "weight_transfer_engine", None)
     if not isinstance(engine, InflightTransferEngine):
         return {"protocol": None, "backend": type(engine).__name__}
@@ -61,7 +58,7 @@ def _status(worker: Any, wait_s: float = 0.0) -> dict[str, Any]:
 
 @dataclass
 class JoinInfo:
-    """``init_info``: the contract's `TransportSpec`; the worker's own rank is added to the rank of a group."""
+    """``init_info``: the contract's `TransportSpec`. Each worker joins as a rank of its own."""
 
     spec: dict[str, Any]
 
@@ -106,29 +103,26 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):  # typ
     # ------------------------------------------------------------------------------------------- what vLLM calls
 
     def init_transfer_engine(self, init_info: JoinInfo) -> None:
-        """Give an earlier group up and begin to join; `status` says when it is done."""
+        """Leave an earlier group and begin to join; `status` says when that is done."""
         self._drop()
-        spec = TransportBody.model_validate(init_info.spec).root
-        name = f"{spec.backend} of {spec.run_id}"
-        if isinstance(spec, ProcessGroupSpec):
-            parallel = self.parallel_config
-            offset = parallel.data_parallel_index * parallel.world_size + parallel.rank
-            spec, name = spec.model_copy(update={"rank": spec.rank + offset}), spec.group_name
-        receiver = self._receiver = make_receiver(spec, self.device)
+        spec = spec_type(init_info.spec["transport"]).model_validate(init_info.spec)
+        parallel = self.parallel_config
+        rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        receiver = self._receiver = make_receiver(spec, self.device, rank)
 
         def join() -> None:
             receiver.join()
             if self._receiver is receiver:
-                self._group = name
+                self._group = spec.group
 
         self._begin(join)
 
     def start_weight_update(self) -> None:
-        """Forget what an earlier session left; nothing of the model changes before `finish_weight_update`."""
+        """Forget what an earlier session left. Only `finish_weight_update` changes the model."""
         self._forget()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Begin an update, or to receive one bucket of it; `status` says when that is staged."""
+        """Begin an update, or begin to receive one of its buckets; `status` says when that is staged."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
@@ -142,7 +136,7 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):  # typ
             self._begin_bucket(BucketTransfer.model_validate(update_info.transfer))
 
     def finish_weight_update(self) -> None:
-        """Load what was staged, if all of it has come; without any of it, nothing changes."""
+        """Load what was staged, if all of it has arrived; if nothing has, change nothing."""
         if self._phase == "busy":
             raise RuntimeError("a bucket is still being received")
         staging, update, load = self._staging, self._update, self._prepared
@@ -150,27 +144,28 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):  # typ
             self._forget()
             return
         if load is None:
-            raise RuntimeError(f"{self._num_staged} of {len(update.buckets)} buckets have come")
+            raise RuntimeError(f"only {self._num_staged} of {len(update.buckets)} buckets have arrived")
         self._reloaded.load([*load.tensors, *self._companions])
         self._adapted.loaded(load)
-        if update.manifest.adapter is None:
+        if update.manifest.lora is None:
             self._base.loaded(staging.tensors(), keep=update.keep)
         self._kept, self._staging = staging.keep(), None
         self._forget()
 
     def shutdown(self) -> None:
-        """Give the group up."""
+        """Leave the group."""
         self._drop()
 
     # --------------------------------------------------------------------------------------------------- status
 
     def status(self, wait_s: float) -> dict[str, Any]:
-        """Return how far the work under way is, after up to ``wait_s`` seconds."""
+        """Return the progress of the work under way, after up to ``wait_s`` seconds."""
         if wait_s > 0:
             self._work.wait(wait_s)
         return {
-            "protocol": PROTOCOL,
+            "protocol": PLUGIN_PROTOCOL,
             "backend": BACKEND,
+            "transports": list(receivable(on_gpu=False)),
             "phase": self._phase,
             "problem": self._problem,
             "group": self._group,
@@ -180,7 +175,7 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):  # typ
         }
 
     def _begin(self, work: Callable[[], None]) -> None:
-        """Do ``work`` in a thread of its own; it is left behind when the group is given up meanwhile."""
+        """Do ``work`` in a thread of its own, which is abandoned if the group is given up meanwhile."""
         self._phase, self._problem = "busy", ""
         done = self._work = threading.Event()
 
@@ -189,7 +184,7 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):  # typ
             problem = ""
             try:
                 work()
-            except Exception as error:  # told by status, whatever it is
+            except Exception as error:  # status reports it
                 phase, problem = "failed", f"{error}" or type(error).__name__
             if done is self._work:
                 self._phase, self._problem = phase, problem
@@ -200,47 +195,47 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):  # typ
     def _begin_update(self, update: WeightUpdate) -> None:
         receiver = self._receiver
         if receiver is None or self._group is None:
-            raise RuntimeError("this engine belongs to no weight group: it was restarted, or gave it up")
+            raise RuntimeError("this engine is not in a weight group: it was restarted, or left its group")
         if update.base is not None and (self._kept is None or update.base != self._kept.ref):
-            raise RuntimeError(f"version {update.base.version} was not kept here, to which the update is a delta")
+            raise RuntimeError(
+                f"the update is a delta to version {update.base.version}, which this engine has not kept"
+            )
         self._forget()
         self._completing = self._completion(update.manifest)
         receiver.begin(update.ref)
         self._update, self._staging = update, Staging(update, self._kept)
 
     def _completion(self, manifest: Manifest) -> list[str]:
-        """Return what has to be loaded beside what an update changes. Raises `UpdateRefusedError` if that is lost."""
-        if manifest.adapter is None and not manifest.frozen:
+        """Return what must be loaded besides what an update changes. Raises `UpdateRefusedError` if that is lost."""
+        if manifest.lora is None and not manifest.frozen:
             return []
         shapes = self._base.shapes()
-        if manifest.adapter is not None and (problem := adapter_difference(shapes, manifest)) is not None:
+        if manifest.lora is not None and (problem := lora_difference(shapes, manifest)) is not None:
             raise UpdateRefusedError(problem)
         adapted = self._adapted.names
         changed = changed_names(manifest)
         companions = self._reloaded.companions([*changed, *adapted], shapes)
-        bases = [] if manifest.adapter is None else [name for name in changed if name not in adapted]
+        bases = [] if manifest.lora is None else [name for name in changed if name not in adapted]
         self._base.require([*bases, *companions])
         return companions
-
-    def _prepare(self, manifest: Manifest, staging: Staging, completing: Sequence[str]) -> tuple[AdaptedLoad, Named]:
-        """Return what an update that has arrived has loaded, and the other tensors of the same layers."""
-        load = self._adapted.prepare(manifest, staging.tensors(), self._base.tensor)
-        return load, [(name, self._base.tensor(name)) for name in completing]
 
     def _begin_bucket(self, transfer: BucketTransfer) -> None:
         if self._phase == "busy":
             raise RuntimeError("a bucket is being received already; wait for it, or drop it")
         receiver, staging, update = self._receiver, self._staging, self._update
         if receiver is None or staging is None or update is None or transfer.ref != update.ref:
-            raise RuntimeError("no such update was begun: this engine was restarted, or gave it up")
+            raise RuntimeError("this update has not begun here: the engine was restarted, or gave the update up")
         bucket = update.buckets[transfer.bucket_index]
         tensors = update.manifest.tensors[bucket.start : bucket.stop]
         completing = self._completing
 
         def receive() -> None:
             staging.receive(receiver, transfer, bucket, tensors)
-            is_last = transfer.bucket_index == len(update.buckets) - 1
-            prepared, companions = self._prepare(update.manifest, staging, completing) if is_last else (None, [])
+            prepared: AdaptedLoad | None = None
+            companions: Named = []
+            if transfer.bucket_index == len(update.buckets) - 1:
+                prepared = self._adapted.prepare(update.manifest, staging.tensors(), self._base.tensor)
+                companions = [(name, self._base.tensor(name)) for name in completing]
             if staging is self._staging:
                 self._num_staged += 1
                 self._prepared, self._companions = prepared, companions

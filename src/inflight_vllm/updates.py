@@ -1,6 +1,6 @@
-"""Weight updates over vLLM's routes: the hold, the group, the buckets and the commit of one server.
+"""Weight updates over vLLM's routes: the pause, the group, the buckets and the commit of one server.
 
-The engine's half is `inflight_vllm.transfer_engine`: it stages what arrives, so that everything before
+The engine's half is `inflight_vllm.transfer_engine`. It stages what arrives, so that everything before
 ``finish_weight_update`` leaves the old weights serving. Calls on the engine are made one after another.
 """
 
@@ -18,12 +18,12 @@ from inflight.engines.requests import RequestGate
 from inflight.engines.routes import EngineRoutes
 from inflight.engines.timings import LastUpdate
 from inflight.errors import InflightError, ProtocolError, TransferError, UpdateRefusedError
-from inflight.weights.receiving import HeldEngine, WeightIntake
+from inflight.weights.intakes import WeightIntake
+from inflight.weights.receiving import PausableEngine
 from inflight.wire import (
     BucketSpec,
     BucketTransfer,
     InFlightPolicy,
-    ProcessGroupSpec,
     TensorSpec,
     TransportSpec,
     UpdateRef,
@@ -31,85 +31,89 @@ from inflight.wire import (
     WeightUpdate,
 )
 
-PROTOCOL = 3
-"""Of the engine's half, see `inflight_vllm.transfer_engine.PROTOCOL`."""
+PLUGIN_PROTOCOL = 4
+"""Grows when a client of the previous protocol would misread the engine's half. An attaching client compares it."""
 _PAUSES = {
-    InFlightPolicy.KEEP: "mode=keep&clear_cache=false",  # with the cache cleared, vLLM computes it all again
+    InFlightPolicy.KEEP: "mode=keep&clear_cache=false",  # with a cleared cache, vLLM would compute it all again
     InFlightPolicy.RECOMPUTE: "mode=keep&clear_cache=true",
     InFlightPolicy.DRAIN: "mode=wait&clear_cache=true",
     InFlightPolicy.ABORT: "mode=abort&clear_cache=true",
 }
-_CLOSE_S = 30.0
 _WAIT_S = 0.02
-"""How long the engine's half may keep one status call, while nothing is sampled."""
+"""How long the engine's half may hold one status call while nothing is sampled."""
 _POLL_S = 0.01
-"""Between two status calls while tokens are sampled."""
+"""Seconds between two status calls while tokens are sampled."""
 
 
-class VllmUpdates(HeldEngine, WeightIntake):
-    """The weights of one server. ``gate`` is closed while they change; ``probe`` has one token sampled."""
+class VllmUpdates(PausableEngine, WeightIntake):
+    """The weights of one server. ``gate`` is closed while they change; ``probe`` samples one token."""
 
     def __init__(
         self,
         routes: EngineRoutes,
         gate: RequestGate,
+        background: BackgroundCalls,
+        last: LastUpdate,
         probe: Callable[[], Awaitable[None]],
     ) -> None:
         self._routes = routes
         self._gate = gate
+        self._background = background
+        self.last = last
         self._probe = probe
         self._lock = asyncio.Lock()
         self._group: str | None = None
         self._update: WeightUpdate | None = None
         self._kept: UpdateRef | None = None
-        self._num_joins = 0
+        self._joining: TransportSpec | None = None
+        """The latest join, pending or done. One that is not this has been given up."""
         self._session_is_open = False
         self._is_torn = False
-        self._background = BackgroundCalls()
-        self._held_since = 0.0
-        self.last = LastUpdate()
+        self._paused_since = 0.0
 
     # ------------------------------------------------------------------------------------------------ the intake
 
     @property
     def has_applied(self) -> bool:
-        """The engine's half stages what arrives."""
+        """Always False: the engine's half stages what arrives."""
         return False
 
     @property
     def kept(self) -> UpdateRef | None:
-        """As the engine said when its group was formed, since no other group came then."""
+        """As the engine said when its group was formed; no other group has come since."""
         return self._kept
 
     async def join(self, spec: TransportSpec) -> None:
-        """What a publisher that died left behind is cleared first."""
-        self._num_joins += 1
+        """Clears what a dead publisher left behind first."""
+        self._joining = spec
         async with self._lock:
+            self._require(spec)
             await self._clear()
             await self._routes.post("/init_weight_transfer_engine", {"init_info": {"spec": spec.model_dump()}})
             try:
-                await self._done("joining the weight group", spec.timeout_s, wait_s=0.0)
+                await self._done("joining the weight group", spec.timeout_s, wait_s=0.0, joining=spec)
             except BaseException:
                 await asyncio.shield(quietly(self._routes.post("/shutdown_weight_transfer_engine")))
                 raise
-            self._kept = _kept_of(await status_of(self._routes))  # other clients may have had it keep something else
-            self._group = spec.group_name if isinstance(spec, ProcessGroupSpec) else f"{spec.backend} of {spec.run_id}"
+            self._kept = _kept_of(await status_of(self._routes))  # other clients may have made it keep other weights
+            self._group = spec.group
 
     def leave(self) -> None:
-        """The engine is told in the background."""
+        """The engine is told in the background, and a pending join tells it when it ends."""
+        self._joining = None
         if self._group is not None:
             name, self._group = self._group, None
-            self._background.start(self._leave(name, self._num_joins))
+            self._background.start(self._leave(name))
 
     def begin(self, update: WeightUpdate) -> None:
-        """The engine is told when sampling is held, or by the first bucket."""
+        """The engine is told when sampling is paused, or with the first bucket."""
         self._update = update
 
     async def receive(self, transfer: BucketTransfer, bucket: BucketSpec, tensors: Sequence[TensorSpec]) -> None:
-        """A bucket that is offered while the hold is still pending waits for it."""
+        """A bucket offered while the pause is still pending waits for it."""
         update = self._update
-        assert update is not None  # the session lets no bucket through without one
-        await asyncio.sleep(0)  # a hold that was asked for in the same moment takes the lock first
+        assert update is not None  # the session lets no bucket through without an update
+        await asyncio.sleep(0)  # a pause requested at the same moment takes the lock first
         async with self._lock:
             try:
                 if update.staged and bucket.index == 0:
@@ -119,7 +123,7 @@ class VllmUpdates(HeldEngine, WeightIntake):
             except ProtocolError as error:
                 self._session_is_open = False  # vLLM ends a session that fails
                 raise TransferError(f"bucket {bucket.index} was refused by the engine: {error.message}") from error
-        # A status call that waits would keep the worker from sampling.
+        # A waiting status call would keep the worker from sampling.
         wait_s = 0.0 if update.staged else _WAIT_S
         await self._done(f"receiving bucket {bucket.index}", transfer.timeout_s, wait_s=wait_s)
 
@@ -128,18 +132,18 @@ class VllmUpdates(HeldEngine, WeightIntake):
 
     # ----------------------------------------------------------------------------------------------- the engine
 
-    async def hold(self, update: WeightUpdate) -> None:
+    async def pause(self, update: WeightUpdate) -> None:
         self._gate.is_open.clear()
         try:
             async with self._lock:
                 await self._routes.post(
                     f"/pause?{_PAUSES[update.in_flight]}", timeout_s=update.deadline_s + update.lease_s
                 )
-                self._held_since = time.monotonic()
+                self._paused_since = time.monotonic()
                 if not update.staged:
-                    await self._open_session(update)  # only now: a worker that samples answers after its step
+                    await self._open_session(update)  # only now: a sampling worker answers after its step
         except BaseException:
-            await self.release()
+            await self.resume()
             raise
 
     async def apply(self, update: WeightUpdate) -> None:
@@ -153,27 +157,27 @@ class VllmUpdates(HeldEngine, WeightIntake):
             probing = self._background.start(self._probe()) if self._gate.has_requests else None
             await self._routes.post("/resume")
             self._is_torn = False
-            timings = UpdateTimings(load_s=loaded - started, held_s=time.monotonic() - self._held_since)
+            timings = UpdateTimings(load_s=loaded - started, paused_s=time.monotonic() - self._paused_since)
             self.last.timings = timings
             if probing is not None:
                 self._background.start(self.last.note_first_token(timings, probing, loaded))
             self._gate.is_open.set()
 
-    async def release(self) -> None:
+    async def resume(self) -> None:
         """Goes on in the background if the caller is cancelled."""
-        await asyncio.shield(self._background.start(self._release()))
+        await asyncio.shield(self._background.start(self._end_and_resume()))
 
-    async def _release(self) -> None:
+    async def _end_and_resume(self) -> None:
         try:
             async with self._lock:
                 await self._end_session()
                 if not self._is_torn:
                     await self._resume()
         finally:
-            self._gate.is_open.set()  # whoever waits hears from a server that is gone by itself
+            self._gate.is_open.set()  # waiting requests learn by themselves that the server is gone
 
     async def give_up(self) -> None:
-        """The engine stays paused; its label tells every other client that it is torn."""
+        """The engine stays paused; its label tells every other client that its weights are torn."""
         await asyncio.shield(self._background.start(self._give_up()))
 
     async def _give_up(self) -> None:
@@ -187,14 +191,10 @@ class VllmUpdates(HeldEngine, WeightIntake):
                     await self._routes.post("/update_weight_version", {"new_version": ref})
                 await self._routes.post("/pause?mode=abort&clear_cache=true")
         finally:
-            self._gate.is_open.set()  # whoever waits is refused now
+            self._gate.is_open.set()  # waiting requests are now refused
 
     async def num_running(self) -> int:
         return self._gate.num_sent
-
-    async def aclose(self) -> None:
-        """Wait for what is still to be told to the engine."""
-        await self._background.aclose(_CLOSE_S)
 
     # -------------------------------------------------------------------------------------------------- details
 
@@ -217,18 +217,24 @@ class VllmUpdates(HeldEngine, WeightIntake):
             if status.get("group") != self._group:
                 self._group = None
                 raise TransferError(
-                    "the engine belongs to no weight group of this client: it was restarted, or another publisher "
-                    "formed a group. Form the group anew"
+                    "the engine is not in this client's weight group: it was restarted, or another publisher "
+                    "formed a group. Form the group again"
                 )
 
-    async def _done(self, what: str, timeout_s: float, *, wait_s: float) -> None:
-        """Return when the engine's half has done what it was asked. Raises `TransferError`."""
-        deadline = time.monotonic() + timeout_s + 1.0  # the engine's own words say more
+    def _require(self, joining: TransportSpec) -> None:
+        if self._joining is not joining:
+            raise TransferError("joining the weight group was given up: the client has left it, or is joining another")
+
+    async def _done(self, what: str, timeout_s: float, *, wait_s: float, joining: TransportSpec | None = None) -> None:
+        """Return when the engine's half has done what it was asked. Raises `TransferError`, also for a lost group."""
+        deadline = time.monotonic() + timeout_s + 1.0  # the engine's own error says more
         while True:
             statuses = await status_of(self._routes, wait_s)
             failed = [status["problem"] for status in statuses if status["phase"] in ("failed", "idle")]
             if failed:
                 raise TransferError(f"{what} failed: {failed[0] or 'the group was given up'}")
+            if joining is not None:
+                self._require(joining)
             if all(status["phase"] == "done" for status in statuses):
                 return
             if time.monotonic() > deadline:
@@ -237,7 +243,7 @@ class VllmUpdates(HeldEngine, WeightIntake):
                 await asyncio.sleep(_POLL_S)
 
     async def _clear(self) -> None:
-        """End what another client left open: its session, its group, and its hold unless the weights are torn."""
+        """End what another client left open: its session, its group, and its pause unless the weights are torn."""
         await self._end_session(force=True)
         await quietly(self._routes.post("/shutdown_weight_transfer_engine"))
         self._is_torn = parse_label((await self._routes.get("/weight_info"))["weight_version"]).torn
@@ -245,28 +251,28 @@ class VllmUpdates(HeldEngine, WeightIntake):
             await self._resume()
 
     async def _end_session(self, *, force: bool = False) -> None:
-        """Forget what was staged and close vLLM's session; nothing of it is loaded."""
+        """Forget what was staged and close vLLM's session, without loading anything."""
         if not (self._session_is_open or force):
             return
         self._session_is_open = False
-        # Refused where no session is open, which is what is wanted.
+        # Refused if no session is open, which is fine.
         source = "drop" if self._group is None else "forget"
         await quietly(self._routes.post("/update_weights", {"update_info": {"source": source}}))
         await quietly(self._routes.post("/finish_weight_update", {}))
 
-    async def _leave(self, name: str, num_joins: int) -> None:
+    async def _leave(self, name: str) -> None:
         async with self._lock:
-            if num_joins != self._num_joins:
-                return  # joining the next group gave the one before up
+            if self._joining is not None:
+                return  # joining the next group leaves the one before
             if self._session_is_open:
                 await quietly(self._routes.post("/update_weights", {"update_info": {"source": "drop"}}))
                 return
             with contextlib.suppress(InflightError):
                 if all(status.get("group") == name for status in await status_of(self._routes)):
-                    await self._routes.post("/shutdown_weight_transfer_engine")  # else it is another publisher's
+                    await self._routes.post("/shutdown_weight_transfer_engine")  # otherwise it is another publisher's
 
     async def _resume(self) -> None:
-        """Resume; vLLM refuses while a drain that was given up is still pending in it, for a moment."""
+        """Resume. vLLM briefly refuses while an abandoned drain is still pending in it."""
         deadline = time.monotonic() + 5.0
         while True:
             try:
@@ -280,7 +286,7 @@ class VllmUpdates(HeldEngine, WeightIntake):
 
 
 async def status_of(routes: EngineRoutes, wait_s: float = 0.0) -> list[dict[str, Any]]:
-    """Return what the engine's half says in each worker."""
+    """Return what the engine's half reports in each worker."""
     answer = await routes.post("/collective_rpc", {"method": "inflight_status", "kwargs": {"wait_s": wait_s}})
     results = answer.get("results") if isinstance(answer, dict) else None
     if not results or not all(isinstance(result, dict) for result in results):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -16,38 +14,12 @@ from typing import Any
 from tests.campaigns.judge import RULES, judge, logs
 from tests.campaigns.runner import ROOT, Disturbed, Record
 from tests.campaigns.schedule import Schedule, draw
-from tests.campaigns.zygote import write_shim
+from tests.zygote import zygote
 
 _LONG_STEPS = 100
 _LONG_FROM = 1_000_000
 """Seeds of long runs begin here."""
 _TAIL = 30
-
-
-@contextlib.contextmanager
-def zygote(parent: Path) -> Iterator[str]:
-    """Start a zygote; yields what stands for ``python``."""
-    path = parent / "zygote"
-    path.unlink(missing_ok=True)
-    log = (parent / "zygote.log").open("wb")
-    with log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.campaigns.zygote", str(path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"},
-        )
-    assert process.stdin is not None and process.stdout is not None
-    try:
-        if process.stdout.readline() != b"ready\n":
-            raise RuntimeError(f"the zygote did not start: {(parent / 'zygote.log').read_text()[-2000:]}")
-        yield str(write_shim(path.with_suffix(".python"), path))
-    finally:
-        process.stdin.close()
-        process.stdout.close()
-        process.wait(30.0)
 
 
 def play_all(

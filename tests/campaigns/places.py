@@ -184,5 +184,5 @@ def _links(directory: Path) -> list[str]:
 
 
 def _is_shim(directory: Path) -> bool:
-    """Return whether it only stands for another process, see `tests.campaigns.zygote`."""
+    """Return whether it only stands for another process, see `tests.zygote`."""
     return b".python\0" in (directory / "cmdline").read_bytes()

@@ -224,7 +224,7 @@ class Disturbed:
             "train.learning_rate": "5e-3",
             **self._schedule.overrides,
         }
-        if settings["servers.backend"] == "file":
+        if settings["servers.transport"] == "file":
             settings["servers.directory"] = str(self._place / "store")
         arguments = [part for name, value in settings.items() for part in (f"--{name}", value)]
         command = [self._python, "-m", "inflight", "train", str(ROOT / "examples" / "quickstart.toml"), *arguments]

@@ -95,9 +95,9 @@ def draw(seed: int, *, plain_share: float = 0.0, num_steps: int | None = None) -
     rng = random.Random(f"campaign {seed}")
     is_long = num_steps is not None
     steps = num_steps if num_steps is not None else rng.randint(6, 12)
-    backend = rng.choices(("gloo", "shm", "file", "http"), (5, 2, 2, 1))[0]
+    transport = rng.choices(("gloo", "shm", "file", "http"), (5, 2, 2, 1))[0]
     overrides = {
-        "servers.backend": backend,
+        "servers.transport": transport,
         "servers.in_flight": rng.choice(("keep", "recompute", "abort")),
         "run.checkpoint_every_steps": str(10 if is_long else rng.randint(2, 4)),
         "run.background_saves": rng.choice(("true", "false")),
@@ -107,7 +107,7 @@ def draw(seed: int, *, plain_share: float = 0.0, num_steps: int | None = None) -
         overrides["run.mode"] = "conventional"
     long_every = rng.choice((0, 0, 0, 7, 13))
     last = steps // 2 if is_long else steps - 2
-    strikes = [_strike(rng, last, backend) for _ in range(rng.choices((1, 2, 3), (4, 4, 2))[0])]
+    strikes = [_strike(rng, last, transport) for _ in range(rng.choices((1, 2, 3), (4, 4, 2))[0])]
     strikes.sort(key=lambda strike: strike.step)
     return Schedule(
         seed,
@@ -120,13 +120,13 @@ def draw(seed: int, *, plain_share: float = 0.0, num_steps: int | None = None) -
     )
 
 
-def _strike(rng: random.Random, last: int, backend: str) -> Strike:
+def _strike(rng: random.Random, last: int, transport: str) -> Strike:
     step = -1 if rng.random() < 0.15 else rng.randint(0, last)
     delay_s = rng.uniform(0.0, 1.5) if step < 0 else rng.uniform(0.0, 0.4)
     kinds = ["SIGTERM", "SIGKILL", "SIGSTOP", "connections cut", "full disk", "slow rewards", "reward raises"]
     kinds += ["reward hangs"]
     weights = [4, 6, 6, 4, 3, 1, 1, 1]
-    if backend == "file":
+    if transport == "file":
         kinds, weights = [*kinds, "full store"], [*weights, 4]
     kind = rng.choices(kinds, weights)[0]
     if kind.startswith("full"):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from inflight.conformance.verdicts import Certificate, Outcome, Verdict
+from inflight.conformance.verdicts import Certificate, CheckOutcome, Verdict
 
 
-def verdict(id: str, outcome: Outcome, level: str = "tokens", **fields: Any) -> Verdict:
+def verdict(id: str, outcome: CheckOutcome, level: str = "tokens", **fields: Any) -> Verdict:
     return Verdict(
         **{"id": id, "level": level, "sentence": f"{id} holds", "outcome": outcome, "seconds": 0.25, **fields}
     )
@@ -30,16 +30,16 @@ def certificate(*verdicts: Verdict, **fields: Any) -> Certificate:
     )
 
 
-PASSED = verdict("E-01", Outcome.PASSED)
+PASSED = verdict("E-01", CheckOutcome.PASSED)
 FAILED = verdict(
     "E-02",
-    Outcome.FAILED,
+    CheckOutcome.FAILED,
     message="3 of 8 logprobs differ",
     evidence={"largest_difference": 0.25, "tokens": [1, 2], "what": "<b>bold</b> & \x1b[31mred\x00"},
     look_at="the sampler's temperature",
 )
-HUNG = verdict("U-01", Outcome.HUNG, "updates", message="no answer in 20 s", stacks="--- rank 0\nFile <stdin>")
-SKIPPED = verdict("U-02", Outcome.SKIPPED, "updates", message="abort is not declared", seconds=0.0)
-EXPECTED = verdict("U-03", Outcome.EXPECTED_FAILURE, "updates", message="lease lost", expected="issue 31")
-SURPRISE = verdict("U-04", Outcome.UNEXPECTED_PASS, "updates", message="it passed", expected="issue 32")
+HUNG = verdict("U-01", CheckOutcome.HUNG, "updates", message="no answer in 20 s", stacks="--- rank 0\nFile <stdin>")
+SKIPPED = verdict("U-02", CheckOutcome.SKIPPED, "updates", message="abort is not declared", seconds=0.0)
+EXPECTED = verdict("U-03", CheckOutcome.EXPECTED_FAILURE, "updates", message="lease lost", expected="issue 31")
+SURPRISE = verdict("U-04", CheckOutcome.UNEXPECTED_PASS, "updates", message="it passed", expected="issue 32")
 EVERYTHING = certificate(PASSED, FAILED, HUNG, SKIPPED, EXPECTED, SURPRISE)

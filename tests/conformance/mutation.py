@@ -20,7 +20,7 @@ from inflight.conformance.checks import Check
 from inflight.conformance.child import checks_of
 from inflight.conformance.kit import Kit
 from inflight.conformance.targets import EndpointTarget, Target, TransportTarget, WorkerTarget
-from inflight.conformance.verdicts import Outcome
+from inflight.conformance.verdicts import CheckOutcome
 from inflight.errors import ConfigError
 from tests.conformance import mutants, transport_mutants, worker_mutants
 
@@ -96,7 +96,7 @@ def failures(subject: Subject, checks: Sequence[Check]) -> dict[str, str]:
             except ConfigError as error:
                 found[check.id] = f"failed: {error}"[:80]
                 continue
-            if verdict.outcome in (Outcome.FAILED, Outcome.HUNG):
+            if verdict.outcome in (CheckOutcome.FAILED, CheckOutcome.HUNG):
                 found[check.id] = str(verdict.outcome)
     return found
 

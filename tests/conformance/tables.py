@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Callable
 from typing import Any
 
 from inflight.losses import PRESETS
 from inflight.weights.session import TRANSITIONS, Event
 from inflight.wire import EndpointState
 from tests.campaigns.table import campaign_table
-from tests.conformance.kept import ROOT, kept_rows, milliseconds
+from tests.conformance.kept import ROOT, kept, kept_rows, milliseconds
 from tests.conformance.weight_tables import WEIGHT_TABLES
 
 CERTIFICATES = ROOT / "docs" / "certificates"
@@ -108,12 +109,12 @@ def mismatch_table() -> str:
 def publish_table() -> str:
     """Return the five spans of a publish, in buckets and tensor by tensor."""
     lines = [
-        "| engine | how | hold | gather | wire | load | first token | all | ratio (min to max) |",
+        "| engine | how | pause | gather | wire | load | first token | all | ratio (min to max) |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in kept_rows("publish"):
         for how, spans in row["spans"].items():
-            times = [milliseconds(spans[f"{name}_s"]) for name in ("hold", "gather", "wire", "load", "first_token")]
+            times = [milliseconds(spans[f"{name}_s"]) for name in ("pause", "gather", "wire", "load", "first_token")]
             ratio = ""
             if how != "bucketed":
                 ratio = f"**{row['ratio_median']:.2f}** ({row['ratio_min']:.2f} to {row['ratio_max']:.2f})"
@@ -258,6 +259,47 @@ def preset_learning_table() -> str:
     return "\n".join(lines)
 
 
+def house_table() -> str:
+    """Return the size of the source and what passes through it, checkout by checkout."""
+    rows = kept("house")["rows"]
+    figures: tuple[tuple[str, Callable[[dict[str, Any]], object]], ...] = (
+        ("lines under src", lambda row: f"{row['lines']:,}"),
+        ("modules over 400 lines", lambda row: row["modules_over_400_lines"]),
+        (
+            "attributes of the largest class",
+            lambda row: f"{row['largest_class_attributes']} (`{row['largest_class'].split(': ')[1]}`)",
+        ),
+        ("files that a publish passes through", lambda row: len(row["publish_files"])),
+        ("files that a logprob passes through", lambda row: len(row["logprob_files"])),
+        (
+            "seconds of `make test`",
+            lambda row: "not measured" if row["test_seconds"] is None else f"{row['test_seconds']:,.0f}",
+        ),
+    )
+    lines = ["| | " + " | ".join(row["label"] for row in rows) + " |", "|---|" + "---|" * len(rows)]
+    return "\n".join(
+        [*lines, *(f"| {what} | " + " | ".join(str(of(row)) for row in rows) + " |" for what, of in figures)]
+    )
+
+
+def beside_table() -> str:
+    """Return the quickstart and the engine of two commits, which took turns on one machine."""
+    rows = kept("beside")["rows"]
+    lines = [
+        f"| median (extremes) of {rows['rounds']} rounds | {rows['commits']['before']} | {rows['commits']['after']} |",
+        "|---|---|---|",
+    ]
+    for name, sides in rows["figures"].items():
+        forms = {"trained_tokens_per_s": ",.0f", "paused_share": ".1%", "lag_mean": ".2f"}
+        form = forms.get(name, ".2f" if name.startswith("engine") else ".3f")
+        cells = [
+            f"{sides[label]['median']:{form}} ({sides[label]['min']:{form}} to {sides[label]['max']:{form}})"
+            for label in ("before", "after")
+        ]
+        lines.append(f"| {name.replace('_', ' ')} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def _share(ratio: float) -> str:
     return f"1/{1 / ratio:,.0f}" if ratio < 0.5 else f"{ratio:.2f}"
 
@@ -280,6 +322,8 @@ TABLES = {
     "exceptions": exceptions_table,
     "mismatch": mismatch_table,
     "publish": publish_table,
+    "house": house_table,
+    "beside": beside_table,
 }
 
 

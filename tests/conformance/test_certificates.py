@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from inflight.conformance.checks import Check
-from inflight.conformance.report.badge import badge_json
 from inflight.conformance.report.files import (
     REPORTS,
+    badge_json,
     certificate_json,
     check_writable,
     read_certificate,
@@ -30,7 +30,7 @@ from inflight.conformance.report.page import html_page
 from inflight.conformance.report.summary import time_spent
 from inflight.conformance.report.terminal import print_certificate, progress
 from inflight.conformance.report.text import printable
-from inflight.conformance.verdicts import Certificate, Outcome, Verdict
+from inflight.conformance.verdicts import Certificate, CheckOutcome, Verdict
 from inflight.errors import ConfigError
 from tests.conformance.certificates import (
     EVERYTHING,
@@ -50,7 +50,7 @@ VERDICTS = st.builds(
     id=TEXT,
     level=TEXT,
     sentence=TEXT,
-    outcome=st.sampled_from(Outcome),
+    outcome=st.sampled_from(CheckOutcome),
     seconds=st.floats(0, 1e6),
     message=TEXT,
     evidence=FACTS,
@@ -119,8 +119,8 @@ def test_a_certificate_is_read_as_it_was_written(tmp_path: Path) -> None:
     [
         (b"", "EOF"),
         (b"{}", "kit_version: Field required"),
-        (b"\xff\xfe", "no certificate"),
-        (b"[" * 100_000, "no certificate"),
+        (b"\xff\xfe", "is not a certificate"),
+        (b"[" * 100_000, "is not a certificate"),
         (certificate_json(EVERYTHING).replace('"hung"', '"maybe"').encode(), r"verdicts\.2\.outcome"),
         (certificate_json(EVERYTHING).replace('"kind"', '"king"').encode(), "kind: Field required"),
     ],
@@ -244,7 +244,7 @@ def test_the_page_escapes_evidence_and_keeps_it_readable() -> None:
     text = html_page(EVERYTHING)
     assert "&lt;b&gt;bold&lt;/b&gt; &amp; " in text and "<b>bold" not in text
     page = Page(text)
-    for words in ("tiny", "2.0", "edition 2", "3 of 8 logprobs differ", "File <stdin>", "issue 31", "0.25"):
+    for words in ("tiny", "2.0", "protocol version 2", "3 of 8 logprobs differ", "File <stdin>", "issue 31", "0.25"):
         assert words in page.text
     assert not re.search(r"url\(|@import|https?://(?!127\.0\.0\.1)", text)
 
@@ -261,13 +261,13 @@ def test_the_page_unfolds_what_keeps_it_from_conforming() -> None:
 @pytest.mark.parametrize(
     ("subject", "message", "color"),
     [
-        (certificate(PASSED), "edition 2: 1 of 1", "brightgreen"),
-        (certificate(PASSED, SKIPPED), "edition 2: 1 of 1", "brightgreen"),
-        (certificate(PASSED, EXPECTED), "edition 2: 1 of 2", "yellowgreen"),
-        (certificate(PASSED, left_out=("E-02", "E-03")), "edition 2: 1 of 1, 2 left out", "lightgrey"),
-        (EVERYTHING, "edition 2: 2 of 5", "red"),
-        (certificate(PASSED, problem="gone"), "edition 2: 1 of 1", "red"),
-        (certificate(SKIPPED), "edition 2: 0 of 0", "red"),
+        (certificate(PASSED), "protocol version 2: 1 of 1", "brightgreen"),
+        (certificate(PASSED, SKIPPED), "protocol version 2: 1 of 1", "brightgreen"),
+        (certificate(PASSED, EXPECTED), "protocol version 2: 1 of 2", "yellowgreen"),
+        (certificate(PASSED, left_out=("E-02", "E-03")), "protocol version 2: 1 of 1, 2 left out", "lightgrey"),
+        (EVERYTHING, "protocol version 2: 2 of 5", "red"),
+        (certificate(PASSED, problem="gone"), "protocol version 2: 1 of 1", "red"),
+        (certificate(SKIPPED), "protocol version 2: 0 of 0", "red"),
     ],
 )
 def test_the_badge_is_what_shields_asks_for(subject: Certificate, message: str, color: str) -> None:
@@ -292,7 +292,7 @@ def test_the_terminal_says_what_to_look_at_and_where_the_time_went() -> None:
         "File <stdin>",
         "issue 32",
         "1 passed  1 failed  1 hung  1 skipped  1 expected failure  1 unexpected pass",
-        "does not conform to edition 2 of the contract: 2 of 5 checks hold",
+        "does not conform to protocol version 2: 2 of 5 checks hold",
         "where the time went, 10.00 s in all",
         "starting and bringing back",
     ):
@@ -302,7 +302,9 @@ def test_the_terminal_says_what_to_look_at_and_where_the_time_went() -> None:
 
 def test_a_run_that_left_checks_out_or_ended_early_says_so() -> None:
     text = printed(certificate(PASSED, left_out=("E-02",), problem="before E-03: it is gone"))
-    assert "conforms, as far as it was checked, to edition 2" in printed(certificate(PASSED, left_out=("E-02",)))
+    assert "conforms, as far as it was checked, to protocol version 2" in printed(
+        certificate(PASSED, left_out=("E-02",))
+    )
     assert "1 check was left out" in text and "ended early, before E-03: it is gone" in text
 
 
@@ -321,7 +323,7 @@ def test_verdicts_are_printed_as_they_come(is_terminal: bool) -> None:
     with progress(console, checks) as on_verdict:
         on_verdict(PASSED)
         assert "E-01" in text.getvalue()
-        on_verdict(verdict("E-02", Outcome.SKIPPED, message="not declared: " + "x" * 200))
+        on_verdict(verdict("E-02", CheckOutcome.SKIPPED, message="not declared: " + "x" * 200))
     lines = text.getvalue().splitlines()
     if is_terminal:
         assert "2 of 2" in text.getvalue() and "x" * 60 not in text.getvalue()

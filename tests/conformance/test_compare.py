@@ -7,41 +7,43 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inflight.conformance.compare import ChangeKind, FactChange, compare, comparison_text
-from inflight.conformance.verdicts import Outcome, Verdict
+from inflight.conformance.verdicts import CheckOutcome, Verdict
 from inflight.errors import ConfigError
 from tests.conformance.certificates import EVERYTHING, FAILED, HUNG, PASSED, certificate, verdict
 
-OUTCOMES = st.sampled_from(Outcome)
+OUTCOMES = st.sampled_from(CheckOutcome)
 RUNS = st.dictionaries(st.sampled_from([f"E-0{n}" for n in range(8)]), OUTCOMES)
 
 
-def run_of(outcomes: dict[str, Outcome]) -> tuple[Verdict, ...]:
+def run_of(outcomes: dict[str, CheckOutcome]) -> tuple[Verdict, ...]:
     return tuple(verdict(id, outcome) for id, outcome in outcomes.items())
 
 
 @pytest.mark.parametrize(
     ("before", "after", "kind"),
     [
-        (Outcome.PASSED, Outcome.PASSED, None),
-        (Outcome.PASSED, Outcome.FAILED, ChangeKind.REGRESSION),
-        (Outcome.PASSED, Outcome.HUNG, ChangeKind.REGRESSION),
-        (Outcome.EXPECTED_FAILURE, Outcome.FAILED, ChangeKind.REGRESSION),
-        (Outcome.UNEXPECTED_PASS, Outcome.FAILED, ChangeKind.REGRESSION),
-        (Outcome.FAILED, Outcome.HUNG, ChangeKind.STILL_BAD),
-        (Outcome.FAILED, Outcome.FAILED, ChangeKind.STILL_BAD),
-        (Outcome.HUNG, Outcome.PASSED, ChangeKind.FIXED),
-        (Outcome.EXPECTED_FAILURE, Outcome.UNEXPECTED_PASS, ChangeKind.FIXED),
-        (Outcome.PASSED, Outcome.EXPECTED_FAILURE, ChangeKind.EXCUSED),
-        (Outcome.FAILED, Outcome.EXPECTED_FAILURE, ChangeKind.EXCUSED),
-        (Outcome.EXPECTED_FAILURE, Outcome.EXPECTED_FAILURE, None),
-        (Outcome.SKIPPED, Outcome.FAILED, ChangeKind.SKIP_CHANGED),
-        (Outcome.PASSED, Outcome.SKIPPED, ChangeKind.SKIP_CHANGED),
-        (Outcome.SKIPPED, Outcome.SKIPPED, None),
-        (None, Outcome.FAILED, ChangeKind.NEW),
-        (Outcome.PASSED, None, ChangeKind.GONE),
+        (CheckOutcome.PASSED, CheckOutcome.PASSED, None),
+        (CheckOutcome.PASSED, CheckOutcome.FAILED, ChangeKind.REGRESSION),
+        (CheckOutcome.PASSED, CheckOutcome.HUNG, ChangeKind.REGRESSION),
+        (CheckOutcome.EXPECTED_FAILURE, CheckOutcome.FAILED, ChangeKind.REGRESSION),
+        (CheckOutcome.UNEXPECTED_PASS, CheckOutcome.FAILED, ChangeKind.REGRESSION),
+        (CheckOutcome.FAILED, CheckOutcome.HUNG, ChangeKind.STILL_BAD),
+        (CheckOutcome.FAILED, CheckOutcome.FAILED, ChangeKind.STILL_BAD),
+        (CheckOutcome.HUNG, CheckOutcome.PASSED, ChangeKind.FIXED),
+        (CheckOutcome.EXPECTED_FAILURE, CheckOutcome.UNEXPECTED_PASS, ChangeKind.FIXED),
+        (CheckOutcome.PASSED, CheckOutcome.EXPECTED_FAILURE, ChangeKind.EXCUSED),
+        (CheckOutcome.FAILED, CheckOutcome.EXPECTED_FAILURE, ChangeKind.EXCUSED),
+        (CheckOutcome.EXPECTED_FAILURE, CheckOutcome.EXPECTED_FAILURE, None),
+        (CheckOutcome.SKIPPED, CheckOutcome.FAILED, ChangeKind.SKIP_CHANGED),
+        (CheckOutcome.PASSED, CheckOutcome.SKIPPED, ChangeKind.SKIP_CHANGED),
+        (CheckOutcome.SKIPPED, CheckOutcome.SKIPPED, None),
+        (None, CheckOutcome.FAILED, ChangeKind.NEW),
+        (CheckOutcome.PASSED, None, ChangeKind.GONE),
     ],
 )
-def test_what_became_of_a_check(before: Outcome | None, after: Outcome | None, kind: ChangeKind | None) -> None:
+def test_what_became_of_a_check(
+    before: CheckOutcome | None, after: CheckOutcome | None, kind: ChangeKind | None
+) -> None:
     old = certificate(*run_of({"E-01": before} if before else {}))
     new = certificate(*run_of({"E-01": after} if after else {}))
     comparison = compare(old, new)
@@ -50,19 +52,19 @@ def test_what_became_of_a_check(before: Outcome | None, after: Outcome | None, k
 
 
 @given(RUNS, RUNS)
-def test_every_check_of_both_is_accounted_for_once(old: dict[str, Outcome], new: dict[str, Outcome]) -> None:
+def test_every_check_of_both_is_accounted_for_once(old: dict[str, CheckOutcome], new: dict[str, CheckOutcome]) -> None:
     comparison = compare(certificate(*run_of(old)), certificate(*run_of(new)))
     changed = [change.id for change in comparison.changes]
     assert len(changed) == len(set(changed))
     assert set(changed) >= set(old) ^ set(new)
     for id in set(old) | set(new):
         if id not in changed:
-            assert {old[id], new[id]} <= {Outcome.PASSED, Outcome.UNEXPECTED_PASS} or old[id] is new[id]
+            assert {old[id], new[id]} <= {CheckOutcome.PASSED, CheckOutcome.UNEXPECTED_PASS} or old[id] is new[id]
     assert comparison_text(comparison).count("\n  E-") == len(changed)
 
 
 @given(RUNS)
-def test_a_certificate_is_no_worse_than_itself(outcomes: dict[str, Outcome]) -> None:
+def test_a_certificate_is_no_worse_than_itself(outcomes: dict[str, CheckOutcome]) -> None:
     subject = certificate(*run_of(outcomes))
     comparison = compare(subject, subject)
     assert not comparison.is_worse and comparison.facts == ()
@@ -94,8 +96,8 @@ def test_a_run_that_now_ends_early_is_worse() -> None:
 
 
 def test_the_text_shows_regressions_first_with_what_was_seen() -> None:
-    old = certificate(PASSED, verdict("E-02", Outcome.PASSED), HUNG)
-    new = certificate(verdict("E-01", Outcome.SKIPPED), FAILED, HUNG, implementation_version="2.1")
+    old = certificate(PASSED, verdict("E-02", CheckOutcome.PASSED), HUNG)
+    new = certificate(verdict("E-01", CheckOutcome.SKIPPED), FAILED, HUNG, implementation_version="2.1")
     text = comparison_text(compare(old, new))
     assert text.index("regressions (1)") < text.index("still failing (1)") < text.index("skipped before or now (1)")
     assert "E-02  passed -> failed: E-02 holds (3 of 8 logprobs differ)" in text

@@ -11,7 +11,7 @@ from inflight.conformance.checks import select
 from inflight.conformance.endpoint import CHECKS
 from inflight.conformance.kit import Kit
 from inflight.conformance.targets import EndpointTarget
-from inflight.conformance.verdicts import Outcome
+from inflight.conformance.verdicts import CheckOutcome
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import UnsupportedError
 from inflight.local.endpoint import LocalEndpoint
@@ -20,6 +20,7 @@ from inflight.wire import Capabilities, ChatCompletion, ChatCompletionRequest, I
 from tests.conformance.mutants.patches import declaring, drawing
 from tests.conformance.mutants.sampling import reporting_unscaled
 
+pytestmark = pytest.mark.usefixtures("forks")
 SAME_AS_THE_EMBEDDED = (
     "name",
     "init_process_group",
@@ -69,7 +70,7 @@ def raw_logprobs(model: Path) -> InferenceEndpoint:
 @pytest.mark.parametrize(
     ("factory", "ids", "skipped"),
     [
-        (modest, (), {"E-23", "E-24", "E-29"}),
+        pytest.param(modest, (), {"E-23", "E-24", "E-29"}, marks=pytest.mark.exhaustive),
         (one_at_a_time, ("E-07", "E-08", "E-17", "E-25", "E-26"), {"E-26"}),
         (raw_logprobs, ("E-10", "E-12", "E-13", "E-14", "E-16"), set()),
     ],
@@ -79,6 +80,6 @@ def test_an_endpoint_that_declares_less_passes(factory, ids, skipped):
     checks = select(CHECKS, ids) if ids else select(CHECKS, levels=("discovery", "tokens"))
     with Kit(EndpointTarget(factory=f"{__name__}:{factory.__name__}")) as kit:
         verdicts = [kit.run(check) for check in checks]
-    wrong = [(v.id, v.message) for v in verdicts if v.outcome in (Outcome.FAILED, Outcome.HUNG)]
+    wrong = [(v.id, v.message) for v in verdicts if v.outcome in (CheckOutcome.FAILED, CheckOutcome.HUNG)]
     assert not wrong
-    assert {verdict.id for verdict in verdicts if verdict.outcome is Outcome.SKIPPED} == skipped
+    assert {verdict.id for verdict in verdicts if verdict.outcome is CheckOutcome.SKIPPED} == skipped

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from inflight.conformance.checks import Check
 from inflight.conformance.expected import apply_expected, load_expected
-from inflight.conformance.verdicts import BAD_OUTCOMES, Outcome
+from inflight.conformance.verdicts import BAD_OUTCOMES, CheckOutcome
 from inflight.errors import ConfigError
 from tests.conformance.certificates import PASSED, verdict
 
@@ -54,17 +54,17 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        (Outcome.FAILED, Outcome.EXPECTED_FAILURE),
-        (Outcome.HUNG, Outcome.EXPECTED_FAILURE),
-        (Outcome.PASSED, Outcome.UNEXPECTED_PASS),
-        (Outcome.SKIPPED, Outcome.SKIPPED),
+        (CheckOutcome.FAILED, CheckOutcome.EXPECTED_FAILURE),
+        (CheckOutcome.HUNG, CheckOutcome.EXPECTED_FAILURE),
+        (CheckOutcome.PASSED, CheckOutcome.UNEXPECTED_PASS),
+        (CheckOutcome.SKIPPED, CheckOutcome.SKIPPED),
     ],
 )
-def test_what_an_expectation_makes_of_a_verdict(before: Outcome, after: Outcome) -> None:
+def test_what_an_expectation_makes_of_a_verdict(before: CheckOutcome, after: CheckOutcome) -> None:
     found = verdict("E-01", before, message="seen", evidence={"n": 1}, stacks="here")
     changed = apply_expected(found, {"E-01": "issue 31"})
     assert changed.outcome is after
-    assert changed.expected == ("" if after is Outcome.SKIPPED else "issue 31")
+    assert changed.expected == ("" if after is CheckOutcome.SKIPPED else "issue 31")
     assert (changed.evidence, changed.stacks) == (found.evidence, found.stacks)
     assert apply_expected(found, {"E-02": "another"}) == found
 
@@ -73,7 +73,7 @@ def test_an_unexpected_pass_says_what_to_do() -> None:
     assert "take it out" in apply_expected(PASSED, {"E-01": "issue 31"}).message
 
 
-@given(st.sampled_from(list(Outcome)[:4]))
-def test_an_expected_verdict_is_bad_only_if_it_passed(outcome: Outcome) -> None:
+@given(st.sampled_from(list(CheckOutcome)[:4]))
+def test_an_expected_verdict_is_bad_only_if_it_passed(outcome: CheckOutcome) -> None:
     changed = apply_expected(verdict("E-01", outcome), {"E-01": "issue 31"})
-    assert (changed.outcome in BAD_OUTCOMES) == (outcome is Outcome.PASSED)
+    assert (changed.outcome in BAD_OUTCOMES) == (outcome is CheckOutcome.PASSED)

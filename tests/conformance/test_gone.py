@@ -17,10 +17,11 @@ from inflight.conformance.frames import innermost_frame, own_frame
 from inflight.conformance.kit import Kit
 from inflight.conformance.suite import run_suite
 from inflight.conformance.targets import EndpointTarget
-from inflight.conformance.verdicts import Certificate, Outcome
+from inflight.conformance.verdicts import Certificate, CheckOutcome
 from inflight.errors import InflightError, PoisonedError
 from tests.conformance import dying
 
+pytestmark = pytest.mark.usefixtures("forks")
 ASKED = ("E-01", "E-10", "E-12", "E-14", "E-16", "E-51", "E-17", "U-01", "U-02", "U-13", "E-60")
 """All need a token but the first; E-51 is for servers."""
 
@@ -39,7 +40,7 @@ def certificate_of(target: EndpointTarget) -> Certificate:
 def test_when_an_endpoint_dies_one_check_fails_and_the_rest_are_skipped(tmp_path: Path) -> None:
     options = {"after": 3, "grave": str(tmp_path / "grave")}
     found = certificate_of(EndpointTarget(factory="tests.conformance.dying:start", options=options))
-    failed = [verdict for verdict in found.verdicts if verdict.outcome is Outcome.FAILED]
+    failed = [verdict for verdict in found.verdicts if verdict.outcome is CheckOutcome.FAILED]
     assert len(failed) == 1, [str(verdict) for verdict in failed]
     (root,) = failed
     assert not found.conforms
@@ -49,7 +50,7 @@ def test_when_an_endpoint_dies_one_check_fails_and_the_rest_are_skipped(tmp_path
     later = found.verdicts[found.verdicts.index(root) + 1 :]
     assert len(later) >= 5
     for verdict in later:
-        assert verdict.outcome is Outcome.SKIPPED
+        assert verdict.outcome is CheckOutcome.SKIPPED
         if verdict.id != "E-51":
             assert verdict.message == f"the endpoint has been gone since {root.id}"
 
@@ -57,9 +58,9 @@ def test_when_an_endpoint_dies_one_check_fails_and_the_rest_are_skipped(tmp_path
 def test_an_endpoint_that_can_be_made_anew_costs_one_check_and_shows_its_own_line(tmp_path: Path) -> None:
     options = {"after": 3, "grave": str(tmp_path / "grave"), "comes_back": True}
     found = certificate_of(EndpointTarget(factory="tests.conformance.dying:start", options=options))
-    (root,) = [verdict for verdict in found.verdicts if verdict.outcome is Outcome.FAILED]
+    (root,) = [verdict for verdict in found.verdicts if verdict.outcome is CheckOutcome.FAILED]
     others = [verdict for verdict in found.verdicts if verdict.id not in (root.id, "E-51")]
-    assert {verdict.outcome for verdict in others} == {Outcome.PASSED}
+    assert {verdict.outcome for verdict in others} == {CheckOutcome.PASSED}
     assert "matters" not in root.message
     lines = Path(dying.__file__).read_text().splitlines()
     number = 1 + next(i for i, line in enumerate(lines) if 'json.loads("the engine' in line)
@@ -76,18 +77,19 @@ def test_a_server_that_is_killed_between_two_checks_fails_the_next_one_only(tmp_
         try:
             while not ready.exists():
                 assert server.poll() is None
-            url = json.loads(ready.read_text())["url"]
+            started = json.loads(ready.read_text())
+            url, pid = started["url"], started["pid"]
             with Kit(EndpointTarget(url=url, token="t", model=model)) as kit:
                 (first, second, third) = (select(CHECKS, [name])[0] for name in ("E-10", "E-12", "E-14"))
-                assert kit.run(first).outcome is Outcome.PASSED
-                server.send_signal(signal.SIGKILL)
+                assert kit.run(first).outcome is CheckOutcome.PASSED
+                os.kill(pid, signal.SIGKILL)
                 server.wait()
                 killed, skipped = kit.run(second), kit.run(third)
         finally:
             server.kill()
-    assert killed.outcome is Outcome.FAILED
+    assert killed.outcome is CheckOutcome.FAILED
     assert killed.message.startswith("the endpoint did not come back for this check, which did not run: Unreachable")
-    assert skipped.outcome is Outcome.SKIPPED
+    assert skipped.outcome is CheckOutcome.SKIPPED
     assert skipped.message == "the endpoint has been gone since E-12"
 
 

@@ -14,10 +14,11 @@ import pytest
 
 from inflight.cli import main
 from inflight.conformance import EndpointTarget, Kit, endpoint_checks
-from inflight.conformance.verdicts import Outcome
+from inflight.conformance.verdicts import CheckOutcome
 
+pytestmark = pytest.mark.usefixtures("forks")
 THREADED = "tests.conformance.plain.threaded:make"
-SERVE = f"{shlex.quote(sys.executable)} -m inflight serve {{model}} --port {{port}} --token-file {{token_file}}"
+SERVE = "-m inflight serve {model} --port {port} --token-file {token_file}"
 BY_ID = {check.id: check for check in endpoint_checks()}
 
 
@@ -27,13 +28,13 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_function_is_served_with_the_options_that_are_given() -> None:
-    command = f"{SERVE} --engine {THREADED} --name mine --engine-arg max_concurrent=3"
+    command = f"{shlex.quote(sys.executable)} {SERVE} --engine {THREADED} --name mine --engine-arg max_concurrent=3"
     with Kit(EndpointTarget(command=command)) as kit:
         assert kit.facts["capabilities"]["model"] == "mine"
         assert kit.facts["capabilities"]["max_concurrent_sequences"] == 3
         for name in ("E-10", "E-50", "E-54", "U-21", "U-51"):
             verdict = kit.run(BY_ID[name])
-            assert verdict.outcome is Outcome.PASSED, verdict
+            assert verdict.outcome is CheckOutcome.PASSED, verdict
 
 
 def test_an_installed_engine_is_started_and_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,11 +43,11 @@ def test_an_installed_engine_is_started_and_served(tmp_path: Path, monkeypatch: 
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: plain-engine\nVersion: 1\n")
     (installed / "entry_points.txt").write_text("[inflight.engines]\nplain = tests.conformance.plain.kind:KIND\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", ""), os.getcwd()]))
-    with Kit(EndpointTarget(command=f"{SERVE} --engine plain")) as kit:
+    with Kit(EndpointTarget(command=f"{shlex.quote(sys.executable)} {SERVE} --engine plain")) as kit:
         assert kit.facts["implementation"] == "plain"
         for name in ("E-10", "U-22"):
             verdict = kit.run(BY_ID[name])
-            assert verdict.outcome is Outcome.PASSED, verdict
+            assert verdict.outcome is CheckOutcome.PASSED, verdict
 
 
 MODULE = """

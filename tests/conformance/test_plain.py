@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from inflight.conformance import EndpointTarget, Kit, Outcome, WorkerTarget, endpoint_checks, worker_checks
+from inflight.conformance import CheckOutcome, EndpointTarget, Kit, WorkerTarget, endpoint_checks, worker_checks
 from inflight.conformance.expected import apply_expected, load_expected
+from tests.selection import first_of_each
 
+pytestmark = pytest.mark.usefixtures("forks")
 EXPECTED = Path(__file__).with_name("plain") / "expected.toml"
 
 
@@ -31,13 +33,13 @@ def worker() -> Iterator[Kit]:
         yield kit
 
 
-@pytest.mark.parametrize("check", endpoint_checks(), ids=str)
+@pytest.mark.parametrize("check", first_of_each(endpoint_checks(), lambda check: check.level), ids=str)
 def test_the_endpoint_of_the_docs(endpoint, check):
     expected = load_expected(EXPECTED, endpoint_checks())
     verdict = apply_expected(endpoint.run(check), expected)
     verdict.raise_unless_good()
-    assert (verdict.outcome is Outcome.EXPECTED_FAILURE) == (check.id in expected)
-    if verdict.outcome is Outcome.SKIPPED:
+    assert (verdict.outcome is CheckOutcome.EXPECTED_FAILURE) == (check.id in expected)
+    if verdict.outcome is CheckOutcome.SKIPPED:
         reasons = (
             "not declared",
             "version binding is admission",
@@ -53,7 +55,7 @@ def test_the_endpoint_of_the_docs(endpoint, check):
 def test_what_the_server_cannot_do_is_said(endpoint):
     (check,) = [check for check in endpoint_checks() if check.id == "E-22"]
     verdict = endpoint.run(check)
-    assert verdict.outcome is Outcome.FAILED
+    assert verdict.outcome is CheckOutcome.FAILED
     assert "the id of a running request" in verdict.message
     assert verdict.look_at
 
@@ -62,11 +64,15 @@ THREADED_LEVELS = ("control", "versions", "caches", "faults")
 """Where a thread makes a difference; `inflight check` goes through all of them."""
 
 
-@pytest.mark.parametrize("check", [check for check in endpoint_checks() if check.level in THREADED_LEVELS], ids=str)
+@pytest.mark.parametrize(
+    "check",
+    first_of_each((c for c in endpoint_checks() if c.level in THREADED_LEVELS), lambda check: check.level),
+    ids=str,
+)
 def test_the_engine_with_a_thread_of_the_docs(threaded, check):
     verdict = threaded.run(check)
     verdict.raise_unless_good()
-    if verdict.outcome is Outcome.SKIPPED:
+    if verdict.outcome is CheckOutcome.SKIPPED:
         reasons = ("not declared", "speaks HTTP", "kit started", "is declared")
         assert any(reason in verdict.message for reason in reasons), verdict.message
 
@@ -75,12 +81,12 @@ def test_a_label_that_comes_from_the_receiver_is_too_late_for_the_first_tokens()
     (check,) = [check for check in endpoint_checks() if check.id == "U-21"]
     with Kit(EndpointTarget(factory="tests.conformance.mislabelled:make")) as kit:
         verdict = kit.run(check)
-    assert verdict.outcome is Outcome.FAILED, verdict
+    assert verdict.outcome is CheckOutcome.FAILED, verdict
 
 
 @pytest.mark.parametrize("check", worker_checks(), ids=str)
 def test_the_worker_of_the_docs(worker, check):
     verdict = worker.run(check)
     verdict.raise_unless_good()
-    if verdict.outcome is Outcome.SKIPPED:
+    if verdict.outcome is CheckOutcome.SKIPPED:
         assert "several ranks" in verdict.message

@@ -14,10 +14,12 @@ import pytest
 from inflight.conformance.checks import Check
 from inflight.conformance.kit import Kit
 from inflight.conformance.targets import WorkerTarget
-from inflight.conformance.verdicts import Certificate, Outcome, Verdict
+from inflight.conformance.verdicts import Certificate, CheckOutcome, Verdict
 from inflight.conformance.worker import CHECKS
 from tests.conformance.worker_mutants import MUTANTS
+from tests.selection import first_of_each
 
+pytestmark = pytest.mark.usefixtures("forks")
 FSDP, MUTANT = "inflight_fsdp:create_worker", "tests.conformance.worker_mutants:create_worker"
 BY_ID = {check.id: check for check in CHECKS}
 OF_SEVERAL_RANKS = {"W-02", "W-18", "W-19", "W-20", "W-27", "W-38", "W-39"}
@@ -29,10 +31,12 @@ def test_the_fsdp_worker_passes_every_check_on_one_rank() -> None:
     with Kit(WorkerTarget(factory=FSDP, num_ranks=1, options={"device": "cpu"})) as kit:
         verdicts = [kit.run(check) for check in CHECKS]
         assert kit.facts["implementation"] == "inflight_fsdp.worker.FsdpWorker"
-    assert [str(verdict) for verdict in verdicts if verdict.outcome not in (Outcome.PASSED, Outcome.SKIPPED)] == []
-    skipped = {verdict.id for verdict in verdicts if verdict.outcome is Outcome.SKIPPED}
+    assert [
+        str(verdict) for verdict in verdicts if verdict.outcome not in (CheckOutcome.PASSED, CheckOutcome.SKIPPED)
+    ] == []
+    skipped = {verdict.id for verdict in verdicts if verdict.outcome is CheckOutcome.SKIPPED}
     assert skipped == OF_SEVERAL_RANKS
-    assert all(verdict.evidence for verdict in verdicts if verdict.outcome is Outcome.PASSED)
+    assert all(verdict.evidence for verdict in verdicts if verdict.outcome is CheckOutcome.PASSED)
 
 
 def test_every_check_has_a_mutant() -> None:
@@ -62,19 +66,25 @@ def check_mutant(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
         kit.close()
 
 
-@pytest.mark.parametrize("name", [name for name, mutant in MUTANTS.items() if not mutant.hangs])
+@pytest.mark.parametrize(
+    "name",
+    first_of_each(
+        (name for name, mutant in MUTANTS.items() if not mutant.hangs),
+        lambda name: BY_ID[MUTANTS[name].caught_by].level,
+    ),
+)
 def test_a_faulty_worker_is_caught_by_its_check(check_mutant: Callable[[str, Check], Verdict], name: str) -> None:
     verdict = check_mutant(name, BY_ID[MUTANTS[name].caught_by])
-    assert verdict.outcome is Outcome.FAILED, verdict
+    assert verdict.outcome is CheckOutcome.FAILED, verdict
     assert verdict.message and verdict.look_at
 
 
-@pytest.mark.parametrize("name", [name for name, mutant in MUTANTS.items() if mutant.hangs])
+@pytest.mark.parametrize("name", first_of_each((n for n, mutant in MUTANTS.items() if mutant.hangs), lambda _: "hangs"))
 def test_a_hanging_worker_is_shown_with_the_stacks_of_every_rank(
     check_mutant: Callable[[str, Check], Verdict], name: str
 ) -> None:
     verdict = check_mutant(name, BY_ID[MUTANTS[name].caught_by])
-    assert verdict.outcome is Outcome.HUNG, verdict
+    assert verdict.outcome is CheckOutcome.HUNG, verdict
     ranks = verdict.stacks.split("--- rank ")[1:]
     assert [rank[0] for rank in ranks] == ["0", "1"]
     function = BY_ID[MUTANTS[name].caught_by].function.__name__
@@ -98,6 +108,7 @@ def torchrun(target: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.exhaustive
 def test_ranks_that_torchrun_starts_make_one_certificate(tmp_path: Path) -> None:
     asked = ("W-01", "W-02", "W-18", "W-20", "W-26", "W-38", "W-40")
     ids = [word for name in asked for word in ("--check", name)]
@@ -105,12 +116,13 @@ def test_ranks_that_torchrun_starts_make_one_certificate(tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr
     found = Certificate.model_validate_json((tmp_path / "certificate.json").read_text())
     assert [verdict.id for verdict in found.verdicts] == list(asked)
-    skipped = [verdict for verdict in found.verdicts if verdict.outcome is not Outcome.PASSED]
+    skipped = [verdict for verdict in found.verdicts if verdict.outcome is not CheckOutcome.PASSED]
     assert [verdict.id for verdict in skipped] == ["W-20", "W-38"]
     assert all("one rank" in verdict.message for verdict in skipped)
     assert found.flags["ranks"] == "2"
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_hangs_under_torchrun_ends_the_run_with_what_was_found(tmp_path: Path) -> None:
     asked = ("W-01", "W-26", "W-27")
     ids = [word for name in asked for word in ("--check", name)]

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from inflight.conformance.transport.pair import TransportPair
+from inflight.contracts import WeightReceiver, WeightSender
 from inflight.errors import TransferError
 from inflight.types import WeightBucket
 from inflight.weights.packing import pack
-from inflight.weights.transports.process_group import ProcessGroupReceiver, ProcessGroupSender
-from inflight.wire import ProcessGroupSpec, UpdateRef
+from inflight.weights.transports.installed import ProcessGroupTransport
+from inflight.wire import ProcessGroupSpec, TransportSpec, UpdateRef
 
 Fault = Callable[[Any], None]
 LEFT_LISTENING: list[socket.socket] = []
@@ -37,20 +37,28 @@ class Mutant:
     """Makes the faults of both ends, which share something."""
 
 
-def make(mutant: str = "", mutant_file: str = "") -> TransportPair:
-    """The factory that the kit calls; the file, if there is one, holds the name."""
-    name = Path(mutant_file).read_text() if mutant_file else mutant
-    fault = MUTANTS[name] if name else Mutant("", "")
-    spoil_sender, spoil_receiver = fault.both() if fault.both else (fault.sender, fault.receiver)
-    sender = ProcessGroupSender()
-    spoil_sender(sender)
+class Spoiled(ProcessGroupTransport):
+    """Gloo with one fault."""
 
-    def receiver(spec: ProcessGroupSpec) -> ProcessGroupReceiver:
-        made = ProcessGroupReceiver(spec)
-        spoil_receiver(made)
+    def __init__(self, fault: Mutant) -> None:
+        super().__init__("gloo")
+        self._spoil_sender, self._spoil_receiver = fault.both() if fault.both else (fault.sender, fault.receiver)
+
+    def sender(self, **options: Any) -> WeightSender:
+        made = super().sender(**options)
+        self._spoil_sender(made)
         return made
 
-    return TransportPair(sender, receiver, name=f"gloo with {name or 'no fault'}")
+    def receiver(self, spec: TransportSpec, **options: Any) -> WeightReceiver:
+        made = super().receiver(spec, **options)
+        self._spoil_receiver(made)
+        return made
+
+
+def make(mutant: str = "", mutant_file: str = "") -> Spoiled:
+    """The function that the kit calls; the file, if there is one, holds the name."""
+    name = Path(mutant_file).read_text() if mutant_file else mutant
+    return Spoiled(MUTANTS[name] if name else Mutant("", ""))
 
 
 def respecified(change: Callable[[int, ProcessGroupSpec], dict[str, Any]]) -> Fault:

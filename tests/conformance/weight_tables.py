@@ -10,16 +10,16 @@ from tests.conformance.kept import kept, kept_rows, milliseconds
 def weights_spans_table() -> str:
     """Return the spans of each transport, beside the machine's own limit."""
     lines = [
-        "| transport | weights | sent | gather | wire | hold | load | first token | total | GB/s | limit | share |",
+        "| transport | weights | sent | gather | wire | pause | load | first token | total | GB/s | limit | share |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in kept_rows("table", "weights"):
         spans = {name: milliseconds(spread["median"]) for name, spread in row["spans"].items()}
         first = milliseconds(row["busy"].get("first_token", {}).get("median"))
         lines.append(
-            f"| {row['way'].replace('+', ' + ')} | {row['size_bytes'] / 1e6:,.0f} MB "
+            f"| {row['transport'].replace('+', ' + ')} | {row['size_bytes'] / 1e6:,.0f} MB "
             f"| {row['sent_bytes'] / 1e6:,.1f} MB "
-            f"| {spans['gather']} | {spans['wire']} | {spans['hold']} | {spans['load']} | {first} | {spans['total']} "
+            f"| {spans['gather']} | {spans['wire']} | {spans['pause']} | {spans['load']} | {first} | {spans['total']} "
             f"| {row['gb_per_s']:.2f} | {row['limit']}, {milliseconds(row['limit_s']['median'])} "
             f"| {100 * row['share_of_limit']:.0f} % |"
         )
@@ -28,11 +28,13 @@ def weights_spans_table() -> str:
 
 def weights_targets_table() -> str:
     """Return what was aimed at and what was measured."""
-    largest = {row["way"]: row for row in kept_rows("table", "weights")}  # the last one of each way is the largest
+    largest = {
+        row["transport"]: row for row in kept_rows("table", "weights")
+    }  # the last one of each transport is the largest
     gloo, shm, delta = largest["gloo"], largest["shm"], largest["gloo+delta"]
     small: Any = kept_rows("small", "weights")
     tokens: Any = kept_rows("tokens", "weights")
-    hold, copy = shm["spans"]["held"]["median"], shm["copy_s"]["median"]
+    pause, copy = shm["spans"]["paused"]["median"], shm["copy_s"]["median"]
     lines = ["| what | target | measured |", "|---|---|---|"]
     lines += [
         f"| {what} | {target} | {measured} |"
@@ -49,9 +51,9 @@ def weights_targets_table() -> str:
                 f"**{small['ratio_median']:.1f}** ({small['ratio_min']:.1f} to {small['ratio_max']:.1f})",
             ),
             (
-                "shared memory, 1 GB: hold over one copy of the bytes",
+                "shared memory, 1 GB: pause over one copy of the bytes",
                 "1.3 or less",
-                f"**{hold / copy:.2f}** ({milliseconds(hold)} and {milliseconds(copy)})",
+                f"**{pause / copy:.2f}** ({milliseconds(pause)} and {milliseconds(copy)})",
             ),
             (
                 "delta at 2 % changed, gloo, 1 GB: bytes of it over all bytes",
@@ -76,11 +78,11 @@ def weights_targets_table() -> str:
 
 def weights_engines_table() -> str:
     """Return how long the real engines take for new weights, by our publish and by their own ways."""
-    lines = ["| engine | way | weights | until they are served | sampling held |", "|---|---|---|---|---|"]
+    lines = ["| engine | how | weights | until they are served | sampling paused |", "|---|---|---|---|---|"]
     lines += [
-        f"| {row['engine']} | {row['way']} | {row['size_bytes'] / 1e6:,.0f} MB | "
+        f"| {row['engine']} | {row['how']} | {row['size_bytes'] / 1e6:,.0f} MB | "
         f"{milliseconds(row['median_s'])} ({milliseconds(min(row['seconds']))} to "
-        f"{milliseconds(max(row['seconds']))}) | {milliseconds(row['hold_median_s'])} |"
+        f"{milliseconds(max(row['seconds']))}) | {milliseconds(row['pause_median_s'])} |"
         for row in kept_rows("engines", "weights")
     ]
     return "\n".join(lines)
@@ -130,6 +132,21 @@ def chaos_table() -> str:
     )
 
 
+def fleets_checked_table() -> str:
+    """Return what `inflight check fleet` found over the servers of each engine."""
+    lines = [
+        "| engine | schedules | faults that struck | publishes | tokens | slowest publish | minutes | failed |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for figures in map(kept, ("chaos-vllm", "chaos-sglang")):
+        lines.append(
+            f"| {figures['engine']} {figures['engine_version']} | {figures['num_schedules']:,} | "
+            f"{figures['num_faults']:,} | {figures['num_publishes']:,} | {figures['num_tokens']:,} | "
+            f"{figures['slowest_publish_s']:.1f} s | {figures['wall_s'] / 60:.0f} | **{len(figures['failed'])}** |"
+        )
+    return "\n".join(lines)
+
+
 def fleet_table() -> str:
     """Return how the quickstart went on a fleet that nobody disturbed, and on one whose servers came and went."""
     lines = [
@@ -150,5 +167,6 @@ WEIGHT_TABLES = {
     "weights_engines": weights_engines_table,
     "weights_repeat": weights_repeat_table,
     "chaos": chaos_table,
+    "fleets_checked": fleets_checked_table,
     "fleet": fleet_table,
 }

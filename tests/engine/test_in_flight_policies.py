@@ -156,21 +156,21 @@ def test_aborted_requests_end_with_what_they_have_and_waiting_ones_start_under_t
 
 @pytest.mark.parametrize("policy", [InFlightPolicy.DRAIN, InFlightPolicy.ABORT])
 def test_sequences_that_wait_to_be_recomputed_count_as_running(model_dir: Path, policy: InFlightPolicy) -> None:
-    # Nine prompts of 900 tokens are more than one prefill: a hold can come while some are still to be recomputed.
+    # Nine prompts of 900 tokens are more than one prefill: a pause can come while some are still to be recomputed.
     requests = [make_request(f"r{i}", random_prompt(900, i), max_tokens=100, ignore_eos=True) for i in range(9)]
     with publishing(model_dir, max_concurrent=8) as it:
-        engine, held = it.endpoint._engine, threading.Event()
+        engine, paused = it.endpoint._engine, threading.Event()
         futures = it.start(*requests)
         wait_in_thread(lambda: it.endpoint.stats().num_running == 8)
 
         def two_updates_at_once() -> None:
-            engine.hold(InFlightPolicy.KEEP, lambda: None)
+            engine.pause(InFlightPolicy.KEEP, lambda: None)
             engine.load((), 1, InFlightPolicy.RECOMPUTE)
             engine.resume()
-            engine.hold(policy, held.set)
+            engine.pause(policy, paused.set)
 
         engine.call(two_updates_at_once).result(WAIT_S)
-        assert held.wait(WAIT_S)
+        assert paused.wait(WAIT_S)
         running, (waiting,) = futures[:8], futures[8:]
         completions = completions_of(running)
         assert not waiting.done()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from inflight.errors import ConfigError
 from inflight.local.tiny import TinyShape, context_of, create_tiny_model, demonstration, warm_start
 from inflight.progress import ProgressLines
 from inflight.rollouts.tasks import load_task
+from tests.zygote import python
 
 SMALL = TinyShape(hidden_size=24, num_layers=1, num_heads=1, max_model_len=1024)
 LONG_TASKS = ("word_sorting", "number_sorting", "caesar_cipher", "mini_sudoku")
@@ -88,7 +88,7 @@ def test_a_warm_start_prints_lines_where_nobody_looks_at_a_terminal(
 
 def test_lines_of_a_warm_start_are_not_held_back_by_a_pipe(tmp_path: Path) -> None:
     small = ["--steps", "100000", "--hidden-size", "24", "--layers", "1", "--heads", "1", "--task", "word_sorting"]
-    command = [sys.executable, "-m", "inflight", "tiny-model", str(tmp_path / "model"), *small]
+    command = [python(), "-m", "inflight", "tiny-model", str(tmp_path / "model"), *small]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:

@@ -26,7 +26,7 @@ from inflight_sglang import SglangEndpoint
 from inflight_sglang import flags as sglang_flags
 from inflight_vllm import VllmEndpoint
 from inflight_vllm import flags as vllm_flags
-from inflight_vllm.updates import PROTOCOL
+from inflight_vllm.updates import PLUGIN_PROTOCOL
 
 FRESH, STALE = -0.5, -9.0
 
@@ -154,7 +154,13 @@ class LabelledVllm(LabelledServer):
             "scheduler_config": {"enable_chunked_prefill": False, "max_num_seqs": 4},
         }
         kept = None if self.kept is None else self.kept.model_dump()
-        status = {"protocol": PROTOCOL, "phase": "done", "group": self.group, "kept": kept}
+        status = {
+            "protocol": PLUGIN_PROTOCOL,
+            "phase": "done",
+            "group": self.group,
+            "kept": kept,
+            "transports": ["file", "gloo"],
+        }
         answers = {
             "/openapi.json": {"paths": dict.fromkeys([*vllm_flags.NEEDED_ROUTES, "/v1/chat/completions/render"])},
             "/version": {"version": "0"},

@@ -96,7 +96,7 @@ def test_no_more_than_the_last_lines_are_quoted_and_all_are_kept() -> None:
 def test_an_engine_that_is_never_healthy_is_stopped_at_the_deadline() -> None:
     waited: list[float] = []
     engine = start_engine(SILENT, NOTHING)
-    words = r"(?s)silent was not healthy after 1 s and is stopped.*loading for ever"
+    words = r"(?s)silent was not healthy after 1 s and is being stopped.*loading for ever"
     with pytest.raises(EndpointError, match=words), engine:
         asyncio.run(engine.wait_until_healthy(1.0, waited.append))
     assert waited == []  # it is told every five seconds
@@ -297,6 +297,7 @@ def test_the_contract_is_served_in_front_of_an_engine_until_told_to_stop(
     assert "serving tiny" in (tmp_path / "engine.log").read_text()
 
 
+@pytest.mark.exhaustive
 def test_an_engine_ends_with_the_killed_server_in_front_of_it(start: Callable[..., Serving]) -> None:
     server = start("fake")
     server.url()
@@ -305,6 +306,7 @@ def test_an_engine_ends_with_the_killed_server_in_front_of_it(start: Callable[..
     assert all(ends_within(pid, 12.0) for pid in family)
 
 
+@pytest.mark.exhaustive
 def test_an_engine_that_dies_while_it_is_served_ends_the_server_with_its_last_words(
     start: Callable[..., Serving],
 ) -> None:
@@ -387,7 +389,10 @@ def test_an_engine_that_fails_to_start_ends_the_server_with_status_1(start: Call
     ("arguments", "words"),
     [
         (["--engine", "toaster"], "unknown engine 'toaster'; known: local"),
-        (["--engine", "local", "--python", "python"], "--python, --engine-arg, --engine-port and --log are for"),
+        (
+            ["--engine", "local", "--python", "python"],
+            "--python, --engine-arg, --engine-port and --log do not apply to the embedded",
+        ),
         (["--engine", "vllm", "--start-timeout", "0"], "--start-timeout must be above 0"),
         (["--engine", "vllm", "--threads", "0"], "--threads must be at least 1"),
         (["--engine", "vllm", "--python", "no/such/python"], "Python interpreter 'no/such/python' does not exist"),
@@ -420,7 +425,7 @@ def test_a_run_trains_over_an_engine_and_an_embedded_server_and_ends_both(model_
     run = RunProcess(tmp_path, model_dir, "--servers.fleet", fleet, "--run.num_steps", "3", environment=environment)
     assert run.wait() == 0, run.output()
     assert [row["version"] for row in run.rows()] == [1, 2, 3]
-    assert len(run.rows()[-1]["publish"]["held_s"]) == 2
+    assert len(run.rows()[-1]["publish"]["paused_s"]) == 2
     assert len({event["endpoint"] for event in run.events("group")}) == 2
     assert "serving" in (run.directory / "logs" / "server-0-fake.engine.log").read_text()
     assert all(ends_within(pid, 1.0) for pid in run.servers())

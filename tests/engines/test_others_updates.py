@@ -18,7 +18,7 @@ from inflight.contracts import InferenceEndpoint
 from inflight.engines.calls import Attaching
 from inflight.engines.labels import began_under_another, label_of, parse_label
 from inflight.engines.timings import LastUpdate
-from inflight.errors import ConfigError, InvalidRequestError, PoisonedError, UnauthorizedError
+from inflight.errors import ConfigError, InvalidRequestError, PoisonedError, TransferError, UnauthorizedError
 from inflight.weights.buckets import plan_buckets
 from inflight.wire import (
     ChatCompletionRequest,
@@ -145,12 +145,12 @@ def test_weights_that_another_client_left_torn_are_refused_and_nothing_is_sample
     run(server, call)
 
 
-def test_a_server_that_another_client_holds_is_said_to_be_held(server: LabelledServer) -> None:
+def test_a_server_that_another_client_paused_is_said_to_be_paused(server: LabelledServer) -> None:
     async def call(client: InferenceEndpoint) -> None:
         await sample(client)
         assert (await client.weight_version()).state is EndpointState.READY
         server.is_paused = True
-        assert (await client.weight_version()).state is EndpointState.HELD
+        assert (await client.weight_version()).state is EndpointState.PAUSED
 
     run(server, call)
 
@@ -166,7 +166,7 @@ def test_a_client_says_which_session_of_another_brought_what_is_served(server: L
 
 def test_what_vllm_keeps_as_the_base_of_a_delta_is_asked_when_a_group_is_formed(tmp_path: Path) -> None:
     server = LabelledVllm(served_model(tmp_path))
-    group = DirectorySpec(run_id="run", backend="file", directory=str(tmp_path), timeout_s=5.0)
+    group = DirectorySpec(run_id="run", transport="file", directory=str(tmp_path), timeout_s=5.0)
 
     async def call(client: InferenceEndpoint) -> None:
         for kept in (UpdateRef(run_id="run", version=1, session_id="s"), None):
@@ -195,7 +195,7 @@ def test_an_open_update_of_a_client_that_closes_leaves_vllm_sampling(tmp_path: P
 
     async def call(client: InferenceEndpoint) -> None:
         await client.init_process_group(
-            DirectorySpec(run_id="run", backend="file", directory=str(tmp_path), timeout_s=5.0)
+            DirectorySpec(run_id="run", transport="file", directory=str(tmp_path), timeout_s=5.0)
         )
         await client.request_weight_update(announced(InFlightPolicy.KEEP))
 
@@ -208,7 +208,7 @@ def test_the_first_token_is_measured_where_requests_wait_for_the_end_of_a_drain(
         await client.capabilities()
         client._engine.files = None  # of SGLang: nothing is loaded here
         update = announced(InFlightPolicy.DRAIN).model_copy(update={"staged": True})
-        await client._engine.hold(update)
+        await client._engine.pause(update)
         sampling = asyncio.ensure_future(sample(client))
         await asyncio.sleep(0.05)
         await client._engine.apply(update)
@@ -222,7 +222,7 @@ def test_a_server_that_was_replaced_has_had_no_update(server: LabelledServer) ->
     async def call(client: Any) -> None:
         server.label = "1/s@run"
         await client.weight_version()
-        client._engine.last.timings = timings = UpdateTimings(held_s=1.0, load_s=0.5)
+        client._engine.last.timings = timings = UpdateTimings(paused_s=1.0, load_s=0.5)
         assert (await client.weight_version()).last_update == timings
         server.label = "default"
         assert (await client.weight_version()).last_update is None
@@ -267,7 +267,10 @@ def test_messages_that_render_to_nothing_and_models_that_are_not_served_are_refu
     messages = (ChatMessage(role="user", content=""),)
 
     async def call(client: InferenceEndpoint) -> None:
-        for model, says in (("tiny", "prompt_token_ids"), ("other", "'other' is not served here, 'tiny' is")):
+        for model, says in (
+            ("tiny", "prompt_token_ids"),
+            ("other", "'other' is not served here; the served model is 'tiny'"),
+        ):
             with pytest.raises(InvalidRequestError, match=says):
                 await client.chat_completion(ChatCompletionRequest(model=model, messages=messages, max_tokens=1))
 
@@ -300,7 +303,7 @@ def test_attaching_is_shared_and_repeated_after_it_failed_or_was_cancelled() -> 
 def test_the_first_token_of_an_update_is_not_told_of_the_next() -> None:
     async def main() -> None:
         last = LastUpdate()
-        first, second = UpdateTimings(held_s=1.0, load_s=0.5), UpdateTimings(held_s=2.0, load_s=0.5)
+        first, second = UpdateTimings(paused_s=1.0, load_s=0.5), UpdateTimings(paused_s=2.0, load_s=0.5)
         last.timings = first
         await last.note_first_token(first, asyncio.sleep(0), time.monotonic())
         assert last.timings is not None and last.timings.first_token_s is not None
@@ -327,3 +330,35 @@ def test_labels_say_what_they_were_made_of_and_no_two_updates_share_one() -> Non
 def test_a_completion_without_tokens_began_under_no_label() -> None:
     assert not began_under_another(None, "default")
     assert not began_under_another([{"version": "1/s@run", "start": 0, "end": 0}], "default")
+
+
+class JoiningVllm(LabelledVllm):
+    """The join of its first group never ends, as of a worker that cannot reach a store which is gone."""
+
+    num_joins = 0
+
+    def answer(self, path: str, body: Any) -> Any:
+        self.num_joins += path == "/init_weight_transfer_engine"
+        found = super().answer(path, body)
+        if path == "/collective_rpc" and self.num_joins == 1:
+            found["results"][0]["phase"] = "busy"
+        return found
+
+
+def test_a_join_that_waits_for_nobody_ends_when_the_next_one_comes(tmp_path: Path) -> None:
+    server = JoiningVllm(served_model(tmp_path))
+    spec = DirectorySpec(run_id="run", transport="file", directory=str(tmp_path), timeout_s=60)
+
+    async def call(client: InferenceEndpoint) -> None:
+        first = asyncio.ensure_future(client.init_process_group(spec))
+        await wait_until(lambda: server.num_joins == 1)
+        async with asyncio.timeout(10):
+            # The second waits for its turn: if it had one, its own publisher would have gone meanwhile.
+            later = [asyncio.ensure_future(client.init_process_group(spec.model_copy())) for _ in range(2)]
+            await later[1]
+            for given_up in (first, later[0]):
+                with pytest.raises(TransferError, match=r"given up: .* joining another"):
+                    await given_up
+        assert server.num_joins == 2
+
+    run(server, call)

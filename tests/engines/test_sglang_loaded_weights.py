@@ -1,4 +1,4 @@
-"""What an SGLang server is known to have loaded, and what an adapter means for it."""
+"""What an SGLang server is known to have loaded, and what a LoRA means for it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from inflight.errors import UpdateRefusedError
-from inflight.weights.adapters import adapter_names
 from inflight.weights.buckets import plan_buckets
+from inflight.weights.lora import lora_names
 from inflight.wire import InFlightPolicy, Manifest, UpdateRef, WeightUpdate
 from inflight_sglang.loaded_weights import LoadedWeights
 from tests.weights.workers import LORA, PlainWorker
@@ -27,15 +27,15 @@ class Server:
         self.loaded = LoadedWeights(directory, "float32", lambda: (self.served, self.is_torn))
 
     def load(
-        self, tensors: dict[str, torch.Tensor], version: int, *, adapter: bool = False, keep: bool = False
+        self, tensors: dict[str, torch.Tensor], version: int, *, lora: bool = False, keep: bool = False
     ) -> set[str]:
         """Go through one update to its end; return the names that are loaded besides what arrived."""
         specs = PlainWorker(tensors).parameter_specs()
-        frozen = () if adapter else tuple(name for name in BASE if name not in tensors)
+        frozen = () if lora else tuple(name for name in BASE if name not in tensors)
         update = WeightUpdate(
             run_id="run",
             version=version,
-            manifest=Manifest(tensors=tuple(specs), frozen=frozen, adapter=LORA if adapter else None),
+            manifest=Manifest(tensors=tuple(specs), frozen=frozen, lora=LORA if lora else None),
             buckets=tuple(plan_buckets(specs)),
             keep=keep,
             in_flight=InFlightPolicy.KEEP,
@@ -58,40 +58,40 @@ def server(tmp_path: Path) -> Server:
 
 def lora(*modules: str) -> dict[str, torch.Tensor]:
     shapes = ((4, 2), (3, 4))
-    return {name: torch.ones(shape) for m in modules for name, shape in zip(adapter_names(m), shapes, strict=True)}
+    return {name: torch.ones(shape) for m in modules for name, shape in zip(lora_names(m), shapes, strict=True)}
 
 
-def test_an_adapter_is_merged_into_the_checkpoint_and_taken_out_by_what_follows(server: Server) -> None:
-    assert server.load(lora("m"), 1, adapter=True) == {"m.weight"}
-    assert server.load(lora("n"), 2, adapter=True) == {"m.weight", "n.weight"}
+def test_a_lora_is_merged_into_the_checkpoint_and_taken_out_by_what_follows(server: Server) -> None:
+    assert server.load(lora("m"), 1, lora=True) == {"m.weight"}
+    assert server.load(lora("n"), 2, lora=True) == {"m.weight", "n.weight"}
     assert server.load({"m.weight": torch.zeros(3, 2)}, 3, keep=True) == {"n.weight"}
-    assert server.load(lora("m"), 4, adapter=True) == {"m.weight"}
+    assert server.load(lora("m"), 4, lora=True) == {"m.weight"}
     assert server.load(BASE, 5) == set()
 
 
-def test_an_adapter_needs_weights_that_were_kept_and_a_server_that_starts_again_has_its_checkpoint(
+def test_a_lora_needs_weights_that_were_kept_and_a_server_that_starts_again_has_its_checkpoint(
     server: Server,
 ) -> None:
     server.load(BASE, 1)
-    with pytest.raises(UpdateRefusedError, match=r"keep_base=True: 1 tensors .*m\.weight"):
-        server.load(lora("m"), 2, adapter=True)
+    with pytest.raises(UpdateRefusedError, match=r"keep_base=True: .* 1 tensors .*m\.weight"):
+        server.load(lora("m"), 2, lora=True)
     server.served = None
-    assert server.load(lora("m"), 2, adapter=True) == {"m.weight"}
+    assert server.load(lora("m"), 2, lora=True) == {"m.weight"}
 
 
 def test_what_another_process_had_loaded_is_not_known_until_all_is_sent(server: Server) -> None:
-    server.load(lora("m"), 1, adapter=True)
+    server.load(lora("m"), 1, lora=True)
     server.served = UpdateRef(run_id="theirs", version=1)
     with pytest.raises(UpdateRefusedError, match=r"another process had version 1 loaded.*keep_base=True"):
-        server.load(lora("m"), 2, adapter=True)
+        server.load(lora("m"), 2, lora=True)
     assert server.load({"m.weight": torch.zeros(3, 2)}, 2) == set()
     server.served = UpdateRef(run_id="theirs", version=1)
     server.load(BASE, 3, keep=True)
-    assert server.load(lora("m"), 4, adapter=True) == {"m.weight"}
+    assert server.load(lora("m"), 4, lora=True) == {"m.weight"}
 
 
 def test_an_update_that_failed_while_it_was_loaded_loses_nothing_that_is_known(server: Server) -> None:
-    server.load(lora("m"), 1, adapter=True)
+    server.load(lora("m"), 1, lora=True)
     specs = PlainWorker(BASE).parameter_specs()
     manifest, buckets = Manifest(tensors=tuple(specs)), tuple(plan_buckets(specs))
     torn = WeightUpdate(
@@ -125,7 +125,7 @@ def test_a_version_that_was_tried_here_and_loaded_by_another_process_is_not_know
     server.loaded.begin(ended)
     server.served = ended.ref  # whole, and not by this process
     with pytest.raises(UpdateRefusedError, match="another process had version 2 loaded"):
-        server.load(lora("m"), 3, adapter=True)
+        server.load(lora("m"), 3, lora=True)
 
 
 def test_a_version_that_another_session_of_another_process_brought_again_is_not_known(server: Server) -> None:
@@ -133,4 +133,4 @@ def test_a_version_that_another_session_of_another_process_brought_again_is_not_
     assert server.served is not None
     server.served = server.served.model_copy(update={"session_id": "another"})
     with pytest.raises(UpdateRefusedError, match="another process had version 1 loaded"):
-        server.load(lora("m"), 2, adapter=True)
+        server.load(lora("m"), 2, lora=True)

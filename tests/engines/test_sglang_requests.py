@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 from typing import Any
@@ -300,6 +301,27 @@ def test_the_command_starts_a_server_that_inflight_attaches_to(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
+    ("length", "max_concurrent", "flags"),
+    [
+        (2048, None, f"--max-running-requests 64 --max-total-tokens {64 * 2048}"),
+        (2048, 8, f"--max-running-requests 8 --max-total-tokens {8 * 2048}"),
+        # 128 KiB a token, and 2 GiB: 16,384 tokens hold four sequences.
+        (4096, None, "--max-running-requests 4 --max-total-tokens 16384"),
+        (40960, None, "--max-running-requests 1 --max-total-tokens 40960"),
+    ],
+)
+def test_the_cache_on_a_cpu_holds_every_sequence_that_is_declared(
+    tmp_path: Path, length: int, max_concurrent: int | None, flags: str
+) -> None:
+    small = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}
+    large = {"num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+    config = {**(small if length == 2048 else large), "max_position_embeddings": length}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = EngineOptions(model=tmp_path, device="cpu", dtype="float32", max_concurrent=max_concurrent)
+    assert flags in shlex.join(KIND.command(options, "127.0.0.1", 7110))
+
+
+@pytest.mark.parametrize(
     ("url", "info", "config", "says"),
     [
         ("http://10.0.0.7:30000", {}, {}, "loopback"),
@@ -307,7 +329,7 @@ def test_the_command_starts_a_server_that_inflight_attaches_to(tmp_path: Path) -
         ("http://127.0.0.1:30000", {"tp_size": 2}, {}, "tp_size is 2"),
         ("http://127.0.0.1:30000", {"quantization": "fp8"}, {}, "quantized"),
         ("http://127.0.0.1:30000", {}, {"quantization_config": {"bits": 4}}, "quantized"),
-        ("http://127.0.0.1:30000", {"enable_lora": True}, {}, "adapters"),
+        ("http://127.0.0.1:30000", {"enable_lora": True}, {}, "LoRAs"),
         ("http://127.0.0.1:30000", {"load_format": "gguf"}, {}, "loader"),
     ],
 )

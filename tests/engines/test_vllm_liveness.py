@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from inflight.engines.calls import BackgroundCalls
 from inflight.engines.requests import RequestGate
 from inflight.engines.routes import EngineRoutes
+from inflight.engines.timings import LastUpdate
 from inflight.errors import DeadlineError, EndpointError, UnreachableError
 from inflight_vllm.updates import VllmUpdates
 
@@ -69,7 +71,7 @@ def asked(server: Server, timeout_s: float) -> float:
 @pytest.mark.parametrize("server", [503], indirect=True)
 def test_a_question_that_a_dead_engine_never_answers_ends_within_two_seconds(server: Server) -> None:
     began = time.monotonic()
-    with pytest.raises(EndpointError, match="GET /weight_info has no answer, and GET /health says that the engine has"):
+    with pytest.raises(EndpointError, match="GET /weight_info got no answer, and GET /health says that the engine has"):
         asked(server, 30.0)
     assert time.monotonic() - began < 2.0
 
@@ -80,18 +82,19 @@ def test_a_slow_engine_that_lives_is_waited_for_until_the_deadline(server: Serve
         asked(server, 3.0)
 
 
-@pytest.mark.parametrize("ending", ["release", "give_up"])
-def test_no_request_waits_for_ever_when_the_server_is_gone_in_the_middle_of_a_hold(ending: str) -> None:
+@pytest.mark.parametrize("ending", ["resume", "give_up"])
+def test_no_request_waits_for_ever_when_the_server_is_gone_in_the_middle_of_a_pause(ending: str) -> None:
     async def unused() -> Any:
         raise AssertionError("nothing was applied")
 
     async def main() -> None:
         routes, gate = EngineRoutes("http://127.0.0.1:9", api_key=None, control_timeout_s=5.0), RequestGate()
-        updates = VllmUpdates(routes, gate, unused)
-        gate.is_open.clear()  # as a hold does
+        background = BackgroundCalls()
+        updates = VllmUpdates(routes, gate, background, LastUpdate(), unused)
+        gate.is_open.clear()  # as a pause does
         with pytest.raises(UnreachableError):
             await getattr(updates, ending)()
         assert gate.is_open.is_set()
-        await updates.aclose()
+        await background.aclose(30.0)
 
     asyncio.run(main())

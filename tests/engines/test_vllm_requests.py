@@ -89,7 +89,7 @@ def test_what_does_not_fit_is_refused(num_prompt: int, sampling: dict[str, Any],
 
 
 def test_a_token_outside_of_the_vocabulary_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="token id 3 is outside of the vocabulary of 3"):
+    with pytest.raises(InvalidRequestError, match="token id 3 is outside the vocabulary of 3 tokens"):
         check_request(request(), CAN.model_copy(update={"vocab_size": 3}))
 
 

@@ -13,12 +13,13 @@ from typing import Any
 import pydantic
 import pytest
 
+from inflight import wire
 from inflight.errors import ProtocolError
 from inflight.http import bodies
 from inflight.http.client import HttpEndpoint
 from inflight.http.routes import ROUTES, Route
 from inflight.http.server import create_app
-from inflight.wire import ErrorBody, GenerateRequest, GenerateResponse, SamplingParams, TransportBody, WireModel
+from inflight.wire import ErrorBody, GenerateRequest, GenerateResponse, SamplingParams, WireModel
 from tests.engine.reference import serving, wait_until
 
 MAX_MODEL_LEN = 256
@@ -152,8 +153,7 @@ def filled(schema: dict[str, Any], definitions: dict[str, Any], bad: Any, num: i
 
 
 def wire_messages() -> list[type[pydantic.BaseModel]]:
-    kinds = dict.fromkeys((*WireModel.__subclasses__(), TransportBody))  # in order: workers collect the same cases
-    return [kind for kind in kinds if kind.__module__ == "inflight.wire"]
+    return [kind for kind in vars(wire).values() if isinstance(kind, type) and issubclass(kind, WireModel)]
 
 
 @pytest.mark.parametrize("kind", wire_messages(), ids=lambda kind: kind.__name__)
@@ -287,7 +287,7 @@ def calls_of(endpoint: HttpEndpoint) -> dict[str, Any]:
     ref = UpdateRef(run_id="run", version=1)
     request = GenerateRequest(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams(max_tokens=3, n=2))
     chat = ChatCompletionRequest(model="m", messages=(ChatMessage(role="user", content="x"),), max_tokens=3)
-    spec = PullSpec(run_id="run", backend="http", url="http://127.0.0.1:9", token="t", timeout_s=1)
+    spec = PullSpec(run_id="run", transport="http", url="http://127.0.0.1:9", token="t", timeout_s=1)
     return {
         "capabilities": endpoint.capabilities,
         "weight_version": endpoint.weight_version,

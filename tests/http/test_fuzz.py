@@ -72,20 +72,20 @@ def valid_bodies(endpoint: LocalEndpoint, directory: Path) -> dict[str, list[dic
     times = {"deadline_s": 0.05, "lease_s": 0.2}
     update = {**ref, **times, "manifest": manifest, "buckets": buckets, "in_flight": "keep", "staged": True}
     encoded = {**update, "encodings": ["bfloat16", "float8", "delta"], "base": {**ref, "version": 0}, "keep": True}
-    adapter = {**update, "manifest": {**manifest, "adapter": {"rank": 1, "alpha": 1.0, "rslora": True}, "frozen": []}}
+    lora = {**update, "manifest": {**manifest, "lora": {"rank": 1, "alpha": 1.0, "rslora": True}, "frozen": []}}
     transfer = {**ref, "bucket_index": 0, "timeout_s": LONGEST_S, "checksum": "0" * 32}
-    joining = {"run_id": "run", "epoch": 0, "timeout_s": LONGEST_S}
-    group = {"backend": "gloo", "group_name": "g", "master_address": "127.0.0.1", "master_port": 9, "rank": 1}
+    joining = {"run_id": "run", "incarnation": 0, "timeout_s": LONGEST_S}
+    group = {"transport": "gloo", "group_name": "g", "master_address": "127.0.0.1", "master_port": 9, "rank": 1}
     sampling = {"n": 2, "max_tokens": 2, "temperature": 0.7, "top_p": 0.9, "top_k": 3, "min_p": 0.1, "seed": 1}
     text = {"model": endpoint.name, "messages": [{"role": "user", "content": "a"}], "logprobs": True, "user": "u"}
     return {
         "/init_process_group": [
             {**joining, **group, "world_size": 2},
-            {**joining, "backend": "file", "directory": str(directory)},
-            {**joining, "backend": "shm", "directory": str(directory)},
-            {**joining, "backend": "http", "url": "http://127.0.0.1:9/x", "token": "t"},
+            {**joining, "transport": "file", "directory": str(directory)},
+            {**joining, "transport": "shm", "directory": str(directory)},
+            {**joining, "transport": "http", "url": "http://127.0.0.1:9/x", "token": "t"},
         ],
-        "/request_weight_update": [update, encoded, adapter],
+        "/request_weight_update": [update, encoded, lora],
         "/receive_weights": [transfer, {**transfer, "encoding": "float8", "size_bytes": 100}],
         "/commit_weight_update": [ref],
         "/abort_weight_update": [ref],
@@ -170,7 +170,7 @@ json_values = st.recursive(
 
 
 def test_no_extreme_of_a_transfer_is_an_error_while_its_update_is_open(server: Server, tmp_path: Path) -> None:
-    join = {"run_id": "stored", "backend": "file", "directory": str(tmp_path), "timeout_s": LONGEST_S}
+    join = {"run_id": "stored", "transport": "file", "directory": str(tmp_path), "timeout_s": LONGEST_S}
     for i, update in enumerate(server.bodies["/request_weight_update"][:2]):
         (tmp_path / "stored").mkdir(exist_ok=True)
         assert server.send(BY_PATH["/init_process_group"], json.dumps(join).encode())[0] == 200

@@ -27,7 +27,7 @@ from inflight.errors import (
     error_from_code,
 )
 from inflight.http.client import HttpEndpoint
-from inflight.types import EndpointReport, Outcome, PublishReport, PublishSpans
+from inflight.types import EndpointOutcome, EndpointReport, PublishReport, PublishSpans
 from inflight.wire import (
     BucketSpec,
     BucketTransfer,
@@ -51,7 +51,7 @@ from tests.servers import TOKEN, ServerProcess
 REQUEST = make_request("r", [72, 105], n=2, max_tokens=30, seed=6)
 GROUP = ProcessGroupSpec(
     run_id="run",
-    backend="gloo",
+    transport="gloo",
     group_name="group",
     master_address="127.0.0.1",
     master_port=9,
@@ -314,7 +314,7 @@ def test_a_stream_that_ends_without_its_end_is_a_protocol_error() -> None:
     chunk = b'data: {"request_id":"r","index":0,"start":0,"token_ids":[1],"logprobs":[-1.0],"version":0}\n\n'
     error = errors_raised(http(chunk), "generate_stream")["generate_stream"]
     assert type(error) is ProtocolError
-    assert "ends early" in str(error)
+    assert "ended early" in str(error)
 
 
 def test_an_error_within_a_stream_is_raised_as_itself() -> None:
@@ -374,8 +374,10 @@ def test_every_error_survives_pickling(kind: type[InflightError]) -> None:
 
 
 def test_a_publish_error_survives_pickling_with_its_report() -> None:
-    spans = PublishSpans(gather_s=1, hold_s=1, wire_s=1, load_s=1, first_token_s=None, total_s=2)
-    report = PublishReport("run", 3, 100, (EndpointReport("http://e:1", Outcome.REFUSED, 2, "why"),), spans, 1, 100)
+    spans = PublishSpans(gather_s=1, pause_s=1, wire_s=1, load_s=1, first_token_s=None, total_s=2)
+    report = PublishReport(
+        "run", 3, 100, (EndpointReport("http://e:1", EndpointOutcome.REFUSED, 2, "why"),), spans, 1, 100
+    )
     copy = pickle.loads(pickle.dumps(PublishError("did not reach", report)))
     assert (type(copy), str(copy), copy.report) == (PublishError, "did not reach", report)
 

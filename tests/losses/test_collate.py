@@ -91,7 +91,7 @@ def test_counts_are_of_unmasked_tokens_of_all_completions_and_of_prompts_that_ha
 def test_completions_that_are_in_no_micro_batch_count_if_their_number_is_given():
     loss = PRESETS["grpo"].loss
     assert prepare(loss, [collate([FIRST])], num_sequences=4).before.num_sequences == 4
-    with pytest.raises(InvalidRequestError, match="hold 2 completions, num_sequences is 1"):
+    with pytest.raises(InvalidRequestError, match="hold 2 completions, but num_sequences is 1"):
         prepare(loss, [collate([FIRST, SECOND])], num_sequences=1)
 
 
@@ -120,12 +120,12 @@ def test_empty_micro_batch_has_zero_loss_that_depends_on_the_logprobs(preset, co
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (replace(FIRST, advantages=[1.0]), "sample 1 has 3 completion tokens but advantages speaks of 1"),
-        (replace(FIRST, loss_mask=[True] * 4), "loss_mask speaks of 4"),
-        (replace(FIRST, rollout=replace(FIRST.rollout, behaviour_logprobs=[])), "behaviour_logprobs speaks of 0"),
-        (replace(FIRST, rollout=replace(FIRST.rollout, version_spans=[])), "version_spans speaks of 0"),
+        (replace(FIRST, advantages=[1.0]), "sample 1 has 3 completion tokens but advantages has 1"),
+        (replace(FIRST, loss_mask=[True] * 4), "loss_mask has 4"),
+        (replace(FIRST, rollout=replace(FIRST.rollout, behaviour_logprobs=[])), "behaviour_logprobs has 0"),
+        (replace(FIRST, rollout=replace(FIRST.rollout, version_spans=[])), "version_spans has 0"),
         (replace(FIRST, rollout=replace(FIRST.rollout, prompt_token_ids=[])), "sample 1 has no prompt"),
-        (replace(FIRST, reference_logprobs=[0.0] * 3), "sample 0 has no reference_logprobs but others have"),
+        (replace(FIRST, reference_logprobs=[0.0] * 3), "sample 0 has no reference_logprobs but others do"),
     ],
 )
 def test_sample_whose_fields_disagree_is_refused_by_name(wrong, message):
@@ -134,7 +134,7 @@ def test_sample_whose_fields_disagree_is_refused_by_name(wrong, message):
 
 
 def test_reference_logprobs_of_the_wrong_length_are_refused():
-    with pytest.raises(InvalidRequestError, match="reference_logprobs speaks of 2"):
+    with pytest.raises(InvalidRequestError, match="reference_logprobs has 2"):
         collate([replace(FIRST, reference_logprobs=[0.0, 0.0])])
 
 

@@ -252,9 +252,9 @@ def test_target_that_was_not_kept_is_refused_by_name():
 @pytest.mark.parametrize(
     ("name", "wrong", "message"),
     [
-        ("targets_N", torch.tensor([0, 17, 3]), "target 1 is token 17, the vocabulary has 17"),
+        ("targets_N", torch.tensor([0, 17, 3]), "target 1 is token 17, but the vocabulary has 17"),
         ("targets_N", torch.tensor([-100, 1, 3]), "target 0 is token -100"),
-        ("targets_N", torch.tensor([1, 3]), r"targets \[2\] .* do not fit: they are \[N, H\]"),
+        ("targets_N", torch.tensor([1, 3]), r"targets \[2\] .* do not fit: they must be \[N, H\]"),
         ("temperature_N", torch.tensor([1.0, 0.0, 1.0]), "temperature of target 1 is 0.0: .* greedy"),
         ("temperature_N", torch.tensor([1.0, 1.0, float("nan")]), "temperature of target 2 is nan"),
         ("temperature_N", torch.tensor(1.0), r"temperature \[\]"),

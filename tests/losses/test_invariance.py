@@ -41,6 +41,7 @@ from tests.losses.steps import (
     random_step,
     select_segments,
 )
+from tests.selection import first_of_each
 
 _AFTER = {
     f"after_{aggregation.kind}": PolicyLoss(
@@ -90,7 +91,7 @@ def plans_of_ranks(loss, parts):
     return plans
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", first_of_each(LOSSES, lambda name: (LOSSES[name].level, LOSSES[name].aggregation)))
 @settings(max_examples=12, deadline=None)
 @given(
     labels=st.lists(st.integers(0, 5), min_size=len(LENGTHS), max_size=len(LENGTHS)),

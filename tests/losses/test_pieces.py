@@ -201,7 +201,7 @@ def test_targets_above_the_maximum_age_are_rejected(versions):
     _, gradient_T = loss_and_gradient(loss, batch, trainer_T, prepare(loss, [batch], current_version=VERSION))
     live_T = batch.loss_mask_T & (batch.advantages_T != 0)
     assert torch.equal(gradient_T != 0, live_T & (VERSION - batch.versions_T <= versions))
-    with pytest.raises(InvalidRequestError, match="give prepare the current_version"):
+    with pytest.raises(InvalidRequestError, match="pass current_version to prepare"):
         prepare(loss, [batch])
 
 
@@ -328,11 +328,11 @@ def test_loss_says_what_it_lacks():
     prompts = PolicyLoss(gate=Score(), aggregation=PromptMean())
     with pytest.raises(InvalidRequestError, match="needs group_ids_S"):
         prepare(prompts, [replace(batch, group_ids_S=None)])
-    with pytest.raises(InvalidRequestError, match="needs num_groups"):
+    with pytest.raises(InvalidRequestError, match="pass num_groups"):
         prepare(prompts, [batch], reduce=lambda numbers: numbers)
     with pytest.raises(InvalidRequestError, match="group_ids_S of targets go from 0 to 2, but num_groups is 2"):
         prepare(prompts, [batch], num_groups=2)
-    with pytest.raises(InvalidRequestError, match="give prepare trainer_logprobs"):
+    with pytest.raises(InvalidRequestError, match="pass the trainer_logprobs of every micro-batch to prepare"):
         prepare(PRESETS["m2po"].loss, [batch])
 
 
@@ -341,9 +341,9 @@ def test_logprobs_and_plans_that_do_not_fit_are_refused():
     trainer_T = logprobs_of(logits_TV, batch.token_ids_T, batch.temperature_T)
     loss = PRESETS["tis"].loss
     plan = prepare(loss, [batch])
-    with pytest.raises(InvalidRequestError, match=r"trainer_logprobs_T is \[27\], the micro-batch has 28 tokens"):
+    with pytest.raises(InvalidRequestError, match=r"trainer_logprobs_T is \[27\], but the micro-batch has 28 tokens"):
         loss(batch, trainer_T[1:], plan)
-    with pytest.raises(InvalidRequestError, match="plan is of another loss"):
+    with pytest.raises(InvalidRequestError, match="plan is for another loss"):
         loss(batch, trainer_T, prepare(PRESETS["grpo"].loss, [batch]))
 
 

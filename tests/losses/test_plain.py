@@ -117,7 +117,9 @@ def test_a_call_without_targets_has_a_loss_and_a_gradient_of_zero():
 
 def test_tensors_that_do_not_fit_are_refused_by_name():
     trainer, behaviour, advantages, mask = plain_tensors(4, 6)
-    with pytest.raises(InvalidRequestError, match=r"behaviour_logprobs are \[4, 5\], but trainer_logprobs \[4, 6\]"):
+    with pytest.raises(
+        InvalidRequestError, match=r"behaviour_logprobs are \[4, 5\], but trainer_logprobs are \[4, 6\]"
+    ):
         grpo_loss(trainer, behaviour[:, 1:], advantages, mask)
     with pytest.raises(InvalidRequestError, match=r"loss_mask are \[24\]"):
         grpo_loss(trainer, behaviour, advantages, mask.flatten())

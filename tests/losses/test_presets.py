@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -12,6 +13,7 @@ from inflight.errors import ConfigError
 from inflight.losses import PRESETS, PolicyLoss, preset
 from tests.losses.reference import LOSSES
 from tests.losses.steps import MASKS, logprobs_of, plan_of, random_step, sequences_of
+from tests.selection import first_of_each
 
 
 def both_ways(name, batch, logits_TV):
@@ -31,9 +33,10 @@ def both_ways(name, batch, logits_TV):
     return results
 
 
-@pytest.mark.parametrize("drift", [2.0, 0.3, 0.002], ids=["far", "near", "on-policy"])
-@pytest.mark.parametrize("temperature", [1.0, 0.7, None], ids=["cool", "cold", "mixed"])
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(
+    ("mask", "temperature", "drift"),
+    first_of_each(itertools.product(MASKS, (None, 1.0, 0.7), (0.3, 2.0, 0.002)), lambda case: case[0]),
+)
 @pytest.mark.parametrize("name", PRESETS)
 def test_preset_equals_a_plain_loop_from_the_logits_on(name, mask, temperature, drift):
     seed = (MASKS.index(mask) * 3 + int(drift)) * 3 + int(temperature or 0)

@@ -15,7 +15,7 @@ from inflight.pipeline.batches import frames_of, make_batch
 from inflight.pipeline.channel import WorkerChannel
 from inflight.pipeline.messages import Train, micro_batches_of
 from inflight.pipeline.trainer import planned
-from inflight.rollouts import StalenessPolicy
+from inflight.rollouts import MaxLag
 from inflight.types import Group, Rollout
 from inflight.wire import VersionSpan
 from tests.losses.reference import LOSSES, Token
@@ -40,7 +40,7 @@ NUM_COMPLETIONS = 8
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "gspo", "rloo", "pipelinerl", "roll_default", "dapo"])
 def test_completions_that_are_too_old_count_in_a_run_as_the_paper_s_denominator_says(name: str) -> None:
     preset = PRESETS[name]
-    batch = make_batch(GROUPS, 5, preset.advantages, StalenessPolicy(max_lag=2))
+    batch = make_batch(GROUPS, 5, preset.advantages, MaxLag(max_lag=2))
     assert len(batch.samples) == NUM_COMPLETIONS - 4
     (frame,) = frames_of(batch, max_tokens=64, num_ranks=1, publish=None)
     ours, theirs = socket.socketpair()
@@ -64,7 +64,7 @@ def test_completions_that_are_too_old_count_in_a_run_as_the_paper_s_denominator_
 
 
 def test_a_rank_without_data_is_sent_an_empty_micro_batch_and_counts_nothing() -> None:
-    batch = make_batch(GROUPS[:1], 5, "mean", StalenessPolicy(max_lag=2))
+    batch = make_batch(GROUPS[:1], 5, "mean", MaxLag(max_lag=2))
     assert len(batch.samples) == 2
     frames = frames_of(batch, max_tokens=5, num_ranks=3, publish=None)
     rows = []

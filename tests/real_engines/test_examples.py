@@ -19,7 +19,7 @@ def test_the_plain_loop_trains_against_the_engine_itself(engine: RealEngine) -> 
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    lines = re.findall(r"^version (\d+): reward \d\.\d+, held [\d.]+ ms", done.stdout, re.MULTILINE)
+    lines = re.findall(r"^version (\d+): reward \d\.\d+, paused [\d.]+ ms", done.stdout, re.MULTILINE)
     assert lines == ["1", "2", "3", "4", "5"], done.stdout
     with engine.publisher() as publisher:
         publish(publisher, engine.tensors, 1)

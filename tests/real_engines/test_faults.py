@@ -22,7 +22,7 @@ from inflight.engines.kinds import EngineKind, EngineOptions, load_engine_kind
 from inflight.engines.launch import started
 from inflight.errors import ConfigError, EndpointError, PublishError
 from inflight.http.client import HttpEndpoint
-from inflight.types import Outcome
+from inflight.types import EndpointOutcome
 from inflight.weights.buckets import plan_buckets
 from inflight.wire import EndpointState, WeightVersion
 from tests.real_engines.servers import (
@@ -111,7 +111,7 @@ def test_an_engine_killed_at_any_step_is_told_in_time_and_its_successor_is_synce
         tensors = muted(servers[0].tensors)
         bucket_bytes = sum(tensor.nbytes for tensor in tensors.values()) // 2
         num_buckets = len(plan_buckets(PlainWorker(tensors).parameter_specs(), bucket_bytes))
-        steps = {"before the hold": 0, "between two buckets": 2, "before the commit": num_buckets}
+        steps = {"before the pause": 0, "between two buckets": 2, "before the commit": num_buckets}
         for version, (step, index) in enumerate(steps.items(), start=1):
             worker = PlainWorker(tensors, version, lambda i, index=index: kill(servers[-1]) if i == index else None)
             began = time.monotonic()
@@ -119,7 +119,7 @@ def test_an_engine_killed_at_any_step_is_told_in_time_and_its_successor_is_synce
                 publish_worker(publisher, worker, deadline_s=DEADLINE_S, bucket_bytes=bucket_bytes)
             assert time.monotonic() - began < DEADLINE_S + 10, step
             (report,) = raised.value.report.endpoints
-            assert report.outcome in (Outcome.UNREACHABLE, Outcome.TIMED_OUT), (step, report)
+            assert report.outcome in (EndpointOutcome.UNREACHABLE, EndpointOutcome.TIMED_OUT), (step, report)
             servers.append(stack.enter_context(running(engine, tiny_model, port=port)))
             found = run(servers[-1].endpoint(), weight_version)
             assert (found.state, found.version, found.run_id) == (EndpointState.READY, 0, None), step

@@ -1,4 +1,4 @@
-"""Updates that leave tensors out and adapters, on vLLM itself: exactly the mixture is served, or nothing changes."""
+"""Updates that leave tensors out and LoRAs, on vLLM itself: exactly the mixture is served, or nothing changes."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 from safetensors.torch import save_file
 
 from inflight.errors import PublishError
-from inflight.types import Outcome
+from inflight.types import EndpointOutcome
 from inflight.weights.publish import WeightPublisher
 from inflight.weights.transports.process_group import ProcessGroupSender
-from inflight.wire import AdapterSpec, GenerateResponse
+from inflight.wire import GenerateResponse, LoraSpec
 from inflight_vllm import VllmEndpoint
 from tests.real_engines.oracle import transformers_logprobs
 from tests.real_engines.servers import RealEngine, logprobs, publish, publish_worker, request, run, running
-from tests.weights.lora import adapter_of, merged_with
-from tests.weights.workers import LORA, AdapterWorker, PartialWorker, scaled
+from tests.weights.lora import lora_of, merged_with
+from tests.weights.workers import LORA, LoraWorker, PartialWorker, scaled
 
 SPEC = LORA
-RSLORA = AdapterSpec(rank=4, alpha=2.0, rslora=True)
+RSLORA = LoraSpec(rank=4, alpha=2.0, rslora=True)
 
 TOLERANCE = 2e-3
 """Of logprobs in float32, whose logits are some tens: vLLM's kernels sum in another order than transformers'."""
@@ -69,9 +69,9 @@ def test_a_fused_layer_whose_other_half_was_not_kept_is_refused_before_anything_
     half = part(new, "layers.0.mlp.up_proj")
     with vllm.publisher() as publisher:
         publish(publisher, new, 1)
-        with pytest.raises(PublishError, match=r"keep_base=True: 1 tensors .*layers\.0\.mlp\.gate_proj") as raised:
+        with pytest.raises(PublishError, match=r"keep_base=True: .* 1 tensors .*layers\.0\.mlp\.gate_proj") as raised:
             publish_worker(publisher, PartialWorker(half, 2, vllm.tensors))
-        assert [e.outcome for e in raised.value.report.endpoints] == [Outcome.REFUSED]
+        assert [e.outcome for e in raised.value.report.endpoints] == [EndpointOutcome.REFUSED]
         assert_serves(vllm, new)
         whole_layers = part(new, "layers.0.mlp.gate_proj", "layers.0.mlp.up_proj", "down_proj")
         publish_worker(publisher, PartialWorker(whole_layers, 3, vllm.tensors))
@@ -91,7 +91,7 @@ def test_unknown_names_are_refused_and_the_old_weights_serve_on(vllm: RealEngine
         ):
             with pytest.raises(PublishError, match=r"model\.extra\.weight") as raised:
                 publish_worker(publisher, PartialWorker(sent, 2, known))
-            assert [e.outcome for e in raised.value.report.endpoints] == [Outcome.REFUSED]
+            assert [e.outcome for e in raised.value.report.endpoints] == [EndpointOutcome.REFUSED]
         assert_serves(vllm, vllm.tensors)
 
 
@@ -106,37 +106,37 @@ def test_weights_that_were_torn_need_a_complete_update_first(vllm: RealEngine, t
     with WeightPublisher([misled], ProcessGroupSender(), run_id="misled") as publisher:
         with pytest.raises(PublishError, match="applying version 1 failed") as raised:
             publish(publisher, wrong, 1)
-        assert [e.outcome for e in raised.value.report.endpoints] == [Outcome.POISONED]
+        assert [e.outcome for e in raised.value.report.endpoints] == [EndpointOutcome.POISONED]
     half = part(vllm.tensors, "layers.0.mlp.up_proj")
-    adapter = adapter_of(vllm.tensors, ["q_proj"], 4, seed=1)
+    lora = lora_of(vllm.tensors, ["q_proj"], 4, seed=1)
     with vllm.publisher() as publisher:
-        for worker in (PartialWorker(half, 1, vllm.tensors), AdapterWorker(adapter, 1, SPEC)):
+        for worker in (PartialWorker(half, 1, vllm.tensors), LoraWorker(lora, 1, SPEC)):
             with pytest.raises(PublishError, match="weights are torn") as raised:
                 publish_worker(publisher, worker)
-            assert [e.outcome for e in raised.value.report.endpoints] == [Outcome.POISONED]
+            assert [e.outcome for e in raised.value.report.endpoints] == [EndpointOutcome.POISONED]
         publish(publisher, vllm.tensors, 2, keep_base=True)
         publish_worker(publisher, PartialWorker(half, 3, vllm.tensors))
         assert_serves(vllm, {**vllm.tensors, **half})
         publish(publisher, vllm.tensors, 4, keep_base=True)
 
 
-def test_an_adapter_is_merged_replaced_by_the_next_and_follows_a_full_update(vllm: RealEngine) -> None:
+def test_a_lora_is_merged_replaced_by_the_next_and_follows_a_full_update(vllm: RealEngine) -> None:
     """Half of each fused layer is adapted; the first base is the checkpoint, the second what a full update brought."""
     base = vllm.tensors
-    first = adapter_of(base, ["q_proj", "up_proj", "down_proj"], 4, seed=1)
-    second = adapter_of(base, ["k_proj", "up_proj"], 4, seed=2)
+    first = lora_of(base, ["q_proj", "up_proj", "down_proj"], 4, seed=1)
+    second = lora_of(base, ["k_proj", "up_proj"], 4, seed=2)
     with vllm.publisher() as publisher:
-        report = publish_worker(publisher, AdapterWorker(first, 1, SPEC))
+        report = publish_worker(publisher, LoraWorker(first, 1, SPEC))
         assert report.sent_bytes == sum(t.nbytes for t in first.values()) < sum(t.nbytes for t in base.values()) / 3
         assert_serves(vllm, merged_with(base, first, SPEC))
-        publish_worker(publisher, AdapterWorker(second, 2, RSLORA))
+        publish_worker(publisher, LoraWorker(second, 2, RSLORA))
         assert_serves(vllm, merged_with(base, second, RSLORA))
-        publish_worker(publisher, AdapterWorker(scaled(second, 0.5), 3, RSLORA))
+        publish_worker(publisher, LoraWorker(scaled(second, 0.5), 3, RSLORA))
         assert_serves(vllm, merged_with(base, scaled(second, 0.5), RSLORA))
         new = scaled(base, 0.9)
         publish(publisher, new, 4, keep_base=True)
         assert_serves(vllm, new)
-        publish_worker(publisher, AdapterWorker(first, 5, SPEC))
+        publish_worker(publisher, LoraWorker(first, 5, SPEC))
         assert_serves(vllm, merged_with(new, first, SPEC))
         sent = part(base, "norm", "k_proj")
         publish_worker(publisher, PartialWorker(sent, 6, base))
@@ -144,17 +144,17 @@ def test_an_adapter_is_merged_replaced_by_the_next_and_follows_a_full_update(vll
         publish(publisher, base, 7, keep_base=True)
 
 
-def test_an_adapter_of_weights_that_were_not_kept_is_refused_before_anything_changes(vllm: RealEngine) -> None:
+def test_a_lora_of_weights_that_were_not_kept_is_refused_before_anything_changes(vllm: RealEngine) -> None:
     new = scaled(vllm.tensors, 0.9)
-    adapter = adapter_of(new, ["q_proj"], 4, seed=1)
+    lora = lora_of(new, ["q_proj"], 4, seed=1)
     with vllm.publisher() as publisher:
         publish(publisher, new, 1)
-        with pytest.raises(PublishError, match=r"keep_base=True: 6 tensors .*self_attn\.q_proj") as raised:
-            publish_worker(publisher, AdapterWorker(adapter, 2, SPEC))
+        with pytest.raises(PublishError, match=r"keep_base=True: .* 6 tensors .*self_attn\.q_proj") as raised:
+            publish_worker(publisher, LoraWorker(lora, 2, SPEC))
         (report,) = raised.value.report.endpoints
-        assert (report.outcome, report.serves) == (Outcome.REFUSED, 1)
+        assert (report.outcome, report.serves) == (EndpointOutcome.REFUSED, 1)
         assert_serves(vllm, new)
         publish(publisher, vllm.tensors, 3, keep_base=True)
-        publish_worker(publisher, AdapterWorker(adapter, 4, SPEC))
-        assert_serves(vllm, merged_with(vllm.tensors, adapter, SPEC))
+        publish_worker(publisher, LoraWorker(lora, 4, SPEC))
+        assert_serves(vllm, merged_with(vllm.tensors, lora, SPEC))
         publish(publisher, vllm.tensors, 5, keep_base=True)

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from inflight.contracts import InferenceEndpoint
 from inflight.engines.kinds import connect_endpoint
 from inflight.errors import PublishError
-from inflight.types import Outcome
+from inflight.types import EndpointOutcome
 from inflight.weights.buckets import plan_buckets
 from inflight.weights.publish import WeightPublisher
 from inflight.weights.transports import make_sender
@@ -47,8 +47,8 @@ from tests.real_engines.servers import (
     run,
     running,
 )
-from tests.weights.lora import adapter_of, merged_with
-from tests.weights.workers import LORA, AdapterWorker, PartialWorker, PlainWorker, scaled
+from tests.weights.lora import lora_of, merged_with
+from tests.weights.workers import LORA, LoraWorker, PartialWorker, PlainWorker, scaled
 
 VOCAB_SIZE = 258
 BUCKET_BYTES = 40_000
@@ -164,14 +164,14 @@ from pathlib import Path
 from safetensors.torch import load_file
 from inflight.weights.publish import WeightPublisher
 from tests.real_engines.servers import muted, publish_worker
-from tests.weights.lora import adapter_of, merged_with
-from tests.weights.workers import LORA, AdapterWorker, PartialWorker, PlainWorker, scaled
+from tests.weights.lora import lora_of, merged_with
+from tests.weights.workers import LORA, LoraWorker, PartialWorker, PlainWorker, scaled
 
 def kill(index):
     if index == int(sys.argv[3]):
         os.kill(os.getpid(), signal.SIGKILL)
 
-with WeightPublisher.connect([sys.argv[1]], run_id="killed", backend="shm") as publisher:
+with WeightPublisher.connect([sys.argv[1]], run_id="killed", transport="shm") as publisher:
     tensors = muted(load_file(Path(sys.argv[2]) / "model.safetensors"))
     publish_worker(publisher, PlainWorker(tensors, 1, kill), bucket_bytes=int(sys.argv[4]))
 """
@@ -250,17 +250,17 @@ def assert_serves(engine: RealEngine, tensors: Mapping[str, torch.Tensor]) -> No
     assert logprobs(response) == pytest.approx(transformers_logprobs(engine.model, tensors, response), abs=2e-3)
 
 
-def test_an_adapter_is_merged_replaced_by_the_next_and_follows_a_full_update(sglang: RealEngine) -> None:
+def test_a_lora_is_merged_replaced_by_the_next_and_follows_a_full_update(sglang: RealEngine) -> None:
     """Parts of fused layers are adapted; the base is what a full update brought and kept."""
     base = sglang.tensors
-    first = adapter_of(base, ["q_proj", "up_proj", "down_proj"], 4, seed=1)
-    second = adapter_of(base, ["k_proj", "up_proj"], 4, seed=2)
-    with publishing(sglang, "adapters") as publisher:
+    first = lora_of(base, ["q_proj", "up_proj", "down_proj"], 4, seed=1)
+    second = lora_of(base, ["k_proj", "up_proj"], 4, seed=2)
+    with publishing(sglang, "lora") as publisher:
         publish(publisher, base, 1, keep_base=True)
-        report = publish_worker(publisher, AdapterWorker(first, 2, SPEC))
+        report = publish_worker(publisher, LoraWorker(first, 2, SPEC))
         assert report.sent_bytes == sum(t.nbytes for t in first.values())
         assert_serves(sglang, merged_with(base, first, SPEC))
-        publish_worker(publisher, AdapterWorker(second, 3, SPEC))
+        publish_worker(publisher, LoraWorker(second, 3, SPEC))
         assert_serves(sglang, merged_with(base, second, SPEC))
         sent = {name: tensor for name, tensor in scaled(base, 0.9).items() if "norm" in name or "k_proj" in name}
         publish_worker(publisher, PartialWorker(sent, 4, base))
@@ -268,25 +268,25 @@ def test_an_adapter_is_merged_replaced_by_the_next_and_follows_a_full_update(sgl
         new = scaled(base, 0.9)
         publish(publisher, new, 5)
         with pytest.raises(PublishError, match="keep_base=True") as raised:
-            publish_worker(publisher, AdapterWorker(first, 6, SPEC))
-        assert [(e.outcome, e.serves) for e in raised.value.report.endpoints] == [(Outcome.REFUSED, 5)]
+            publish_worker(publisher, LoraWorker(first, 6, SPEC))
+        assert [(e.outcome, e.serves) for e in raised.value.report.endpoints] == [(EndpointOutcome.REFUSED, 5)]
         assert_serves(sglang, new)
         publish(publisher, base, 6, keep_base=True)
 
 
-def test_an_adapter_whose_base_another_process_had_loaded_is_refused(sglang: RealEngine) -> None:
-    adapter = AdapterWorker(adapter_of(sglang.tensors, ["q_proj"], 4, seed=1), 2, SPEC)
+def test_a_lora_whose_base_another_process_had_loaded_is_refused(sglang: RealEngine) -> None:
+    lora = LoraWorker(lora_of(sglang.tensors, ["q_proj"], 4, seed=1), 2, SPEC)
     with publishing(sglang, "theirs") as publisher:
         publish(publisher, scaled(sglang.tensors, 0.9), 1, keep_base=True)
     with publishing(sglang, "mine") as publisher:
         with pytest.raises(PublishError, match="another process had version 1 loaded") as raised:
-            publish_worker(publisher, adapter)
-        assert [e.outcome for e in raised.value.report.endpoints] == [Outcome.REFUSED]
+            publish_worker(publisher, lora)
+        assert [e.outcome for e in raised.value.report.endpoints] == [EndpointOutcome.REFUSED]
         assert_serves(sglang, scaled(sglang.tensors, 0.9))
         publish(publisher, sglang.tensors, 3, keep_base=True)
-        adapter.version = 4
-        publish_worker(publisher, adapter)
-        assert_serves(sglang, merged_with(sglang.tensors, adapter.tensors, SPEC))
+        lora.version = 4
+        publish_worker(publisher, lora)
+        assert_serves(sglang, merged_with(sglang.tensors, lora.tensors, SPEC))
         publish(publisher, sglang.tensors, 5)
 
 
@@ -322,7 +322,7 @@ def test_a_server_that_does_not_see_the_files_goes_on_with_its_weights(
     with publishing(sglang, "unseen") as publisher:
         with pytest.raises(PublishError, match="does not see the files") as caught:
             publish(publisher, muted(sglang.tensors), 1)
-        assert [e.outcome for e in caught.value.report.endpoints] == [Outcome.REFUSED]
+        assert [e.outcome for e in caught.value.report.endpoints] == [EndpointOutcome.REFUSED]
     assert served(sglang).state is EndpointState.READY
     assert sampled(sglang) == pytest.approx(before, abs=1e-5)
 
@@ -346,7 +346,7 @@ def test_an_engine_that_refuses_to_load_is_poisoned_and_a_full_update_leads_out(
     with publishing(sglang, "lost") as publisher:
         with pytest.raises(PublishError, match="Cannot find any model weights") as caught:
             publish_worker(publisher, PlainWorker(muted(sglang.tensors), 1, lose_files), bucket_bytes=BUCKET_BYTES)
-        assert [e.outcome for e in caught.value.report.endpoints] == [Outcome.POISONED]
+        assert [e.outcome for e in caught.value.report.endpoints] == [EndpointOutcome.POISONED]
         assert served(sglang).state is EndpointState.POISONED
         publish(publisher, sglang.tensors, 2)
         assert served(sglang).state is EndpointState.READY
@@ -365,4 +365,8 @@ def test_a_load_that_fails_half_way_ends_sglang_itself_which_is_told_in_time(tin
                 publish(publisher, half, 1)
             assert time.monotonic() - began < 60
         (report,) = caught.value.report.endpoints
-        assert report.outcome in (Outcome.UNREACHABLE, Outcome.TIMED_OUT, Outcome.POISONED)  # as far as it had come
+        assert report.outcome in (
+            EndpointOutcome.UNREACHABLE,
+            EndpointOutcome.TIMED_OUT,
+            EndpointOutcome.POISONED,
+        )  # as far as it had come

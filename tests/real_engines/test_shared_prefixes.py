@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from inflight.conformance.endpoint.subject import TOLERANCES
-from inflight.conformance.reference import Reference, Weights, chosen, distribution
+from inflight.conformance.reference import ReferenceCheckpoint, Weights, chosen, distribution
 from inflight.contracts import InferenceEndpoint
 from inflight.engines.kinds import connect_endpoint
 from inflight.wire import Completion, GenerateRequest, InFlightPolicy, SamplingParams
@@ -44,8 +44,8 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def reference(tiny_model: Path) -> Reference:
-    return Reference(tiny_model)
+def reference(tiny_model: Path) -> ReferenceCheckpoint:
+    return ReferenceCheckpoint(tiny_model)
 
 
 @pytest.fixture(scope="module", params=["attached", "served"])
@@ -68,7 +68,7 @@ def server(
 class Publishing:
     """A publisher in a process of its own."""
 
-    def __init__(self, process: asyncio.subprocess.Process, directory: Path, reference: Reference) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, directory: Path, reference: ReferenceCheckpoint) -> None:
         self._process = process
         self._directory = directory
         self._reference = reference
@@ -87,7 +87,7 @@ class Publishing:
 
 
 @contextlib.asynccontextmanager
-async def publishing(server: Served, directory: Path, reference: Reference) -> AsyncIterator[Publishing]:
+async def publishing(server: Served, directory: Path, reference: ReferenceCheckpoint) -> AsyncIterator[Publishing]:
     command = [sys.executable, "-m", "tests.real_engines.publishing_program", server.url, f"run-{directory.name}"]
     process = await asyncio.create_subprocess_exec(
         *command, server.token, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
@@ -118,13 +118,13 @@ async def keep_running(client: InferenceEndpoint, answers: Answers, last: int, e
         answers.append((asked, (await client.generate(asked)).completions[0]))
 
 
-def difference(reference: Reference, logits_TV: torch.Tensor, completion: Completion) -> float:
+def difference(reference: ReferenceCheckpoint, logits_TV: torch.Tensor, completion: Completion) -> float:
     expected_T = chosen(distribution(logits_TV), completion.token_ids)
     return float((torch.tensor(completion.logprobs, dtype=torch.float64) - expected_T).abs().max())
 
 
 def difference_of_spans(
-    reference: Reference,
+    reference: ReferenceCheckpoint,
     weights: Mapping[int, Weights],
     asked: GenerateRequest,
     completion: Completion,
@@ -140,7 +140,7 @@ def difference_of_spans(
 
 @pytest.mark.parametrize("policy", [InFlightPolicy.KEEP, InFlightPolicy.RECOMPUTE], ids=str)
 def test_a_shared_prefix_is_what_the_policy_says_while_another_process_publishes(
-    server: Served, reference: Reference, policy: InFlightPolicy, tmp_path: Path
+    server: Served, reference: ReferenceCheckpoint, policy: InFlightPolicy, tmp_path: Path
 ) -> None:
     answers: Answers = []
     between: list[tuple[int, GenerateRequest, Completion]] = []
@@ -178,7 +178,7 @@ def test_a_shared_prefix_is_what_the_policy_says_while_another_process_publishes
 
 
 def test_completions_that_wait_in_the_engine_while_weights_change_find_no_older_prefix(
-    server: Served, reference: Reference, tmp_path: Path
+    server: Served, reference: ReferenceCheckpoint, tmp_path: Path
 ) -> None:
     """More completions than run at a time: the last ones begin under weights that came after they were asked for."""
 

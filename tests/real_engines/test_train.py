@@ -24,5 +24,5 @@ def test_a_run_starts_a_mixed_fleet_and_publishes_to_all_of_it(tmp_path: Path, t
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     events = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
     assert len(rows) == NUM_STEPS
-    assert all(len(row["publish"]["held_s"]) == len(members) for row in rows if row["publish"])
+    assert all(len(row["publish"]["paused_s"]) == len(members) for row in rows if row["publish"])
     assert len({event["endpoint"] for event in events if event["kind"] == "group"}) == len(members)

@@ -13,7 +13,7 @@ import torch
 
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import PublishError
-from inflight.types import Outcome, WeightBucket
+from inflight.types import EndpointOutcome, WeightBucket
 from inflight.weights.publish import WeightPublisher
 from inflight.weights.transports import make_sender
 from inflight.weights.transports.files import FileSender
@@ -55,22 +55,22 @@ def serves_the_oracle(engine: RealEngine) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("backend", "options"), WAYS, ids=lambda value: value if isinstance(value, str) else str(value)
+    ("transport", "options"), WAYS, ids=lambda value: value if isinstance(value, str) else str(value)
 )
 def test_weights_arrive_while_the_engine_samples(
-    engine: RealEngine, tmp_path: Path, backend: Any, options: Mapping[str, Any]
+    engine: RealEngine, tmp_path: Path, transport: Any, options: Mapping[str, Any]
 ) -> None:
     """Muted weights are zero however they are rounded, and the delta to them is one tensor."""
     with engine.publisher() as publisher:
         publish(publisher, engine.tensors, 1)  # tests before this one have left weights of their own
     before = sampled(engine)
-    sender = make_sender(backend, directory=tmp_path / "store" if backend == "file" else None)
+    sender = make_sender(transport, directory=tmp_path / "store" if transport == "file" else None)
 
     async def sample(endpoint: InferenceEndpoint) -> list[Any]:
         answers = await asyncio.gather(*(endpoint.generate(request(200, n=1)) for _ in range(4)))
         return [answer.completions[0] for answer in answers]
 
-    with publishing(engine, sender, f"{backend}-{'-'.join(map(str, options.values()))}", **options) as publisher:
+    with publishing(engine, sender, f"{transport}-{'-'.join(map(str, options.values()))}", **options) as publisher:
         publish(publisher, engine.tensors, 1)
         with contextlib.closing(asyncio.new_event_loop()) as loop:
             watched = engine.endpoint()
@@ -125,7 +125,7 @@ def test_a_damaged_file_is_not_loaded_and_requests_go_on(engine: RealEngine, tmp
     with publishing(engine, sender, "damaged") as publisher:
         with pytest.raises(PublishError, match="was damaged on its way") as caught:
             publish(publisher, muted(engine.tensors), 1)
-        assert [e.outcome for e in caught.value.report.endpoints] == [Outcome.ABORTED]
+        assert [e.outcome for e in caught.value.report.endpoints] == [EndpointOutcome.ABORTED]
         assert sampled(engine) == pytest.approx(before, abs=1e-5)
         sender.is_on = False
         publish(publisher, muted(engine.tensors), 1)
@@ -143,6 +143,6 @@ def test_after_a_load_that_failed_half_way_a_complete_update_leaves_exact_weight
         endpoint._updates.session._expected = None  # as where the checkpoint cannot be read: the engine finds out
         with pytest.raises(PublishError) as caught:
             publish(publisher, half, 1)
-        assert [e.outcome for e in caught.value.report.endpoints] == [Outcome.POISONED]
+        assert [e.outcome for e in caught.value.report.endpoints] == [EndpointOutcome.POISONED]
         publish(publisher, vllm.tensors, 2)
     assert sampled(vllm) == pytest.approx(before, abs=1e-5)

@@ -11,7 +11,7 @@ import pytest
 
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import InvalidRequestError, PublishError
-from inflight.types import Outcome
+from inflight.types import EndpointOutcome
 from inflight.wire import EndpointState, GenerateResponse, InFlightPolicy, WeightVersion
 from tests.real_engines.servers import RealEngine, is_uniform, logprobs, muted, publish, request, run
 
@@ -54,7 +54,10 @@ def test_spans_of_thirty_two_running_requests_are_true_over_four_versions(engine
         num_spans.append(len(completion.version_spans))
         for span in completion.version_spans:
             uniform = [is_uniform(logprob, VOCAB_SIZE) for logprob in completion.logprobs[span.start : span.end]]
-            assert all(uniform) if span.version % 2 == 0 else not any(uniform), (span, uniform)
+            wrong = [span.start + i for i, is_oracle in enumerate(uniform) if is_oracle != (span.version % 2 == 0)]
+            # By chance, two of a million tokens of other weights have this logprob; a wrong label is at a span's end.
+            is_chance = len(wrong) == 1 and span.version % 2 == 1 and span.start < wrong[0] < span.end - 1
+            assert not wrong or is_chance, (span, wrong)
     assert min(num_spans) >= 3, num_spans
 
 
@@ -78,7 +81,7 @@ def test_an_update_that_does_not_fit_the_model_is_refused_and_nobody_waits(engin
         with pytest.raises(PublishError, match=name) as raised:
             publish(publisher, wrong, 2)
         assert time.monotonic() - started < 10
-        assert [e.outcome for e in raised.value.report.endpoints] == [Outcome.REFUSED]
+        assert [e.outcome for e in raised.value.report.endpoints] == [EndpointOutcome.REFUSED]
         assert version_of(engine).version == 1
         assert sampled(engine) == pytest.approx(before, abs=1e-4)
         assert publish(publisher, engine.tensors, 2).applied_everywhere

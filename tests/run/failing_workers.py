@@ -14,7 +14,7 @@ import torch.distributed as dist
 from inflight.errors import TrainerError
 from inflight_fsdp import FsdpWorker, WorkerConfig
 from inflight_fsdp.config import parse_config
-from inflight_fsdp.sharded import device_of, in_a_group
+from inflight_fsdp.sharded import make_worker
 
 
 def raise_an_error() -> None:
@@ -60,9 +60,7 @@ def create_worker(settings: Mapping[str, object]) -> FailingWorker:
     others = dict(settings)
     kind = DeafWorker if others.pop("deaf", False) else FailingWorker
     fail = WAYS[str(others.pop("way"))]
-    config = parse_config(others, WorkerConfig)
-    device = device_of(config)
-    worker = in_a_group(device, lambda owns_group: kind(config, device, owns_group=owns_group))
+    worker = make_worker(kind, parse_config(others, WorkerConfig))
     worker.fail = fail  # type: ignore[method-assign]
     return worker
 

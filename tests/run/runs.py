@@ -1,16 +1,19 @@
-"""Real ``inflight train`` processes for tests."""
+"""Real ``inflight train`` processes for tests, forked from a zygote."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from tests.campaigns import places
+from tests.zygote import python
 
 CONFIG = """
 [run]
@@ -59,7 +62,7 @@ class RunProcess:
         limit = [] if max_file_bytes is None else ["prlimit", f"--fsize={max_file_bytes}"]
         with self.log.open("ab") as output:
             self.process = subprocess.Popen(
-                [*limit, sys.executable, "-m", "inflight", "train", str(config), *overrides],
+                [*limit, python(), "-m", "inflight", "train", str(config), *overrides],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -113,6 +116,10 @@ class RunProcess:
     def summary(self) -> dict[str, Any]:
         return json.loads((self.directory / "summary.json").read_text())
 
+    def processes(self) -> dict[str, int]:
+        """Process ids of the controller, the servers and the trainers that are alive, by name."""
+        return places.processes(self.directory.parent)
+
     def servers(self) -> list[int]:
         """Process ids of the run's own servers."""
         return [json.loads(path.read_text())["pid"] for path in sorted((self.directory / "logs").glob("server-*.json"))]
@@ -126,6 +133,9 @@ class RunProcess:
 
     def kill(self) -> None:
         if self.process.poll() is None:
+            if (pid := self.processes().get("controller")) is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             self.process.kill()
             self.process.wait(10)
 

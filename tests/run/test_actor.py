@@ -43,7 +43,7 @@ class FaultyEndpoint(HttpEndpoint):
         return await super().weight_version()
 
 
-class Outcome:
+class Acted:
     """What an actor did until its ``until`` held."""
 
     def __init__(self) -> None:
@@ -67,18 +67,17 @@ class Outcome:
 def act(
     endpoint: HttpEndpoint,
     model: Path,
-    until: Callable[[Outcome], bool],
+    until: Callable[[Acted], bool],
     *,
     task: dict[str, Any] | None = None,
     max_sequence_tokens: int = 4096,
-    outcome: Outcome | None = None,
-) -> Outcome:
+    outcome: Acted | None = None,
+) -> Acted:
     """Run an actor on one endpoint, four sequences at a time, until ``until``, a loss or an error."""
-    outcome = outcome or Outcome()
+    outcome = outcome or Acted()
 
     async def run() -> None:
         actor = Actor(
-            {endpoint: 4},
             load_task("tests.run.tasks:count_letters", task or {}, 0),
             load_tokenizer(model),
             SamplingParams(n=2, max_tokens=4),
@@ -89,6 +88,7 @@ def act(
             may_issue=lambda: True,
             on_end=outcome.note,
         )
+        actor.add(endpoint, 4)
         actor.serve([endpoint.name], 0)
         running = asyncio.ensure_future(actor.run())
         while not (until(outcome) or actor.unserved.is_set() or running.done()):
@@ -153,7 +153,6 @@ def test_an_item_that_fails_wherever_it_goes_is_given_up(shared_server: ServerPr
         groups: list[Group] = []
         ledger = Ledger()
         actor = Actor(
-            {endpoint: 4},
             load_task("tests.run.tasks:count_letters", {}, 0),
             load_tokenizer(model_dir),
             SamplingParams(n=2, max_tokens=4),
@@ -164,6 +163,7 @@ def test_an_item_that_fails_wherever_it_goes_is_given_up(shared_server: ServerPr
             may_issue=lambda: True,
             on_end=lambda ended: groups.append(ended) if isinstance(ended, Group) else None,
         )
+        actor.add(endpoint, 4)
         running = asyncio.ensure_future(actor.run())
         while len(groups) < 10:
             actor.serve([endpoint.name], 0)
@@ -215,7 +215,7 @@ def test_a_note_that_cannot_be_taken_ends_the_run_and_the_ledger_still_adds_up(
 ) -> None:
     """The journal's disk is full when a finished group is handed on."""
 
-    class FullDisk(Outcome):
+    class FullDisk(Acted):
         def note(self, ended: Group | DroppedItem | None) -> None:
             super().note(ended)
             raise CheckpointError("no space left on device")
@@ -236,7 +236,6 @@ def test_nothing_runs_any_more_when_the_end_of_the_last_group_is_told(
     async def run() -> None:
         actor: Actor
         actor = Actor(
-            {endpoint: 2},
             load_task("tests.run.tasks:count_letters", {"overlong_every": 2}, 0),
             load_tokenizer(model_dir),
             SamplingParams(n=2, max_tokens=4),
@@ -247,6 +246,7 @@ def test_nothing_runs_any_more_when_the_end_of_the_last_group_is_told(
             may_issue=lambda: True,
             on_end=lambda ended: running_at_end.append(actor.num_running),
         )
+        actor.add(endpoint, 2)
         actor.serve([endpoint.name], 0)
         running = asyncio.ensure_future(actor.run())
         await asyncio.wait_for(actor.unserved.wait(), 30)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,8 @@ fsync = os.fsync
 
 def slow_fsync(descriptor):
     deadline = time.monotonic() + 120
+    if pathlib.Path({marker!r}).exists():
+        pathlib.Path({held!r}).write_text(os.readlink(f"/proc/self/fd/{{descriptor}}"))
     while pathlib.Path({marker!r}).exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     fsync(descriptor)
@@ -36,7 +37,7 @@ def slow_disk(tmp_path: Path) -> Path:
     """A file; while it exists, no process of a run writes any file to the end."""
     marker = tmp_path / "the disk is slow"
     (tmp_path / "python").mkdir()
-    (tmp_path / "python" / "sitecustomize.py").write_text(SLOW_DISK.format(marker=str(marker)))
+    (tmp_path / "python" / "sitecustomize.py").write_text(SLOW_DISK.format(marker=str(marker), held=f"{marker}: held"))
     return marker
 
 
@@ -65,10 +66,17 @@ def being_saved(run: RunProcess) -> int:
     return int(partial[0].removeprefix(".version-").removesuffix(".new")) if partial else -1
 
 
+def wait_for_a_held_save(run: RunProcess, slow_disk: Path) -> None:
+    """Wait until the slow disk keeps a save of the run from its end."""
+    held = slow_disk.with_name(f"{slow_disk.name}: held")
+    run.wait_until(lambda: held.exists() and "/.version-" in held.read_text())
+
+
 def wait_for_checkpoint(run: RunProcess) -> None:
     run.wait_until(lambda: latest(run) >= 0)
 
 
+@pytest.mark.exhaustive
 def test_a_run_trains_on_while_the_disk_is_slow_and_resumes_on_fewer_ranks(
     start_run: Callable[..., RunProcess], slow_disk: Path
 ) -> None:
@@ -95,8 +103,7 @@ def test_a_run_that_is_killed_while_it_saves_resumes_from_the_checkpoint_before(
     run = start_run(*SAVES, "--run.num_steps", "100000")
     wait_for_checkpoint(run)
     slow_disk.touch()
-    time.sleep(0.5)  # a save that was nearly done
-    run.wait_until(lambda: being_saved(run) > 0)
+    wait_for_a_held_save(run, slow_disk)
     pending, before = being_saved(run), latest(run)
     run.wait_for_steps(pending + 1)
     run.kill()
@@ -117,7 +124,8 @@ def test_an_interrupt_waits_for_the_save_and_keeps_every_step(
     slow_disk.touch()
     run.wait_for_steps(len(run.rows()) + 1)
     run.interrupt()
-    time.sleep(2)
+    run.wait_for_output("stopping after this step")
+    wait_for_a_held_save(run, slow_disk)
     assert run.process.poll() is None, run.output()
     slow_disk.unlink()
     assert run.wait() == 130, run.output()
@@ -135,7 +143,7 @@ def test_a_save_that_fails_in_the_background_ends_the_run_with_the_cause(
         if not path.exists():
             path.write_text("in the way")
     assert run.wait() == 1
-    assert "is no checkpoint of a worker" in run.output()
+    assert "is not a checkpoint of a worker" in run.output()
     assert "Traceback" not in run.output()
     assert latest(run) >= before
 
@@ -151,5 +159,5 @@ def test_a_worker_that_cannot_save_in_the_background_is_refused(
     )
     run = start_run(*SAVES, "--train.trainer", "plain")
     assert run.wait() == 1, run.output()
-    assert "run.background_saves is true, and worker 'plain' cannot save in the background" in run.output()
+    assert "run.background_saves is true, but worker 'plain' cannot save in the background" in run.output()
     assert "Traceback" not in run.output()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 from tests.models import make_model
 from tests.servers import TOKEN, ServerProcess
 from tests.weights.workers import weight_version
+from tests.zygote import python
 
 ROOT = Path(__file__).parents[2]
 STEPS = ["1", "2", "3", "4", "5"]
@@ -27,7 +27,7 @@ def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def output_of(*arguments: str) -> str:
     done = subprocess.run(
-        [sys.executable, *arguments],
+        [python(), *arguments],
         capture_output=True,
         text=True,
         timeout=120,
@@ -46,7 +46,7 @@ def test_plain_grpo_is_short_and_publishes_every_step_while_completions_run(
     # A queue: however slow the trainer is, some of the 32 completions are running when it publishes.
     server = start_server(tied_model, "--max-concurrent", "4")
     printed = output_of(str(example), str(tied_model), server.url)
-    found = re.findall(r"version (\d+): reward 0\.\d+, held \d+\.\d ms, (\d+) of 32 completions by more", printed)
+    found = re.findall(r"version (\d+): reward 0\.\d+, paused \d+\.\d ms, (\d+) of 32 completions by more", printed)
     assert [version for version, _ in found] == STEPS, printed
     assert sum(int(num_mixed) for _, num_mixed in found) > 0, "no completion saw its weights change"
     assert weight_version(server).version == 5
@@ -69,7 +69,7 @@ def test_trl_trainer_samples_from_the_server_and_publishes_every_step(
 ) -> None:
     server = start_server(tied_model)
     printed = output_of(str(ROOT / "examples" / "trl_trainer.py"), str(tied_model), server.url)
-    assert re.findall(r"version (\d+): held \d+\.\d ms", printed) == STEPS, printed
+    assert re.findall(r"version (\d+): paused \d+\.\d ms", printed) == STEPS, printed
     assert len(re.findall(r"'reward': '\d", printed)) == 5, printed
     assert weight_version(server).version == 5
 

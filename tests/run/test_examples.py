@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.servers import TOKEN, ServerProcess
+from tests.zygote import python
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 def test_own_loop_example_publishes_every_step(model_dir: Path, start_server: Callable[..., ServerProcess]) -> None:
     server = start_server(model_dir)
     done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "own_loop.py"), str(model_dir), server.url],
+        [python(), str(ROOT / "examples" / "own_loop.py"), str(model_dir), server.url],
         capture_output=True,
         text=True,
         timeout=120,
@@ -29,13 +29,13 @@ def test_own_loop_example_publishes_every_step(model_dir: Path, start_server: Ca
     assert re.findall(r"version (\d+):", done.stdout) == ["1", "2", "3", "4", "5"]
 
 
-@pytest.mark.parametrize("backend", ["gloo", "shm", "file", "http"])
+@pytest.mark.parametrize("transport", ["gloo", "shm", "file", "http"])
 def test_weight_transports_example_sends_what_changed(
-    model_dir: Path, start_server: Callable[..., ServerProcess], backend: str
+    model_dir: Path, start_server: Callable[..., ServerProcess], transport: str
 ) -> None:
     server = start_server(model_dir)
     done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "weight_transports.py"), str(model_dir), server.url, backend],
+        [python(), str(ROOT / "examples" / "weight_transports.py"), str(model_dir), server.url, transport],
         capture_output=True,
         text=True,
         timeout=120,

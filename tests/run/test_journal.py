@@ -30,7 +30,7 @@ def test_events_are_bounded_on_disk_and_read_in_order(tmp_path: Path, monkeypatc
     monkeypatch.setattr(journal_module, "_PART_BYTES", 1000)
     journal = Journal(tmp_path, None)
     for number in range(1000):
-        journal.event("step", 0.0, 0.0, number=number)
+        journal.event("step", (0.0, 0.0), number=number)
     journal.close()
     files = sorted(tmp_path.glob("events*.jsonl"))
     assert len(files) == journal_module._NUM_PARTS
@@ -44,7 +44,7 @@ def test_a_new_run_leaves_no_events_of_the_one_before(tmp_path: Path, monkeypatc
     monkeypatch.setattr(journal_module, "_PART_BYTES", 100)
     first = Journal(tmp_path, None)
     for number in range(20):
-        first.event("step", 0.0, 0.0, number=number)
+        first.event("step", (0.0, 0.0), number=number)
     first.close()
     Journal(tmp_path, None).close()
     assert not list(read_events(tmp_path))

@@ -15,7 +15,17 @@ import torch
 from inflight.errors import TrainerError
 from inflight.pipeline.channel import RunChannel, WorkerChannel, encode
 from inflight.pipeline.config import load_config
-from inflight.pipeline.messages import Message, Reply, Request, Start, Train, Trained, micro_batches_of, tensors_of
+from inflight.pipeline.messages import (
+    Members,
+    Message,
+    Reply,
+    Request,
+    Start,
+    Train,
+    Trained,
+    micro_batches_of,
+    tensors_of,
+)
 from inflight.types import MicroBatch
 from tests.run.runs import CONFIG
 from tests.worker.worker_cases import make_batch
@@ -67,7 +77,7 @@ def test_a_micro_batch_with_every_optional_tensor_arrives_unchanged() -> None:
     [{}, {"0.token_ids_T": torch.zeros(2)}, {"0.nonsense_T": torch.zeros(2)}, {"3.token_ids_T": torch.zeros(2)}],
 )
 def test_tensors_that_make_no_micro_batch_are_refused(tensors: dict[str, torch.Tensor]) -> None:
-    with pytest.raises(TrainerError, match="make no micro-batches"):
+    with pytest.raises(TrainerError, match="do not form micro-batches"):
         micro_batches_of([[2]], tensors)
 
 
@@ -85,7 +95,7 @@ def test_the_configuration_of_a_run_reaches_its_ranks_as_it_was_written(
     path = tmp_path / "run.toml"
     path.write_text(CONFIG.format(directory=tmp_path, model="models/x"))
     config = load_config(path, overrides)
-    start = Start(config=config, run_id="run", urls=("http://a:1",), checkpoint=None)
+    start = Start(config=config, run_id="run", members=Members(urls=("http://a:1",)), checkpoint=None)
     received, _ = asked(encode(start))
     assert received == start
     assert isinstance(received, Start)

@@ -77,10 +77,10 @@ def test_a_second_run_in_a_directory_is_refused_and_told_whose_it_is(
 ) -> None:
     process, _ = owner
     for resume in (False, True):
-        with pytest.raises(ConfigError, match=f"belongs to a run that goes on .process {process.pid} on "):
+        with pytest.raises(ConfigError, match=f"belongs to a run that has not ended .process {process.pid} on "):
             own(tmp_path / "run", resume=resume)
     process.send_signal(signal.SIGSTOP)  # asleep is not gone
-    with pytest.raises(ConfigError, match="belongs to a run that goes on"):
+    with pytest.raises(ConfigError, match="belongs to a run that has not ended"):
         own(tmp_path / "run", resume=True)
 
 
@@ -94,7 +94,7 @@ def test_what_a_killed_run_has_left_is_killed_before_the_next_one_begins(
     notes: list[str] = []
     owned = own(tmp_path / "run", notes=notes)
     assert ends_within(child, 5.0)
-    assert f"killing what the run before has left: processes {child}" in notes
+    assert f"killing processes of the previous run: {child}" in notes
     owned.release()
 
 
@@ -143,14 +143,14 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_anew_with_or_withou
         owned.release()
         assert (owned.checkpoint, owned.state) == (None, None)
         assert owned.run_id != first.run_id  # servers that know the first one hold later versions
-        assert "ended before its first checkpoint: it begins anew" in notes[0]
+        assert "ended before its first checkpoint: it starts over" in notes[0]
 
 
 def test_a_run_with_a_checkpoint_is_resumed_only_by_word_and_keeps_its_name(tmp_path: Path) -> None:
     first = own(tmp_path / "run")
     first.release()
     checkpointed(tmp_path / "run", 3)
-    with pytest.raises(ConfigError, match="holds a run already: continue it with --resume"):
+    with pytest.raises(ConfigError, match="already holds a run: continue it with --resume"):
         own(tmp_path / "run")
     owned = own(tmp_path / "run", resume=True)
     owned.release()
@@ -160,7 +160,7 @@ def test_a_run_with_a_checkpoint_is_resumed_only_by_word_and_keeps_its_name(tmp_
 
 
 def test_a_directory_without_a_run_is_not_resumed(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds no run to resume: start it without --resume"):
+    with pytest.raises(ConfigError, match="holds no run to resume: start one without --resume"):
         own(tmp_path / "run", resume=True)
     assert not (tmp_path / "run").exists()
 
@@ -215,13 +215,14 @@ def test_a_run_beside_a_live_one_is_refused_and_the_live_one_goes_on(start_run: 
     for words in (("--resume",), ()):
         second = start_run(*words)
         assert second.wait(60) == 1
-        assert f"belongs to a run that goes on (process {run.process.pid} on " in second.output()
+        assert f"belongs to a run that has not ended (process {run.processes()['controller']} on " in second.output()
         assert "Traceback" not in second.output()
     run.wait_for_steps(len(run.rows()) + 2)
     run.interrupt()
     assert run.wait() == 130, run.output()
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_failed_before_its_first_checkpoint_is_started_by_the_same_command(
     start_run: Callable[..., RunProcess],
 ) -> None:
@@ -231,9 +232,10 @@ def test_a_run_that_failed_before_its_first_checkpoint_is_started_by_the_same_co
     again = start_run("--run.num_steps", "2")
     assert again.wait() == 0, again.output()
     assert [row["version"] for row in again.rows()] == [1, 2]
-    assert "ended before its first checkpoint: it begins anew" in again.output()
+    assert "ended before its first checkpoint: it starts over" in again.output()
 
 
+@pytest.mark.exhaustive
 def test_a_run_whose_servers_outlive_it_a_little_is_resumed_after_they_have_ended(
     start_run: Callable[..., RunProcess],
 ) -> None:
@@ -246,7 +248,7 @@ def test_a_run_whose_servers_outlive_it_a_little_is_resumed_after_they_have_ende
     resumed = start_run("--run.num_steps", "5", "--servers.count", "2", "--resume")
     assert resumed.wait() == 0, resumed.output()
     assert time.monotonic() - started < 120
-    assert "killing what the run before has left" in resumed.output()
+    assert "killing processes of the previous run" in resumed.output()
     assert ends_within(asleep, 0.1) and ends_within(other, 0.1)
 
 

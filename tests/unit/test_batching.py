@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from inflight.errors import InvalidRequestError
 from inflight.pipeline.batches import make_batch
-from inflight.rollouts import BatchComposer, StalenessPolicy
+from inflight.rollouts import MaxLag, TokenBudget, WaitingGroups
 from inflight.types import Group, Rollout
 from inflight.wire import VersionSpan
 
-POLICY = StalenessPolicy(max_lag=2)
+POLICY = MaxLag(max_lag=2)
 
 
 def group(index, num_tokens):
@@ -36,44 +36,41 @@ def sampled(index, prompt_tokens, versions_of_completions):
     return Group(group_id=index, item_index=index, rollouts=rollouts)
 
 
-@given(
-    sizes=st.lists(st.integers(1, 30), max_size=40), tokens_per_worker=st.integers(1, 50), num_workers=st.integers(1, 3)
-)
+@given(sizes=st.lists(st.integers(1, 30), max_size=40), budget=st.integers(1, 150))
 @settings(deadline=None)
-def test_steps_are_the_shortest_prefixes_that_reach_the_budget(sizes, tokens_per_worker, num_workers):
-    composer = BatchComposer(tokens_per_worker, num_workers, POLICY)
-    budget = tokens_per_worker * num_workers
-    waiting, taken = [], []
+def test_steps_are_the_shortest_prefixes_that_reach_the_budget(sizes, budget):
+    waiting = WaitingGroups(POLICY, TokenBudget(budget))
+    sizes_waiting, taken = [], []
     for index, size in enumerate(sizes):
-        composer.add(group(index, size))
-        waiting.append(size)
-        assert (composer.num_tokens, composer.num_groups) == (sum(waiting), len(waiting))
-        assert composer.ready() == (sum(waiting) >= budget)
-        if composer.ready():
-            step = composer.take()
+        waiting.add(group(index, size))
+        sizes_waiting.append(size)
+        assert (waiting.num_tokens, waiting.num_groups) == (sum(sizes_waiting), len(sizes_waiting))
+        assert waiting.ready() == (sum(sizes_waiting) >= budget)
+        if waiting.ready():
+            step = waiting.take()
             tokens = [g.num_tokens for g in step]
             assert sum(tokens) >= budget > sum(tokens[:-1])
             taken += [g.item_index for g in step]
-            waiting = waiting[len(step) :]
+            sizes_waiting = sizes_waiting[len(step) :]
     assert taken == list(range(len(taken)))
-    assert len(taken) + composer.num_groups == len(sizes)
+    assert len(taken) + waiting.num_groups == len(sizes)
 
 
 def test_groups_beyond_the_budget_stay_for_the_next_step():
-    composer = BatchComposer(tokens_per_worker=10, num_workers=2, staleness=POLICY)
+    waiting = WaitingGroups(POLICY, TokenBudget(20))
     for index, size in enumerate([12, 9, 30, 1]):
-        composer.add(group(index, size))
-    assert [g.item_index for g in composer.take()] == [0, 1]
-    assert [g.item_index for g in composer.take()] == [2]
-    assert (composer.num_tokens, composer.num_groups) == (1, 1)
+        waiting.add(group(index, size))
+    assert [g.item_index for g in waiting.take()] == [0, 1]
+    assert [g.item_index for g in waiting.take()] == [2]
+    assert (waiting.num_tokens, waiting.num_groups) == (1, 1)
 
 
 def test_step_that_is_not_ready_is_refused_and_nothing_is_lost():
-    composer = BatchComposer(tokens_per_worker=10, num_workers=2, staleness=POLICY)
-    composer.add(group(0, 19))
-    with pytest.raises(InvalidRequestError, match="needs 20 training tokens and 19 wait"):
-        composer.take()
-    assert composer.num_groups == 1
+    waiting = WaitingGroups(POLICY, TokenBudget(20))
+    waiting.add(group(0, 19))
+    with pytest.raises(InvalidRequestError, match="the 19 waiting training tokens do not make a step"):
+        waiting.take()
+    assert waiting.num_groups == 1
 
 
 GROUPS = st.lists(
@@ -89,30 +86,30 @@ GROUPS = st.lists(
 @settings(deadline=None)
 def test_a_step_has_its_budget_in_tokens_that_are_trained_whatever_is_masked(groups, budget, versions):
     """What `make_batch` leaves of a step is at least the budget; no group is lost, and only groups that are old go."""
-    composer = BatchComposer(budget, 1, POLICY)
-    waiting = [sampled(index, prompt, completions) for index, (prompt, completions) in enumerate(groups)]
-    left_out = {group.item_index for group in waiting if not composer.add(group)}
+    waiting = WaitingGroups(POLICY, TokenBudget(budget))
+    arriving = [sampled(index, prompt, completions) for index, (prompt, completions) in enumerate(groups)]
+    left_out = {group.item_index for group in arriving if not waiting.add(group)}
     taken = set()
     for version in sorted(versions):
-        old = composer.advance(version)
+        old = waiting.advance(version)
         for group in old:
             ages = [version - v for rollout in group.rollouts for v in rollout.token_versions()]
             assert all(age > POLICY.max_lag for age in ages)
         left_out |= {group.item_index for group in old}
-        if composer.ready():
-            step = composer.take()
+        if waiting.ready():
+            step = waiting.take()
             batch = make_batch(step, version, "mean", POLICY)
             assert batch.num_tokens >= budget
             assert sum(sum(sample.loss_mask) for sample in batch.samples) == len(batch.token_lags) > 0
             taken |= {group.item_index for group in step}
-    assert len(left_out) + len(taken) + composer.num_groups == len(groups)
+    assert len(left_out) + len(taken) + waiting.num_groups == len(groups)
     assert not left_out & taken
 
 
 def test_a_step_is_not_ready_while_most_of_its_tokens_would_be_masked():
-    composer = BatchComposer(tokens_per_worker=40, num_workers=1, staleness=POLICY)
-    composer.add(sampled(0, 2, [[0] * 50 + [5]]))
-    assert composer.ready()
-    assert composer.advance(5) == []
-    assert not composer.ready()
-    assert composer.num_tokens == 3  # the prompt and one token
+    waiting = WaitingGroups(POLICY, TokenBudget(40))
+    waiting.add(sampled(0, 2, [[0] * 50 + [5]]))
+    assert waiting.ready()
+    assert waiting.advance(5) == []
+    assert not waiting.ready()
+    assert waiting.num_tokens == 3  # the prompt and one token

@@ -77,7 +77,7 @@ BREAKAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "other dtype": (
         lambda path: rewritten(path, lambda t: t.update({NORM: torch.zeros(32, dtype=torch.int8)})),
-        rf"{NORM} in model\.safetensors is of a dtype that cannot be trained",
+        rf"{NORM} in model\.safetensors has a dtype that cannot be trained",
     ),
 }
 
@@ -96,7 +96,7 @@ def test_a_file_that_the_index_names_and_that_is_gone_is_said_with_its_tensors(t
     path = in_parts(tmp_path / "parts")
     gone = sorted(path.glob("*.safetensors"))[1]
     gone.unlink()
-    with pytest.raises(ConfigError, match=rf"{re.escape(gone.name)}' is missing, with \d+ tensors of .*: \['"):
+    with pytest.raises(ConfigError, match=rf"{re.escape(gone.name)}' is missing; .* lists \d+ tensors in it: \['"):
         check_weights(path)
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": ["x"]}))
     with pytest.raises(ConfigError, match=r"index\.json' cannot be read"):
@@ -126,6 +126,6 @@ def test_no_weights_are_read(tmp_path: Path) -> None:
 
 def test_gpt2_is_told_what_it_lacks_and_which_models_do_not(tmp_path: Path) -> None:
     GPT2LMHeadModel(GPT2Config(n_embd=32, n_head=4, n_layer=1, vocab_size=258)).save_pretrained(tmp_path / "gpt2")
-    says = r"holds a GPT2LMHeadModel, .* does not tell its attention where sequences end.*Qwen3ForCausalLM"
+    says = r"holds a GPT2LMHeadModel, .* its attention is not told where sequences end.*Qwen3ForCausalLM"
     with pytest.raises(UnsupportedError, match=says):
         check_weights(tmp_path / "gpt2")

@@ -6,7 +6,6 @@ import json
 import re
 import shlex
 import subprocess
-import sys
 import textwrap
 import tomllib
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 
 from inflight.http.openapi import openapi_document
 from inflight.pipeline.config import load_config
+from tests.zygote import python
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -44,9 +44,9 @@ def test_commands_in_the_docs_are_understood(page: Path) -> None:
             elif words[:1] == ["make"]:
                 assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), line
             elif words[:1] == ["inflight"]:
-                command = [word for word in words[1:3] if word in ("check", "endpoint", "worker", "transport")]
+                command = [word for word in words[1:3] if word in ("check", "endpoint", "worker", "transport", "fleet")]
                 answer = subprocess.run(
-                    [sys.executable, "-m", "inflight", *(command or words[1:2]), "--help"],
+                    [python(), "-m", "inflight", *(command or words[1:2]), "--help"],
                     capture_output=True,
                     text=True,
                     timeout=60,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inflight.rollouts import StalenessPolicy
+from inflight.rollouts import MaxLag
 
 
 @given(
@@ -17,19 +17,19 @@ from inflight.rollouts import StalenessPolicy
 )
 @settings(deadline=None)
 def test_tokens_above_the_largest_lag_are_masked_and_no_others(max_lag, versions, trainer_version):
-    mask = StalenessPolicy(max_lag).mask(versions, trainer_version)
+    mask = MaxLag(max_lag).mask(versions, trainer_version)
     assert mask == [not trainer_version - version > max_lag for version in versions]
 
 
 def test_later_tokens_of_an_old_completion_are_kept():
-    assert StalenessPolicy(2).mask([3, 3, 5, 6, 7], trainer_version=7) == [False, False, True, True, True]
+    assert MaxLag(2).mask([3, 3, 5, 6, 7], trainer_version=7) == [False, False, True, True, True]
 
 
 @pytest.mark.parametrize(
     ("max_lag", "groups_per_step", "expected"), [(0, 8, 8), (1, 8, 16), (3, 2.5, 10), (0, 2.5, 3), (0, 0.2, 1)]
 )
 def test_outstanding_groups_are_bounded_by_the_steps_that_the_lag_allows(max_lag, groups_per_step, expected):
-    assert StalenessPolicy(max_lag).max_outstanding_groups(groups_per_step) == expected
+    assert MaxLag(max_lag).max_outstanding_groups(groups_per_step) == expected
 
 
 def largest_lag(policy, groups_per_step, *, finishes_in_order, num_steps=200):
@@ -52,8 +52,8 @@ def largest_lag(policy, groups_per_step, *, finishes_in_order, num_steps=200):
 
 @pytest.mark.parametrize("max_lag", [0, 1, 4])
 def test_admission_bounds_the_lag_exactly_when_groups_are_trained_in_order(max_lag):
-    assert largest_lag(StalenessPolicy(max_lag), 4, finishes_in_order=True) == max_lag
+    assert largest_lag(MaxLag(max_lag), 4, finishes_in_order=True) == max_lag
 
 
 def test_admission_alone_does_not_bound_the_lag_of_slow_completions():
-    assert largest_lag(StalenessPolicy(2), 4, finishes_in_order=False) > 2
+    assert largest_lag(MaxLag(2), 4, finishes_in_order=False) > 2

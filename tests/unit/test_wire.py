@@ -150,8 +150,8 @@ def test_buckets_that_cover_the_manifest_are_taken() -> None:
         ([(1, 1, 3, 48), (0, 0, 1, 24)], "without gap"),
         ([(0, 0, 1, 24), (2, 1, 3, 48)], "without gap"),
         ([(0, 0, 1, 24), (1, 1, 1, 0), (2, 1, 3, 48)], "without gap"),
-        ([(0, 0, 3, 71)], "bucket 0 says 71 bytes, its tensors have 72"),
-        ([(0, 0, 1, 24), (1, 1, 3, 72)], "bucket 1 says 72 bytes, its tensors have 48"),
+        ([(0, 0, 3, 71)], "bucket 0 says 71 bytes; its tensors have 72"),
+        ([(0, 0, 1, 24), (1, 1, 3, 72)], "bucket 1 says 72 bytes; its tensors have 48"),
     ],
     ids=str,
 )
@@ -243,7 +243,7 @@ def numbers_of(schema: dict[str, Any], where: str = "") -> Iterator[tuple[str, d
                 yield from numbers_of(part, f"{where}.{key}")
 
 
-@pytest.mark.parametrize("kind", [*message_classes(), wire.TransportBody], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", message_classes(), ids=lambda kind: kind.__name__)
 def test_every_integer_of_a_message_has_two_bounds(kind: type[Any]) -> None:
     for where, schema in numbers_of(kind.model_json_schema()):
         assert {"minimum", "maximum"} <= schema.keys(), where
@@ -261,8 +261,8 @@ def test_a_time_that_no_clock_can_count_is_refused(field: str, value: float) -> 
         assert any(problem["loc"] == (field,) for problem in refused.value.errors())
 
 
-GROUP = {"run_id": "r", "backend": "gloo", "group_name": "g", "master_port": 1, "rank": 1, "world_size": 2}
-PULL = {"run_id": "r", "backend": "http", "url": "http://host:1/x", "token": "t", "timeout_s": 1}
+GROUP = {"run_id": "r", "transport": "gloo", "group_name": "g", "master_port": 1, "rank": 1, "world_size": 2}
+PULL = {"run_id": "r", "transport": "http", "url": "http://host:1/x", "token": "t", "timeout_s": 1}
 BAD_HOSTS = ["", " ", "a b", "a..b", ".a", "a\nb", "a\x00", "x" * 64, "x." * 200, "-a", "é", "[::1", "http://a", "a:1"]
 
 
@@ -311,8 +311,8 @@ def test_a_token_that_no_header_can_carry_is_refused(token: str) -> None:
 
 def test_a_path_with_nul_and_a_rank_beyond_the_group_are_refused() -> None:
     with pytest.raises(ValidationError, match="NUL"):
-        wire.DirectorySpec.model_validate({"run_id": "r", "backend": "shm", "directory": "/a\0", "timeout_s": 1})
-    with pytest.raises(ValidationError, match="rank 2 is none of a group of 2"):
+        wire.DirectorySpec.model_validate({"run_id": "r", "transport": "shm", "directory": "/a\0", "timeout_s": 1})
+    with pytest.raises(ValidationError, match="rank 2 is outside a group of 2"):
         wire.ProcessGroupSpec.model_validate({**GROUP, "rank": 2, "master_address": "::1", "timeout_s": 1})
     with pytest.raises(ValidationError, match="world_size"):
         wire.ProcessGroupSpec.model_validate({**GROUP, "world_size": 2**63, "master_address": "::1", "timeout_s": 1})
@@ -436,7 +436,7 @@ def test_messages_survive_json_exactly(message: WireModel) -> None:
         ({"transport": "shm"}, "the shm transport; it declares gloo"),
         ({"encodings": ["raw", "float8"]}, "the encoding float8; it declares raw, delta"),
         ({"partial_updates": True}, "partial updates"),
-        ({"adapters": True}, "adapters"),
+        ({"lora": True}, "lora"),
     ],
 )
 def test_what_capabilities_lack_is_said_in_words(need: dict[str, Any], lack: str | None) -> None:

@@ -1,4 +1,4 @@
-"""Plain low-rank adapters for tests: layers as PEFT has them, an adapter for some layers of a model, and its merge."""
+"""Plain LoRAs for tests: layers as PEFT has them, a LoRA for some layers of a model, and its merge."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from inflight.weights.adapters import adapter_names
-from inflight.wire import AdapterSpec
+from inflight.weights.lora import lora_names
+from inflight.wire import LoraSpec
 
 
 class LoraLinear(nn.Module):
-    """A linear layer and its adapter, with the attributes that a layer of PEFT has."""
+    """A linear layer and its LoRA, with the attributes that a layer of PEFT has."""
 
     def __init__(self, base: nn.Linear, rank: int, scale: float) -> None:
         super().__init__()
@@ -28,8 +28,8 @@ class LoraLinear(nn.Module):
         return result
 
 
-def adapted(model: nn.Module, words: Sequence[str], spec: AdapterSpec, seed: int) -> nn.Module:
-    """Replace the linear layers whose names end with one of the words, and fill their adapters; returns the model."""
+def adapted(model: nn.Module, words: Sequence[str], spec: LoraSpec, seed: int) -> nn.Module:
+    """Replace the linear layers whose names end with one of the words, and fill their LoRAs; returns the model."""
     random = torch.Generator().manual_seed(seed)
     model.requires_grad_(False)
     for name, layer in list(model.named_modules()):
@@ -43,31 +43,31 @@ def adapted(model: nn.Module, words: Sequence[str], spec: AdapterSpec, seed: int
     return model
 
 
-def adapter_of(
+def lora_of(
     tensors: Mapping[str, torch.Tensor], words: Sequence[str], rank: int, seed: int, size: float = 0.5
 ) -> dict[str, torch.Tensor]:
-    """A random adapter, by PEFT's names, for the modules of a model whose names end with one of the words."""
+    """A random LoRA, by PEFT's names, for the modules of a model whose names end with one of the words."""
     random = torch.Generator().manual_seed(seed)
-    adapter = {}
+    lora = {}
     for name, tensor in tensors.items():
         module = name.removesuffix(".weight")
         if tensor.dim() == 2 and module.endswith(tuple(words)):
-            a, b = adapter_names(module)
-            adapter[a] = size * torch.randn(rank, tensor.shape[1], generator=random)
-            adapter[b] = size * torch.randn(tensor.shape[0], rank, generator=random)
-    assert adapter
-    return adapter
+            a, b = lora_names(module)
+            lora[a] = size * torch.randn(rank, tensor.shape[1], generator=random)
+            lora[b] = size * torch.randn(tensor.shape[0], rank, generator=random)
+    assert lora
+    return lora
 
 
 def merged_with(
-    tensors: Mapping[str, torch.Tensor], adapter: Mapping[str, torch.Tensor], spec: AdapterSpec
+    tensors: Mapping[str, torch.Tensor], lora: Mapping[str, torch.Tensor], spec: LoraSpec
 ) -> dict[str, torch.Tensor]:
-    """The weights with the adapter added, in float64 by definition of the product: the reference."""
+    """The weights with the LoRA added, in float64 by definition of the product: the reference."""
     scale = spec.alpha / (math.sqrt(spec.rank) if spec.rslora else spec.rank)
     whole = dict(tensors)
     for name, tensor in tensors.items():
-        a, b = adapter_names(name.removesuffix(".weight"))
-        if a in adapter:
-            low = torch.einsum("or,ri->oi", adapter[b].double(), adapter[a].double())
+        a, b = lora_names(name.removesuffix(".weight"))
+        if a in lora:
+            low = torch.einsum("or,ri->oi", lora[b].double(), lora[a].double())
             whole[name] = (tensor.double() + scale * low).to(tensor.dtype)
     return whole

@@ -19,8 +19,8 @@ def main(url: str, model: Path, way: str) -> None:
     publisher = WeightPublisher.connect([url], run_id=f"doomed {way}", token=TOKEN, connect_timeout_s=30)
     publish_weights(PlainWorker(tensors), publisher)
     worker = PlainWorker(silenced(tensors), version=2)
-    update = announcement_of(worker, publisher.run_id, lease_s=LEASE_S if way == "held" else 60)
-    (endpoint,) = publisher.members
+    update = announcement_of(worker, publisher.run_id, lease_s=LEASE_S if way == "paused" else 60)
+    (endpoint,) = publisher.endpoints
     publisher.run(endpoint.request_weight_update, update)
     if way == "sending":  # the server waits in the collective for a bucket that never comes
         transfer = BucketTransfer(run_id=update.run_id, version=2, bucket_index=0, timeout_s=60)

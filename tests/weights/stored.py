@@ -16,9 +16,19 @@ from pathlib import Path
 import torch
 
 from inflight.types import WeightBucket
-from inflight.weights.encoding import encode
-from inflight.weights.packing import pack
-from inflight.wire import BucketSpec, Encoding, InFlightPolicy, Manifest, TensorSpec, WeightUpdate
+from inflight.weights.packing import encode, pack
+from inflight.weights.transports.bucket_files import StoredUpdate
+from inflight.weights.transports.files import FileReceiver
+from inflight.wire import (
+    BucketSpec,
+    DirectorySpec,
+    Encoding,
+    InFlightPolicy,
+    Manifest,
+    TensorSpec,
+    UpdateRef,
+    WeightUpdate,
+)
 
 MIXED = (
     TensorSpec(name="model.norm", dtype="bfloat16", shape=(3,)),
@@ -108,6 +118,23 @@ def receive(receiver, update: WeightUpdate, buckets: Sequence[WeightBucket]) -> 
     return [receiver.receive((payload(raw_bytes(bucket).numel()),), 10.0)[0] for bucket in buckets]
 
 
+def file_reader(directory: Path, run_id: str) -> FileReceiver:
+    spec = DirectorySpec(run_id=run_id, transport="file", directory=str(directory), timeout_s=5.0)
+    return FileReceiver(spec)
+
+
+def latest(directory: Path, run_id: str) -> UpdateRef | None:
+    return file_reader(directory, run_id).latest(5.0)
+
+
+def read_manifest(directory: Path, ref: UpdateRef) -> StoredUpdate:
+    return file_reader(directory, ref.run_id).read_manifest(ref, 5.0)
+
+
+def lease(directory: Path, ref: UpdateRef, name: str) -> None:
+    file_reader(directory, ref.run_id).lease(ref, name, 5.0)
+
+
 def assert_same(received: Sequence[torch.Tensor], buckets: Sequence[WeightBucket]) -> None:
     assert len(received) == len(buckets)
     for flat, bucket in zip(received, buckets, strict=True):
@@ -124,7 +151,7 @@ def mappings(of: str) -> int:
     return sum(of in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
-def doomed_sender(backend: str, directory: Path) -> subprocess.Popen[str]:
+def doomed_sender(transport: str, directory: Path) -> subprocess.Popen[str]:
     """A process that opens a group, stores one bucket of two and then waits to be killed; it prints its directory."""
     code = f"""
 import sys, time
@@ -132,7 +159,7 @@ from pathlib import Path
 import torch
 from inflight.weights.transports import make_sender
 from tests.weights.stored import make_buckets, plain_update
-sender = make_sender({backend!r}, directory=Path({str(directory)!r}))
+sender = make_sender({transport!r}, directory=Path({str(directory)!r}))
 spec = sender.specs("run", [1], 10.0)[0]
 update = plain_update()
 sender.begin(update)

@@ -7,7 +7,6 @@ import math
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,10 +22,11 @@ from inflight.errors import PoisonedError, PublishError, UnreachableError, Updat
 from inflight.local.endpoint import LocalEndpoint
 from inflight.local.engine import Engine
 from inflight.local.slots import ATTENTION_NAME, register_slot_attention
-from inflight.types import Outcome
+from inflight.types import EndpointOutcome
 from inflight.weights.publish import WeightPublisher, publish_weights
 from inflight.weights.transports.process_group import ProcessGroupSender
 from inflight.wire import BucketTransfer, EndpointState, GenerateResponse, UpdateRef
+from tests.selection import first_of_each
 from tests.servers import ServerProcess
 from tests.weights.publisher_program import LEASE_S
 from tests.weights.test_publish import start_request
@@ -40,6 +40,7 @@ from tests.weights.workers import (
     wait_until_ready,
     weight_version,
 )
+from tests.zygote import python
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,28 +54,29 @@ def server(large_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 def start_publisher(server: ServerProcess, model: Path, way: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tests.weights.publisher_program", server.url, str(model), way]
+    command = [python(), "-m", "tests.weights.publisher_program", server.url, str(model), way]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 
-def test_a_server_whose_publisher_was_killed_releases_itself_when_the_lease_ends(
+def test_a_server_whose_publisher_was_killed_resumes_by_itself_when_the_lease_ends(
     server: ServerProcess, large_model_dir: Path
 ) -> None:
     running = start_request(server, max_tokens=1000)
-    with start_publisher(server, large_model_dir, "held") as publisher:
+    with start_publisher(server, large_model_dir, "paused") as publisher:
         assert publisher.stdout is not None
-        assert publisher.stdout.readline() == "held\n"
-        assert weight_version(server).state is EndpointState.HELD
+        assert publisher.stdout.readline() == "paused\n"
+        assert weight_version(server).state is EndpointState.PAUSED
         publisher.kill()
         publisher.wait(timeout=10)
-        assert weight_version(server).state is EndpointState.HELD
+        assert weight_version(server).state is EndpointState.PAUSED
         assert wait_until_ready(server, LEASE_S + 2) > 0.2
     completion = running.result(timeout=60).completions[0]
     assert (completion.finish_reason, len(completion.token_ids)) == ("length", 1000)
     assert_serves(server, 1)
 
 
-def test_a_server_whose_publisher_was_killed_in_the_middle_of_a_bucket_releases_itself_at_once(
+@pytest.mark.exhaustive
+def test_a_server_whose_publisher_was_killed_in_the_middle_of_a_bucket_resumes_by_itself_at_once(
     server: ServerProcess, large_model_dir: Path
 ) -> None:
     running = start_request(server, max_tokens=1000)
@@ -104,7 +106,9 @@ def interrupt_after(delay_s: float) -> None:
 
 
 @pytest.mark.usefixtures("interruptible")
-@pytest.mark.parametrize("moment", ["while gathering", "while the requests drain", "while a bucket travels"])
+@pytest.mark.parametrize(
+    "moment", first_of_each(["while gathering", "while the requests drain", "while a bucket travels"], lambda _: "any")
+)
 def test_an_interrupted_publish_holds_no_server_and_the_next_one_succeeds(
     moment: str, server: ServerProcess, large_model_dir: Path, connect: Callable[..., WeightPublisher]
 ) -> None:
@@ -192,11 +196,11 @@ def test_weights_torn_while_applied_poison_the_endpoint_until_a_complete_update(
         running: Future[GenerateResponse] = publisher.start(endpoint.generate, request("running", max_tokens=1000))
         wait_until_running(publisher, local)
         worker = PlainWorker(silenced(local.tensors), version=2)
-        worker.on_bucket = lambda index: local.freeze() if index == 3 else None  # sampling is held by then
+        worker.on_bucket = lambda index: local.freeze() if index == 3 else None  # sampling is paused by then
         with pytest.raises(PublishError) as caught:
             publish_weights(worker, publisher, bucket_bytes=30_000, deadline_s=20)
         (report,) = caught.value.report.endpoints
-        assert (report.outcome, report.serves) == (Outcome.POISONED, None)
+        assert (report.outcome, report.serves) == (EndpointOutcome.POISONED, None)
         assert "applying version 2 failed" in report.detail
 
         assert running.result(timeout=10).completions[0].finish_reason == "abort"
@@ -208,7 +212,7 @@ def test_weights_torn_while_applied_poison_the_endpoint_until_a_complete_update(
         broken = PlainWorker({**local.tensors, "more": torch.zeros(1)}, version=3)
         with pytest.raises(PublishError) as caught:
             publish_weights(broken, publisher, deadline_s=20)
-        assert caught.value.report.endpoints[0].outcome is Outcome.POISONED
+        assert caught.value.report.endpoints[0].outcome is EndpointOutcome.POISONED
         with pytest.raises(PoisonedError):
             publisher.run(endpoint.generate, request())
 
@@ -234,7 +238,7 @@ def test_weights_torn_while_applied_are_told_so_even_if_the_requests_cannot_be_e
         with pytest.raises(PublishError) as caught:
             publish_weights(PlainWorker(local.tensors), publisher, deadline_s=20)
         (report,) = caught.value.report.endpoints
-        assert (report.outcome, report.serves) == (Outcome.POISONED, None)
+        assert (report.outcome, report.serves) == (EndpointOutcome.POISONED, None)
         assert "applying version 1 failed" in report.detail
         assert "could not be ended either: local: the connection was closed" in report.detail
 
@@ -283,7 +287,7 @@ def test_a_trainer_that_takes_over_while_weights_are_applied_takes_nothing_of_th
         publish_weights(PlainWorker(local.tensors), publisher)
         successor = ProcessGroupSender()
         (spec,) = successor.specs("here", [1], 10.0)
-        spec = spec.model_copy(update={"epoch": publisher.epoch + 1})
+        spec = spec.model_copy(update={"incarnation": publisher.incarnation + 1})
 
         async def take_over() -> None:
             served, *_ = await asyncio.gather(
@@ -298,7 +302,7 @@ def test_a_trainer_that_takes_over_while_weights_are_applied_takes_nothing_of_th
 
         async def receive() -> None:
             worker = PlainWorker(silenced(local.tensors), version=2)
-            update = announcement_of(worker, "here").model_copy(update={"epoch": publisher.epoch})
+            update = announcement_of(worker, "here").model_copy(update={"incarnation": publisher.incarnation})
             await endpoint.request_weight_update(update)
             for bucket, filled in zip(update.buckets, worker.gather_weights(update.buckets), strict=True):
                 transfer = BucketTransfer(run_id="here", version=2, bucket_index=bucket.index, timeout_s=10)
@@ -318,7 +322,7 @@ def test_a_hold_that_comes_after_its_deadline_is_refused_and_the_engine_goes_on(
 
         async def conversation() -> None:
             update = announcement_of(PlainWorker(local.tensors, version=3), "here", deadline_s=0.2)
-            endpoint._engine.call(lambda: time.sleep(0.5))  # a long step: the hold comes too late
+            endpoint._engine.call(lambda: time.sleep(0.5))  # a long step: the pause comes too late
             with pytest.raises(UpdateRefusedError, match="still running"):
                 await endpoint.request_weight_update(update)
             completion = (await endpoint.generate(request())).completions[0]

@@ -3,60 +3,53 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
-import subprocess
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from inflight.conformance.chaos import campaign
-from inflight.conformance.chaos.campaign import Campaign, rows, summary
-from inflight.conformance.chaos.palette import CHECKPOINT, Palette, Shade, digest
-from inflight.conformance.chaos.plan import SENDER, TRANSPORTS, Kind, Step, fault_plan, sites
-from inflight.conformance.chaos.processes import run_process_schedule
-from inflight.conformance.chaos.proxy import Rule, TcpProxy
-from inflight.conformance.chaos.schedule import Ground, run_schedule
+from inflight.conformance.fleet.campaign import summary
+from inflight.conformance.fleet.palette import CHECKPOINT, FROZEN, Shade
+from inflight.conformance.fleet.plan import INSIDE, OUTSIDE, SENDER, TRANSPORTS, Kind, Step, fault_plan, sites
+from inflight.conformance.fleet.proxy import TcpProxy
+from inflight.conformance.fleet.schedule import run_schedule
 from inflight.local.endpoint import LocalEndpoint
 from inflight.local.engine import Engine
 from inflight.local.sequences import Sequence
 from inflight.types import PublishReport
-from inflight.weights.encoding import decode, encode
-from inflight.weights.packing import pack, unpack
-from inflight.weights.receiving import StagedIntake
+from inflight.weights.intakes import StagedIntake
+from inflight.weights.module import tensor_spec
+from inflight.weights.packing import decode, encode, pack, unpack
 from inflight.weights.session import UpdateSession
 from inflight.weights.staging import Staging
 from inflight.wire import VersionSpan
+from tests.chaos import dying
+from tests.chaos.campaign import Campaign, results_of
+from tests.chaos.embedded import EmbeddedPlace, digest
+from tests.selection import first_of_each
 
-NUM_SCHEDULES = 24
 MOST_TRIES = 14
 
 
 @pytest.fixture(scope="module")
-def ground() -> Iterator[Ground]:
-    with Ground() as ground:
-        yield ground
+def place() -> Iterator[EmbeddedPlace]:
+    with EmbeddedPlace() as place:
+        yield place
 
 
 # ---------------------------------------------------------------------------------------------------------------
 # Plans and weights
 
 
-def test_a_process_that_dies_fails_the_schedule_that_it_was_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    def dying(campaign: Campaign, number: int, log: Path) -> subprocess.Popen[str]:
-        row = '{"seed": 4, "problems": []}'
-        script = f"import sys; print('{row}'); print('what it said', file=sys.stderr); sys.exit(3)"
-        with log.open("wb") as file:
-            return subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=file, text=True)
-
-    monkeypatch.setattr(campaign, "_process", dying)
-    first, second = rows(Campaign(10, seed=4))
-    assert (first["seed"], second["seed"]) == (4, 5)
-    assert second["problems"] == ["the process of this schedule ended with status 3: what it said\n"]
-    figures = summary([{**second, "transport": "shm"}], 1.0)
-    assert len(figures["failed"]) == 1
+def test_a_process_that_dies_fails_the_schedule_that_it_was_at() -> None:
+    first, second = results_of(Campaign(10, seed=4), dying.work)
+    assert (first.seed, second.seed) == (4, 5)
+    assert second.problems == ("the process of this schedule ended with status 3",)
+    assert len(summary([second], INSIDE, 1.0)["failed"]) == 1
 
 
 def test_a_plan_is_the_same_for_the_same_seed() -> None:
@@ -66,49 +59,74 @@ def test_a_plan_is_the_same_for_the_same_seed() -> None:
     assert all(SENDER <= fault.endpoint < 3 for plan in plans for fault in plan.faults)
 
 
-def test_every_step_of_every_transport_is_struck_in_every_way_by_a_campaign() -> None:
+@pytest.mark.parametrize("kinds", [INSIDE, OUTSIDE], ids=["inside", "outside"])
+def test_every_step_of_every_transport_is_struck_in_every_way_by_a_campaign(kinds: frozenset[Kind]) -> None:
     planned = {
         (transport, fault.step, fault.kind)
-        for seed in range(4 * max(len(sites(transport)) for transport in TRANSPORTS))
+        for seed in range(4 * max(len(sites(transport, kinds)) for transport in TRANSPORTS))
         for transport in (TRANSPORTS[seed % len(TRANSPORTS)],)
-        for fault in fault_plan(seed, 3, transport).faults
+        for fault in fault_plan(seed, 3, transport, kinds=kinds).faults
     }
-    assert planned == {(transport, *site) for transport in TRANSPORTS for site in sites(transport)}
+    assert planned == {(transport, *site) for transport in TRANSPORTS for site in sites(transport, kinds)}
     assert {step for _, step, _ in planned} == set(Step)
-    assert {kind for _, _, kind in planned} == set(Kind)
+    assert {kind for _, _, kind in planned} == set(Kind) - ((INSIDE | OUTSIDE) - kinds)
 
 
-def test_every_shade_differs_in_every_tensor_and_travels_exactly_in_every_encoding(ground: Ground) -> None:
-    named = dict(ground.template.named_parameters())
-    palette = Palette(named, seed=5)
+def test_every_shade_differs_in_every_tensor_and_travels_exactly_in_every_encoding(place: EmbeddedPlace) -> None:
+    palette = place.palette(5, ())
     shades = [CHECKPOINT, *(Shade(version, 1) for version in range(1, 6))]
     for shade in shades:
         palette.add(shade)
-    assert palette.shade_of(digest(named)) == CHECKPOINT
+    assert palette.shade_with(digest(place.like)) == CHECKPOINT
     for one, other in itertools.combinations(shades, 2):
         first, second = palette.tensors(one), palette.tensors(other)
-        assert all(not first[name].equal(second[name]) for name in named)
-    from inflight.conformance.chaos.palette import spec_of
-
+        assert all(not first[name].equal(second[name]) for name in place.like)
     tensors = palette.tensors(shades[-1])
-    specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
+    specs = [tensor_spec(name, tensor, None) for name, tensor in tensors.items()]
     for encoding in ("bfloat16", "float8"):
         decoded = decode(encoding, encode(list(tensors.values()), specs, encoding), specs)
         assert decoded.equal(pack(list(tensors.values())))
         assert len(unpack(decoded, specs)) == len(specs)
 
 
+def test_what_is_sampled_tells_the_shade_in_every_dtype(place: EmbeddedPlace) -> None:
+    palette = place.palette(7, FROZEN)
+    palette.add(shade := Shade(1, 1))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        model = copy.deepcopy(place.template).to(dtype)
+        model.set_attn_implementation("sdpa")
+        for name, parameter in model.named_parameters():
+            parameter.data.copy_(palette.tensors(shade)[name])
+        with torch.inference_mode():
+            logprobs_TV = model(torch.tensor([[5, 9, 200]])).logits[0].float().log_softmax(-1)
+        for logprobs_V in logprobs_TV:
+            assert palette.shade_of(range(258), logprobs_V.tolist()) == shade
+            assert not palette.is_sampled_from(0, 17, float(logprobs_V[17]))
+    assert palette.shade_of([1, 2], [-1.0, -2.0]) is None
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # The library as it is
 
 
-def test_no_schedule_of_a_small_campaign_fails() -> None:
-    found = list(rows(Campaign(NUM_SCHEDULES, seed=1000, num_processes=2)))
-    figures = summary(found, 0.0)
-    assert figures["num_schedules"] == NUM_SCHEDULES
+def figures_of(num_schedules: int, num_processes: int) -> dict[str, Any]:
+    figures = summary(list(results_of(Campaign(num_schedules, seed=1000, num_processes=num_processes))), INSIDE, 0.0)
+    assert figures["num_schedules"] == num_schedules
     assert figures["failed"] == []
-    assert figures["num_faults"] > NUM_SCHEDULES
+    assert figures["num_faults"] >= num_schedules
     assert set(figures["outcomes"]) == set(TRANSPORTS)
+    return figures
+
+
+@pytest.mark.exhaustive
+def test_no_schedule_of_a_campaign_of_one_for_each_transport_fails() -> None:
+    figures_of(len(TRANSPORTS), num_processes=1)
+
+
+@pytest.mark.exhaustive
+def test_no_schedule_of_a_small_campaign_fails() -> None:
+    figures = figures_of(24, num_processes=2)
+    assert figures["num_faults"] > 24
     assert all({"returned", "PublishError"} <= set(counts) for counts in figures["outcomes"].values())
 
 
@@ -160,18 +178,20 @@ def name_the_version_before(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Sequence, "completion", shifted)
 
 
-def ignore_epochs(patch: pytest.MonkeyPatch) -> None:
+def ignore_incarnations(patch: pytest.MonkeyPatch) -> None:
     request = UpdateSession.request
 
-    def hear(self: UpdateSession, run_id: str, epoch: int) -> None:
+    def hear(self: UpdateSession, run_id: str, incarnation: int) -> None:
         self._owner = run_id
-        self._epochs[run_id] = max(epoch, self._epochs.get(run_id, 0))
+        self._incarnations[run_id] = max(incarnation, self._incarnations.get(run_id, 0))
 
     patch.setattr(UpdateSession, "fence", hear)
-    patch.setattr(UpdateSession, "request", lambda self, update: request(self, update.model_copy(update={"epoch": 0})))
+    patch.setattr(
+        UpdateSession, "request", lambda self, update: request(self, update.model_copy(update={"incarnation": 0}))
+    )
 
 
-def release_a_torn_endpoint(patch: pytest.MonkeyPatch) -> None:
+def resume_a_torn_endpoint(patch: pytest.MonkeyPatch) -> None:
     abort = UpdateSession.abort
 
     def forgetful(self: UpdateSession, *, torn: bool = False) -> None:
@@ -180,7 +200,7 @@ def release_a_torn_endpoint(patch: pytest.MonkeyPatch) -> None:
         abort(self)
 
     patch.setattr(UpdateSession, "abort", forgetful)
-    patch.setattr(LocalEndpoint, "give_up", LocalEndpoint.release)
+    patch.setattr(LocalEndpoint, "give_up", LocalEndpoint.resume)
 
 
 def forget_sessions_that_are_over(patch: pytest.MonkeyPatch) -> None:
@@ -214,31 +234,35 @@ MUTANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Kind, tuple[Step, ...]
     (report_a_commit_that_was_not_applied, *ANYTHING),
     (name_the_version_before, *ANYTHING),
     (lose_what_runs, *ANYTHING),
-    (ignore_epochs, Kind.TAKE_OVER, (Step.REQUEST, Step.RECEIVE, Step.SEND)),
-    (release_a_torn_endpoint, Kind.TEAR, (Step.COMMIT,)),
+    (ignore_incarnations, Kind.TAKE_OVER, (Step.REQUEST, Step.RECEIVE, Step.SEND)),
+    (resume_a_torn_endpoint, Kind.TEAR, (Step.COMMIT,)),
     (forget_sessions_that_are_over, Kind.REPEAT_LATE, (Step.REQUEST,)),
     (succeed_without_a_quorum, Kind.CORRUPT, (Step.SEND,)),
 ]
 
 
-@pytest.mark.parametrize(("mutate", "kind", "steps"), MUTANTS, ids=[mutant[0].__name__ for mutant in MUTANTS])
+@pytest.mark.parametrize(
+    ("mutate", "kind", "steps"),
+    first_of_each(MUTANTS, lambda mutant: "any"),
+    ids=[mutant[0].__name__ for mutant in MUTANTS],
+)
 def test_a_campaign_finds_a_library_that_would(
     mutate: Callable[[pytest.MonkeyPatch], None],
     kind: Kind,
     steps: tuple[Step, ...],
     monkeypatch: pytest.MonkeyPatch,
-    ground: Ground,
+    place: EmbeddedPlace,
 ) -> None:
     mutate(monkeypatch)
     tried = seeds_with(kind, steps)[:MOST_TRIES]
-    assert any(run_schedule(seed, ground).problems for seed in tried), tried
+    assert any(run_schedule(seed, place).problems for seed in tried), tried
 
 
 # ---------------------------------------------------------------------------------------------------------------
 # The proxy
 
 
-async def proxied(rule: Rule, sent: bytes, num_expected: int) -> bytes:
+async def proxied(rule: dict[str, int], sent: bytes, num_expected: int) -> bytes:
     """What comes back of ``sent`` from an echo behind a proxy, until it is cut or all of it came."""
 
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -249,7 +273,8 @@ async def proxied(rule: Rule, sent: bytes, num_expected: int) -> bytes:
     server = await asyncio.start_server(echo, "127.0.0.1", 0)
     proxy = TcpProxy("127.0.0.1", server.sockets[0].getsockname()[1])
     await proxy.start()
-    proxy.rule = rule
+    for name, value in rule.items():
+        setattr(proxy, name, value)
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
         writer.write(sent)
@@ -267,20 +292,9 @@ async def proxied(rule: Rule, sent: bytes, num_expected: int) -> bytes:
         server.close()
 
 
-def test_the_proxy_passes_all_on_and_cuts_swallows_or_changes_as_it_is_told() -> None:
+def test_the_proxy_passes_all_on_and_cuts_or_changes_as_it_is_told() -> None:
     sent = bytes(range(256)) * 16
-    assert asyncio.run(proxied(Rule(), sent, len(sent))) == sent
-    assert len(asyncio.run(proxied(Rule(cut_after_bytes=1000), sent, len(sent)))) <= 1000
-    assert asyncio.run(proxied(Rule(is_blackhole=True), sent, len(sent))) == b""
-    changed = asyncio.run(proxied(Rule(num_corrupted=1), sent, len(sent)))
+    assert asyncio.run(proxied({}, sent, len(sent))) == sent
+    assert len(asyncio.run(proxied({"cut_after_bytes": 1000, "num_cuts": 1}, sent, len(sent)))) <= 1000
+    changed = asyncio.run(proxied({"num_corrupted": 1}, sent, len(sent)))
     assert sum(a != b for a, b in zip(changed, sent, strict=True)) == 1
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# Real servers
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_real_servers_that_are_killed_stopped_and_cut_off_are_reported_truly(seed: int, ground: Ground) -> None:
-    palette = Palette(dict(ground.template.named_parameters()), seed)
-    assert run_process_schedule(seed, ground.directory / "checkpoint", palette, ground.fleet) == []

@@ -15,13 +15,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import TransferError
 from inflight.weights import outgoing
-from inflight.weights.checksums import checksum
-from inflight.weights.encoding import Rounding, encode
-from inflight.weights.packing import pack
+from inflight.weights.packing import Rounding, checksum, encode, pack
 from inflight.weights.publish import WeightPublisher, publish_weights
 from inflight.weights.publish_session import PublishSession
 from inflight.weights.transports import make_sender
-from inflight.wire import Backend, EndpointState
+from inflight.wire import EndpointState, TransportName
 from tests.servers import ServerProcess
 from tests.weights.stored import make_buckets, make_update
 from tests.weights.workers import PlainWorker, assert_serves, checkpoint, weight_version
@@ -99,27 +97,27 @@ def test_a_publish_of_weights_without_bytes_ends_and_the_old_weights_serve(
     tensors = checkpoint(model_dir)
     publisher = connect(server, encoding=encoding)
     unreal = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
-    with pytest.raises(TransferError, match="bytes cannot be read: Tensor on meta has none"):
+    with pytest.raises(TransferError, match="bytes cannot be read: a Tensor on meta holds no data"):
         publish_weights(PlainWorker(unreal, 1), publisher)
     assert (weight_version(server).version, weight_version(server).state) == (0, EndpointState.READY)
     publish_weights(PlainWorker(tensors, 1), publisher)
     assert_serves(server, 1)
 
 
-@pytest.mark.parametrize("backend", get_args(Backend))
+@pytest.mark.parametrize("transport", get_args(TransportName))
 @pytest.mark.parametrize("encoding", ["raw", "bfloat16"])
 def test_every_bucket_on_a_device_is_announced_with_the_checksum_of_its_bytes(
-    backend: Backend, encoding: Rounding, monkeypatch: pytest.MonkeyPatch
+    transport: TransportName, encoding: Rounding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(outgoing, "encode", lambda *bucket: encode(*bucket).as_subclass(OnDevice))
     update = make_update()
     nobody = cast("InferenceEndpoint", SimpleNamespace(name="nobody"))
     publisher = WeightPublisher([nobody], make_sender("gloo"), run_id="run", encoding=encoding)
-    publisher._backend = backend
-    session = PublishSession(publisher, update, 5.0, 1)
+    publisher._transport = transport
+    session = PublishSession(publisher, {}, update, 5.0, 1)
     for bucket in make_buckets(update)[:2]:
         sent = session.parcel(bucket)
         expected = pack(bucket.tensors) if encoding == "raw" else encode(bucket.tensors, bucket.specs, encoding)
         assert sent.checksum == checksum(expected)
         # NCCL sends from the device, the others from the copy that was made for the checksum.
-        assert sent.tensors[0].is_cuda == (backend == "nccl")
+        assert sent.tensors[0].is_cuda == (transport == "nccl")

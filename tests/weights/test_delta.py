@@ -18,6 +18,7 @@ from inflight.errors import TransferError
 from inflight.weights.delta import (
     ElementRun,
     Patch,
+    Snapshot,
     decode_delta,
     element_runs,
     encode_delta,
@@ -25,7 +26,6 @@ from inflight.weights.delta import (
     find_tensor_changes,
 )
 from inflight.weights.packing import pack
-from inflight.weights.snapshot import Snapshot
 from inflight.wire import TensorSpec
 from tests.weights.stored import make_buckets, make_update
 

@@ -14,21 +14,23 @@ from safetensors.torch import load_file
 
 from inflight.errors import ConfigError, TransferError
 from inflight.types import WeightBucket
-from inflight.weights.checksums import checksum
+from inflight.weights.packing import checksum
 from inflight.weights.transports import make_sender
 from inflight.weights.transports.bucket_files import StoredUpdate
-from inflight.weights.transports.files import FileReceiver, FileSender, latest, read_manifest
+from inflight.weights.transports.files import FileReceiver, FileSender
 from inflight.wire import TensorSpec, UpdateRef, WeightUpdate
 from tests.weights.stored import (
     assert_same,
     doomed_sender,
     encoded,
+    latest,
     make_buckets,
     make_update,
     payload,
     plain_update,
     publish,
     raw_bytes,
+    read_manifest,
     receive,
 )
 
@@ -105,7 +107,7 @@ def test_a_version_is_the_latest_once_its_last_bucket_is_stored(sender: FileSend
     sender.begin(second)
     sender.send(make_buckets(second)[0], 5.0)
     assert latest(tmp_path, "run") == first.ref
-    with pytest.raises(TransferError, match="the update is not complete, or was removed"):
+    with pytest.raises(TransferError, match="the update is incomplete, or has been removed"):
         read_manifest(tmp_path, second.ref)
     sender.send(make_buckets(second)[1], 5.0)
     assert latest(tmp_path, "run") == second.ref
@@ -223,7 +225,7 @@ def corrupted(tmp_path: Path, what: str) -> None:
         path.write_bytes(data + b"x")
     elif what == "empty":
         path.write_bytes(b"")
-    elif what == "no safetensors":
+    elif what == "not safetensors":
         path.write_bytes(b"\xff" * len(data))
     elif what == "header no JSON":
         path.write_bytes(data[:8] + b"x" * length + data[8 + length :])
@@ -255,10 +257,10 @@ def corrupted(tmp_path: Path, what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("truncated", "truncated: 65535 bytes of data are there, 65536 were announced"),
+        ("truncated", "truncated: it holds 65535 bytes of data, but 65536 were announced"),
         ("too long", "too long"),
-        ("empty", "no safetensors"),
-        ("no safetensors", "no safetensors"),
+        ("empty", "not a safetensors file"),
+        ("not safetensors", "not a safetensors file"),
         ("header no JSON", "cannot be used"),
         ("header a list", "damaged"),
         ("tensor with a gap", "does not follow"),
@@ -292,7 +294,7 @@ def test_what_is_not_the_bucket_is_refused_at_once_and_named(
         ("{", "cannot be used"),
         ('{"run_id": "run", "version": -1}', "version"),
         ('{"run_id": "run", "version": 1, "session_id": "../x"}', "session_id"),
-        ('{"run_id": "other", "version": 1}', "of run 'other'"),
+        ('{"run_id": "other", "version": 1}', "belongs to run 'other'"),
         (" " * 5000, "at most 4096"),
     ],
 )
@@ -307,11 +309,11 @@ def test_a_latest_file_that_is_damaged_is_an_error_that_names_it(tmp_path: Path,
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"buckets": []}, "other files are listed"),
-        ({"size_bytes": 1}, "has 65536 bytes, its raw form 1"),
+        ({"buckets": []}, "the listed files are not those of the"),
+        ({"size_bytes": 1}, "has 65536 bytes, but its raw form has 1"),
         ({"size_bytes": 1 << 40, "encoding": "delta"}, "its delta form"),
         ({"file": "../00000.safetensors"}, "buckets.0.file"),
-        ({"file": "00007.safetensors"}, "other files are listed"),
+        ({"file": "00007.safetensors"}, "the listed files are not those of the"),
         ({"version": 9}, "another update"),
     ],
 )

@@ -17,14 +17,14 @@ import torch
 from inflight.cli import main
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import ConfigError, TrainerError, TransferError
-from inflight.weights.checksums import checksum
 from inflight.weights.following import _Source, follow
+from inflight.weights.packing import checksum
 from inflight.weights.staging import payload_spec
-from inflight.weights.storing import StoreReport, newest_epoch, store_weights
+from inflight.weights.storing import StoreReport, newest_incarnation, store_weights
 from inflight.weights.threads import run_abandonable
 from inflight.weights.transports import make_receiver, make_sender
 from inflight.weights.transports.bucket_files import LEASE_S
-from inflight.weights.transports.files import FileSender, latest, lease, read_manifest
+from inflight.weights.transports.files import FileSender
 from inflight.weights.transports.store import session_name
 from inflight.wire import (
     BucketTransfer,
@@ -36,8 +36,10 @@ from inflight.wire import (
     WeightUpdate,
     WeightVersion,
 )
+from tests.selection import first_of_each
 from tests.servers import ServerProcess
-from tests.weights.workers import LORA, AdapterWorker, PlainWorker, checkpoint, logprobs, scaled, weight_version
+from tests.weights.stored import latest, lease, read_manifest
+from tests.weights.workers import LORA, LoraWorker, PlainWorker, checkpoint, logprobs, scaled, weight_version
 
 Start = Callable[..., ServerProcess]
 RUN_ID = "followed"
@@ -50,19 +52,19 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0
         time.sleep(0.05)
 
 
-def stored(worker: PlainWorker, sender: FileSender, version: int, epoch: int = 1) -> StoreReport:
+def stored(worker: PlainWorker, sender: FileSender, version: int, incarnation: int = 1) -> StoreReport:
     worker.version = version
-    report = store_weights(worker, sender, run_id=RUN_ID, epoch=epoch)
+    report = store_weights(worker, sender, run_id=RUN_ID, incarnation=incarnation)
     assert report is not None
     return report
 
 
-@pytest.mark.parametrize("backend", ["file", "http"])
+@pytest.mark.parametrize("transport", ["file", "http"])
 def test_a_server_takes_what_is_stored_and_goes_to_the_newest_when_it_comes_late(
-    backend: str, start_server: Start, model_dir: Path, tmp_path: Path
+    transport: str, start_server: Start, model_dir: Path, tmp_path: Path
 ) -> None:
     directory = tmp_path / "weights"
-    sender = make_sender("http" if backend == "http" else "file", directory=directory)
+    sender = make_sender("http" if transport == "http" else "file", directory=directory)
     tensors = scaled(checkpoint(model_dir), 1.05)
     worker = PlainWorker(tensors, 1)
     report = store_weights(worker, sender, run_id=RUN_ID, encoding="raw")
@@ -111,15 +113,15 @@ def test_a_later_incarnation_is_followed_and_an_older_one_is_not(
 ) -> None:
     sender = FileSender(tmp_path)
     worker = PlainWorker(checkpoint(model_dir), 7)
-    assert newest_epoch(tmp_path, RUN_ID) == 0
+    assert newest_incarnation(tmp_path, RUN_ID) == 0
     server = start_server(model_dir, "--follow", str(tmp_path), "--follow-run", RUN_ID)
-    stored(worker, sender, 7, epoch=1)
+    stored(worker, sender, 7, incarnation=1)
     wait_until(lambda: weight_version(server).version == 7, server.log())
-    stored(worker, sender, 3, epoch=2)
+    stored(worker, sender, 3, incarnation=2)
     wait_until(lambda: weight_version(server).version == 3, server.log())
-    assert newest_epoch(tmp_path, RUN_ID) == 2
-    stored(worker, sender, 8, epoch=1)
-    wait_until(lambda: "epoch 2 has taken over" in server.log(), server.log())
+    assert newest_incarnation(tmp_path, RUN_ID) == 2
+    stored(worker, sender, 8, incarnation=1)
+    wait_until(lambda: "incarnation 2 has taken over" in server.log(), server.log())
     assert weight_version(server).version == 3
 
 
@@ -129,8 +131,8 @@ def test_what_is_stored_is_announced_and_checked_as_in_a_publish(tmp_path: Path)
             return [spec.model_copy(update={"dtype": "float64"}) for spec in super().parameter_specs()]
 
     sender = FileSender(tmp_path)
-    ref = stored(AdapterWorker({"a": torch.zeros(2)}, 1), sender, 1).ref
-    assert read_manifest(tmp_path, ref).update.manifest.adapter == LORA
+    ref = stored(LoraWorker({"a": torch.zeros(2)}, 1), sender, 1).ref
+    assert read_manifest(tmp_path, ref).update.manifest.lora == LORA
     with pytest.raises(TrainerError, match="parameter_specs announced"):
         stored(Lying({"w": torch.zeros(2)}, 2), sender, 2)
     assert latest(tmp_path, RUN_ID) == ref
@@ -138,17 +140,16 @@ def test_what_is_stored_is_announced_and_checked_as_in_a_publish(tmp_path: Path)
 
 def test_storing_needs_a_sender_that_stores(model_dir: Path) -> None:
     worker = PlainWorker({"x": torch.zeros(2)}, 1)
-    for sender in (None, make_sender("gloo")):
-        with pytest.raises(ConfigError, match="needs a sender that stores"):
-            store_weights(worker, sender, run_id=RUN_ID)
-    assert worker.num_exhausted == 2
+    with pytest.raises(ConfigError, match="needs a sender that stores"):
+        store_weights(worker, make_sender("gloo"), run_id=RUN_ID)
+    assert worker.num_exhausted == 1
 
 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
         (["--follow", "weights"], "--follow needs --follow-run"),
-        (["--follow-run", "x"], "are for --follow DIR_OR_URL"),
+        (["--follow-run", "x"], "need --follow DIR_OR_URL"),
         (["--follow", "http://127.0.0.1:9", "--follow-run", "x"], "asks for a token"),
     ],
 )
@@ -184,7 +185,8 @@ class SlowReader:
     def __init__(self, pause_s: float) -> None:
         self.pause_s = pause_s
         self.served: list[UpdateRef] = []
-        self._sizes: list[int] = []
+        self.state = EndpointState.READY
+        self.is_ready = asyncio.Event()
 
     async def capabilities(self) -> SimpleNamespace:
         return SimpleNamespace(staging=True)
@@ -193,8 +195,7 @@ class SlowReader:
         if not self.served:
             return WeightVersion(state=EndpointState.READY, version=0)
         ref = self.served[-1]
-        state = EndpointState.READY
-        return WeightVersion(state=state, version=ref.version, run_id=ref.run_id, session_id=ref.session_id)
+        return WeightVersion(state=self.state, version=ref.version, run_id=ref.run_id, session_id=ref.session_id)
 
     async def init_process_group(self, spec: DirectorySpec | PullSpec) -> None:
         self._receiver = make_receiver(spec)
@@ -213,6 +214,8 @@ class SlowReader:
     async def commit_weight_update(self, ref: UpdateRef) -> WeightVersion:
         self._receiver.abort()
         self.served.append(ref)
+        self.state = EndpointState.READY
+        self.is_ready.set()
         return await self.weight_version()
 
     async def abort_weight_update(self, ref: UpdateRef) -> WeightVersion:
@@ -224,12 +227,12 @@ def complete_updates(directory: Path) -> list[Path]:
     return [path.parent for path in directory.rglob("manifest.json")]
 
 
-@pytest.mark.parametrize("backend", ["file", "http", "http without a directory"])
+@pytest.mark.parametrize("transport", first_of_each(["file", "http", "http without a directory"], lambda _: "any"))
 def test_a_reader_that_is_slower_than_many_publishes_gets_on_and_the_disk_stays_bounded(
-    backend: str, tmp_path: Path
+    transport: str, tmp_path: Path
 ) -> None:
-    directory = None if "without" in backend else tmp_path
-    sender = make_sender("file" if backend == "file" else "http", directory=directory)
+    directory = None if "without" in transport else tmp_path
+    sender = make_sender("file" if transport == "file" else "http", directory=directory)
     worker = PlainWorker({f"w{i}": torch.full((1000,), float(i)) for i in range(4)}, 1)
     report = store_weights(worker, sender, run_id=RUN_ID, bucket_bytes=4000)
     assert report is not None and isinstance(report.spec, DirectorySpec | PullSpec)
@@ -258,11 +261,30 @@ def test_a_reader_that_is_slower_than_many_publishes_gets_on_and_the_disk_stays_
     assert most <= 2 + 1 + 1  # the newest, the one that is read, and the one that was stored meanwhile
 
 
-@pytest.mark.parametrize("backend", ["file", "http"])
+def test_torn_weights_are_replaced_whatever_version_they_are_said_to_be(tmp_path: Path) -> None:
+    sender = make_sender("file", directory=tmp_path)
+    report = store_weights(PlainWorker({"w": torch.zeros(10)}, 1), sender, run_id=RUN_ID)
+    assert report is not None and isinstance(report.spec, DirectorySpec)
+    reader = SlowReader(0.0)
+    reader.served, reader.state = [report.ref], EndpointState.POISONED
+
+    async def main(spec: DirectorySpec) -> None:
+        following = asyncio.ensure_future(follow(cast("InferenceEndpoint", reader), spec, note=print))
+        async with asyncio.timeout(30):
+            await reader.is_ready.wait()
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+    asyncio.run(main(report.spec))
+    sender.abort()
+    assert reader.served == [report.ref, report.ref]
+
+
+@pytest.mark.parametrize("transport", ["file", "http"])
 def test_a_version_that_is_removed_before_it_was_leased_is_no_trouble(
-    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sender = make_sender(backend, directory=tmp_path)
+    sender = make_sender(transport, directory=tmp_path)
     worker = PlainWorker({"w": torch.zeros(10)}, 1)
     report = store_weights(worker, sender, run_id=RUN_ID)
     assert report is not None and isinstance(report.spec, DirectorySpec | PullSpec)
@@ -309,7 +331,7 @@ def test_the_lease_of_a_dead_reader_ends_and_at_most_a_few_are_respected(tmp_pat
     os.utime(tmp_path / RUN_ID / session_name(dead) / f"lease-{0:016x}", (long_ago, long_ago))
     store()
     assert not is_there(dead) and is_there(alive)
-    with pytest.raises(TransferError, match="was removed, or is not complete"):
+    with pytest.raises(TransferError, match="has been removed, or is incomplete"):
         lease(tmp_path, dead, f"lease-{0:016x}")
     lease(tmp_path, store(), f"lease-{1:016x}")  # its reader goes on to the next
     store(), store()
@@ -342,4 +364,4 @@ def test_a_version_that_is_removed_under_a_reader_ends_its_update_at_once(tmp_pa
 
     assert asyncio.run(main(report.spec)) < 10.0  # not a minute
     assert [ref.version for ref in reader.served] == [2]
-    assert "was removed, or is not complete" in notes[0]
+    assert "has been removed, or is incomplete" in notes[0]

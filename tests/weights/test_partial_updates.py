@@ -1,4 +1,4 @@
-"""Updates that leave tensors out, and updates that are adapters, on the embedded engine and in its messages."""
+"""Updates that leave tensors out, and updates that are LoRAs, on the embedded engine and in its messages."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from inflight import AdapterWeights, ModuleWeights
+from inflight import LoraWeights, ModuleWeights
 from inflight.checkpoints import load_causal_lm
-from inflight.contracts import AdapterSource
+from inflight.contracts import LoraSource
 from inflight.errors import ConfigError, PublishError, UnsupportedError, UpdateRefusedError
 from inflight.local.endpoint import LocalEndpoint
 from inflight.local.engine import Engine
 from inflight.local.slots import ATTENTION_NAME, register_slot_attention
-from inflight.types import Outcome, PublishReport
-from inflight.weights.adapters import adapter_difference, changed_names
+from inflight.types import EndpointOutcome, PublishReport
+from inflight.weights.base_weights import AdaptedWeights, merged
 from inflight.weights.buckets import manifest_difference, plan_buckets
-from inflight.weights.merging import AdaptedWeights, merged
+from inflight.weights.lora import changed_names, lora_difference
 from inflight.weights.publish import WeightPublisher, publish_weights
 from inflight.weights.session import UpdateSession
 from inflight.weights.transports.process_group import ProcessGroupSender
-from inflight.wire import AdapterSpec, BucketTransfer, Capabilities, EndpointState, Manifest
-from tests.weights.lora import adapted, adapter_of, merged_with
+from inflight.wire import BucketTransfer, EndpointState, LoraSpec, Manifest
+from tests.weights.lora import adapted, lora_of, merged_with
 from tests.weights.workers import (
     LORA,
-    AdapterWorker,
+    LoraWorker,
     PartialWorker,
     PlainWorker,
     announcement_of,
@@ -40,12 +40,12 @@ from tests.weights.workers import (
 )
 
 SPEC = LORA
-RSLORA = AdapterSpec(rank=4, alpha=2.0, rslora=True)
+RSLORA = LoraSpec(rank=4, alpha=2.0, rslora=True)
 TOLERANCE = 1e-4
 """Of logprobs in float32 with logits of some tens: the engine attends in another order than transformers."""
 
 
-class Fleet:
+class OneServer:
     """One embedded engine and a connected publisher; ``model`` is the one that it serves."""
 
     def __init__(self, path: Path, **options: Any) -> None:
@@ -80,8 +80,8 @@ class Fleet:
 
 
 @pytest.fixture
-def fleet(model_dir: Path) -> Iterator[Fleet]:
-    made = Fleet(model_dir)
+def fleet(model_dir: Path) -> Iterator[OneServer]:
+    made = OneServer(model_dir)
     with made.publisher:
         yield made
 
@@ -94,7 +94,7 @@ def size_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def test_a_partial_update_serves_exactly_the_mixture_and_sends_no_more(fleet: Fleet) -> None:
+def test_a_partial_update_serves_exactly_the_mixture_and_sends_no_more(fleet: OneServer) -> None:
     whole = fleet.tensors
     for version, word in enumerate(("q_proj", "layers.1", "norm"), 1):
         sent = part(whole, word)
@@ -104,7 +104,7 @@ def test_a_partial_update_serves_exactly_the_mixture_and_sends_no_more(fleet: Fl
         fleet.assert_serves(whole)
 
 
-def test_frozen_parameters_of_a_module_are_left_out_of_its_publish(fleet: Fleet) -> None:
+def test_frozen_parameters_of_a_module_are_left_out_of_its_publish(fleet: OneServer) -> None:
     model = load_causal_lm(fleet.path, attention="eager")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("layers.1.mlp" in name)
@@ -115,16 +115,16 @@ def test_frozen_parameters_of_a_module_are_left_out_of_its_publish(fleet: Fleet)
     fleet.assert_serves({**fleet.tensors, **sent})
 
 
-def test_names_that_nobody_knows_are_refused_whether_sent_or_left_out(fleet: Fleet) -> None:
+def test_names_that_nobody_knows_are_refused_whether_sent_or_left_out(fleet: OneServer) -> None:
     extra = {"model.extra.weight": torch.ones(3)}
     for sent, known in ((extra, fleet.tensors), (part(fleet.tensors, "q_proj"), {**fleet.tensors, **extra})):
         with pytest.raises(PublishError, match=r"unknown here: \['model\.extra\.weight'\]") as raised:
             fleet.publish(PartialWorker(sent, 1, known))
-        assert raised.value.report.endpoints[0].outcome is Outcome.REFUSED
+        assert raised.value.report.endpoints[0].outcome is EndpointOutcome.REFUSED
     fleet.assert_serves(fleet.tensors)
 
 
-def test_torn_weights_take_a_partial_update_only_if_it_brings_all_that_is_torn(fleet: Fleet) -> None:
+def test_torn_weights_take_a_partial_update_only_if_it_brings_all_that_is_torn(fleet: OneServer) -> None:
     norm, good = fleet.model.model.norm.weight, fleet.model.model.norm.weight.data
     norm.data = torch.ones(1).expand(norm.shape)  # memory that cannot be written
     with pytest.raises(PublishError, match="applying version 1 failed"):
@@ -133,46 +133,46 @@ def test_torn_weights_take_a_partial_update_only_if_it_brings_all_that_is_torn(f
     assert fleet.state() is EndpointState.POISONED
     with pytest.raises(PublishError, match="weights are torn, and it leaves out tensors"):
         fleet.publish(PartialWorker(part(fleet.tensors, "q_proj"), 2, fleet.tensors))
-    with pytest.raises(PublishError, match="weights are torn, and an adapter needs whole ones"):
-        fleet.publish(AdapterWorker(adapter_of(fleet.tensors, ["q_proj"], 4, seed=0), 2))
+    with pytest.raises(PublishError, match="weights are torn, and a LoRA needs whole weights"):
+        fleet.publish(LoraWorker(lora_of(fleet.tensors, ["q_proj"], 4, seed=0), 2))
     sent = part(fleet.tensors, "norm") | part(fleet.tensors, "v_proj")
     fleet.publish(PartialWorker(sent, 3, fleet.tensors))
     fleet.assert_serves({**fleet.tensors, **sent})
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Adapters
+# LoRAs
 
 
 @pytest.mark.parametrize("spec", [SPEC, RSLORA], ids=["lora", "rslora"])
-def test_an_adapter_is_served_merged_replaced_by_the_next_and_taken_out_by_an_update(
-    fleet: Fleet, spec: AdapterSpec
+def test_a_lora_is_served_merged_replaced_by_the_next_and_taken_out_by_an_update(
+    fleet: OneServer, spec: LoraSpec
 ) -> None:
-    first = adapter_of(fleet.tensors, ["q_proj", "down_proj"], 4, seed=1)
-    second = adapter_of(fleet.tensors, ["q_proj", "up_proj"], 4, seed=2)
-    report = fleet.publish(AdapterWorker(first, 1, spec))
+    first = lora_of(fleet.tensors, ["q_proj", "down_proj"], 4, seed=1)
+    second = lora_of(fleet.tensors, ["q_proj", "up_proj"], 4, seed=2)
+    report = fleet.publish(LoraWorker(first, 1, spec))
     assert report.sent_bytes == size_bytes(first) < size_bytes(fleet.tensors) / 3
     fleet.assert_serves(merged_with(fleet.tensors, first, spec))
-    fleet.publish(AdapterWorker(second, 2, spec))
+    fleet.publish(LoraWorker(second, 2, spec))
     fleet.assert_serves(merged_with(fleet.tensors, second, spec))
     third = scaled(second, 0.5)
-    fleet.publish(AdapterWorker(third, 3, spec))
+    fleet.publish(LoraWorker(third, 3, spec))
     fleet.assert_serves(merged_with(fleet.tensors, third, spec))
     new = scaled(fleet.tensors, 0.9)
     fleet.publish(PlainWorker(new, 4))
     fleet.assert_serves(new)
-    fleet.publish(AdapterWorker(first, 5, spec))
+    fleet.publish(LoraWorker(first, 5, spec))
     fleet.assert_serves(merged_with(new, first, spec))
     sent = part(fleet.tensors, "k_proj")
     fleet.publish(PartialWorker(sent, 6, fleet.tensors))
     fleet.assert_serves({**new, **sent})
 
 
-def test_an_aborted_adapter_leaves_the_one_before_serving_and_is_no_base_of_the_next(fleet: Fleet) -> None:
-    first, second = (adapter_of(fleet.tensors, ["q_proj", "o_proj"], 4, seed=seed) for seed in (1, 2))
-    fleet.publish(AdapterWorker(first, 1))
+def test_an_aborted_lora_leaves_the_one_before_serving_and_is_no_base_of_the_next(fleet: OneServer) -> None:
+    first, second = (lora_of(fleet.tensors, ["q_proj", "o_proj"], 4, seed=seed) for seed in (1, 2))
+    fleet.publish(LoraWorker(first, 1))
 
-    class Failing(AdapterWorker):
+    class Failing(LoraWorker):
         def _tell(self, index: int) -> None:
             if index == 1:
                 raise RuntimeError("the trainer fails")
@@ -180,74 +180,72 @@ def test_an_aborted_adapter_leaves_the_one_before_serving_and_is_no_base_of_the_
     with pytest.raises(RuntimeError):
         fleet.publish(Failing(second, 2), bucket_bytes=1000)
     fleet.assert_serves(merged_with(fleet.tensors, first, SPEC))
-    fleet.publish(AdapterWorker(second, 3))
+    fleet.publish(LoraWorker(second, 3))
     fleet.assert_serves(merged_with(fleet.tensors, second, SPEC))
 
 
 @pytest.mark.parametrize("options", [{"encoding": "bfloat16"}, {"encoding": "float8"}, {"delta": True}], ids=str)
-def test_adapters_travel_in_every_encoding(model_dir: Path, options: dict[str, Any]) -> None:
-    fleet = Fleet(model_dir, **options)
+def test_loras_travel_in_every_encoding(model_dir: Path, options: dict[str, Any]) -> None:
+    fleet = OneServer(model_dir, **options)
     with fleet.publisher:
-        first = adapter_of(fleet.tensors, ["q_proj"], 4, seed=1, size=0.1)
+        first = lora_of(fleet.tensors, ["q_proj"], 4, seed=1, size=0.1)
         second = {name: tensor.clone() for name, tensor in first.items()}
         next(iter(second.values()))[0, 0] += 0.25
-        sent = [fleet.publish(AdapterWorker(t, v)).sent_bytes for v, t in ((1, first), (2, second))]
+        sent = [fleet.publish(LoraWorker(t, v)).sent_bytes for v, t in ((1, first), (2, second))]
         assert min(sent) < size_bytes(first)
         # Rounded to 8 or to 4 bits; a delta is exact.
         fleet.assert_serves(merged_with(fleet.tensors, second, SPEC), TOLERANCE if "delta" in options else 1.0)
 
 
-def test_a_torn_adapter_poisons_until_its_weights_are_brought(fleet: Fleet) -> None:
+def test_a_torn_lora_poisons_until_its_weights_are_brought(fleet: OneServer) -> None:
     weight = fleet.model.model.layers[1].self_attn.q_proj.weight
-    adapter = adapter_of(fleet.tensors, ["q_proj"], 4, seed=1)
-    fleet.publish(AdapterWorker(adapter, 1))
+    lora = lora_of(fleet.tensors, ["q_proj"], 4, seed=1)
+    fleet.publish(LoraWorker(lora, 1))
     good, weight.data = weight.data, torch.ones(1, 1).expand(weight.shape)
     with pytest.raises(PublishError, match="applying version 2 failed"):
-        fleet.publish(AdapterWorker(scaled(adapter, 0.5), 2))
+        fleet.publish(LoraWorker(scaled(lora, 0.5), 2))
     weight.data = good.clone()
-    with pytest.raises(PublishError, match="an adapter needs whole ones"):
-        fleet.publish(AdapterWorker(adapter, 3))
+    with pytest.raises(PublishError, match="a LoRA needs whole weights"):
+        fleet.publish(LoraWorker(lora, 3))
     sent = part(fleet.tensors, "q_proj")
     fleet.publish(PartialWorker(sent, 4, fleet.tensors))
     fleet.assert_serves({**fleet.tensors, **sent})
-    fleet.publish(AdapterWorker(adapter, 5))
-    fleet.assert_serves(merged_with({**fleet.tensors, **sent}, adapter, SPEC))
+    fleet.publish(LoraWorker(lora, 5))
+    fleet.assert_serves(merged_with({**fleet.tensors, **sent}, lora, SPEC))
 
 
-def test_adapters_that_do_not_fit_are_refused_by_name(fleet: Fleet) -> None:
-    good = adapter_of(fleet.tensors, ["q_proj"], 4, seed=1)
+def test_loras_that_do_not_fit_are_refused_by_name(fleet: OneServer) -> None:
+    good = lora_of(fleet.tensors, ["q_proj"], 4, seed=1)
     a, b = list(good)[:2]
     assert a.endswith("lora_A.weight")
     for change, says in (
-        ({a: good[a][:, :-1]}, "products have other shapes: model.layers.0.self_attn.q_proj is"),
-        ({b: torch.cat([good[b], good[b]])}, "products have other shapes"),
-        ({a: good[a][:-1]}, "pairs are not of rank 4"),
-        ({a: None}, "are no pair of"),
-        ({"model.norm.weight": torch.ones(32)}, r"are no pair of .*model\.norm\.weight"),
-        (adapter_of({"model.nowhere.weight": torch.ones(3, 3)}, ["nowhere"], 4, 0), r"unknown here: \['model\.nowhere"),
+        ({a: good[a][:, :-1]}, "products do not have the shapes of their weights: model.layers.0.self_attn.q_proj is"),
+        ({b: torch.cat([good[b], good[b]])}, "products do not have the shapes of their weights"),
+        ({a: good[a][:-1]}, "pairs do not have rank 4"),
+        ({a: None}, "do not form pairs of"),
+        ({"model.norm.weight": torch.ones(32)}, r"do not form pairs of .*model\.norm\.weight"),
+        (lora_of({"model.nowhere.weight": torch.ones(3, 3)}, ["nowhere"], 4, 0), r"unknown here: \['model\.nowhere"),
     ):
         tensors = {name: tensor for name, tensor in {**good, **change}.items() if tensor is not None}
         with pytest.raises(PublishError, match=says) as raised:
-            fleet.publish(AdapterWorker(tensors, 1))
-        assert raised.value.report.endpoints[0].outcome is Outcome.REFUSED, says
+            fleet.publish(LoraWorker(tensors, 1))
+        assert raised.value.report.endpoints[0].outcome is EndpointOutcome.REFUSED, says
     fleet.assert_serves(fleet.tensors)
 
 
-def test_an_endpoint_that_declares_no_adapters_is_not_asked(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    declared: dict[str, Capabilities] = {
-        name: can.model_copy(update={"adapters": False}) for name, can in fleet.publisher.capabilities.items()
-    }
-    monkeypatch.setattr(fleet.publisher, "_capabilities", declared)
-    with pytest.raises(UnsupportedError, match="local does not declare adapters"):
-        fleet.publish(AdapterWorker(adapter_of(fleet.tensors, ["q_proj"], 4, seed=1), 1))
+def test_an_endpoint_that_declares_no_loras_is_not_asked(fleet: OneServer) -> None:
+    less = {e: can.model_copy(update={"lora": False}) for e, can in fleet.publisher.endpoints.items()}
+    with pytest.raises(UnsupportedError, match="local does not declare lora"):
+        fleet.publish(LoraWorker(lora_of(fleet.tensors, ["q_proj"], 4, seed=1), 1), endpoints=less)
 
 
-def test_an_endpoint_without_adapters_refuses_one_that_comes_all_the_same(fleet: Fleet) -> None:
-    adapter = adapter_of(fleet.tensors, ["q_proj"], 4, seed=1)
-    manifest = Manifest(tensors=tuple(spec_of(n, t) for n, t in adapter.items()), adapter=SPEC)
-    update = announcement_of(PlainWorker(adapter), "here", manifest=manifest)
-    fleet.endpoint._updates._adapters = False
-    with pytest.raises(UnsupportedError, match="adapters are not declared here"):
+def test_an_endpoint_without_loras_refuses_one_that_comes_all_the_same(fleet: OneServer) -> None:
+    lora = lora_of(fleet.tensors, ["q_proj"], 4, seed=1)
+    manifest = Manifest(tensors=tuple(spec_of(n, t) for n, t in lora.items()), lora=SPEC)
+    update = announcement_of(PlainWorker(lora), "here", manifest=manifest)
+    updates = fleet.endpoint._updates
+    updates._declared = updates._declared.model_copy(update={"lora": False})
+    with pytest.raises(UnsupportedError, match="this endpoint does not declare lora"):
         fleet.publisher.run(fleet.endpoint.request_weight_update, update)
 
 
@@ -255,11 +253,11 @@ def test_an_endpoint_without_adapters_refuses_one_that_comes_all_the_same(fleet:
 # The source
 
 
-def test_the_adapter_of_a_module_is_what_the_module_computes_with(fleet: Fleet) -> None:
+def test_the_lora_of_a_module_is_what_the_module_computes_with(fleet: OneServer) -> None:
     model = adapted(load_causal_lm(fleet.path, attention="eager"), ["q_proj", "gate_proj"], RSLORA, seed=3)
-    weights = AdapterWeights(model, alpha=2.0, rslora=True, version=1)
-    assert isinstance(weights, AdapterSource)
-    assert weights.adapter_spec() == RSLORA
+    weights = LoraWeights(model, alpha=2.0, rslora=True, version=1)
+    assert isinstance(weights, LoraSource)
+    assert weights.lora_spec() == RSLORA
     fleet.publish(weights)
     asked = request(max_tokens=12)
     completion = fleet.publisher.run(fleet.endpoint.generate, asked).completions[0]
@@ -282,60 +280,60 @@ class PeftLike(torch.nn.Module):
 
 def test_names_and_scale_are_those_of_peft(model_dir: Path) -> None:
     model = PeftLike(adapted(load_causal_lm(model_dir, attention="eager"), ["layers.0.self_attn.v_proj"], SPEC, seed=3))
-    weights = AdapterWeights(model, wire_dtype="bfloat16")
+    weights = LoraWeights(model, wire_dtype="bfloat16")
     prefix = "base_model.model.model.layers.0.self_attn.v_proj"
     found = [(spec.name, spec.dtype, spec.shape) for spec in weights.parameter_specs()]
     out, into = checkpoint(model_dir)["model.layers.0.self_attn.v_proj.weight"].shape
     a, b = (f"{prefix}.lora_A.weight", "bfloat16", (4, into)), (f"{prefix}.lora_B.weight", "bfloat16", (out, 4))
     assert found == [a, b]
-    assert weights.adapter_spec() == SPEC
+    assert weights.lora_spec() == SPEC
 
 
-def test_adapters_that_are_no_sum_of_weights_are_refused(model_dir: Path) -> None:
+def test_loras_that_are_no_sum_of_weights_are_refused(model_dir: Path) -> None:
     def model() -> Any:
         return adapted(load_causal_lm(model_dir, attention="eager"), ["v_proj"], SPEC, seed=3)
 
     with pytest.raises(ConfigError, match="alpha is not known"):
-        AdapterWeights(model())
+        LoraWeights(model())
     with pytest.raises(ConfigError, match="no layer with lora_A"):
-        AdapterWeights(load_causal_lm(model_dir, attention="eager"), alpha=2.0)
-    with pytest.raises(UnsupportedError, match=r"v_proj is scaled by 0\.5, the adapter by 0\.75"):
-        AdapterWeights(model(), alpha=3.0)
+        LoraWeights(load_causal_lm(model_dir, attention="eager"), alpha=2.0)
+    with pytest.raises(UnsupportedError, match=r"v_proj is scaled by 0\.5, but the LoRA by 0\.75"):
+        LoraWeights(model(), alpha=3.0)
     trained = model()
     trained.lm_head.weight.requires_grad_(True)
     with pytest.raises(UnsupportedError, match=r"other parameters train.*lm_head"):
-        AdapterWeights(trained, alpha=2.0)
+        LoraWeights(trained, alpha=2.0)
     dora = model()
     dora.model.layers[0].self_attn.v_proj.lora_magnitude_vector = torch.nn.ModuleDict({"default": torch.nn.Identity()})
     with pytest.raises(UnsupportedError, match="DoRA"):
-        AdapterWeights(dora, alpha=2.0)
+        LoraWeights(dora, alpha=2.0)
     biased = model()
     biased.model.layers[0].self_attn.v_proj.lora_B["default"].bias = torch.nn.Parameter(torch.zeros(1))
     with pytest.raises(UnsupportedError, match="has a bias"):
-        AdapterWeights(biased, alpha=2.0)
+        LoraWeights(biased, alpha=2.0)
     mixed = model()
     layer = mixed.model.layers[0].self_attn.v_proj
     layer.lora_A["default"], layer.lora_B["default"] = (
         torch.nn.Linear(32, 2, bias=False),
         torch.nn.Linear(2, 16, bias=False),
     )
-    with pytest.raises(UnsupportedError, match=r"several ranks \[2, 4\]"):
-        AdapterWeights(mixed, alpha=2.0)
+    with pytest.raises(UnsupportedError, match=r"different ranks \[2, 4\]"):
+        LoraWeights(mixed, alpha=2.0)
 
 
 # ---------------------------------------------------------------------------------------------------------------
 # Messages and merging
 
 
-def test_an_adapter_freezes_nothing_and_its_scale_is_one_of_two_rules() -> None:
-    tensors = tuple(spec_of(n, t) for n, t in adapter_of({"m.weight": torch.ones(3, 5)}, ["m"], 4, 0).items())
+def test_a_lora_freezes_nothing_and_its_scale_is_one_of_two_rules() -> None:
+    tensors = tuple(spec_of(n, t) for n, t in lora_of({"m.weight": torch.ones(3, 5)}, ["m"], 4, 0).items())
     with pytest.raises(ValidationError, match="frozen must be empty"):
-        Manifest(tensors=tensors, adapter=SPEC, frozen=("other",))
-    assert changed_names(Manifest(tensors=tensors, adapter=SPEC)) == ["m.weight"]
+        Manifest(tensors=tensors, lora=SPEC, frozen=("other",))
+    assert changed_names(Manifest(tensors=tensors, lora=SPEC)) == ["m.weight"]
     assert (SPEC.scale, RSLORA.scale) == (0.5, 1.0)
-    assert adapter_difference(None, Manifest(tensors=tensors, adapter=SPEC)) is None
+    assert lora_difference(None, Manifest(tensors=tensors, lora=SPEC)) is None
     base = spec_of("m.weight", torch.ones(3, 5))
-    assert manifest_difference([base], Manifest(tensors=tensors, adapter=SPEC)) is None
+    assert manifest_difference([base], Manifest(tensors=tensors, lora=SPEC)) is None
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-15), ("float32", 1e-6), ("bfloat16", 2**-8)])
@@ -358,9 +356,9 @@ def test_a_prepared_update_changes_nothing_until_it_is_loaded() -> None:
     state = AdaptedWeights()
 
     def prepare(words: Sequence[str]) -> Any:
-        adapter = adapter_of(model, words, 4, 0)
-        manifest = Manifest(tensors=tuple(spec_of(n, t) for n, t in adapter.items()), adapter=SPEC)
-        return state.prepare(manifest, list(adapter.items()), lambda name: model[name])
+        lora = lora_of(model, words, 4, 0)
+        manifest = Manifest(tensors=tuple(spec_of(n, t) for n, t in lora.items()), lora=SPEC)
+        return state.prepare(manifest, list(lora.items()), lambda name: model[name])
 
     first = prepare(["m"])
     assert list(state.names) == []
@@ -369,14 +367,14 @@ def test_a_prepared_update_changes_nothing_until_it_is_loaded() -> None:
     assert list(state.names) == ["m.weight"]
 
 
-def test_what_an_adapter_tore_is_named_by_the_weights_that_it_changes() -> None:
+def test_what_a_lora_tore_is_named_by_the_weights_that_it_changes() -> None:
     model = [spec_of(name, torch.ones(3, 3)) for name in ("m.weight", "n.weight")]
     session = UpdateSession(model)
     session.joined()
     session.group_formed("run")
-    adapter = adapter_of({"m.weight": torch.ones(3, 3)}, ["m"], 4, 0)
-    manifest = Manifest(tensors=tuple(spec_of(n, t) for n, t in adapter.items()), adapter=SPEC)
-    update = announcement_of(PlainWorker(adapter), "run", manifest=manifest)
+    lora = lora_of({"m.weight": torch.ones(3, 3)}, ["m"], 4, 0)
+    manifest = Manifest(tensors=tuple(spec_of(n, t) for n, t in lora.items()), lora=SPEC)
+    update = announcement_of(PlainWorker(lora), "run", manifest=manifest)
     session.request(update)
     session.begin_bucket(BucketTransfer(run_id="run", version=1, bucket_index=0, timeout_s=1))
     session.bucket_received()

@@ -27,8 +27,9 @@ from inflight.errors import (
     UpdateRefusedError,
 )
 from inflight.http.client import HttpEndpoint
-from inflight.types import Outcome, PublishReport
+from inflight.types import EndpointOutcome, PublishReport
 from inflight.weights.buckets import plan_buckets
+from inflight.weights.outgoing import gather_only
 from inflight.weights.publish import WeightPublisher, publish_weights
 from inflight.weights.transports.process_group import ProcessGroupSender
 from inflight.wire import (
@@ -101,18 +102,18 @@ def test_a_publish_reports_every_endpoint_and_where_the_time_went(
     assert (report.run_id, report.version) == (publisher.run_id, 1)
     assert report.size_bytes == sum(tensor.nbytes for tensor in worker.tensors.values())
     assert [(e.endpoint, e.outcome, e.serves) for e in report.endpoints] == [
-        (server.url, Outcome.APPLIED, 1) for server in two_servers
+        (server.url, EndpointOutcome.APPLIED, 1) for server in two_servers
     ]
     spans = report.spans
     assert 0 < spans.gather_s < spans.total_s
     assert 0 < spans.wire_s < spans.total_s
-    assert 0 < spans.hold_s < spans.total_s - spans.wire_s  # what arrives is staged while sampling goes on
-    assert 0 < spans.load_s < spans.hold_s
+    assert 0 < spans.pause_s < spans.total_s - spans.wire_s  # what arrives is staged while sampling goes on
+    assert 0 < spans.load_s < spans.pause_s
     assert spans.first_token_s is not None
     assert 0 < spans.first_token_s < 5
     for endpoint in report.endpoints:
         assert endpoint.timings is not None
-        assert endpoint.timings.load_s <= endpoint.timings.held_s <= spans.hold_s
+        assert endpoint.timings.load_s <= endpoint.timings.paused_s <= spans.pause_s
     completion = running.result(timeout=30).completions[0]
     assert [span.version for span in completion.version_spans] == [0, 1]
     for server in two_servers:
@@ -191,7 +192,7 @@ def test_weights_that_do_not_fit_are_refused_and_the_old_ones_serve_on(
     worker = PlainWorker(change(silenced(tensors)), version=4)
     report = refused(worker, publisher, bucket_bytes=10_000)
     for endpoint in report.endpoints:
-        assert (endpoint.outcome, endpoint.serves) == (Outcome.REFUSED, 3)
+        assert (endpoint.outcome, endpoint.serves) == (EndpointOutcome.REFUSED, 3)
         assert re.search(reason, endpoint.detail), endpoint.detail
     assert report.spans.wire_s == 0
     completion = running.result(timeout=30).completions[0]
@@ -209,7 +210,7 @@ def test_an_older_version_is_refused_and_the_present_one_may_be_published_again(
     publisher = connect(*two_servers)
     publish(PlainWorker(tensors, version=5), publisher)
     report = refused(PlainWorker(silenced(tensors), version=4), publisher)
-    assert {(e.outcome, e.serves) for e in report.endpoints} == {(Outcome.REFUSED, 5)}
+    assert {(e.outcome, e.serves) for e in report.endpoints} == {(EndpointOutcome.REFUSED, 5)}
     assert "version 5 of this run is served already" in report.endpoints[0].detail
     assert_serves(two_servers[1], 5)
     publish(PlainWorker(silenced(tensors), version=5), publisher)
@@ -236,7 +237,7 @@ def test_a_second_update_is_refused_while_one_is_open_and_does_not_disturb_it(
     tensors = checkpoint(model_dir)
     publisher = connect(server)
     publish(PlainWorker(tensors), publisher)
-    (endpoint,) = publisher.members
+    (endpoint,) = publisher.endpoints
     publisher.run(endpoint.request_weight_update, announcement(tensors, publisher.run_id, 2))
     for version in (2, 3):
         with pytest.raises(UpdateRefusedError, match="version 2 is still open"):
@@ -245,7 +246,7 @@ def test_a_second_update_is_refused_while_one_is_open_and_does_not_disturb_it(
                 lambda e, v=version: e.request_weight_update(announcement(tensors, publisher.run_id, v)),
             )
     report = refused(PlainWorker(tensors, version=3), publisher)
-    assert [(e.outcome, e.serves) for e in report.endpoints] == [(Outcome.REFUSED, 1)]
+    assert [(e.outcome, e.serves) for e in report.endpoints] == [(EndpointOutcome.REFUSED, 1)]
     assert weight_version(server).updating_to == 2
     ask(server.url, lambda e: e.abort_weight_update(UpdateRef(run_id=publisher.run_id, version=2)))
     assert publish(PlainWorker(tensors, version=3), publisher).applied_everywhere
@@ -265,12 +266,12 @@ def test_aborting_is_idempotent_and_refused_for_an_update_that_is_not_open(
         for wrong in (UpdateRef(run_id=update.run_id, version=3), UpdateRef(run_id="stranger", version=2)):
             with pytest.raises(UpdateRefusedError, match="the open update is version 2"):
                 await endpoint.abort_weight_update(wrong)
-        held = await endpoint.weight_version()
+        paused = await endpoint.weight_version()
         once, twice = [await endpoint.abort_weight_update(update.ref) for _ in range(2)]
-        return [nothing_open, held, once, twice]
+        return [nothing_open, paused, once, twice]
 
     answers = ask(server.url, conversation)
-    assert [a.state for a in answers] == [EndpointState.READY, EndpointState.HELD, *[EndpointState.READY] * 2]
+    assert [a.state for a in answers] == [EndpointState.READY, EndpointState.PAUSED, *[EndpointState.READY] * 2]
     assert {a.version for a in answers} == {1}
     assert_serves(server, 1)
 
@@ -280,14 +281,14 @@ def test_a_group_formed_during_an_open_update_ends_it(two_servers: Servers, mode
     tensors = checkpoint(model_dir)
     first = connect(server)
     publish(PlainWorker(tensors), first)
-    (endpoint,) = first.members
+    (endpoint,) = first.endpoints
     first.run(endpoint.request_weight_update, announcement(tensors, first.run_id, 2))
     second = connect(server)
     assert_serves(server, 1)
     publish(PlainWorker(silenced(tensors), version=1), second)
     assert weight_version(server).run_id == second.run_id
     report = refused(PlainWorker(tensors, version=3), first)
-    assert [(e.outcome, e.serves) for e in report.endpoints] == [(Outcome.REFUSED, 1)]
+    assert [(e.outcome, e.serves) for e in report.endpoints] == [(EndpointOutcome.REFUSED, 1)]
     assert "does not own the weight group" in report.endpoints[0].detail
 
 
@@ -303,7 +304,10 @@ def test_a_drain_that_cannot_end_in_time_is_refused_and_the_requests_go_on(
         PlainWorker(silenced(checkpoint(model_dir)), version=2), publisher, in_flight="drain", deadline_s=0.4
     )
     assert time.monotonic() - started < 4
-    assert [(e.outcome, e.serves) for e in report.endpoints] == [(Outcome.REFUSED, 1), (Outcome.ABORTED, 1)]
+    assert [(e.outcome, e.serves) for e in report.endpoints] == [
+        (EndpointOutcome.REFUSED, 1),
+        (EndpointOutcome.ABORTED, 1),
+    ]
     assert "1 requests were still running" in report.endpoints[0].detail
     completion = running.result(timeout=30).completions[0]
     assert (completion.finish_reason, len(completion.token_ids)) == ("length", 1000)
@@ -328,14 +332,14 @@ def test_an_aborted_drain_ends_the_request_that_waits_for_it_and_no_later_update
         await endpoint.abort_weight_update(drain.ref)
         await endpoint.request_weight_update(later)
         await asyncio.sleep(1.2)  # past the drain's own deadline
-        with pytest.raises(Exception, match="was ended before sampling was held"):
+        with pytest.raises(Exception, match="was ended before sampling was paused"):
             await waiting
         version = await endpoint.weight_version()
         await endpoint.abort_weight_update(later.ref)
         return version
 
-    held = ask(server.url, conversation)
-    assert (held.state, held.updating_to) == (EndpointState.HELD, 3)
+    paused = ask(server.url, conversation)
+    assert (paused.state, paused.updating_to) == (EndpointState.PAUSED, 3)
     assert running.result(timeout=30).completions[0].finish_reason == "length"
 
 
@@ -364,7 +368,7 @@ def test_torchs_default_process_group_is_left_alone(
 def test_a_wrong_token_is_unauthorized_and_leaves_nothing_behind(two_servers: Servers) -> None:
     before = threading.active_count()
     with pytest.raises(UnauthorizedError):
-        WeightPublisher.connect([two_servers[0].url], run_id="run", token="wrong", connect_timeout_s=5)
+        WeightPublisher.connect([two_servers[0].url], run_id="run", token="wrong", connect_timeout_s=2)
     # A join that was given up while it connected to the store retries, for up to twice its own timeout.
     deadline = time.monotonic() + 15
     while threading.active_count() > before and time.monotonic() < deadline:
@@ -393,8 +397,9 @@ def test_user_mistakes_ask_nothing_of_the_servers(two_servers: Servers, model_di
             publish(worker, publisher, **options)
         assert worker.num_exhausted == worker.num_started == 1
     worker = PlainWorker(checkpoint(model_dir), version=2)
-    with pytest.raises(ConfigError, match="rank 0"):
-        publish_weights(worker, None)
+    worker.rank = 1
+    with pytest.raises(ConfigError, match=r"for rank 0; rank 1 calls gather_only"):
+        publish_weights(worker, publisher)
     assert worker.num_exhausted == 1
     assert_serves(two_servers[0], 1)
 
@@ -410,7 +415,7 @@ def test_a_publisher_that_is_not_connected_says_so(model_dir: Path) -> None:
 def test_ranks_other_than_zero_only_gather(model_dir: Path) -> None:
     worker = PlainWorker(checkpoint(model_dir))
     worker.rank = 1
-    assert publish_weights(worker, None) is None
+    gather_only(worker)
     assert worker.num_exhausted == worker.num_started == 1
 
 
@@ -423,7 +428,7 @@ def raise_at(index: int) -> Callable[[int], None]:
 
 
 @pytest.mark.parametrize("index", [0, 1, 5])
-def test_an_error_of_the_worker_reaches_the_caller_and_no_server_stays_held(
+def test_an_error_of_the_worker_reaches_the_caller_and_no_server_stays_paused(
     index: int, two_servers: Servers, model_dir: Path, connect: Connect
 ) -> None:
     publisher = connect(*two_servers)
@@ -444,7 +449,7 @@ class LyingWorker(PlainWorker):
         return [spec.model_copy(update={"dtype": "float32"}) for spec in super().parameter_specs()]
 
 
-def test_a_worker_that_yields_other_tensors_than_it_announced_is_found_out_before_anything_is_held(
+def test_a_worker_that_yields_other_tensors_than_it_announced_is_found_out_before_anything_is_paused(
     two_servers: Servers, model_dir: Path, connect: Connect
 ) -> None:
     publisher = connect(two_servers[0])
@@ -461,13 +466,14 @@ def resources(pid: int | str) -> tuple[int, int]:
     return len(os.listdir(f"/proc/{pid}/task")), len(os.listdir(f"/proc/{pid}/fd"))
 
 
+@pytest.mark.exhaustive
 def test_neither_side_gathers_threads_or_files_over_many_publishes_and_groups(
     two_servers: Servers, model_dir: Path, connect: Connect
 ) -> None:
     server = two_servers[0]
     publisher = connect(server)
     worker = PlainWorker(checkpoint(model_dir))
-    pids = ("self", server.process.pid)
+    pids = ("self", server.pid)
     for _ in range(5):
         publish(worker, publisher)
     start = [resources(pid) for pid in pids]
@@ -475,8 +481,7 @@ def test_neither_side_gathers_threads_or_files_over_many_publishes_and_groups(
         publish(worker, publisher, bucket_bytes=40_000)
     for _ in range(20):
         publisher.lose_group()
-        publisher.ensure_group()
-    publish(worker, publisher)
+        publish(worker, publisher)
     for pid, (threads, files) in zip(pids, start, strict=True):
         now = resources(pid)
         assert now[0] <= threads + 2

@@ -15,12 +15,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from inflight.errors import FencedError, InflightError, PoisonedError, TransferError, UpdateRefusedError
 from inflight.weights.buckets import plan_buckets
-from inflight.weights.checksums import checksum
 from inflight.weights.delta import element_runs, encode_delta, find_changes
-from inflight.weights.packing import pack
-from inflight.weights.receiving import ReceivingEndpoint, StagedIntake, UpdateReceiver
+from inflight.weights.intakes import StagedIntake
+from inflight.weights.packing import checksum, pack
+from inflight.weights.receiving import ReceivingEndpoint, UpdateReceiver
 from inflight.wire import (
     BucketTransfer,
+    Capabilities,
     DirectorySpec,
     EndpointState,
     InFlightPolicy,
@@ -34,7 +35,7 @@ RUN = "run"
 SPECS = tuple(TensorSpec(name=f"t{i}", dtype="float32", shape=(40,)) for i in range(3))
 NUM_ELEMENTS = 40
 MOSTLY = st.sampled_from([True, True, True, True, False])
-EPOCHS = st.integers(1, 3)
+INCARNATIONS = st.integers(1, 3)
 
 Tensors = dict[str, torch.Tensor]
 
@@ -67,32 +68,32 @@ class Wire:
 
 
 class RecordingEndpoint(ReceivingEndpoint):
-    """A model of three tensors, and whether sampling is held. Satisfies `HeldEngine`."""
+    """A model of three tensors, and whether sampling is paused. Satisfies `PausableEngine`."""
 
     def __init__(self, intake: StagedIntake) -> None:
         self.intake = intake
         self.tensors: Tensors = {spec.name: torch.zeros(NUM_ELEMENTS) for spec in SPECS}
-        self.is_held = False
+        self.is_paused = False
         self.tear = False
         self.updates: UpdateReceiver
 
-    async def hold(self, update: WeightUpdate) -> None:
-        assert not self.is_held
-        self.is_held = True
+    async def pause(self, update: WeightUpdate) -> None:
+        assert not self.is_paused
+        self.is_paused = True
 
     async def apply(self, update: WeightUpdate) -> None:
-        assert self.is_held, "weights change between two token steps only"
+        assert self.is_paused, "weights change between two token steps only"
         for name, tensor in self.intake.take():
             self.tensors[name] = tensor.clone()
             if self.tear:
                 raise RuntimeError("loading failed")
-        self.is_held = False
+        self.is_paused = False
 
-    async def release(self) -> None:
-        self.is_held = False
+    async def resume(self) -> None:
+        self.is_paused = False
 
     async def give_up(self) -> None:
-        self.is_held = False
+        self.is_paused = False
 
     async def num_running(self) -> int:
         return 0
@@ -110,6 +111,27 @@ class Session:
     payloads: list[tuple[str, torch.Tensor]]
 
 
+DECLARED = Capabilities(
+    engine="recording",
+    engine_version="1",
+    model="tensors",
+    vocab_size=2,
+    max_model_len=2,
+    dtype="float32",
+    in_flight_policies=tuple(InFlightPolicy),
+    transports=("file",),
+    staging=True,
+    encodings=("delta",),
+    partial_updates=True,
+    version_binding="spans",
+    logprob_kind="processed",
+    num_ranks=1,
+    max_concurrent_sequences=1,
+    streaming=False,
+    chat=False,
+)
+
+
 class Publisher(RuleBasedStateMachine):
     """``model_*`` is what must be true; a call that has no effect leaves all of it as it was."""
 
@@ -119,25 +141,16 @@ class Publisher(RuleBasedStateMachine):
         self.wire = Wire()
         self.intake = StagedIntake(lambda spec: self.wire)
         self.engine = RecordingEndpoint(self.intake)
-        self.receiver = UpdateReceiver(
-            self.engine,
-            self.intake,
-            SPECS,
-            policies=tuple(InFlightPolicy),
-            transports=("file",),
-            staging=True,
-            encodings=("delta",),
-            partial_updates=True,
-        )
+        self.receiver = UpdateReceiver(self.engine, self.intake, SPECS, DECLARED)
         self.engine.updates = self.receiver
         self.sessions: list[Session] = []
         self.model_tensors: Tensors = dict(self.engine.tensors)
         self.served: UpdateRef | None = None
-        self.served_epoch = 0
+        self.served_incarnation = 0
         self.torn: set[str] = set()
         self.is_torn = False
         self.kept: Session | None = None
-        self.epoch = 0
+        self.incarnation = 0
         self.has_group = False
         self.open: Session | None = None
         self.num_arrived = 0
@@ -166,19 +179,19 @@ class Publisher(RuleBasedStateMachine):
         if began:
             self.has_group = False
 
-    @rule(epoch=EPOCHS)
-    def join(self, epoch: int) -> None:
-        spec = DirectorySpec(run_id=RUN, epoch=epoch, backend="file", directory="/", timeout_s=1)
-        if epoch < self.epoch:
+    @rule(incarnation=INCARNATIONS)
+    def join(self, incarnation: int) -> None:
+        spec = DirectorySpec(run_id=RUN, incarnation=incarnation, transport="file", directory="/", timeout_s=1)
+        if incarnation < self.incarnation:
             self.refused(self.engine.init_process_group(spec), FencedError)
             return
         self.do(self.engine.init_process_group(spec))
         if self.open is not None:
             self.ended(began=False)
-        self.epoch, self.has_group = epoch, True
+        self.incarnation, self.has_group = incarnation, True
 
     @rule(
-        epoch=EPOCHS,
+        incarnation=INCARNATIONS,
         right=MOSTLY,
         step=st.integers(-1, 2),
         staged=st.booleans(),
@@ -188,12 +201,12 @@ class Publisher(RuleBasedStateMachine):
         seed=st.integers(0, 99),
     )
     def request(
-        self, epoch: int, right: bool, step: int, staged: bool, keep: bool, delta: bool, frozen: int, seed: int
+        self, incarnation: int, right: bool, step: int, staged: bool, keep: bool, delta: bool, frozen: int, seed: int
     ) -> None:
         if right:
-            epoch, step = max(self.epoch, 1), max(step, 0)
+            incarnation, step = max(self.incarnation, 1), max(step, 0)
         version = max(0, (0 if self.served is None else self.served.version) + step)
-        session = self.made(epoch, version, staged, keep, delta, frozen, seed)
+        session = self.made(incarnation, version, staged, keep, delta, frozen, seed)
         self.sessions.append(session)
         update = session.update
         call = self.engine.request_weight_update(update)
@@ -201,21 +214,23 @@ class Publisher(RuleBasedStateMachine):
         base_fits = update.base is None or (self.kept is not None and update.base == self.kept.update.ref)
         if (
             not self.has_group
-            or epoch < self.epoch
+            or incarnation < self.incarnation
             or self.open is not None
-            or (self.served is not None and (epoch, version) < (self.served_epoch, self.served.version))
+            or (self.served is not None and (incarnation, version) < (self.served_incarnation, self.served.version))
             or (self.is_torn and not self.torn <= names)
             or not base_fits
         ):
-            if self.has_group and epoch > self.epoch and base_fits:
-                self.epoch = epoch  # it was heard, though refused
+            if self.has_group and incarnation > self.incarnation and base_fits:
+                self.incarnation = incarnation  # it was heard, though refused
             self.refused(call)
             return
         self.do(call)
-        self.epoch = epoch
+        self.incarnation = incarnation
         self.open, self.num_arrived = session, 0
 
-    def made(self, epoch: int, version: int, staged: bool, keep: bool, delta: bool, frozen: int, seed: int) -> Session:
+    def made(
+        self, incarnation: int, version: int, staged: bool, keep: bool, delta: bool, frozen: int, seed: int
+    ) -> Session:
         """A publish with weights of its own; a delta if a base is kept that is cut in the same way."""
         specs = SPECS[frozen:]
         base = self.kept if delta and self.kept is not None else None
@@ -233,7 +248,7 @@ class Publisher(RuleBasedStateMachine):
             run_id=RUN,
             version=version,
             session_id=f"s{len(self.sessions)}",
-            epoch=epoch,
+            incarnation=incarnation,
             manifest=Manifest(tensors=specs, frozen=tuple(spec.name for spec in SPECS[:frozen])),
             buckets=plan_buckets(specs, 4 * NUM_ELEMENTS),
             in_flight=InFlightPolicy.KEEP,
@@ -310,7 +325,7 @@ class Publisher(RuleBasedStateMachine):
             answer = self.do(self.engine.commit_weight_update(ref))
             assert (answer.version, answer.session_id) == (ref.version, ref.session_id)
             self.model_tensors = {**self.model_tensors, **session.tensors}
-            self.served, self.served_epoch = ref, session.update.epoch
+            self.served, self.served_incarnation = ref, session.update.incarnation
             self.is_torn, self.torn = False, set()
             self.kept = session if session.update.keep else None
             self.over.add(ref)
@@ -364,28 +379,28 @@ class Publisher(RuleBasedStateMachine):
         """A request that is refused is heard all the same, if it comes to the state machine."""
         base_fits = update.base is None or (self.kept is not None and update.base == self.kept.update.ref)
         if self.has_group and base_fits:
-            self.epoch = max(self.epoch, update.epoch)
+            self.incarnation = max(self.incarnation, update.incarnation)
 
     @invariant()
     def what_is_served_is_what_was_committed(self) -> None:
         answer = self.do(self.engine.weight_version())
         served = (0, "") if self.served is None else (self.served.version, self.served.session_id)
         assert (answer.version, answer.session_id) == served
-        assert answer.epoch == self.epoch
+        assert answer.incarnation == self.incarnation
         assert answer.kept == (None if self.kept is None else self.kept.update.ref)
         if not self.is_torn:
             assert all(self.engine.tensors[name].equal(tensor) for name, tensor in self.model_tensors.items())
 
     @invariant()
-    def sampling_is_held_only_while_an_update_says_so(self) -> None:
+    def sampling_is_paused_only_while_an_update_says_so(self) -> None:
         state = self.receiver.session.state
-        assert self.engine.is_held == (self.open is not None and not self.open.update.staged)
+        assert self.engine.is_paused == (self.open is not None and not self.open.update.staged)
         if self.open is None:
             assert state is (EndpointState.POISONED if self.is_torn else EndpointState.READY)
         elif self.open.update.staged:
             assert state is EndpointState.STAGING
         else:
-            assert state is (EndpointState.UPDATING if self.num_arrived else EndpointState.HELD)
+            assert state is (EndpointState.UPDATING if self.num_arrived else EndpointState.PAUSED)
 
 
 Publisher.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
@@ -402,8 +417,8 @@ def test_requests_held_for_an_update_that_was_to_mend_torn_weights_end_with_it()
         it.commit(True)
         assert it.is_torn
         it.request(1, True, 1, False, False, False, 0, 0)
-        assert it.engine.is_held
+        assert it.engine.is_paused
         it.abort()
-        it.sampling_is_held_only_while_an_update_says_so()
+        it.sampling_is_paused_only_while_an_update_says_so()
     finally:
         it.teardown()

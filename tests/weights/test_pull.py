@@ -15,12 +15,12 @@ from starlette.responses import FileResponse
 
 from inflight.errors import TransferError
 from inflight.weights.transports import ranges
-from inflight.weights.transports.files import latest
 from inflight.weights.transports.pull import PullReceiver, PullSender
 from inflight.wire import PullSpec, TensorSpec
 from tests.weights.stored import (
     CuttingProxy,
     assert_same,
+    latest,
     make_buckets,
     make_update,
     open_handles,
@@ -137,7 +137,10 @@ def test_abort_ends_a_fetch_that_stalls(spec: PullSpec) -> None:
 
     thread = threading.Thread(target=pending)
     thread.start()
-    time.sleep(0.3)
+    deadline = time.monotonic() + 10.0
+    while not proxy.num_cut:
+        assert time.monotonic() < deadline, "the proxy has cut nothing"
+        time.sleep(0.005)
     began = time.monotonic()
     receiver.abort()
     thread.join(5.0)
@@ -257,7 +260,7 @@ def test_a_follower_finds_the_latest_version_and_its_manifest(store: tuple[PullS
     ref = receiver.latest(5.0)
     assert ref is not None and ref == UPDATE.ref == latest(directory, "run")
     assert receiver.read_manifest(ref, 5.0).update == UPDATE
-    with pytest.raises(TransferError, match=r"9-s/manifest.json is not there"):
+    with pytest.raises(TransferError, match=r"9-s/manifest.json does not exist"):
         receiver.read_manifest(ref.model_copy(update={"version": 9}), 5.0)
     other = PullReceiver(spec.model_copy(update={"run_id": "other"}))
     other.join()

@@ -14,12 +14,12 @@ import torch
 
 from inflight.errors import PublishError, TransferError
 from inflight.http.client import HttpEndpoint
-from inflight.types import Outcome, WeightBucket
+from inflight.types import EndpointOutcome, WeightBucket
 from inflight.weights.publish import WeightPublisher, publish_weights
 from inflight.weights.staging import payload_spec
 from inflight.weights.transports import make_receiver, make_sender
 from inflight.weights.transports.process_group import ProcessGroupReceiver, ProcessGroupSender
-from inflight.wire import Backend, BucketTransfer
+from inflight.wire import BucketTransfer, TransportName
 from tests.servers import TOKEN, ServerProcess
 from tests.weights.stored import make_buckets, plain_update
 from tests.weights.workers import PlainWorker, assert_serves, checkpoint, silenced
@@ -62,7 +62,7 @@ def test_another_size_than_what_is_ahead_is_told(pair: tuple[ProcessGroupSender,
     sender, receiver = pair
     receiver.receive_ahead((payload_spec(100),), 10.0)
     sender.send(bucket(1, 100), 10.0)
-    with pytest.raises(TransferError, match="one of 100 bytes was due, not of 99"):
+    with pytest.raises(TransferError, match="a bucket of 100 bytes was due, not one of 99"):
         receiver.receive((payload_spec(99),), 10.0)
 
 
@@ -189,18 +189,20 @@ def test_a_damaged_bucket_ends_the_session_though_the_next_one_travels_already(
     with WeightPublisher([HttpEndpoint(server.url, token=TOKEN)], sender, run_id="damaged") as publisher:
         with pytest.raises(PublishError, match="damaged on its way") as caught:
             publish_weights(PlainWorker(tensors), publisher, bucket_bytes=BUCKET_BYTES, deadline_s=60)
-        assert [e.outcome for e in caught.value.report.endpoints] == [Outcome.ABORTED]
+        assert [e.outcome for e in caught.value.report.endpoints] == [EndpointOutcome.ABORTED]
         assert_serves(server, 1)  # what the test before left
         sender.damaged = -1
         publish_weights(PlainWorker(silenced(tensors), version=2), publisher, bucket_bytes=BUCKET_BYTES, deadline_s=60)
     assert_serves(server, 2)
 
 
-@pytest.mark.parametrize("backend", ["gloo", "shm", "file", "http"])
-def test_a_bucket_that_a_session_left_behind_is_refused_by_the_next_one(backend: Backend, tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["gloo", "shm", "file", "http"])
+def test_a_bucket_that_a_session_left_behind_is_refused_by_the_next_one(
+    transport: TransportName, tmp_path: Path
+) -> None:
     """In a process group it would end the receivers' processes: gloo does not survive bytes of another size."""
     old, new = plain_update(1, session_id="old"), plain_update(1, session_id="new")
-    sender = make_sender(backend, directory=tmp_path)
+    sender = make_sender(transport, directory=tmp_path)
     (spec,) = sender.specs("run", [1], 10.0)
     receiver = make_receiver(spec)
     joining = threading.Thread(target=receiver.join)

@@ -144,8 +144,8 @@ class Endpoint(RuleBasedStateMachine):
         s = self.session
         assert s.update is self.open
         if self.open is not None:
-            assert s.state in (EndpointState.HELD, EndpointState.UPDATING)
-            assert (s.state is EndpointState.HELD) == (self.arrived == 0 and not self.receiving)
+            assert s.state in (EndpointState.PAUSED, EndpointState.UPDATING)
+            assert (s.state is EndpointState.PAUSED) == (self.arrived == 0 and not self.receiving)
         else:
             assert s.state is (EndpointState.POISONED if self.model_weights is None else EndpointState.READY)
         if self.model_weights is not None:
@@ -237,7 +237,7 @@ def test_an_old_trainer_is_refused_even_after_another_run_had_the_group() -> Non
     session.group_formed("a")
     session.fence("b", 1)
     session.group_formed("b")
-    with pytest.raises(FencedError, match="epoch 4, epoch 5 has taken over"):
+    with pytest.raises(FencedError, match="incarnation 4, but incarnation 5 has taken over"):
         session.fence("a", 4)
-    assert (session.owner, session.epoch) == ("b", 1)
+    assert (session.owner, session.incarnation) == ("b", 1)
     session.fence("a", 5)

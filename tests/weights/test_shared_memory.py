@@ -192,8 +192,8 @@ def test_what_is_not_the_senders_is_refused_at_once(sender: SharedMemorySender, 
 
 
 def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
-    spec = DirectorySpec(run_id="run", backend="shm", directory=str(tmp_path / "none"), timeout_s=1.0)
-    with pytest.raises(TransferError, match=r"none is not there; .*one host"):
+    spec = DirectorySpec(run_id="run", transport="shm", directory=str(tmp_path / "none"), timeout_s=1.0)
+    with pytest.raises(TransferError, match=r"none does not exist; .*one host"):
         SharedMemoryReceiver(spec).join()
     with pytest.raises(TransferError, match="making a directory below"):
         SharedMemorySender(tmp_path / "none").specs("run", [1], 1.0)
@@ -211,13 +211,13 @@ def test_what_a_killed_sender_left_is_removed_by_the_next_and_what_a_living_one_
     other.specs("run", [1], 1.0)
     assert stale.is_dir()
 
-    laggard = SharedMemoryReceiver(DirectorySpec(run_id="run", backend="shm", directory=str(stale), timeout_s=1.0))
+    laggard = SharedMemoryReceiver(DirectorySpec(run_id="run", transport="shm", directory=str(stale), timeout_s=1.0))
     first = plain_update()
     received = receive(laggard, first, make_buckets(first)[:1])
     process.kill()
     process.wait()
     process.stdout.close()
-    with pytest.raises(TransferError, match=r"bucket 1 .*is not there"):
+    with pytest.raises(TransferError, match=r"bucket 1 .*does not exist"):
         laggard.receive((payload(1 << 16),), 0.05)
     other.abort()
     other.specs("run", [1], 1.0)

@@ -53,7 +53,7 @@ CALLS: dict[str, Callable[[UpdateSession], object]] = {
     "stage another": lambda session: request(session, staged=True, ref=ANOTHER),
     "begin": begin,
     "receive": receive,
-    "hold": lambda session: session.hold(REF),
+    "pause": lambda session: session.pause(REF),
     "apply": lambda session: session.begin_apply(REF),
     "commit": lambda session: session.committed(),
     "abort": lambda session: session.abort(),
@@ -66,13 +66,13 @@ CALLS: dict[str, Callable[[UpdateSession], object]] = {
 WHOLE_OR_TORN = ("join", "join, find torn")
 UPDATES = {
     EndpointState.STAGING: ["stage", "stage, begin", "stage, receive", "stage, receive, receive"],
-    EndpointState.HELD: ["request", "stage, receive, receive, hold"],
+    EndpointState.PAUSED: ["request", "stage, receive, receive, pause"],
     EndpointState.UPDATING: [
         "request, begin",
         "request, receive",
         "request, receive, receive",
         "request, receive, receive, apply",
-        "stage, receive, receive, hold, apply",
+        "stage, receive, receive, pause, apply",
     ],
 }
 WAYS = {
@@ -88,7 +88,7 @@ EVENTS = {
     Event.REQUEST: "request another",
     Event.REQUEST_STAGED: "stage another",
     Event.BUCKET: "begin",
-    Event.HOLD: "hold",
+    Event.PAUSE: "pause",
     Event.APPLY: "apply",
     Event.COMMITTED: "commit",
     Event.ENDED: "abort",
@@ -96,7 +96,7 @@ EVENTS = {
     Event.FOUND: "find another",
     Event.FOUND_TORN: "find another torn",
 }
-ASKED = (Event.REQUEST, Event.REQUEST_STAGED, Event.BUCKET, Event.HOLD, Event.APPLY)
+ASKED = (Event.REQUEST, Event.REQUEST_STAGED, Event.BUCKET, Event.PAUSE, Event.APPLY)
 """Publishers ask for these at any time, and are refused. The other events never come at a wrong time."""
 
 

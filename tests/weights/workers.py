@@ -15,11 +15,11 @@ from inflight.http.client import HttpEndpoint
 from inflight.types import WeightBucket
 from inflight.weights.buckets import plan_buckets
 from inflight.wire import (
-    AdapterSpec,
     BucketSpec,
     EndpointState,
     GenerateRequest,
     GenerateResponse,
+    LoraSpec,
     Manifest,
     SamplingParams,
     TensorSpec,
@@ -30,7 +30,7 @@ from tests.servers import TOKEN, ServerProcess
 
 T = TypeVar("T")
 PROMPT = tuple(b"weights")
-LORA = AdapterSpec(rank=4, alpha=2.0)
+LORA = LoraSpec(rank=4, alpha=2.0)
 
 
 def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
@@ -91,14 +91,14 @@ class PartialWorker(PlainWorker):
         return [name for name in self._model if name not in self.tensors]
 
 
-class AdapterWorker(PlainWorker):
-    """Sends the tensors of an adapter."""
+class LoraWorker(PlainWorker):
+    """Sends the tensors of a LoRA."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], version: int, spec: AdapterSpec = LORA) -> None:
+    def __init__(self, tensors: Mapping[str, torch.Tensor], version: int, spec: LoraSpec = LORA) -> None:
         super().__init__(tensors, version)
         self._spec = spec
 
-    def adapter_spec(self) -> AdapterSpec:
+    def lora_spec(self) -> LoraSpec:
         return self._spec
 
 
@@ -163,10 +163,10 @@ def assert_serves(server: ServerProcess, version: int) -> None:
 
 
 def wait_until_ready(server: ServerProcess, timeout_s: float) -> float:
-    """Wait until the server is not held any more; returns the seconds that it took."""
+    """Wait until the server is not paused any more; returns the seconds that it took."""
     started = time.monotonic()
     while weight_version(server).state is not EndpointState.READY:
-        assert time.monotonic() - started < timeout_s, f"still held after {timeout_s} s"
+        assert time.monotonic() - started < timeout_s, f"still paused after {timeout_s} s"
         time.sleep(0.05)
     return time.monotonic() - started
 
@@ -179,7 +179,7 @@ def announcement_of(
     return WeightUpdate.model_validate(
         {
             "run_id": run_id,
-            "epoch": 1,
+            "incarnation": 1,
             "version": worker.version,
             "manifest": Manifest(tensors=tuple(specs)),
             "buckets": plan_buckets(specs, bucket_bytes),

@@ -36,7 +36,7 @@ def main(directory: Path, rank: int, world_size: int) -> None:
     worker.finish_save(60)
     os.fsync = fsync
     worker.save(directory / "trained on")
-    worker.begin_save(directory / "model")  # which is no checkpoint of a worker
+    worker.begin_save(directory / "model")  # which is not a checkpoint of a worker
     failure = error_of(worker.finish_save, 60)
     worker.load(directory / "background")
     again = three_steps(worker, rank, world_size)

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -20,6 +19,7 @@ from tests.models import make_model
 from tests.worker.rank_program import ADAM
 from tests.worker.test_fsdp_ranks import run_ranks
 from tests.worker.worker_cases import accumulate, file_bytes, make_batch, settings
+from tests.zygote import python
 
 TRAINERS = {"fsdp": inflight_fsdp.create_worker, "torchtitan": inflight_fsdp.torchtitan.create_worker}
 DEADLINE_S = 60.0
@@ -82,7 +82,7 @@ def test_what_is_saved_is_the_state_of_the_beginning_and_training_goes_on_meanwh
         assert train(worker, seed) == train(twin, seed)
     assert worker.save_pending
     assert not (tmp_path / "background").exists()
-    with pytest.raises(CheckpointError, match=r"background goes on after 0.1 s"):
+    with pytest.raises(CheckpointError, match=r"background is still running after 0.1 s"):
         worker.finish_save(0.1)
     assert worker.save_pending
     disk.set()
@@ -117,7 +117,7 @@ def test_a_save_that_fails_is_told_once_and_training_is_as_without_it(tmp_path, 
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "thesis.tex").write_text("years of work")
     for path, words in (
-        (tmp_path / "thesis", "is no checkpoint of a worker"),
+        (tmp_path / "thesis", "is not a checkpoint of a worker"),
         (tmp_path / "thesis" / "thesis.tex" / "checkpoint", "NotADirectoryError"),
     ):
         worker.begin_save(path)
@@ -128,7 +128,7 @@ def test_a_save_that_fails_is_told_once_and_training_is_as_without_it(tmp_path, 
         worker.finish_save(0.0)
     for refused in (worker.begin_save, worker.save):
         worker.begin_save(tmp_path / "thesis")
-        with pytest.raises(CheckpointError, match="is no checkpoint of a worker"):
+        with pytest.raises(CheckpointError, match="is not a checkpoint of a worker"):
             refused(tmp_path / "next")
         assert not (tmp_path / "next").exists()
     assert file_bytes(tmp_path) == {"thesis/thesis.tex": b"years of work"}
@@ -145,7 +145,7 @@ def test_ranks_save_while_their_collectives_train_and_one_rank_resumes(tmp_path,
         assert seen["pending"]
         assert not seen["there"]
         assert seen["failure"][0] == "CheckpointError"
-        assert "is no checkpoint of a worker" in seen["failure"][1]
+        assert "is not a checkpoint of a worker" in seen["failure"][1]
         assert seen["again"] == seen["steps"]
     assert file_bytes(tmp_path / "background") == file_bytes(tmp_path / "blocking")
     assert file_bytes(tmp_path / "trained again") == file_bytes(tmp_path / "trained on")
@@ -157,7 +157,7 @@ def test_ranks_save_while_their_collectives_train_and_one_rank_resumes(tmp_path,
 
 def test_a_worker_that_is_killed_in_the_middle_leaves_the_earlier_checkpoint(tmp_path):
     path = make_model(tmp_path / "model", dtype=torch.float64, tokenizer=False)
-    command = [sys.executable, "-m", "tests.worker.killed_program", str(tmp_path)]
+    command = [python(), "-m", "tests.worker.killed_program", str(tmp_path)]
     process = subprocess.Popen(command, cwd=Path(__file__).parents[2])
     deadline = time.monotonic() + DEADLINE_S
     while not (tmp_path / "in the middle").exists():

@@ -16,9 +16,11 @@ from tests.models import make_model
 from tests.worker.worker_cases import settings
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(420)  # compiling a dozen small graphs takes a minute of one core
 @pytest.mark.parametrize(
-    ("trainer", "activations"), [("inflight_fsdp", "recompute"), ("inflight_fsdp.torchtitan", "keep")]
+    ("trainer", "activations"),
+    [("inflight_fsdp", "recompute"), ("inflight_fsdp.torchtitan", "keep")],
 )
 def test_compiled_layers_give_the_same_numbers_and_are_not_compiled_for_each_length(tmp_path, trainer, activations):
     command = [sys.executable, "-m", "tests.worker.compile_program", str(tmp_path), trainer, activations]

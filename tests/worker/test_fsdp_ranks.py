@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from inflight_fsdp import create_worker
 from tests.models import make_model
 from tests.worker.rank_program import ADAM, three_steps, whole_batch
 from tests.worker.worker_cases import accumulate, assert_close, file_bytes, saved_gradients, settings
+from tests.zygote import python
 
 NUM_RANKS = 2
 DEADLINE_S = 100
@@ -36,7 +36,7 @@ def directory(tmp_path_factory):
 
 
 def run_ranks(path: Path, program: str = "rank_program", num_ranks: int = NUM_RANKS) -> None:
-    command = [sys.executable, "-W", "error", "-m", f"tests.worker.{program}", str(path)]
+    command = [python(), "-W", "error", "-m", f"tests.worker.{program}", str(path)]
     root = Path(__file__).parents[2]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     logs = [path / f"rank{rank}.log" for rank in range(num_ranks)]
@@ -156,7 +156,7 @@ def test_a_checkpoint_that_one_rank_cannot_read_is_loaded_by_none(directory):
     errors = [seen_by(directory, rank)["broken"]["error"] for rank in range(NUM_RANKS)]
     assert [error[0] for error in errors] == ["CheckpointError"] * NUM_RANKS
     assert "rank 1: " in errors[0][1]
-    assert "there is no trainer.json" in errors[0][1]
+    assert "it has no trainer.json" in errors[0][1]
 
 
 def test_a_model_that_one_rank_cannot_find_stops_all(directory):

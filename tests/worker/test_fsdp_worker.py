@@ -48,6 +48,7 @@ from tests.worker.worker_cases import (
     saved_gradients,
     settings,
 )
+from tests.zygote import python
 
 LENGTHS = (9, 4, 17, 1, 6, 40)
 
@@ -243,7 +244,7 @@ def test_moments_of_8_bits_step_nearly_as_those_of_32_and_are_resumed(tmp_path, 
     torchao = Path(sys.prefix) / "torchao"
     assert torchao.is_dir(), f"{torchao} is missing: make installs torchao there"
     environment = {**os.environ, "PYTHONPATH": f"{torchao}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    command = [sys.executable, "-m", "tests.worker.eight_bit_program", str(tmp_path)]
+    command = [python(), "-m", "tests.worker.eight_bit_program", str(tmp_path)]
     run = subprocess.run(
         command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=100
     )
@@ -437,7 +438,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint_whole(tmp_path, stepped):
         before = file_bytes(disk)
         accumulate(stepped, [make_batch(LENGTHS, seed=34)])
         stepped.step()
-        with pytest.raises(CheckpointError, match=r"No space left on device.*what was there before is whole"):
+        with pytest.raises(CheckpointError, match=r"No space left on device.*an earlier one there is intact"):
             stepped.save(disk / "checkpoint")
         assert file_bytes(disk) == before
         stepped.load(disk / "checkpoint")
@@ -479,7 +480,7 @@ def test_a_death_between_the_two_renames_loses_nothing(tmp_path, stepped):
 def test_a_directory_that_is_no_checkpoint_is_not_replaced(tmp_path, stepped):
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "thesis.tex").write_text("years of work")
-    with pytest.raises(CheckpointError, match="is no checkpoint of a worker"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint of a worker"):
         stepped.save(tmp_path / "thesis")
     assert file_bytes(tmp_path) == {"thesis/thesis.tex": b"years of work"}
 
@@ -673,7 +674,7 @@ def test_what_is_sent_computes_bit_for_bit_what_the_trainer_computes(make_worker
 
 def test_masters_of_bfloat16_are_warned_of_with_the_share_of_updates_that_round_away(make_worker, tmp_path):
     options = {"dtype": "bfloat16", "master_dtype": "bfloat16", "wire_dtype": None, "betas": (0.9, 0.999)}
-    with pytest.warns(PrecisionWarning, match="master_dtype 'bfloat16'.*rounds away"):
+    with pytest.warns(PrecisionWarning, match="master_dtype 'bfloat16'.*is rounded away"):
         worker = make_worker(**options, learning_rate=1e-6)
     before = masters_of(worker, tmp_path / "before")
 
@@ -692,7 +693,7 @@ def test_masters_of_bfloat16_are_warned_of_with_the_share_of_updates_that_round_
     assert share_changed(before, masters_of(worker, tmp_path / "after")) < 0.05
     told = float(re.search(r"([\d.]+)%", str(warned[0].message))[1])
     assert told == pytest.approx(100 * sum(shares[:3]) / 3, abs=0.1)
-    with pytest.warns(PrecisionWarning, match="rounds away"):
+    with pytest.warns(PrecisionWarning, match="is rounded away"):
         faster = make_worker(**options, learning_rate=1e-2)
     accumulate(faster, [make_batch(LENGTHS, seed=0)])
     assert faster.step().rounded_away < 0.1

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 from inflight.errors import CheckpointError, ConfigError, PrecisionWarning, TrainerError, UnsupportedError
 from inflight.weights.buckets import plan_buckets
 from inflight_fsdp import create_worker as create_fsdp_worker
-from inflight_fsdp.torchtitan import TorchTitanConfig, create_worker, model_config_of
+from inflight_fsdp.torchtitan import create_worker
+from inflight_fsdp.torchtitan_model import TorchTitanConfig, model_config_of
 from tests.models import make_model
 from tests.worker.test_fsdp_ranks import run_ranks
 from tests.worker.worker_cases import accumulate, assert_close, make_batch, settings
@@ -276,11 +277,11 @@ def facts_of(model):
 
 def test_what_torchtitan_does_not_have_is_refused_by_name(tmp_path, model_path):
     qwen2 = write_model(tmp_path / "qwen2", "qwen2")
-    with pytest.raises(UnsupportedError, match=r"type 'qwen2' are not known; known: qwen3, llama"):
+    with pytest.raises(UnsupportedError, match=r"type 'qwen2' are not supported; supported: qwen3, llama"):
         create_worker(options(qwen2))
     with pytest.raises(ConfigError, match=r"float64.*float32 or bfloat16"):
         create_worker(options(model_path, dtype="float64"))
-    with pytest.raises(ConfigError, match="frozen is not known to the TorchTitan worker"):
+    with pytest.raises(ConfigError, match="the TorchTitan worker trains every parameter"):
         create_worker(options(model_path, frozen=["*.k_proj.*"]))
     with pytest.raises(ConfigError, match=r"TorchTitan worker: learning_rat: .*Known keys: .*optimizer_implementation"):
         create_worker(options(model_path, learning_rat=1.0))
@@ -321,7 +322,7 @@ def test_tensors_that_do_not_fit_are_named(tmp_path, change, words):
 def test_a_segment_longer_than_the_context_is_refused(make_pair, model_path):
     batch = make_batch((10, 1025), seed=1)
     for worker in make_pair(model_path):
-        with pytest.raises(TrainerError, match=r"segment 1 .* has 1025 tokens, and the model's context is 1024"):
+        with pytest.raises(TrainerError, match=r"segment 1 .* has 1025 tokens, but the model's context is 1024"):
             worker.forward(batch)
 
 

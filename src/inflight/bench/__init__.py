@@ -1,1 +1,1 @@
-"""Measurements that a user takes on their own machine, beside that machine's own limits: ``inflight bench``."""
+"""``inflight bench``: measurements on the user's machine, compared with the machine's own limits."""

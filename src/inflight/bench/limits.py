@@ -1,6 +1,6 @@
-"""What this machine does with bare bytes, as the limit of a transport: a copy, a broadcast, a socket, a file.
+"""How fast this machine moves bare bytes, as the limit of a transport: a copy, a broadcast, a socket, a file.
 
-Each returns seconds, one figure for each round, after a round that does not count. Knows nothing of weights.
+Each function returns seconds per round, without a first round of warm-up. Knows nothing of weights.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ import torch
 
 from inflight.bench.peer import TIMEOUT_S
 from inflight.errors import TransferError
-from inflight.weights.transports.joining import join_group
-from inflight.weights.transports.process_group import ProcessGroupSender
+from inflight.weights.transports.process_group import ProcessGroupSender, join_group
 
 
 def copy_s(size_bytes: int, num_rounds: int) -> list[float]:
@@ -34,7 +33,7 @@ def copy_s(size_bytes: int, num_rounds: int) -> list[float]:
 
 
 def broadcast_s(sizes: Sequence[int], num_rounds: int) -> list[float]:
-    """Broadcast tensors of these sizes over gloo to one other process, one after another, and a barrier."""
+    """Broadcast tensors of these sizes over gloo to one other process, one after another, then a barrier."""
     sender = ProcessGroupSender()
     (spec,) = sender.specs("limit", [1], TIMEOUT_S)
     told = {"what": "broadcast", "spec": spec.model_dump(), "sizes": list(sizes), "num_rounds": num_rounds + 1}
@@ -67,13 +66,13 @@ def socket_s(size_bytes: int, num_rounds: int) -> list[float]:
                 def once() -> None:
                     connection.sendall(content)
                     if not connection.recv(1):
-                        raise TransferError("the other end of the socket is gone")
+                        raise TransferError("the other end of the socket was closed")
 
                 return _timed(once, num_rounds)
 
 
 def file_s(size_bytes: int, num_rounds: int, directory: Path | None = None) -> list[float]:
-    """Write the bytes to a file, bring them to the disk, and read them again."""
+    """Write the bytes to a file, sync it to disk, and read it again."""
     content = bytearray(size_bytes)
     with tempfile.TemporaryDirectory(dir=directory) as place:
         path = Path(place) / "limit"
@@ -99,7 +98,7 @@ def _timed(call: Callable[[], object], num_rounds: int) -> list[float]:
 
 @contextlib.contextmanager
 def _peer(told: dict[str, Any]) -> Iterator[None]:
-    """Run the other end while the block runs; it is killed if it does not end soon after."""
+    """Run the other end while the block runs; kill it if it does not end soon after."""
     command = [sys.executable, "-m", "inflight.bench.peer"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, text=True) as process:
         try:
@@ -107,9 +106,7 @@ def _peer(told: dict[str, Any]) -> Iterator[None]:
             process.stdin.write(json.dumps(told) + "\n")
             process.stdin.close()
             yield
-            process.wait(TIMEOUT_S)
-        except subprocess.TimeoutExpired:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(TIMEOUT_S)
+        finally:
             process.kill()
-        except BaseException:
-            process.kill()
-            raise

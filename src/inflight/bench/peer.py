@@ -1,6 +1,6 @@
-"""The other end of a raw transfer, a process of its own: ``python -m inflight.bench.peer``, told by a line of JSON.
+"""The other end of a raw transfer, in its own process: ``python -m inflight.bench.peer``; it reads JSON on stdin.
 
-It receives the same bytes again and again with nothing around them: that is the limit that a transport is compared to.
+It repeatedly receives the same bare bytes, which gives the limit that a transport is compared to.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from inflight.weights.transports.joining import join_group
+from inflight.weights.transports.process_group import join_group
 from inflight.wire import ProcessGroupSpec
 
 TIMEOUT_S = 60.0
 
 
 def receive_broadcasts(spec: ProcessGroupSpec, sizes: list[int], num_rounds: int) -> None:
-    """Join as rank 1 and take part in the broadcasts of tensors of these sizes, ``num_rounds`` times."""
+    """Join as rank 1 and receive broadcasts of tensors of these sizes, ``num_rounds`` times."""
     group: Any = join_group(spec, 1, spec.master_address)
     tensors = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
     for _ in range(num_rounds):
@@ -30,7 +30,7 @@ def receive_broadcasts(spec: ProcessGroupSpec, sizes: list[int], num_rounds: int
 
 
 def receive_stream(port: int, size_bytes: int, num_rounds: int) -> None:
-    """Read ``size_bytes`` from a socket on this host ``num_rounds`` times, and answer each with one byte."""
+    """Read ``size_bytes`` from a socket on this host ``num_rounds`` times, and answer each time with one byte."""
     content = memoryview(bytearray(size_bytes))
     with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S) as connection:
         for _ in range(num_rounds):

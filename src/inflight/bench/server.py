@@ -1,4 +1,4 @@
-"""A server of the embedded engine in a process of its own, and a model of a wanted size for it."""
+"""A server of the embedded engine in its own process, and a model of a given size for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from inflight.errors import ConfigError
-from inflight.local.tiny import EOS, VOCAB_SIZE, byte_tokenizer
+from inflight.local.tiny import EOS, VOCAB_SIZE, save_tiny_model
 
 _START_S = 180.0
 _STOP_S = 20.0
@@ -35,14 +35,14 @@ class BenchServer:
 
 
 def make_model(path: Path, size_bytes: int, dtype: str) -> Any:
-    """Write a random Llama of about ``size_bytes`` to ``path`` and return it; small ones get narrower layers.
+    """Write a random Llama of about ``size_bytes`` to ``path`` and return it; a small one has narrower layers.
 
     Raises `ConfigError` for less than 4 MB.
     """
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     if size_bytes < 4_000_000:
-        raise ConfigError(f"a model of {size_bytes} bytes is too small to be measured; give 4MB or more")
+        raise ConfigError(f"a model of {size_bytes} bytes is too small to measure; use 4MB or more")
     num_elements = size_bytes // getattr(torch, dtype).itemsize
     narrower = 1
     while _LAYER_ELEMENTS // narrower**2 > num_elements // 4:
@@ -62,14 +62,13 @@ def make_model(path: Path, size_bytes: int, dtype: str) -> Any:
         eos_token_id=EOS,
     )
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
-    model.save_pretrained(path)
-    byte_tokenizer().save_pretrained(path)
+    save_tiny_model(model, path)
     return model
 
 
 @contextlib.contextmanager
 def serving(model: Path, directory: Path, dtype: str, num_threads: int) -> Iterator[BenchServer]:
-    """Run ``inflight serve`` while the block runs. Raises `ConfigError` with its last words if it does not start."""
+    """Run ``inflight serve`` during the block. Raises `ConfigError` with the end of its log if it does not start."""
     token, ready, log = secrets.token_urlsafe(16), directory / "ready.json", directory / "server.log"
     command = [sys.executable, "-m", "inflight", "serve", str(model), "--port", "0", "--dtype", dtype]
     command += ["--ready-file", str(ready), "--exit-with-stdin", "--threads", str(num_threads)]
@@ -89,9 +88,8 @@ def serving(model: Path, directory: Path, dtype: str, num_threads: int) -> Itera
                 time.sleep(0.05)
             yield BenchServer(json.loads(ready.read_text())["url"], token, process.pid)
         finally:
-            if process.stdin is not None:
-                process.stdin.close()
-            try:
+            assert process.stdin is not None
+            process.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
+            process.kill()

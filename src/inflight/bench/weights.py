@@ -1,8 +1,8 @@
-"""``inflight bench weights``: one model's way from a trainer to a server, over each transport, beside the bare limit.
+"""``inflight bench weights``: publishes one model from trainer to server over each transport, beside the bare limit.
 
-A server of the embedded engine runs in a process of its own. Each transport publishes the same weights several times,
-first while the server is idle, then while it samples. Between two publishes a part of the elements changes, as a step
-of the optimizer changes them.
+The server of the embedded engine runs in its own process. Each transport publishes the same weights several times,
+first while the server is idle, then while it samples. Between two publishes a share of the elements changes, as in an
+optimizer's step.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from __future__ import annotations
 import asyncio
 import statistics
 import tempfile
-import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
+from anyio.from_thread import start_blocking_portal
 
 from inflight.bench import limits
 from inflight.bench.server import BenchServer, make_model, serving
@@ -27,9 +27,9 @@ from inflight.http.client import HttpEndpoint
 from inflight.types import PublishReport
 from inflight.weights.module import ModuleWeights
 from inflight.weights.publish import WeightPublisher, publish_weights
-from inflight.wire import Backend, GenerateRequest, SamplingParams
+from inflight.wire import GenerateRequest, SamplingParams
 
-WAYS = (
+TRANSPORTS = (
     "gloo",
     "shm",
     "file",
@@ -41,14 +41,14 @@ WAYS = (
     "gloo+bfloat16",
     "gloo+float8",
 )
-"""What can be measured on one host without a GPU: a transport, and how buckets are encoded on it."""
-DEFAULT_WAYS = ("gloo", "shm", "file", "http", "gloo+delta", "http+delta")
+"""What can be measured on one host without a GPU: a transport, and the encoding of its buckets."""
+DEFAULT_TRANSPORTS = ("gloo", "shm", "file", "http", "gloo+delta", "http+delta")
 _PROMPT = tuple(range(32, 48))
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Median, least and most of several rounds, in seconds."""
+    """Median, minimum and maximum of several rounds, in seconds."""
 
     median: float
     least: float
@@ -56,57 +56,39 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
-class WayResult:
-    """What one way did with one model."""
+class TransportResult:
+    """The measurements of one transport with one model."""
 
-    way: str
+    transport: str
     size_bytes: int
     sent_bytes: int
     spans: dict[str, Spread]
-    """gather, wire, hold, load and total of an idle server, in seconds; ``first_token`` while it samples"""
+    """gather, wire, pause, load, paused and total while the server is idle."""
     busy: dict[str, Spread]
-    """The same while the server samples"""
+    """The same while the server samples, and ``first_token``."""
     limit: str
-    """What the machine was asked to do with the same bytes, bare"""
+    """The bare operation on the same bytes."""
     limit_s: Spread
     copy_s: Spread
-    """One copy of the same bytes in memory"""
+    """One copy of the same bytes in memory."""
 
     @property
     def gb_per_s(self) -> float:
-        """Weights per second, from the call to the commit, in units of 10^9 bytes."""
+        """Weights per second, from the call to the commit, in 10^9 bytes."""
         return self.size_bytes / self.spans["total"].median / 1e9
 
     @property
     def share_of_limit(self) -> float:
-        """The bare operation's time over the publish's."""
+        """Time of the bare operation over the time of the publish."""
         return self.limit_s.median / self.spans["total"].median
 
     def as_json(self) -> dict[str, Any]:
-        """Return the figures as JSON-compatible values."""
         return {**asdict(self), "gb_per_s": self.gb_per_s, "share_of_limit": self.share_of_limit}
-
-
-@dataclass(slots=True)
-class _Spans:
-    reports: list[PublishReport] = field(default_factory=list)
-
-    def spreads(self) -> dict[str, Spread]:
-        spans = [report.spans for report in self.reports]
-        named = {name: [getattr(s, f"{name}_s") for s in spans] for name in ("gather", "wire", "hold", "load", "total")}
-        named["held"] = [max(e.timings.held_s for e in r.endpoints if e.timings is not None) for r in self.reports]
-        named["first_token"] = [s.first_token_s for s in spans if s.first_token_s is not None]
-        return {name: spread(seconds) for name, seconds in named.items() if seconds}
-
-
-def spread(seconds: Sequence[float]) -> Spread:
-    """Return median, least and most."""
-    return Spread(statistics.median(seconds), min(seconds), max(seconds))
 
 
 def measure(
     size_bytes: int,
-    ways: Sequence[str] = DEFAULT_WAYS,
+    transports: Sequence[str] = DEFAULT_TRANSPORTS,
     *,
     num_rounds: int = 5,
     num_requests: int = 2,
@@ -115,92 +97,130 @@ def measure(
     num_threads: int = 1,
     directory: Path | None = None,
     tell: Callable[[str], None] = lambda text: None,
-) -> list[WayResult]:
-    """Return what each way does with a model of about ``size_bytes``; ``tell`` hears of progress.
+) -> list[TransportResult]:
+    """Measure each transport with a model of about ``size_bytes``; ``tell`` gets lines of progress.
 
-    Both processes use ``num_threads`` threads; torch in this one keeps to that. ``directory`` is where the model and
-    the files of the transport ``file`` lie. Raises `ConfigError` for an unknown
-    way, and what a publish raises.
+    Both processes use ``num_threads`` threads; torch in this process keeps that setting. ``directory`` holds the model
+    and the files of the transport ``file``. Raises `ConfigError` for an unknown transport, and what a publish raises.
     """
     torch.set_num_threads(num_threads)
-    for way in ways:
-        if way not in WAYS:
-            raise ConfigError(f"unknown way {way!r}; known: {', '.join(WAYS)}")
+    for transport in transports:
+        if transport not in TRANSPORTS:
+            raise ConfigError(f"unknown transport {transport!r}; known: {', '.join(TRANSPORTS)}")
     with tempfile.TemporaryDirectory(dir=directory) as made:
         place = Path(made)
         tell(f"making a model of {size_bytes / 1e6:,.0f} MB")
         model = make_model(place / "model", size_bytes, dtype)
         with serving(place / "model", place, dtype, num_threads) as server:
             results = []
-            for way in ways:
-                tell(f"{way}: {num_rounds} idle and {num_rounds} busy publishes")
-                results.append(_measure_way(way, server, model, place, num_rounds, num_requests, changed_share))
+            for transport in transports:
+                tell(f"{transport}: {num_rounds} idle and {num_rounds} busy publishes")
+                results.append(
+                    _measure_transport(transport, server, model, place, num_rounds, num_requests, changed_share)
+                )
     return results
 
 
-def _measure_way(
-    way: str, server: BenchServer, model: Any, place: Path, num_rounds: int, num_requests: int, changed_share: float
-) -> WayResult:
+def _measure_transport(
+    transport: str,
+    server: BenchServer,
+    model: Any,
+    place: Path,
+    num_rounds: int,
+    num_requests: int,
+    changed_share: float,
+) -> TransportResult:
     weights = ModuleWeights(model)
     size_bytes = sum(spec.size_bytes for spec in weights.parameter_specs())
-    limit, before = _limit(way, size_bytes, num_rounds, place)
+    limit, before = _limit(transport, size_bytes, num_rounds, place)
     copies = limits.copy_s(size_bytes, num_rounds)
-    idle, busy = _Spans(), _Spans()
-    with _publisher(way, server, place / "store") as publisher:
+    idle: list[PublishReport] = []
+    busy: list[PublishReport] = []
+    with _publisher(transport, server, place / "store") as publisher:
         for i in range(2 * num_rounds + 2):
             is_busy = i > num_rounds
             weights.version += 1
             _change(model, changed_share, seed=weights.version)
-            with sampling(server, num_requests if is_busy else 0):
+            with sampling(server, num_requests) if is_busy else nullcontext():
                 report = publish_weights(weights, publisher)
-            assert report is not None  # this is rank 0
             if i in (0, num_rounds + 1):
-                continue  # the first touches memory for the first time; the first busy one waits for the prompts
-            (busy if is_busy else idle).reports.append(report)
-    _, after = _limit(way, size_bytes, num_rounds, place)
-    return WayResult(
-        way=way,
+                continue  # warm-up: the first touches new memory, the first busy one waits for the prompts
+            (busy if is_busy else idle).append(report)
+    _, after = _limit(transport, size_bytes, num_rounds, place)
+    return TransportResult(
+        transport=transport,
         size_bytes=size_bytes,
-        sent_bytes=idle.reports[-1].sent_bytes,
-        spans=idle.spreads(),
-        busy=busy.spreads(),
+        sent_bytes=idle[-1].sent_bytes,
+        spans=_spreads(idle),
+        busy=_spreads(busy),
         limit=limit,
-        limit_s=spread([*before, *after]),
-        copy_s=spread([*copies, *limits.copy_s(size_bytes, num_rounds)]),
+        limit_s=_spread([*before, *after]),
+        copy_s=_spread([*copies, *limits.copy_s(size_bytes, num_rounds)]),
     )
 
 
-def _limit(way: str, size_bytes: int, num_rounds: int, place: Path) -> tuple[str, list[float]]:
-    transport = way.partition("+")[0]
-    if transport == "gloo":
+def _spread(seconds: Sequence[float]) -> Spread:
+    return Spread(statistics.median(seconds), min(seconds), max(seconds))
+
+
+def _spreads(reports: Sequence[PublishReport]) -> dict[str, Spread]:
+    spans = [report.spans for report in reports]
+    named = {name: [getattr(s, f"{name}_s") for s in spans] for name in ("gather", "wire", "pause", "load", "total")}
+    named["paused"] = [max(e.timings.paused_s for e in r.endpoints if e.timings is not None) for r in reports]
+    named["first_token"] = [s.first_token_s for s in spans if s.first_token_s is not None]
+    return {name: _spread(seconds) for name, seconds in named.items() if seconds}
+
+
+def table(results: Sequence[TransportResult]) -> str:
+    """Return one line for each result, below the names of the columns; spans in milliseconds."""
+    rows = [
+        {
+            "transport": result.transport,
+            "weights": f"{result.size_bytes / 1e6:,.0f} MB",
+            "sent": f"{result.sent_bytes / 1e6:,.1f} MB",
+            **{name: _ms(result.spans[name]) for name in ("gather", "wire", "pause", "load")},
+            "first token": _ms(result.busy["first_token"]) if "first_token" in result.busy else "",
+            "total": _ms(result.spans["total"]),
+            "GB/s": f"{result.gb_per_s:.2f}",
+            "limit": f"{result.limit} {_ms(result.limit_s)}",
+            "share": f"{100 * result.share_of_limit:.0f} %",
+        }
+        for result in results
+    ]
+    return aligned([tuple(rows[0]), *(tuple(row.values()) for row in rows)])
+
+
+def _ms(spread: Spread) -> str:
+    return f"{1000 * spread.median:,.0f} ms"
+
+
+def _limit(transport: str, size_bytes: int, num_rounds: int, place: Path) -> tuple[str, list[float]]:
+    name = transport.partition("+")[0]
+    if name == "gloo":
         return "one broadcast", limits.broadcast_s([size_bytes], num_rounds)
-    if transport == "shm":
+    if name == "shm":
         return "one copy", limits.copy_s(size_bytes, num_rounds)
-    if transport == "file":
+    if name == "file":
         return "one file, written and read", limits.file_s(size_bytes, num_rounds, place)
     return "one socket", limits.socket_s(size_bytes, num_rounds)
 
 
-@contextmanager
-def _publisher(way: str, server: BenchServer, store: Path) -> Iterator[WeightPublisher]:
-    transport, _, encoding = way.partition("+")
-    assert transport in get_args(Backend)
+def _publisher(transport: str, server: BenchServer, store: Path) -> WeightPublisher:
+    name, _, encoding = transport.partition("+")
     options: dict[str, Any] = {"delta": True} if encoding == "delta" else {"encoding": encoding or "raw"}
-    backend: Any = transport
-    with WeightPublisher.connect(
+    return WeightPublisher.connect(
         [server.url],
-        run_id=f"bench-{way.replace('+', '-')}-{uuid.uuid4().hex[:6]}",
+        run_id=f"bench-{transport.replace('+', '-')}-{uuid.uuid4().hex[:6]}",
         token=server.token,
-        backend=backend,
-        directory=store if transport == "file" else None,
+        transport=name,
+        directory=store if name == "file" else None,
         **options,
-    ) as publisher:
-        yield publisher
+    )
 
 
 @torch.no_grad()
 def _change(model: Any, share: float, seed: int) -> None:
-    """Change about ``share`` of the elements of every weight, as an optimizer's step in a narrow dtype does."""
+    """Change about ``share`` of the elements of every parameter, like an optimizer's step in a narrow dtype."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         flat = parameter.view(-1)
@@ -211,42 +231,36 @@ def _change(model: Any, share: float, seed: int) -> None:
 
 @contextmanager
 def sampling(server: BenchServer, num_requests: int) -> Iterator[None]:
-    """Keep requests running on the server while the block runs."""
-    if not num_requests:
+    """Keep requests running on the server during the block."""
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(_requests(server, num_requests)):
         yield
-        return
-    started, ended = threading.Event(), threading.Event()
 
-    async def sample() -> None:
-        endpoint = HttpEndpoint(server.url, token=server.token)
-        sampling = SamplingParams(max_tokens=4000, ignore_eos=True)
-        requests = [
-            asyncio.ensure_future(
-                endpoint.generate(
-                    GenerateRequest(request_id=f"bench-{uuid.uuid4().hex}", prompt_token_ids=_PROMPT, sampling=sampling)
-                )
-            )
-            for _ in range(num_requests)
-        ]
+
+@asynccontextmanager
+async def _requests(server: BenchServer, num_requests: int) -> AsyncIterator[None]:
+    endpoint = HttpEndpoint(server.url, token=server.token)
+    params = SamplingParams(max_tokens=4000, ignore_eos=True)
+    requests = [
+        GenerateRequest(request_id=f"bench-{uuid.uuid4().hex}", prompt_token_ids=_PROMPT, sampling=params)
+        for _ in range(num_requests)
+    ]
+    running = [asyncio.ensure_future(endpoint.generate(request)) for request in requests]
+    try:
         try:
             async with asyncio.timeout(60):
                 while (await endpoint.weight_version()).num_running < num_requests:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
-            started.set()
-            await asyncio.to_thread(ended.wait)
-        finally:
-            started.set()
-            for request in requests:
-                request.cancel()
-            await asyncio.gather(*requests, return_exceptions=True)
-            await endpoint.aclose()
-
-    thread = threading.Thread(target=lambda: asyncio.run(sample()), name="bench-sampling", daemon=True)
-    thread.start()
-    try:
-        if not started.wait(90):
-            raise InflightError("the server took no requests within 90 s")
+        except TimeoutError as error:
+            raise InflightError(f"the server was not running {num_requests} requests at once within 60 s") from error
         yield
     finally:
-        ended.set()
-        thread.join(30)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        await endpoint.aclose()
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows of texts as lines with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

@@ -6,16 +6,17 @@ Importing it loads no torch; listing checks and running them does.
 from __future__ import annotations
 
 from inflight.conformance.checks import Check
+from inflight.conformance.child import checks_of
 from inflight.conformance.kit import Kit
 from inflight.conformance.targets import EndpointTarget, TransportTarget, WorkerTarget
-from inflight.conformance.verdicts import Certificate, Outcome, Verdict
+from inflight.conformance.verdicts import Certificate, CheckOutcome, Verdict
 
 __all__ = [
     "Certificate",
     "Check",
+    "CheckOutcome",
     "EndpointTarget",
     "Kit",
-    "Outcome",
     "TransportTarget",
     "Verdict",
     "WorkerTarget",
@@ -27,20 +28,14 @@ __all__ = [
 
 def endpoint_checks() -> tuple[Check, ...]:
     """Return the checks of inference endpoints, in the order of the contract."""
-    from inflight.conformance.child import checks_of
-
     return checks_of("endpoint")
 
 
 def worker_checks() -> tuple[Check, ...]:
     """Return the checks of trainer workers, in the order of the contract."""
-    from inflight.conformance.child import checks_of
-
     return checks_of("worker")
 
 
 def transport_checks() -> tuple[Check, ...]:
     """Return the checks of transports, in the order of the contract."""
-    from inflight.conformance.child import checks_of
-
     return checks_of("transport")

@@ -1,16 +1,16 @@
 """What a check is: one sentence of the contract, and a plain function that puts it to the test.
 
-The modules of `inflight.conformance.endpoint`, ``worker`` and ``transport`` write checks with the decorator `check`::
+Modules write checks with the decorator `check`::
 
     LEVEL = "control"
 
-    @check("E-30", needs=("updates", "keep"), look_at=_HOLD, policy=InFlightPolicy.KEEP)
-    @check("E-31", needs=("updates", "recompute"), look_at=_HOLD, policy=InFlightPolicy.RECOMPUTE)
+    @check("E-30", "updates keep", look_at=_PAUSE, policy=InFlightPolicy.KEEP)
+    @check("E-31", "updates recompute", look_at=_PAUSE, policy=InFlightPolicy.RECOMPUTE)
     async def nothing_sampled(subject: EndpointSubject, policy: InFlightPolicy) -> None:
-        "Under {policy}, no token is sampled from the moment request_weight_update returns until the hold ends."
+        "Under {policy}, no token is sampled from the moment request_weight_update returns until the pause ends."
 
-The function gets a subject, notes what it measured there, and returns; it calls `require` or `fail` if the sentence
-does not hold and `skip` if the subject does not declare what the sentence speaks of. This module knows no subject.
+The function notes on the subject what it measured, and returns. It calls `require` or `fail` if the sentence does not
+hold, and `skip` if the sentence does not apply to the subject. This module knows no subject.
 """
 
 from __future__ import annotations
@@ -27,33 +27,32 @@ Kind = Literal["endpoint", "worker", "transport"]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-class CheckFailed(Exception):  # noqa: N818 - an outcome, no error
+class CheckFailed(Exception):  # noqa: N818 - an outcome, not an error
     """The sentence does not hold; the message says what was seen instead."""
 
 
-class CheckSkipped(Exception):  # noqa: N818 - an outcome, no error
-    """The subject does not declare, or the kit was not given, what the check needs."""
+class CheckSkipped(Exception):  # noqa: N818 - an outcome, not an error
+    """The subject does not declare what the check needs, or the kit was not given it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One sentence of docs/contract.md and the function of the same id."""
+    """One sentence of docs/contract.md and the function that tests it."""
 
     id: str
     """``E-`` endpoints, ``U-`` updates, ``W-`` workers, ``T-`` transports, and a number."""
     level: str
     sentence: str
-    """What must be true: the words of docs/contract.md."""
     look_at: str
-    """Where an implementer looks first when it is not."""
+    """Where an implementer looks first if the sentence does not hold."""
     function: Callable[[Any], Any]
     """Takes the subject; a coroutine function for endpoints, a plain one elsewhere."""
     deadline_s: float = 20.0
-    """After so long the check is hung."""
+    """A check that takes longer counts as hung."""
     needs: tuple[str, ...] = ()
-    """What the subject must offer, see its ``missing``; the check is skipped otherwise."""
+    """What the subject must offer; the check is skipped otherwise."""
     before: Callable[[Any], Any] | None = None
-    """Workers: runs on a single rank first; it leaves what ``function`` needs in the subject's directory."""
+    """Workers: runs on a single rank first, and leaves what ``function`` needs in the subject's directory."""
     after: Callable[[Any], Any] | None = None
     """Workers: runs on a single rank once ``function`` has run on all of them."""
 
@@ -63,9 +62,9 @@ class Check:
 
 def check(
     id: str,
+    needs: str = "",
     *,
-    look_at: str,
-    needs: tuple[str, ...] = (),
+    look_at: str = "",
     deadline_s: float = 20.0,
     before: Callable[[Any], Any] | None = None,
     after: Callable[[Any], Any] | None = None,
@@ -73,8 +72,9 @@ def check(
 ) -> Callable[[Function], Function]:
     """Make the function below a check. Several of these above one function make several checks of it.
 
-    The check calls the function with the subject and ``parameters``. The first paragraph of the docstring is the
-    sentence, in which ``{name}`` stands for a parameter. ``LEVEL`` of the function's module is the level.
+    ``needs`` are words with spaces between them. The check calls the function with the subject and ``parameters``. The
+    first paragraph of the docstring is the sentence, in which ``{name}`` stands for a parameter. ``LEVEL`` of the
+    function's module is the level.
     """
 
     def added(function: Function) -> Function:
@@ -83,14 +83,24 @@ def check(
             id=id,
             level=function.__globals__["LEVEL"],
             sentence=sentence.format(**parameters) if parameters else sentence,
-            look_at=look_at,
+            look_at=look_at or vars(function)["look_at"],
             function=update_wrapper(partial(function, **parameters), function),
             deadline_s=deadline_s,
-            needs=needs,
+            needs=tuple(needs.split()),
             before=before,
             after=after,
         )
         vars(function)["checks"] = (record, *vars(function).get("checks", ()))
+        return function
+
+    return added
+
+
+def look_at(hint: str) -> Callable[[Function], Function]:
+    """Give the ``look_at`` of the checks of the function below, where a line of theirs would be too long."""
+
+    def added(function: Function) -> Function:
+        vars(function)["look_at"] = hint
         return function
 
     return added
@@ -103,18 +113,18 @@ def checks_in(*modules: ModuleType) -> tuple[Check, ...]:
 
 
 def fail(message: str) -> NoReturn:
-    """Say that the sentence does not hold."""
+    """Fail the check: the sentence does not hold."""
     raise CheckFailed(message)
 
 
 def require(holds: object, message: str) -> None:
-    """Say that the sentence does not hold unless ``holds``."""
+    """Fail the check unless ``holds``."""
     if not holds:
         raise CheckFailed(message)
 
 
 def skip(reason: str) -> NoReturn:
-    """Say that the sentence does not speak of this subject."""
+    """Skip the check: its sentence does not apply to this subject."""
     raise CheckSkipped(reason)
 
 

@@ -1,7 +1,7 @@
-"""The process in which checks run, so that one that never returns can be killed: ``python -m`` with a socket's number.
+"""The process that runs checks, so that one that never returns can be killed: ``python -m`` with a socket's number.
 
-Lines of JSON in: first a `Setup`, then one `Command` per check. Lines of JSON out: first `Ready`, then one `Answer` per
-command. It ends with its parent.
+Lines of JSON in: first a `ChildSetup`, then one `Command` per check. Lines of JSON out: first `Ready`, then one
+`Judgement` per command. The process ends with its parent.
 """
 
 from __future__ import annotations
@@ -16,66 +16,53 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from inflight.conformance.checks import Check
 from inflight.conformance.frames import innermost_frame, own_frame
 from inflight.conformance.judge import Subject, judge
 from inflight.conformance.targets import EndpointTarget, Target, WorkerTarget
-from inflight.conformance.verdicts import BAD_OUTCOMES, Verdict, plain
+from inflight.conformance.verdicts import BAD_OUTCOMES, plain
 from inflight.errors import InflightError
+from inflight.wire import WireModel
 
 
-class _Message(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Setup(_Message):
+class ChildSetup(WireModel):
     """What a child checks, and as which rank. ``directory`` is shared by all ranks and sessions of a run."""
 
     target: Target = Field(discriminator="kind")
     rank: int = 0
     num_ranks: int = 1
     session: int = 0
-    """Number of the group of processes; each has a store of its own."""
+    """Number of the group of processes; each has its own store."""
     directory: Path
     start_deadline_s: float
     deadline_scale: float = 1.0
-    """Factor on the deadline of every check."""
 
 
-class Ready(_Message):
-    """The subject is there, with its facts for the certificate; or ``problem`` says why not."""
+class Ready(WireModel):
+    """The subject was made, with these facts for the certificate; or ``problem`` says why not."""
 
-    facts: dict[str, object] = {}
+    facts: dict[str, object] = Field(default_factory=dict)
     problem: str = ""
 
 
-class Command(_Message):
-    """Run one check, or the stage of it that belongs before or after."""
+class Command(WireModel):
+    """Run one check, or its stage ``before`` or ``after``."""
 
     check: str
     stage: str = "function"
 
 
-class Answer(_Message):
-    """What a check came to on this rank."""
-
-    verdict: Verdict
-    prepare_seconds: float
-    is_gone: bool = False
-    """See `inflight.conformance.judge.Judgement`."""
-
-
 def main(file_number: int) -> int:
-    """Serve one parent until it closes the socket."""
+    """Serve the parent until it closes the socket; return the exit status."""
     connection = socket.socket(fileno=file_number)
     lines = connection.makefile("r", encoding="utf-8")
-    setup = Setup.model_validate_json(lines.readline())
+    setup = ChildSetup.model_validate_json(lines.readline())
     stacks = (setup.directory / f"stacks-{setup.session}-{setup.rank}.txt").open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
 
-    def send(message: BaseModel) -> None:
+    def send(message: WireModel) -> None:
         connection.sendall(message.model_dump_json().encode() + b"\n")
 
     dead_threads = _noted_threads()
@@ -99,14 +86,14 @@ def main(file_number: int) -> int:
             verdict = found.verdict
             if dead_threads and verdict.outcome in BAD_OUTCOMES:
                 verdict = verdict.model_copy(update={"message": "\n".join([verdict.message, *dead_threads])})
-            send(Answer(verdict=verdict, prepare_seconds=found.prepare_seconds, is_gone=found.is_gone))
+            send(found.model_copy(update={"verdict": verdict}))
     finally:
         subject.close()
     return 0
 
 
 def _noted_threads() -> list[str]:
-    """Return a list that gets a line for every thread that ends with an error, from now on."""
+    """Return a list that from now on gets a line for every thread that ends with an error."""
     noted: list[str] = []
     show = threading.excepthook
 
@@ -121,12 +108,12 @@ def _noted_threads() -> list[str]:
     return noted
 
 
-def open_subject(setup: Setup) -> Subject:
+def open_subject(setup: ChildSetup) -> Subject:
     """Return the subject of a setup, made in this process."""
     if isinstance(setup.target, EndpointTarget):
-        from inflight.conformance.endpoint.subject import EndpointSubject
+        from inflight.conformance.endpoint.judged import JudgedEndpoint
 
-        return EndpointSubject.open(setup.target, setup.directory, setup.start_deadline_s, is_suspect=setup.session > 1)
+        return JudgedEndpoint(setup.target, setup.directory, setup.start_deadline_s, is_suspect=setup.session > 1)
     if isinstance(setup.target, WorkerTarget):
         from inflight.conformance.worker.subject import WorkerSubject
 
@@ -135,7 +122,7 @@ def open_subject(setup: Setup) -> Subject:
         )
     from inflight.conformance.transport.subject import TransportSubject
 
-    return TransportSubject.open(setup.target)
+    return TransportSubject(setup.target)
 
 
 def checks_of(kind: str) -> tuple[Check, ...]:

@@ -7,34 +7,29 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
-from importlib.metadata import entry_points
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from inflight.conformance.checks import Check, select
 from inflight.conformance.compare import compare, comparison_text
 from inflight.conformance.expected import load_expected
+from inflight.conformance.fleet.command import add_parser as add_fleet
+from inflight.conformance.fleet.command import run_fleet
 from inflight.conformance.report.files import REPORTS, check_writable, read_certificate, write_reports
-from inflight.conformance.targets import (
-    EndpointTarget,
-    Target,
-    TransportTarget,
-    WorkerTarget,
-    endpoint_target,
-)
-from inflight.engines.factories import check_reference, keyword_arguments
+from inflight.conformance.targets import EndpointTarget, Target, TransportTarget, WorkerTarget, endpoint_target
+from inflight.engines.factories import keyword_arguments
 from inflight.errors import ConfigError
+from inflight.extensions import check_reference, installed
 from inflight.http.tokens import TOKEN_VARIABLE, read_token
-
-_TRANSPORTS = ("gloo", "nccl")
+from inflight.transports import find_transport
 
 
 def add_parser(commands: Any) -> None:
     """Add ``check`` to the commands of ``inflight``; ``commands`` is what ``add_subparsers`` returned."""
     check = commands.add_parser(
         "check",
-        help="check an endpoint, a worker or a transport against the contract",
+        help="check an endpoint, a worker, a transport or a fleet against the contract",
         description="Check an implementation against the contract. Exit status: 0 it conforms, 1 it does not.",
     )
     check.add_argument(
@@ -53,21 +48,31 @@ def add_parser(commands: Any) -> None:
     endpoint.add_argument(
         "--serve", metavar="COMMAND", help='command that starts a server, with "{model} {port} {token_file}" in it'
     )
-    endpoint.add_argument("--model", type=Path, metavar="DIR", help="checkpoint that is served (default: a made one)")
+    endpoint.add_argument(
+        "--model", type=Path, metavar="DIR", help="checkpoint that is served (default: made by the kit)"
+    )
     endpoint.add_argument(
         "--token-file", type=Path, metavar="FILE", help=f"control token of a URL (default: ${TOKEN_VARIABLE})"
     )
     endpoint.add_argument(
         "--worker", metavar="module:factory", help="worker to compare logprobs with (default: transformers)"
     )
-    endpoint.add_argument("--tolerance", type=float, metavar="FLOAT", help="largest difference of equal logprobs")
+    endpoint.add_argument(
+        "--tolerance", type=float, metavar="FLOAT", help="largest difference at which logprobs count as equal"
+    )
 
     worker = kinds.add_parser("worker", parents=[shared], help="a trainer worker; under torchrun, on its ranks")
-    worker.add_argument("target", nargs="?", metavar="TARGET", help="module:factory, or an installed worker, as fsdp")
+    worker.add_argument(
+        "target", nargs="?", metavar="TARGET", help="module:factory, or an installed worker such as fsdp"
+    )
     worker.add_argument("--ranks", type=int, metavar="N", help="ranks to start (default: 1)")
 
     transport = kinds.add_parser("transport", parents=[shared], help="a transport of weights")
-    transport.add_argument("target", nargs="?", metavar="TARGET", help="gloo, nccl or module:factory")
+    transport.add_argument(
+        "target", nargs="?", metavar="TARGET", help="an installed transport such as gloo, or module:attribute"
+    )
+
+    add_fleet(kinds)
 
 
 def run(arguments: argparse.Namespace, _: Sequence[str]) -> int:
@@ -77,7 +82,9 @@ def run(arguments: argparse.Namespace, _: Sequence[str]) -> int:
             raise ConfigError(f"--compare runs no checks: leave out {arguments.kind!r}")
         return _compare(*arguments.compare)
     if not arguments.kind:
-        raise ConfigError("say what to check: inflight check endpoint, worker or transport")
+        raise ConfigError("say what to check: inflight check endpoint, worker, transport or fleet")
+    if arguments.kind == "fleet":
+        return run_fleet(arguments)
     return _list(arguments) if arguments.list else _check(arguments)
 
 
@@ -92,10 +99,10 @@ def target_of(arguments: argparse.Namespace) -> Target:
         return WorkerTarget(
             factory=_worker_factory(arguments.target), num_ranks=_num_ranks(arguments.ranks), options=options
         )
-    if arguments.target not in _TRANSPORTS:
-        if ":" not in arguments.target:
-            raise ConfigError(f"no transport {arguments.target!r}; use {', '.join(_TRANSPORTS)} or module:factory")
+    if ":" in arguments.target:
         check_reference(arguments.target)
+    else:
+        find_transport(arguments.target)
     return TransportTarget(factory=arguments.target, options=options)
 
 
@@ -106,16 +113,20 @@ def _shared_arguments() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="for the factory, repeatable; VALUE is JSON if it can be, else a string",
+        help="for the factory, repeatable; VALUE is read as JSON if possible, else as a string",
     )
     shared.add_argument("--check", action="append", default=[], metavar="ID", help="only this check, repeatable")
     shared.add_argument("--level", action="append", default=[], metavar="NAME", help="only this level, repeatable")
-    shared.add_argument("--list", action="store_true", help="print ids and sentences, run nothing")
+    shared.add_argument("--list", action="store_true", help="list the checks without running them")
     shared.add_argument(
         "--expected-failures", type=Path, metavar="FILE", help='TOML with a line per check, as in E-12 = "reason"'
     )
     shared.add_argument(
-        "--deadline-scale", type=float, default=1.0, metavar="FLOAT", help="factor on every deadline, for slow machines"
+        "--deadline-scale",
+        type=float,
+        default=1.0,
+        metavar="FLOAT",
+        help="multiply every deadline by this, for slow machines",
     )
     for report in REPORTS:
         shared.add_argument(f"--{report.name}", type=Path, metavar="FILE", help=f"write {report.what}")
@@ -144,20 +155,20 @@ def _check(arguments: argparse.Namespace) -> int:
 
     from inflight.conformance.kit import Kit
     from inflight.conformance.report.terminal import open_console, print_certificate, progress
-    from inflight.conformance.suite import run_suite, run_suite_on_this_rank
+    from inflight.conformance.suite import run_suite
 
     console = open_console()
-    with ExitStack() as stack:
-        if isinstance(target, WorkerTarget) and _torchrun_ranks() is not None:
-            is_first = os.environ.get("RANK") == "0"
-            on_verdict = stack.enter_context(progress(console, checks)) if is_first else lambda verdict: None
-            certificate = run_suite_on_this_rank(target, checks, expected=expected, on_verdict=on_verdict)
-        else:
-            kit = stack.enter_context(Kit(target, deadline_scale=scale))
-            on_verdict = stack.enter_context(progress(console, checks))
-            certificate = run_suite(kit, checks, expected=expected, on_verdict=on_verdict)
+    kit: Kit | TorchrunKit
+    if isinstance(target, WorkerTarget) and _torchrun_ranks() is not None:
+        from inflight.conformance.worker.torchrun import TorchrunKit
+
+        kit, is_shown = TorchrunKit(target, deadline_scale=scale), os.environ["RANK"] == "0"
+    else:
+        kit, is_shown = Kit(target, deadline_scale=scale), True
+    with kit, progress(console, checks) if is_shown else nullcontext(lambda verdict: None) as on_verdict:
+        certificate = run_suite(kit, checks, expected=expected, on_verdict=on_verdict)
     status = 0
-    if certificate is not None:  # this is no further rank of torchrun's
+    if is_shown:
         print_certificate(console, certificate)
         write_reports(certificate, files)
         status = 0 if certificate.conforms else 1
@@ -191,7 +202,9 @@ def _endpoint_target(arguments: argparse.Namespace, options: dict[str, Any]) -> 
     if (arguments.target is None) == (arguments.serve is None):
         raise ConfigError("say which endpoint to check: a URL, module:factory or --serve COMMAND, and only one of them")
     if arguments.model is not None and not arguments.model.is_dir():
-        raise ConfigError(f"--model {str(arguments.model)!r} is no directory; give one with a Hugging Face checkpoint")
+        raise ConfigError(
+            f"--model {str(arguments.model)!r} is not a directory; give one with a Hugging Face checkpoint"
+        )
     tolerance = arguments.tolerance
     if tolerance is not None and not (math.isfinite(tolerance) and tolerance > 0):
         raise ConfigError(f"--tolerance must be a number above 0, not {tolerance}")
@@ -221,7 +234,7 @@ def _worker_factory(text: str) -> str:
     if ":" in text:
         check_reference(text)
         return text
-    found = {entry.name: entry.value for entry in entry_points(group="inflight.workers")}
+    found = {name: entry.value for name, entry in installed("workers").items()}
     if text not in found:
         names = ", ".join(sorted(found)) or "none"
         raise ConfigError(f"no worker {text!r} is installed; known are {names}, or give module:factory")
@@ -238,7 +251,7 @@ def _num_ranks(given: int | None) -> int:
 
 
 def _torchrun_ranks() -> int | None:
-    """Return the number of ranks that torchrun started, None if this process is none of its."""
+    """Return the number of ranks that torchrun started, None if it did not start this process."""
     text = os.environ.get("WORLD_SIZE")
     if text is None or "RANK" not in os.environ:
         return None

@@ -1,4 +1,4 @@
-"""What changed between two certificates of one implementation: which checks, and under which circumstances."""
+"""What changed between two certificates of one implementation: checks and circumstances."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
 from inflight.conformance.report.text import printable
-from inflight.conformance.verdicts import Certificate, Outcome, Verdict
+from inflight.conformance.verdicts import Certificate, CheckOutcome, Verdict
 from inflight.errors import ConfigError
+from inflight.wire import WireModel
 
-_FAILING = frozenset({Outcome.FAILED, Outcome.HUNG, Outcome.EXPECTED_FAILURE})
+_FAILING = frozenset({CheckOutcome.FAILED, CheckOutcome.HUNG, CheckOutcome.EXPECTED_FAILURE})
 
 
 class ChangeKind(StrEnum):
-    """What became of one check; the value is the heading under which it is shown."""
+    """How one check changed; the value is the heading under which it is shown."""
 
     REGRESSION = "regressions"
-    """It held, or its failure was expected; now it fails or hangs."""
+    """It passed, or its failure was expected; now it fails or hangs."""
     STILL_BAD = "still failing"
     EXCUSED = "now an expected failure"
     SKIP_CHANGED = "skipped before or now"
@@ -29,33 +28,29 @@ class ChangeKind(StrEnum):
     GONE = "no longer checked"
 
 
-class _Value(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Change(_Value):
-    """One check that did not come to the same in both, or that fails in both."""
+class Change(WireModel):
+    """One check whose outcome differs, or that fails in both."""
 
     kind: ChangeKind
     id: str
     sentence: str
-    before: Outcome | None
+    before: CheckOutcome | None
     """None: not among the old verdicts."""
-    after: Outcome | None
+    after: CheckOutcome | None
     """None: not among the new verdicts."""
     message: str = ""
     """What the newer verdict says."""
 
 
-class FactChange(_Value):
-    """A version, flag, capability or property of the machine that differs; None on the side that does not have it."""
+class FactChange(WireModel):
+    """A version, flag, capability or property of the machine that differs; None on the side without it."""
 
     name: str
     before: str | None
     after: str | None
 
 
-class Comparison(_Value):
+class Comparison(WireModel):
     """An old and a new certificate side by side."""
 
     old_title: str
@@ -66,7 +61,6 @@ class Comparison(_Value):
     """Why the new run ended early, if the old one did not."""
 
     def of(self, kind: ChangeKind) -> tuple[Change, ...]:
-        """Return the changes of one kind."""
         return tuple(change for change in self.changes if change.kind is kind)
 
     @property
@@ -81,18 +75,23 @@ def compare(old: Certificate, new: Certificate) -> Comparison:
         raise ConfigError(f"certificates of different kinds cannot be compared: {old.kind} and {new.kind}")
     before = {verdict.id: verdict for verdict in old.verdicts}
     after = {verdict.id: verdict for verdict in new.verdicts}
+    old_facts, new_facts = dict(_facts(old)), dict(_facts(new))
     changes = [_change(before.get(id), after.get(id)) for id in [*after, *(id for id in before if id not in after)]]
     return Comparison(
         old_title=_title(old),
         new_title=_title(new),
         changes=tuple(change for change in changes if change is not None),
-        facts=tuple(_fact_changes(dict(_facts(old)), dict(_facts(new)))),
+        facts=tuple(
+            FactChange(name=name, before=old_facts.get(name), after=new_facts.get(name))
+            for name in {**old_facts, **new_facts}
+            if old_facts.get(name) != new_facts.get(name)
+        ),
         new_problem=new.problem if not old.problem else "",
     )
 
 
 def comparison_text(comparison: Comparison) -> str:
-    """Return the comparison for a terminal, the worst first."""
+    """Return the comparison for a terminal, the worst changes first."""
     lines = [f"old: {comparison.old_title}", f"new: {comparison.new_title}"]
     if comparison.new_problem:
         lines += ["", f"the new run ended early, {comparison.new_problem}"]
@@ -123,17 +122,17 @@ def _change(before: Verdict | None, after: Verdict | None) -> Change | None:
     )
 
 
-def _kind(before: Outcome | None, after: Outcome | None) -> ChangeKind | None:
-    """Return what became of a check, None if nothing did."""
+def _kind(before: CheckOutcome | None, after: CheckOutcome | None) -> ChangeKind | None:
+    """Return how a check changed; None if it did not."""
     if before is None:
         return ChangeKind.NEW
     if after is None:
         return ChangeKind.GONE
-    if Outcome.SKIPPED in (before, after):
+    if CheckOutcome.SKIPPED in (before, after):
         return ChangeKind.SKIP_CHANGED if before is not after else None
-    if after in (Outcome.FAILED, Outcome.HUNG):
-        return ChangeKind.STILL_BAD if before in (Outcome.FAILED, Outcome.HUNG) else ChangeKind.REGRESSION
-    if after is Outcome.EXPECTED_FAILURE:
+    if after in (CheckOutcome.FAILED, CheckOutcome.HUNG):
+        return ChangeKind.STILL_BAD if before in (CheckOutcome.FAILED, CheckOutcome.HUNG) else ChangeKind.REGRESSION
+    if after is CheckOutcome.EXPECTED_FAILURE:
         return ChangeKind.EXCUSED if before is not after else None
     return ChangeKind.FIXED if before in _FAILING else None
 
@@ -144,7 +143,7 @@ def _title(certificate: Certificate) -> str:
 
 def _facts(certificate: Certificate) -> Iterator[tuple[str, str]]:
     """Yield the circumstances of a run as names with dots and texts."""
-    for name in ("edition", "kit_version", "target", "implementation", "implementation_version"):
+    for name in ("protocol_version", "kit_version", "target", "implementation", "implementation_version"):
         yield name, str(getattr(certificate, name))
     for name in ("flags", "capabilities", "environment"):
         yield from _flat(name, getattr(certificate, name))
@@ -156,12 +155,6 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
             yield from _flat(f"{name}.{key}", item)
     else:
         yield name, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _fact_changes(before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[FactChange]:
-    for name in {**before, **after}:
-        if before.get(name) != after.get(name):
-            yield FactChange(name=name, before=before.get(name), after=after.get(name))
 
 
 def _change_text(change: Change) -> str:

@@ -1,7 +1,7 @@
-"""A sender in a process of its own, which checks stop or kill: ``python -m``, lines of JSON in, lines of JSON out.
+"""A sender in its own process, which checks stop or kill: ``python -m``, lines of JSON in, lines of JSON out.
 
-It hosts the store of the weight group, joins as rank 0 and sends; the check that owns it makes the control calls.
-In: one `Errand` per group. Out: the `ProcessGroupSpec` with which the endpoint joins that group.
+It hosts the store of the weight group, joins as rank 0 and sends; the check makes the control calls. In: one `Errand`
+per group. Out: the `ProcessGroupSpec` with which the endpoint joins that group.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from inflight.weights.transports.process_group import ProcessGroupSender
 from inflight.wire import ProcessGroupSpec, WeightUpdate, WireModel
 
 _START_S = 30.0
-"""For importing torch in a process of its own."""
+"""For importing torch in the new process."""
 
 
 class Errand(WireModel):
     """Form a group, send the first ``num_buckets`` buckets of an update, then do nothing more."""
 
-    backend: Literal["gloo", "nccl"]
+    transport: Literal["gloo", "nccl"]
     num_ranks: int
     update: WeightUpdate
     weights: Path
@@ -37,13 +37,13 @@ class Errand(WireModel):
 
 
 class DoomedSender:
-    """Such a process, from outside."""
+    """The check's side of such a process."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
 
     async def begin(self, errand: Errand) -> ProcessGroupSpec:
-        """Return with what the endpoint joins the group; the process joins meanwhile and sends what it should."""
+        """Return the spec with which the endpoint joins the group, which the process joins too before it sends."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(errand.model_dump_json().encode() + b"\n")
@@ -51,15 +51,12 @@ class DoomedSender:
             return ProcessGroupSpec.model_validate_json(await self._process.stdout.readline())
 
     def stop(self) -> None:
-        """Stop it where it is, its sockets open."""
         self._process.send_signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """Let it go on after a stop."""
         self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """Kill it."""
         self._process.kill()
 
 
@@ -67,10 +64,7 @@ class DoomedSender:
 async def doomed_sender() -> AsyncIterator[DoomedSender]:
     """Start a process that sends, and kill it on the way out."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", __name__),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        limit=1 << 24,
+        *(sys.executable, "-m", __name__), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=1 << 24
     )
     try:
         yield DoomedSender(process)
@@ -84,7 +78,7 @@ def main() -> None:
     """Run the errands that come in."""
     for line in sys.stdin:
         errand = Errand.model_validate_json(line)
-        sender = ProcessGroupSender(errand.backend)
+        sender = ProcessGroupSender(errand.transport)
         (spec,) = sender.specs(errand.update.run_id, [errand.num_ranks], errand.timeout_s)
         print(spec.model_dump_json(), flush=True)
         sender.join()

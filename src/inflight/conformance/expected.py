@@ -1,11 +1,11 @@
-"""Expected failures: checks that are known not to hold yet, each with its reason, in a TOML file that is kept in git.
+"""Expected failures: checks that are known not to hold yet, with reasons, in a TOML file that is kept in git.
 
 One line per check, ``id = "reason"``::
 
     E-12 = "prompt logprobs are rounded to four digits, issue 31"
-    U-07 = "no lease on a hold yet"
+    U-07 = "no lease on a pause yet"
 
-An expected failure does not fail a run; a check that passes although it stands here does, so that the file stays true.
+An expected failure does not fail a run. A listed check that passes does, so that the file stays true.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from inflight.conformance.checks import Check
-from inflight.conformance.verdicts import Outcome, Verdict
+from inflight.conformance.verdicts import CheckOutcome, Verdict
 from inflight.errors import ConfigError
 
 _FORM = 'write one line per check, as in E-12 = "why it does not hold yet"'
@@ -45,13 +45,15 @@ def load_expected(path: Path, checks: Iterable[Check]) -> Mapping[str, str]:
 
 
 def apply_expected(verdict: Verdict, expected: Mapping[str, str]) -> Verdict:
-    """Return the verdict as the expected failures make it; a skipped check stays skipped."""
+    """Return the verdict with expected failures taken into account; a skipped check stays skipped."""
     reason = expected.get(verdict.id)
     if reason is None:
         return verdict
-    if verdict.outcome in (Outcome.FAILED, Outcome.HUNG):
-        return verdict.model_copy(update={"outcome": Outcome.EXPECTED_FAILURE, "expected": reason})
-    if verdict.outcome is Outcome.PASSED:
+    if verdict.outcome in (CheckOutcome.FAILED, CheckOutcome.HUNG):
+        return verdict.model_copy(update={"outcome": CheckOutcome.EXPECTED_FAILURE, "expected": reason})
+    if verdict.outcome is CheckOutcome.PASSED:
         message = "it passed; take it out of the file of expected failures"
-        return verdict.model_copy(update={"outcome": Outcome.UNEXPECTED_PASS, "expected": reason, "message": message})
+        return verdict.model_copy(
+            update={"outcome": CheckOutcome.UNEXPECTED_PASS, "expected": reason, "message": message}
+        )
     return verdict

@@ -1,4 +1,4 @@
-"""Where an implementation raised an error: its own line, not that of a library which it called, nor the kit's."""
+"""Where an implementation raised an error: its own line, not a line of a library or of the kit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LIBRARIES = tuple(
 def own_frame(error: BaseException) -> str | None:
     """Return the innermost frame outside of installed packages, the standard library and inflight; None without one.
 
-    Of an error that was raised from another one, the cause's frame comes first.
+    If the error was raised from another, that one's frame comes first.
     """
     causes = [error]
     while (cause := causes[-1].__cause__) is not None:
@@ -31,7 +31,7 @@ def own_frame(error: BaseException) -> str | None:
 
 
 def innermost_frame(error: BaseException) -> str:
-    """Return where an error was raised, whoever's line that is."""
+    """Return where an error was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     return _text(frames[-1]) if frames else "an unknown place"
 

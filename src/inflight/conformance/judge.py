@@ -1,7 +1,7 @@
-"""Runs one check over one subject in this process and says what it came to.
+"""Runs one check on one subject in this process and gives the verdict.
 
-Knows nothing of processes and of what subjects are. A check that does not come back at all is the business of
-`inflight.conformance.kit`, which kills the process.
+Knows neither processes nor kinds of subjects. `inflight.conformance.kit` kills the process of a check that never
+returns.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from inflight.conformance.checks import Check, CheckFailed, CheckSkipped
 from inflight.conformance.frames import innermost_frame, own_frame
-from inflight.conformance.verdicts import Outcome, Verdict, plain
+from inflight.conformance.verdicts import CheckOutcome, Verdict, plain
 from inflight.errors import InflightError
+from inflight.wire import WireModel
 
 
 class Hung(Exception):  # noqa: N818 - an outcome, no error
@@ -23,7 +23,7 @@ class Hung(Exception):  # noqa: N818 - an outcome, no error
 
 
 class Subject(Protocol):
-    """What is checked, inside the process that checks it."""
+    """What is checked, in the process that checks it."""
 
     @property
     @abstractmethod
@@ -33,15 +33,15 @@ class Subject(Protocol):
     @property
     @abstractmethod
     def evidence(self) -> dict[str, Any]:
-        """Return what the present check has noted so far; the judge empties it before each check."""
+        """Return what the present check has noted so far. The judge empties it before each check."""
 
     @abstractmethod
     def missing(self, needs: tuple[str, ...]) -> str | None:
-        """Return why a check with these needs cannot be run, None if it can."""
+        """Return why a check with these needs cannot be run; None if it can."""
 
     @abstractmethod
     def prepare(self) -> None:
-        """Bring the subject back to where every check starts from. What it raises fails the check."""
+        """Bring the subject back to the state in which every check starts. An error fails the check."""
 
     @abstractmethod
     def call(self, function: Callable[[Any], Any], deadline_s: float) -> None:
@@ -52,26 +52,24 @@ class Subject(Protocol):
         """Release everything."""
 
 
-@dataclass(frozen=True, slots=True)
-class Judgement:
-    """One check, judged."""
+class Judgement(WireModel):
+    """One check's verdict on this rank, and how bringing the subject back went."""
 
     verdict: Verdict
     prepare_seconds: float = 0.0
-    """How long it took to bring the subject back."""
     is_gone: bool = False
-    """The subject could not be brought back: the check did not run, and the verdict says why."""
+    """The subject did not come back: the check did not run, and the verdict says why."""
 
 
 def judge(subject: Subject, check: Check, stage: Callable[[Any], Any] | None = None) -> Judgement:
-    """Judge one check. ``stage`` None: the check's function."""
+    """Judge one check, or the stage of it that is given instead of its function."""
     subject.evidence.clear()
     if (reason := subject.missing(check.needs)) is not None:
-        return Judgement(verdict_of(check, Outcome.SKIPPED, message=reason))
+        return Judgement(verdict=verdict_of(check, CheckOutcome.SKIPPED, message=reason))
     started = time.monotonic()
     outcome, message, stacks = _outcome_of(subject.prepare)
     prepared = time.monotonic()
-    is_gone = outcome is not Outcome.PASSED
+    is_gone = outcome is not CheckOutcome.PASSED
     if not is_gone:
         outcome, message, stacks = _outcome_of(lambda: subject.call(stage or check.function, check.deadline_s))
     verdict = verdict_of(
@@ -82,31 +80,28 @@ def judge(subject: Subject, check: Check, stage: Callable[[Any], Any] | None = N
         evidence=plain(subject.evidence),
         stacks=stacks,
     )
-    return Judgement(verdict, prepared - started, is_gone)
+    return Judgement(verdict=verdict, prepare_seconds=prepared - started, is_gone=is_gone)
 
 
-def _outcome_of(call: Callable[[], object]) -> tuple[Outcome, str, str]:
-    """Return what a call came to, what was seen, and where it hung."""
+def _outcome_of(call: Callable[[], object]) -> tuple[CheckOutcome, str, str]:
+    """Return the outcome of a call, what was seen, and where it hung."""
     try:
         call()
     except CheckSkipped as reason_to_skip:
-        return Outcome.SKIPPED, str(reason_to_skip), ""
+        return CheckOutcome.SKIPPED, str(reason_to_skip), ""
     except CheckFailed as failure:
-        return Outcome.FAILED, str(failure), ""
+        return CheckOutcome.FAILED, str(failure), ""
     except Hung as hung:
-        return Outcome.HUNG, str(hung.args[0]), str(hung.args[1])
-    except InflightError as error:
-        where = own_frame(error)
-        return Outcome.FAILED, f"{type(error).__name__} was raised{f' at {where}' if where else ''}: {error}", ""
+        return CheckOutcome.HUNG, str(hung.args[0]), str(hung.args[1])
     except Exception as error:  # whatever an implementation raises is evidence
-        where = own_frame(error) or innermost_frame(error)
-        return Outcome.FAILED, f"{type(error).__name__} was raised at {where}: {error}", ""
-    return Outcome.PASSED, "", ""
+        where = own_frame(error) or ("" if isinstance(error, InflightError) else innermost_frame(error))
+        return CheckOutcome.FAILED, f"{type(error).__name__} was raised{f' at {where}' if where else ''}: {error}", ""
+    return CheckOutcome.PASSED, "", ""
 
 
 def verdict_of(
     check: Check,
-    outcome: Outcome,
+    outcome: CheckOutcome,
     *,
     seconds: float = 0.0,
     message: str = "",
@@ -122,6 +117,6 @@ def verdict_of(
         seconds=round(seconds, 3),
         message=message,
         evidence=dict(evidence or {}),
-        look_at="" if outcome in (Outcome.PASSED, Outcome.SKIPPED) else check.look_at,
+        look_at="" if outcome in (CheckOutcome.PASSED, CheckOutcome.SKIPPED) else check.look_at,
         stacks=stacks,
     )

@@ -1,7 +1,7 @@
-"""The kit: runs checks over a target in processes that it can kill, and says what each came to.
+"""The kit: runs checks on a target in processes that it can kill, and returns their verdicts.
 
-A check that blocks its process, or kills it, costs that process only: its stacks are taken, it is killed with
-everything that it started, and the next check gets a new one.
+A check that blocks or kills its process costs only that process: the kit takes its stacks, kills it with everything
+that it started, and gives the next check a new one.
 """
 
 from __future__ import annotations
@@ -17,40 +17,41 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
-from pydantic import BaseModel
-
 from inflight.conformance.checks import Check
-from inflight.conformance.child import Answer, Command, Ready, Setup
-from inflight.conformance.judge import verdict_of
+from inflight.conformance.child import ChildSetup, Command, Ready
+from inflight.conformance.judge import Judgement, verdict_of
 from inflight.conformance.targets import SERVER_GROUP, EndpointTarget, Target, WorkerTarget
-from inflight.conformance.verdicts import Outcome, Verdict, merged
+from inflight.conformance.verdicts import CheckOutcome, Verdict, merged
 from inflight.errors import ConfigError
+from inflight.wire import WireModel
 
-Message = TypeVar("Message", bound=BaseModel)
+Message = TypeVar("Message", bound=WireModel)
 
 _CLOSE_S = 25.0
-"""For giving a server that goes on its own weights back."""
+"""For giving a server, which outlives the kit, its own weights back."""
 _PREPARE_S = 20.0
-"""For bringing the subject back before a check, beside starting it anew and the check's own deadline."""
+"""For bringing the subject back before a check, in addition to starting it anew and the check's own deadline."""
 
 
 class Gone(NamedTuple):
     """A subject that did not come back."""
 
     since: str
-    """Id of the last check that ran, if that one failed, and else of the one that could not be run."""
+    """Id of the last check that ran if it failed, else of the first check that could not run."""
     why: str
 
 
 class Kit:
-    """Checks one target. Use as a context manager; checks may come in any order, each any number of times.
+    """Checks one target. Use it as a context manager; checks may come in any order and several times.
 
     ``start_deadline_s`` bounds making the subject: importing its factory, loading its model, joining its ranks.
-    ``deadline_scale`` multiplies the deadline of every check, for what is slow by nature.
+    ``deadline_scale`` multiplies the deadline of every check, for slow machines.
     """
+
+    is_over = False
+    """Whether no further check can be run: never, as each can have new processes."""
 
     def __init__(self, target: Target, *, start_deadline_s: float = 90.0, deadline_scale: float = 1.0) -> None:
         self._target = target
@@ -62,17 +63,16 @@ class Kit:
         self._facts: Mapping[str, Any] = {}
         self._last: Verdict | None = None
         """Of the checks that ran."""
-        self._gone: Gone | None = None
         self._unmakable: ConfigError | None = None
+        self.gone: Gone | None = None
+        """Since when the subject has not come back; None while it is there."""
         self.start_seconds = 0.0
         """Spent so far on starting processes and bringing the subject back between checks."""
 
     def __enter__(self) -> Kit:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and issubclass(kind, KeyboardInterrupt):
             for session in self._sessions.values():
                 session.kill()
@@ -80,7 +80,6 @@ class Kit:
 
     @property
     def target(self) -> Target:
-        """What is checked."""
         return self._target
 
     @property
@@ -97,8 +96,7 @@ class Kit:
     def run(self, check: Check) -> Verdict:
         """Return the verdict of one check. Raises `ConfigError` if the subject cannot be made.
 
-        Once an endpoint is gone, which it may be from the start of a check or since one that failed, further checks are
-        skipped until it is back; `gone` names that check.
+        If an endpoint does not come back, further checks are skipped until it does; `gone` says since when.
         """
         try:
             verdict, is_gone = self._judged(check)
@@ -106,37 +104,31 @@ class Kit:
             if self._last is None or not isinstance(self._target, EndpointTarget):
                 raise
             self._unmakable = error
-            verdict, is_gone = verdict_of(check, Outcome.FAILED, message=str(error)), True
+            verdict, is_gone = verdict_of(check, CheckOutcome.FAILED, message=str(error)), True
         if not is_gone:
-            if verdict.outcome is not Outcome.SKIPPED:  # which it is before the subject is looked at
-                self._last, self._gone = verdict, None
+            if verdict.outcome is not CheckOutcome.SKIPPED:  # a skipped check does not look at the subject
+                self._last, self.gone = verdict, None
             return verdict
-        if self._gone is None:
-            was_good = self._last is None or self._last.outcome is Outcome.PASSED
-            self._gone = Gone(check.id if self._last is None or was_good else self._last.id, verdict.message)
-        if self._gone.since == check.id:
+        if self.gone is None:
+            was_good = self._last is None or self._last.outcome is CheckOutcome.PASSED
+            self.gone = Gone(check.id if self._last is None or was_good else self._last.id, verdict.message)
+        if self.gone.since == check.id:
             message = f"the {self._target.kind} did not come back for this check, which did not run: {verdict.message}"
             return verdict.model_copy(update={"message": message, "look_at": ""})
-        reason = f"the {self._target.kind} has been gone since {self._gone.since}"
-        return verdict_of(check, Outcome.SKIPPED, message=reason)
-
-    @property
-    def gone(self) -> Gone | None:
-        """Since when the subject has not come back; None while it is there."""
-        return self._gone
+        reason = f"the {self._target.kind} has been gone since {self.gone.since}"
+        return verdict_of(check, CheckOutcome.SKIPPED, message=reason)
 
     def _judged(self, check: Check) -> tuple[Verdict, bool]:
-        """Return a verdict, and whether the subject is gone: the check did not run then. Raises `ConfigError`."""
-        stages = [("before", 1), ("function", self._num_ranks), ("after", 1)]
+        """Return a verdict, and whether the subject is gone, so that the check did not run. Raises `ConfigError`."""
         total_s = 0.0
         evidence: dict[str, Any] = {}
-        for stage, num_ranks in stages:
+        for stage, num_ranks in (("before", 1), ("function", self._num_ranks), ("after", 1)):
             if getattr(check, stage) is None:
                 continue
             verdict, is_gone = self._run_stage(check, stage, num_ranks)
             total_s += verdict.seconds
             evidence |= verdict.evidence
-            if verdict.outcome is not Outcome.PASSED:
+            if verdict.outcome is not CheckOutcome.PASSED:
                 break
         return verdict.model_copy(update={"seconds": round(total_s, 3), "evidence": evidence}), is_gone
 
@@ -156,35 +148,30 @@ class Kit:
         except _NoAnswerError as error:
             del self._sessions[num_ranks]
             seconds = time.monotonic() - started
-            outcome = Outcome.HUNG if error.stacks else Outcome.FAILED
+            outcome = CheckOutcome.HUNG if error.stacks else CheckOutcome.FAILED
             return verdict_of(check, outcome, seconds=seconds, message=error.message, stacks=error.stacks), False
         self.start_seconds += max(answer.prepare_seconds for answer in answers)
         verdict = merged([answer.verdict for answer in answers])
-        if verdict.outcome is Outcome.HUNG:  # what still runs there must not disturb the next check
+        if verdict.outcome is CheckOutcome.HUNG:  # what still runs there could disturb the next check
             session.kill()
             del self._sessions[num_ranks]
         return verdict, any(answer.is_gone for answer in answers)
 
     def _session(self, num_ranks: int) -> _Session:
-        if self._unmakable is not None:  # an endpoint: it has no further groups of ranks
+        if self._unmakable is not None:  # of an endpoint, which has no other group of ranks
             raise self._unmakable
         if num_ranks not in self._sessions:
             started = time.monotonic()
             self._num_sessions += 1
-            session = _Session(
-                [
-                    Setup(
-                        target=self._target,
-                        rank=rank,
-                        num_ranks=num_ranks,
-                        session=self._num_sessions,
-                        directory=self._directory,
-                        start_deadline_s=self._start_deadline_s,
-                        deadline_scale=self._deadline_scale,
-                    )
-                    for rank in range(num_ranks)
-                ]
+            first = ChildSetup(
+                target=self._target,
+                num_ranks=num_ranks,
+                session=self._num_sessions,
+                directory=self._directory,
+                start_deadline_s=self._start_deadline_s,
+                deadline_scale=self._deadline_scale,
             )
+            session = _Session([first.model_copy(update={"rank": rank}) for rank in range(num_ranks)])
             self.start_seconds += time.monotonic() - started
             self._sessions[num_ranks] = session
             if not self._facts or num_ranks == self._num_ranks:
@@ -200,9 +187,9 @@ class _NoAnswerError(Exception):
 
 
 class _Session:
-    """The processes of one group of ranks, with one subject in each."""
+    """The processes of one group of ranks, each with one subject."""
 
-    def __init__(self, setups: Sequence[Setup]) -> None:
+    def __init__(self, setups: Sequence[ChildSetup]) -> None:
         target, start_deadline_s = setups[0].target, setups[0].start_deadline_s
         self._directory = setups[0].directory
         self._number = setups[0].session
@@ -227,19 +214,19 @@ class _Session:
             raise ConfigError(problems[0])
         self.facts: Mapping[str, Any] = answers[0].facts
 
-    def run(self, command: Command, deadline_s: float) -> list[Answer]:
-        """Return every rank's answer. Raises `_NoAnswerError` when one gives none; the session is killed then."""
+    def run(self, command: Command, deadline_s: float) -> list[Judgement]:
+        """Return every rank's answer. Raises `_NoAnswerError`, and kills the session, if one gives none."""
         deadline = time.monotonic() + deadline_s
         try:
             for process in self._ranks:
                 process.send(command)
-            return [self._receive(rank, Answer, deadline) for rank in range(len(self._ranks))]
+            return [self._receive(rank, Judgement, deadline) for rank in range(len(self._ranks))]
         except BaseException:
             self.kill()
             raise
 
     def close(self) -> None:
-        """Let the subjects close, for a moment, then kill."""
+        """Give the subjects time to close, then kill."""
         for process in self._ranks:
             process.hang_up()
         deadline = time.monotonic() + _CLOSE_S
@@ -248,7 +235,7 @@ class _Session:
         self.kill()
 
     def kill(self) -> None:
-        """Kill every rank and what it started; servers have process groups of their own, noted in files."""
+        """Kill every rank and what it started; servers have their own process groups, noted in files."""
         for process in self._ranks:
             process.kill()
         for noted in self._directory.glob(f"{SERVER_GROUP}*"):
@@ -257,24 +244,21 @@ class _Session:
             noted.unlink(missing_ok=True)
 
     def _receive(self, rank: int, kind: type[Message], deadline: float) -> Message:
-        process = self._ranks[rank]
+        process, is_alone = self._ranks[rank], len(self._ranks) == 1
         try:
             line = process.receive(deadline)
         except TimeoutError:
             message = "it gave no answer in time, and its process was killed"
-            raise _NoAnswerError(
-                message if len(self._ranks) == 1 else f"rank {rank}: {message}", self._stacks()
-            ) from None
+            raise _NoAnswerError(message if is_alone else f"rank {rank}: {message}", self._stacks()) from None
         if line is None:
-            where = "" if len(self._ranks) == 1 else f" of rank {rank}"
+            where = "" if is_alone else f" of rank {rank}"
             raise _NoAnswerError(f"the process{where} ended with {process.ending()}", "")
         return kind.model_validate_json(line)
 
     def _stacks(self) -> str:
-        """Return where every thread of every rank is."""
         files = [self._directory / f"stacks-{self._number}-{rank}.txt" for rank in range(len(self._ranks))]
         for process, file in zip(self._ranks, files, strict=True):
-            if file.exists():  # before that, the signal would end the process
+            if file.exists():  # without its handler, the signal would end the process
                 process.signal(signal.SIGUSR1)
         time.sleep(0.5)
         texts = [file.read_text() if file.exists() else "" for file in files]
@@ -284,7 +268,7 @@ class _Session:
 
 
 class _Rank:
-    """One child process, at the other end of a socket."""
+    """One child process at the other end of a socket."""
 
     def __init__(self, output: Path, num_threads: int) -> None:
         self._output = output
@@ -308,12 +292,12 @@ class _Rank:
                 },
             )
 
-    def send(self, message: BaseModel) -> None:
+    def send(self, message: WireModel) -> None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `receive` says how it ended
             self._socket.sendall(message.model_dump_json().encode() + b"\n")
 
     def receive(self, deadline: float) -> bytes | None:
-        """Return the next line, None if the process has ended. Raises ``TimeoutError``."""
+        """Return the next line; None if the process has ended. Raises ``TimeoutError``."""
         while b"\n" not in self._buffer:
             self._socket.settimeout(max(0.001, deadline - time.monotonic()))
             try:
@@ -327,13 +311,13 @@ class _Rank:
         return line
 
     def ending(self) -> str:
-        """Say how the process ended, with the last lines that it wrote."""
+        """Return how the process ended, with the last lines that it wrote."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(5)
         code = self._process.returncode
         how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"status {code}"
         lines = self._output.read_text(errors="replace").strip().splitlines()[-15:]
-        return how + ("; its last words:\n" + "\n".join(lines) if lines else "")
+        return how + ("; its last output:\n" + "\n".join(lines) if lines else "")
 
     def signal(self, number: signal.Signals) -> None:
         if self._process.poll() is None:
@@ -348,7 +332,7 @@ class _Rank:
             self._process.wait(max(0.0, deadline - time.monotonic()))
 
     def kill(self) -> None:
-        """Kill the process and its group, which holds everything that it started. Idempotent."""
+        """Kill the process and everything that it started, which is in its process group. Idempotent."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

@@ -1,4 +1,4 @@
-"""Checkpoints that the kit makes for itself: tiny, random, far from uniform, and no download."""
+"""Checkpoints that the kit makes itself: tiny, random and far from uniform."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def make_tiny_model(
         for name, parameter in model.named_parameters():
             if parameter.dim() == 2:
                 parameter.mul_(8.0 if "layers" in name else 20.0)
-    # Defaults of other users, as many checkpoints have them. Nothing may take them for a request's.
+    # Many checkpoints have such defaults. Nothing may apply them to a request that does not ask for them.
     model.generation_config.update(
         do_sample=True, temperature=0.6, top_k=20, top_p=0.8, repetition_penalty=1.2, max_new_tokens=20
     )

@@ -1,4 +1,4 @@
-"""What the logprobs should be: transformers' own forward, in float32, under weights of the kit's choice.
+"""What logprobs should be: transformers' forward, in float32, under any weights that the kit chooses.
 
 Shape suffixes: T tokens, V vocabulary.
 """
@@ -20,18 +20,17 @@ from inflight.wire import SamplingParams, VersionSpan
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Weights:
-    """Tensors by checkpoint name, in the order in which they travel; ``label`` names them in evidence."""
+    """Tensors by checkpoint name, in the order in which they travel; evidence names them by ``label``."""
 
     label: str
     tensors: Mapping[str, torch.Tensor]
 
     @property
     def size_bytes(self) -> int:
-        """Of all tensors together."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
-class Reference:
+class ReferenceCheckpoint:
     """A checkpoint directory: its weights, variants of them, and transformers' logprobs under any of them."""
 
     def __init__(self, path: Path) -> None:
@@ -46,13 +45,12 @@ class Reference:
         self.weights = Weights("A", self._stored())
 
     def cast(self, dtype: str) -> None:
-        """Take the weights in another dtype, as an engine does that computes in it."""
+        """Convert the weights to another dtype, as an engine does that computes in it."""
         wanted: torch.dtype = getattr(torch, dtype)
         self.weights = Weights("A", {name: tensor.to(wanted) for name, tensor in self.weights.tensors.items()})
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """The ids that end a completion."""
         for source in (self._model.generation_config, self.config, self.tokenizer):
             ids = getattr(source, "eos_token_id", None)
             if ids is not None:
@@ -60,23 +58,20 @@ class Reference:
         return frozenset()
 
     def _stored(self) -> dict[str, torch.Tensor]:
-        """The trained tensors in the model's order; of tied ones, the first name that it computes with."""
+        """The trained tensors in the model's order; tied ones under the first name that the model computes with."""
         stored: dict[str, torch.Tensor] = {}
         for file in sorted(self.path.glob("*.safetensors")):
             stored.update(load_file(file))
         names = [name for name, _ in self._model.named_parameters()]
         if missing := [name for name in names if name not in stored]:
-            raise ConfigError(f"{str(self.path)!r} stores no tensor {missing[0]!r}, which its model computes with")
+            raise ConfigError(f"{str(self.path)!r} does not store the tensor {missing[0]!r}, which its model uses")
         return {name: stored[name] for name in names}
-
-    # ------------------------------------------------------------------------------------------- variants of weights
 
     @property
     def final_norm(self) -> str:
-        """Name of the norm in front of the head."""
         names = [n for n in self.weights.tensors if n.endswith("norm.weight") and ".layers." not in n]
         if len(names) != 1:
-            raise ConfigError(f"the final norm of {str(self.path)!r} cannot be told: {names}")
+            raise ConfigError(f"cannot tell which tensor of {str(self.path)!r} is the final norm: {names}")
         return names[0]
 
     def with_final_norm(self, factor: float, label: str) -> Weights:
@@ -108,8 +103,6 @@ class Reference:
         save_file({n: t.contiguous() for n, t in weights.tensors.items()}, path / "model.safetensors", {"format": "pt"})
         return path
 
-    # -------------------------------------------------------------------------------------------------- expectations
-
     @torch.inference_mode()
     def logits(self, weights: Weights, prompt: Sequence[int], completion: Sequence[int]) -> torch.Tensor:
         """Return float32 [T, V]: the logits from which each of the T completion tokens is drawn."""
@@ -120,10 +113,10 @@ class Reference:
 
     @torch.inference_mode()
     def mixed_logits(self, parts: Sequence[tuple[Weights, int]], ids: Sequence[int], first: int) -> torch.Tensor:
-        """Return float32 [T, V]: the logits behind positions ``first`` to the last but one, from keys and values of
+        """Return float32 [T, V]: the logits behind positions ``first`` to the last but one, with keys and values of
         several weights.
 
-        ``parts`` says which weights computed the keys and values of the positions below each bound, in order.
+        ``parts`` says in order which weights computed the keys and values of the positions below each bound.
         """
         cache, logits, done = None, [], 0
         for weights, stop in parts:
@@ -140,7 +133,7 @@ class Reference:
         prompt: Sequence[int],
         completion: Sequence[int],
     ) -> torch.Tensor:
-        """Return float32 [T, V] when keys and values are kept: each position's were computed by the weights of its day.
+        """Return float32 [T, V] when keys and values are kept: those of each position come from its step's weights.
 
         The step that samples token k computes the keys and values of token k - 1, and the first step those of the
         prompt.
@@ -171,7 +164,7 @@ def _vocab_size(model: Any) -> int:
 def distribution(logits_TV: torch.Tensor, sampling: SamplingParams | None = None) -> torch.Tensor:
     """Return float64 [T, V]: log-probabilities after temperature, top-k, top-p and min-p, -inf where filtered out.
 
-    Without parameters, or with temperature 0, the log-softmax of the unscaled logits. Written as plain as possible.
+    Without parameters, or at temperature 0, the log-softmax of the unscaled logits. Written as plainly as possible.
     """
     logits_TV = logits_TV.double()
     if sampling is None or sampling.temperature == 0:

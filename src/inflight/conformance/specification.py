@@ -1,7 +1,6 @@
-"""The numbered sentences of docs/contract.md, as tables.
+"""The numbered sentences of docs/contract.md as tables, between ``<!-- checks: LEVEL -->`` and ``<!-- end -->``.
 
-The page holds a table between ``<!-- checks: LEVEL -->`` and ``<!-- end -->`` for every level of endpoints, and one
-each for workers and transports.
+There is a table for every level of endpoints, and one each for workers and transports.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ _TABLE = re.compile(r"<!-- checks: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 
 
 def filled_in(page: str) -> str:
-    """Return the page with every table made anew. Raises ``KeyError`` for a level that has no checks."""
+    """Return the page with every table filled in. Raises ``KeyError`` for a level without checks."""
     levels: dict[str, list[Check]] = {"worker": [*checks_of("worker")], "transport": [*checks_of("transport")]}
     for check in checks_of("endpoint"):
         levels.setdefault(check.level, []).append(check)

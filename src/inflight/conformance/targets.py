@@ -6,49 +6,50 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import Field
 
-from inflight.engines.factories import check_reference
 from inflight.errors import ConfigError
+from inflight.extensions import check_reference
+from inflight.wire import WireModel
 
 SERVER_GROUP = "server-group-"
-"""Start of the name of a file that notes the process group of a server that was started for a check."""
+"""Prefix of a file whose name ends with the process group of a server that was started for a check."""
 
 
-class _Target(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
-
-    options: dict[str, Any] = {}
+class _Target(WireModel):
+    factory: str | None = None
+    options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for the factory."""
+
+    @property
+    def label(self) -> str:
+        """What the certificate calls it."""
+        return self.factory or ""
 
 
 class EndpointTarget(_Target):
     """An endpoint to check. Exactly one of ``url``, ``factory`` and ``command`` is given.
 
-    ``url`` is that of a server that speaks the contract, or, as ``vllm+http://...``, of an engine's own server, checked
-    through its adapter.
-
-    ``factory`` is ``module:function``: it takes a model directory (a `pathlib.Path`) and the options, and returns an
-    `InferenceEndpoint` that serves it, or an awaitable or an async context manager of one. ``command`` starts a server:
-    ``{model}``, ``{port}`` and ``{token_file}`` are filled in.
+    ``url`` is a server that speaks the contract or, as ``vllm+http://...``, an engine's own server, which is checked
+    through its adapter. ``factory`` is ``module:function``: it takes a model directory (a `pathlib.Path`) and the
+    options, and returns an `InferenceEndpoint` that serves it, or an awaitable or an async context manager of one.
+    ``command`` starts a server, with ``{model}``, ``{port}`` and ``{token_file}`` filled in.
     """
 
     kind: Literal["endpoint"] = "endpoint"
     url: str | None = None
-    factory: str | None = None
     command: str | None = None
     model: Path | None = None
-    """The checkpoint that is served; None: one that the kit makes, and for a URL none is known."""
+    """The served checkpoint. None: the kit makes one; behind a URL it is unknown."""
     token: str | None = None
     """For the control routes of a URL."""
     worker: str | None = None
     """Worker to compare logprobs with, as ``module:factory``; None: transformers' forward."""
     tolerance: float | None = None
-    """Largest difference of a logprob that counts as equal; None: by the dtype that the endpoint declares."""
+    """Largest difference between equal logprobs; None: by the dtype that the endpoint declares."""
 
     @property
     def label(self) -> str:
-        """What the certificate calls it."""
         return self.url or self.factory or self.command or ""
 
 
@@ -63,29 +64,22 @@ class WorkerTarget(_Target):
     factory: str
     num_ranks: int = 1
 
-    @property
-    def label(self) -> str:
-        """What the certificate calls it."""
-        return self.factory
-
 
 class TransportTarget(_Target):
-    """A transport to check: ``gloo``, ``nccl``, or ``module:function`` that makes a `TransportPair`."""
+    """A transport to check: the name of an installed one, or ``module:attribute`` of an `inflight.contracts.Transport`.
+
+    With options, ``module:attribute`` is a function that makes one from them.
+    """
 
     kind: Literal["transport"] = "transport"
     factory: str
-
-    @property
-    def label(self) -> str:
-        """What the certificate calls it."""
-        return self.factory
 
 
 Target = EndpointTarget | WorkerTarget | TransportTarget
 
 
 def endpoint_target(text: str, **others: Any) -> EndpointTarget:
-    """Return the target that a word of the command line names: a URL or ``module:factory``. Raises `ConfigError`."""
+    """Return the target that a URL or ``module:factory`` names. Raises `ConfigError`."""
     if "://" in text:
         try:
             parts = urlsplit(text)
@@ -94,7 +88,7 @@ def endpoint_target(text: str, **others: Any) -> EndpointTarget:
         except ValueError:
             is_usable = False
         if not is_usable:
-            raise ConfigError(f"{text!r} is no URL of a server; give something like http://127.0.0.1:8000")
+            raise ConfigError(f"{text!r} is not the URL of a server; give something like http://127.0.0.1:8000")
         return EndpointTarget(url=text.rstrip("/"), **others)
     check_reference(text)
     return EndpointTarget(factory=text, **others)

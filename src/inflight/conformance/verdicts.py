@@ -1,4 +1,4 @@
-"""Verdicts of single checks, and the certificate that holds those of a whole run: what is kept, shown and compared."""
+"""Verdicts of single checks, and the certificate of a whole run: what is kept, shown and compared."""
 
 from __future__ import annotations
 
@@ -8,44 +8,42 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from inflight.conformance.checks import Kind
-from inflight.wire import CONTRACT_EDITION
+from inflight.wire import PROTOCOL_VERSION, WireModel
 
 
-class Outcome(StrEnum):
-    """What a check came to."""
+class CheckOutcome(StrEnum):
+    """What became of a check."""
 
     PASSED = "passed"
     FAILED = "failed"
     HUNG = "hung"
     """It did not end before its deadline; the verdict carries the stacks."""
     SKIPPED = "skipped"
-    """Not declared, or the kit was not given what the check needs."""
+    """The subject does not declare what the check needs, or the kit was not given it."""
     EXPECTED_FAILURE = "expected failure"
     """It failed or hung, and a file of expected failures says why."""
     UNEXPECTED_PASS = "unexpected pass"
     """It passed although a file of expected failures says that it does not."""
 
 
-BAD_OUTCOMES = frozenset({Outcome.FAILED, Outcome.HUNG, Outcome.UNEXPECTED_PASS})
-"""What makes a run of the kit end with status 1."""
+BAD_OUTCOMES = frozenset({CheckOutcome.FAILED, CheckOutcome.HUNG, CheckOutcome.UNEXPECTED_PASS})
+"""A run with any of these ends with status 1."""
 
 
-class Verdict(BaseModel):
-    """What one check came to, with its evidence."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class Verdict(WireModel):
+    """What became of one check, with its evidence."""
 
     id: str
     level: str
     sentence: str
-    outcome: Outcome
+    outcome: CheckOutcome
     seconds: float = Field(ge=0)
     message: str = ""
-    """What was seen instead of what the sentence says, or why the check was skipped. Empty if it passed."""
-    evidence: dict[str, Any] = {}
+    """What was seen instead of what the sentence says, or why the check was skipped; empty if it passed."""
+    evidence: dict[str, Any] = Field(default_factory=dict)
     """What was measured, by name; numbers, strings, and lists and dictionaries of them."""
     look_at: str = ""
     """Where to look first; empty if it passed or was skipped."""
@@ -55,58 +53,58 @@ class Verdict(BaseModel):
     """The reason that the file of expected failures gives."""
 
     def raise_unless_good(self) -> None:
-        """Raise ``AssertionError`` with everything that is known if the check failed or hung."""
+        """Raise ``AssertionError`` with everything that is known unless the outcome is good."""
         if self.outcome in BAD_OUTCOMES:
             lines = [f"{self.id} {self.outcome}: {self.sentence}", self.message, f"evidence: {self.evidence}"]
             raise AssertionError("\n".join([*lines, f"look at: {self.look_at}", self.stacks]).rstrip())
 
 
-class Certificate(BaseModel):
+class Certificate(WireModel):
     """One run of the kit over one implementation."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    edition: int = CONTRACT_EDITION
+    protocol_version: int = PROTOCOL_VERSION
     kit_version: str
     kind: Kind
     target: str
-    """What was checked, as given on the command line; without any token."""
+    """What was checked, as given on the command line, without any token."""
     implementation: str
-    """Name of the engine, trainer or transport, as far as it says."""
+    """The name that the engine, trainer or transport gives itself."""
     implementation_version: str = ""
-    flags: dict[str, str] = {}
-    """Options that were given for it, the model and the number of ranks among them."""
-    environment: dict[str, str] = {}
+    flags: dict[str, str] = Field(default_factory=dict)
+    """Given options, including the model and the number of ranks."""
+    environment: dict[str, str] = Field(default_factory=dict)
     """Versions and machine, see `environment`."""
-    capabilities: dict[str, Any] = {}
-    """What an endpoint declared, empty elsewhere."""
+    sources: str = ""
+    """Digest of the checked sources, see `inflight.conformance.sources`; empty if they are unknown."""
+    capabilities: dict[str, Any] = Field(default_factory=dict)
+    """What an endpoint declared; empty for others."""
     started_at: str
     """ISO 8601, UTC."""
     seconds: float = Field(ge=0)
     start_seconds: float = Field(default=0.0, ge=0)
-    """Part of ``seconds``: starting processes, loading models, bringing the subject back between checks."""
+    """The part of ``seconds`` spent on starting processes, loading models, and bringing the subject back."""
     problem: str = ""
-    """Why the run ended before its last check; empty if it did not."""
+    """Why the run ended before its last check, if it did."""
     left_out: tuple[str, ...] = ()
     """Ids of the checks of this kind that were not asked for."""
     verdicts: tuple[Verdict, ...]
 
     @property
-    def counts(self) -> dict[Outcome, int]:
-        """Number of verdicts per outcome, those that occur."""
+    def counts(self) -> dict[CheckOutcome, int]:
+        """Number of verdicts per outcome, for outcomes that occur."""
         found = Counter(verdict.outcome for verdict in self.verdicts)
-        return {outcome: found[outcome] for outcome in Outcome if found[outcome]}
+        return {outcome: found[outcome] for outcome in CheckOutcome if found[outcome]}
 
     @property
     def conforms(self) -> bool:
-        """True if nothing failed, hung or passed against expectation, something passed, and the run came to its end."""
+        """True if nothing failed, hung or passed against expectation, something passed, and the run was complete."""
         counts = self.counts
-        return not self.problem and not BAD_OUTCOMES & counts.keys() and Outcome.PASSED in counts
+        return not self.problem and not BAD_OUTCOMES & counts.keys() and CheckOutcome.PASSED in counts
 
 
 def merged(verdicts: Sequence[Verdict]) -> Verdict:
-    """Return the verdict of all ranks: the worst of them, which says which rank it is of."""
-    order = (Outcome.HUNG, Outcome.FAILED, Outcome.SKIPPED, Outcome.PASSED)
+    """Return the verdict of all ranks: the worst of theirs, which names the rank."""
+    order = (CheckOutcome.HUNG, CheckOutcome.FAILED, CheckOutcome.SKIPPED, CheckOutcome.PASSED)
     worst = min(range(len(verdicts)), key=lambda rank: order.index(verdicts[rank].outcome))
     verdict = verdicts[worst]
     if len(verdicts) == 1:
@@ -118,8 +116,8 @@ def merged(verdicts: Sequence[Verdict]) -> Verdict:
     return verdict.model_copy(update={"message": message, "evidence": evidence, "stacks": stacks, "seconds": seconds})
 
 
-def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return versions of Python, torch and transformers, and what machine this is."""
+def environment() -> dict[str, str]:
+    """Return versions of Python and of the packages that matter, and the machine."""
     import os
     import platform
     from importlib.metadata import PackageNotFoundError, version
@@ -130,11 +128,11 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
             found[package] = version(package)
         except PackageNotFoundError:
             continue
-    return {**found, **(extra or {})}
+    return found
 
 
 def plain(value: Any) -> Any:
-    """Return evidence as JSON can hold it: numbers that are not finite become words, long texts are cut."""
+    """Return evidence in a form for JSON: numbers that are not finite become words, and long texts are cut."""
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else str(value)
     if isinstance(value, StrEnum):

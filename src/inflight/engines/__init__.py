@@ -1,1 +1,1 @@
-"""Engines other than our own: what an adapter says of one, how it is found, started, and attached to."""
+"""Engines other than our own: what an adapter says of one, and how to find, start and attach to them."""

@@ -1,4 +1,4 @@
-"""What a checkpoint directory says of its model: sizes, and its tensors from the headers of its files. No torch."""
+"""What a checkpoint directory says of its model: sizes, and the tensors in its files' headers. No torch."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ def config_number(config: Mapping[str, Any], key: str) -> int | None:
 def checkpoint_of(url: str, directory: Path, dtype: str) -> tuple[int, tuple[TensorSpec, ...] | None]:
     """Return the vocabulary size of the model that the server at ``url`` serves in ``dtype``, and what it can load.
 
-    The latter is None if the ``directory`` of its checkpoint is not readable here: the engine refuses by itself then.
-    Raises `ConfigError`.
+    The latter is None if the checkpoint's ``directory`` cannot be read here; the engine then refuses wrong tensors
+    itself. Raises `ConfigError`.
     """
     if dtype not in DTYPE_SIZES:
         raise ConfigError(f"{url}: the model is served in {dtype}; known: {', '.join(DTYPE_SIZES)}")
     vocab_size = config_number(config_of(directory), "vocab_size")
     if vocab_size is None:
         raise ConfigError(
-            f"{url}: the vocabulary size cannot be read from {str(directory / 'config.json')!r}; give model_dir, the "
+            f"{url}: the vocabulary size cannot be read from {str(directory / 'config.json')!r}; pass model_dir, the "
             "server's checkpoint directory as this process sees it"
         )
     return vocab_size, tensor_specs_of(directory, dtype) if directory.is_dir() else None
 
 
 def tensor_specs_of(directory: Path, dtype: str) -> tuple[TensorSpec, ...]:
-    """Return names and shapes of a checkpoint's tensors as they travel in ``dtype``, a wire dtype.
+    """Return the names and shapes of a checkpoint's tensors as they travel in ``dtype``, a wire dtype.
 
     Raises `ConfigError` if the directory has no safetensors, or if a file's header cannot be read.
     """
@@ -70,5 +70,5 @@ def _header(file: Path) -> dict[str, Any]:
                 raise ValueError(f"a header of {size_bytes} bytes")
             header: dict[str, Any] = json.loads(stream.read(size_bytes))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{str(file)!r} is no safetensors file: {error}") from error
+        raise ConfigError(f"{str(file)!r} is not a safetensors file: {error}") from error
     return header

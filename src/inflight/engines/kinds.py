@@ -1,39 +1,36 @@
-"""What an adapter says of its engine: how to start one, and how to attach to one that runs.
+"""What an adapter says of its engine: how to start a server, and how to attach to a running one.
 
-Adapters are found by the entry point group ``inflight.engines``; each entry names an `EngineKind`.
-This module knows no engine.
+Adapters are found by the entry point group ``inflight.engines``; each entry names an `EngineKind`. This module knows no
+engine.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Protocol
 
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import ConfigError
+from inflight.extensions import load_installed
 from inflight.http.client import HttpEndpoint
-
-GROUP = "inflight.engines"
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """What a user chooses of an engine that is started. None leaves it to the engine."""
+    """What a user chooses for an engine that is started. None leaves the choice to the engine."""
 
     model: Path
     """Hugging Face checkpoint directory."""
     name: str | None = None
-    """Name of the served model."""
     dtype: str | None = None
     """A wire dtype, such as ``bfloat16``."""
     device: str | None = None
     """``cpu`` or ``cuda``."""
     max_model_len: int | None = None
-    """Longest sequence in tokens."""
+    """Longest sequence, in tokens."""
     max_concurrent: int | None = None
     """Sequences decoded at a time."""
     threads: int | None = None
@@ -43,12 +40,12 @@ class EngineOptions:
 
 
 def has_gpu(device: str | None) -> bool:
-    """Return True if an engine that is started for ``device`` finds a GPU; None: whether this machine has one."""
+    """Return whether an engine started for ``device`` finds a GPU. None asks whether this machine has one."""
     return device.startswith("cuda") if device is not None else Path("/dev/nvidiactl").exists()
 
 
 class EngineKind(Protocol):
-    """One kind of engine. Values of it hold no state."""
+    """One kind of engine. Its values hold no state."""
 
     @property
     @abstractmethod
@@ -57,61 +54,53 @@ class EngineKind(Protocol):
 
     @abstractmethod
     def command(self, options: EngineOptions, host: str, port: int) -> list[str]:
-        """Return what follows the Python interpreter on the command line of a server that inflight can attach to."""
+        """Return the arguments after the Python interpreter that start a server to which inflight can attach."""
 
     @abstractmethod
     def environment(self, options: EngineOptions) -> Mapping[str, str]:
-        """Return the environment variables that the server needs beside the inherited ones."""
+        """Return the environment variables that the server needs besides the inherited ones."""
 
     @property
     @abstractmethod
     def health_path(self) -> str:
-        """Return the path that answers status 200 once the server can generate."""
+        """Return the path that answers with status 200 once the server can generate."""
 
     @property
     @abstractmethod
     def liveness_path(self) -> str | None:
-        """Return the path that answers status 503 once a part of the engine has died, and in milliseconds until then.
+        """Return the path that answers in milliseconds, with status 503 once a part of the engine has died.
 
-        None if no path does: one that samples a token, or that a pause keeps from answering, is none.
+        None if the server has no such path. A path that samples a token does not qualify, nor does a path that a pause
+        keeps from answering.
         """
 
     @abstractmethod
     def connect(
         self, url: str, *, token: str | None, control_timeout_s: float, generate_timeout_s: float
     ) -> InferenceEndpoint:
-        """Return an endpoint for the engine's own server at ``url``; nothing is sent before its first call."""
+        """Return an endpoint for the engine's own server at ``url``. Sends nothing before the endpoint's first call."""
 
 
 def load_engine_kind(name: str) -> EngineKind:
     """Return the engine registered under ``name``. Raises `ConfigError` with the known names."""
-    found = {entry.name: entry for entry in entry_points(group=GROUP)}
-    if name not in found:
-        raise ConfigError(f"unknown engine {name!r}; known: {', '.join(['local', *sorted(found)])}")
-    try:
-        kind: EngineKind = found[name].load()
-    except ImportError as error:
-        raise ConfigError(f"engine {name!r} cannot be loaded: {error}; pip install 'inflight[{name}]'") from error
+    kind: EngineKind = load_installed("engine", "engines", name, ("local",))
     return kind
 
 
 def connect_endpoint(
     url: str, *, token: str | None = None, control_timeout_s: float = 30.0, generate_timeout_s: float = 600.0
 ) -> InferenceEndpoint:
-    """Return an endpoint for ``http://...``, which speaks the contract, or ``ENGINE+http://...``, an engine's server.
+    """Return an endpoint for ``http://...``, which speaks the contract, or for an engine's own ``ENGINE+http://...``.
 
     ``vllm+http://host:8000`` attaches to a vLLM server, ``sglang+http://host:30000`` to an SGLang server. Raises
-    `ConfigError` for any other scheme; nothing is sent before the endpoint's first call.
+    `ConfigError` for any other scheme. Sends nothing before the endpoint's first call.
     """
     scheme, separator, rest = url.partition("://")
     engine, plus, transport = scheme.rpartition("+")
     if not separator or not rest or transport not in ("http", "https"):
-        raise ConfigError(f"{url!r} is no endpoint; write http://HOST:PORT, or ENGINE+http://HOST:PORT")
-    if not plus:
-        return HttpEndpoint(
-            url, token=token, control_timeout_s=control_timeout_s, generate_timeout_s=generate_timeout_s
-        )
-    return load_engine_kind(engine).connect(
+        raise ConfigError(f"{url!r} is not an endpoint; write http://HOST:PORT, or ENGINE+http://HOST:PORT")
+    connect: Callable[..., InferenceEndpoint] = load_engine_kind(engine).connect if plus else HttpEndpoint
+    return connect(
         f"{transport}://{rest}",
         token=token,
         control_timeout_s=control_timeout_s,

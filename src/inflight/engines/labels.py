@@ -1,9 +1,10 @@
-"""Version labels: what an engine that names its weights by a text is told, so that every client reads the same from it.
+"""Version labels: the text by which an engine calls its weights, so that every client reads the same version from it.
 
-``7/SESSION@RUN`` is version 7 of a run, brought by that session, ``default`` the checkpoint that the engine started
-from, ``torn:8/SESSION@RUN`` says that an update to version 8 failed while it was applied. The label lives in the
-engine: whoever attaches later, or after the engine was replaced by a new one, knows what it serves. No two updates of
-one engine have the same label, so that prefixes can be cached under it: see `began_under_another`.
+``7/SESSION@RUN`` is version 7 of a run, sent in that session. ``default`` is the checkpoint that the engine started
+from. ``torn:8/SESSION@RUN`` says that an update to version 8 failed while it was applied.
+
+The label lives in the engine: a client that attaches later, or after the engine was replaced, learns what it serves. No
+two updates of one engine have the same label, so the label can key the prefix cache: see `began_under_another`.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ CHECKPOINT_LABEL = "default"
 """What vLLM and SGLang call the weights that they were started with."""
 _TORN = "torn:"
 _UNNAMED = "~"
-"""Begins what stands in the place of a session without a name; no name has it."""
+"""First character of the part that replaces a missing session name; no name contains it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedVersion:
-    """What a label says; ``run_id`` is None for the checkpoint that the engine started from."""
+    """What a label says. ``run_id`` is None for the checkpoint that the engine started from."""
 
     version: int
     run_id: str | None
@@ -34,13 +35,13 @@ class ServedVersion:
 
 
 def label_of(ref: UpdateRef, *, torn: bool = False) -> str:
-    """Return a label for an update's weights. Each call returns another one if its session has no name."""
+    """Return a label for an update's weights. For a session without a name, each call returns another label."""
     session = ref.session_id or f"{_UNNAMED}{secrets.token_hex(4)}"
     return f"{_TORN if torn else ''}{ref.version}/{session}@{ref.run_id}"
 
 
 def parse_label(label: str) -> ServedVersion:
-    """Return what a label says. Raises `ProtocolError` if it was not given by inflight."""
+    """Return what a label says. Raises `ProtocolError` for a label that inflight did not give."""
     if label == CHECKPOINT_LABEL:
         return ServedVersion(0, None)
     text = label.removeprefix(_TORN)
@@ -48,7 +49,7 @@ def parse_label(label: str) -> ServedVersion:
     version, _, session_id = update.partition("/")
     if not separator or not run_id or not (version.isascii() and version.isdigit()):
         raise ProtocolError(
-            f"the engine calls its weights {label!r}: somebody else updates them. "
+            f"the engine calls its weights {label!r}: something other than inflight updates them. "
             "Restart it, so that one publisher owns its weights"
         )
     if session_id.startswith(_UNNAMED):
@@ -57,11 +58,11 @@ def parse_label(label: str) -> ServedVersion:
 
 
 def began_under_another(labelled: Iterable[Mapping[str, Any]] | None, label: str) -> bool:
-    """Return whether a completion's first token has another label than ``label``, under which its prefix is cached.
+    """Return whether a completion's first token has another label than ``label``, the key of its cached prefix.
 
-    Weights have changed since the request was sent, and what the completion found in the cache may be of older ones.
-    ``labelled`` is what `spans_of` takes. Since an engine is asked for its label right before each request, it happens
-    to those only that wait in the engine while weights change.
+    If so, the weights changed after the request was sent, and the completion may have continued a cached prefix of
+    older weights. Clients ask the engine for its label right before each request, so this only happens to requests that
+    wait in the engine while weights change. ``labelled`` is what `spans_of` takes.
     """
     first = next(iter(labelled or ()), None)
     return first is not None and int(first["end"]) > 0 and str(first["version"]) != label

@@ -1,6 +1,6 @@
-"""An engine's own server as a child process: started, waited for, and stopped with everything that it started.
+"""An engine's own server as a child process: started, waited for, and stopped with every process that it started.
 
-It listens on loopback only, and its output goes to a file that errors quote. Knows no engine.
+The server listens on loopback only. Its output goes to a file, which errors quote. Knows no engine.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ _HEALTH_TIMEOUT_S = 20.0
 _TELL_EVERY_S = 5.0
 _WATCH_S = 0.1
 _ASK_S = 0.5
-"""Between two questions for the health of an engine that is served, and how long the answer is waited for."""
+"""Seconds between two health checks of a running engine, and how long each may take."""
 _PATIENCE_S = 10.0
-"""How long an engine may take to end by itself before it is killed; half a second if a part of it has died."""
+"""How long an engine may take to end before it is killed; half a second if a part of it has died."""
 _QUOTED_LINES = 20
 _QUOTED_WIDTH = 300
 
 
 class EngineProcess:
-    """An engine's server that this process started. Use as a context manager: leaving it ends every process of it.
+    """An engine's server that this process started. Use it as a context manager: leaving it ends all of its processes.
 
-    ``log`` holds what the engine wrote. A temporary one is deleted if nothing failed.
+    ``log`` holds the engine's output. A temporary log is deleted if nothing failed.
     """
 
     def __init__(self, kind: EngineKind, process: subprocess.Popen[bytes], url: str, log: Path, *, keeps_log: bool):
@@ -53,12 +53,12 @@ class EngineProcess:
         self._keeps_log = keeps_log
         self.name = kind.name
         self.url = url
-        """Its own address, on loopback."""
+        """The engine's own address, on loopback."""
         self.log = log
 
     @property
     def pid(self) -> int:
-        """The process that all others of the engine came of."""
+        """The process from which all others of the engine descend."""
         return self._process.pid
 
     def __enter__(self) -> EngineProcess:
@@ -72,40 +72,32 @@ class EngineProcess:
             self.log.unlink(missing_ok=True)
 
     async def wait_until_healthy(self, timeout_s: float, on_wait: Callable[[float], None] | None = None) -> None:
-        """Return once the engine can generate; ``on_wait`` is told every few seconds how many have passed.
+        """Return once the engine can generate. Calls ``on_wait`` every few seconds with the seconds that have passed.
 
         Raises `EndpointError` with the engine's last lines if it ends, or takes longer than ``timeout_s``.
         """
         started = told = time.monotonic()
-        connection = HttpConnection(self.url)
-        try:
-            while not await self._answers(connection, started + timeout_s):
+        async with contextlib.aclosing(HttpConnection(self.url)) as connection:
+            while True:
+                patience_s = min(_HEALTH_TIMEOUT_S, max(_POLL_S, started + timeout_s - time.monotonic()))
+                if await _status_of(connection, self._kind.health_path, patience_s) == 200:
+                    return
                 self._raise_if_ended()
                 now = time.monotonic()
                 if now - started > timeout_s:
                     raise EndpointError(
-                        f"{self.name} was not healthy after {timeout_s:g} s and is stopped; {self._end()}"
+                        f"{self.name} was not healthy after {timeout_s:g} s and is being stopped; {self._end()}"
                     )
                 if on_wait is not None and now - told > _TELL_EVERY_S:
                     told = now
                     on_wait(now - started)
                 await asyncio.sleep(_POLL_S)
-        finally:
-            await connection.aclose()
-
-    async def _answers(self, connection: HttpConnection, deadline: float) -> bool:
-        timeout_s = min(_HEALTH_TIMEOUT_S, max(_POLL_S, deadline - time.monotonic()))
-        try:
-            status, _ = await connection.exchange("GET", self._kind.health_path, timeout_s=timeout_s)
-        except EndpointError:
-            return False
-        return status == 200
 
     async def watch(self) -> NoReturn:
-        """Wait until the engine ends, or a part of it dies, and raise `EndpointError` with its last lines.
+        """Wait until the engine or a part of it dies, and raise `EndpointError` with its last lines.
 
-        The parts are the processes that are there when this is called, and what the engine's own server says of its
-        health. If one has died, the rest of the engine is told to end at once.
+        The parts are the processes that run when this is called, and the health that the engine's server reports. Once
+        a part has died, the rest of the engine is told to end at once.
         """
         watching = [asyncio.ensure_future(self._watch_processes())]
         if self._kind.liveness_path is not None:
@@ -126,18 +118,13 @@ class EngineProcess:
             await asyncio.sleep(_WATCH_S)
 
     async def _watch_health(self, path: str) -> None:
-        connection = HttpConnection(self.url, keeps_alive=False)
-        try:
+        async with contextlib.aclosing(HttpConnection(self.url, keeps_alive=False)) as connection:
             while True:
-                status = 0
-                with contextlib.suppress(EndpointError):  # what does not answer may be busy
-                    status, _ = await connection.exchange("GET", path, timeout_s=_ASK_S)
-                if status == 503:
-                    await asyncio.sleep(2 * _WATCH_S)  # the processes say more
-                    self._raise_dead(f"GET {path} answered status {status}")
+                if await _status_of(connection, path, _ASK_S) == 503:  # a server that does not answer may be busy
+                    break
                 await asyncio.sleep(_ASK_S)
-        finally:
-            await connection.aclose()
+        await asyncio.sleep(2 * _WATCH_S)  # the processes' own end says more
+        self._raise_dead(f"GET {path} answered status 503")
 
     def _raise_dead(self, how: str) -> NoReturn:
         self._hurry()
@@ -160,12 +147,11 @@ class EngineProcess:
         )
 
     def _hurry(self) -> None:
-        """Have the process that stands between end the engine at once."""
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGQUIT)
 
     def stop(self, *, at_once: bool = False) -> None:
-        """End every process that came of the engine; returns when none is left. Idempotent."""
+        """End every process that descends from the engine; return when none is left. Idempotent."""
         assert self._process.stdin is not None
         if at_once:
             self._hurry()
@@ -182,9 +168,10 @@ class EngineProcess:
 def started(
     kind: EngineKind, options: EngineOptions, *, timeout_s: float = 300.0, python: str | None = None, port: int = 0
 ) -> Iterator[EngineProcess]:
-    """Yield an engine's server that is healthy, and stop it on the way out. See `start_engine`. Not for an event loop.
+    """Yield an engine's healthy server, and stop it on exit. Blocks, so it does not belong in an event loop.
 
-    Raises `EndpointError` with the engine's last lines if it ends, or is not healthy after ``timeout_s``.
+    Raises `EndpointError` with the engine's last lines if it ends, or is not healthy after ``timeout_s``. The arguments
+    are those of `start_engine`.
     """
     with start_engine(kind, options, python=python, port=port) as engine:
         asyncio.run(engine.wait_until_healthy(timeout_s))
@@ -196,8 +183,8 @@ def start_engine(
 ) -> EngineProcess:
     """Start an engine's server on loopback and return at once.
 
-    ``python`` is the interpreter of the environment that the engine is installed in (None: this one), ``port`` 0 any
-    free one. Raises `ConfigError`, and nothing was started then.
+    ``python`` is the interpreter of the environment in which the engine is installed (None: this one). ``port`` 0 is
+    any free port. Raises `ConfigError`, in which case nothing was started.
     """
     interpreter = _interpreter(python)
     port = _free_port(port)
@@ -210,7 +197,7 @@ def start_engine(
             number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         except OSError as error:
             raise ConfigError(f"log {str(path)!r} cannot be written: {error.strerror}") from error
-    # The engine has no business with the token of the server that stands in front of it.
+    # The engine must not see the token of the server in front of it.
     inherited = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
     command = [sys.executable, "-I", supervise.__file__, str(_PATIENCE_S)]
     try:
@@ -220,11 +207,19 @@ def start_engine(
             stdout=number,
             stderr=number,
             env={**inherited, **kind.environment(options)},
-            start_new_session=True,  # Ctrl-C is for this process, which ends the engine in order
+            start_new_session=True,  # Ctrl-C reaches this process only, which then ends the engine cleanly
         )
     finally:
         os.close(number)
     return EngineProcess(kind, process, f"http://{_HOST}:{port}", path, keeps_log=log is not None)
+
+
+async def _status_of(connection: HttpConnection, path: str, timeout_s: float) -> int:
+    """Return the status that a GET is answered with, 0 without an answer."""
+    with contextlib.suppress(EndpointError):
+        status, _ = await connection.exchange("GET", path, timeout_s=timeout_s)
+        return status
+    return 0
 
 
 def _interpreter(python: str | None) -> str:
@@ -237,7 +232,7 @@ def _interpreter(python: str | None) -> str:
             f"Python interpreter {python!r} {why}; name the one of the environment that has the engine, "
             "such as ENVIRONMENT/bin/python"
         )
-    return str(Path(found).absolute())  # a virtual environment is known by its link: it must not be resolved
+    return str(Path(found).absolute())  # the link identifies the virtual environment: do not resolve it
 
 
 def _free_port(port: int) -> int:

@@ -1,6 +1,6 @@
-"""The processes of an engine that it cannot live without, read from /proc; none are known where there is no /proc.
+"""The processes that an engine cannot live without, read from /proc. Without /proc none are known.
 
-An engine's own server may live on after the process that samples has died. Knows nothing of how engines are started.
+An engine's own server may outlive the process that samples. Knows nothing of how engines are started.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _TITLE = "::"
-"""vLLM and SGLang name their vital processes so, wherever in the tree they are: ``VLLM::Worker_TP1``."""
+"""The titles of vLLM's and SGLang's vital processes contain this, wherever in the tree: ``VLLM::Worker_TP1``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One process; ``started`` tells it from a later one with the same id. ``status`` is a wait status, 0 while alive.
+    """One process. ``started`` tells it from a later process with the same id.
 
-    The status of a process that its parent has not collected yet is known to its own user only.
+    ``status`` is a wait status, 0 while alive. Only its own user can read the status of a process that its parent has
+    not collected yet.
     """
 
     pid: int
@@ -31,7 +32,7 @@ class Part:
 
     @property
     def how(self) -> str:
-        """How it ended, as far as its parent left that to be seen."""
+        """How it ended, as far as its parent lets others see."""
         if self.is_alive or not self.status:
             return "ended"
         number = self.status & 0x7F
@@ -39,10 +40,10 @@ class Part:
 
 
 def vital_parts(supervisor: int) -> tuple[int, Mapping[int, Part]]:
-    """Return the engine's first process and the parts that it cannot live without, of what ``supervisor`` started.
+    """Return the engine's first process, and the parts it cannot live without, among what ``supervisor`` started.
 
-    They are the children of the first process, and whatever the engine gave a title of its own. Further descendants
-    are not: pools of compilers come and go.
+    The parts are the children of the first process, and every process that the engine gave a title. Other descendants
+    do not count: pools of compilers come and go.
     """
     processes = _processes()
     started = [part for part in processes.values() if part.parent == supervisor]
@@ -57,14 +58,14 @@ def vital_parts(supervisor: int) -> tuple[int, Mapping[int, Part]]:
 
 
 def dead_part(first: int, parts: Mapping[int, Part]) -> Part | None:
-    """Return a part that has died while the first process lives on; None if there is none."""
+    """Return a part that has died while the first process lives; None if there is none."""
     for pid, part in parts.items():
         now = _process(pid)
         if now is not None and now.is_alive and now.started == part.started:
             continue
         leader = _process(first)
         if leader is None or not leader.is_alive:
-            return None  # the end of the first process is what ended the others
+            return None  # the first process took the others with it
         return now if now is not None and now.started == part.started else part
     return None
 

@@ -1,7 +1,7 @@
-"""Requests to an engine whose weights change while they run: what fits, when they are sent, and behind which prefixes.
+"""Requests to an engine whose weights change while they run: what fits, when to send, and which prefixes to reuse.
 
-An engine's prefix cache outlives an update under ``keep``. Requests are sent with the label of the weights as the key
-of their prefixes, so that none is continued that other weights computed. Knows no engine.
+An engine's prefix cache outlives an update under ``keep``. Each request therefore carries the label of the weights as
+the key of its prefixes, so that it never continues a prefix that other weights computed. Knows no engine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Item = TypeVar("Item")
 
 
 def check_fit(request: GenerateRequest, *, max_model_len: int, vocab_size: int) -> None:
-    """Raise `InvalidRequestError` if a request is too long for the model, or has tokens that it does not know."""
+    """Raise `InvalidRequestError` if a request is too long for the model, or has token ids outside its vocabulary."""
     num_prompt, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
     room = max_model_len - num_prompt
     if room < 1 or (max_tokens or 1) > room:
@@ -29,26 +29,26 @@ def check_fit(request: GenerateRequest, *, max_model_len: int, vocab_size: int) 
         )
     largest = max(request.prompt_token_ids)
     if largest >= vocab_size:
-        raise InvalidRequestError(f"token id {largest} is outside of the vocabulary of {vocab_size}")
+        raise InvalidRequestError(f"token id {largest} is outside the vocabulary of {vocab_size} tokens")
 
 
 @contextlib.contextmanager
 def reading(path: str) -> Iterator[None]:
-    """Turn the errors of reading an answer that is not as it should be into `ProtocolError`."""
+    """Turn errors from reading a malformed answer into `ProtocolError`."""
     try:
         yield
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise ProtocolError(f"{path} answered no completion: {error!r}") from error
+        raise ProtocolError(f"{path} did not answer with a completion: {error!r}") from error
 
 
 class RequestGate:
-    """The requests of one client, which wait before ``is_open`` while it changes the engine's weights."""
+    """The requests of one client, which wait for ``is_open`` while it changes the engine's weights."""
 
     def __init__(self) -> None:
         self.is_open = asyncio.Event()
         self.is_open.set()
         self.num_sent = 0
-        """Completions that were sent and not answered."""
+        """Completions sent and not yet answered."""
         self._ids: set[str] = set()
 
     @property
@@ -63,10 +63,10 @@ class RequestGate:
         send: Callable[[Mapping[int, str]], Awaitable[list[Item]]],
         labelled: Callable[[Item], Iterable[Mapping[str, Any]] | None],
     ) -> list[Item]:
-        """Return what the engine samples for each completion, none of it behind a prefix of other weights.
+        """Return what the engine samples for each completion, never behind a prefix that other weights computed.
 
-        ``label`` asks the engine how it calls its weights, and raises if there is nothing to sample from. ``send`` has
-        the completions of these indices sampled, whose prefixes are cached under these keys. ``labelled`` is what
+        ``label`` asks the engine for the label of its weights, and raises if they cannot be sampled from. ``send``
+        takes the cache key of each completion by its index, and samples those completions. ``labelled`` returns what
         `began_under_another` takes. Raises `InvalidRequestError` for the id of a running request.
         """
         if request.request_id in self._ids:
@@ -78,7 +78,7 @@ class RequestGate:
             with reading("the engine"):
                 late = [i for i, item in enumerate(items) if began_under_another(labelled(item), current)]
             if late:
-                await self._passed(label)  # an update that is under way comes first
+                await self._passed(label)  # an update under way goes first
                 again = await self._sent(send, {index: uuid.uuid4().hex for index in late})
                 for index, item in zip(late, again, strict=True):
                     items[index] = item
@@ -87,9 +87,9 @@ class RequestGate:
             self._ids.discard(request.request_id)
 
     async def _passed(self, label: Callable[[], Awaitable[str]]) -> str:
-        """Return how the engine calls its weights, once requests may be sent.
+        """Return the label of the engine's weights, once requests may be sent.
 
-        Asked for each request: any other client may have changed them since.
+        Asks for each request, because any other client may have changed the weights.
         """
         while True:
             await self.is_open.wait()

@@ -1,4 +1,4 @@
-"""Calls on an engine's own routes: their deadlines, and the engine's words where it refuses. Knows no engine."""
+"""Calls on an engine's own routes: their deadlines, and the engine's words when it refuses. Knows no engine."""
 
 from __future__ import annotations
 
@@ -7,20 +7,27 @@ import contextlib
 from collections.abc import Coroutine, Mapping
 from typing import Any
 
-from inflight.errors import DeadlineError, EndpointError, ProtocolError, UnauthorizedError, UnreachableError
+from inflight.errors import (
+    DeadlineError,
+    EndpointError,
+    InvalidRequestError,
+    ProtocolError,
+    UnauthorizedError,
+    UnreachableError,
+)
 from inflight.http.connection import HttpConnection
 
 Answer = Coroutine[Any, Any, tuple[int, Any]]
 
 _LIVENESS_S = 0.8
-"""How long an answer is waited for before the server is asked whether its engine lives, and so long for that one."""
+"""Seconds without an answer before the server is asked whether its engine lives; that answer may take as long."""
 
 
 class EngineRoutes:
-    """The routes of the server at ``url``. Every call ends within ``control_timeout_s``, unless it is given its own.
+    """The routes of the server at ``url``. Every call ends within ``control_timeout_s``, unless it has its own timeout.
 
-    A call ends early too when ``liveness_path``, as in `EngineKind`, answers that the engine has died: it never answers
-    some calls then. ``keeps_alive`` as in `HttpConnection`.
+    A dead engine never answers some calls. So a call also ends when ``liveness_path``, as in `EngineKind`, answers that
+    the engine has died. ``keeps_alive`` as in `HttpConnection`.
     """
 
     def __init__(
@@ -46,14 +53,23 @@ class EngineRoutes:
         return answer
 
     async def post(self, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
-        """Return what a POST answers. Raises `ProtocolError` with the server's words if it refuses."""
+        """Return the answer to a POST. Raises `ProtocolError` with the server's words if it refuses."""
         status, answer = await self.ask("POST", path, body, timeout_s)
         if status != 200:
             raise ProtocolError(f"POST {path} answered status {status}: {words_of(answer)}", self.url)
         return answer
 
+    async def request(self, path: str, body: Any, timeout_s: float | None = None) -> Any:
+        """Return the answer to a user's POST. Raises `InvalidRequestError` if the server calls it invalid."""
+        status, answer = await self.ask("POST", path, body, timeout_s)
+        if status == 400:
+            raise InvalidRequestError(f"the engine refused the request: {words_of(answer)}")
+        if status != 200:
+            raise ProtocolError(f"POST {path} answered status {status}: {words_of(answer)}", self.url)
+        return answer
+
     async def ask(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> tuple[int, Any]:
-        """Return status and answer, whatever the status; `UnauthorizedError` if the key is refused."""
+        """Return status and answer, whatever the status. Raises `UnauthorizedError` if the server refuses the key."""
         timeout_s = self._control_timeout_s if timeout_s is None else timeout_s
         call = self._http.ask(method, path, body, timeout_s=timeout_s, headers=self._headers)
         if self._liveness_path is not None:
@@ -61,19 +77,20 @@ class EngineRoutes:
         status, answer = await call
         if status in (401, 403):
             raise UnauthorizedError(
-                f"{method} {path} was refused with status {status}: {words_of(answer)}. Give --api-key's key", self.url
+                f"{method} {path} was refused with status {status}: {words_of(answer)}. "
+                "Pass the key of the server's --api-key",
+                self.url,
             )
         return status, answer
 
     async def offered(self) -> Mapping[str, Any]:
-        """Return the routes that the server offers, by their paths."""
+        """Return the server's routes by their paths."""
         paths = (await self.get("/openapi.json")).get("paths")
         if not isinstance(paths, dict):
-            raise ProtocolError("GET /openapi.json answered no routes: is this the engine's own server?", self.url)
+            raise ProtocolError("GET /openapi.json listed no routes: is this the engine's own server?", self.url)
         return paths
 
     async def aclose(self) -> None:
-        """Close the connections; the server goes on."""
         await self._http.aclose()
 
     async def _while_alive(self, call: Answer, what: str, liveness_path: str) -> tuple[int, Any]:
@@ -86,7 +103,7 @@ class EngineRoutes:
                     )
                     if status == 503:
                         raise EndpointError(
-                            f"{what} has no answer, and GET {liveness_path} says that the engine has died", self.url
+                            f"{what} got no answer, and GET {liveness_path} says that the engine has died", self.url
                         )
             return asking.result()
         finally:
@@ -94,7 +111,7 @@ class EngineRoutes:
 
 
 def words_of(answer: Any) -> str:
-    """Return what an engine says in an answer that is no success, in one line."""
+    """Return the message of an engine's error answer, in one line."""
     for key in ("error", "message"):
         if isinstance(answer, dict) and key in answer:
             answer = answer[key]

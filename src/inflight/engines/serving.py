@@ -41,9 +41,9 @@ def serve_engine(
 ) -> None:
     """Start the engine, serve the contract at ``host:port`` until told to stop, then stop the engine.
 
-    ``on_start`` is told the engine's own URL, on loopback, and its log; ``on_ready`` the contract's URL and the
-    engine's. Raises `ConfigError` if the engine cannot be started or attached to, and `EndpointError` with its last
-    lines if it ends by itself or is not healthy in time. To be called from the main thread: SIGTERM exits.
+    Calls ``on_start`` with the engine's own URL, on loopback, and its log, and ``on_ready`` with the contract's URL and
+    the engine's. Raises `ConfigError` if the engine cannot be started or attached to, and `EndpointError` with its last
+    lines if it ends by itself or is not healthy in time. Call it from the main thread: SIGTERM exits.
     """
     signal.signal(signal.SIGTERM, _exit)
     with bind(host, port) as listener, start_engine(kind, options, python=python, port=engine_port, log=log) as engine:
@@ -54,7 +54,7 @@ def serve_engine(
 
         async def until_ready() -> None:
             await engine.wait_until_healthy(start_timeout_s, on_wait)
-            await endpoint.capabilities()  # refuses an engine that was started in another way than is needed
+            await endpoint.capabilities()  # refuses an engine with unsuitable settings
 
         asyncio.run(
             serve(
@@ -86,9 +86,9 @@ def serve_factory(
 ) -> None:
     """Serve the endpoint that ``module:function`` makes in this process, at ``host:port``, until told to stop.
 
-    Modules of the working directory are found. ``on_ready`` is told the endpoint's name and the URL. Raises
-    `ConfigError` as `made_endpoint` does, and if an awaitable factory takes longer than ``start_timeout_s``. To be
-    called from the main thread: SIGTERM exits, after `aclose` of the endpoint and the end of its context manager.
+    Modules of the working directory can be imported. Calls ``on_ready`` with the endpoint's name and the URL. Raises
+    `ConfigError` as `made_endpoint` does, and if an awaitable factory takes longer than ``start_timeout_s``. Call it
+    from the main thread: SIGTERM closes the endpoint, leaves its context manager, and exits.
     """
 
     async def run() -> None:
@@ -115,7 +115,7 @@ def serve_factory(
                 while_serving=None if while_serving is None else lambda: while_serving(endpoint),
             )
 
-    for number in (signal.SIGTERM, signal.SIGINT):  # at once and in any place, where asyncio would cancel the clean-up
+    for number in (signal.SIGTERM, signal.SIGINT):  # exit at once: asyncio would cancel the clean-up
         signal.signal(number, _exit)
     sys.path.insert(0, os.getcwd())
     with bind(host, port) as listener:
@@ -123,4 +123,4 @@ def serve_factory(
 
 
 def _exit(number: int, _: object) -> None:
-    sys.exit(128 + number)  # unwinds, and so stops the engine
+    sys.exit(128 + number)  # unwinding stops the engine

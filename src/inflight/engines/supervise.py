@@ -1,13 +1,13 @@
-"""Runs one command, and ends all that came of it when its own standard input ends.
+"""Runs one command, and ends all of its processes when its own standard input ends.
 
     python -I supervise.py PATIENCE_S COMMAND...
 
-SIGQUIT makes it short of patience, and so does the end of the command itself: what is left of it gets half a second.
+On SIGQUIT, or when the command itself ends, the remaining processes get half a second instead of PATIENCE_S.
 
-An engine starts processes of its own, and whoever started the engine may be killed and then ends nothing. So a process
-stands between them that does nothing else: its input ends however its owner ends. On Linux it adopts descendants whose
-parent ended, so that none is lost sight of, and if it is killed itself the command dies with it. Run as a file, with
-the standard library only: it must be there at once and stay small.
+An engine starts processes of its own, and an owner that is killed cannot end them. This process stands between the two
+and does nothing else: its input ends however its owner ends. On Linux it adopts descendants whose parent ended, so it
+loses track of none, and if it is killed itself the command dies with it. It runs as a file, with the standard library
+only: it must start at once and stay small.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NOT_FOUND = 127
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Return the command's status, 128 and the signal's number if one killed it, once nothing of it is left."""
+    """Return the command's status once none of its processes is left: 128 plus the signal's number if one killed it."""
     patience_s, command = float(arguments[0]), arguments[1:]
     asked_to_end: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
@@ -63,7 +63,7 @@ def _input_ended() -> bool:
 
 
 def _reap(child: int) -> int | None:
-    """Collect everyone that ended; returns the wait status of ``child`` if it is among them."""
+    """Collect every process that ended; return the wait status of ``child`` if it is among them."""
     status = None
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -73,13 +73,13 @@ def _reap(child: int) -> int | None:
 
 
 def _end_all(child: int, patience_s: Callable[[], float]) -> int | None:
-    """Ask everyone to end, then kill who is left; returns the wait status of ``child`` if it ended meanwhile."""
+    """Ask every process to end, then kill the rest; return the wait status of ``child`` if it ended meanwhile."""
     started = time.monotonic()
     status = None
     _signal_all(child, signal.SIGTERM)
     while _left(child):
         if time.monotonic() - started > patience_s():
-            _signal_all(child, signal.SIGKILL)  # again and again: one may have been started in between
+            _signal_all(child, signal.SIGKILL)  # repeated: a new one may have started
         time.sleep(_POLL_S / 2)
         ended_with = _reap(child)
         status = ended_with if ended_with is not None else status
@@ -93,7 +93,7 @@ def _signal_all(child: int, number: int) -> None:
 
 
 def _left(child: int) -> list[int]:
-    """Return the processes that came of the command and did not end: of its group only, where there is no /proc."""
+    """Return the descendants of the command that have not ended; without /proc, only its process group."""
     if sys.platform != "linux":
         try:
             os.killpg(child, 0)
@@ -112,7 +112,7 @@ def _left(child: int) -> list[int]:
 
 
 def _alive() -> list[tuple[int, int]]:
-    """Return process and parent of every process that has not ended."""
+    """Return the ids of every live process and of its parent."""
     found = []
     for entry in os.listdir("/proc"):
         if entry.isdigit():

@@ -1,4 +1,4 @@
-"""What the last update cost an engine, with its first token once that was sampled. Knows no engine."""
+"""What the last update cost an engine, and the time to its first token once sampled. Knows no engine."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from inflight.wire import UpdateTimings
 
 
 class LastUpdate:
-    """The ``timings`` of the last update that was applied; None if there is none."""
+    """The ``timings`` of the last applied update; None before the first."""
 
     def __init__(self) -> None:
         self.timings: UpdateTimings | None = None
 
     async def note_first_token(self, timings: UpdateTimings, probe: Awaitable[object], since: float) -> None:
-        """Add to these timings when ``probe``, a request for one token, is answered; ``since`` is of `time.monotonic`.
+        """Add the time to the first token when ``probe``, a request for one token, is answered.
 
-        Nothing is added if they are no longer those of the last update by then.
+        ``since`` is a value of `time.monotonic`. Adds nothing if another update has been applied meanwhile.
         """
         await probe
         if self.timings is timings:

@@ -1,6 +1,6 @@
-"""Reading messages from bodies of either side: away from the event loop if they are long, with errors that are short.
+"""Reading messages from request and response bodies: long ones in a thread, with short error texts.
 
-Knows nothing of routes and of what messages mean.
+Knows nothing of routes.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ T = TypeVar("T")
 Message = TypeVar("Message", bound=pydantic.BaseModel)
 
 LONG_BODY_BYTES = 64 * 1024
-"""From here on a body is parsed in a thread: shorter ones take less time than the way there.
+"""Longer bodies are parsed in a thread; for shorter ones the thread would cost more than the parsing.
 
-A parser keeps the interpreter to itself while it runs, some 15 ms for each MB. What a thread gives is that others run
-between two bodies; how long one of them stops the loop is for its bound to say.
+A parser holds the interpreter lock, some 15 ms for each MB, so a thread lets others run only between two bodies. The
+bound of a body limits how long it stops the event loop.
 """
 
 _MAX_LISTED = 100
-"""Problems of one body that are looked at; only keys that do not exist can be more, everything else ends at once."""
+"""Most problems of one body that are described; only unknown keys can be more."""
 _MAX_SHOWN = 5
 _MAX_VALUE = 80
 _MAX_MESSAGE = 300
@@ -40,7 +40,7 @@ async def parsed(parse: Callable[[bytes], T], content: bytes) -> T:
 
 
 async def message_of(kind: type[Message], content: bytes) -> Message:
-    """Return the message that JSON holds. Raises ``ValueError`` with the keys, the reasons and the values, in part."""
+    """Return the message in a JSON body. Raises ``ValueError`` with the first few problems."""
     try:
         return await parsed(kind.model_validate_json, content)
     except pydantic.ValidationError as error:
@@ -48,14 +48,14 @@ async def message_of(kind: type[Message], content: bytes) -> Message:
 
 
 def problems_of(error: pydantic.ValidationError) -> str:
-    """Return key, reason and value of the first few problems, in at most some 2,500 characters."""
+    """Return key, reason and value of the first few problems, in about 2,500 characters at most."""
     if error.error_count() > _MAX_LISTED:
-        return f"{error.error_count()} keys in it are unknown, missing or of another type"
+        return f"{error.error_count()} keys in it are unknown, missing or of the wrong type"
     shown: list[str] = []
     earlier: list[tuple[int | str, ...]] = []
     for problem in error.errors(include_url=False, include_context=False):
         where = problem["loc"]
-        # What ended at a bad element is called too short as well.
+        # A sequence that ends at a bad element is reported as too short as well.
         if not any(where == it[: len(where)] for it in earlier):
             shown.append(
                 f"{_cut('.'.join(map(str, where)), _MAX_VALUE) or 'body'}: {_cut(problem['msg'], _MAX_MESSAGE)} "

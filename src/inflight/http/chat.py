@@ -1,4 +1,4 @@
-"""Chat in the OpenAI shape, around token ids. Knows neither tokenizers nor engines."""
+"""Chat in the OpenAI format, around token ids. Knows neither tokenizers nor engines."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 import pydantic
 
 from inflight.errors import InvalidRequestError, UnsupportedError
+from inflight.http.bodies import problems_of
 from inflight.wire import (
     ChatChoice,
     ChatCompletion,
@@ -26,13 +27,13 @@ from inflight.wire import (
 def check_chat(request: ChatCompletionRequest, *, model: str, offers_chat: bool) -> None:
     """Raise `UnsupportedError` if no chat is offered, `InvalidRequestError` if another model is asked for."""
     if not offers_chat:
-        raise UnsupportedError("no chat messages are rendered here; use token ids")
+        raise UnsupportedError("this endpoint does not offer chat; call generate with token ids")
     if request.model != model:
-        raise InvalidRequestError(f"model {request.model!r} is not served here, {model!r} is")
+        raise InvalidRequestError(f"model {request.model!r} is not served here; the served model is {model!r}")
 
 
 def generate_request_of(request: ChatCompletionRequest, prompt_token_ids: Iterable[int]) -> GenerateRequest:
-    """Return the request whose messages were rendered to these ids. Raises `InvalidRequestError` if they are none."""
+    """Return the request with its rendered messages. Raises `InvalidRequestError` if they do not fit."""
     try:
         return GenerateRequest(
             request_id=f"chatcmpl-{uuid.uuid4().hex}",
@@ -41,9 +42,7 @@ def generate_request_of(request: ChatCompletionRequest, prompt_token_ids: Iterab
             stream=request.stream,
         )
     except pydantic.ValidationError as error:
-        problem = error.errors(include_url=False, include_context=False)[0]
-        where = ".".join(map(str, problem["loc"]))
-        raise InvalidRequestError(f"{where}: {problem['msg']} (got {problem['input']!r})") from error
+        raise InvalidRequestError(problems_of(error)) from error
 
 
 def before_stop(text: str, stop: Iterable[str]) -> str:
@@ -59,13 +58,12 @@ def chat_completion_of(
     texts: Sequence[str],
     pieces: Sequence[Sequence[str]],
 ) -> ChatCompletion:
-    """Return the OpenAI shape of what was generated.
+    """Return a response in the OpenAI format.
 
-    ``texts`` are the decoded completions, without special tokens; ``pieces`` those of each token, where the request
-    asks for logprobs.
+    ``texts`` are the decoded completions, without special tokens. If the request asks for logprobs, ``pieces`` are
+    the decoded tokens of each.
     """
-    completions, has_logprobs = response.completions, bool(request.logprobs)
-    num_prompt, num_sampled = len(generated.prompt_token_ids), sum(len(c.token_ids) for c in completions)
+    num_prompt, num_sampled = len(generated.prompt_token_ids), sum(len(c.token_ids) for c in response.completions)
     return ChatCompletion(
         id=response.request_id,
         created=int(time.time()),
@@ -75,12 +73,12 @@ def chat_completion_of(
                 index=completion.index,
                 message=ChatMessage(role="assistant", content=before_stop(text, generated.sampling.stop)),
                 finish_reason=completion.finish_reason,
-                logprobs=_logprobs(completion, pieces[i]) if has_logprobs else None,
+                logprobs=_logprobs(completion, pieces[i]) if request.logprobs else None,
                 token_ids=completion.token_ids,
                 token_logprobs=completion.logprobs,
                 version_spans=completion.version_spans,
             )
-            for i, (completion, text) in enumerate(zip(completions, texts, strict=True))
+            for i, (completion, text) in enumerate(zip(response.completions, texts, strict=True))
         ),
         usage=ChatUsage(prompt_tokens=num_prompt, completion_tokens=num_sampled, total_tokens=num_prompt + num_sampled),
         prompt_token_ids=generated.prompt_token_ids,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
-from typing import TypeVar
+from typing import Any
 
 import pydantic
 
@@ -13,9 +13,8 @@ from inflight.errors import InflightError, ProtocolError, error_from_code
 from inflight.http import routes
 from inflight.http.bodies import message_of
 from inflight.http.connection import MAX_RESPONSE_BYTES, HttpConnection
-from inflight.http.routes import Route
+from inflight.http.routes import Response, Route
 from inflight.wire import (
-    Acknowledgement,
     BucketTransfer,
     Capabilities,
     ChatCompletion,
@@ -34,20 +33,18 @@ from inflight.wire import (
     WireModel,
 )
 
-Response = TypeVar("Response", bound=WireModel)
-
 _MAX_EVENT_BYTES = 1024 * 1024
 _SLACK_S = 5.0
-"""How much longer than the server's own deadline the client waits, so that the server's reason arrives."""
+"""How much longer than the server's deadline the client waits, so that the server's own error arrives."""
 
 
 class HttpEndpoint(StreamingEndpoint):
     """One inference server at ``url``.
 
-    ``token`` is sent to control routes only. ``control_timeout_s`` bounds each control call that carries no deadline of
-    its own, ``generate_timeout_s`` each generation; a commit may take the time that its update was given. An answer
-    that is longer than what was asked for can be, or than ``max_response_bytes``, raises `ProtocolError`. An instance
-    belongs to the event loop in which it is first used.
+    ``token`` is sent to control routes only. ``control_timeout_s`` bounds each control call without a deadline of its
+    own, ``generate_timeout_s`` each generation; a commit may take as long as its update. A response that is longer than
+    the request allows, or than ``max_response_bytes``, raises `ProtocolError`. An instance belongs to the event loop in
+    which it is first used.
     """
 
     def __init__(
@@ -71,83 +68,63 @@ class HttpEndpoint(StreamingEndpoint):
 
     @property
     def name(self) -> str:
-        """The server's URL."""
         return self._url
 
     async def capabilities(self) -> Capabilities:
-        return await self._call(routes.CAPABILITIES, None, Capabilities, self._control_timeout_s)
+        return await self._call(routes.CAPABILITIES, None, self._control_timeout_s)
 
     async def init_process_group(self, spec: TransportSpec) -> None:
-        await self._send(routes.INIT_PROCESS_GROUP, spec, spec.timeout_s + _SLACK_S)
+        await self._call(routes.INIT_PROCESS_GROUP, spec, spec.timeout_s + _SLACK_S)
 
     async def request_weight_update(self, update: WeightUpdate) -> None:
         self._commit_timeout_s = max(self._control_timeout_s, update.deadline_s + update.lease_s)
-        await self._send(routes.REQUEST_WEIGHT_UPDATE, update, update.deadline_s + _SLACK_S)
+        await self._call(routes.REQUEST_WEIGHT_UPDATE, update, update.deadline_s + _SLACK_S)
 
     async def receive_weights(self, bucket: BucketTransfer) -> None:
-        await self._send(routes.RECEIVE_WEIGHTS, bucket, bucket.timeout_s + _SLACK_S)
+        await self._call(routes.RECEIVE_WEIGHTS, bucket, bucket.timeout_s + _SLACK_S)
 
     async def commit_weight_update(self, ref: UpdateRef) -> WeightVersion:
-        return await self._call(routes.COMMIT_WEIGHT_UPDATE, ref, WeightVersion, self._commit_timeout_s)
+        return await self._call(routes.COMMIT_WEIGHT_UPDATE, ref, self._commit_timeout_s)
 
     async def abort_weight_update(self, ref: UpdateRef) -> WeightVersion:
-        return await self._call(routes.ABORT_WEIGHT_UPDATE, ref, WeightVersion, self._control_timeout_s)
+        return await self._call(routes.ABORT_WEIGHT_UPDATE, ref, self._control_timeout_s)
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
-        return await self._call(
-            routes.GENERATE,
-            request,
-            GenerateResponse,
-            self._generate_timeout_s,
-            num_tokens=_num_tokens(request.sampling),
-        )
+        num_tokens = _num_tokens(request.sampling)
+        return await self._call(routes.GENERATE, request, self._generate_timeout_s, num_tokens=num_tokens)
 
-    async def generate_stream(self, request: GenerateRequest) -> AsyncIterator[CompletionChunk]:
-        request = request.model_copy(update={"stream": True})
-        async for chunk in self._events(routes.GENERATE, request, CompletionChunk):
-            yield chunk
+    def generate_stream(self, request: GenerateRequest) -> AsyncIterator[CompletionChunk]:
+        return self._events(routes.GENERATE, request.model_copy(update={"stream": True}), CompletionChunk)
 
-    async def chat_completion_stream(self, request: ChatCompletionRequest) -> AsyncIterator[ChatCompletionChunk]:
-        request = request.model_copy(update={"stream": True})
-        async for chunk in self._events(routes.CHAT_COMPLETIONS, request, ChatCompletionChunk):
-            yield chunk
+    def chat_completion_stream(self, request: ChatCompletionRequest) -> AsyncIterator[ChatCompletionChunk]:
+        return self._events(routes.CHAT_COMPLETIONS, request.model_copy(update={"stream": True}), ChatCompletionChunk)
 
     async def chat_completion(self, request: ChatCompletionRequest) -> ChatCompletion:
-        return await self._call(
-            routes.CHAT_COMPLETIONS,
-            request,
-            ChatCompletion,
-            self._generate_timeout_s,
-            num_tokens=_num_tokens(request.sampling()),
-        )
+        num_tokens = _num_tokens(request.sampling())
+        return await self._call(routes.CHAT_COMPLETIONS, request, self._generate_timeout_s, num_tokens=num_tokens)
 
     async def weight_version(self) -> WeightVersion:
-        return await self._call(routes.WEIGHT_VERSION, None, WeightVersion, self._control_timeout_s)
+        return await self._call(routes.WEIGHT_VERSION, None, self._control_timeout_s)
 
     async def health(self, timeout_s: float = 5.0) -> Health:
         """Return the server's health; ``ok`` is false while it cannot generate."""
-        return await self._call(routes.HEALTH, None, Health, timeout_s, statuses=(200, 503))
+        return await self._call(routes.HEALTH, None, timeout_s, statuses=(200, 503))
 
     async def aclose(self) -> None:
-        """Close the connections; the server goes on."""
         await self._http.aclose()
-
-    async def _send(self, route: Route, body: WireModel, timeout_s: float) -> None:
-        await self._call(route, body, Acknowledgement, timeout_s)
 
     async def _call(
         self,
-        route: Route,
+        route: Route[Response],
         body: WireModel | None,
-        answer: type[Response],
         timeout_s: float,
         statuses: tuple[int, ...] = (200,),
         num_tokens: int | None = 0,
     ) -> Response:
-        """Return the answer; ``num_tokens`` is how many it may speak of, None if that was left to the server."""
+        """Return the answer, of at most ``num_tokens`` tokens; None if the server chooses how many."""
         content = None if body is None else body.model_dump_json()
         bound = MAX_RESPONSE_BYTES
-        if num_tokens is not None:  # the prompt comes back from a chat
+        if num_tokens is not None:  # a chat returns the prompt
             bound = route.response_size.bytes_for(num_tokens) + (0 if content is None else 64 * len(content))
         status, received = await self._http.exchange(
             route.method,
@@ -159,22 +136,23 @@ class HttpEndpoint(StreamingEndpoint):
         )
         if status not in statuses:
             raise self._error(route, status, received)
+        assert route.response is not None  # no method calls a route that answers with text
         try:
-            return await message_of(answer, received)
+            return await message_of(route.response, received)
         except ValueError as error:
             raise ProtocolError(
-                f"{route.method} {route.path} answered no {answer.__name__}: {error}", self.name
+                f"the answer of {route.method} {route.path} is not a valid {route.response.__name__}: {error}",
+                self.name,
             ) from error
 
-    async def _events(self, route: Route, body: WireModel, kind: type[Response]) -> AsyncIterator[Response]:
+    async def _events(self, route: Route[Any], body: WireModel, kind: type[Response]) -> AsyncIterator[Response]:
         """Yield the server-sent events of a streamed answer."""
-        content, headers = body.model_dump_json(), self._headers(route)
         rest, is_done = bytearray(), False
         parts = self._http.parts(
             route.method,
             route.path,
-            content=content,
-            headers=headers,
+            content=body.model_dump_json(),
+            headers=self._headers(route),
             timeout_s=self._generate_timeout_s,
             on_refusal=lambda status, answer: self._error(route, status, answer),
         )
@@ -192,9 +170,9 @@ class HttpEndpoint(StreamingEndpoint):
                     elif line.startswith(b"data: "):
                         yield self._event(line.removeprefix(b"data: "), kind)
         if not is_done:
-            raise ProtocolError(f"{route.method} {route.path} answered a stream that ends early", self.name)
+            raise ProtocolError(f"the stream of {route.method} {route.path} ended early", self.name)
 
-    def _headers(self, route: Route) -> dict[str, str]:
+    def _headers(self, route: Route[Any]) -> dict[str, str]:
         headers = {"content-type": "application/json"}
         if route.control and self._token is not None:
             headers["authorization"] = f"Bearer {self._token}"
@@ -204,19 +182,17 @@ class HttpEndpoint(StreamingEndpoint):
         try:
             return kind.model_validate_json(data)
         except pydantic.ValidationError as error:
-            try:
-                detail = ErrorBody.model_validate_json(data).error
-            except pydantic.ValidationError:
-                text = data[:200].decode(errors="replace")
-                raise ProtocolError(f"the stream carries no {kind.__name__}: {text!r}", self.name) from error
-            raise error_from_code(detail.code, detail.message, self.name) from None
+            raise self._error_in(data, f"the stream holds an event that is not a valid {kind.__name__}") from error
 
-    def _error(self, route: Route, status: int, content: bytes) -> InflightError:
+    def _error(self, route: Route[Any], status: int, content: bytes) -> InflightError:
+        return self._error_in(content, f"{route.method} {route.path} answered status {status}")
+
+    def _error_in(self, content: bytes | bytearray, otherwise: str) -> InflightError:
+        """Return the error of an `ErrorBody`; for another content a `ProtocolError` that begins with ``otherwise``."""
         try:
             detail = ErrorBody.model_validate_json(content).error
         except pydantic.ValidationError:
-            text = content[:200].decode(errors="replace")
-            return ProtocolError(f"{route.method} {route.path} answered status {status}: {text!r}", self.name)
+            return ProtocolError(f"{otherwise}: {content[:200].decode(errors='replace')!r}", self.name)
         return error_from_code(detail.code, detail.message, self.name)
 
 

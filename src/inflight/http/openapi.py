@@ -8,17 +8,20 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from inflight.http.routes import REFUSED_STATUSES, ROUTES, STATUS_OF_CODE, Route
-from inflight.wire import CONTRACT_EDITION, ErrorBody
+from inflight.transports import installed_transports
+from inflight.wire import PROTOCOL_VERSION, ErrorBody, TransportBody
 
 _REF = "#/components/schemas/{model}"
 
 
 def openapi_document() -> dict[str, Any]:
     """Return the document as JSON-compatible values."""
-    models = {model for route in ROUTES for model in (route.request, route.response) if model is not None} | {ErrorBody}
+    models = {model for route in ROUTES for model in (*_requests(route), route.response) if model is not None}
+    models.add(ErrorBody)
     ordered = sorted(models, key=lambda model: model.__name__)
     _, schemas = models_json_schema([(model, "validation") for model in ordered], ref_template=_REF)
     paths: dict[str, Any] = {}
@@ -28,7 +31,7 @@ def openapi_document() -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {
             "title": "inflight inference contract",
-            "version": str(CONTRACT_EDITION),
+            "version": str(PROTOCOL_VERSION),
             "description": "Token-in, token-out generation whose weights change between two token steps.",
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
@@ -40,7 +43,7 @@ def openapi_document() -> dict[str, Any]:
     }
 
 
-def _operation(route: Route) -> dict[str, Any]:
+def _operation(route: Route[Any]) -> dict[str, Any]:
     success: dict[str, Any] = {"description": "Success"}
     if route.response is not None:
         success["content"] = {"application/json": {"schema": {"$ref": _REF.format(model=route.response.__name__)}}}
@@ -56,12 +59,19 @@ def _operation(route: Route) -> dict[str, Any]:
             **{str(status): {"description": "Error", "content": failure} for status in statuses},
         },
     }
-    if route.request is not None:
-        schema = {"$ref": _REF.format(model=route.request.__name__)}
+    if requests := [{"$ref": _REF.format(model=model.__name__)} for model in _requests(route)]:
+        schema = {"anyOf": requests} if len(requests) > 1 else requests[0]
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
     if route.control:
         operation["security"] = [{"control": []}]
     return operation
+
+
+def _requests(route: Route[Any]) -> list[type[BaseModel]]:
+    """Return the models of which a request is one: where it names a transport, the specs of all that are installed."""
+    if route.request is TransportBody:
+        return list(dict.fromkeys(transport.spec_type for transport in installed_transports()))
+    return [] if route.request is None else [route.request]
 
 
 def main() -> None:

@@ -1,11 +1,9 @@
-"""The routes of the contract, one record each; client, server and OpenAPI document are all derived from them."""
+"""The routes of the contract, one record each, from which client, server and OpenAPI document are derived."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
-
-from pydantic import BaseModel
+from typing import Any, Generic, Literal, TypeVar
 
 from inflight import wire
 
@@ -15,89 +13,73 @@ MB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Longest body that a message can need: ``fixed_bytes``, and so many for each token that it may speak of."""
+    """Longest body that a message can need: ``fixed_bytes``, and ``token_bytes`` for each token."""
 
     fixed_bytes: int
     token_bytes: int = 0
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Return the bound for a message of ``num_tokens`` tokens."""
         return self.fixed_bytes + self.token_bytes * num_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
-    """One route: what goes in (None: no body), what comes out, and whether it takes the control token.
+Response = TypeVar("Response", bound=wire.WireModel)
 
-    ``request_size`` is for as many tokens as the context of the endpoint has, ``response_size`` for those of all
-    completions that were asked for. A token id takes 16 bytes with its comma and some white space, a sampled token its
-    logprob and at worst a version span besides. 64 bytes of chat text make one token at least, but for runs of blanks.
+
+@dataclass(frozen=True, slots=True)
+class Route(Generic[Response]):
+    """One route: its request (None: no body), its response (None: text), and whether it takes the control token.
+
+    ``request_size`` counts the tokens of the endpoint's context, ``response_size`` those of all completions that the
+    request asks for. A token id takes 16 bytes with comma and white space; a sampled token adds its logprob and at
+    worst a version span. 64 bytes of chat text make at least one token, except in runs of blanks.
     """
 
     method: Literal["GET", "POST"]
     path: str
     operation: str
     summary: str
-    request: type[BaseModel] | None
-    response: type[BaseModel] | None
+    request: type[wire.WireModel] | None
+    response: type[Response] | None
     control: bool = False
     request_size: Size = Size(0)
     response_size: Size = Size(MB)
+
+
+def _control(
+    operation: str,
+    summary: str,
+    request: type[wire.WireModel],
+    response: type[Response],
+    request_size: Size = Size(64 * KB),
+) -> Route[Response]:
+    return Route("POST", f"/{operation}", operation, summary, request, response, True, request_size)
 
 
 CAPABILITIES = Route("GET", "/capabilities", "capabilities", "What this server can do", None, wire.Capabilities)
 WEIGHT_VERSION = Route(
     "GET", "/weight_version", "weight_version", "Which weights are served now", None, wire.WeightVersion
 )
-INIT_PROCESS_GROUP = Route(
-    "POST",
-    "/init_process_group",
+INIT_PROCESS_GROUP = _control(
     "init_process_group",
     "Say how weights travel from now on: join their group, pending until it is formed, or note where they are stored",
     wire.TransportBody,
     wire.Acknowledgement,
-    control=True,
-    request_size=Size(64 * KB),
 )
-REQUEST_WEIGHT_UPDATE = Route(
-    "POST",
-    "/request_weight_update",
+REQUEST_WEIGHT_UPDATE = _control(
     "request_weight_update",
-    "Announce an update, and hold sampling unless it is staged; the only call that may refuse",
+    "Announce an update, and pause sampling unless it is staged; the only call that may refuse",
     wire.WeightUpdate,
     wire.Acknowledgement,
-    control=True,
-    request_size=Size(64 * MB),  # a name and a shape for each tensor, of which the largest models have 100,000
+    Size(64 * MB),  # a name and a shape for each tensor, of which the largest models have 100,000
 )
-RECEIVE_WEIGHTS = Route(
-    "POST",
-    "/receive_weights",
-    "receive_weights",
-    "Receive one bucket; pending until it has arrived",
-    wire.BucketTransfer,
-    wire.Acknowledgement,
-    control=True,
-    request_size=Size(64 * KB),
+RECEIVE_WEIGHTS = _control(
+    "receive_weights", "Receive one bucket; pending until it has arrived", wire.BucketTransfer, wire.Acknowledgement
 )
-COMMIT_WEIGHT_UPDATE = Route(
-    "POST",
-    "/commit_weight_update",
-    "commit_weight_update",
-    "Switch to the new weights and resume",
-    wire.UpdateRef,
-    wire.WeightVersion,
-    control=True,
-    request_size=Size(64 * KB),
+COMMIT_WEIGHT_UPDATE = _control(
+    "commit_weight_update", "Switch to the new weights and resume", wire.UpdateRef, wire.WeightVersion
 )
-ABORT_WEIGHT_UPDATE = Route(
-    "POST",
-    "/abort_weight_update",
-    "abort_weight_update",
-    "End an update before it is committed",
-    wire.UpdateRef,
-    wire.WeightVersion,
-    control=True,
-    request_size=Size(64 * KB),
+ABORT_WEIGHT_UPDATE = _control(
+    "abort_weight_update", "End an update before it is committed", wire.UpdateRef, wire.WeightVersion
 )
 GENERATE = Route(
     "POST",
@@ -121,9 +103,9 @@ CHAT_COMPLETIONS = Route(
 )
 MODELS = Route("GET", "/v1/models", "models", "The served model", None, wire.ModelList)
 HEALTH = Route("GET", "/health", "health", "200 while the server can generate or is being updated", None, wire.Health)
-METRICS = Route("GET", "/metrics", "metrics", "Prometheus metrics as text", None, None)
+METRICS: Route[Any] = Route("GET", "/metrics", "metrics", "Prometheus metrics as text", None, None)
 
-ROUTES = (
+ROUTES: tuple[Route[Any], ...] = (
     CAPABILITIES,
     WEIGHT_VERSION,
     INIT_PROCESS_GROUP,
@@ -153,4 +135,4 @@ STATUS_OF_CODE = {
 """HTTP status of each error code; every other one is 500."""
 
 REFUSED_STATUSES = (404, 405, 413)
-"""Further statuses of ``invalid_request``: no such route, no such method, a body that is too long."""
+"""Further statuses of ``invalid_request``: unknown route, wrong method, body too long."""

@@ -1,7 +1,7 @@
 """The contract's HTTP server: serves any `InferenceEndpoint` as a Starlette application.
 
-Control routes take a bearer token, which is looked at before the body is. Each body is bounded by what its route can
-need, every error travels as an `ErrorBody`. A client that goes away ends its request. Knows nothing of engines.
+Control routes take a bearer token, which is checked before the body is read. Each route limits its body to what it can
+need, and answers errors with an `ErrorBody`. A client that disconnects ends its request. Knows nothing of engines.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from inflight.http import routes
 from inflight.http.bodies import message_of
 from inflight.http.openapi import openapi_document
 from inflight.http.routes import STATUS_OF_CODE, Route
+from inflight.transports import spec_type
 from inflight.types import EngineStats
 from inflight.wire import (
     Acknowledgement,
@@ -39,6 +40,7 @@ from inflight.wire import (
     ModelCard,
     ModelList,
     TransportBody,
+    WeightVersion,
     WireModel,
 )
 
@@ -58,14 +60,14 @@ def create_app(
 ) -> Starlette:
     """Return the application that serves ``endpoint``. ``token`` guards the control routes and must not be empty.
 
-    ``stats`` feeds ``/metrics``. The application closes the endpoint when it shuts down, if it owns it.
+    ``stats`` feeds ``/metrics``. If the application owns the endpoint, it closes it on shutdown.
     """
     if not token:
         raise ValueError("create_app needs a token: control routes are never open")
 
     max_model_len = 0
 
-    async def body_of(request: Request, route: Route, kind: type[Body]) -> Body:
+    async def body_of(request: Request, route: Route[Any], kind: type[Body]) -> Body:
         nonlocal max_model_len
         if route.request_size.token_bytes and not max_model_len:  # constant over the endpoint's life
             max_model_len = (await endpoint.capabilities()).max_model_len
@@ -100,18 +102,20 @@ def create_app(
 
     async def metrics(_: Request) -> Response:
         registry = CollectorRegistry()
-        registry.register(_Collected(await endpoint.weight_version(), stats))
+        registry.register(_Collected(await endpoint.weight_version(), None if stats is None else stats()))
         return Response(generate_latest(registry), media_type="text/plain; version=0.0.4")
 
     async def openapi(_: Request) -> Response:
         return JSONResponse(openapi_document())
 
-    async def control(request: Request, route: Route) -> Response:
+    async def control(request: Request, route: Route[Any]) -> Response:
         call = getattr(endpoint, route.operation)
         if route.request is None:
             return _json(await call())
         body = await body_of(request, route, route.request)
-        answer = await call(body.root if isinstance(body, TransportBody) else body)
+        if isinstance(body, TransportBody):
+            body = await _message(request, spec_type(body.transport), body.model_dump_json().encode())
+        answer = await call(body)
         return _json(Acknowledgement(ok=True) if answer is None else answer)
 
     special: dict[str, Handler] = {
@@ -122,7 +126,7 @@ def create_app(
         "metrics": metrics,
     }
 
-    def mounted(route: Route) -> StarletteRoute:
+    def mounted(route: Route[Any]) -> StarletteRoute:
         async def handle(request: Request) -> Response:
             try:
                 if route.control:
@@ -155,7 +159,7 @@ def _check_token(request: Request, token: str) -> None:
 
 
 async def _body(request: Request, kind: type[Body], max_body_bytes: int) -> Body:
-    """Return the message in a body, of which no more than the bound is read."""
+    """Return the message in a body, reading no more than ``max_body_bytes``."""
     _refuse_length(request, max_body_bytes)
     parts, size_bytes = [], 0
     async for part in request.stream():
@@ -163,21 +167,27 @@ async def _body(request: Request, kind: type[Body], max_body_bytes: int) -> Body
         if size_bytes > max_body_bytes:
             raise _too_long(request, f"more than {max_body_bytes}", max_body_bytes)
         parts.append(part)
+    return await _message(request, kind, b"".join(parts))
+
+
+async def _message(request: Request, kind: type[Body], content: bytes) -> Body:
     try:
-        return await message_of(kind, b"".join(parts))
+        return await message_of(kind, content)
     except ValueError as error:
         raise InvalidRequestError(f"{request.url.path} cannot use this body: {error}") from error
 
 
 def _refuse_length(request: Request, max_body_bytes: int) -> None:
-    """Refuse a body that says itself that it is too long; one without a length is counted while it is read."""
+    """Refuse a body whose content-length is too long; without that header it is counted while it is read."""
     length = request.headers.get("content-length", "0")
     if not length.isdecimal() or int(length[:20]) > max_body_bytes:
         raise _too_long(request, length[:20], max_body_bytes)
 
 
 def _too_long(request: Request, length: str, max_body_bytes: int) -> HTTPException:
-    return HTTPException(413, f"the body of {request.url.path} has {length} bytes, at most {max_body_bytes} are taken")
+    return HTTPException(
+        413, f"the body of {request.url.path} has {length} bytes, at most {max_body_bytes} are allowed"
+    )
 
 
 def _streaming(endpoint: InferenceEndpoint) -> StreamingEndpoint:
@@ -206,7 +216,7 @@ async def _unless_client_leaves(request: Request, call: Awaitable[T]) -> T:
 
 
 async def _events(request: Request, chunks: AsyncIterator[WireModel]) -> Response:
-    """Answer with server-sent events. What is raised before the first of them is raised here, later it is an event."""
+    """Answer with server-sent events. An error before the first event is raised here; a later one becomes an event."""
     first = await _unless_client_leaves(request, anext(chunks))
 
     async def lines() -> AsyncIterator[str]:
@@ -230,16 +240,16 @@ def _error_body(error: InflightError) -> ErrorBody:
 
 
 def error_response(error: InflightError) -> Response:
-    """Return the answer that tells an error."""
+    """Return the response for an error."""
     return _json(_error_body(error), STATUS_OF_CODE.get(error.code, 500))
 
 
 async def _refused(request: Request, error: HTTPException) -> Response:
-    """Answer what is refused without reaching a handler's endpoint: unknown routes, long bodies."""
+    """Answer requests that do not reach the endpoint: unknown routes, bodies that are too long."""
     message = error.detail
     if error.status_code in (404, 405):
         known = ", ".join(f"{route.method} {route.path}" for route in routes.ROUTES)
-        message = f"{request.method} {request.url.path} is no route; known: {known}"
+        message = f"{request.method} {request.url.path} is not a route; known: {known}"
     return _json(_error_body(InvalidRequestError(message)), error.status_code)
 
 
@@ -248,35 +258,30 @@ async def _unexpected(request: Request, error: Exception) -> Response:
 
 
 class _Collected:
-    """Engine counters in Prometheus' form, read at the moment of the scrape."""
+    """Version and engine counters in the format of Prometheus."""
 
-    def __init__(self, version: Any, stats: Callable[[], EngineStats] | None) -> None:
+    def __init__(self, version: WeightVersion, stats: EngineStats | None) -> None:
         self._version = version
         self._stats = stats
 
     def collect(self) -> list[Metric]:
-        """Return the metric families."""
-        families: list[Metric] = [
-            GaugeMetricFamily("inflight_weight_version", "Weight version served now", value=self._version.version),
-            GaugeMetricFamily(
-                "inflight_poisoned", "1 while weights are torn", value=self._version.state is EndpointState.POISONED
-            ),
+        version, stats = self._version, self._stats
+        gauges: list[tuple[str, str, float]] = [
+            ("inflight_weight_version", "Weight version served now", version.version),
+            ("inflight_poisoned", "1 while weights are torn", version.state is EndpointState.POISONED),
         ]
-        if self._stats is None:
-            return families
-        stats = self._stats()
-        gauges = {
-            "inflight_running_sequences": ("Sequences being decoded", stats.num_running),
-            "inflight_waiting_sequences": ("Sequences waiting for a slot", stats.num_waiting),
-        }
-        counters = {
-            "inflight_steps": ("Forward passes", stats.num_steps),
-            "inflight_completion_tokens": ("Tokens sampled", stats.num_tokens),
-            "inflight_prompt_tokens": ("Prompt tokens prefilled", stats.num_prompt_tokens),
-            "inflight_finished_sequences": ("Sequences finished", stats.num_finished),
-            "inflight_weight_updates": ("Weight updates applied", stats.num_updates),
-            "inflight_held_seconds": ("Time in which sampling was held for updates", stats.held_s),
-        }
-        families += [GaugeMetricFamily(name, text, value=value) for name, (text, value) in gauges.items()]
-        families += [CounterMetricFamily(name, text, value=value) for name, (text, value) in counters.items()]
-        return families
+        counters: list[tuple[str, str, float]] = []
+        if stats is not None:
+            gauges += [
+                ("inflight_running_sequences", "Sequences being decoded", stats.num_running),
+                ("inflight_waiting_sequences", "Sequences waiting for a slot", stats.num_waiting),
+            ]
+            counters = [
+                ("inflight_steps", "Forward passes", stats.num_steps),
+                ("inflight_completion_tokens", "Tokens sampled", stats.num_tokens),
+                ("inflight_prompt_tokens", "Prompt tokens prefilled", stats.num_prompt_tokens),
+                ("inflight_finished_sequences", "Sequences finished", stats.num_finished),
+                ("inflight_weight_updates", "Weight updates applied", stats.num_updates),
+                ("inflight_paused_seconds", "Time in which sampling was paused for updates", stats.paused_s),
+            ]
+        return [*(GaugeMetricFamily(*it) for it in gauges), *(CounterMetricFamily(*it) for it in counters)]

@@ -23,13 +23,13 @@ from inflight.types import EngineStats
 
 _POLL_S = 0.1
 _PARTING_S = 0.5
-"""How long what runs may take to end once the server has failed."""
+"""How long running requests may take to end once the server has failed."""
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a listening socket. Raises `ConfigError` if the address cannot be had; port 0 takes any free one."""
+    """Return a listening socket. Raises `ConfigError` if the address cannot be used; port 0 takes any free one."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With the protocol named, asyncio switches Nagle off on every connection; without, each answer takes 40 ms longer.
+    # asyncio disables Nagle's algorithm only on sockets with a named protocol; it would delay each answer by 40 ms.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -54,12 +54,12 @@ async def serve(
     until_ready: Callable[[], Awaitable[None]] | None = None,
     while_serving: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
-    """Serve until SIGINT, SIGTERM or, if asked for, the end of standard input; then abort what runs and return.
+    """Serve until SIGINT, SIGTERM or, with ``exit_with_stdin``, the end of standard input; then abort all requests.
 
-    To be awaited in the main thread, which gets the signals; a signal that was taken is raised again in the end. When
-    the server answers, ``ready_file`` gets ``{"url", "pid"}`` as JSON, whole or not at all. ``until_ready`` is
-    awaited before that, ``while_serving`` runs beside it: an `InflightError` of either ends the server and is raised.
-    Requests that run then, and those that still come, are answered with its first line at once.
+    Await it in the main thread, which receives the signals; a handled signal is raised again at the end. Once the
+    server answers, ``ready_file`` is written atomically with ``{"url", "pid"}`` as JSON. ``until_ready`` is awaited
+    before that, and ``while_serving`` runs beside the server: an `InflightError` from either ends the server and is
+    raised, and running and later requests are answered at once with its first line.
     """
     host, port = listener.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -83,7 +83,7 @@ async def serve(
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that waits for what it serves, says when it answers, and ends what runs before it stops."""
+    """A uvicorn server that waits for its endpoint, reports when it answers, and ends all requests before it stops."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class _Server(uvicorn.Server):
         self.failure: InflightError | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Wait until ready, start, then say so; does nothing if told to stop meanwhile."""
+        """Wait until ready, start, and report it; does nothing if told to stop meanwhile."""
         if self._until_ready is not None:
             await self._unless_stopped(self._until_ready())
             if self.should_exit:
@@ -117,7 +117,7 @@ class _Server(uvicorn.Server):
         self._on_started()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End what runs, then stop; after a failure without waiting for what cannot answer any more."""
+        """End all requests, then stop; after a failure, do not wait for requests that can no longer be answered."""
         if self._beside is not None:
             self._beside.cancel()
             await asyncio.gather(self._beside, return_exceptions=True)
@@ -147,7 +147,7 @@ class _Server(uvicorn.Server):
 
 
 class _UntilFailure:
-    """An ASGI application whose requests are answered with an error once there is one, whatever they wait for."""
+    """An ASGI application that answers every request with an error once it has failed."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -156,12 +156,11 @@ class _UntilFailure:
         self._left: set[asyncio.Future[None]] = set()
 
     def fail(self, error: InflightError) -> None:
-        """Answer what runs, and whatever comes from now on, with the first line of ``error``."""
+        """Answer all running and later requests with the first line of ``error``."""
         self._error = error_from_code(error.code, str(error).partition("\n")[0])
         self._has_failed.set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the application, or answer in its place."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         has_begun = False
@@ -180,7 +179,7 @@ class _UntilFailure:
         finally:
             answering.cancel()
             failing.cancel()
-        self._left.add(answering)  # it may take its time to end: what it waits for is gone
+        self._left.add(answering)  # it may end late, since what it waits for is gone
         answering.add_done_callback(lambda done: done.cancelled() or done.exception())
         if not has_begun:
             await error_response(self._error)(scope, receive, send)
@@ -196,7 +195,7 @@ def _announce(url: str, ready_file: Path | None, on_ready: Callable[[str], None]
 
 
 def _watch_stdin(server: uvicorn.Server) -> None:
-    # Not through sys.stdin's buffer: its lock, held by this thread, would abort the interpreter when it exits.
+    # Reading through sys.stdin would hold its buffer's lock, which aborts the interpreter at exit.
     while os.read(sys.stdin.fileno(), 4096):
         pass
     server.should_exit = True

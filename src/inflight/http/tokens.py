@@ -1,7 +1,4 @@
-"""The control token that servers ask for and clients send: read from a file or from the environment.
-
-Knows nothing of what a token opens.
-"""
+"""The control token that clients send to servers, read from a file or from the environment."""
 
 from __future__ import annotations
 
@@ -27,5 +24,7 @@ def read_token(token_file: Path | None) -> str | None:
         if not token:
             return None
     if not all("!" <= character <= "~" for character in token):
-        raise ConfigError(f"{source} holds characters that no HTTP header can carry; use printable ASCII, no spaces")
+        raise ConfigError(
+            f"{source} holds characters that an HTTP header cannot carry; use printable ASCII without spaces"
+        )
     return token

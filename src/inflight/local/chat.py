@@ -1,4 +1,4 @@
-"""Chat by a tokenizer in this process: its template renders messages, and it decodes what was sampled."""
+"""Chat with a tokenizer in this process: its template renders messages, and it decodes completions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ChatFormat:
         messages = [{"role": message.role, "content": message.content} for message in request.messages]
         try:
             text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # templates raise what they like
+        except Exception as error:  # templates may raise anything
             raise InvalidRequestError(f"the chat template refused the messages: {error}") from error
         return generate_request_of(request, self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
@@ -39,14 +39,13 @@ class ChatFormat:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
-        """Return each token's own text."""
         return [self.tokenizer.decode([token_id]) for token_id in token_ids]
 
 
 class ChatChunkWriter:
-    """Turns streamed tokens into streamed text, one request at a time.
+    """Turns the streamed tokens of one request into streamed text.
 
-    Text is held back while it may still change: an unfinished character, or the beginning of a stop string.
+    It holds back text that may still change: an unfinished character or the beginning of a stop string.
     """
 
     def __init__(self, chat: ChatFormat, request: ChatCompletionRequest) -> None:
@@ -58,7 +57,6 @@ class ChatChunkWriter:
         self._written: dict[int, str] = {}
 
     def write(self, chunk: CompletionChunk) -> ChatCompletionChunk:
-        """Return the next chunk of the stream."""
         token_ids = self._token_ids.setdefault(chunk.index, [])
         token_ids += chunk.token_ids
         first = chunk.index not in self._written

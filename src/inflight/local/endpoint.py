@@ -1,7 +1,7 @@
 """The embedded engine as an `InferenceEndpoint` in this process: the contract's reference implementation.
 
-It joins the engine (a thread) and the receiving half of updates. The model is touched by a commit only, in the engine's
-thread, so that everything that fails before it leaves the old weights serving.
+It joins the engine (a thread) and the receiving half of updates. Only a commit changes the model, in the engine's
+thread, so any failure before it leaves the old weights serving.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from inflight.contracts import StreamingEndpoint
@@ -19,21 +20,21 @@ from inflight.http.chat import chat_completion_of, check_chat
 from inflight.local.chat import ChatChunkWriter, ChatFormat
 from inflight.local.engine import Engine
 from inflight.local.sequences import Sequence
+from inflight.transports import receivable
 from inflight.types import EngineStats
-from inflight.weights.merging import AdaptedWeights
+from inflight.weights.base_weights import AdaptedWeights
+from inflight.weights.intakes import StagedIntake
 from inflight.weights.module import tensor_spec
-from inflight.weights.receiving import HeldEngine, ReceivingEndpoint, StagedIntake, UpdateReceiver
+from inflight.weights.receiving import PausableEngine, ReceivingEndpoint, UpdateReceiver
 from inflight.weights.threads import run_abandonable
 from inflight.weights.transports import make_receiver
 from inflight.wire import (
-    Backend,
     Capabilities,
     ChatCompletion,
     ChatCompletionChunk,
     ChatCompletionRequest,
     Completion,
     CompletionChunk,
-    Encoding,
     GenerateRequest,
     GenerateResponse,
     InFlightPolicy,
@@ -45,52 +46,39 @@ from inflight.wire import (
 
 T = TypeVar("T")
 
-_ENCODINGS: tuple[Encoding, ...] = ("bfloat16", "float8", "delta")
 
-
-class LocalEndpoint(ReceivingEndpoint, StreamingEndpoint, HeldEngine):
+class LocalEndpoint(ReceivingEndpoint, StreamingEndpoint, PausableEngine):
     """An endpoint around an `Engine`, which it starts and closes.
 
-    Belongs to the event loop in which it is first used. ``chat`` is None where the model has no chat template.
+    Belongs to the event loop that first uses it. ``chat`` is None if the model has no chat template.
     """
 
     def __init__(self, engine: Engine, model: Any, *, name: str, chat: ChatFormat | None = None) -> None:
         self._engine = engine
         self._name = name
         self._chat = chat
-        self._dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-        self._device = next(model.parameters()).device
-        stored: tuple[Backend, ...] = ("shm", "file", "http")
-        self._transports = ("gloo", "nccl", *stored) if self._device.type == "cuda" else ("gloo", *stored)
+        parameter = next(model.parameters())
         self._parameters = dict(model.named_parameters())
         specs = tuple(tensor_spec(name, parameter, None) for name, parameter in self._parameters.items())
-        self._manifest = Manifest(tensors=specs)
         self._adapted = AdaptedWeights()
-        self._intake = StagedIntake(lambda spec: make_receiver(spec, self._device))
-        self._updates = UpdateReceiver(
-            self,
-            self._intake,
-            specs,
-            policies=tuple(InFlightPolicy),
-            transports=self._transports,
-            staging=True,
-            encodings=_ENCODINGS,
-            partial_updates=True,
-            adapters=True,
-        )
+        self._intake = StagedIntake(lambda spec: make_receiver(spec, parameter.device))
+        self._manifest = Manifest(tensors=specs)
+        self._capabilities = self._declared(parameter)
+        self._updates = UpdateReceiver(self, self._intake, specs, self._capabilities)
         self._last_timings: UpdateTimings | None = None
         engine.start()
 
     @property
     def name(self) -> str:
-        """The name given at construction."""
         return self._name
 
     def stats(self) -> EngineStats:
-        """Return the engine's counters."""
         return self._engine.stats()
 
     async def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    def _declared(self, parameter: Any) -> Capabilities:
         from inflight import __version__
 
         return Capabilities(
@@ -99,13 +87,13 @@ class LocalEndpoint(ReceivingEndpoint, StreamingEndpoint, HeldEngine):
             model=self._name,
             vocab_size=self._engine.vocab_size,
             max_model_len=self._engine.max_model_len,
-            dtype=self._dtype,
+            dtype=str(parameter.dtype).removeprefix("torch."),
             in_flight_policies=tuple(InFlightPolicy),
-            transports=self._transports,
+            transports=receivable(on_gpu=parameter.is_cuda),
             staging=True,
-            encodings=_ENCODINGS,
+            encodings=("bfloat16", "float8", "delta"),
             partial_updates=True,
-            adapters=True,
+            lora=True,
             version_binding="spans",
             logprob_kind="processed",
             num_ranks=1,
@@ -131,23 +119,20 @@ class LocalEndpoint(ReceivingEndpoint, StreamingEndpoint, HeldEngine):
         )
 
     def _timings(self) -> UpdateTimings | None:
-        """The last committed update's cost, with its first token once that was sampled."""
+        """Return the timings of the last committed update, with its first token once that has been sampled."""
         timings = self._last_timings
         if timings is not None and timings.first_token_s is None:
             timings = timings.model_copy(update={"first_token_s": self._engine.first_token_s})
         return timings
 
-    async def hold(self, update: WeightUpdate) -> None:
+    async def pause(self, update: WeightUpdate) -> None:
         self._last_timings = self._timings()
-        loop = asyncio.get_running_loop()
-        held: asyncio.Future[None] = loop.create_future()
+        paused: Future[None] = _outcome()
         try:
-            await self._in_engine(
-                lambda: self._engine.hold(update.in_flight, lambda: _call_in(loop, lambda: _settle(held)))
-            )
-            await held
+            await self._in_engine(lambda: self._engine.pause(update.in_flight, lambda: paused.set_result(None)))
+            await asyncio.wrap_future(paused)
         except asyncio.CancelledError:
-            self._engine.call(self._engine.resume)  # after the hold, which may not have begun yet
+            self._engine.call(self._engine.resume)  # the engine runs this after the pause, which may not have begun yet
             raise
 
     async def apply(self, update: WeightUpdate) -> None:
@@ -159,22 +144,22 @@ class LocalEndpoint(ReceivingEndpoint, StreamingEndpoint, HeldEngine):
             self._engine.load(load.tensors, update.version, update.in_flight)
             self._adapted.loaded(load)
             load_s = time.monotonic() - started
-            return UpdateTimings(load_s=load_s, held_s=self._engine.resume())
+            return UpdateTimings(load_s=load_s, paused_s=self._engine.resume())
 
         self._last_timings = await self._in_engine(apply)
 
-    async def release(self) -> None:
+    async def resume(self) -> None:
         await self._in_engine(self._engine.resume)
 
     async def give_up(self) -> None:
         await self._in_engine(self._engine.cancel_all)
 
     async def num_running(self) -> int:
-        """Sequences, of which a request may have several."""
+        """Return the number of running sequences, of which a request may have several."""
         return self._engine.stats().num_running
 
     async def _in_engine(self, command: Callable[[], T]) -> T:
-        """Return what ``command`` returns in the engine's thread; it runs even if the caller is cancelled."""
+        """Return the result of ``command`` in the engine's thread; it runs even if the caller is cancelled."""
         return await asyncio.shield(asyncio.wrap_future(self._engine.call(command)))
 
     # ------------------------------------------------------------------------------------------------- generation
@@ -182,25 +167,11 @@ class LocalEndpoint(ReceivingEndpoint, StreamingEndpoint, HeldEngine):
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
         """Cancelling the call ends the request between two token steps."""
         self._updates.session.refuse_if_poisoned()
-        loop = asyncio.get_running_loop()
-        finished: asyncio.Future[list[Completion]] = loop.create_future()
-
-        def settle(completions: list[Completion]) -> None:
-            if not finished.done():
-                finished.set_result(completions)
-
-        def fail(error: InflightError) -> None:
-            if not finished.done():
-                finished.set_exception(error)
-
-        admitted, submitted = self._engine.submit(
-            request,
-            lambda completions: _call_in(loop, lambda: settle(completions)),
-            lambda error: _call_in(loop, lambda: fail(error)),
-        )
+        finished: Future[list[Completion]] = _outcome()
+        admitted, submitted = self._engine.submit(request, finished.set_result, finished.set_exception)
         try:
             await asyncio.wrap_future(submitted)
-            completions = await finished
+            completions = await asyncio.wrap_future(finished)
         except asyncio.CancelledError:
             self._engine.call(lambda: self._engine.cancel(admitted))
             raise
@@ -209,7 +180,7 @@ class LocalEndpoint(ReceivingEndpoint, StreamingEndpoint, HeldEngine):
         return GenerateResponse.model_construct(request_id=request.request_id, completions=tuple(completions))
 
     async def generate_stream(self, request: GenerateRequest) -> AsyncIterator[CompletionChunk]:
-        """One chunk per token; closing the iterator ends the request."""
+        """Yields one chunk per token; closing the iterator ends the request."""
         self._updates.session.refuse_if_poisoned()
         loop = asyncio.get_running_loop()
         chunks: asyncio.Queue[CompletionChunk | InflightError | None] = asyncio.Queue()
@@ -261,7 +232,7 @@ class LocalEndpoint(ReceivingEndpoint, StreamingEndpoint, HeldEngine):
             yield writer.write(chunk)
 
     def chat_request(self, request: ChatCompletionRequest) -> GenerateRequest:
-        """Return the token-in request that a chat request is rendered to."""
+        """Return the token request that a chat request is rendered to."""
         check_chat(request, model=self._name, offers_chat=self._chat is not None)
         return self._chat_format().render(request)
 
@@ -269,24 +240,26 @@ class LocalEndpoint(ReceivingEndpoint, StreamingEndpoint, HeldEngine):
         if not all(map(math.isfinite, logprobs)):
             raise NonFiniteError(
                 "sampled logprobs are not finite: the weights served now "
-                f"(version {self._updates.session.version}) or before are broken; publish whole ones"
+                f"(version {self._updates.session.version}) or before are broken; publish valid ones"
             )
 
     def _chat_format(self) -> ChatFormat:
-        assert self._chat is not None  # it was checked when the request came
+        assert self._chat is not None  # `check_chat` has refused the request otherwise
         return self._chat
 
     async def aclose(self) -> None:
-        """Abort what is running and end the engine."""
+        """Abort all requests and end the engine."""
         self._updates.close()
         await run_abandonable(self._engine.close, "inflight-close")
 
 
-def _settle(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
+def _outcome() -> Future[Any]:
+    """Return a future for the engine's thread to settle; a caller that stops waiting does not cancel it."""
+    outcome: Future[Any] = Future()
+    outcome.set_running_or_notify_cancel()
+    return outcome
 
 
 def _call_in(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is waiting
         loop.call_soon_threadsafe(call)

@@ -1,9 +1,9 @@
-"""The embedded engine: continuous batching over a transformers causal LM, whose weights change between token steps.
+"""The embedded engine: continuous batching over a transformers causal LM whose weights change between token steps.
 
-One thread runs the loop: apply what others asked for, admit waiting sequences, one forward (a token for each running
-sequence and the prompts of new ones), draw, deliver. Everything that touches the model or a sequence happens in it.
-A step that raises is repeated in halves until the sequence that it is the fault of runs alone; its request is ended.
-The engine knows nothing of HTTP, of process groups or of runs; it is told to hold, to load and to resume.
+One thread runs the loop: apply commands, admit waiting sequences, run one forward (a token for each running sequence
+and the prompts of new ones), draw, deliver. Only this thread touches the model and the sequences. A step that raises is
+repeated in halves until the sequence that causes the error runs alone, and its request ends. The engine knows nothing
+of HTTP, process groups or runs.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ import torch
 
 from inflight.errors import EndpointError, InflightError, InvalidRequestError
 from inflight.local.sampler import sample
-from inflight.local.sequences import FinishReason, Request, Sequence
+from inflight.local.sequences import Request, Sequence
 from inflight.local.slots import Slot, SlotStore, StepPlan, token_bytes_of
 from inflight.types import EngineStats
-from inflight.wire import Completion, GenerateRequest, InFlightPolicy
+from inflight.wire import Completion, FinishReason, GenerateRequest, InFlightPolicy
 
 T = TypeVar("T")
 
 _MAX_PREFILL_TOKENS = 4096
-"""Prompt tokens in one forward: more would keep running sequences waiting."""
+"""Most prompt tokens in one forward: more would make running sequences wait."""
 
 
 class Engine:
     """Runs ``model`` (built with `ATTENTION_NAME`) for up to ``max_concurrent`` sequences. Call `start`, then `close`.
 
-    Keys and values take at most ``kv_cache_bytes``: a sequence starts when what it may come to need is free. None is as
-    much as all of them together may need. ``max_model_len`` is lowered to what one sequence alone has room for.
-    ``decode`` turns token ids into text and is needed for stop strings only. ``eos_token_ids`` end a completion.
+    Keys and values take at most ``kv_cache_bytes``; None allows ``max_concurrent`` sequences of full length. A sequence
+    starts when there is room for its longest completion. If one sequence of ``max_model_len`` does not fit,
+    ``max_model_len`` is lowered. ``decode`` turns token ids into text, for stop strings only. ``eos_token_ids`` end a
+    completion.
     """
 
     def __init__(
@@ -71,8 +72,8 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._version = 0
         self._admitting = True
-        self._held_since: float | None = None
-        self._held_s = 0.0
+        self._paused_since: float | None = None
+        self._paused_s = 0.0
         self._resumed_at: float | None = None
         self.first_token_s: float | None = None
         self._on_drained: Callable[[], None] | None = None
@@ -84,11 +85,10 @@ class Engine:
     # ------------------------------------------------------------------------------------------------- any thread
 
     def start(self) -> None:
-        """Start the engine's thread."""
         self._thread.start()
 
     def close(self) -> None:
-        """Abort what is running, end the thread and wait for it."""
+        """Abort all requests, end the thread and wait for it."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -97,13 +97,13 @@ class Engine:
 
     @property
     def failure(self) -> EndpointError | None:
-        """What ended the engine's thread, None while it runs or was closed."""
+        """The error that ended the engine's thread; None while it runs, or after `close`."""
         if self._failure is None:
             return None
         return EndpointError(f"the engine failed ({self._failure!r}); restart the server")
 
     def call(self, command: Callable[[], T]) -> Future[T]:
-        """Run ``command`` in the engine's thread, between two token steps; cancelled before that, it never runs."""
+        """Run ``command`` in the engine's thread, between two token steps, unless the future is cancelled first."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -111,7 +111,7 @@ class Engine:
                 return
             try:
                 future.set_result(command())
-            except BaseException as error:  # handed to the caller, whatever it is
+            except BaseException as error:  # the caller gets it, whatever it is
                 future.set_exception(error)
 
         with self._wake:
@@ -129,10 +129,11 @@ class Engine:
         on_failed: Callable[[InflightError], None],
         on_token: Callable[[Sequence], None] | None = None,
     ) -> tuple[Request, Future[None]]:
-        """Queue a request; raises `InvalidRequestError` if it does not fit, the future if its id is in use.
+        """Queue a request. Raises `InvalidRequestError` if it does not fit; the future raises it if its id is in use.
 
-        One of two is called, once, in the engine's thread: ``on_finished`` when every completion has a finish reason,
-        ``on_failed`` if a step of this request raises whatever else runs. Nothing of it is left in the engine then.
+        The engine's thread removes the request from the engine, then calls exactly one callback once: ``on_finished``
+        when every completion has a finish reason, ``on_failed`` if a step of this request raises even when it runs
+        alone.
         """
         admitted = Request(
             request.request_id,
@@ -146,8 +147,8 @@ class Engine:
         return admitted, self.call(lambda: self._add(admitted))
 
     def stats(self) -> EngineStats:
-        """Return the counters; a snapshot that may be one step old."""
-        held_since = self._held_since
+        """Return a snapshot of the counters, which may be one step old."""
+        paused_since = self._paused_since
         return EngineStats(
             num_running=len(self._running),
             num_waiting=len(self._waiting),
@@ -156,11 +157,11 @@ class Engine:
             num_prompt_tokens=self._num_prompt_tokens,
             num_finished=self._num_finished,
             num_updates=self._num_updates,
-            held_s=self._held_s + (time.monotonic() - held_since if held_since is not None else 0.0),
+            paused_s=self._paused_s + (time.monotonic() - paused_since if paused_since is not None else 0.0),
         )
 
     def _max_tokens(self, request: GenerateRequest) -> int:
-        """Tokens that a completion may have. Raises `InvalidRequestError` if the request cannot be served."""
+        """Return the most tokens a completion may have. Raises `InvalidRequestError` if the request does not fit."""
         num_prompt = len(request.prompt_token_ids)
         why = f" (as many as {self._store.limit_bytes} bytes of keys and values hold)" if self._shortened else ""
         if num_prompt >= self.max_model_len:
@@ -174,7 +175,9 @@ class Engine:
                 f"{self.max_model_len}{why}: ask for at most {self.max_model_len - num_prompt} tokens"
             )
         if (largest := max(request.prompt_token_ids)) >= self.vocab_size:
-            raise InvalidRequestError(f"prompt token id {largest} is outside of the vocabulary of {self.vocab_size}")
+            raise InvalidRequestError(
+                f"prompt token id {largest} is outside the vocabulary of {self.vocab_size} tokens"
+            )
         if request.sampling.stop and self._decode is None:
             raise InvalidRequestError("stop strings need a tokenizer, and this server has none; use stop_token_ids")
         return max_tokens
@@ -183,54 +186,49 @@ class Engine:
 
     def _add(self, request: Request) -> None:
         if request.request_id in self._requests:
-            raise InvalidRequestError(f"request id {request.request_id!r} is running already; choose another")
+            raise InvalidRequestError(f"request id {request.request_id!r} is already running; choose another id")
         params = request.sampling
         for index in range(params.n):
             seed = f"{params.seed}:{index}" if params.seed is not None else None
             request.sequences.append(Sequence(request, index, random.Random(seed).random))
-        request.num_open = params.n
         self._requests[request.request_id] = request
         self._waiting.extend(request.sequences)
 
     def cancel(self, request: Request) -> None:
-        """End a request with what it has, finish reason ``abort``. Engine's thread only; ignored once it has ended."""
+        """End a request, unless it has ended, with its tokens so far and reason ``abort``. Engine's thread only."""
         if self._requests.get(request.request_id) is request:
             self._waiting = deque(s for s in self._waiting if s.request is not request)
             for sequence in request.sequences:
                 self._finish(sequence, "abort")
 
     def cancel_all(self) -> None:
-        """End every request with what it has. Engine's thread only."""
+        """End every request with its tokens so far. Engine's thread only."""
         for request in list(self._requests.values()):
             self.cancel(request)
 
-    def hold(self, policy: InFlightPolicy, on_held: Callable[[], None]) -> None:
-        """Stop sampling as the policy says; ``on_held`` is called when no token will be sampled any more.
+    def pause(self, policy: InFlightPolicy, on_paused: Callable[[], None]) -> None:
+        """Stop sampling under a policy, and call ``on_paused`` once no further token will be sampled.
 
-        Engine's thread only. Under ``drain`` that is when the last running sequence has finished.
+        Under ``drain`` that is after the last running sequence has finished. Engine's thread only.
         """
         self._admitting = False
         if policy is InFlightPolicy.ABORT:
             started = [*self._running.values(), *(s for s in self._waiting if s.token_ids)]
-            for request in {id(s.request): s.request for s in started}.values():
+            for request in dict.fromkeys(s.request for s in started):
                 self.cancel(request)
+
+        def stop_sampling() -> None:
+            if self._paused_since is None:
+                self._paused_since = time.monotonic()
+            on_paused()
+
         if policy is InFlightPolicy.DRAIN and self._has_started():
-
-            def drained() -> None:
-                self._stop_sampling()
-                on_held()
-
-            self._on_drained = drained
+            self._on_drained = stop_sampling
         else:
-            self._stop_sampling()
-            on_held()
-
-    def _stop_sampling(self) -> None:
-        if self._held_since is None:
-            self._held_since = time.monotonic()
+            stop_sampling()
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int, policy: InFlightPolicy) -> None:
-        """Replace the weights. Engine's thread, while held. Whatever it raises, the model is torn."""
+        """Replace the weights. Engine's thread only, while paused. If it raises, the model is torn."""
         parameters = dict(self._model.named_parameters())
         with torch.no_grad():
             for name, tensor in tensors:
@@ -242,21 +240,21 @@ class Engine:
                 assert sequence.slot is not None
                 self._store.close(sequence.slot)
                 sequence.slot = None
-                self._waiting.appendleft(sequence)  # in front: `_may_admit` looks no further than the first
+                self._waiting.appendleft(sequence)  # in front, since `_may_admit` looks only at the first
             self._running.clear()
 
     def resume(self) -> float:
-        """Sample again; returns how long sampling was held, in seconds. Engine's thread only; idempotent."""
+        """Sample again, and return for how many seconds sampling was paused. Engine's thread only; idempotent."""
         self._on_drained = None
         self._admitting = True
-        if self._held_since is None:
+        if self._paused_since is None:
             return 0.0
-        held_s = time.monotonic() - self._held_since
-        self._held_s += held_s
-        self._held_since = None
+        paused_s = time.monotonic() - self._paused_since
+        self._paused_s += paused_s
+        self._paused_since = None
         self._resumed_at = time.monotonic()
         self.first_token_s = None
-        return held_s
+        return paused_s
 
     @torch.inference_mode()
     def _run(self) -> None:
@@ -275,7 +273,7 @@ class Engine:
                 if self._on_drained is not None and not self._has_started():
                     on_drained, self._on_drained = self._on_drained, None
                     on_drained()
-        except BaseException as error:  # kept for every caller; the server reports it as unhealthy
+        except BaseException as error:  # later callers get it, and the server reports itself unhealthy
             self._failure = error
             raise
         finally:
@@ -288,29 +286,29 @@ class Engine:
         for command in commands:
             command()
         for sequence in self._running.values():
-            sequence.slot = None  # nothing is stored any more, and what failed may have been the store
+            sequence.slot = None  # the store itself may have failed
         self._running.clear()
         self.cancel_all()
 
     def _has_work(self) -> bool:
-        return self._held_since is None and (bool(self._running) or self._may_admit())
+        return self._paused_since is None and (bool(self._running) or self._may_admit())
 
     def _has_started(self) -> bool:
-        """Whether some sequence has tokens: it runs, or waits in front to be computed again."""
+        """Return whether some sequence has started: it runs, or waits in front to be computed again."""
         return bool(self._running) or bool(self._waiting and self._waiting[0].token_ids)
 
     def _may_admit(self) -> bool:
-        """Whether the first waiting sequence may run now; while draining, only one that has started before."""
+        """Return whether the first waiting sequence may run now; while draining, only if it has already started."""
         return bool(self._waiting) and (self._admitting or bool(self._waiting[0].token_ids))
 
     def _step(self) -> None:
-        """Sample one token for every running sequence and for those that can start; end the requests that fail."""
+        """Sample one token for every sequence that runs or can start; end the requests that fail."""
         failed: list[tuple[Request, Exception]] = []
         for slot, sequence in list(self._running.items()):
-            if sequence.slot is slot:  # it is not, where another sequence of its request has failed
+            if sequence.slot is slot:  # not if another sequence of its request has failed
                 try:
                     self._store.reserve(slot)
-                except Exception as error:  # no memory, say
+                except Exception as error:  # such as too little memory
                     failed.append((self._removed(sequence.request), error))
         new = self._admit(failed)
         self._advance([[sequence] for sequence in self._running.values()] + new, failed)
@@ -323,17 +321,17 @@ class Engine:
             raise broken from failed[0][1]
 
     def _advance(self, groups: list[list[Sequence]], failed: list[tuple[Request, Exception]]) -> None:
-        """Sample a token for each sequence of these groups; remove the requests that fail alone, and list them.
+        """Sample a token for each sequence of these groups. Requests that fail alone are removed and put in ``failed``.
 
-        A group is a running sequence, or new ones of the same ids. What raises is repeated in halves: nothing of a step
-        counts before its tokens are drawn.
+        A group is one running sequence, or new sequences with the same ids. A failed step can be repeated in halves,
+        because it changes nothing before its tokens are drawn.
         """
         groups = [opened for group in groups if (opened := [s for s in group if s.slot is not None])]
         if not groups:
             return
         try:
             drawn = self._forward(groups)
-        except Exception as error:  # whatever models, filters and memory may raise
+        except Exception as error:  # models, filters and memory may raise anything
             if len(groups) == 1:
                 (group,) = groups
                 groups = [[s for s in group if s.request is it] for it in {s.request: None for s in group}]
@@ -358,7 +356,7 @@ class Engine:
                 sequence.request.on_token(sequence)
 
     def _forward(self, groups: list[list[Sequence]]) -> list[tuple[Sequence, int, float]]:
-        """Return a token and its logprob for each sequence, whose keys and values are stored then."""
+        """Run one forward, which stores keys and values; return a token and its logprob for each sequence."""
         slots = {sequence.slot: sequence for (sequence, *_) in groups if sequence.slot in self._running}
         new = [group for group in groups if group[0].slot not in self._running]
         opened = [group[0].slot for group in new if group[0].slot is not None]
@@ -371,12 +369,7 @@ class Engine:
         for group, its_ids in zip(new, ids, strict=True):
             position += len(its_ids)
             keep += [position - 1] * len(group)
-        hidden = self._model.base_model(
-            input_ids=torch.tensor([packed], device=self._device),
-            position_ids=torch.tensor([plan.positions()], device=self._device),
-            use_cache=False,
-            step_plan=plan,
-        ).last_hidden_state[0]
+        hidden = self._hidden(packed, plan)
         if keep != list(range(len(packed))):
             hidden = hidden[torch.tensor(keep, device=self._device)]
         logits_BV = self._head(hidden)
@@ -399,18 +392,23 @@ class Engine:
             self._resumed_at = None
         return list(zip(drawing, tokens, logprobs, strict=True))
 
+    def _hidden(self, token_ids: list[int], plan: StepPlan) -> torch.Tensor:
+        """Return the last hidden state of each token, in the order in which ``plan`` packs them."""
+        hidden: torch.Tensor = self._model.base_model(
+            input_ids=torch.tensor([token_ids], device=self._device),
+            position_ids=torch.tensor([plan.positions()], device=self._device),
+            use_cache=False,
+            step_plan=plan,
+        ).last_hidden_state[0]
+        return hidden
+
     def _broken(self) -> Exception | None:
-        """Return what a prompt of one token raises, None if it is computed: what failed is then the requests' fault."""
+        """Return what a prompt of one token raises. None means that the requests, not the engine, caused a failure."""
         try:
             slot = self._store.open(1, 1)
             try:
-                hidden = self._model.base_model(
-                    input_ids=torch.zeros((1, 1), dtype=torch.long, device=self._device),
-                    position_ids=torch.zeros((1, 1), dtype=torch.long, device=self._device),
-                    use_cache=False,
-                    step_plan=StepPlan(self._store, [slot], [1], self._device, only=()),
-                ).last_hidden_state
-                hidden.cpu()  # a GPU says only now what it could not do
+                hidden = self._hidden([0], StepPlan(self._store, [slot], [1], self._device, only=()))
+                hidden.cpu()  # a GPU reports its errors only now
             finally:
                 self._store.close(slot)
         except Exception as error:
@@ -418,10 +416,11 @@ class Engine:
         return None
 
     def _admit(self, failed: list[tuple[Request, Exception]]) -> list[list[Sequence]]:
-        """Open slots for waiting sequences, in order; return them, those of the same ids together.
+        """Open slots for waiting sequences, in order; return them, grouped by equal ids.
 
-        The first of a group is prefilled, and the others get its keys and values. One that has no room yet waits, and
-        those behind it too. One for which there is no memory below the limit is listed in ``failed``.
+        The first of a group is prefilled, and the others get copies of its keys and values. A sequence without room
+        waits, and so do those behind it. A request whose slot cannot be allocated, although the limit allows it, is
+        removed and put in ``failed``.
         """
         groups: dict[tuple[int, ...], list[Sequence]] = {}
         num_tokens, num_open = 0, len(self._running)
@@ -432,7 +431,7 @@ class Engine:
                 break
             try:
                 sequence.slot = self._store.open(len(ids), sequence.request.most)
-            except Exception as error:  # no memory, say
+            except Exception as error:  # such as too little memory
                 failed.append((self._removed(sequence.request), error))
                 continue
             self._waiting.popleft()
@@ -442,7 +441,6 @@ class Engine:
         return list(groups.values())
 
     def _removed(self, request: Request) -> Request:
-        """Return the request, of which nothing is left in the engine."""
         del self._requests[request.request_id]
         self._waiting = deque(s for s in self._waiting if s.request is not request)
         for sequence in request.sequences:
@@ -456,8 +454,8 @@ class Engine:
             return EndpointError(f"the engine failed ({what}); restart the server")
         num_tokens = sum(len(sequence.token_ids) for sequence in request.sequences)
         return InvalidRequestError(
-            f"request {request.request_id!r} was ended after {num_tokens} tokens, since it fails in the engine when it "
-            f"runs alone, too ({what}); other requests go on"
+            f"request {request.request_id!r} was ended after {num_tokens} tokens, since it fails in the engine even "
+            f"when it runs alone ({what}); other requests go on"
         )
 
     def _close_slot(self, sequence: Sequence) -> None:
@@ -474,7 +472,7 @@ class Engine:
         sequence.drawn = None
 
     def _end_of(self, sequence: Sequence) -> FinishReason | None:
-        """Return why a sequence ends with its last token, None if it goes on."""
+        """Return why a sequence ends with its last token, or None if it goes on."""
         request, token = sequence.request, sequence.token_ids[-1]
         params = request.sampling
         if (
@@ -499,8 +497,7 @@ class Engine:
         request = sequence.request
         if request.on_token is not None:
             request.on_token(sequence)
-        request.num_open -= 1
         self._num_finished += 1
-        if request.num_open == 0:
+        if all(s.finish_reason is not None for s in request.sequences):
             del self._requests[request.request_id]
             request.on_finished([s.completion() for s in request.sequences])

@@ -28,14 +28,14 @@ def load_endpoint(
 ) -> LocalEndpoint:
     """Return an endpoint that serves the model in ``path``, its engine running.
 
-    ``dtype`` None keeps the stored one, ``device`` None takes a GPU if there is one, ``max_model_len`` None takes what
-    the model allows. Keys and values take at most ``kv_cache_bytes``; None is what ``max_concurrent`` sequences of
-    ``max_model_len`` take, or half of the memory that there is if that is less. Where it holds fewer tokens than the
-    model allows, the context is as long as it holds. Raises `ConfigError` if the directory cannot be served.
+    ``dtype`` None keeps the stored dtype, ``device`` None takes a GPU if there is one, ``max_model_len`` None takes
+    what the model allows. Keys and values take at most ``kv_cache_bytes``; None allows ``max_concurrent`` sequences of
+    ``max_model_len``, or half of all memory if that is less. If that holds fewer tokens than the model allows, the
+    context is shortened. Raises `ConfigError` if the directory cannot be served.
     """
     register_slot_attention()
     chosen = _usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    model = load_causal_lm(path, attention=ATTENTION_NAME, dtype=dtype, device=chosen)
+    model: Any = load_causal_lm(path, attention=ATTENTION_NAME, dtype=dtype, device=chosen)
     tokenizer = load_tokenizer(path)
     allowed = max_model_len_of(model.config)
     if max_model_len is not None and not 2 <= max_model_len <= allowed:
@@ -43,9 +43,7 @@ def load_endpoint(
     if max_concurrent < 1:
         raise ConfigError(f"max_concurrent must be at least 1, not {max_concurrent}")
     longest = max_model_len or allowed
-    text_config: Any = model.config
-    text_config = text_config.get_text_config()
-    sequence_bytes = longest * token_bytes_of(text_config, next(model.parameters()).dtype)
+    sequence_bytes = longest * token_bytes_of(model.config.get_text_config(), next(model.parameters()).dtype)
     if kv_cache_bytes is None:
         kv_cache_bytes = min(max_concurrent * sequence_bytes, max(sequence_bytes, _memory_bytes(chosen) // 2))
     elif kv_cache_bytes < (sequence_bytes if max_model_len else 2 * sequence_bytes // longest):
@@ -66,7 +64,7 @@ def load_endpoint(
 
 
 def _memory_bytes(device: torch.device) -> int:
-    """Return the memory of a host, or what is free of a GPU's."""
+    """Return the total memory of a host, or the free memory of a GPU."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -80,7 +78,7 @@ def _usable_device(name: str) -> torch.device:
 
 
 def _eos_token_ids(model: torch.nn.Module, tokenizer: object) -> list[int]:
-    """The ids that end a completion: those of the generation config, else the config's, else the tokenizer's."""
+    """Return the ids that end a completion, from the generation config, else the config, else the tokenizer."""
     for source in (getattr(model, "generation_config", None), model.config, tokenizer):
         ids = getattr(source, "eos_token_id", None)
         if ids is not None:

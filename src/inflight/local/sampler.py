@@ -1,4 +1,4 @@
-"""Drawing tokens: temperature, top-k, top-p, min-p, and the logprob of what was drawn. Knows nothing of sequences.
+"""Drawing tokens: temperature, top-k, top-p, min-p, and the logprob of the drawn token. Knows nothing of sequences.
 
 Shape suffixes: B rows (one per sequence), V vocabulary.
 """
@@ -17,13 +17,13 @@ def sample(
 ) -> tuple[list[int], list[float]]:
     """Return one token per row and its behaviour logprob.
 
-    Row b is drawn by inverting the cumulative distribution at ``uniforms[b]`` (0 <= u < 1), so that the draw depends on
-    its own logits and its own uniform only. Greedy rows (temperature 0) take the largest logit, and their logprob is
-    the log-softmax of the unscaled logits.
+    Row b inverts the cumulative distribution at ``uniforms[b]`` (0 <= u < 1), so the draw depends only on the row's
+    logits and uniform. Greedy rows (temperature 0) take the largest logit; their logprob is the log-softmax of the
+    unscaled logits.
     """
     logits_BV = logits_BV.float()
     if any(p.temperature not in (0.0, 1.0) for p in params):
-        # The largest logit becomes 0 first, so that no temperature makes two of them infinite.
+        # The largest logit is subtracted first, so that a low temperature cannot make two logits infinite.
         smallest = torch.finfo(torch.float32).tiny
         temperature_B = logits_BV.new_tensor([max(p.temperature or 1.0, smallest) for p in params])
         logits_BV = (logits_BV - logits_BV.amax(dim=-1, keepdim=True)) / temperature_B[:, None]
@@ -34,7 +34,7 @@ def sample(
     if all(greedy):
         tokens_B = logits_BV.argmax(dim=-1)
     else:
-        # Accumulated in float64: in float32 the tail of a large vocabulary would be lost.
+        # In float32 the sum would lose the tail of a large vocabulary.
         cumulative_BV = torch.cumsum(logprobs_BV.exp().double(), dim=-1)
         uniform_B = torch.tensor(uniforms, dtype=torch.float64, device=logits_BV.device)
         threshold_B = uniform_B * cumulative_BV[:, -1]
@@ -51,7 +51,7 @@ def _filters(params: SamplingParams) -> bool:
 
 
 def _filtered(logits_BV: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Set the logits outside of each row's kept set to -inf. The most likely token is always kept."""
+    """Return the logits with -inf outside of each row's kept set, which always contains the most likely token."""
     logits_BV = logits_BV.clone()
     for row, p in enumerate(params):
         if not _filters(p):
@@ -63,7 +63,7 @@ def _filtered(logits_BV: torch.Tensor, params: Sequence[SamplingParams]) -> torc
             sorted_V, order_V = logits_V.sort(descending=True)
             probabilities_V = sorted_V.softmax(dim=-1)
             before_V = probabilities_V.cumsum(dim=-1) - probabilities_V
-            # From the second on: a top_p that float32 cannot hold is 0, and so is what lies before the first.
+            # From the second token on: a top_p too small for float32 is 0, like the mass before the first token.
             logits_V[order_V[1:][before_V[1:] >= p.top_p]] = -torch.inf
         if p.min_p > 0.0:
             probabilities_V = logits_V.softmax(dim=-1)

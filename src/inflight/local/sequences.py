@@ -1,21 +1,18 @@
-"""Sequences and requests of the embedded engine, as they grow. Knows nothing of models, slots' contents or threads."""
+"""Growing sequences and requests of the embedded engine. Knows nothing of models, slots' contents or threads."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
 
 from inflight.errors import InflightError
 from inflight.local.slots import Slot
-from inflight.wire import Completion, SamplingParams, VersionSpan
-
-FinishReason = Literal["stop", "length", "abort"]
+from inflight.wire import Completion, FinishReason, SamplingParams, VersionSpan
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One completion in the making."""
+    """One unfinished completion."""
 
     request: Request
     index: int
@@ -26,21 +23,18 @@ class Sequence:
     """(version, index of its first token), one per version."""
     slot: Slot | None = None
     drawn: float | None = None
-    """Random number of the next token, kept until that token is there: a step that is repeated draws the same."""
+    """Random number of the next token, kept until the token is sampled so that a repeated step draws the same."""
     finish_reason: FinishReason | None = None
 
     def draw(self) -> float:
-        """Return the random number of the next token."""
         if self.drawn is None:
             self.drawn = self.uniform()
         return self.drawn
 
     def all_ids(self) -> list[int]:
-        """Prompt and tokens so far."""
         return [*self.request.prompt_token_ids, *self.token_ids]
 
     def completion(self) -> Completion:
-        """What the contract says of it, once finished."""
         assert self.finish_reason is not None
         ends = [*(start for _, start in self.spans[1:]), len(self.token_ids)]
         spans = tuple(
@@ -58,9 +52,9 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request inside the engine; callbacks run in the engine's thread and must not block.
+    """One request inside the engine. Callbacks run in the engine's thread and must not block.
 
-    Either ``on_finished`` is called or ``on_failed``, once.
+    Exactly one of ``on_finished`` and ``on_failed`` is called, once.
     """
 
     request_id: str
@@ -71,9 +65,8 @@ class Request:
     on_failed: Callable[[InflightError], None]
     on_token: Callable[[Sequence], None] | None
     sequences: list[Sequence] = field(default_factory=list)
-    num_open: int = 0
 
     @property
     def most(self) -> int:
-        """Positions that one of its sequences may come to."""
+        """The most positions that one of its sequences can take."""
         return len(self.prompt_token_ids) + self.max_tokens

@@ -1,9 +1,9 @@
 """Keys and values of running sequences, in slots grouped by length, and attention over them.
 
-Each arena holds sequences of up to ``capacity`` tokens; a sequence that outgrows one moves to the next, twice as large.
-Decoding attends arena by arena, so that a short sequence does not pay for the longest one. What a sequence may come to
-need is reserved when it starts, so that those which run can always go on; arenas grow and shrink with their sequences,
-and never take more than the limit. Knows nothing of requests.
+Each arena holds sequences of up to ``capacity`` tokens; a sequence that outgrows it moves to the next, twice as large.
+Decoding attends arena by arena, so a short sequence does not pay for the longest one. A sequence reserves the most it
+can need when it starts, so running sequences can always continue. Arenas grow and shrink with their sequences and never
+exceed the limit. Knows nothing of requests.
 
 Shape suffixes: L layers, S slots, K key-value heads, Q query heads, C capacity, D head dimension, B decoding rows,
 T packed tokens.
@@ -43,16 +43,15 @@ class Arena:
 
     @property
     def num_slots(self) -> int:
-        """Slots that memory is held for."""
+        """Number of slots with allocated memory."""
         return self.keys_LSKCD.shape[1]
 
     @property
     def size_bytes(self) -> int:
-        """Memory that is held."""
         return self.num_slots * self.slot_bytes
 
     def take(self, slot: Slot) -> None:
-        """Give the next row to a slot, emptied: attention multiplies what it masks by zero, and NaN survives that."""
+        """Give a slot the next row, zeroed: attention multiplies masked values by zero, which leaves NaN as it is."""
         row = len(self.owners)
         self.keys_LSKCD[:, row] = 0
         self.values_LSKCD[:, row] = 0
@@ -60,7 +59,7 @@ class Arena:
         slot.arena, slot.row = self, row
 
     def free(self, slot: Slot) -> None:
-        """Take a slot's row back; the last row moves into the hole, its empty part too (see `take`)."""
+        """Take a slot's row back. The last row moves into its place as a whole, with its zeros (see `take`)."""
         last = self.owners.pop()
         if last is not slot:
             self.keys_LSKCD[:, slot.row] = self.keys_LSKCD[:, last.row]
@@ -69,11 +68,11 @@ class Arena:
             last.row = slot.row
         slot.row = -1
         if self.num_slots > 1.5 * len(self.owners) + 1 or not self.owners:
-            with contextlib.suppress(RuntimeError, MemoryError):  # no memory to copy to: it stays as it is
+            with contextlib.suppress(RuntimeError, MemoryError):  # without memory for a copy the size stays
                 self.resize(len(self.owners))
 
     def resize(self, num_slots: int) -> None:
-        """Hold memory for so many slots, at least for those that are occupied. If it raises, nothing changed."""
+        """Reallocate to ``num_slots`` slots, at least the occupied ones. If it raises, nothing has changed."""
         self.keys_LSKCD, self.values_LSKCD = (
             self._resized(self.keys_LSKCD, num_slots),
             self._resized(self.values_LSKCD, num_slots),
@@ -87,9 +86,9 @@ class Arena:
 
 
 class Slot:
-    """Where one sequence's keys and values are: ``length`` positions of them, of at most ``reserved_bytes`` in the end.
+    """The place of one sequence's keys and values: ``length`` positions, which may grow to ``reserved_bytes``.
 
-    ``row`` is -1 while it has no place, which only a move that ran out of memory leaves behind.
+    ``row`` is -1 if the slot lost its place in a move that ran out of memory.
     """
 
     __slots__ = ("arena", "length", "reserved_bytes", "row")
@@ -112,7 +111,7 @@ def token_bytes_of(config: Any, dtype: torch.dtype) -> int:
 
 
 def _heads(config: Any) -> tuple[int, int]:
-    """Key-value heads, and the dimension of a head."""
+    """Return the number of key-value heads and the dimension of a head."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads, head_dim
 
@@ -120,8 +119,8 @@ def _heads(config: Any) -> tuple[int, int]:
 class SlotStore:
     """Keys and values of all running sequences of one model, in at most ``limit_bytes``.
 
-    Raises what torch raises if even less memory is there: `open` then gave nothing, `reserve` leaves a slot that can
-    only be closed, and no other slot is touched.
+    If there is even less memory, torch's error passes through: `open` has then allocated nothing, `reserve` leaves a
+    slot that can only be closed, and other slots are unaffected.
     """
 
     def __init__(
@@ -141,22 +140,21 @@ class SlotStore:
 
     @property
     def size_bytes(self) -> int:
-        """Memory that all arenas hold."""
         return sum(arena.size_bytes for arena in self.arenas)
 
     def fits(self, most: int) -> bool:
-        """Return whether a sequence that may come to ``most`` positions can start now."""
+        """Return whether a sequence of up to ``most`` positions can start now."""
         return self.reserved_bytes + self._arena_for(most).slot_bytes <= self.limit_bytes
 
     def open(self, length: int, most: int) -> Slot:
-        """Return a slot with room for ``length`` positions and one more, which may come to ``most``."""
+        """Return a slot with room for ``length + 1`` positions, which may grow to ``most``."""
         slot = Slot(self._arena_for(most).slot_bytes)
         self._take(self._arena_for(length + 1), slot)
         self.reserved_bytes += slot.reserved_bytes
         return slot
 
     def reserve(self, slot: Slot) -> None:
-        """Make room for one more position."""
+        """Make room for one more position; the slot may move to a larger arena."""
         if slot.length < slot.arena.capacity:
             return
         old, row, length = slot.arena, slot.row, slot.length
@@ -168,20 +166,19 @@ class SlotStore:
         slot.arena.values_LSKCD[:, slot.row, :, :length] = values_LKCD
 
     def copy(self, source: Slot, target: Slot) -> None:
-        """Fill ``target`` with what ``source`` holds; both have room for it."""
+        """Copy the positions of ``source`` into ``target``, which must have room for them."""
         length = source.length
         target.arena.keys_LSKCD[:, target.row, :, :length] = source.arena.keys_LSKCD[:, source.row, :, :length]
         target.arena.values_LSKCD[:, target.row, :, :length] = source.arena.values_LSKCD[:, source.row, :, :length]
         target.length = length
 
     def close(self, slot: Slot) -> None:
-        """Give a slot back."""
         self.reserved_bytes -= slot.reserved_bytes
         if slot.row >= 0:
             slot.arena.free(slot)
 
     def _take(self, arena: Arena, slot: Slot) -> None:
-        """Give a slot a row, in an arena that grows by a quarter if it is full and the limit leaves that much."""
+        """Give a slot a row; a full arena grows by a quarter, or less near the limit."""
         needed = len(arena.owners) + 1
         if needed > arena.num_slots:
             wanted = needed + needed // 4
@@ -199,9 +196,9 @@ class SlotStore:
 
 @dataclass(frozen=True, slots=True)
 class _ArenaRows:
-    """Decoding rows ``start <= b < stop`` of the packed batch, and which ``rows_B`` of one arena they are.
+    """Decoding rows ``start <= b < stop`` of the packed batch, and their ``rows_B`` in one arena.
 
-    ``is_all`` says that they are the first of the arena in order, so that none has to be copied.
+    ``is_all`` says that they are the arena's first rows in order, so that none has to be copied.
     """
 
     arena: Arena
@@ -217,7 +214,7 @@ class _ArenaRows:
 class StepPlan:
     """How one forward attends: first one token for each decoding slot, then whole segments to prefill.
 
-    Decoding rows come arena by arena, in the order of each arena's owners. All of them take part, or those of ``only``.
+    Decoding rows come arena by arena, in the order of each arena's owners. ``only`` limits them to some slots.
     """
 
     def __init__(
@@ -252,12 +249,11 @@ class StepPlan:
         self._segments = SegmentPlan.build(tuple(lengths), device) if prefill else None
 
     def positions(self) -> list[int]:
-        """Position of every packed token."""
         decoding = [slot.length for slot in self.decoding_slots]
         return decoding + [position for _, length in self._prefill for position in range(length)]
 
     def finish(self) -> None:
-        """Note that every layer has stored its keys and values."""
+        """Count the new positions; call it after every layer has stored its keys and values."""
         for slot in self.decoding_slots:
             slot.length += 1
         for slot, length in self._prefill:
@@ -310,7 +306,7 @@ def _decode(
     else:
         keys_BKCD, values_BKCD = (it[part.rows_B, :, : part.longest] for it in (keys_SKCD, values_SKCD))
     num_kv_heads, head_dim = keys_SKCD.shape[1], keys_SKCD.shape[3]
-    # Queries that share a key-value head become the query positions of that head: no key is repeated in memory.
+    # Queries that share a key-value head become query positions of that head, so keys are not repeated in memory.
     query_BKGD = query_1QTD[0, :, rows].transpose(0, 1).reshape(num_rows, num_kv_heads, -1, head_dim)
     output_BKGD = F.scaled_dot_product_attention(
         query_BKGD, keys_BKCD, values_BKCD, attn_mask=part.visible_B11C, scale=scale
@@ -319,7 +315,7 @@ def _decode(
 
 
 def register_slot_attention() -> None:
-    """Make `ATTENTION_NAME` known to transformers; models built with it take a ``step_plan`` keyword."""
+    """Register `ATTENTION_NAME` with transformers; models built with it take a ``step_plan`` keyword."""
     AttentionInterface.register(ATTENTION_NAME, _attention)
 
 

@@ -1,8 +1,7 @@
-"""Tiny models: a byte-level tokenizer and a small transformer, created from nothing and warm-started on a task.
+"""Tiny models: a byte-level tokenizer and a small transformer, randomly initialised and warm-started on a task.
 
-The warm start imitates demonstrations, some of which are wrong on purpose: the model's most likely completion is then
-mostly right and its samples are mostly not, which is where reinforcement learning begins. Knows nothing of endpoints
-and runs.
+The warm start imitates demonstrations, some of them wrong on purpose. The model's most likely completion is then mostly
+right and its samples are mostly wrong, so that there is something to reinforce. Knows nothing of endpoints and runs.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ Family = Literal["llama", "qwen2", "qwen3"]
 Style = Literal["answer", "grown"]
 
 _LONGEST_ENDS = 160
-"""Characters of all ends together: the ends of up to sixteen characters grow by one."""
+"""Most characters of all ends together; for answers of up to sixteen characters, ends grow by one character."""
 _MAX_TOKENS_PER_STEP = 3072
-"""Of a step of imitation, padding included: the time of a step does not grow with the length of the problems."""
+"""Most tokens of a step of imitation, padding included, so that longer problems do not make a step take longer."""
 
 _FIRST_PROBLEM = 1_000_000_000
 
@@ -46,11 +45,12 @@ class TinyShape:
 
 
 def byte_tokenizer() -> Any:
-    """Return a Hugging Face tokenizer whose token ids are bytes; 256 pads and 257 ends a completion."""
+    """Return a Hugging Face tokenizer whose token ids are bytes, with 256 for padding and 257 as end of sequence."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    vocab = {character: byte for byte, character in _byte_characters().items()}
+    vocab = {character: byte for byte, character in bytes_to_unicode().items()}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -58,14 +58,6 @@ def byte_tokenizer() -> Any:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", chat_template=_CHAT_TEMPLATE
     )
-
-
-def _byte_characters() -> dict[int, str]:
-    """The printable character that byte-level tokenizers write for each byte (GPT-2's table)."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    table = {byte: chr(byte) for byte in printable}
-    others = [byte for byte in range(256) if byte not in table]
-    return table | {byte: chr(256 + i) for i, byte in enumerate(others)}
 
 
 def create_tiny_model(shape: TinyShape, seed: int) -> Any:
@@ -105,8 +97,8 @@ def demonstration(answer: str, style: Style) -> str:
     """Return the completion that the warm start imitates.
 
     ``grown`` first writes the ends of the answer, each one character longer than the last (``s us nus``), then the
-    answer between tags. Every end copies the one before it, which gives copying dense practice. Ends of a long answer
-    grow by more characters at a time, so that together they are no longer than a few short lines.
+    answer between tags. Every end copies the one before it, which trains copying densely. The ends of a long answer
+    grow by several characters at a time, which keeps all of them together within a few short lines.
     """
     if style == "answer":
         return answer
@@ -130,12 +122,13 @@ def warm_start(
     clean_fraction: float = 0.8,
     on_progress: Callable[[int, float], None] | None = None,
 ) -> None:
-    """Imitate demonstrations of a task for ``num_steps`` steps of up to ``batch_size`` problems, fewer of long ones.
+    """Imitate demonstrations of a task for ``num_steps`` steps of up to ``batch_size`` problems, fewer if long.
 
-    For the first ``clean_fraction`` of the steps all demonstrations are right; then ``wrong_fraction`` of them lead to
-    a corrupted answer. Problems come from the far end of the task, which a run never reaches; those that do not fit
-    into the model's context are left out. ``on_progress(step, loss)`` is called after every step. The result depends on
-    the seed and the machine's arithmetic only. Raises `ConfigError` if most of the first problems do not fit.
+    For the first ``clean_fraction`` of the steps all demonstrations are right; afterwards ``wrong_fraction`` of them
+    lead to a corrupted answer. Problems come from the far end of the task, which a run never reaches; those that do not
+    fit into the model's context are left out. ``on_progress(step, loss)`` is called after every step. The result
+    depends only on the seed and the machine's arithmetic. Raises `ConfigError` if most of the first problems do not
+    fit.
     """
     rng = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
@@ -163,7 +156,7 @@ def warm_start(
         if step == 0 and len(too_long) > len(rows):
             raise ConfigError(
                 f"{len(too_long)} of the first {len(too_long) + len(rows)} problems of {task.name} do not fit into "
-                f"{context} tokens, the longest has {max(too_long)}: give a larger max_model_len"
+                f"{context} tokens; the longest has {max(too_long)}. Give a larger max_model_len"
             )
         if not rows:
             continue
@@ -180,7 +173,7 @@ def warm_start(
 
 
 def context_of(task: Task, style: Style, num_problems: int = 32) -> int:
-    """Return how many tokens a model needs for problems of a task: 512, or a multiple of it that leaves some room."""
+    """Return the context that a model needs for a task: a multiple of 512 tokens with room for longer problems."""
     items = [task.item(_FIRST_PROBLEM + i) for i in range(num_problems)]
     longest = max(sum(map(len, _row(item.prompt, item.answer or "", style))) for item in items)
     return 512 * max(1, -(-longest * 5 // (4 * 512)))
@@ -192,10 +185,10 @@ def _row(prompt: str, answer: str, style: Style) -> tuple[list[int], list[int]]:
 
 
 def corrupt(answer: str, rng: random.Random) -> str:
-    """Return the answer without some of its first half or, one time in four, with its last character put in front.
+    """Return the answer without a part of its first half or, one time in four, with its last character put in front.
 
-    Either error is one of when to stop, and moves every character: it leaves what the model knows about the answer's
-    characters intact, and scores next to nothing where a score compares position by position.
+    Both errors are about when to stop, and shift every character. They leave the model's knowledge of the
+    characters intact, and score next to nothing where a score compares position by position.
     """
     if rng.random() < 0.25:
         return answer[-1:] + answer
@@ -203,7 +196,7 @@ def corrupt(answer: str, rng: random.Random) -> str:
 
 
 def _imitation_loss(model: Any, rows: Sequence[tuple[list[int], list[int]]]) -> torch.Tensor:
-    """Mean cross-entropy of the completions' bytes; prompts are not imitated."""
+    """Return the mean cross-entropy of the completions' bytes; prompts are not imitated."""
     longest = max(len(prompt) + len(completion) for prompt, completion in rows)
     token_ids = torch.full((len(rows), longest), PAD)
     targets = torch.full((len(rows), longest), -100)

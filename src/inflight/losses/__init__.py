@@ -1,8 +1,8 @@
 """Policy losses as pure functions, presets, metrics that add up, and the chunked log-probability head.
 
 A `PolicyLoss` is made of pieces: a ratio at a level, a gate, corrections, penalties, and an aggregation, which alone
-has denominators. It is a plain sum over the targets of packed micro-batches, weighed by what `prepare` counted over the
-whole optimizer step, so any split into micro-batches and ranks gives the same gradient. The room knows nothing of
+has denominators. It is a plain sum over the targets of packed micro-batches, weighted by what `prepare` counted over
+the whole optimizer step, so any split into micro-batches and ranks gives the same gradient. Nothing here knows of
 models, workers or rollouts.
 """
 
@@ -19,7 +19,8 @@ from inflight.losses.aggregation import (
 )
 from inflight.losses.corrections import Band, Correction, MaxAge, Opsm, SecondMoment, Truncate, TrustKl, TrustTv
 from inflight.losses.gates import Gate, GeometricMean, PositiveUnclipped, PpoClip, Sapo, Score, Vespo
-from inflight.losses.head import KeptTokens, chunked_logprobs, chunked_logprobs_and_entropy, one_pass
+from inflight.losses.head import chunked_logprobs, chunked_logprobs_and_entropy, one_pass
+from inflight.losses.head_arguments import KeptTokens
 from inflight.losses.metrics import (
     LossOutput,
     Maximum,

@@ -1,7 +1,7 @@
-"""Denominators: how much each target weighs in the loss. The only place that has any.
+"""Denominators: how much each target weighs in the loss.
 
-The loss is a plain sum over targets. Its weights are made of counts over the whole optimizer step, so any split of the
-segments into micro-batches and ranks gives the same gradient. The module knows nothing of losses.
+The loss is a plain sum over targets. Its weights come from counts over the whole optimizer step, so any split of the
+segments into micro-batches and ranks gives the same gradient. Knows nothing of losses.
 
 Shape suffixes: N targets, S segments, P prompts.
 """
@@ -21,8 +21,8 @@ from inflight.losses.targets import Targets
 Counted = Literal["before", "after"]
 """Whether a denominator counts before or after corrections have rejected targets.
 
-``before``: all targets and, as papers write it, all completions, those without a target too. ``after``: the targets
-that are left, and the completions that have one of them.
+``before``: all targets and, as papers write it, all completions, even those without a target. ``after``: the remaining
+targets, and the completions that have one of them.
 """
 
 
@@ -33,7 +33,7 @@ class Counts:
     num_tokens: float
     """Targets."""
     num_sequences: float
-    """Completions; of those after rejection, only such as have a target left."""
+    """Completions; after rejection, only those with a target left."""
     tokens_P: tuple[float, ...] = ()
     """Targets of each prompt's completions together; empty if no denominator asks for it."""
 
@@ -51,7 +51,7 @@ class TokenMean(Piece):
 
 
 class SegmentMean(Piece):
-    """1 / (N_sequences L_i): every sequence weighs the same, and so a token of a short one more (GRPO, 2402.03300).
+    """1 / (N_sequences L_i): every sequence weighs the same, so tokens of short ones weigh more (GRPO, 2402.03300).
 
     L_i counts targets.
     """
@@ -110,10 +110,10 @@ def token_shares(
 ) -> torch.Tensor:
     """Return the weight of each target, float64 [N].
 
-    ``counted_N`` and ``counts`` are of all targets or of those that are kept, as the aggregation counts; ``prompts_S``
-    says which segments share a prompt. Raises `InvalidRequestError` if that is needed and None.
+    ``counted_N`` and ``counts`` cover all targets or the kept ones, as the aggregation counts; ``prompts_S`` says which
+    segments share a prompt. Raises `InvalidRequestError` if it is needed and None.
     """
-    # A step without targets has counts of 0; nothing is weighed then.
+    # A step without targets has counts of 0, and nothing to weigh.
     num_tokens, num_sequences = max(counts.num_tokens, 1), max(counts.num_sequences, 1)
     match aggregation:
         case TokenMean():
@@ -128,7 +128,7 @@ def token_shares(
         case PromptMean():
             if prompts_S is None:
                 raise InvalidRequestError(
-                    "prompt_mean needs the micro-batch's group_ids_S: which segments share a prompt"
+                    "prompt_mean needs the micro-batch's group_ids_S, which say which segments share a prompt"
                 )
             tokens_P = torch.tensor(counts.tokens_P, dtype=torch.float64, device=prompts_S.device)
             denominator = max(counts.num_prompts, 1) * tokens_P[prompts_S[targets.segments_N]].clamp(min=1)

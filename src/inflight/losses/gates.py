@@ -1,7 +1,7 @@
 """Gates: how a log ratio and an advantage become the loss of a token, and how hard the token pulls.
 
-A gate is described whole by g = -d loss / d trainer logprob. Each says its loss and its g with these signs: w is the
-ratio at the loss's level, A the advantage, sg stops the gradient. The module knows nothing of denominators.
+A gate is fully described by g = -d loss / d trainer logprob. Each docstring gives the loss and g: w is the ratio at the
+loss's level, A the advantage, sg stops the gradient. Knows nothing of denominators.
 
 Shape suffixes: N targets.
 """
@@ -19,12 +19,12 @@ from inflight.losses.pieces import Piece
 from inflight.losses.targets import Targets
 
 _LARGEST_EXPONENT = 700.0
-"""exp of more is close to the end of float64."""
+"""exp of more is close to the limit of float64."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gated:
-    """The loss of each target before weights, and what it says to metrics."""
+    """The loss of each target before weights, and its metrics."""
 
     loss_N: torch.Tensor
     pull_N: torch.Tensor
@@ -50,7 +50,6 @@ class Score(Piece):
     """c is 1 where A > 0 (TOPR, arXiv 2503.14286)."""
 
     def __call__(self, targets: Targets, log_ratio_N: torch.Tensor, live_N: torch.Tensor) -> Gated:
-        """Return the loss of each target."""
         ratio_N = log_ratio_N.detach().exp()
         below_N = ratio_N < self.low
         above_N = torch.zeros_like(below_N) if self.high is None else ratio_N > self.high
@@ -63,7 +62,7 @@ class Score(Piece):
             pull_N = torch.where(unweighted_N, 1.0, pull_N)
             below_N, above_N = below_N & ~unweighted_N, above_N & ~unweighted_N
         pull_N = torch.where(live_N, pull_N, 0.0)
-        # Selected before it is multiplied: a logprob of -inf at a dead target must stay out.
+        # Selected before the multiplication, so that a logprob of -inf at a dead target has no effect.
         trainer_N = torch.where(live_N, targets.trainer_N, 0.0)
         fractions = {"truncated_fraction": above_N & live_N}
         if self.low > 0:
@@ -89,11 +88,10 @@ class PpoClip(Piece):
     delta: float | None = Field(default=None, gt=0)
 
     def __call__(self, targets: Targets, log_ratio_N: torch.Tensor, live_N: torch.Tensor) -> Gated:
-        """Return the loss of each target."""
         return _clipped(targets, log_ratio_N, live_N, self._ceilings(), 1 - self.low if self.low is not None else None)
 
     def _ceilings(self) -> tuple[float | None, float | None]:
-        """Return above which ratio a target of positive and one of negative advantage has no gradient."""
+        """Return the ratios above which targets of positive and of negative advantage have no gradient."""
         positive = [bound for bound in (None if self.high is None else 1 + self.high, self.delta) if bound is not None]
         negative = [bound for bound in (self.dual, self.delta) if bound is not None]
         return min(positive, default=None), min(negative, default=None)
@@ -107,7 +105,6 @@ class PositiveUnclipped(Piece):
     dual: float | None = Field(default=3.0, gt=1)
 
     def __call__(self, targets: Targets, log_ratio_N: torch.Tensor, live_N: torch.Tensor) -> Gated:
-        """Return the loss of each target."""
         positive_N = live_N & (targets.advantages_N > 0)
         clipped = _clipped(targets, log_ratio_N, live_N & ~positive_N, (None, self.dual), 1 - self.low)
         score_N = -targets.advantages_N * torch.where(positive_N, targets.trainer_N, 0.0)
@@ -129,8 +126,7 @@ class Sapo(Piece):
     tau_negative: float = Field(default=1.05, gt=0)
 
     def __call__(self, targets: Targets, log_ratio_N: torch.Tensor, live_N: torch.Tensor) -> Gated:
-        """Return the loss of each target."""
-        # Of a ratio beyond e^700 the sigmoid is 1 and its slope 0: its gradient would be inf * 0.
+        # For a ratio beyond e^700 the sigmoid is 1 and its slope 0, and the gradient would be inf * 0.
         finite_N = live_N & (log_ratio_N.detach() < _LARGEST_EXPONENT)
         ratio_N = torch.where(finite_N, log_ratio_N, 0.0).exp()
         tau_N = _by_sign(targets.advantages_N > 0, self.tau_positive, self.tau_negative, ratio_N)
@@ -151,7 +147,6 @@ class Vespo(Piece):
     negative: tuple[float, float] = (3.0, 2.0)
 
     def __call__(self, targets: Targets, log_ratio_N: torch.Tensor, live_N: torch.Tensor) -> Gated:
-        """Return the loss of each target."""
         log_ratio_N = torch.where(live_N, log_ratio_N.detach(), 0.0)
         positive_N = targets.advantages_N >= 0
         k_N = _by_sign(positive_N, self.positive[0], self.negative[0], log_ratio_N)
@@ -173,7 +168,6 @@ class GeometricMean(Piece):
     high: float = Field(default=0.4, ge=0)
 
     def __call__(self, targets: Targets, log_ratio_N: torch.Tensor, live_N: torch.Tensor) -> Gated:
-        """Return the loss of each target."""
         advantages_N = targets.advantages_N
         too_high_N = (advantages_N > 0) & (log_ratio_N > self.high)
         too_low_N = (advantages_N < 0) & (log_ratio_N < -self.low)
@@ -215,7 +209,7 @@ def _clipped(
     for bound, beyond_N in ((ceilings[0], too_high_N), (ceilings[1], bounded_N), (floor, too_low_N)):
         if bound is not None:
             bound_N = bound_N.masked_fill(beyond_N, bound)
-    # Targets without a gradient are taken out before exp: that of an overflowing one would be 0 * inf.
+    # Targets without a gradient are removed before exp, which would give 0 * inf for an overflow.
     inert_N = too_high_N | bounded_N | too_low_N | ~live_N
     ratio_N = torch.where(inert_N, 0.0, log_ratio_N).exp()
     pull_N = torch.where(inert_N, 0.0, ratio_N.detach())

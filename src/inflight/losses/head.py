@@ -1,35 +1,25 @@
-"""Logprobs of given tokens from hidden states, without ever holding the logits of all of them.
+"""Logprobs of given tokens from hidden states, without holding all logits at once.
 
-Logits are computed in tiles of some targets by some of the vocabulary, forward and again backward (two passes, for any
-loss); `one_pass` computes those of a few targets once and differentiates on the spot, for losses that allow it. The
-module knows nothing of losses, models or packing.
+Logits are computed in tiles of some targets by part of the vocabulary, in the forward and again in the backward (two
+passes, for any loss). `one_pass` computes the logits of a few targets once and differentiates at once, for losses that
+allow it. Knows nothing of losses, models or packing.
 
-Shape suffixes: N targets, C targets of one tile, H hidden, V vocabulary, W the tile's part of it, K tokens kept.
+Shape suffixes: N targets, C targets of one tile, H hidden, V vocabulary, W the tile's part of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import wraps
 from typing import Any
 
 import torch
 
-from inflight.errors import InvalidRequestError, UnsupportedError
+from inflight.errors import InvalidRequestError
+from inflight.losses.head_arguments import KeptTokens, check_arguments, check_kept, dtype_of, keep_mask, kept_of
+from inflight.losses.second_derivatives import only_once
 
 CHUNK_SIZE = 1024
 VOCAB_CHUNK_SIZE = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class KeptTokens:
-    """What top-p and top-k left of the vocabulary when each target was sampled: behaviour logprobs are over these."""
-
-    token_ids_K: torch.Tensor
-    """int64, those of the first target, then of the second, ..."""
-    offsets: torch.Tensor
-    """int64 [N + 1], where each target's begin; the last is K."""
 
 
 def chunked_logprobs(
@@ -45,17 +35,17 @@ def chunked_logprobs(
 ) -> torch.Tensor:
     """Return log softmax((hidden weight^T + bias) / temperature) at the targets, [N], differentiable once.
 
-    Computed in float32 whatever the inputs (in float64 if the hidden states are float64), autocast or not. Logits of at
-    most ``chunk_size`` targets and ``vocab_chunk_size`` tokens exist at a time; the backward computes them again, for
-    targets with a gradient other than 0 only. Gradients go to hidden states, weight and bias; they are accumulated in
-    the dtype of the computation and rounded to their own once. With ``kept``, the softmax is over those tokens.
+    Computed in float32, or in float64 if the hidden states are float64, with autocast or without. Logits of at most
+    ``chunk_size`` targets and ``vocab_chunk_size`` tokens exist at a time; the backward computes them again, only for
+    targets with a gradient other than 0. Gradients go to hidden states, weight and bias; they are accumulated in the
+    dtype of the computation and rounded once. With ``kept``, the softmax is over those tokens.
 
-    Raises `InvalidRequestError` if shapes, dtypes or devices do not fit, a target is no token of the vocabulary or not
-    among those that were ``kept``, a temperature is not above 0 and finite, or a chunk is smaller than 1; and
-    `UnsupportedError` from the backward of its gradients: there is no second derivative.
+    Raises `InvalidRequestError` if shapes, dtypes or devices do not fit, a target is outside the vocabulary or the
+    ``kept`` tokens, a temperature is not above 0 and finite, or a chunk is smaller than 1. A second derivative raises
+    `UnsupportedError`.
     """
-    _check(hidden_NH, weight_VH, targets_N, temperature_N, bias_V, chunk_size, vocab_chunk_size)
-    _check_kept(kept, targets_N, len(weight_VH))
+    check_arguments(hidden_NH, weight_VH, targets_N, temperature_N, bias_V, chunk_size, vocab_chunk_size)
+    check_kept(kept, targets_N, len(weight_VH))
     return _Head.apply(  # type: ignore[no-any-return, no-untyped-call]
         hidden_NH, weight_VH, bias_V, targets_N, temperature_N, kept, chunk_size, vocab_chunk_size, False
     )[0]
@@ -73,8 +63,8 @@ def chunked_logprobs_and_entropy(
     vocab_chunk_size: int = VOCAB_CHUNK_SIZE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `chunked_logprobs` and the exact entropy of each distribution in nats, [N]; both differentiable once."""
-    _check(hidden_NH, weight_VH, targets_N, temperature_N, bias_V, chunk_size, vocab_chunk_size)
-    _check_kept(kept, targets_N, len(weight_VH))
+    check_arguments(hidden_NH, weight_VH, targets_N, temperature_N, bias_V, chunk_size, vocab_chunk_size)
+    check_kept(kept, targets_N, len(weight_VH))
     return _Head.apply(  # type: ignore[no-any-return, no-untyped-call]
         hidden_NH, weight_VH, bias_V, targets_N, temperature_N, kept, chunk_size, vocab_chunk_size, True
     )
@@ -92,53 +82,18 @@ def one_pass(
 ) -> torch.Tensor:
     """Return the sum of ``loss_of(logprobs_C, rows)`` over chunks of targets; its gradients are computed on the way.
 
-    ``loss_of`` is given the logprobs of some targets and which they are, and returns their part of the loss, a scalar.
-    So it must be a sum over targets in which no term depends on the logprob of another. Logits of ``chunk_size``
-    targets and the whole vocabulary exist at a time, once: a third less arithmetic than two passes. What the result is
-    multiplied by later is applied to the finished gradients. Raises as `chunked_logprobs` does, and
-    `InvalidRequestError` if a part of the loss is not a scalar.
+    ``loss_of`` takes the logprobs of some targets and their rows, and returns their part of the loss, a scalar. The
+    loss must therefore be a sum over targets in which no term depends on the logprob of another target. Logits of
+    ``chunk_size`` targets and the whole vocabulary exist at a time and are computed once, a third less arithmetic than
+    in two passes. A later factor on the result is applied to the finished gradients. Raises as `chunked_logprobs` does,
+    and `InvalidRequestError` if a part of the loss is not a scalar.
     """
-    _check(hidden_NH, weight_VH, targets_N, temperature_N, bias_V, chunk_size)
-    # Of no elements, and of the same graph as the inputs: holding on to it does not hold on to them.
+    check_arguments(hidden_NH, weight_VH, targets_N, temperature_N, bias_V, chunk_size)
+    # Without elements, but in the graph of the inputs: keeping it alive does not keep them alive.
     origin = sum(tensor[:0].sum() for tensor in (hidden_NH, weight_VH, bias_V) if tensor is not None)
     return _OnePass.apply(  # type: ignore[no-any-return, no-untyped-call]
         hidden_NH, weight_VH, bias_V, targets_N, temperature_N, loss_of, chunk_size, origin
     )
-
-
-def _only_once(backward: Callable[..., tuple[torch.Tensor | None, ...]]) -> Callable[..., Any]:
-    """Make a backward that refuses to be differentiated itself, with respect to anything that it was computed from.
-
-    torch's ``once_differentiable`` refuses only if the upstream gradient carries a gradient, and only in a backward
-    that goes to all leaves: second derivatives of a plain sum would be 0 in silence.
-    """
-
-    @wraps(backward)
-    def wrapper(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        with torch.no_grad():
-            gradients = backward(ctx, *upstream)
-        if not torch.is_grad_enabled():
-            return gradients
-        origins = [tensor for tensor in (*upstream, *saved) if tensor is not None and tensor.requires_grad]
-        present = [gradient for gradient in gradients if gradient is not None]
-        refusing = iter(_Refused.apply(len(present), *present, *origins))  # type: ignore[no-untyped-call]
-        return tuple(None if gradient is None else next(refusing) for gradient in gradients)
-
-    return wrapper
-
-
-class _Refused(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, num_gradients: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tensors[:num_gradients]
-
-    @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor) -> tuple[None, ...]:
-        raise UnsupportedError(
-            "the chunked head has no second derivative: compute logprobs that are differentiated twice with "
-            "torch.log_softmax over the whole vocabulary"
-        )
 
 
 class _Head(torch.autograd.Function):
@@ -155,7 +110,7 @@ class _Head(torch.autograd.Function):
         vocab_chunk_size: int,
         with_entropy: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        dtype = _dtype_of(hidden_NH)
+        dtype = dtype_of(hidden_NH)
         largest_N = torch.full(targets_N.shape, torch.finfo(dtype).min, dtype=dtype, device=hidden_NH.device)
         total_N, weighted_N = torch.zeros_like(largest_N), torch.zeros_like(largest_N)
         target_logits_N = torch.full_like(largest_N, -torch.inf)
@@ -190,7 +145,7 @@ class _Head(torch.autograd.Function):
         return logprobs_N, entropy_N
 
     @staticmethod
-    @_only_once
+    @only_once
     def backward(
         ctx: Any, grad_logprobs_N: torch.Tensor | None, grad_entropy_N: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
@@ -217,7 +172,7 @@ class _Head(torch.autograd.Function):
             1 / select(temperature_N).to(dtype),
         )
         gradient_N = select(grad_logprobs_N).to(dtype)
-        kept = None if ctx.kept is None else _kept_of(ctx.kept, rows_N)
+        kept = None if ctx.kept is None else kept_of(ctx.kept, rows_N)
         tiles = _Tiles(select(hidden_NH), weight_VH, bias_V, select(temperature_N), kept, *ctx.sizes)
         pulled_NH = torch.zeros(tiles.hidden_NH.shape, dtype=dtype, device=hidden_NH.device) if needs_hidden else None
         grad_weight_VH = torch.zeros_like(weight_VH) if needs_weight else None
@@ -252,7 +207,9 @@ class _Head(torch.autograd.Function):
         grad_hidden_NH = None
         if pulled_NH is not None:
             pulled_NH *= inverse_N.unsqueeze(1)
-            grad_hidden_NH = _scattered(pulled_NH.to(hidden_NH.dtype), hidden_NH, None if everything else rows_N)
+            grad_hidden_NH = pulled_NH.to(hidden_NH.dtype)
+            if not everything:
+                grad_hidden_NH = torch.zeros_like(hidden_NH).index_copy_(0, rows_N, grad_hidden_NH)
         narrow_bias_V = None if grad_bias_V is None else grad_bias_V.to(bias_V.dtype)
         return grad_hidden_NH, grad_weight_VH, narrow_bias_V, *[None] * 6
 
@@ -270,7 +227,7 @@ class _OnePass(torch.autograd.Function):
         chunk_size: int,
         origin: torch.Tensor,
     ) -> torch.Tensor:
-        dtype = _dtype_of(hidden_NH)
+        dtype = dtype_of(hidden_NH)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         wide_VH = weight_VH.to(dtype)
         total = torch.zeros((), dtype=dtype, device=hidden_NH.device)
@@ -319,9 +276,9 @@ class _OnePass(torch.autograd.Function):
         return total
 
     @staticmethod
-    @_only_once
+    @only_once
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # Scaled in place unless by 1: a second copy of the weight's gradient would be as large as the first.
+        # Scaled in place, since a copy of the weight's gradient would be as large as the first.
         scaled = [
             gradient if gradient is None or upstream.item() == 1.0 else gradient.mul_(upstream)
             for gradient in ctx.saved_tensors[:3]
@@ -330,7 +287,7 @@ class _OnePass(torch.autograd.Function):
 
 
 _DENSE = 0.75
-"""Share of targets with a gradient above which leaving the others out costs more than it saves."""
+"""Share of targets with a gradient above which it costs more to leave the others out than it saves."""
 
 
 class _Tiles:
@@ -350,7 +307,7 @@ class _Tiles:
         self._weight_VH = weight_VH
         self._bias_V = bias_V
         self._kept = kept
-        self._dtype = _dtype_of(hidden_NH)
+        self._dtype = dtype_of(hidden_NH)
         self._inverse_N = 1 / temperature_N.to(self._dtype)
         self._is_scaled = bool((self._inverse_N != 1).any())
         self._chunk_size, self._vocab_chunk_size = chunk_size, vocab_chunk_size
@@ -364,7 +321,7 @@ class _Tiles:
             yield columns, self._weight_VH[columns].to(self._dtype)
 
     def logits(self, columns: slice, weight_WH: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield the logits of each part of the targets over a part of the vocabulary, to be overwritten."""
+        """Yield the logits of each part of the targets over a part of the vocabulary; the caller may overwrite them."""
         for start in range(0, len(self.hidden_NH), self._chunk_size):
             rows = slice(start, min(start + self._chunk_size, len(self.hidden_NH)))
             shape = (rows.stop - rows.start, len(weight_WH))
@@ -373,138 +330,27 @@ class _Tiles:
             if self._bias_V is not None:
                 logits_CW.addr_(self._inverse_N[rows], self._bias_V[columns].to(self._dtype))
             if self._kept is not None:
-                logits_CW.masked_fill_(~_keep_mask(self._kept, rows, columns), -torch.inf)
+                logits_CW.masked_fill_(~keep_mask(self._kept, rows, columns), -torch.inf)
             yield rows, logits_CW
 
     def scaled(self, rows: slice) -> torch.Tensor:
-        """Return hidden states over their temperature, [C, H]: fewer to divide than logits."""
+        """Return hidden states divided by their temperature, [C, H]; logits would be more to divide."""
         hidden_CH = self.hidden_NH[rows].to(self._dtype)
         return hidden_CH * self._inverse_N[rows].unsqueeze(1) if self._is_scaled else hidden_CH
 
 
-def _check(
-    hidden_NH: torch.Tensor,
-    weight_VH: torch.Tensor,
-    targets_N: torch.Tensor,
-    temperature_N: torch.Tensor,
-    bias_V: torch.Tensor | None,
-    *chunk_sizes: int,
-) -> None:
-    named = {"hidden": hidden_NH, "weight": weight_VH, "targets": targets_N, "temperature": temperature_N}
-    shapes = [list(tensor.shape) for tensor in named.values()]
-    rows = shapes[0][:1]
-    if len(shapes[0]) != 2 or shapes[1][1:] != shapes[0][1:] or shapes[2] != rows or shapes[3] != rows:
-        raise InvalidRequestError(
-            f"hidden {shapes[0]}, weight {shapes[1]}, targets {shapes[2]} and temperature {shapes[3]} do not fit: "
-            "they are [N, H], [V, H], [N] and [N]"
-        )
-    if bias_V is not None:
-        named["bias"] = bias_V
-        if list(bias_V.shape) != shapes[1][:1]:
-            raise InvalidRequestError(f"bias {list(bias_V.shape)} does not fit weight {shapes[1]}: it is [V]")
-    for name, tensor in named.items():
-        dtype = tensor.dtype
-        fits = dtype == torch.int64 if name == "targets" else dtype.is_floating_point
-        if not fits and (name != "temperature" or dtype.is_complex):
-            wanted = "int64" if name == "targets" else "a floating-point dtype"
-            raise InvalidRequestError(f"{name} must be of {wanted}, not {dtype}")
-        if tensor.device != hidden_NH.device:
-            raise InvalidRequestError(f"{name} is on {tensor.device}, hidden on {hidden_NH.device}: move one of them")
-    for size in chunk_sizes:
-        if not isinstance(size, int) or size < 1:
-            raise InvalidRequestError(f"a chunk must hold at least 1 target and 1 token of the vocabulary, not {size}")
-    wrong_N = (targets_N < 0) | (targets_N >= len(weight_VH))
-    if wrong_N.any():
-        first = int(wrong_N.nonzero()[0])
-        raise InvalidRequestError(
-            f"target {first} is token {int(targets_N[first])}, the vocabulary has {len(weight_VH)}: select the targets "
-            "of hidden states and of temperatures alike"
-        )
-    # Logits are multiplied by the inverse: one that overflows or vanishes would leave NaN or no difference of them.
-    inverse_N = 1 / temperature_N.to(_dtype_of(hidden_NH))
-    wrong_N = ~((inverse_N > 0) & inverse_N.isfinite())
-    if wrong_N.any():
-        first = int(wrong_N.nonzero()[0])
-        raise InvalidRequestError(
-            f"the temperature of target {first} is {temperature_N[first].item()}: it must be above 0 and finite; "
-            "greedy tokens are scored at 1"
-        )
-
-
-def _check_kept(kept: KeptTokens | None, targets_N: torch.Tensor, vocab_size: int) -> None:
-    if kept is None:
-        return
-    token_ids_K, offsets = kept.token_ids_K, kept.offsets
-    for name, tensor in (("token_ids_K", token_ids_K), ("offsets", offsets)):
-        if tensor.dim() != 1 or tensor.dtype != torch.int64 or tensor.device != targets_N.device:
-            raise InvalidRequestError(
-                f"{name} of the kept tokens is {list(tensor.shape)} of {tensor.dtype} on {tensor.device}: it has one "
-                f"dimension, int64, on {targets_N.device}"
-            )
-    sizes_N = offsets.diff()
-    if len(offsets) != len(targets_N) + 1 or offsets[0] != 0 or offsets[-1] != len(token_ids_K) or (sizes_N < 0).any():
-        raise InvalidRequestError(
-            f"the offsets of the kept tokens do not cut {len(token_ids_K)} tokens among {len(targets_N)} targets: they "
-            f"are {len(targets_N) + 1}, from 0 up to {len(token_ids_K)}, and never fall"
-        )
-    wrong_K = (token_ids_K < 0) | (token_ids_K >= vocab_size)
-    if wrong_K.any():
-        first = int(wrong_K.nonzero()[0])
-        raise InvalidRequestError(
-            f"kept token {first} is token {int(token_ids_K[first])}, the vocabulary has {vocab_size}"
-        )
-    row_K = torch.repeat_interleave(torch.arange(len(sizes_N), device=offsets.device), sizes_N)
-    found_N = torch.zeros_like(targets_N, dtype=torch.bool)
-    found_N[row_K[token_ids_K == targets_N[row_K]]] = True
-    if not found_N.all():
-        lost = int((~found_N).nonzero()[0])
-        raise InvalidRequestError(f"target {lost} (token {int(targets_N[lost])}) is not among its kept tokens")
-
-
 def _scalar(part: torch.Tensor, rows: slice) -> torch.Tensor:
-    """Return a part of the loss as a scalar that may be differentiated, a constant included."""
+    """Return a part of the loss as a differentiable scalar, even if it is a constant."""
     if not isinstance(part, torch.Tensor) or part.dim() or not part.dtype.is_floating_point:
         what = f"{list(part.shape)} of {part.dtype}" if isinstance(part, torch.Tensor) else repr(part)
         raise InvalidRequestError(
-            f"loss_of returned {what} for targets {rows.start} to {rows.stop - 1}: it returns their part of the loss, "
-            "a scalar"
+            f"loss_of returned {what} for targets {rows.start} to {rows.stop - 1}: it must return their part "
+            "of the loss as a scalar"
         )
     return part if part.requires_grad else part.detach().requires_grad_()
-
-
-def _dtype_of(hidden_NH: torch.Tensor) -> torch.dtype:
-    return torch.float64 if hidden_NH.dtype == torch.float64 else torch.float32
 
 
 def _hits(targets_C: torch.Tensor, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
     """Return which targets lie in a part of the vocabulary, as row indices, and in which of its columns."""
     hit_C = ((targets_C >= columns.start) & (targets_C < columns.stop)).nonzero().squeeze(1)
     return hit_C, targets_C[hit_C] - columns.start
-
-
-def _keep_mask(kept: KeptTokens, rows: slice, columns: slice) -> torch.Tensor:
-    """Return which tokens of a tile were kept, bool [C, W]."""
-    offsets = kept.offsets[rows.start : rows.stop + 1]
-    token_ids_K = kept.token_ids_K[int(offsets[0]) : int(offsets[-1])]
-    row_K = torch.repeat_interleave(torch.arange(len(offsets) - 1, device=offsets.device), offsets.diff())
-    inside_K = (token_ids_K >= columns.start) & (token_ids_K < columns.stop)
-    mask_CW = torch.zeros(rows.stop - rows.start, columns.stop - columns.start, dtype=torch.bool, device=offsets.device)
-    mask_CW[row_K[inside_K], token_ids_K[inside_K] - columns.start] = True
-    return mask_CW
-
-
-def _kept_of(kept: KeptTokens, rows_N: torch.Tensor) -> KeptTokens:
-    """Return the kept tokens of some targets."""
-    sizes_N = kept.offsets.diff()[rows_N]
-    offsets = torch.cat([sizes_N.new_zeros(1), sizes_N.cumsum(0)])
-    shift_K = torch.repeat_interleave(kept.offsets[:-1][rows_N] - offsets[:-1], sizes_N)
-    return KeptTokens(kept.token_ids_K[torch.arange(len(shift_K), device=shift_K.device) + shift_K], offsets)
-
-
-def _scattered(values_NH: torch.Tensor, like_NH: torch.Tensor, rows_N: torch.Tensor | None) -> torch.Tensor:
-    """Return the values at their rows, and zeros at others; as they are if they are all."""
-    if rows_N is None:
-        return values_NH
-    full_NH = torch.zeros_like(like_NH)
-    full_NH[rows_N] = values_NH
-    return full_NH

@@ -1,7 +1,7 @@
 """Metrics that stay exact over micro-batches and ranks, and what a loss returns.
 
-A mean is kept as its numerator and its denominator, both of which add; no mean of means is ever taken. The module knows
-nothing of losses, logging or process groups.
+A mean is kept as numerator and denominator, both of which add, so no mean of means is taken. Knows nothing of losses,
+logging or process groups.
 
 Shape suffixes: T packed tokens, N targets (tokens with a true loss mask).
 """
@@ -15,9 +15,11 @@ from typing import Literal
 
 import torch
 
+from inflight.losses.targets import Targets
+
 _MAX_LOG_RATIO = 300.0
-"""Bound on the log ratios that metrics exponentiate: squares stay finite in float64, and so does a sum of 1e40 of them.
-Losses do not use it."""
+"""Bound on the log ratios that metrics exponentiate, so that even a sum of 1e40 squares is finite in float64. Losses do
+not use it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +66,12 @@ class LossOutput:
 
 
 def add_metrics(a: Metrics, b: Metrics) -> Metrics:
-    """Return the metrics of both parts together. A metric that one part lacks is that of the other."""
+    """Return the metrics of both parts together. A metric may be missing from one part."""
     return {**a, **b, **{name: _add(a[name], b[name]) for name in a if name in b}}
 
 
 def metric_values(metrics: Metrics) -> dict[str, float]:
-    """Return the values to log, with ``effective_sample_size`` if ratios were counted. Call it after the reduction.
+    """Return the values to log, with ``effective_sample_size`` if there are ratios. Call it after the reduction.
 
     A metric without weight (no token was counted) is left out.
     """
@@ -83,8 +85,8 @@ def metric_values(metrics: Metrics) -> dict[str, float]:
 def effective_sample_size(metrics: Metrics, kind: WeightKind = "ratio") -> float:
     """Return (sum w)^2 / (n sum w^2) of n weights w: 1 if all are equal, 1/n if one dwarfs the rest.
 
-    ``ratio``: the raw ratios of tokens, never truncated, since under a tight cap those say 1 whatever the staleness.
-    ``pull``: the weights that tokens have in the gradient once all is truncated, clipped and rejected.
+    ``ratio``: the raw ratios of tokens; truncated ones would give 1 under a tight cap at any staleness.
+    ``pull``: the weights that tokens have in the gradient after truncation, clipping and rejection.
     ``sequence_ratio``: the raw ratios of whole sequences. ``sequence_pull``: the mean pull of each sequence's tokens.
     """
     return metrics[kind].value ** 2 / metrics[f"{kind}_squared"].value
@@ -96,13 +98,13 @@ def encode_metrics(metrics: Metrics) -> dict[str, list[float]]:
 
 
 def decode_metrics(encoded: Mapping[str, Sequence[float]]) -> Metrics:
-    """Return the metrics that `encode_metrics` took apart."""
+    """Return the metrics from the result of `encode_metrics`."""
     return {name: Metric(*numbers) if len(numbers) == 2 else Maximum(*numbers) for name, numbers in encoded.items()}
 
 
 @torch.no_grad()
 def ratio_metrics(trainer_logprobs_N: torch.Tensor, behaviour_logprobs_N: torch.Tensor) -> Metrics:
-    """Return what the raw ratios w = exp(trainer - behaviour) of the targets say, in float64.
+    """Return metrics of the raw ratios w = exp(trainer - behaviour) of the targets, in float64.
 
     ``ratio`` and ``ratio_squared`` are the means of w and w^2 (see `effective_sample_size`), ``max_abs_log_ratio`` the
     largest abs(log w). ``behaviour_kl_k1`` and ``behaviour_kl_k3`` estimate KL(behaviour || trainer) in nats per token:
@@ -126,10 +128,10 @@ def ratio_metrics(trainer_logprobs_N: torch.Tensor, behaviour_logprobs_N: torch.
 def staleness_metrics(
     trainer_logprobs_N: torch.Tensor, behaviour_logprobs_N: torch.Tensor, lag_N: torch.Tensor
 ) -> dict[str, Metric | Maximum]:
-    """Return how old the targets are, in versions, and the mismatch of those that are not old at all.
+    """Return the age of the targets in versions, and the mismatch of those at lag 0.
 
     ``lag`` and ``max_lag`` are mean and largest lag. ``mismatch_k1`` and ``mismatch_k3`` are KL(behaviour || trainer)
-    as in `ratio_metrics`, over targets of lag 0 alone: what differing numerics cost before staleness adds to it.
+    as in `ratio_metrics`, over targets of lag 0 alone: the difference in numerics, without staleness.
     ``stale_k1`` and ``stale_k3`` are those of the other targets.
     """
     fresh_N = lag_N == 0
@@ -145,26 +147,23 @@ def staleness_metrics(
 
 
 @torch.no_grad()
-def pull_metrics(
-    pull_N: torch.Tensor, sequence_pull_S: torch.Tensor, sequence_log_ratio_S: torch.Tensor
-) -> dict[str, Metric | Maximum]:
-    """Return what is left of the ratios in the gradient, and both for whole sequences, of those that have a target.
+def pull_metrics(targets: Targets, pull_N: torch.Tensor) -> dict[str, Metric | Maximum]:
+    """Return `ratio_metrics`, and metrics of the weights in the gradient and of whole sequences that have a target.
 
     ``pull`` and ``pull_squared`` are the means of the weights that targets have in the gradient, beside advantage and
     denominator; ``sequence_pull`` those of each sequence's mean pull; ``sequence_ratio`` those of exp(sum of log
     ratios) of each sequence, its log clamped to +-300.
     """
-    ratio_S = sequence_log_ratio_S.double().clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
-    return mean_metrics(
-        {
-            "pull": pull_N,
-            "pull_squared": pull_N.double().square(),
-            "sequence_pull": sequence_pull_S,
-            "sequence_pull_squared": sequence_pull_S.double().square(),
-            "sequence_ratio": ratio_S,
-            "sequence_ratio_squared": ratio_S.square(),
-        }
-    )
+    has_targets_S = targets.segment_sum(torch.ones_like(targets.behaviour_N)) > 0
+    log_ratio_S = targets.segment_sum(targets.log_ratio("trainer/behaviour"))[has_targets_S]
+    weights = {
+        "pull": pull_N,
+        "sequence_pull": targets.segment_mean(pull_N)[has_targets_S],
+        "sequence_ratio": log_ratio_S.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp(),
+    }
+    powers = [{name: weight, f"{name}_squared": weight.square()} for name, weight in weights.items()]
+    means = mean_metrics({name: value for pair in powers for name, value in pair.items()})
+    return {**ratio_metrics(targets.trainer_N, targets.behaviour_N), **means}
 
 
 def mean_metrics(values: Mapping[str, torch.Tensor]) -> dict[str, Metric | Maximum]:

@@ -1,6 +1,6 @@
 """Micro-batches: samples packed side by side on the target-aligned layout, and read at their targets.
 
-The module knows nothing of losses, and does not decide which samples go together.
+Knows nothing of losses, and does not decide which samples go together.
 
 Shape suffixes: T packed tokens, N targets (tokens with a true loss mask).
 """
@@ -15,7 +15,7 @@ from inflight.errors import InvalidRequestError, NonFiniteError
 from inflight.types import MicroBatch, Sample
 
 NO_GROUP = -1
-"""Group of a segment that is no completion."""
+"""Group of a segment that is not a completion."""
 
 
 def collate(samples: Sequence[Sample], device: torch.device | str | None = None) -> MicroBatch:
@@ -31,7 +31,7 @@ def collate(samples: Sequence[Sample], device: torch.device | str | None = None)
     with_reference = [sample.reference_logprobs is not None for sample in samples]
     if any(with_reference) != all(with_reference):
         raise InvalidRequestError(
-            f"sample {with_reference.index(False)} has no reference_logprobs but others have: give all or none"
+            f"sample {with_reference.index(False)} has no reference_logprobs but others do: give them to all or none"
         )
     lengths = tuple(sample.rollout.num_tokens for sample in samples)
 
@@ -72,14 +72,14 @@ def collate(samples: Sequence[Sample], device: torch.device | str | None = None)
 
 
 def empty_micro_batch(device: torch.device | str | None = None) -> MicroBatch:
-    """Return two tokens of which none is a target, for a rank that has run out of data.
+    """Return a micro-batch of two tokens without a target, for a rank that has run out of data.
 
-    Every rank must run the same forwards and backwards, or the collectives inside of them wait for each other. The loss
+    Every rank must run the same forwards and backwards, or their collectives wait for each other. The loss
     of this micro-batch is 0, its gradient is 0, its metrics have no weight, and no denominator counts it.
     """
 
     def zeros(dtype: torch.dtype) -> torch.Tensor:
-        # A tensor of its own for each field: those that share memory cannot be sent.
+        # Each field has its own tensor: tensors that share memory cannot be sent.
         return torch.zeros(2, dtype=dtype, device=device)
 
     return MicroBatch(
@@ -111,9 +111,9 @@ _KINDS: Mapping[str, torch.dtype | None] = {
 
 
 def check_micro_batch(batch: MicroBatch, **of_trainer_T: torch.Tensor | None) -> None:
-    """Raise `InvalidRequestError` unless what losses read of a micro-batch, and more values of its tokens, fit.
+    """Raise `InvalidRequestError` unless the fields that losses read, and further values per token, fit.
 
-    Shapes, dtypes, one device, and segment ids that are within its segments.
+    Checks shapes, dtypes, devices and the range of segment ids.
     """
     num_segments = len(batch.segment_lengths)
     device = batch.loss_mask_T.device
@@ -124,24 +124,24 @@ def check_micro_batch(batch: MicroBatch, **of_trainer_T: torch.Tensor | None) ->
         shape = (num_segments,) if name.endswith("_S") else (batch.num_tokens,)
         if tensor.shape != shape:
             raise InvalidRequestError(
-                f"{name} is {list(tensor.shape)}, the micro-batch has {batch.num_tokens} tokens in "
+                f"{name} is {list(tensor.shape)}, but the micro-batch has {batch.num_tokens} tokens in "
                 f"{num_segments} segments"
             )
         wanted = _KINDS.get(name)
         if tensor.dtype != wanted if wanted is not None else not tensor.dtype.is_floating_point:
-            raise InvalidRequestError(f"{name} must be of {wanted or 'a floating-point dtype'}, not {tensor.dtype}")
+            raise InvalidRequestError(f"{name} must be {wanted or 'floating-point'}, not {tensor.dtype}")
         if tensor.device != device:
             raise InvalidRequestError(f"{name} is on {tensor.device}, loss_mask_T on {device}: move one of them")
     ids_T = batch.segment_ids_T
     if ids_T.numel() and not 0 <= ids_T.min() <= ids_T.max() < num_segments:
         raise InvalidRequestError(
-            f"segment_ids_T go from {int(ids_T.min())} to {int(ids_T.max())}, the micro-batch has {num_segments} "
+            f"segment_ids_T go from {int(ids_T.min())} to {int(ids_T.max())}, but the micro-batch has {num_segments} "
             "segments"
         )
 
 
 def finite_targets(values_T: torch.Tensor, loss_mask_T: torch.Tensor, name: str) -> torch.Tensor:
-    """Return the values [N] of the targets. Raises `NonFiniteError` if one is not finite; others may be anything."""
+    """Return the values [N] of the targets. Raises `NonFiniteError` if one of them is not finite."""
     values_N = values_T[loss_mask_T]
     wrong_N = ~values_N.isfinite()
     if wrong_N.any():
@@ -168,6 +168,4 @@ def _check(sample: Sample, index: int) -> None:
         fields["reference_logprobs"] = sample.reference_logprobs
     for name, values in fields.items():
         if len(values) != num_tokens:
-            raise InvalidRequestError(
-                f"sample {index} has {num_tokens} completion tokens but {name} speaks of {len(values)}"
-            )
+            raise InvalidRequestError(f"sample {index} has {num_tokens} completion tokens but {name} has {len(values)}")

@@ -1,7 +1,7 @@
 """Penalties: terms beside the policy's, each with a true gradient and, if it wants, a denominator of its own.
 
 d is the log ratio of trainer to reference, g = -d loss / d trainer logprob before the coefficient. Corrections do not
-touch them. The module knows nothing of gates.
+apply to them. Knows nothing of gates.
 
 Shape suffixes: N targets.
 """
@@ -23,13 +23,16 @@ from inflight.losses.targets import Targets
 KlEstimator = Literal["k1", "k2", "k3", "k3_straight_through", "ratio_k1", "ratio_k3"]
 """How KL(trainer || reference) enters the loss (arXiv 2506.09477; gradients are of the trainer's logprobs):
 
-``k1``                   d; its expected gradient is 0: no regularisation at all
-``k2``                   d^2 / 2; on-policy the gradient of the reverse KL
-``k3``                   exp(-d) + d - 1; on-policy the gradient of the *forward* KL(reference || trainer)
+``k1``                   d; its expected gradient is 0, so it does not regularise
+``k2``                   d^2 / 2; on-policy it has the gradient of the reverse KL
+``k3``                   exp(-d) + d - 1; on-policy it has the gradient of the *forward* KL(reference || trainer)
 ``k3_straight_through``  the value of k3 with the gradient of k2
-``ratio_k1``             r d; right off-policy too, r = exp(trainer - behaviour) not detached
-``ratio_k3``             r k3, whose gradient is exactly r d; right off-policy too (DeepSeek-V3.2, 2512.02556, eq. 7)
+``ratio_k1``             r d, correct off-policy too; r = exp(trainer - behaviour) is not detached
+``ratio_k3``             r k3, whose gradient is r d; correct off-policy too (DeepSeek-V3.2, 2512.02556, eq. 7)
 """
+
+OwnAggregation = Aggregation | None
+"""The denominator of a penalty; None: as the policy's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +50,11 @@ class Kl(Piece):
     coefficient: float = Field(ge=0)
     estimator: KlEstimator = "ratio_k3"
     clamp: float | None = Field(default=None, gt=0)
-    """Bound on the absolute value of d, as some frameworks have it: the gradient is 0 beyond it. None: no bound."""
-    aggregation: Aggregation | None = None
-    """None: as the policy's."""
+    """Bound on abs(d), as in some frameworks: the gradient is 0 beyond it. None: no bound."""
+    aggregation: OwnAggregation = None
 
     def __call__(self, targets: Targets) -> Charged:
-        """Return the penalty of each target. Raises `InvalidRequestError` without reference logprobs."""
+        """Raises `InvalidRequestError` without reference logprobs."""
         if targets.reference_N is None:
             raise InvalidRequestError(
                 "a KL penalty needs reference_logprobs_T in the micro-batch: give every sample reference_logprobs"
@@ -92,13 +94,12 @@ class Entropy(Piece):
 
     kind: Literal["entropy"] = "entropy"
     coefficient: float
-    aggregation: Aggregation | None = None
-    """None: as the policy's."""
+    aggregation: OwnAggregation = None
 
     def __call__(self, targets: Targets) -> Charged:
-        """Return the penalty of each target. Raises `InvalidRequestError` without entropies."""
+        """Raises `InvalidRequestError` without entropies."""
         if targets.entropy_N is None:
-            raise InvalidRequestError("an entropy bonus needs entropy_T: compute it with the head, entropy=True")
+            raise InvalidRequestError("an entropy bonus needs entropy_T: compute it with chunked_logprobs_and_entropy")
         return Charged(-targets.entropy_N, {"entropy": targets.entropy_N.detach()})
 
 
@@ -108,16 +109,14 @@ class SquaredLogRatio(Piece):
     kind: Literal["squared_log_ratio"] = "squared_log_ratio"
     coefficient: float = Field(ge=0)
     between: Literal["trainer/behaviour", "trainer/proximal"] = "trainer/behaviour"
-    aggregation: Aggregation | None = None
-    """None: as the policy's."""
+    aggregation: OwnAggregation = None
 
     def __call__(self, targets: Targets) -> Charged:
-        """Return the penalty of each target."""
         return Charged(targets.log_ratio(self.between).square())
 
 
 class CrossEntropy(Piece):
-    """``coefficient`` times -log pi, g = 1: imitation of what was sampled, by default where the advantage is positive.
+    """``coefficient`` times -log pi, g = 1: imitation of the samples, by default where the advantage is positive.
 
     The NLL term of VAPO (arXiv 2504.05118), and self-imitation.
     """
@@ -125,11 +124,9 @@ class CrossEntropy(Piece):
     kind: Literal["cross_entropy"] = "cross_entropy"
     coefficient: float = Field(ge=0)
     where: Literal["positive", "all"] = "positive"
-    aggregation: Aggregation | None = None
-    """None: as the policy's."""
+    aggregation: OwnAggregation = None
 
     def __call__(self, targets: Targets) -> Charged:
-        """Return the penalty of each target."""
         if self.where == "all":
             return Charged(-targets.trainer_N)
         return Charged(torch.where(targets.advantages_N > 0, -targets.trainer_N, 0.0))
@@ -145,14 +142,13 @@ class Distillation(Piece):
     kind: Literal["distillation"] = "distillation"
     coefficient: float = Field(ge=0)
     max_fall: float | None = Field(default=None, ge=0)
-    aggregation: Aggregation | None = None
-    """None: as the policy's."""
+    aggregation: OwnAggregation = None
 
     def __call__(self, targets: Targets) -> Charged:
-        """Return the penalty of each target. Raises `InvalidRequestError` without reference logprobs."""
+        """Raises `InvalidRequestError` without reference logprobs."""
         if targets.reference_N is None:
             raise InvalidRequestError(
-                "distillation needs reference_logprobs_T in the micro-batch: those of the teacher"
+                "distillation needs the teacher's logprobs as reference_logprobs_T in the micro-batch"
             )
         detached_N = targets.trainer_N.detach()
         live_N = torch.ones_like(detached_N, dtype=torch.bool)

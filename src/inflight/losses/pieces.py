@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, model_validator
 
 
 class Piece(BaseModel):
-    """Settings of one piece of a loss; its ``kind`` says which."""
+    """Settings of one piece of a loss; its ``kind`` says which. ``"unbounded"`` is None, which TOML cannot hold."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _unbounded_is_none(cls, values: Any) -> Any:
+        if isinstance(values, dict):
+            return {key: None if value == "unbounded" else value for key, value in values.items()}
+        return values

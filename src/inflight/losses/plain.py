@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from inflight.errors import InvalidRequestError
 from inflight.losses.gates import Gate, PpoClip, Score
-from inflight.losses.metrics import LossOutput, mean_metrics, pull_metrics, ratio_metrics
+from inflight.losses.metrics import LossOutput, mean_metrics, pull_metrics
 from inflight.losses.micro_batch import finite_targets
 from inflight.losses.targets import Targets
 
@@ -26,17 +26,17 @@ def grpo_loss(
 ) -> LossOutput:
     """Return the clipped surrogate of PPO (`inflight.losses.PpoClip`), summed over targets / ``denominator``.
 
-    The tensors have one shape. ``advantages`` too, or one value for each entry of its first dimensions: [B] or [B, 1]
-    for logprobs [B, T]. ``loss_mask`` is true, or not 0, at targets; what stands elsewhere, even NaN, has no effect.
+    All tensors have the same shape, except that ``advantages`` may be [B] or [B, 1] for logprobs [B, T]. ``loss_mask``
+    is true, or not 0, at targets; values elsewhere, even NaN, have no effect.
 
-    ``denominator`` is by default the number of targets of this call, which is right only if the call sees all of the
+    ``denominator`` is by default the number of targets of this call, which is right only if the call sees the whole
     optimizer step. A step that is split into micro-batches or over ranks needs one number for all its calls, such as
-    its number of targets everywhere: a mean of the parts' means gives targets of short parts more weight. Gradients
-    are then to be summed; where they are averaged over R ranks, as DDP does, give a denominator R times smaller.
+    its total number of targets: a mean of the parts' means gives targets of short parts more weight. Gradients must
+    then be summed; if they are averaged over R ranks, as DDP does, give a denominator R times smaller.
 
     Raises `InvalidRequestError` if shapes, dtypes or devices do not fit, a clip is negative, or the denominator is not
-    one number above 0, `NonFiniteError` if a behaviour logprob or an advantage of a
-    target is not finite. Metrics: those of the ratios, ``clip_fraction_high`` and ``clip_fraction_low``.
+    one number above 0, `NonFiniteError` if a behaviour logprob or an advantage of a target is not finite. Metrics:
+    those of the ratios, ``clip_fraction_high`` and ``clip_fraction_low``.
     """
     gate = _gate(PpoClip, low=clip_low, high=clip_high)
     return _summed(gate, trainer_logprobs, behaviour_logprobs, advantages, loss_mask, denominator)
@@ -63,7 +63,9 @@ def _gate(kind: type[PpoClip] | type[Score], **bounds: float) -> Gate:
     try:
         return kind.model_validate(bounds)
     except ValidationError as error:
-        raise InvalidRequestError(f"{bounds} are no bounds of {kind.__name__}: {error.errors()[0]['msg']}") from error
+        raise InvalidRequestError(
+            f"{bounds} are not valid bounds for {kind.__name__}: {error.errors()[0]['msg']}"
+        ) from error
 
 
 def _summed(
@@ -77,7 +79,7 @@ def _summed(
     shape = trainer_logprobs.shape
     for name, tensor in (("behaviour_logprobs", behaviour_logprobs), ("loss_mask", loss_mask)):
         if tensor.shape != shape:
-            raise InvalidRequestError(f"{name} are {list(tensor.shape)}, but trainer_logprobs {list(shape)}")
+            raise InvalidRequestError(f"{name} are {list(tensor.shape)}, but trainer_logprobs are {list(shape)}")
     given = {
         "trainer_logprobs": trainer_logprobs,
         "behaviour_logprobs": behaviour_logprobs,
@@ -87,10 +89,12 @@ def _summed(
     for name, tensor in given.items():
         if tensor.dtype.is_complex or (name.endswith("logprobs") and not tensor.dtype.is_floating_point):
             raise InvalidRequestError(
-                f"{name} must be of a real dtype, logprobs of a floating-point one, not {tensor.dtype}"
+                f"{name} are {tensor.dtype}: logprobs must be floating-point, other tensors of a real dtype"
             )
         if tensor.device != trainer_logprobs.device:
-            raise InvalidRequestError(f"{name} are on {tensor.device}, trainer_logprobs on {trainer_logprobs.device}")
+            raise InvalidRequestError(
+                f"{name} are on {tensor.device}, but trainer_logprobs are on {trainer_logprobs.device}"
+            )
     if denominator is not None and not (
         (not isinstance(denominator, torch.Tensor) or denominator.numel() == 1) and 0 < float(denominator) < math.inf
     ):
@@ -102,28 +106,17 @@ def _summed(
     mask_T = loss_mask.flatten() != 0
     length = shape[-1] if shape else 1
     rows_T = torch.arange(mask_T.numel(), device=mask_T.device) // max(length, 1)
-    behaviour_N = finite_targets(behaviour_logprobs.flatten(), mask_T, "behaviour_logprobs").double()
     trainer_N = trainer_logprobs.flatten()[mask_T].double()
     targets = Targets(
         trainer_N=trainer_N,
-        behaviour_N=behaviour_N,
+        behaviour_N=finite_targets(behaviour_logprobs.flatten(), mask_T, "behaviour_logprobs").double(),
         proximal_N=trainer_N.detach(),
         advantages_N=finite_targets(per_target.expand(shape).flatten(), mask_T, "advantages").double(),
         segments_N=rows_T[mask_T],
         num_segments=mask_T.numel() // max(length, 1),
     )
-    log_ratio_N = targets.log_ratio("trainer/behaviour")
-    gated = gate(targets, log_ratio_N, targets.advantages_N != 0)
+    gated = gate(targets, targets.log_ratio("trainer/behaviour"), targets.advantages_N != 0)
     # A call without targets has a loss of 0, not 0 / 0.
     loss = gated.loss_N.sum() / (mask_T.sum().clamp(min=1) if denominator is None else denominator)
-    has_targets_S = targets.segment_sum(torch.ones_like(behaviour_N)) > 0
-    metrics = {
-        **ratio_metrics(trainer_N.detach(), behaviour_N),
-        **pull_metrics(
-            gated.pull_N,
-            targets.segment_mean(gated.pull_N)[has_targets_S],
-            targets.segment_sum(log_ratio_N.detach())[has_targets_S],
-        ),
-        **mean_metrics(gated.fractions),
-    }
+    metrics = pull_metrics(targets, gated.pull_N) | mean_metrics(gated.fractions)
     return LossOutput(loss.to(trainer_logprobs.dtype), metrics)

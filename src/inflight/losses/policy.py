@@ -1,7 +1,7 @@
 """`PolicyLoss`: a ratio, a gate, corrections, penalties and denominators put together; and `prepare`, which counts.
 
-All that is global is counted once, by `prepare`. After that the loss is a plain sum over targets, so the segments of an
-optimizer step may be split into micro-batches and ranks in any way: losses and gradients add up to the same.
+`prepare` counts once over the whole optimizer step. After that the loss is a plain sum over targets, so losses and
+gradients add up to the same however the segments are split into micro-batches and ranks.
 
 Shape suffixes: T packed tokens, N targets, S segments, P prompts.
 """
@@ -28,11 +28,8 @@ from inflight.losses.corrections import (
 from inflight.losses.gates import Gate, GeometricMean
 from inflight.losses.metrics import (
     LossOutput,
-    Maximum,
-    Metric,
     mean_metrics,
     pull_metrics,
-    ratio_metrics,
     staleness_metrics,
 )
 from inflight.losses.micro_batch import NO_GROUP, check_micro_batch, finite_targets
@@ -42,24 +39,23 @@ from inflight.losses.targets import Level, Targets
 from inflight.types import MicroBatch
 
 Need = Literal["reference_logprobs", "versions", "entropy", "group_ids", "first_forward"]
-"""What a loss asks for beyond trainer and behaviour logprobs, advantages and mask. ``first_forward``: trainer logprobs
-of the whole step before its first micro-batch is trained on, for `prepare`."""
+"""What a loss needs beyond trainer and behaviour logprobs, advantages and mask. ``first_forward``: `prepare` needs
+trainer logprobs of the whole step before its first micro-batch is trained on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What `prepare` found out about one optimizer step; the same on every rank."""
+    """What `prepare` counted over one optimizer step; the same on every rank."""
 
     loss: PolicyLoss
-    """Whose it is."""
     before: Counts
     """Of all targets and completions."""
     after: Counts
-    """Of targets that no correction rejects and completions that have one; as ``before`` if no denominator asks."""
+    """Of targets that no correction rejects, and their completions; as ``before`` if no denominator asks."""
     thresholds: tuple[float | None, ...] = ()
     """Of each correction that has a statistic of the whole step, in the order of the corrections."""
     current_version: int | None = None
-    """Version of the weights that are trained."""
+    """Version of the trained weights."""
 
 
 class PolicyLoss(Piece):
@@ -71,16 +67,16 @@ class PolicyLoss(Piece):
     gate: Gate
     level: Level = "token"
     between: Literal["trainer/behaviour", "trainer/proximal"] = "trainer/behaviour"
-    """The gate's ratio. Proximal logprobs are the trainer's at the start of the step: a micro-batch without
-    ``proximal_logprobs_T`` says that the step is one optimizer step, where they are the trainer's own, detached."""
+    """The gate's ratio. Proximal logprobs are the trainer's at the start of the step; without ``proximal_logprobs_T``
+    in the micro-batch they are the present ones, detached."""
     proximal: Literal["recomputed", "interpolated"] = "recomputed"
     """``interpolated``: on the line from behaviour to trainer logprobs at (lag - 1) / lag (A-3PO, arXiv 2512.06547)."""
     corrections: tuple[Correction, ...] = ()
     aggregation: Aggregation = TokenMean()
     penalties: tuple[Penalty, ...] = ()
     non_finite: Literal["raise", "drop", "on_policy"] = "raise"
-    """Behaviour logprobs that are not finite at a target: an error; no target, and counted nowhere; or taken as the
-    trainer's own, a ratio of 1."""
+    """What to do with targets whose behaviour logprob is not finite: raise an error, drop them from the loss and all
+    counts, or use the trainer's logprob, for a ratio of 1."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> PolicyLoss:
@@ -92,7 +88,7 @@ class PolicyLoss(Piece):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What the loss asks for beyond the fields that every micro-batch has."""
+        """What the loss needs beyond the fields that every micro-batch has."""
         needs: set[Need] = set()
         aggregations = self._aggregations
         if any(isinstance(penalty, (Kl, Distillation)) for penalty in self.penalties):
@@ -112,15 +108,15 @@ class PolicyLoss(Piece):
 
     @property
     def has_terms_without_advantage(self) -> bool:
-        """Whether targets of no advantage teach something: imitation, or a pull towards a reference.
+        """Whether targets without advantage have a gradient: imitation, or a KL to a reference.
 
-        The squared log ratio is none: it holds back what the policy term has moved.
+        The squared log ratio does not count, since it only limits what the policy term moves.
         """
         return any(not isinstance(penalty, SquaredLogRatio) for penalty in self.penalties)
 
     @property
     def locality(self) -> Literal["token", "segment"]:
-        """Whether, after `prepare`, the gradient of a target depends on its own trainer logprob only."""
+        """``token`` if, after `prepare`, the gradient of a target depends on its own trainer logprob only."""
         coupled = self.level != "token" or isinstance(self.gate, GeometricMean)
         recomputed = self.proximal == "recomputed"
         coupled |= any(
@@ -138,10 +134,10 @@ class PolicyLoss(Piece):
     ) -> LossOutput:
         """Return the loss of one micro-batch, to be summed over micro-batches and ranks, and its metrics.
 
-        Computed in float64; the loss has the dtype of ``trainer_logprobs_T``. What stands at masked positions, NaN
-        included, has no effect on loss or gradient. Raises `NonFiniteError` if a behaviour logprob (see
+        Computed in float64; the loss has the dtype of ``trainer_logprobs_T``. Values at masked positions, even NaN,
+        have no effect on loss or gradient. Raises `NonFiniteError` if a behaviour logprob (see
         ``non_finite``), reference logprob or advantage of a target is not finite, `InvalidRequestError` if the
-        micro-batch lacks what the loss `needs`, shapes, dtypes or devices do not fit, or the plan is of another loss.
+        micro-batch lacks what the loss `needs`, shapes, dtypes or devices do not fit, or the plan is for another loss.
         """
         self._check(batch, plan, trainer_logprobs_T=trainer_logprobs_T, entropy_T=entropy_T)
         targets = self._targets(batch, trainer_logprobs_T, plan.current_version, entropy_T)
@@ -150,19 +146,9 @@ class PolicyLoss(Piece):
         loss, pull_N, means = self._sum(targets, weight_N, keep_N, shares)
         if self.non_finite != "raise":
             means["non_finite_behaviour"] = ~batch.behaviour_logprobs_T[batch.loss_mask_T].isfinite()
-        trainer_N = targets.trainer_N.detach()
-        tokens_S = targets.segment_sum(torch.ones_like(trainer_N))
-        metrics: dict[str, Metric | Maximum] = {
-            **ratio_metrics(trainer_N, targets.behaviour_N),
-            **pull_metrics(
-                pull_N,
-                targets.segment_mean(pull_N)[tokens_S > 0],
-                targets.segment_sum(trainer_N - targets.behaviour_N)[tokens_S > 0],
-            ),
-            **mean_metrics(means),
-        }
+        metrics = pull_metrics(targets, pull_N) | mean_metrics(means)
         if targets.lag_N is not None:
-            metrics |= staleness_metrics(trainer_N, targets.behaviour_N, targets.lag_N)
+            metrics |= staleness_metrics(targets.trainer_N, targets.behaviour_N, targets.lag_N)
         return LossOutput(loss.to(trainer_logprobs_T.dtype), metrics)
 
     def gradient(
@@ -189,11 +175,11 @@ class PolicyLoss(Piece):
         return filled[0], filled[1] if entropy_T is not None else None
 
     def on_targets(self, batch: MicroBatch, plan: Plan) -> Callable[[torch.Tensor, slice], torch.Tensor]:
-        """Return what `inflight.losses.one_pass` asks for: the part of the loss of some of the batch's targets.
+        """Return the ``loss_of`` of `inflight.losses.one_pass`: the part of the loss of some targets of the batch.
 
         Targets are those of ``loss_mask_T``, in order. Raises `InvalidRequestError` if the loss couples targets: its
         `locality` must be ``token``, its denominators count before rejection, and it must not need entropies. It and
-        what it returns raise as a call does.
+        the returned function raise as a call does.
         """
         rejects = bool(self.corrections) and any(map(counts_after_rejection, self._aggregations))
         if self.locality != "token" or rejects or "entropy" in self.needs:
@@ -225,7 +211,7 @@ class PolicyLoss(Piece):
     def _check(self, batch: MicroBatch, plan: Plan, **of_trainer_T: torch.Tensor | None) -> None:
         check_micro_batch(batch, **of_trainer_T)
         if plan.loss != self:
-            raise InvalidRequestError("the plan is of another loss: prepare it with this one")
+            raise InvalidRequestError("the plan is for another loss: prepare it with this one")
         if "group_ids" in self.needs and batch.group_ids_S is not None:
             _check_groups([batch], len(plan.before.tokens_P))
 
@@ -237,7 +223,7 @@ class PolicyLoss(Piece):
     def _sum(
         self, targets: Targets, weight_N: torch.Tensor, keep_N: torch.Tensor, shares: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the loss, the weight of each target in its gradient, and what else is worth a mean.
+        """Return the loss, the weight of each target in its gradient, and further values to average.
 
         ``shares`` are the weights by the denominators of the policy term and of each penalty.
         """
@@ -281,7 +267,7 @@ class PolicyLoss(Piece):
         if self.proximal == "interpolated":
             if lag_N is None:
                 raise InvalidRequestError(
-                    "an interpolated proximal policy needs versions: give prepare the current_version"
+                    "an interpolated proximal policy needs versions: pass current_version to prepare"
                 )
             share_N = torch.where(lag_N > 0, (lag_N - 1).double() / lag_N.clamp(min=1).double(), 0.0)
             proximal_N = behaviour_N + share_N * (detached_N - behaviour_N)
@@ -289,8 +275,8 @@ class PolicyLoss(Piece):
             proximal_N = finite_targets(batch.proximal_logprobs_T, mask_T, "proximal_logprobs").double()
         else:
             proximal_N = detached_N
-        reference_T = batch.reference_logprobs_T
-        wants_reference = reference_T is not None and "reference_logprobs" in self.needs
+        reference_T = batch.reference_logprobs_T if "reference_logprobs" in self.needs else None
+        reference_N = None if reference_T is None else finite_targets(reference_T, mask_T, "reference_logprobs")
         return Targets(
             trainer_N=trainer_N,
             behaviour_N=behaviour_N,
@@ -299,11 +285,7 @@ class PolicyLoss(Piece):
             segments_N=batch.segment_ids_T[mask_T],
             num_segments=len(batch.segment_lengths),
             lag_N=lag_N,
-            reference_N=(
-                finite_targets(reference_T, mask_T, "reference_logprobs").double()
-                if wants_reference and reference_T is not None
-                else None
-            ),
+            reference_N=None if reference_N is None else reference_N.double(),
             entropy_N=None if entropy_T is None else entropy_T[mask_T].double(),
         )
 
@@ -312,11 +294,11 @@ class PolicyLoss(Piece):
         weight_N = torch.ones_like(targets.advantages_N)
         keep_N = torch.ones_like(targets.advantages_N, dtype=torch.bool)
         for correction, threshold in zip(self.corrections, thresholds, strict=True):
-            corrected = correction(targets, threshold)
-            if corrected.weight_N is not None:
-                weight_N = weight_N * corrected.weight_N
-            if corrected.keep_N is not None:
-                keep_N = keep_N & corrected.keep_N
+            corrected_N = correction(targets, threshold)
+            if corrected_N.dtype == torch.bool:
+                keep_N = keep_N & corrected_N
+            else:
+                weight_N = weight_N * corrected_N
         return weight_N, keep_N
 
     def _shares(
@@ -339,34 +321,37 @@ def prepare(
     num_sequences: int | None = None,
     reduce: Reduce | None = None,
 ) -> Plan:
-    """Return what the loss has to know of a whole optimizer step; without gradients.
+    """Return what the loss needs to know about a whole optimizer step; without gradients.
 
-    ``batches`` are all micro-batches of this rank, none of which splits a segment. ``reduce`` sums over ranks and is
-    called equally often on each, so every rank calls `prepare`, even one without a target. ``trainer_logprobs`` [T] of
-    each micro-batch are needed if the loss needs a ``first_forward``, ``num_groups`` (of the whole step) if it needs
-    ``group_ids`` and there are several ranks. ``current_version`` is that of the weights that are trained.
-    ``num_sequences`` are the completions of the whole step, if some are in no micro-batch since all their tokens are
-    masked; by default the segments of all micro-batches but `empty_micro_batch`.
+    ``batches`` are all micro-batches of this rank, none of which splits a segment. ``reduce`` sums over ranks; every
+    rank must call `prepare`, even without a target. A loss that needs a ``first_forward`` needs ``trainer_logprobs``
+    [T] of each micro-batch; one that needs ``group_ids`` on several ranks needs ``num_groups`` of the whole step.
+    ``current_version`` is the version of the trained weights. ``num_sequences`` counts the completions of the whole
+    step, if some are in no micro-batch because all their tokens are masked; by default it counts the segments of all
+    micro-batches but `empty_micro_batch`.
 
     Raises `InvalidRequestError` if something is missing, and what `PolicyLoss` raises for its targets.
     """
     if trainer_logprobs is not None and len(trainer_logprobs) != len(batches):
         raise InvalidRequestError(
-            f"there are trainer_logprobs of {len(trainer_logprobs)} of {len(batches)} micro-batches"
+            f"trainer_logprobs has {len(trainer_logprobs)} entries for {len(batches)} micro-batches: give one for each"
         )
     for i, batch in enumerate(batches):
         check_micro_batch(batch, trainer_logprobs_T=None if trainer_logprobs is None else trainer_logprobs[i])
     if "first_forward" in loss.needs and trainer_logprobs is None:
         raise InvalidRequestError(
-            "this loss counts what its corrections leave: give prepare trainer_logprobs of every micro-batch"
+            "this loss counts the targets that its corrections keep: pass the trainer_logprobs of every "
+            "micro-batch to prepare"
         )
     if "versions" in loss.needs and current_version is None:
-        raise InvalidRequestError("this loss needs to know how old tokens are: give prepare the current_version")
+        raise InvalidRequestError("this loss needs to know how old tokens are: pass current_version to prepare")
     if "group_ids" in loss.needs:
         if any(batch.group_ids_S is None for batch in batches):
-            raise InvalidRequestError("this loss needs group_ids_S in every micro-batch: which segments share a prompt")
+            raise InvalidRequestError(
+                "this loss needs group_ids_S, which say which segments share a prompt, in every micro-batch"
+            )
         if num_groups is None and reduce is not None:
-            raise InvalidRequestError("this loss needs num_groups of the whole step, which one rank cannot count")
+            raise InvalidRequestError("one rank cannot count the prompts of the whole step: pass num_groups to prepare")
         largest = max(
             (int(b.group_ids_S.max()) for b in batches if b.group_ids_S is not None and len(b.group_ids_S)), default=-1
         )
@@ -391,7 +376,7 @@ def prepare(
         left, completions = _counts(everything, num_groups, add)
         if num_sequences is not None and num_sequences < completions:
             raise InvalidRequestError(
-                f"the micro-batches hold {completions:.0f} completions, num_sequences is {num_sequences}"
+                f"the micro-batches hold {completions:.0f} completions, but num_sequences is {num_sequences}"
             )
         before = after = replace(left, num_sequences=completions if num_sequences is None else num_sequences)
         if any(map(counts_after_rejection, loss._aggregations)):
@@ -413,28 +398,19 @@ def _check_groups(batches: Sequence[MicroBatch], num_groups: int) -> None:
 
 
 def _rows_of(batch: MicroBatch, rows_N: torch.Tensor) -> MicroBatch:
-    """Return some targets as if they were all that there is of their segments."""
-
-    def select(values_T: torch.Tensor | None) -> torch.Tensor | None:
-        return None if values_T is None else values_T[rows_N]
-
-    return replace(
-        batch,
-        loss_mask_T=torch.ones_like(rows_N, dtype=torch.bool),
-        segment_ids_T=batch.segment_ids_T[rows_N],
-        behaviour_logprobs_T=batch.behaviour_logprobs_T[rows_N],
-        advantages_T=batch.advantages_T[rows_N],
-        versions_T=batch.versions_T[rows_N],
-        reference_logprobs_T=select(batch.reference_logprobs_T),
-        proximal_logprobs_T=select(batch.proximal_logprobs_T),
+    """Return a micro-batch of some targets, as if their segments had no others."""
+    names = (
+        *("segment_ids_T", "behaviour_logprobs_T", "advantages_T", "versions_T"),
+        *("reference_logprobs_T", "proximal_logprobs_T"),
     )
+    rows = {name: values_T[rows_N] for name in names if (values_T := getattr(batch, name)) is not None}
+    return replace(batch, loss_mask_T=torch.ones_like(rows_N, dtype=torch.bool), **rows)
 
 
 def _counts(
     step: Sequence[tuple[Targets, torch.Tensor, MicroBatch]], num_groups: int, add: Reduce
 ) -> tuple[Counts, float]:
-    """Return the numbers of the targets that are marked in each micro-batch and of segments that have one, over all
-    ranks; and how many segments are completions."""
+    """Return the numbers of counted targets and of segments with one, over all ranks, and the number of completions."""
     numbers = torch.zeros(3 + num_groups, dtype=torch.float64)
     for targets, counted_N, batch in step:
         tokens_S = targets.segment_sum(counted_N.double()).cpu()

@@ -1,8 +1,7 @@
-"""What a loss sees of a micro-batch: its targets, one after another, and which of them share a segment.
+"""The targets of a micro-batch, one after another, and which of them share a segment.
 
-Masked tokens are selected away before anything is computed, so that no NaN of theirs can meet a zero gradient. All is
-float64: N values are few beside N rows of logits, and ratios of whole segments need the range. The module knows nothing
-of losses.
+Masked tokens are removed before anything is computed, so that their NaN cannot meet a zero gradient. Values are
+float64: N values are few beside N rows of logits, and ratios of whole segments need the range. Knows nothing of losses.
 
 Shape suffixes: N targets (tokens with a true loss mask), S segments.
 """
@@ -15,7 +14,7 @@ from typing import Literal, assert_never
 import torch
 
 Level = Literal["token", "segment_mean", "segment_mean_token", "segment_product", "prefix"]
-"""What a ratio speaks of, with x_t = log ratio of token t and sums over the targets of its segment:
+"""What a ratio covers, with x_t = log ratio of token t and sums over the targets of its segment:
 
 ``token``               x_t
 ``segment_mean``        (1/L) sum x: log of the geometric mean (GSPO, arXiv 2507.18071, eq. 7)
@@ -30,13 +29,13 @@ Between = Literal["trainer/behaviour", "trainer/proximal", "proximal/behaviour"]
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """The targets of one micro-batch, float64 [N] but where noted. Only trainer logprobs and entropies have a gradient.
+    """The targets of one micro-batch, float64 [N] unless noted. Only trainer logprobs and entropies have a gradient.
 
-    A segment's targets follow one another and are all here.
+    All targets of a segment are here, one after another.
     """
 
     trainer_N: torch.Tensor
-    """Natural-log probability under the weights that are trained, as all logprobs here."""
+    """Natural log of the probability under the trained weights."""
     behaviour_N: torch.Tensor
     proximal_N: torch.Tensor
     advantages_N: torch.Tensor
@@ -44,10 +43,10 @@ class Targets:
     """int64, 0 to ``num_segments`` - 1."""
     num_segments: int
     lag_N: torch.Tensor | None = None
-    """int64, versions between the weights that sampled the token and those that are trained."""
+    """int64, versions between the weights that sampled the token and the trained ones."""
     reference_N: torch.Tensor | None = None
     entropy_N: torch.Tensor | None = None
-    """Of the trainer's distribution that the target was drawn from, nats."""
+    """Of the trainer's distribution at the target, in nats."""
 
     def log_ratio(self, between: Between) -> torch.Tensor:
         """Return the log ratio of each token; with a gradient if it is the trainer's."""

@@ -1,1 +1,1 @@
-"""The run: actors keep endpoints full, workers train on what is fresh, weights are published without stopping."""
+"""The run: an actor keeps the endpoints full, workers train on fresh groups, and publishes never stop sampling."""

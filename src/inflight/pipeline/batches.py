@@ -5,38 +5,39 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from inflight.contracts import StalenessPolicy
 from inflight.losses import collate, empty_micro_batch
 from inflight.pipeline.channel import encode
 from inflight.pipeline.messages import Members, Train, tensors_of
-from inflight.rollouts import AdvantageEstimator, StalenessPolicy, batch_advantages, pack
+from inflight.rollouts import AdvantageEstimator, batch_advantages, pack
 from inflight.types import Group, Sample
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """The data of one optimizer step, and what it is made of."""
+    """The data of one optimizer step, and the groups it was made from."""
 
     groups: Sequence[Group]
     samples: Sequence[Sample]
     version: int
     """Version of the weights that the step starts from."""
     token_lags: Sequence[int]
-    """Lag of every token that is trained on."""
+    """Lag of every trained token."""
     num_stale_tokens: int
-    """Tokens that were too old and are masked."""
+    """Tokens that are masked because they are too old."""
 
     @property
     def num_tokens(self) -> int:
-        """Training tokens: prompts, and what is not masked of completions."""
+        """Training tokens: prompts and the unmasked tokens of completions."""
         return sum(len(sample.rollout.prompt_token_ids) + sum(sample.loss_mask) for sample in self.samples)
 
 
 def make_batch(
     groups: Sequence[Group], version: int, estimator: AdvantageEstimator, staleness: StalenessPolicy
 ) -> StepBatch:
-    """Return the samples of finished groups, for a step that starts from ``version``.
+    """Return the batch of finished groups, for a step that starts from ``version``.
 
-    A completion whose tokens are all too old is left out of the samples; denominators that count completions count it.
+    A completion whose tokens are all too old gives no sample, but denominators that count completions still count it.
     """
     samples, lags, num_stale = [], [], 0
     rewards = [[rollout.reward for rollout in group.rollouts] for group in groups]
@@ -47,14 +48,14 @@ def make_batch(
             versions = rollout.token_versions()
             loss_mask = staleness.mask(versions, version)
             lags += [version - v for v, kept in zip(versions, loss_mask, strict=True) if kept]
-            num_stale += loss_mask.count(False)
+            num_stale += len(loss_mask) - sum(loss_mask)
             if any(loss_mask):
                 samples.append(Sample(rollout, [advantage] * len(versions), loss_mask, group_index=index))
     return StepBatch(groups, samples, version, lags, num_stale)
 
 
 def split_evenly(groups: Sequence[Group], num_parts: int) -> list[list[Group]]:
-    """Return the groups in order as ``num_parts`` parts of about equal tokens; fewer if there are not enough groups."""
+    """Return the groups, in order, as ``num_parts`` parts of about equal tokens; fewer if there are too few groups."""
     total = sum(group.num_tokens for group in groups)
     parts: list[list[Group]] = [[] for _ in range(num_parts)]
     before = 0
@@ -66,7 +67,7 @@ def split_evenly(groups: Sequence[Group], num_parts: int) -> list[list[Group]]:
 
 
 def frames_of(batch: StepBatch, max_tokens: int, num_ranks: int, *, publish: Members | None) -> list[bytes]:
-    """Return the request to each rank as a frame; all have the same number of micro-batches."""
+    """Return the frame of each rank's request; all have the same number of micro-batches."""
     lengths = [sample.rollout.num_tokens for sample in batch.samples]
     frames = []
     for micro_batches in pack(lengths, max_tokens, num_ranks):

@@ -1,7 +1,6 @@
 """The connection between the run and a trainer rank: JSON and safetensors over a socket pair. Nothing is pickled.
 
-A frame is two little-endian 64-bit lengths, then a message as JSON, then a safetensors file (empty if there is no
-tensor).
+A frame is two little-endian 64-bit lengths, then a message as JSON, then a safetensors file (empty without tensors).
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ def encode(message: Message, tensors: Mapping[str, torch.Tensor] | None = None) 
 
 
 class WorkerChannel:
-    """A trainer rank's end; blocking."""
+    """A trainer rank's end of the channel; blocking."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._stream = connection.makefile("rb")
         self._connection = connection
 
     def requests(self) -> Iterator[tuple[Request, dict[str, torch.Tensor]]]:
-        """Yield what the run asks for, until the run is gone. Raises `TrainerError` for what is no request."""
+        """Yield the run's requests until the run ends. Raises `TrainerError` for a message that is not a request."""
         with self._stream, contextlib.suppress(EOFError):
             while True:
                 head_size, payload_size = _sizes(self._read(_LENGTHS.size))
@@ -51,7 +50,6 @@ class WorkerChannel:
                 yield _parsed(_REQUEST, head, "the run"), safetensors.torch.load(payload) if payload else {}
 
     def send(self, message: Message) -> None:
-        """Send a message without tensors."""
         self._connection.sendall(encode(message))
 
     def _read(self, size: int) -> bytes:
@@ -62,7 +60,7 @@ class WorkerChannel:
 
 
 class RunChannel:
-    """The run's end of the channel to one rank; async. `receive` raises `WorkerDiedError` when the rank is gone."""
+    """The run's end of the channel to one rank; async. `send` and `receive` raise `WorkerDiedError` if it is gone."""
 
     def __init__(self, rank: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._rank = rank
@@ -71,13 +69,11 @@ class RunChannel:
 
     @classmethod
     async def open(cls, rank: int, connection: socket.socket) -> RunChannel:
-        """Return the channel over one end of a socket pair."""
         connection.setblocking(False)
         reader, writer = await asyncio.open_connection(sock=connection, limit=1 << 20)
         return cls(rank, reader, writer)
 
     async def send(self, frame: bytes) -> None:
-        """Send a frame made by `encode`."""
         try:
             self._writer.write(frame)
             await self._writer.drain()
@@ -85,7 +81,7 @@ class RunChannel:
             raise WorkerDiedError(f"trainer rank {self._rank} is gone: {error}") from error
 
     async def receive(self) -> Reply:
-        """Wait for the next message. Raises `TrainerError` for one that no rank sends; tensors are refused."""
+        """Wait for the next reply. Raises `TrainerError` for any other message, `WorkerDiedError` for tensors."""
         try:
             head_size, payload_size = _sizes(await self._reader.readexactly(_LENGTHS.size))
             head = await self._reader.readexactly(head_size)
@@ -96,7 +92,7 @@ class RunChannel:
         return _parsed(_REPLY, head, f"trainer rank {self._rank}")
 
     def close(self) -> None:
-        """Close the connection; the rank sees the end of its input."""
+        """Close the connection; the rank then sees the end of its input."""
         self._writer.close()
 
 
@@ -108,7 +104,6 @@ def _sizes(data: bytes) -> tuple[int, int]:
 
 
 def _parsed(kind: pydantic.TypeAdapter[T], head: bytes, sender: str) -> T:
-    """Return the message in the JSON of a frame."""
     try:
         return kind.validate_json(head)
     except pydantic.ValidationError as error:

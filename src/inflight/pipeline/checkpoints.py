@@ -1,4 +1,4 @@
-"""Checkpoints of a run: the workers' weights and optimizer, and everything that decides what is sampled next."""
+"""Checkpoints of a run: the workers' weights and optimizer, and the state that decides what is sampled next."""
 
 from __future__ import annotations
 
@@ -14,22 +14,17 @@ _LATEST = "latest.json"
 
 
 def checkpoint_path(directory: Path, version: int) -> Path:
-    """Where the checkpoint of a version lives."""
+    """Return the directory of the workers' checkpoint of a version; the run's own state is in that path + ``.json``."""
     return directory / "checkpoints" / f"version-{version:06d}"
 
 
-def state_path(directory: Path, version: int) -> Path:
-    """Where the run's own state of a version lives."""
-    return directory / "checkpoints" / f"version-{version:06d}.json"
-
-
 def finish_checkpoint(directory: Path, version: int, state: Mapping[str, Any], keep: int) -> None:
-    """Write the run's state beside the saved weights, make the pair the latest, and remove older ones.
+    """Write the run's state beside the saved weights, make both the latest checkpoint, and remove older ones.
 
-    Raises `CheckpointError` if it cannot be written; the previous checkpoint is then still the latest.
+    Raises `CheckpointError` if the state cannot be written; the previous checkpoint then remains the latest.
     """
     try:
-        state_path(directory, version).write_text(json.dumps(state))
+        checkpoint_path(directory, version).with_suffix(".json").write_text(json.dumps(state))
         pointer = directory / "checkpoints" / _LATEST
         partial = pointer.with_suffix(".partial")
         partial.write_text(json.dumps({"version": version}))
@@ -39,27 +34,27 @@ def finish_checkpoint(directory: Path, version: int, state: Mapping[str, Any], k
     versions = sorted(map(_version, (directory / "checkpoints").glob("version-*/")))
     for old in [v for v in versions if v < version][: -keep + 1 or None]:
         shutil.rmtree(checkpoint_path(directory, old), ignore_errors=True)
-        state_path(directory, old).unlink(missing_ok=True)
+        checkpoint_path(directory, old).with_suffix(".json").unlink(missing_ok=True)
 
 
 def latest_checkpoint(directory: Path) -> tuple[Path, dict[str, Any]] | tuple[None, None]:
-    """Return the weights' directory and the run's state; None twice if there is no checkpoint.
+    """Return the weights' directory and the run's state; None for both if there is no checkpoint.
 
-    Raises `ConfigError` for one that cannot be read.
+    Raises `ConfigError` if the checkpoint cannot be read.
     """
     pointer = directory / "checkpoints" / _LATEST
     if not pointer.exists():
         return None, None
     try:
         version = json.loads(pointer.read_text())["version"]
-        state: dict[str, Any] = json.loads(state_path(directory, version).read_text())
+        state: dict[str, Any] = json.loads(checkpoint_path(directory, version).with_suffix(".json").read_text())
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"the checkpoint in {str(directory)!r} cannot be read: {error}") from error
     return checkpoint_path(directory, version), state
 
 
 def remove_unfinished(directory: Path) -> None:
-    """Remove what a run that was killed has begun to save after its latest checkpoint."""
+    """Remove what a killed run began to save after its latest checkpoint."""
     latest, _ = latest_checkpoint(directory)
     for path in (directory / "checkpoints").iterdir():
         is_finished = latest is not None and path.name.startswith("version-") and _version(path) <= _version(latest)

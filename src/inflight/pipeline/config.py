@@ -1,12 +1,12 @@
-"""The configuration of a run: one typed model, read from TOML, every field overridable on the command line."""
+"""The configuration of a run: one typed model, read from TOML; every field can be overridden on the command line."""
 
 from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -14,18 +14,19 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from inflight.errors import ConfigError
 from inflight.losses import Kl, PolicyLoss, preset
 from inflight.rollouts import AdvantageEstimator
-from inflight.weights.encoding import Rounding
-from inflight.wire import Backend, InFlightPolicy
+from inflight.transports import find_transport
+from inflight.weights.packing import Rounding
+from inflight.wire import InFlightPolicy, TransportName
 
 
 class Section(BaseModel):
-    """Base of every section: immutable, unknown keys refused."""
+    """Base of every section: immutable, refuses unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class RunSection(Section):
-    """What kind of run, for how long, and where it is written."""
+    """What kind of run, how long, and where its files go."""
 
     directory: Path
     mode: Literal["pipeline", "conventional"] = "pipeline"
@@ -34,14 +35,14 @@ class RunSection(Section):
     """G of the conventional mode."""
     num_steps: int = Field(default=100, ge=1)
     stop_at_reward: float | None = None
-    """End the run early once the mean reward over the last ten steps reaches this; None: never."""
+    """End the run early once the mean reward over the last ten steps reaches this. None: never."""
     seed: int = 0
     checkpoint_every_steps: int = Field(default=50, ge=1)
     keep_checkpoints: int = Field(default=2, ge=1)
     background_saves: bool = False
-    """Train on while a checkpoint is written. The workers copy their state first, which takes host memory for it."""
+    """Keep training while a checkpoint is written. Workers first copy their state, which takes host memory."""
     start_timeout_s: float = Field(default=300.0, gt=0)
-    """Longest wait for the servers to start, and for one of them to come back once none is left."""
+    """Longest wait for the servers to start, and for one to come back once none is left."""
     step_timeout_s: float = Field(default=900.0, gt=0)
     """Longest wait for one batch of finished completions, or for one optimizer step."""
 
@@ -51,11 +52,11 @@ class ModelSection(Section):
 
     path: Path
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """What is computed by trainer and servers, and what is sent. What is trained is kept as ``train.master_dtype``."""
+    """Dtype of computation in trainer and servers, and of published weights. Parameters: ``train.master_dtype``."""
 
 
 class TaskSection(Section):
-    """The task: a reasoning-gym dataset by name, or ``module:factory``."""
+    """The task: a reasoning-gym dataset, an entry point in the group ``inflight.tasks``, or ``module:factory``."""
 
     name: str
     params: dict[str, Any] = {}
@@ -71,83 +72,73 @@ class SamplingSection(Section):
 
 
 _OF_ONE_KIND = ("engine", "count", "python", "engine_arguments")
-"""Fields of the servers section that say what to start, if all are started alike."""
+"""Fields of the servers section that say what to start when all servers are alike."""
 
 
 class FleetMember(Section):
-    """``count`` servers that are started alike."""
+    """``count`` servers of one kind."""
 
     engine: str = "local"
     """``local``, the embedded engine, or an entry point in the group ``inflight.engines``."""
     count: int = Field(default=1, ge=1)
     python: Path | None = None
-    """Interpreter of the engine's virtual environment; None: the one that runs this."""
+    """Interpreter of the engine's virtual environment. None: the present one."""
     engine_arguments: tuple[str, ...] = ()
-    """Further arguments of the engine's own command line."""
+    """Further arguments for the engine's own command line."""
     max_concurrent: int = Field(default=64, ge=1)
 
     @model_validator(mode="after")
-    def _embedded_engine_takes_none(self) -> FleetMember:
-        _check_embedded(self)
+    def _embedded_engine_takes_none(self) -> Self:
+        if self.engine == "local" and (self.python is not None or self.engine_arguments):
+            raise ValueError(
+                "python and engine_arguments do not apply to engine 'local': set engine, or leave them out"
+            )
         return self
 
 
-class ServersSection(Section):
-    """The fleet: servers started by the run, ``count`` of one engine or a mixed ``fleet``, or running ones by URL."""
+class ServersSection(FleetMember):
+    """The fleet: servers that the run starts (``count`` of one engine or a mixed ``fleet``), or running ones by URL."""
 
-    engine: str = "local"
-    count: int = Field(default=1, ge=1)
-    python: Path | None = None
-    engine_arguments: tuple[str, ...] = ()
     fleet: tuple[FleetMember, ...] = ()
-    """Tables of a mixed fleet, in the place of ``engine``, ``count``, ``python`` and ``engine_arguments``."""
+    """Tables of a mixed fleet, instead of ``engine``, ``count``, ``python`` and ``engine_arguments``."""
     urls: tuple[str, ...] = ()
-    """Servers to attach to; when given, none is started. The control token is read from INFLIGHT_TOKEN.
+    """Servers to attach to; the run then starts none. The control token is read from INFLIGHT_TOKEN.
 
     ``http://...`` speaks the contract; ``vllm+http://...`` and ``sglang+http://...`` are the engines' own servers.
     """
     urls_file: Path | None = None
-    """File with one URL per line, read again and again: new lines join while the run goes on, removed ones leave.
+    """File with one URL per line, read repeatedly: servers join when they are added and leave when they are removed.
 
-    Besides ``urls``, or servers that the run starts; alone, it starts none.
+    It adds to ``urls`` or to the servers that the run starts; with the file alone, the run starts none.
     """
-    max_concurrent: int = Field(default=64, ge=1)
     threads: int = Field(default=1, ge=1)
     device: str | None = None
     in_flight: InFlightPolicy = InFlightPolicy.KEEP
     publish_deadline_s: float = Field(default=60.0, gt=0)
-    backend: Backend = "gloo"
-    """How weights travel: broadcast (``gloo``, ``nccl``), or stored and read (``shm``, ``file``, ``http``)."""
+    transport: TransportName = "gloo"
+    """Broadcast (``gloo``, ``nccl``), stored (``shm``, ``file``, ``http``), or an installed transport."""
     updates: Literal["push", "pull"] = "push"
-    """``push``: each publish waits for the servers. ``pull``: versions are stored, and servers take the newest one."""
+    """``push``: each publish waits for the servers. ``pull``: versions are stored and servers load the newest one."""
     directory: Path | None = None
-    """Where ``file`` stores weights: on a file system that the trainer and every server see by this path."""
+    """Where ``file`` stores weights: a path that the trainer and every server can read."""
     quorum: int | None = Field(default=None, ge=1)
-    """How many servers have to hold each version; with fewer the run waits. None: all that can be reached, or one."""
+    """How many servers must hold each version; with fewer the run waits. None: all that are reached, at least one."""
     encoding: Rounding = "raw"
-    """``bfloat16`` and ``float8`` round weights on the way, for fewer bytes."""
+    """``bfloat16`` and ``float8`` round weights in transit, to send fewer bytes."""
     delta: bool = False
-    """Send only what changed since the last publish, for one more copy of the weights in memory on each side."""
+    """Send only what changed since the last publish. Costs one more copy of the weights in memory on each side."""
     staged: bool = True
-    """Sample on while weights arrive, on the servers that can; they hold a second copy of the weights meanwhile."""
+    """Keep sampling while weights arrive, on servers that can. They hold a second copy of the weights meanwhile."""
     generate_timeout_s: float = Field(default=600.0, gt=0)
 
     @property
     def members(self) -> tuple[FleetMember, ...]:
-        """What is to be started; nothing if there are URLs, or a file of them and no word of what to start."""
+        """The servers to start; none if ``urls`` is set, or if ``urls_file`` is set and nothing says what to start."""
         is_told = not self.model_fields_set.isdisjoint(("fleet", *_OF_ONE_KIND))
         if self.urls or (self.urls_file is not None and not is_told):
             return ()
         if not self.fleet:
-            return (
-                FleetMember(
-                    engine=self.engine,
-                    count=self.count,
-                    python=self.python,
-                    engine_arguments=self.engine_arguments,
-                    max_concurrent=self.max_concurrent,
-                ),
-            )
+            return (FleetMember(**{name: getattr(self, name) for name in FleetMember.model_fields}),)
         inherited = {"max_concurrent": self.max_concurrent}
         return tuple(
             member if "max_concurrent" in member.model_fields_set else member.model_copy(update=inherited)
@@ -162,60 +153,60 @@ class ServersSection(Section):
         started = [name for name in ("fleet", "engine") if name in self.model_fields_set]
         if self.urls and started:
             raise ValueError(
-                f"servers.urls attaches to running servers and starts none: leave servers.{started[0]} out, or the urls"
+                f"servers.urls attaches to running servers and starts none: leave out servers.{started[0]} or the urls"
             )
-        _check_embedded(self)
         return self
 
     @model_validator(mode="after")
     def _says_once_how_weights_travel(self) -> ServersSection:
-        if self.backend == "file" and self.directory is None:
-            raise ValueError("servers.backend 'file' needs servers.directory, which the trainer and every server see")
-        if self.backend != "file" and self.directory is not None:
+        if self.transport == "file" and self.directory is None:
             raise ValueError(
-                f"servers.directory is for servers.backend 'file', and it is {self.backend!r}: leave one of them out"
+                "servers.transport 'file' needs servers.directory, which the trainer and every server can read"
+            )
+        if self.transport != "file" and self.directory is not None:
+            raise ValueError(
+                f"servers.directory applies only to servers.transport 'file', but that is {self.transport!r}: leave "
+                "out one of them"
             )
         if self.updates == "pull":
-            if self.backend != "file":
+            if self.transport != "file":
                 raise ValueError(
-                    f"servers.updates 'pull' stores versions in servers.directory, and servers.backend is "
-                    f"{self.backend!r}: set it to 'file'"
+                    f"servers.updates 'pull' stores versions in servers.directory, but servers.transport is "
+                    f"{self.transport!r}: set it to 'file'"
                 )
             if self.delta or self.quorum is not None:
-                raise ValueError("servers.updates 'pull' waits for nobody: leave servers.delta and servers.quorum out")
+                raise ValueError(
+                    "servers.updates 'pull' waits for no server: leave out servers.delta and servers.quorum"
+                )
             if foreign := [member.engine for member in self.members if member.engine != "local"]:
                 raise ValueError(
-                    f"servers.updates 'pull' needs servers that follow, and {foreign[0]} does not: use engine 'local'"
+                    f"servers.updates 'pull' needs servers that load stored versions, but {foreign[0]} does not: "
+                    "use engine 'local'"
                 )
         if self.delta and self.encoding != "raw":
             raise ValueError(
-                "servers.delta sends changed elements as they are, and servers.encoding is "
+                "servers.delta sends changed elements unrounded, but servers.encoding is "
                 f"{self.encoding!r}: leave one of them out"
             )
         return self
-
-
-def _check_embedded(section: FleetMember | ServersSection) -> None:
-    if section.engine == "local" and (section.python is not None or section.engine_arguments):
-        raise ValueError("python and engine_arguments are for other engines, and engine is 'local': name the engine")
 
 
 class TrainSection(Section):
     """The workers and their optimizer."""
 
     trainer: str = "fsdp"
-    """``fsdp``, ``torchtitan``, or another entry point in the group ``inflight.workers``."""
+    """``fsdp``, ``torchtitan``, another entry point in the group ``inflight.workers``, or ``module:function``."""
     trainer_options: dict[str, Any] = {}
-    """Further settings of its workers, such as ``{ cpu_offload = true }``: see `inflight_fsdp.WorkerConfig`."""
+    """Further settings of the workers, such as ``{ cpu_offload = true }``: see `inflight_fsdp.WorkerConfig`."""
     num_ranks: int = Field(default=1, ge=1)
     threads: int = Field(default=1, ge=1)
     master_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the trained parameters and the optimizer's moments, whatever ``model.dtype`` is computed, served and sent.
+    """Dtype of the trained parameters and the optimizer's moments, independent of ``model.dtype``.
 
-    ``bfloat16`` halves their memory and loses the updates that are smaller than a weight's rounding: the run says how
-    many those are."""
+    ``bfloat16`` halves their memory and loses updates that are smaller than a weight's rounding; the run reports what
+    share that is."""
     tokens_per_worker: int = Field(default=4096, ge=1)
-    """A step begins once this many training tokens (prompts and completions) have accumulated for each worker."""
+    """A step begins once this many training tokens (prompts and completions) per worker have accumulated."""
     max_tokens_per_micro_batch: int = Field(default=4096, ge=1)
     learning_rate: float = Field(default=1e-4, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
@@ -223,34 +214,34 @@ class TrainSection(Section):
     warmup_steps: int = Field(default=0, ge=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     train_on_equal_rewards: bool = False
-    """Groups whose rewards are all equal have no advantage; by default they are counted but not trained on."""
+    """Groups whose rewards are all equal have no advantage; by default the run counts them without training on them."""
 
 
 class LossSection(Section):
     """Policy loss, advantages and staleness."""
 
     preset: str = "pipelinerl_paper"
-    """One of `inflight losses`."""
+    """A name that ``inflight losses`` lists."""
     policy: PolicyLoss | None = None
-    """A loss put together from pieces, instead of a preset."""
+    """A loss made of pieces, instead of a preset."""
     advantages: AdvantageEstimator | None = None
-    """None: the preset's, and ``leave_one_out`` with a ``policy``."""
+    """None: the preset's, or ``leave_one_out`` with a ``policy``."""
     reference_kl: float = Field(default=0.0, ge=0)
-    """Above 0: coefficient of a KL penalty towards the model that the run starts from, in place of the loss's own."""
+    """If above 0: coefficient of a KL penalty towards the initial model, which replaces the loss's own KL penalty."""
     max_lag: int = Field(default=8, ge=0)
-    """Largest lag, in versions, of a token that is trained on."""
+    """Largest lag, in versions, of a trained token."""
 
     @model_validator(mode="after")
     def _names_one_loss(self) -> LossSection:
         if self.policy is not None and "preset" in self.model_fields_set:
-            raise ValueError(f"both preset ({self.preset!r}) and policy are set: which loss is it? Leave one out")
+            raise ValueError(f"both preset ({self.preset!r}) and policy are set: leave one out")
         return self
 
     def policy_loss(self) -> PolicyLoss:
-        """Return the loss with its KL penalty. Raises `ConfigError` if the preset is unknown or cannot be run."""
+        """Return the loss with its KL penalty. Raises `ConfigError` if it is unknown or no worker can run it."""
         loss = self.policy or preset(self.preset).loss
         if "entropy" in loss.needs:
-            raise ConfigError("loss.policy has an entropy bonus, which no worker gives entropies for: leave it out")
+            raise ConfigError("loss.policy has an entropy bonus, but no worker computes entropies: leave it out")
         if self.reference_kl == 0:
             return loss
         others = tuple(penalty for penalty in loss.penalties if not isinstance(penalty, Kl))
@@ -263,6 +254,21 @@ class LossSection(Section):
         return "leave_one_out" if self.policy is not None else preset(self.preset).advantages
 
 
+class PoliciesSection(Section):
+    """Which tokens are too old, and which groups make up an optimizer step.
+
+    Other policies are entry points in the groups ``inflight.staleness`` and ``inflight.composers``, or
+    ``module:attribute``.
+    """
+
+    staleness: str = "max_lag"
+    """Constructed with ``loss.max_lag`` and ``staleness_params``."""
+    staleness_params: dict[str, Any] = {}
+    composer: str = "token_budget"
+    """Constructed with the tokens of a step over all workers, and ``composer_params``."""
+    composer_params: dict[str, Any] = {}
+
+
 class RunConfig(Section):
     """One run."""
 
@@ -273,6 +279,15 @@ class RunConfig(Section):
     servers: ServersSection = ServersSection()
     train: TrainSection = TrainSection()
     loss: LossSection = LossSection()
+    policies: PoliciesSection = PoliciesSection()
+
+    @model_validator(mode="after")
+    def _transport_is_installed(self) -> RunConfig:
+        try:
+            find_transport(self.servers.transport)
+        except ConfigError as error:
+            raise ValueError(f"servers.transport: {error}") from error
+        return self
 
     @model_validator(mode="after")
     def _fits_together(self) -> RunConfig:
@@ -287,13 +302,13 @@ class RunConfig(Section):
         if self.sampling.max_tokens >= self.train.max_tokens_per_micro_batch:
             raise ValueError(
                 f"sampling.max_tokens {self.sampling.max_tokens} and a prompt do not fit into "
-                f"train.max_tokens_per_micro_batch {self.train.max_tokens_per_micro_batch}: lower the one or raise "
-                "the other"
+                f"train.max_tokens_per_micro_batch {self.train.max_tokens_per_micro_batch}: lower the first or "
+                "raise the second"
             )
         if self.run.mode == "conventional" and self.run.conventional_steps - 1 > self.loss.max_lag:
             raise ValueError(
                 f"run.conventional_steps {self.run.conventional_steps} trains on tokens of lag "
-                f"{self.run.conventional_steps - 1}, loss.max_lag {self.loss.max_lag} masks them: raise it"
+                f"{self.run.conventional_steps - 1}, but loss.max_lag {self.loss.max_lag} masks them: raise it"
             )
         return self
 
@@ -306,15 +321,15 @@ class RunConfig(Section):
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Return the configuration in a TOML file, with overrides such as ``["--train.learning_rate", "1e-4"]``.
 
-    Raises `ConfigError` that names the key, the value, and for an unknown key the nearest one. Relative paths are
-    taken from the current directory.
+    Raises `ConfigError`, which names the key and the value, and for an unknown key the nearest known one. Relative
+    paths start from the current directory.
     """
     try:
         values = tomllib.loads(path.read_text())
     except OSError as error:
         raise ConfigError(f"configuration {str(path)!r} cannot be read: {error.strerror}") from error
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"configuration {str(path)!r} is not TOML: {error}") from error
+        raise ConfigError(f"configuration {str(path)!r} is not valid TOML: {error}") from error
     for key, value in _pairs(overrides):
         _set(values, key, value)
     try:
@@ -323,19 +338,16 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError("; ".join(_explain(problem) for problem in error.errors(include_url=False))) from error
 
 
-def _pairs(overrides: Sequence[str]) -> list[tuple[str, str]]:
-    pairs, rest = [], list(overrides)
-    while rest:
-        flag = rest.pop(0)
+def _pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
+    words = iter(overrides)
+    for flag in words:
         if not flag.startswith("--"):
-            raise ConfigError(f"{flag!r} is no override; write --section.field value")
+            raise ConfigError(f"{flag!r} is not an override; write --section.field value")
         key, has_value, value = flag[2:].partition("=")
-        if not has_value:
-            if not rest:
-                raise ConfigError(f"override {flag} has no value")
-            value = rest.pop(0)
-        pairs.append((key, value))
-    return pairs
+        found = value if has_value else next(words, None)
+        if found is None:
+            raise ConfigError(f"override {flag} has no value")
+        yield key, found
 
 
 def _set(values: dict[str, Any], key: str, text: str) -> None:
@@ -361,13 +373,13 @@ def _explain(problem: Any) -> str:
         return f"unknown key {key!r}; did you mean {prefix}{nearest[0]}?"
     if problem["type"] == "missing":
         return f"key {key!r} is missing"
-    return f"{key or 'configuration'}: {problem['msg']} (got {problem['input']!r})" if key else str(problem["msg"])
+    return f"{key}: {problem['msg']} (got {problem['input']!r})" if key else str(problem["msg"])
 
 
 def _known_keys(sections: Sequence[str]) -> list[str]:
     model: Any = RunConfig
     for section in sections:
-        if not section.isdigit():  # the index of a table in a list of them
+        if not section.isdigit():  # not the index of a table in a list
             annotation = model.model_fields[section].annotation
             model = next(iter(get_args(annotation)), annotation)
     return list(model.model_fields)

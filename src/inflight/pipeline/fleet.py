@@ -1,13 +1,12 @@
-"""The servers of a run as endpoints: connected by URL, and checked against the run's model before any publish.
+"""The servers of a run as endpoints: listed in a file, connected by URL, and checked against the run's model.
 
-Knows nothing of processes, nor of which endpoint gets work.
+Knows nothing of processes or of which endpoint gets work.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
-from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from inflight.contracts import InferenceEndpoint
@@ -16,56 +15,70 @@ from inflight.errors import ConfigError
 from inflight.pipeline.config import RunConfig, ServersSection
 from inflight.wire import Capabilities
 
+_MAX_FILE_BYTES = 1 << 20
+"""Only this much of a list of servers is read."""
+
 
 def check_servers(servers: ServersSection) -> None:
-    """Raise `ConfigError` for engines, interpreters and URLs that cannot be used; nothing is started or asked."""
+    """Raise `ConfigError` for engines, interpreters and URLs that cannot be used. Starts and contacts nothing."""
     for member in servers.members:
         if member.engine != "local":
             load_engine_kind(member.engine)
         if member.python is not None and not (member.python.is_file() and os.access(member.python, os.X_OK)):
             raise ConfigError(
-                f"servers.python {str(member.python)!r} is no interpreter; give the python of the virtual environment "
-                f"that holds {member.engine}"
+                f"servers.python {str(member.python)!r} is not an interpreter; give the path of python in the "
+                f"virtual environment that has {member.engine}"
             )
     names = [connect_endpoint(url).name for url in servers.urls]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError(f"servers.urls names {', '.join(twice)} twice; each server takes its own ranks of the group")
+        raise ConfigError(f"servers.urls lists {', '.join(twice)} more than once; list each server once")
     num_servers = len(names) + sum(member.count for member in servers.members)
     if servers.urls_file is None and servers.quorum is not None and servers.quorum > num_servers:
         raise ConfigError(f"servers.quorum {servers.quorum} exceeds the number of servers, {num_servers}")
     if servers.urls_file is not None and not servers.urls_file.is_file():
-        raise ConfigError(f"servers.urls_file {str(servers.urls_file)!r} is not there; give it one URL per line")
+        raise ConfigError(
+            f"servers.urls_file {str(servers.urls_file)!r} does not exist; create it with one URL per line"
+        )
 
 
-def connect_fleet(config: RunConfig, urls: Sequence[str], token: str) -> list[InferenceEndpoint]:
-    """Return the endpoints behind ``urls``; nothing is sent yet."""
-    timeout_s = config.servers.generate_timeout_s
-    return [connect_endpoint(url, token=token, generate_timeout_s=timeout_s) for url in urls]
+def read_server_list(path: Path) -> tuple[dict[str, str] | None, list[str]]:
+    """Return the URLs in a file, by endpoint name, and the problems found in it.
 
-
-async def sequence_limits(
-    config: RunConfig, vocab_size: int, wanted: Mapping[InferenceEndpoint, int]
-) -> dict[InferenceEndpoint, int]:
-    """Return how many sequences each endpoint runs at a time: what is wanted of it, or the fewer that it declares.
-
-    Raises `ConfigError` for an endpoint that cannot take part in this run.
+    Comments begin with ``#``. Lines that are not a URL are left out. The URLs are None if the file cannot be read.
     """
-    declared = await asyncio.gather(*(endpoint.capabilities() for endpoint in wanted))
-    for endpoint, can in zip(wanted, declared, strict=True):
-        if problem := _problem(config, vocab_size, can):
-            raise ConfigError(f"{endpoint.name} {problem}")
-    return {
-        endpoint: min(can.max_concurrent_sequences, limit)
-        for (endpoint, limit), can in zip(wanted.items(), declared, strict=True)
-    }
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MAX_FILE_BYTES).decode(errors="replace")
+    except OSError as error:
+        return None, [f"servers.urls_file {str(path)!r} cannot be read: {error.strerror}; the fleet stays as it is"]
+    listed: dict[str, str] = {}
+    problems = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if url := line.partition("#")[0].strip():
+            try:
+                listed.setdefault(connect_endpoint(url).name, url)
+            except ConfigError as error:
+                problems.append(f"line {number} of {str(path)!r} is ignored: {error}")
+    return listed, problems
+
+
+async def sequence_limit(config: RunConfig, vocab_size: int, endpoint: InferenceEndpoint, wanted: int) -> int:
+    """Return how many sequences an endpoint runs at a time: ``wanted``, or fewer if it declares fewer.
+
+    Raises `ConfigError` if the endpoint cannot take part in this run.
+    """
+    can = await endpoint.capabilities()
+    if problem := _problem(config, vocab_size, can):
+        raise ConfigError(f"{endpoint.name} {problem}")
+    return min(can.max_concurrent_sequences, wanted)
 
 
 def _problem(config: RunConfig, vocab_size: int, can: Capabilities) -> str | None:
-    """Return why an endpoint of these capabilities cannot take part, and what to change."""
+    """Return why an endpoint with these capabilities cannot take part and what to change; None if it can."""
     servers, model = config.servers, config.model
     needs: tuple[tuple[str, dict[str, Any]], ...] = (
         ("in_flight", {"in_flight": servers.in_flight}),
-        ("backend", {"transport": servers.backend}),
+        ("transport", {"transport": servers.transport}),
         ("delta" if servers.delta else "encoding", {"encodings": ["delta" if servers.delta else servers.encoding]}),
     )
     for setting, need in needs:
@@ -73,18 +86,18 @@ def _problem(config: RunConfig, vocab_size: int, can: Capabilities) -> str | Non
             return f"does not declare {lack}: change servers.{setting}"
     if can.logprob_kind == "raw" and config.sampling.temperature != 1.0:
         return (
-            "declares raw logprobs, which leave the temperature out, and sampling.temperature is "
-            f"{config.sampling.temperature:g}: the loss needs those of the distribution that is sampled from. Set "
+            "declares raw logprobs, which ignore the temperature, but sampling.temperature is "
+            f"{config.sampling.temperature:g}: the loss needs logprobs of the distribution that is sampled from. Set "
             "sampling.temperature to 1, or have the endpoint return processed logprobs"
         )
     if can.dtype != model.dtype:
         return (
-            f"serves {can.model} in {can.dtype}, the run trains in {model.dtype}: set model.dtype to {can.dtype}, or "
-            f"start the server with --dtype {model.dtype}"
+            f"serves {can.model} in {can.dtype}, but the run trains in {model.dtype}: set model.dtype to {can.dtype}, "
+            f"or start the server with --dtype {model.dtype}"
         )
     if can.vocab_size != vocab_size:
         return (
-            f"serves {can.model} with a vocabulary of {can.vocab_size} tokens, model.path {str(model.path)!r} has "
+            f"serves {can.model} with a vocabulary of {can.vocab_size} tokens, but model.path {str(model.path)!r} has "
             f"{vocab_size}: start the server with that model, or set model.path to the server's"
         )
     return None

@@ -1,4 +1,4 @@
-"""Ctrl-C: the first one ends a run after its step, the second one ends it at once."""
+"""Ctrl-C: the first ends a run after its step, the second ends it at once."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-class Interrupted(Exception):  # noqa: N818 - a person's wish, no error
-    """A person has asked the run to end."""
+class Interrupted(Exception):  # noqa: N818 - a request, not an error
+    """The user asked the run to end."""
 
 
 class Interrupt:
-    """SIGINT and SIGTERM as a state; ``note`` tells the person, ``kill`` ends what the run has started."""
+    """SIGINT and SIGTERM as a state; ``note`` tells the user, ``kill`` ends the processes of the run."""
 
     def __init__(self, note: Callable[[str], None], kill: Callable[[], None]) -> None:
         self._note = note
@@ -23,7 +23,7 @@ class Interrupt:
         self._event = asyncio.Event()
 
     def listen(self) -> None:
-        """Take the signals over, in the running event loop."""
+        """Handle both signals in the running event loop."""
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
 
@@ -31,14 +31,13 @@ class Interrupt:
         if self._event.is_set():
             self._kill()
         self._event.set()
-        self._note("stopping after this step; Ctrl-C again stops at once")
+        self._note("stopping after this step; press Ctrl-C again to stop at once")
 
     def is_set(self) -> bool:
-        """Return whether the run was asked to end."""
         return self._event.is_set()
 
     async def unless(self, call: Awaitable[T]) -> T:
-        """Await a call. Raises `Interrupted` instead, and cancels the call, as soon as the run is asked to end."""
+        """Await a call. Cancels it and raises `Interrupted` as soon as the run is asked to end."""
         calling, interrupted = asyncio.ensure_future(call), asyncio.ensure_future(self._event.wait())
         try:
             await asyncio.wait({calling, interrupted}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""What a run writes about itself: one row per step, events for the timeline, completions' facts, and the summary."""
+"""What a run writes about itself: one row per step, events for the timeline, and the summary."""
 
 from __future__ import annotations
 
@@ -12,22 +12,42 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from inflight.errors import CheckpointError
 from inflight.types import Group
 
 _WINDOW = 10
-"""Steps over which the first and last mean rewards of the summary are taken."""
+"""Number of steps that the first and the last mean reward of the summary average over."""
 _PART_BYTES = 32 * 1024 * 1024
 _NUM_PARTS = 8
-"""``events.jsonl`` is renamed when it has so many bytes; so many files of events are kept, itself included."""
+"""``events.jsonl`` is renamed at ``_PART_BYTES``; ``_NUM_PARTS`` files of events are kept, itself included."""
+
+
+class _Counts(BaseModel):
+    """The counters that a resumed run continues from."""
+
+    elapsed_s: float = 0.0
+    num_samples: int = 0
+    num_trained_tokens: int = 0
+    num_completion_tokens: int = 0
+    paused_s: dict[str, float] = {}
+    """Seconds paused, by endpoint."""
+    lags: Counter[int] = Counter()
+    """Trained tokens by lag."""
+    versions: Counter[int] = Counter()
+    """Completions by the number of versions that sampled them."""
+    lengths: Counter[int] = Counter()
+    rewards: list[float] = []
+    """Mean reward of each step."""
 
 
 class Journal:
-    """Files of one run directory: ``metrics.jsonl``, ``events.jsonl``, ``summary.json``; TensorBoard if asked for.
+    """Writes ``metrics.jsonl``, ``events.jsonl`` and ``summary.json`` to a run directory, and TensorBoard if asked.
 
-    When a run is resumed its counters go on from ``state``, as they were at ``version``: rows of later steps, which a
-    run that was killed has lost, are removed. Older events are in ``events.1.jsonl``, ``events.2.jsonl`` and so on, the
-    highest number the newest. A full disk raises `CheckpointError`.
+    In a resumed run the counters continue from ``state``, as they were at ``version``; rows of later steps, which the
+    earlier process lost, are removed. Older events are in ``events.1.jsonl``, ``events.2.jsonl`` and so on, the highest
+    number being the newest. A full disk raises `CheckpointError`.
     """
 
     def __init__(
@@ -43,19 +63,12 @@ class Journal:
             _keep_lines(events, lambda _: True)
         self._metrics, self._events = metrics.open("a", buffering=1), events.open("a", buffering=1)
         self.version = version
-        """The last one that was trained."""
-        self._started = time.time() - (state["elapsed_s"] if state else 0.0)
-        self.num_samples = state["num_samples"] if state else 0
-        self.num_trained_tokens = state["num_trained_tokens"] if state else 0
-        self._num_completion_tokens = state["num_completion_tokens"] if state else 0
-        self._held_s: Counter[str] = Counter(state["held_s"] if state else {})
-        self._lags: Counter[int] = Counter({int(k): v for k, v in state["lags"].items()} if state else {})
-        self._versions: Counter[int] = Counter({int(k): v for k, v in state["versions"].items()} if state else {})
-        self._lengths: Counter[int] = Counter({int(k): v for k, v in state["lengths"].items()} if state else {})
-        self._rewards: list[float] = list(state["rewards"]) if state else []
+        """The last trained version."""
+        self._counts = _Counts.model_validate(state or {})
+        self._started = time.time() - self._counts.elapsed_s
         self._rewards_since: list[float] = []
         self._lengths_since: list[int] = []
-        """Of the completions that were finished since the last step."""
+        """Lengths of the completions finished since the last step; rewards likewise."""
         self._num_running = -1
         self._writer: Any = None
         if tensorboard:
@@ -64,50 +77,43 @@ class Journal:
             self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=version + 1)
 
     def state(self) -> dict[str, Any]:
-        """Return what a resumed run needs to go on counting."""
-        return {
-            "elapsed_s": self.elapsed_s(),
-            "num_samples": self.num_samples,
-            "num_trained_tokens": self.num_trained_tokens,
-            "num_completion_tokens": self._num_completion_tokens,
-            "held_s": dict(self._held_s),
-            "lags": dict(self._lags),
-            "versions": dict(self._versions),
-            "lengths": dict(self._lengths),
-            "rewards": self._rewards,
-        }
+        """Return the counters that a resumed run continues from."""
+        return self._counts.model_copy(update={"elapsed_s": self.elapsed_s()}).model_dump()
 
     def elapsed_s(self) -> float:
-        """Seconds since the run began, pauses between resumptions left out."""
+        """Return the seconds since the run began, without the time between its processes."""
         return time.time() - self._started
 
     def group_finished(self, group: Group) -> None:
-        """Note a scored group."""
-        self.num_samples += len(group.rollouts)
+        counts = self._counts
+        counts.num_samples += len(group.rollouts)
         for rollout in group.rollouts:
             self._rewards_since.append(rollout.reward)
             self._lengths_since.append(len(rollout.completion_token_ids))
-            self._versions[len({span.version for span in rollout.version_spans})] += 1
-            self._lengths[len(rollout.completion_token_ids)] += 1
-            self._num_completion_tokens += len(rollout.completion_token_ids)
+            counts.versions[len({span.version for span in rollout.version_spans})] += 1
+            counts.lengths[len(rollout.completion_token_ids)] += 1
+            counts.num_completion_tokens += len(rollout.completion_token_ids)
 
-    def event(self, kind: str, started: float, ended: float, **facts: Any) -> None:
-        """Note something that took time; ``started`` and ``ended`` are wall-clock seconds."""
-        self._write(
-            self._events, {"kind": kind, "start_s": started - self._started, "end_s": ended - self._started, **facts}
-        )
+    def event(self, kind: str, span: tuple[float, float] | None = None, **facts: Any) -> None:
+        """Write an event; ``span`` is its start and end in wall-clock seconds, None: now."""
+        start_s, end_s = (at - self._started for at in span or (time.time(),) * 2)
+        self._write(self._events, {"kind": kind, "start_s": start_s, "end_s": end_s, **facts})
         if self._events.tell() > _PART_BYTES:
             self._rotate()
 
+    def fleet(self, span: tuple[float, float] | None = None, **facts: Any) -> None:
+        """Write which servers came, went or changed state."""
+        nobody: dict[str, Any] = {"restored": [], "joined": [], "removed": [], "changes": [], "left": []}
+        self.event("fleet", span, version=self.version, **nobody | facts)
+
     def running(self, num_groups: int) -> None:
-        """Note for the timeline how many groups are running, if that has changed."""
+        """Write for the timeline how many groups are running, if that has changed."""
         if num_groups != self._num_running:
             self._num_running = num_groups
-            now = time.time()
-            self.event("running", now, now, num_groups=num_groups)
+            self.event("running", num_groups=num_groups)
 
     def _rotate(self) -> None:
-        """Begin a new file of events, and remove the oldest one if there are too many."""
+        """Begin a new file of events, and remove the oldest if there are too many."""
         *older, present = _event_files(self._directory)
         self._events.close()
         present.rename(present.with_name(f"events.{_number_of(older[-1]) + 1 if older else 1}.jsonl"))
@@ -116,44 +122,43 @@ class Journal:
             path.unlink()
 
     def trained(self, version: int, started: float, ended: float) -> None:
-        """Note that an optimizer step has made a version."""
         self.version = version
-        self.event("train", started, ended)
+        self.event("train", (started, ended))
 
-    def held(self, seconds: Mapping[str, float]) -> None:
-        """Add the time that each endpoint was held in one publish."""
-        self._held_s.update(seconds)
+    def paused(self, seconds: Mapping[str, float]) -> None:
+        for name, paused_s in seconds.items():
+            self._counts.paused_s[name] = self._counts.paused_s.get(name, 0.0) + paused_s
 
-    def held_share(self) -> float:
-        """Share of the run's time in which endpoints were held, averaged over them."""
-        if not self._held_s:
-            return 0.0
-        return statistics.fmean(self._held_s.values()) / max(1e-9, self.elapsed_s())
+    def _totals(self) -> dict[str, Any]:
+        """Return the totals so far; the paused share is averaged over the endpoints."""
+        counts, elapsed_s = self._counts, max(1e-9, self.elapsed_s())
+        return {
+            "num_samples": counts.num_samples,
+            "num_trained_tokens": counts.num_trained_tokens,
+            "trained_tokens_per_s": counts.num_trained_tokens / elapsed_s,
+            "completion_tokens_per_s": counts.num_completion_tokens / elapsed_s,
+            "paused_share": statistics.fmean(counts.paused_s.values()) / elapsed_s if counts.paused_s else 0.0,
+        }
 
     def step(self, lags: Sequence[int], num_tokens: int, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Write the row of the step that was trained last and return it.
+        """Write the row of the last trained step and return it.
 
-        Rewards are those of groups finished since the row before.
+        Rewards are those of the groups finished since the previous row.
         """
         rewards, lengths = self._rewards_since, self._lengths_since
         self._rewards_since, self._lengths_since = [], []
-        self._lags.update(lags)
-        self.num_trained_tokens += num_tokens
+        self._counts.lags.update(lags)
+        self._counts.num_trained_tokens += num_tokens
         if rewards:
-            self._rewards.append(statistics.fmean(rewards))
-        elapsed_s = self.elapsed_s()
+            self._counts.rewards.append(statistics.fmean(rewards))
         row = {
             "version": self.version,
-            "time_s": elapsed_s,
-            "num_samples": self.num_samples,
-            "num_trained_tokens": self.num_trained_tokens,
-            "trained_tokens_per_s": self.num_trained_tokens / elapsed_s,
-            "completion_tokens_per_s": self._num_completion_tokens / elapsed_s,
+            "time_s": self.elapsed_s(),
+            **self._totals(),
             "reward": statistics.fmean(rewards) if rewards else None,
             "completion_length": statistics.fmean(lengths) if lengths else None,
             "lag_mean": statistics.fmean(lags) if lags else 0.0,
             "lag_max": max(lags, default=0),
-            "held_share": self.held_share(),
             **facts,
         }
         self._write(self._metrics, row)
@@ -164,27 +169,25 @@ class Journal:
         return row
 
     def recent_reward(self) -> float | None:
-        """Mean reward over the last ten steps, None before there are as many."""
-        return statistics.fmean(self._rewards[-_WINDOW:]) if len(self._rewards) >= _WINDOW else None
+        """Return the mean reward over the last ten steps, None before the tenth."""
+        rewards = self._counts.rewards
+        return statistics.fmean(rewards[-_WINDOW:]) if len(rewards) >= _WINDOW else None
 
     def summarize(self, facts: Mapping[str, Any]) -> dict[str, Any]:
         """Write ``summary.json`` and return it."""
-        total = sum(self._versions.values())
+        counts = self._counts
+        num_of_three = sum(number for num_versions, number in counts.versions.items() if num_versions >= 3)
         summary = {
             **facts,
             "elapsed_s": self.elapsed_s(),
-            "num_samples": self.num_samples,
-            "num_trained_tokens": self.num_trained_tokens,
-            "trained_tokens_per_s": self.num_trained_tokens / max(1e-9, self.elapsed_s()),
-            "completion_tokens_per_s": self._num_completion_tokens / max(1e-9, self.elapsed_s()),
-            "first_reward": statistics.fmean(self._rewards[:_WINDOW]) if self._rewards else None,
-            "last_reward": statistics.fmean(self._rewards[-_WINDOW:]) if self._rewards else None,
-            "held_share": self.held_share(),
-            "completions_by_num_versions": {str(k): v for k, v in sorted(self._versions.items())},
-            "completions_with_three_or_more_versions": sum(v for k, v in self._versions.items() if k >= 3),
-            "share_with_three_or_more_versions": sum(v for k, v in self._versions.items() if k >= 3) / max(1, total),
-            "tokens_by_lag": {str(k): v for k, v in sorted(self._lags.items())},
-            "completions_by_length": {str(k): v for k, v in sorted(self._lengths.items())},
+            **self._totals(),
+            "first_reward": statistics.fmean(counts.rewards[:_WINDOW]) if counts.rewards else None,
+            "last_reward": statistics.fmean(counts.rewards[-_WINDOW:]) if counts.rewards else None,
+            "completions_by_num_versions": _sorted(counts.versions),
+            "completions_with_three_or_more_versions": num_of_three,
+            "share_with_three_or_more_versions": num_of_three / max(1, counts.versions.total()),
+            "tokens_by_lag": _sorted(counts.lags),
+            "completions_by_length": _sorted(counts.lengths),
             "machine": {"platform": platform.platform(), "python": platform.python_version()},
         }
         try:
@@ -196,7 +199,7 @@ class Journal:
     def close(self) -> None:
         """Close the files. A full disk loses the end of the last lines."""
         for file in (self._metrics, self._events, self._writer):
-            with contextlib.suppress(OSError):  # what could not be written was told when it was
+            with contextlib.suppress(OSError):  # a failed write was reported when it happened
                 if file is not None:
                     file.close()
 
@@ -208,20 +211,23 @@ class Journal:
 
 
 def read_events(directory: Path) -> Iterator[dict[str, Any]]:
-    """Yield the events of a run one by one, oldest first."""
+    """Yield the events of a run, oldest first."""
     for path in _event_files(directory):
         yield from read_lines(path)
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a file one by one; nothing if it is not there, and not the last one if it is torn."""
+    """Yield the rows of a file, without an incomplete last one; none if the file does not exist."""
     if path.exists():
         with path.open() as file:
             yield from (json.loads(line) for line in file if line.endswith("\n"))
 
 
+def _sorted(counts: Counter[int]) -> dict[str, int]:
+    return {str(key): number for key, number in sorted(counts.items())}
+
+
 def _event_files(directory: Path) -> list[Path]:
-    """Return the files of events that there are, oldest first."""
     present = directory / "events.jsonl"
     older = sorted(directory.glob("events.*.jsonl"), key=_number_of)
     return [*older, present] if present.exists() else older
@@ -232,7 +238,7 @@ def _number_of(path: Path) -> int:
 
 
 def _keep_lines(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> None:
-    """Keep the rows that are meant, and were written whole."""
+    """Rewrite a file with only its complete rows for which ``is_kept`` is true."""
     partial = path.with_suffix(".partial")
     with partial.open("w") as kept:
         kept.writelines(json.dumps(row) + "\n" for row in read_lines(path) if is_kept(row))

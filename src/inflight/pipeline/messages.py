@@ -1,6 +1,6 @@
-"""What the run and its trainer ranks say to one another.
+"""The messages between the run and its trainer ranks.
 
-The run sends a request to every rank. A rank says what it begins to do, any number of times, and then answers. The
+The run sends a request to every rank. A rank reports what it begins to do, any number of times, and then answers. The
 tensors of micro-batches travel beside the message, by name.
 """
 
@@ -17,28 +17,25 @@ from pydantic import BaseModel, ConfigDict, Field, field_serializer
 from inflight.errors import TrainerError
 from inflight.pipeline.config import RunConfig
 from inflight.types import MicroBatch
-from inflight.weights.fleet import MemberState
+from inflight.weights.fleet import MemberState, StateChange
 
 
 class Message(BaseModel):
-    """Base of every message: immutable, unknown fields refused, NaN and infinity kept."""
+    """Base of every message: immutable, refuses unknown fields, keeps NaN and infinity."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# What the run asks for
+# Requests of the run
 
 
 class Members(Message):
-    """Who joins and who leaves the fleet before a publish."""
+    """The servers that a publish is for, as far as they can be reached."""
 
-    join: tuple[str, ...] = ()
-    """URLs."""
-    leave: tuple[str, ...] = ()
-    """Names."""
+    urls: tuple[str, ...] = ()
     ask_all: bool = False
-    """Whether the publish asks every server that was left out, whatever its pause."""
+    """Whether the publish asks every server that was left out, without waiting for its next turn."""
 
 
 class Start(Message):
@@ -47,12 +44,12 @@ class Start(Message):
     type: Literal["start"] = "start"
     config: RunConfig
     run_id: str
-    urls: tuple[str, ...]
+    members: Members
     checkpoint: Path | None
 
     @field_serializer("config")
     def _as_written(self, config: RunConfig) -> dict[str, Any]:
-        """Leave out what nobody set: a section may refuse two fields together, defaults included."""
+        """Leave out unset fields: a section may refuse two fields together, even at their defaults."""
         return config.model_dump(mode="json", exclude_unset=True)
 
 
@@ -61,9 +58,9 @@ class Train(Message):
 
     type: Literal["train"] = "train"
     segment_lengths: tuple[tuple[int, ...], ...]
-    """Of each micro-batch."""
+    """For each micro-batch."""
     num_groups: int
-    """Of the step, over all ranks; so is ``num_sequences``."""
+    """In the step, over all ranks; ``num_sequences`` likewise."""
     num_sequences: int
     publish: Members | None
     """None: the new version is not published."""
@@ -77,14 +74,14 @@ class Publish(Message):
 
 
 class Save(Message):
-    """Write a checkpoint, or begin to if the run saves in the background. Answered by `Done`."""
+    """Write a checkpoint, or start writing it if the run saves in the background. Answered by `Done`."""
 
     type: Literal["save"] = "save"
     path: Path
 
 
 class FinishSave(Message):
-    """Wait until the checkpoint that was begun stands. Answered by `Done`."""
+    """Wait until the pending checkpoint is complete. Answered by `Done`."""
 
     type: Literal["finish_save"] = "finish_save"
 
@@ -93,11 +90,11 @@ Request = Annotated[Start | Train | Publish | Save | FinishSave, Field(discrimin
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# What a rank says
+# Replies of a rank
 
 
 class PublishFacts(Message):
-    """What a publish cost, as a row of metrics holds it."""
+    """What a publish cost, as written to a row of metrics."""
 
     version: int
     size_bytes: int
@@ -106,71 +103,75 @@ class PublishFacts(Message):
     gather_s: float
     wire_s: float
     total_s: float
-    hold_s: float = 0.0
+    pause_s: float = 0.0
     load_s: float = 0.0
     first_token_s: float | None = None
-    held_s: dict[str, float] = {}
-    """For how long each endpoint was held."""
+    paused_s: dict[str, float] = {}
+    """Seconds that each endpoint was paused."""
     outcomes: dict[str, str] = {}
 
 
 class Served(Message):
-    """What a publish did, and whom it reached; nobody is named where servers pull."""
+    """What a publish did and which servers it reached; no server is named when servers pull."""
 
     span: tuple[float, float]
-    """Beginning and end, in wall-clock seconds."""
+    """Start and end, in wall-clock seconds."""
     facts: PublishFacts | None
     """None if no server could be reached."""
-    endpoints: tuple[str, ...] = ()
-    """Names of the endpoints that hold the version."""
     lost: tuple[str, ...] = ()
-    """What a person should know of servers that were left out."""
-    restored: tuple[str, ...] = ()
-    joined: tuple[str, ...] = ()
-    removed: tuple[str, ...] = ()
+    """Messages for the user about servers that were left out."""
     states: dict[str, MemberState] = {}
-    changes: tuple[tuple[str, MemberState | None, MemberState], ...] = ()
-    """Name, state before and state after of each endpoint whose state changed."""
+    """State of every member, by endpoint name."""
+    changes: tuple[StateChange, ...] = ()
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """Names of the endpoints that hold the version."""
+        return tuple(name for name, state in self.states.items() if state is MemberState.HEALTHY)
+
+    @property
+    def removed(self) -> tuple[str, ...]:
+        return tuple(name for name in self.states if name not in self.endpoints)
 
 
 class Doing(Message):
-    """The rank begins something; its answer is still to come."""
+    """What the rank begins to do; its answer follows."""
 
     type: Literal["doing"] = "doing"
     what: str
 
 
 class Failed(Message):
-    """The request raised, and the rank ends."""
+    """The request raised an exception, and the rank ends."""
 
     type: Literal["failed"] = "failed"
     code: str | None
-    """Of an `InflightError`; None for any other exception."""
+    """Code of an `InflightError`; None for any other exception."""
     message: str
     traceback: str
     blames_another_rank: bool
 
 
-class Answer(Message):
-    """Base of what a rank says once it has done what a request asks for."""
+class RankAnswer(Message):
+    """Base of the answers to a fulfilled request."""
 
     version: int
     served: Served | None = None
-    """What rank 0 says of a publish, if there was one; None on the other ranks."""
+    """Rank 0's account of a publish, if there was one; None on the other ranks."""
     saved: int | None = None
-    """Version whose checkpoint stands on this rank since the last answer."""
+    """Version whose checkpoint this rank has completed since the last answer."""
     warnings: tuple[str, ...] = ()
-    """Of lost precision, since the last answer."""
+    """Warnings of lost precision since the last answer."""
 
 
-class Done(Answer):
-    """Everything is done that the request asks for."""
+class Done(RankAnswer):
+    """The request is fulfilled."""
 
     type: Literal["done"] = "done"
 
 
-class Trained(Answer):
-    """The optimizer step that made ``version`` is taken."""
+class Trained(RankAnswer):
+    """The optimizer step that makes ``version`` is done."""
 
     type: Literal["trained"] = "trained"
     gradient_norm: float
@@ -178,7 +179,7 @@ class Trained(Answer):
     metrics: dict[str, list[float]]
     """As `encode_metrics` returns them."""
     span: tuple[float, float]
-    """Of the training, without the publish."""
+    """Start and end of the training, without the publish."""
 
 
 Reply = Annotated[Doing | Failed | Done | Trained, Field(discriminator="type")]
@@ -191,13 +192,13 @@ _TENSORS = tuple(field.name for field in fields(MicroBatch) if field.name != "se
 
 
 def tensors_of(batches: Iterable[MicroBatch]) -> dict[str, torch.Tensor]:
-    """Return every tensor of some micro-batches by index and field name."""
+    """Return the tensors of micro-batches, named by index and field."""
     named = {f"{i}.{name}": getattr(batch, name) for i, batch in enumerate(batches) for name in _TENSORS}
     return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
 def micro_batches_of(segment_lengths: Sequence[Sequence[int]], tensors: Mapping[str, torch.Tensor]) -> list[MicroBatch]:
-    """Return the micro-batches whose `tensors_of` these are. Raises `TrainerError` if there are none such."""
+    """Return the micro-batches that `tensors_of` took apart. Raises `TrainerError` if the tensors do not fit."""
     parts: list[dict[str, Any]] = [{"segment_lengths": tuple(lengths)} for lengths in segment_lengths]
     try:
         for key, tensor in tensors.items():
@@ -205,4 +206,4 @@ def micro_batches_of(segment_lengths: Sequence[Sequence[int]], tensors: Mapping[
             parts[int(index)][name] = tensor
         return [MicroBatch(**part) for part in parts]
     except (IndexError, TypeError, ValueError) as error:
-        raise TrainerError(f"the tensors of a step make no micro-batches: {error}") from error
+        raise TrainerError(f"the tensors of a step do not form micro-batches: {error}") from error

@@ -1,4 +1,4 @@
-"""What a run writes down and tells a person: a row for each step, what is waited for, and the summary."""
+"""What a run records and shows: a row for each step, what it is waiting for, and the summary."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from inflight.pipeline.progress import Progress
 from inflight.pipeline.sampling import Sampling
 
 _SAMPLE_S = 0.05
-"""How often the timeline notes what is running."""
+"""How often the number of running groups is recorded."""
 
 
 @dataclass(eq=False)
@@ -28,16 +28,14 @@ class Notes:
     """Reads the run's parts and decides nothing."""
 
     config: RunConfig
-    task_name: str
     directory: Path
     sampling: Sampling
     journal: Journal
     progress: Progress
     doing: str = ""
-    """What a person is told while nothing else happens; empty while steps are made."""
+    """Shown to the user while nothing else happens; empty while steps are made."""
 
     def step(self, batch: StepBatch, answers: Sequence[Trained], serving: Mapping[str, int | None]) -> None:
-        """Write and show the row of a step."""
         metrics: Metrics = {}
         for answer in answers:
             metrics = add_metrics(metrics, decode_metrics(answer.metrics))
@@ -63,28 +61,25 @@ class Notes:
         self.progress.step(row)
 
     async def note_what_runs(self) -> None:
-        """Note for the timeline how many groups are running."""
+        """Record for the timeline how many groups are running, until cancelled."""
         while True:
             self.journal.running(self.sampling.actor.num_running)
             await asyncio.sleep(_SAMPLE_S)
 
     async def tell_what_is_waited_for(self) -> None:
-        """Say now and then what goes on while no step does."""
+        """Show from time to time what the run is waiting for, until cancelled."""
         while True:
             await asyncio.sleep(1.0)
-            self.progress.waiting(self.doing or self._what_is_waited_for())
-
-    def _what_is_waited_for(self) -> str:
-        what = "training and publishing" if self.sampling.is_training else self.sampling.progress()
-        return f"step {self.journal.version + 1}/{self.config.run.num_steps}: {what}"
+            what = "training and publishing" if self.sampling.is_training else self.sampling.progress()
+            self.progress.waiting(self.doing or f"step {self.journal.version + 1}/{self.config.run.num_steps}: {what}")
 
     def finish(self, failure: str | None, *, interrupted: bool) -> None:
-        """Write the summary and the plots, and say where they are."""
+        """Write the summary and the plots, and show where they are."""
         summary = self.journal.summarize(
             {
                 "version": self.journal.version,
                 "mode": self.config.run.mode,
-                "task": self.task_name,
+                "task": self.sampling.actor.task.name,
                 "interrupted": interrupted,
                 "failure": failure,
                 "ledger": self._ledger_counts(),

@@ -1,6 +1,6 @@
-"""Server and trainer processes of a run: started, watched, and stopped with everything they started.
+"""Server and trainer processes of a run: started, watched and stopped.
 
-Each ends by itself when the run dies, because its input ends. Their output goes to files; errors quote the last lines.
+Each ends by itself when the run dies, because its standard input ends. Output goes to files; errors quote its end.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from inflight.pipeline.run_directory import RunDirectory
 
 _POLL_S = 0.05
 STOP_S = 10.0
-"""How long a process may take to end once its input has."""
+"""How long a process may take to end once its standard input has ended."""
 _STOP_ENGINE_S = 30.0
-"""For a server that has an engine's own server to stop."""
+"""The same for a server that must first stop an engine's own server."""
 NUM_LINES = 24
-"""Of a log or a traceback, which errors quote."""
+"""How many lines of a log or traceback an error quotes."""
 
 
 @dataclass(slots=True, eq=False)
 class Process:
-    """One child process and the file that its output goes to."""
+    """One child process and its log file."""
 
     name: str
     process: asyncio.subprocess.Process
@@ -40,7 +40,6 @@ class Process:
     stop_s: float = field(default=STOP_S, kw_only=True)
 
     def how_it_ended(self) -> str:
-        """Say how it ended, with the last lines of its output."""
         code = self.process.returncode
         how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with status {code}"
         lines = self.log.read_text(errors="replace").strip().splitlines()[-NUM_LINES:] if self.log.exists() else []
@@ -48,7 +47,7 @@ class Process:
         return f"{self.name} {how}; the end of {self.log}:\n{quoted}" if quoted else f"{self.name} {how}"
 
     async def stop(self) -> None:
-        """End its input and wait; kill it if it takes too long."""
+        """End its standard input and wait; kill it if it takes too long."""
         if self.process.stdin is not None:
             self.process.stdin.close()
         try:
@@ -61,31 +60,31 @@ class Process:
 
 @dataclass(slots=True, eq=False)
 class Server(Process):
-    """An inference server that this run started; ``url`` is empty until it has answered once."""
+    """An inference server that this run started; ``url`` is empty until the server is ready."""
 
     max_concurrent: int
     command: Sequence[str]
     environment: Mapping[str, str]
     ready_file: Path
-    """Where it says that it answers."""
+    """The server writes this file when it is ready."""
     lock: int
-    """Descriptor of the run directory's lock, which it inherits."""
+    """Descriptor of the run directory's lock, which the process inherits."""
     url: str = ""
     has_served: bool = False
-    """Whether it has held a version since it was started."""
+    """Whether it has held a version since it was last started."""
     end_is_told: bool = False
-    """Whether a person was told how it ended; false again once it was started again."""
+    """Whether the user was told how it ended; reset when it is started again."""
 
     async def stop(self) -> None:
-        """See `Process.stop`. One that is still starting does not watch its input yet, and is told by a signal."""
+        """Stop it like any process, but with a signal while it is starting and does not watch its input yet."""
         if not self.ready_file.exists() and self.process.returncode is None:
             self.process.terminate()
         await Process.stop(self)
 
     async def restart(self, timeout_s: float) -> None:
-        """Start it again at its URL, once its process has ended, and wait until it answers.
+        """Start it again at its URL, after its process has ended, and wait until it is ready.
 
-        Raises `ConfigError` with its own last words if it does not; it has ended then.
+        Raises `ConfigError` with the end of its log if it does not become ready; the process has ended then.
         """
         self.ready_file.unlink(missing_ok=True)
         command = [*self.command, "--port", str(urlsplit(self.url).port)]
@@ -106,21 +105,20 @@ class Rank(Process):
 
     channel: RunChannel
     doing: str = ""
-    """What it said last that it does; empty while it is asked nothing."""
+    """What it last reported to be doing; empty between requests."""
 
     def how_it_ended(self) -> str:
-        """Say what it did and how it ended, with the last lines of its output."""
+        """Return what it was doing and how it ended, with the last lines of its output."""
         return self.during(Process.how_it_ended(self))
 
     def during(self, what: str) -> str:
-        """Say what happened, and during what."""
-        return f"during {self.doing}: {what}" if self.doing else what
+        return f"while {self.doing}: {what}" if self.doing else what
 
 
 async def start_servers(config: RunConfig, directory: RunDirectory, token: str) -> list[Server]:
-    """Start the fleet side by side and wait until all answer. Raises `ConfigError` with a server's own last words.
+    """Start all servers together and wait until they are ready. With updates ``pull`` they follow the run's store.
 
-    They follow what the run stores, if it says that they do.
+    Raises `ConfigError` with the end of a server's log; no server is left running then.
     """
     servers: list[Server] = []
     try:
@@ -134,7 +132,8 @@ async def start_servers(config: RunConfig, directory: RunDirectory, token: str) 
         await asyncio.gather(*(server.stop() for server in servers))
         if isinstance(error, TimeoutError):
             raise ConfigError(
-                f"{waiting} did not answer within {config.run.start_timeout_s:g} s; run.start_timeout_s is the limit"
+                f"{waiting} did not answer within {config.run.start_timeout_s:g} s; raise run.start_timeout_s "
+                "to wait longer"
             ) from error
         raise
     return servers
@@ -183,40 +182,32 @@ async def _wait_until_ready(server: Server) -> None:
     server.url = json.loads(server.ready_file.read_text())["url"]
 
 
-async def start_ranks(config: RunConfig, directory: Path, token: str, lock: int | None = None) -> list[Rank]:
-    """Start the trainer ranks; they wait for their first message."""
+async def start_ranks(config: RunConfig, logs: Path, token: str, lock: int | None = None) -> list[Rank]:
+    """Start the trainer ranks, which wait for their first request."""
     ranks: list[Rank] = []
-    rendezvous = directory / "rendezvous"
+    rendezvous = logs / "rendezvous"
     rendezvous.unlink(missing_ok=True)
+    environment = {
+        **os.environ,
+        "INFLIGHT_TOKEN": token,
+        "OMP_NUM_THREADS": str(config.train.threads),
+        "WORLD_SIZE": str(config.train.num_ranks),
+        "INFLIGHT_RENDEZVOUS": str(rendezvous),
+    }
     try:
         for rank in range(config.train.num_ranks):
-            ranks.append(await _start_rank(config, rank, directory, token, str(rendezvous.resolve()), lock))
+            name, log = f"trainer-{rank}", logs / f"trainer-{rank}.log"
+            ours, theirs = socket.socketpair()
+            with theirs:
+                command = [sys.executable, "-m", "inflight.pipeline.trainer", str(theirs.fileno())]
+                keep = (theirs.fileno(), *(() if lock is None else (lock,)))
+                numbered = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                process = await _spawn(command, log, numbered, keep)
+            ranks.append(Rank(name, process, log, await RunChannel.open(rank, ours)))
     except BaseException:
         await asyncio.gather(*(rank.stop() for rank in ranks))
         raise
     return ranks
-
-
-async def _start_rank(
-    config: RunConfig, rank: int, directory: Path, token: str, rendezvous: str, lock: int | None
-) -> Rank:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        environment = {
-            **os.environ,
-            "INFLIGHT_TOKEN": token,
-            "OMP_NUM_THREADS": str(config.train.threads),
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(config.train.num_ranks),
-            "INFLIGHT_RENDEZVOUS": rendezvous,
-        }
-        name = f"trainer-{rank}"
-        log = directory / f"{name}.log"
-        command = [sys.executable, "-m", "inflight.pipeline.trainer", str(theirs.fileno())]
-        keep = (theirs.fileno(), *(() if lock is None else (lock,)))
-        process = await _spawn(command, log, environment, keep)
-    return Rank(name, process, log, await RunChannel.open(rank, ours))
 
 
 async def _spawn(

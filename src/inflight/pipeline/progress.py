@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live table on a terminal, a line now and then elsewhere."""
+"""What the user sees during a run: a live table on a terminal, occasional lines elsewhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.table import Table
 
 _LINE_EVERY_S = 5.0
 _WAIT_S = 10.0
-"""After so long without a word a person is told what is waited for."""
+"""After this long without output the user is told what the run is waiting for."""
 
 
 class Progress:
@@ -24,7 +24,7 @@ class Progress:
         self._console = Console()
         self._live: Live | None = None
         self._first: Mapping[str, Any] | None = None
-        """The first row of this start of the run, which the time that is left is reckoned from."""
+        """First row since this process started; the remaining time is estimated from it."""
         self._last_line = 0.0
         self._last_word = self._last_event = time.monotonic()
 
@@ -38,13 +38,12 @@ class Progress:
         self._console.print(f"inflight: {text}", highlight=False, markup=False, soft_wrap=True)
 
     def waiting(self, text: str) -> None:
-        """Print one line if nothing was shown for a while, with the time since something happened."""
+        """Print one line, with the time since the last event, if nothing was printed for a while."""
         now = time.monotonic()
         if now - self._last_word > _WAIT_S:
             self._print(f"{text} ({now - self._last_event:.0f} s)")
 
     def step(self, row: Mapping[str, Any]) -> None:
-        """Show the row of a step."""
         self._first = self._first or row
         self._last_word = self._last_event = time.monotonic()
         if self._console.is_terminal:
@@ -57,13 +56,12 @@ class Progress:
             self.note("  ".join(f"{name} {value}" for name, value in self._facts(row)))
 
     def close(self) -> None:
-        """Leave the terminal as it was found, with the last table on it."""
+        """Restore the terminal, leaving the last table on it."""
         if self._live is not None:
             self._live.stop()
             self._live = None
 
     def summary(self, summary: Mapping[str, Any], directory: Path) -> None:
-        """Print what came of the run and where it is written."""
         first, last = _number(summary["first_reward"], ".3f"), _number(summary["last_reward"], ".3f")
         self.note(
             f"reward {first} -> {last} in {summary['elapsed_s']:.0f} s, {summary['version']} steps, "
@@ -71,7 +69,7 @@ class Progress:
         )
         self.note(
             f"{summary['completions_with_three_or_more_versions']} completions were sampled from three or more weight "
-            f"versions; servers were held {100 * summary['held_share']:.2f} % of the time"
+            f"versions; servers were paused {100 * summary['paused_share']:.2f} % of the time"
         )
         if dropped := summary["ledger"]["dropped"]:
             counts = ", ".join(f"{count:,} {reason}" for reason, count in sorted(dropped.items()))
@@ -92,14 +90,14 @@ class Progress:
             ("lag", f"{row['lag_mean']:.1f} (max {row['lag_max']})"),
             ("ESS", _number(row.get("effective_sample_size"), ".3f")),
             ("tokens/s", f"{row['completion_tokens_per_s']:.0f} sampled, {row['trained_tokens_per_s']:.0f} trained"),
-            ("held", f"{100 * row['held_share']:.2f} %"),
+            ("paused", f"{100 * row['paused_share']:.2f} %"),
             ("length", _number(row["completion_length"], ".0f")),
             ("time", f"{row['time_s']:.0f} s"),
             ("left", self._left(row)),
         ]
 
     def _left(self, row: Mapping[str, Any]) -> str:
-        """Return how long the steps that are left take, if they take as long as those so far."""
+        """Return the estimated time for the remaining steps."""
         num_steps = 0 if self._first is None else row["version"] - self._first["version"]
         if self._first is None or num_steps == 0:
             return "-"

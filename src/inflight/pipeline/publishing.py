@@ -1,4 +1,7 @@
-"""How a trainer rank brings versions to servers: pushed to a fleet, or stored for servers that pull."""
+"""How trainer rank 0 brings versions to servers: it pushes them to a fleet, or stores them for servers that pull.
+
+The other ranks only take part in gathering.
+"""
 
 from __future__ import annotations
 
@@ -6,119 +9,98 @@ import os
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Protocol
 
 from inflight.contracts import TrainerWorker
-from inflight.errors import FencedError, UnsupportedError
+from inflight.errors import FencedError
 from inflight.pipeline.config import ServersSection
 from inflight.pipeline.messages import Members, PublishFacts, Served
 from inflight.types import PublishReport
-from inflight.weights.fleet import Fleet, MemberState
+from inflight.weights.fleet import Fleet
 from inflight.weights.publisher import WeightPublisher
-from inflight.weights.storing import newest_epoch, store_weights
+from inflight.weights.storing import newest_incarnation, store_weights
 from inflight.weights.transports.files import FileSender
-
-_LEFT_OUT = (MemberState.SUSPECT, MemberState.DEAD)
 
 
 class Publishing(Protocol):
-    """What every rank calls to bring the present version to servers."""
+    """Brings the present version to servers; rank 0 calls it while the other ranks gather."""
 
     @abstractmethod
-    def publish(self, worker: TrainerWorker, members: Members) -> Served | None:
-        """Publish the worker's version; returns what came of it on rank 0, None on the others."""
+    def publish(self, worker: TrainerWorker, members: Members) -> Served:
+        """Publish the worker's present version."""
 
     def close(self) -> None:
-        """Leave the weight group, if there is one; servers go on."""
         return
 
 
 class Push(Publishing):
-    """Publishes to whoever of the fleet can be reached, and waits for them."""
+    """Publishes to the servers of the fleet that can be reached, and waits for them."""
 
-    def __init__(self, servers: ServersSection, urls: Sequence[str], run_id: str, rank: int) -> None:
+    def __init__(self, servers: ServersSection, urls: Sequence[str], run_id: str) -> None:
         self._servers = servers
-        self._fleet = _connected(servers, urls, run_id) if rank == 0 else Fleet(None)
-        self._served = set(self._fleet.states)
-        """Names of the endpoints that were there from the start, or have held a version since."""
+        token = os.environ.get("INFLIGHT_TOKEN")
+        publisher = WeightPublisher.connect(
+            urls,
+            run_id=run_id,
+            token=token,
+            transport=servers.transport,
+            directory=None if servers.directory is None else servers.directory.absolute(),
+            encoding=servers.encoding,
+            delta=servers.delta,
+            staged=servers.staged,
+            connect_timeout_s=servers.publish_deadline_s,
+        )
+        self._fleet = Fleet(publisher, quorum=servers.quorum, token=token)
 
-    def publish(self, worker: TrainerWorker, members: Members) -> Served | None:
-        """Let servers join and leave, then publish."""
+    def publish(self, worker: TrainerWorker, members: Members) -> Served:
         started = time.time()
-        unfit = self._change_members(members) if worker.rank == 0 else []
+        self._fleet.set_members(members.urls)
+        if members.ask_all:
+            self._fleet.ask_all()
         report = self._fleet.publish(
             worker, in_flight=self._servers.in_flight, deadline_s=self._servers.publish_deadline_s
         )
-        if report is None:
-            return None
-        healthy = self._fleet.healthy
-        came = [change for change in self._fleet.changes if change.after is MemberState.HEALTHY]
-        served = Served(
+        return Served(
             span=(started, time.time()),
-            facts=_facts(report) if healthy else None,
-            endpoints=healthy,
-            lost=(*unfit, *self._fleet.notes),
-            restored=tuple(sorted(c.endpoint for c in came if c.endpoint in self._served and c.before in _LEFT_OUT)),
-            joined=tuple(sorted(c.endpoint for c in came if c.endpoint not in self._served)),
-            removed=tuple(name for name in self._fleet.states if name not in healthy),
+            facts=_facts(report) if self._fleet.healthy else None,
+            lost=self._fleet.notes,
             states=dict(self._fleet.states),
-            changes=tuple((c.endpoint, c.before, c.after) for c in self._fleet.changes),
+            changes=self._fleet.changes,
         )
-        self._served |= {*healthy}
-        return served
 
     def close(self) -> None:
-        """Leave the weight group."""
         self._fleet.close()
-
-    def _change_members(self, members: Members) -> list[str]:
-        """Let servers join and leave as the run says; returns why some cannot."""
-        if members.ask_all:
-            self._fleet.ask_all()
-        unfit = []
-        for name in members.leave:
-            self._fleet.leave(name)
-        for url in members.join:
-            try:
-                self._fleet.join(url)
-            except UnsupportedError as error:
-                unfit.append(str(error))
-        return unfit
 
 
 class Pull(Publishing):
-    """Stores each version, and waits for nobody."""
+    """Stores each version without waiting for any server."""
 
-    def __init__(self, servers: ServersSection, run_id: str, rank: int) -> None:
+    def __init__(self, servers: ServersSection, run_id: str) -> None:
         assert servers.directory is not None
         self._directory = servers.directory.absolute()
         self._servers = servers
         self._run_id = run_id
-        self._store = FileSender(self._directory) if rank == 0 else None
-        self._epoch = self._newest_epoch() + 1
+        self._store = FileSender(self._directory)
+        self._incarnation = newest_incarnation(self._directory, run_id) + 1
 
-    def publish(self, worker: TrainerWorker, members: Members) -> Served | None:
-        """Store the version.
-
-        Raises `FencedError` after a later incarnation has stored one: servers refuse what comes from this one.
-        """
+    def publish(self, worker: TrainerWorker, members: Members) -> Served:
+        """Raises `FencedError` if a later incarnation has stored a version: servers then refuse those of this one."""
         started = time.time()
-        newest = self._newest_epoch()
+        newest = newest_incarnation(self._directory, self._run_id)
         report = store_weights(
             worker,
             self._store,
             run_id=self._run_id,
-            epoch=self._epoch,
+            incarnation=self._incarnation,
             encoding=self._servers.encoding,
             deadline_s=self._servers.publish_deadline_s,
         )
-        if newest > self._epoch:  # told only now, when every rank has gathered
+        if newest > self._incarnation:  # raised only now that every rank has gathered
             raise FencedError(
-                f"the trainer of run {self._run_id!r} was replaced: this is its epoch {self._epoch}, epoch "
-                f"{newest} has taken over. Stop this trainer"
+                f"the trainer of run {self._run_id!r} was replaced: this is its incarnation {self._incarnation}, and "
+                f"incarnation {newest} has taken over. Stop this trainer"
             )
-        if report is None:
-            return None
         ended = time.time()
         facts = PublishFacts(
             version=report.ref.version,
@@ -131,40 +113,15 @@ class Pull(Publishing):
         )
         return Served(span=(started, ended), facts=facts)
 
-    def _newest_epoch(self) -> int:
-        return 0 if self._store is None else newest_epoch(self._directory, self._run_id)
-
-
-def _connected(servers: ServersSection, urls: Sequence[str], run_id: str) -> Fleet:
-    token = os.environ.get("INFLIGHT_TOKEN")
-    publisher = WeightPublisher.connect(
-        urls,
-        run_id=run_id,
-        token=token,
-        backend=servers.backend,
-        directory=None if servers.directory is None else servers.directory.absolute(),
-        encoding=servers.encoding,
-        delta=servers.delta,
-        staged=servers.staged,
-        connect_timeout_s=servers.publish_deadline_s,
-    )
-    return Fleet(publisher, quorum=servers.quorum, token=token)
-
 
 def _facts(report: PublishReport) -> PublishFacts:
-    spans = report.spans
     return PublishFacts(
         version=report.version,
         size_bytes=report.size_bytes,
         sent_bytes=report.sent_bytes,
-        gb_per_s=_gb_per_s(report.sent_bytes, spans.wire_s),
-        gather_s=spans.gather_s,
-        wire_s=spans.wire_s,
-        total_s=spans.total_s,
-        hold_s=spans.hold_s,
-        load_s=spans.load_s,
-        first_token_s=spans.first_token_s,
-        held_s={e.endpoint: e.timings.held_s for e in report.endpoints if e.timings is not None},
+        gb_per_s=_gb_per_s(report.sent_bytes, report.spans.wire_s),
+        **asdict(report.spans),
+        paused_s={e.endpoint: e.timings.paused_s for e in report.endpoints if e.timings is not None},
         outcomes={e.endpoint: str(e.outcome) for e in report.endpoints},
     )
 

@@ -1,8 +1,8 @@
-"""The run: one controller that samples, composes, trains, publishes, notes and saves, step after step.
+"""The run: one controller that samples, composes, trains, publishes, records and saves, step after step.
 
     task -> actor -> finished groups -> advantages -> staleness -> packing -> workers -> step -> publish -> servers
 
-Actor and trainer are concurrent: this process samples and scores while the ranks, processes of their own, train and
+Actor and trainer run concurrently: this process samples and scores while the ranks, in their own processes, train and
 publish. ``mode = "conventional"`` runs the same parts in turn.
 """
 
@@ -31,13 +31,13 @@ from inflight.pipeline.sampling import Sampling
 from inflight.pipeline.saving import Saving
 from inflight.pipeline.servers import Servers, nobody_left
 from inflight.pipeline.trainer_group import TrainerGroup
-from inflight.rollouts import Ledger, load_task
+from inflight.rollouts import Ledger, load_composer, load_staleness, load_task
 
 
 def train(config: RunConfig, *, resume: bool = False, tensorboard: bool = False) -> int:
-    """Run to the end, or until Ctrl-C; returns the exit status (0 done, 130 interrupted with everything saved).
+    """Run to the end or until Ctrl-C; return the exit status (0 done, 130 interrupted with everything saved).
 
-    Raises an `InflightError` that says what stopped the run; the last checkpoint is whole then.
+    Raises the `InflightError` that stopped the run; the last checkpoint is whole then.
     """
     return asyncio.run(_Run(config, resume=resume, tensorboard=tensorboard).run())
 
@@ -47,18 +47,18 @@ def train(config: RunConfig, *, resume: bool = False, tensorboard: bool = False)
 
 
 async def _pipeline(run: _Run) -> None:
-    """Sample without a pause, and train on each batch as soon as it is composed."""
+    """Keep sampling, and train on each batch as soon as it is composed."""
     run.sampling.compose(run.journal.version)
     while not run.is_over():
         batch = await run.interrupt.unless(run.sampling.batch())
-        run.sampling.compose(batch.version + 1)  # of what finishes while the ranks train
+        run.sampling.compose(batch.version + 1)  # from groups that finish while the ranks train
         trained = await _train(run, batch, publish=run.servers.members())
         _note(run, batch, trained)
         await run.saving.save_if_due(run.journal.version)
 
 
 async def _conventional(run: _Run) -> None:
-    """Sample for G steps, wait for all of it, train G steps, and publish the last one."""
+    """Sample the groups of G steps, wait for all of them, train G steps, and publish the last version."""
     while not run.is_over():
         steps = await run.interrupt.unless(run.sampling.phase(run.journal.version))
         for i, groups in enumerate(steps, 1):
@@ -71,14 +71,14 @@ async def _conventional(run: _Run) -> None:
 
 
 async def _train(run: _Run, batch: StepBatch, *, publish: Members | None) -> list[Trained]:
-    """Take one optimizer step on every rank, and publish its version unless ``publish`` is None."""
+    """Take one optimizer step on every rank, and publish the new version unless ``publish`` is None."""
     train = run.config.train
     frames = frames_of(batch, train.max_tokens_per_micro_batch, train.num_ranks, publish=publish)
     return await run.trainers.train(frames)
 
 
 def _note(run: _Run, batch: StepBatch, trained: Sequence[Trained]) -> None:
-    """Settle the groups of a step, give work to the servers that have its version, and write all of it down."""
+    """Settle the groups of a step, give work to the servers that have its version, and record the step."""
     run.sampling.settle(batch)
     run.journal.trained(trained[0].version, *trained[0].span)
     run.saving.note(trained)
@@ -91,13 +91,16 @@ def _note(run: _Run, batch: StepBatch, trained: Sequence[Trained]) -> None:
 
 
 class _Run:
-    """The parts of one run: made, started, watched while the loop runs, and stopped."""
+    """Makes the parts of one run, starts them, watches them during the loop, and stops them."""
 
     def __init__(self, config: RunConfig, *, resume: bool, tensorboard: bool) -> None:
         self.config = config
         check_servers(config.servers)
-        config.loss.policy_loss()  # refused before anything is written, if it cannot be run
+        config.loss.policy_loss()  # raises before anything is written
         task = load_task(config.task.name, config.task.params, config.run.seed)
+        policies = config.policies
+        staleness = load_staleness(policies.staleness, policies.staleness_params, config.loss.max_lag)
+        composer = load_composer(policies.composer, policies.composer_params, config.tokens_per_step)
         check_weights(config.model.path)
         vocab_size = int(load_config(config.model.path).get_text_config().vocab_size)
         tokenizer = load_tokenizer(config.model.path)
@@ -116,37 +119,32 @@ class _Run:
 
         self.journal = journal
         self.interrupt = Interrupt(note, self._kill)
-        self.sampling = Sampling(config, task, tokenizer, ledger, journal, note)
-        self.notes = Notes(config, task.name, path, self.sampling, journal, self.progress)
+        self.sampling = Sampling(config, task, staleness, composer, tokenizer, ledger, journal, note)
+        self.notes = Notes(config, path, self.sampling, journal, self.progress)
         self.trainers = TrainerGroup(config, self.directory.logs, token, note, self.directory.lock)
-        actor, timeout_s = self.sampling.actor, config.run.start_timeout_s
-        self.servers = Servers(config, token, vocab_size, actor, journal, note)
-        self.delivery: Delivery
-        if config.servers.updates == "pull":
-            self.delivery = PullDelivery(self.servers, actor, journal, note, timeout_s)
-        else:
-            self.delivery = PushDelivery(self.trainers, self.servers, actor, journal, note, timeout_s)
+        self.servers = Servers(config, token, vocab_size, self.sampling.actor, journal, note)
+        is_pulled = config.servers.updates == "pull"
+        self.delivery: Delivery = PullDelivery(self.servers) if is_pulled else PushDelivery(self.servers, self.trainers)
         self.saving = Saving(self.trainers, path, config.run, self._state, version)
 
     def _is_done(self) -> bool:
-        """Return whether all steps are made, or the reward that ends the run is reached."""
+        """Return whether all steps are made, or the run has reached ``stop_at_reward``."""
         target, reward = self.config.run.stop_at_reward, self.journal.recent_reward()
         is_reached = target is not None and reward is not None and reward >= target
         return is_reached or self.journal.version >= self.config.run.num_steps
 
     def is_over(self) -> bool:
-        """Return whether no further step is to be made."""
         return self._is_done() or self.interrupt.is_set()
 
     def _state(self) -> dict[str, Any]:
-        """Return what decides what is sampled next, for a checkpoint."""
+        """Return the run's own state, which decides what is sampled next, for a checkpoint."""
         ledger = self.sampling.ledger.to_json()
         return {"version": self.journal.version, "ledger": ledger, "journal": self.journal.state()}
 
     # ------------------------------------------------------------------------------------------------- start and stop
 
     async def run(self) -> int:
-        """Start everything, train, stop everything, and write the summary, whatever happens."""
+        """Start everything, train, stop everything and write the summary, even after a failure."""
         self.interrupt.listen()
         try:
             async with _beside(self.notes.tell_what_is_waited_for()):
@@ -159,13 +157,13 @@ class _Run:
             with contextlib.suppress(Interrupted):  # before the first step
                 await self.interrupt.unless(self._start())
                 await self._train_beside_watchers()
-        except FencedError:  # the servers belong to the run that has taken over
+        except FencedError:  # the servers now belong to another run
             await self._stop()
             raise
         except InflightError as error:
             await self.servers.tell_dead()
             await self._stop()
-            with contextlib.suppress(CheckpointError):  # the first failure is the one to tell
+            with contextlib.suppress(CheckpointError):  # report the first failure
                 self.notes.finish(str(error), interrupted=self.interrupt.is_set())
             raise
         await self._stop()
@@ -178,7 +176,7 @@ class _Run:
         await self.trainers.spawn()
         await self.servers.start(self.directory)
         started = await self.trainers.load_and_connect(
-            self.servers.urls, self.directory.run_id, self.directory.checkpoint
+            self.servers.members(), self.directory.run_id, self.directory.checkpoint
         )
         self.journal.version = started.version
         await self.delivery.start(started.served)
@@ -188,7 +186,7 @@ class _Run:
 
     async def _train_beside_watchers(self) -> None:
         if self._is_done():
-            self.progress.note(f"the run is done: it has made {self.journal.version} steps")
+            self.progress.note(f"the run is already done: it has made {self.journal.version} steps")
             return
         async with _beside(
             self.sampling.actor.run(),
@@ -197,7 +195,7 @@ class _Run:
             self.delivery.watch(),
             *self.servers.watching(),
         ):
-            with contextlib.suppress(Interrupted):  # what was trained before is kept
+            with contextlib.suppress(Interrupted):  # earlier steps are kept
                 await (_pipeline if self.config.run.mode == "pipeline" else _conventional)(self)
             await self.saving.finish(self.journal.version)
 
@@ -214,7 +212,7 @@ class _Run:
 
 @contextlib.asynccontextmanager
 async def _beside(*calls: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run calls while the body runs. Whatever raises first ends all of them and is raised; all have ended then."""
+    """Run calls while the body runs. The first exception ends all of them and is raised once they have ended."""
     failure: Exception | None = None
     try:
         async with asyncio.TaskGroup() as group:

@@ -1,42 +1,42 @@
 """From a task to the batches of optimizer steps: groups are sampled, scored, and composed as they finish.
 
-Knows nothing of trainers; which endpoints get work is decided elsewhere.
+Knows nothing of trainers, and does not decide which endpoints get work.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections import Counter
+import statistics
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from inflight.contracts import Task
+from inflight.contracts import BatchComposer, StalenessPolicy, Task
 from inflight.errors import TrainerError
 from inflight.pipeline.actor import Actor, DroppedItem
-from inflight.pipeline.admission import PhasedAdmission, TokensPerGroup, pipeline_admission
 from inflight.pipeline.batches import StepBatch, make_batch, split_evenly
 from inflight.pipeline.config import RunConfig
 from inflight.pipeline.journal import Journal
-from inflight.rollouts import BatchComposer, Ledger, StalenessPolicy, has_signal
+from inflight.rollouts import Ledger, WaitingGroups, has_signal
 from inflight.types import Group
 from inflight.wire import SamplingParams
 
 _NUM_DROPPED = 24
-"""After so many dropped groups in a row a person is told, and after each doubling."""
+"""The user is told after this many dropped groups in a row, and after each doubling."""
 
 
 class Sampling:
     """Keeps the actor issuing groups, and makes batches of those that can be trained on.
 
-    A batch is made as soon as its tokens have come together, whatever else goes on: `compose` says for which version.
+    `compose` names the version of the next batch, which is then made as soon as enough tokens are ready.
     """
 
     def __init__(
         self,
         config: RunConfig,
         task: Task,
+        staleness: StalenessPolicy,
+        composer: BatchComposer,
         tokenizer: Any,
         ledger: Ledger,
         journal: Journal,
@@ -44,16 +44,20 @@ class Sampling:
     ) -> None:
         self._config = config
         self._journal = journal
+        self._note = note
         self._estimator = config.loss.estimator()
         self._trains_on_equal_rewards = (
             config.train.train_on_equal_rewards or config.loss.policy_loss().has_terms_without_advantage
         )
-        self._staleness = StalenessPolicy(config.loss.max_lag)
-        self._composer = BatchComposer(config.train.tokens_per_worker, config.train.num_ranks, self._staleness)
-        guess = config.sampling.group_size * (64 + config.sampling.max_tokens / 2)
-        self._tokens_per_group = TokensPerGroup(guess)
-        self._phase = PhasedAdmission(config.tokens_per_step * config.run.conventional_steps, self._tokens_per_group)
-        self._drops = _Drops(ledger, journal, note)
+        self._staleness = staleness
+        self._waiting = WaitingGroups(staleness, composer)
+        self._recent_tokens: deque[int] = deque(maxlen=64)
+        """Training tokens of the groups that finished last; 0 for one that is not trained on."""
+        self._tokens_per_phase = config.tokens_per_step * config.run.conventional_steps
+        self._is_in_phase = False
+        self._num_dropped_in_a_row = 0
+        self._told_reasons: set[str] = set()
+        """Reasons of which the user was shown a dropped item."""
         self._wanted: int | None = None
         """Version of the batch that is being composed."""
         self._composed: StepBatch | None = None
@@ -61,9 +65,8 @@ class Sampling:
         self._arrived = asyncio.Event()
         self.ledger = ledger
         self.is_training = False
-        """Whether a batch was handed out that is not settled."""
+        """Whether a batch has been handed out and not settled yet."""
         self.actor = Actor(
-            {},
             task,
             tokenizer,
             SamplingParams(
@@ -75,79 +78,89 @@ class Sampling:
             seed=config.run.seed,
             reward_timeout_s=config.task.reward_timeout_s,
             max_sequence_tokens=config.train.max_tokens_per_micro_batch,
-            may_issue=self._admission(),
+            may_issue=self._may_issue,
             on_end=self._group_ended,
         )
 
     @property
     def num_waiting(self) -> int:
         """Groups that wait to be trained on."""
-        return self._composer.num_groups
+        return self._waiting.num_groups
 
     def progress(self) -> str:
-        """Return how far the next batch is, in words."""
+        """Return the progress of the next batch as text."""
         return (
-            f"{self._composer.num_tokens:,} of {self._config.tokens_per_step:,} tokens have come together, "
-            f"{self.actor.num_running} groups are running{self._drops.told()}"
+            f"{self._waiting.num_tokens:,} of {self._config.tokens_per_step:,} tokens are ready, "
+            f"{self.actor.num_running} groups are running{self._dropped()}"
         )
 
+    def _dropped(self) -> str:
+        """Return the end of a sentence that counts the dropped groups by reason."""
+        counts = self.ledger.num_dropped.most_common()
+        return "; dropped: " + ", ".join(f"{count:,} {reason}" for reason, count in counts) if counts else ""
+
     def compose(self, version: int) -> None:
-        """Begin the batch of the step that starts from ``version``; groups that are too old for it are dropped."""
+        """Begin the batch of the step that starts from ``version``, and drop groups that are too old for it."""
         self._drop_stale(version)
         self._wanted, self._composed, self._begun = version, None, asyncio.get_running_loop().time()
         self._compose_if_ready()
         self.actor.wake()
 
     async def batch(self) -> StepBatch:
-        """Wait for the batch that was begun. Raises `TrainerError` if it is not composed in time."""
+        """Return the batch that `compose` began. Raises `TrainerError` if it is not ready in time."""
         await self._until(lambda: self._composed is not None, self._begun)
         assert self._composed is not None
         self.is_training = True
         return self._composed
 
     async def phase(self, version: int) -> list[list[Group]]:
-        """Sample the groups of a whole phase of the conventional mode, and nothing more; return those of each step."""
-        num_steps = self._config.run.conventional_steps
+        """Sample only the groups of one phase of the conventional mode; return those of each step."""
         now = asyncio.get_running_loop().time
-        self._phase.begin()
+        self._is_in_phase = True
         self.actor.wake()
-        await self._until(lambda: self._composer.num_tokens >= self._config.tokens_per_step * num_steps, now())
-        self._phase.end()
+        await self._until(lambda: self._waiting.num_tokens >= self._tokens_per_phase, now())
+        self._is_in_phase = False
         await self._until(lambda: self.actor.num_running == 0, now())
         self._drop_stale(version)
-        return split_evenly(self._composer.take_all(), num_steps)
+        return split_evenly(self._waiting.take_all(), self._config.run.conventional_steps)
 
     def batch_of(self, groups: Sequence[Group], version: int) -> StepBatch:
-        """Return the batch of some groups for a step that starts from ``version``."""
         self.is_training = True
         return make_batch(groups, version, self._estimator, self._staleness)
 
     def settle(self, batch: StepBatch) -> None:
-        """Note that an optimizer step has used a batch."""
         self.is_training = False
         for group in batch.groups:
             self.ledger.train(group.item_index)
         self.actor.wake()
 
-    def _admission(self) -> Callable[[], bool]:
+    def _may_issue(self) -> bool:
+        """Return whether the actor may issue another group.
+
+        A conventional phase issues until running and finished groups together bring the tokens that it needs. In the
+        pipeline, the groups that are issued and not yet trained stay within what the lag bound allows. Where generation
+        is faster than training, that bound alone would let every token reach the largest lag, so nothing is issued
+        while a whole step is ready.
+        """
+        if len(self._recent_tokens) < 4:  # a guess
+            tokens_per_group = self.actor.sampling.n * (64 + self._config.sampling.max_tokens / 2)
+        else:
+            tokens_per_group = max(1.0, statistics.fmean(self._recent_tokens))
+        num_running = self.actor.num_running
         if self._config.run.mode == "conventional":
-            return lambda: self._phase.may_issue(self.actor.num_running, self._composer.num_tokens)
-        return pipeline_admission(
-            self._staleness,
-            self._config.tokens_per_step,
-            self._tokens_per_group,
-            lambda: self.ledger.outstanding,
-            lambda: self._composer.num_tokens,
-            lambda: not self.is_training and self.actor.num_running == 0,
-        )
+            num_tokens = self._waiting.num_tokens + num_running * tokens_per_group
+            return self._is_in_phase and num_tokens < self._tokens_per_phase
+        bound = self._staleness.max_outstanding_groups(self._config.tokens_per_step / tokens_per_group)
+        is_idle = not self.is_training and num_running == 0
+        return not self._waiting.ready() and (self.ledger.outstanding < bound or is_idle)
 
     def _drop_stale(self, version: int) -> None:
-        for group in self._composer.advance(version):
-            self._drops.group(group, "stale")
+        for group in self._waiting.advance(version):
+            self._drop(group, "stale")
 
     def _compose_if_ready(self) -> None:
-        if self._wanted is not None and self._composer.ready():
-            self._composed = make_batch(self._composer.take(), self._wanted, self._estimator, self._staleness)
+        if self._wanted is not None and self._waiting.ready():
+            self._composed = make_batch(self._waiting.take(), self._wanted, self._estimator, self._staleness)
             self._wanted = None
 
     def _group_ended(self, ended: Group | DroppedItem | None) -> None:
@@ -155,23 +168,47 @@ class Sampling:
             self._group_finished(ended)
             self._compose_if_ready()
         elif ended is not None:
-            self._drops.item(ended)
+            self._item_dropped(ended)
         self._arrived.set()
 
     def _group_finished(self, group: Group) -> None:
-        now = time.time()
         versions = [span.version for rollout in group.rollouts for span in rollout.version_spans]
-        facts = {"oldest": min(versions, default=None), "newest": max(versions, default=None)}
-        self._journal.event("group", now, now, endpoint=group.endpoint, item=group.item_index, **facts)
+        oldest, newest = min(versions, default=None), max(versions, default=None)
+        self._journal.event("group", endpoint=group.endpoint, item=group.item_index, oldest=oldest, newest=newest)
         self._journal.group_finished(group)
         if not self._trains_on_equal_rewards and not has_signal([rollout.reward for rollout in group.rollouts]):
-            self._tokens_per_group.add(0)
-            self._drops.group(group, "equal rewards")
-        elif self._composer.add(group):
-            self._tokens_per_group.add(group.num_tokens)
-            self._drops.used()
+            self._recent_tokens.append(0)
+            self._drop(group, "equal rewards")
+        elif self._waiting.add(group):
+            self._recent_tokens.append(group.num_tokens)
+            self._num_dropped_in_a_row = 0
         else:
-            self._drops.group(group, "stale")
+            self._drop(group, "stale")
+
+    def _drop(self, group: Group, reason: str) -> None:
+        """Settle a finished group that no step will use; warn if that happens many times in a row."""
+        self.ledger.drop(group.item_index, reason)
+        self._num_dropped_in_a_row += 1
+        num_doublings, rest = divmod(self._num_dropped_in_a_row, _NUM_DROPPED)
+        if rest == 0 and num_doublings.bit_count() == 1:
+            why = "Their tokens are older than loss.max_lag allows: are the servers behind the trainer?"
+            if reason == "equal rewards":
+                rewards = sorted({round(rollout.reward, 3) for rollout in group.rollouts})
+                why = (
+                    f"All completions of the last one have the reward {rewards[0]:g}, which teaches nothing: is the "
+                    "task too hard or too easy for the model, or is its reward wrong?"
+                )
+            self._note(f"the last {self._num_dropped_in_a_row} groups were dropped{self._dropped()}. {why}")
+
+    def _item_dropped(self, item: DroppedItem) -> None:
+        """Record an item that the actor dropped; the first one of each reason is shown."""
+        if item.reason not in self._told_reasons:
+            self._told_reasons.add(item.reason)
+            self._note(
+                f"item {item.index} was dropped ({item.reason}): {item.what_happened}. The summary counts "
+                "all items of this kind"
+            )
+        self._journal.event("drop", reason=item.reason, item=item.index, what=item.what_happened)
 
     async def _until(self, condition: Callable[[], bool], begun: float) -> None:
         timeout_s = self._config.run.step_timeout_s
@@ -182,54 +219,7 @@ class Sampling:
                     await self._arrived.wait()
         except TimeoutError as error:
             raise TrainerError(
-                f"no batch of {self._config.tokens_per_step} tokens came together within {timeout_s:g} s: "
-                f"{self._composer.num_tokens} tokens are finished, {self.actor.num_running} groups are running"
-                f"{self._drops.told()}. Are all rewards equal?"
+                f"no batch of {self._config.tokens_per_step} tokens was ready within {timeout_s:g} s: "
+                f"{self._waiting.num_tokens} tokens are ready, {self.actor.num_running} groups are running"
+                f"{self._dropped()}. Are all rewards equal?"
             ) from error
-
-
-@dataclass(eq=False)
-class _Drops:
-    """Groups and items that no step will use; ``note`` tells a person before they are many."""
-
-    ledger: Ledger
-    journal: Journal
-    note: Callable[[str], None]
-    num_in_a_row: int = 0
-    told_reasons: set[str] = field(default_factory=set)
-
-    def told(self) -> str:
-        """Return how many groups were dropped, by reason, as the end of a sentence."""
-        counts = Counter(self.ledger.num_dropped).most_common()
-        return "; dropped: " + ", ".join(f"{count:,} {reason}" for reason, count in counts) if counts else ""
-
-    def used(self) -> None:
-        """Note that a group can be trained on."""
-        self.num_in_a_row = 0
-
-    def group(self, group: Group, reason: str) -> None:
-        """Settle a finished group that no step will use; a person is told when that happens again and again."""
-        self.ledger.drop(group.item_index, reason)
-        self.num_in_a_row += 1
-        num_doublings, rest = divmod(self.num_in_a_row, _NUM_DROPPED)
-        if rest == 0 and num_doublings.bit_count() == 1:
-            rewards = sorted({round(rollout.reward, 3) for rollout in group.rollouts})
-            self.note(
-                f"the last {self.num_in_a_row} groups were dropped{self.told()}. All completions of the last one "
-                f"have the reward {rewards[0]:g}, which teaches nothing: is the task too hard or too easy for the "
-                "model, or its reward wrong?"
-                if reason == "equal rewards"
-                else f"the last {self.num_in_a_row} groups were dropped{self.told()}. Their tokens are older than "
-                "loss.max_lag allows: are the servers behind the trainer?"
-            )
-
-    def item(self, item: DroppedItem) -> None:
-        """Note an item that the actor gave up; the first for each reason is told whole."""
-        if item.reason not in self.told_reasons:
-            self.told_reasons.add(item.reason)
-            self.note(
-                f"item {item.index} was dropped ({item.reason}): {item.what_happened}. More of this kind are counted "
-                "in the summary"
-            )
-        now = time.time()
-        self.journal.event("drop", now, now, reason=item.reason, item=item.index, what=item.what_happened)

@@ -1,11 +1,10 @@
-"""Checkpoints of a run as it goes on: the ranks' weights and the run's own state, made the latest together.
+"""Checkpoints during a run: the ranks' weights and the run's own state become the latest together.
 
-The ranks save before the next step, or in the background while they train on.
+The ranks save before the next step, or in the background while they keep training.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,22 +12,22 @@ from typing import Any
 
 from inflight.pipeline.checkpoints import checkpoint_path, finish_checkpoint
 from inflight.pipeline.config import RunSection
-from inflight.pipeline.messages import Answer
+from inflight.pipeline.messages import RankAnswer
 from inflight.pipeline.trainer_group import TrainerGroup
 
 
 @dataclass(slots=True)
 class _Begun:
-    """A checkpoint that does not stand yet, and the run's own state at that version."""
+    """An incomplete checkpoint, and the run's own state at that version."""
 
     state: dict[str, Any]
     ended_on: set[int] = field(default_factory=set)
-    """Ranks that have said that it stands."""
+    """Ranks that have completed it."""
 
 
 @dataclass(slots=True, eq=False)
 class Saving:
-    """Saves the steps that were made since version ``last``; ``state`` returns the run's own state."""
+    """Saves the steps made since version ``last``; ``state`` returns the run's own state."""
 
     trainers: TrainerGroup
     directory: Path
@@ -36,22 +35,21 @@ class Saving:
     state: Callable[[], dict[str, Any]]
     last: int
     begun: dict[int, _Begun] = field(default_factory=dict)
-    """Checkpoints by version."""
+    """Incomplete checkpoints by version."""
 
     async def save_if_due(self, version: int) -> None:
-        """Save if enough steps were made since the last checkpoint."""
         if version - self.last >= self.settings.checkpoint_every_steps:
             await self._save(version)
 
     async def finish(self, version: int) -> None:
-        """Save if any step was made since the last checkpoint, and wait until every checkpoint stands."""
+        """Save if any step was made since the last checkpoint, and wait until every checkpoint is complete."""
         if version > self.last:
             await self._save(version)
         if self.begun:
             self.note(await self.trainers.finish_save())
 
-    def note(self, answers: Sequence[Answer]) -> None:
-        """Make each checkpoint the latest once every rank has said that it stands."""
+    def note(self, answers: Sequence[RankAnswer]) -> None:
+        """Make each checkpoint the latest once every rank has completed it."""
         for version, begun in list(self.begun.items()):
             begun.ended_on |= {rank for rank, answer in enumerate(answers) if answer.saved == version}
             if len(begun.ended_on) == len(answers):
@@ -59,8 +57,8 @@ class Saving:
                 del self.begun[version]
 
     async def _save(self, version: int) -> None:
-        """Write a checkpoint, or begin to; work that is not trained is in the ledger, to be issued again."""
+        """Write a checkpoint, or start writing it; the ledger in it lists untrained work, which is issued again."""
         answers = await self.trainers.save(checkpoint_path(self.directory, version))
-        self.begun[version] = _Begun(copy.deepcopy(self.state()))
+        self.begun[version] = _Begun(self.state())
         self.last = version
         self.note(answers)

@@ -1,7 +1,7 @@
 """The servers of a run: those that it starts, those that it attaches to, and those that a file lists.
 
-Starts them, watches them, starts its own again, and says who joins and who leaves with the next publish. Knows nothing
-of how versions reach them.
+Starts, watches and restarts the run's own servers, and says which servers the next publish is for. Knows nothing of how
+versions reach them.
 """
 
 from __future__ import annotations
@@ -12,33 +12,44 @@ import functools
 import time
 from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from inflight.contracts import InferenceEndpoint
 from inflight.engines.kinds import connect_endpoint
-from inflight.errors import ConfigError, EndpointError
+from inflight.errors import ConfigError, EndpointError, InflightError
 from inflight.pipeline.actor import Actor
 from inflight.pipeline.config import RunConfig
-from inflight.pipeline.fleet import connect_fleet, sequence_limits
+from inflight.pipeline.fleet import read_server_list, sequence_limit
 from inflight.pipeline.journal import Journal
 from inflight.pipeline.messages import Members
 from inflight.pipeline.processes import Server, start_servers
 from inflight.pipeline.run_directory import RunDirectory
-from inflight.pipeline.server_list import Arrival, ServerList
+from inflight.weights.backoff import Backoff
 
 _LOOK_AGAIN_S = 0.5
-"""Pause between two looks at the list of servers."""
+"""How often the list of servers is read."""
+_ASK_S = 2.0
+"""How long a newly listed server may take to answer, and the first pause before it is asked again."""
+_MAX_PAUSE_S = 30.0
 _MAX_FAILURES = 3
-"""A server that ended so often before it held a version is not started again."""
+"""A server that ends this many times in a row without holding a version is not started again."""
 _RESTART_PAUSE_S = 1.0
-"""Pause before a server is started again; it grows by as much with each failure."""
+"""First pause before a server is started again."""
 REAP_S = 0.5
-"""How long a server's process may take to end after its connections broke."""
+"""How long a server's process may take to end after its connections have broken."""
+
+
+@dataclass(slots=True)
+class _Line:
+    url: str
+    backoff: Backoff = field(default_factory=lambda: Backoff(_ASK_S, _MAX_PAUSE_S))
+    takes_part: bool = False
 
 
 @dataclass(eq=False)
 class Servers:
-    """The fleet of one run. ``actor`` learns of every endpoint, and ``note`` takes what a person should know."""
+    """The fleet of one run. ``actor`` learns of every endpoint, and ``note`` shows messages to the user."""
 
     config: RunConfig
     token: str
@@ -47,78 +58,84 @@ class Servers:
     journal: Journal
     note: Callable[[str], None]
     own: list[Server] = field(default_factory=list)
-    urls: tuple[str, ...] = ()
-    """Of those that take part from the start."""
-    endpoints: list[InferenceEndpoint] = field(default_factory=list)
+    taking_part: dict[InferenceEndpoint, str] = field(default_factory=dict)
+    """URLs of the endpoints that versions are published to."""
+    lines: dict[str, _Line] = field(default_factory=dict)
+    """Lines of the list, by endpoint name."""
     departed: list[InferenceEndpoint] = field(default_factory=list)
-    """Those that are listed no more; their connections are closed at the end."""
-    listed: ServerList | None = None
-    next_members: Members = field(default_factory=Members)
-    """Who joins and leaves with the next publish."""
+    """Endpoints that are no longer listed; their connections are closed at the end."""
+    has_somebody_come: bool = False
+    """Whether a server has come, or come back, since the last publish."""
     num_given_up: int = 0
-    """Own servers that are not started again."""
+    """Own servers that will not be started again."""
+
+    def __post_init__(self) -> None:
+        self._note_once = functools.cache(self.note)
 
     async def start(self, directory: RunDirectory) -> None:
-        """Start the run's own servers or attach to others. Raises `ConfigError` if one cannot take part."""
-        config = self.config
-        if not config.servers.urls:
-            self.own = await start_servers(config, directory, self.token)
-        self.urls = config.servers.urls or tuple(server.url for server in self.own)
-        limits = [server.max_concurrent for server in self.own] or [config.servers.max_concurrent] * len(self.urls)
-        self.endpoints = connect_fleet(config, self.urls, self.token)
-        wanted = dict(zip(self.endpoints, limits, strict=True))
-        for endpoint, limit in (await sequence_limits(config, self.vocab_size, wanted)).items():
+        """Start the run's own servers, or attach to others. Raises `ConfigError` if one cannot take part."""
+        servers = self.config.servers
+        if not servers.urls:
+            self.own = await start_servers(self.config, directory, self.token)
+        limits = {server.url: server.max_concurrent for server in self.own}
+        limits |= dict.fromkeys(servers.urls, servers.max_concurrent)
+        self.taking_part = {self._connect(url): url for url in limits}
+        declared = await asyncio.gather(
+            *(self._limit(endpoint, limits[url]) for endpoint, url in self.taking_part.items())
+        )
+        for endpoint, limit in zip(self.taking_part, declared, strict=True):
             self.actor.add(endpoint, limit)
-        if config.servers.urls_file is not None:
-            names = [endpoint.name for endpoint in self.endpoints]
-            self.listed = ServerList(config.servers.urls_file, config, self.vocab_size, self.token, names, self.note)
-            for arrival in await self._first_arrivals(self.listed):
-                self._add(arrival)
-                self.urls = (*self.urls, arrival.url)
+        if servers.urls_file is not None:
+            await self._wait_for_the_first(servers.urls_file)
 
     def watching(self) -> list[Coroutine[Any, Any, None]]:
-        """Return calls that keep the run's own servers running and follow the list of others, until cancelled.
+        """Return calls that keep the run's own servers running and follow the list, until cancelled.
 
-        One of them raises `EndpointError` once all own servers are given up and no other may come.
+        One of them raises `EndpointError` once all own servers are given up and no list can bring others.
         """
-        calls = [self._keep_running(server) for server in self.own]
-        return calls if self.listed is None else [*calls, self._follow(self.listed)]
+        path = self.config.servers.urls_file
+        return [*map(self._keep_running, self.own), *([] if path is None else [self._follow(path)])]
 
     def members(self) -> Members:
-        """Return who joins, leaves and may be back with the publish that is asked for now."""
-        members, self.next_members = self.next_members, Members()
+        """Return the servers that the next publish is for."""
+        members = Members(urls=tuple(self.taking_part.values()), ask_all=self.has_somebody_come)
+        self.has_somebody_come = False
         return members
 
     def served(self, names: Collection[str]) -> None:
-        """Note who holds a version."""
         for server in self.own:
             server.has_served |= server.url in names
 
     async def tell_dead(self) -> None:
-        """Say how those of our servers ended that did: a broken connection is seen before the end of its process."""
-        waiting = [asyncio.ensure_future(server.process.wait()) for server in self.own]
-        if waiting:
-            _, pending = await asyncio.wait(waiting, timeout=REAP_S)
-            for task in pending:
-                task.cancel()
+        """Report how the run's own servers ended, after waiting briefly: connections break before a process ends."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(REAP_S):
+                await asyncio.gather(*(server.process.wait() for server in self.own))
         for server in self.own:
             if server.process.returncode is not None and not server.end_is_told:
                 self.note(server.how_it_ended())
 
     async def stop(self) -> None:
-        """Close the connections and end the run's own servers."""
-        endpoints = (*self.endpoints, *self.departed)
+        endpoints = (*self.taking_part, *self.departed)
         await asyncio.gather(*(endpoint.aclose() for endpoint in endpoints), return_exceptions=True)
         await asyncio.gather(*(server.stop() for server in self.own))
 
-    # ----------------------------------------------------------------------------------------------- our own servers
+    def _connect(self, url: str) -> InferenceEndpoint:
+        timeout_s = self.config.servers.generate_timeout_s
+        return connect_endpoint(url, token=self.token, generate_timeout_s=timeout_s)
+
+    async def _limit(self, endpoint: InferenceEndpoint, wanted: int) -> int:
+        return await sequence_limit(self.config, self.vocab_size, endpoint, wanted)
 
     async def _keep_running(self, server: Server) -> None:
-        """Start a server again whenever its process ends, until it has ended several times and held no version."""
-        num_failures = 0
+        """Start a server again whenever its process ends, until it ends repeatedly without having held a version."""
+        backoff, num_failures = Backoff(_RESTART_PAUSE_S, _MAX_PAUSE_S), 0
         while True:
             await server.process.wait()
-            num_failures = 1 if server.has_served else num_failures + 1
+            if server.has_served:
+                backoff.reset()
+                num_failures = 0
+            num_failures += 1
             server.has_served = False
             how = server.how_it_ended()
             self.note(how)
@@ -126,65 +143,86 @@ class Servers:
             self.actor.lose(server.url, how)
             if num_failures >= _MAX_FAILURES:
                 break
-            await asyncio.sleep(_RESTART_PAUSE_S * num_failures)
-            with contextlib.suppress(ConfigError):  # its process has ended, which is told at the beginning of the loop
+            await asyncio.sleep(backoff.next(time.monotonic()))
+            with contextlib.suppress(ConfigError):  # its process has ended: the loop reports it
                 await server.restart(self.config.run.start_timeout_s)
-                self.note(f"{server.name} was started again, and takes part after the next update")
+                self.note(f"{server.name} was restarted and takes part after the next update")
                 server.end_is_told = False
-                self.next_members = self.next_members.model_copy(update={"ask_all": True})
-        self.note(f"{server.name} is given up: it ended again and again before it held a version")
+                self.has_somebody_come = True
+        self.note(
+            f"{server.name} will not be restarted: it ended {_MAX_FAILURES} times in a row before it held a version"
+        )
         self.num_given_up += 1
-        if self.num_given_up == len(self.own) and self.listed is None:
+        if self.num_given_up == len(self.own) and self.config.servers.urls_file is None:
             raise nobody_left(self.actor)
 
     # ----------------------------------------------------------------------------------------- servers of the list
 
-    def _add(self, arrival: Arrival) -> None:
-        self.endpoints.append(arrival.endpoint)
-        self.actor.add(arrival.endpoint, arrival.max_concurrent)
-
-    async def _first_arrivals(self, servers: ServerList) -> list[Arrival]:
-        """Return who of the list takes part from the start; waits for the first one if there is nobody else."""
-        deadline = time.monotonic() + self.config.run.start_timeout_s
-        while True:
-            arrivals, _ = await servers.look()
-            if arrivals or self.endpoints:
-                return arrivals
+    async def _wait_for_the_first(self, path: Path) -> None:
+        """Let the listed servers take part; wait for one of them if there are no others."""
+        timeout_s = self.config.run.start_timeout_s
+        deadline = time.monotonic() + timeout_s
+        await self._look(path)
+        while not self.taking_part:
             if time.monotonic() > deadline:
-                path = str(self.config.servers.urls_file)
                 raise ConfigError(
-                    f"no server of servers.urls_file {path!r} could take part within "
-                    f"{self.config.run.start_timeout_s:g} s; run.start_timeout_s is the limit"
+                    f"no server of servers.urls_file {str(path)!r} could take part within {timeout_s:g} s; "
+                    "raise run.start_timeout_s to wait longer"
                 )
             await asyncio.sleep(_LOOK_AGAIN_S)
+            await self._look(path)
 
-    async def _follow(self, servers: ServerList) -> None:
-        """Let servers join and leave as the list says, with the publish that comes next."""
+    async def _follow(self, path: Path) -> None:
         while True:
-            arrivals, left = await servers.look()
-            for arrival in arrivals:
-                self._add(arrival)
-                self.next_members = self.next_members.model_copy(
-                    update={"join": (*self.next_members.join, arrival.url)}
-                )
-                self.note(f"{arrival.endpoint.name} joins with the next update")
-            for name in left:
-                self.note(f"{name} is listed no more: it finishes what it runs and leaves")
-                self.actor.retire(name, functools.partial(self._left, servers, name))
+            for name in await self._look(path):
+                self.note(f"{name} joins with the next update")
             await asyncio.sleep(_LOOK_AGAIN_S)
 
-    def _left(self, servers: ServerList, name: str) -> None:
-        """A server that is listed no more has finished what it ran."""
-        join = tuple(url for url in self.next_members.join if connect_endpoint(url).name != name)
-        self.next_members = self.next_members.model_copy(
-            update={"join": join, "leave": (*self.next_members.leave, name)}
-        )
-        self.departed += [endpoint for endpoint in self.endpoints if endpoint.name == name]
-        self.endpoints = [endpoint for endpoint in self.endpoints if endpoint.name != name]
-        servers.forget(name)
-        now, version = time.time(), self.journal.version
-        nothing: dict[str, list[str]] = {"restored": [], "joined": [], "removed": [], "changes": []}
-        self.journal.event("fleet", now, now, version=version, left=[name], **nothing)
+    async def _look(self, path: Path) -> list[str]:
+        """Retire servers that are no longer listed and ask new ones; return the names of those that have joined.
+
+        A server that does not answer or cannot take part is asked again later. An unreadable file changes nothing.
+        """
+        listed, problems = read_server_list(path)
+        for problem in problems:
+            self._note_once(problem)
+        if listed is None:
+            return []
+        for name in self.lines.keys() - listed.keys():
+            if self.lines.pop(name).takes_part:
+                self.note(f"{name} is no longer listed: it leaves once its groups have ended")
+                self.actor.retire(name, functools.partial(self._left, name))
+        present = {endpoint.name for endpoint in self.taking_part}  # includes those that are leaving
+        for name in [name for name in listed if name not in present]:
+            self.lines.setdefault(name, _Line(listed[name]))
+        now = time.monotonic()
+        due = [line for line in self.lines.values() if not line.takes_part and line.backoff.is_due(now)]
+        came = await asyncio.gather(*(self._ask(line, path) for line in due))
+        return [name for name in came if name is not None]
+
+    async def _ask(self, line: _Line, path: Path) -> str | None:
+        """Let the server of a line take part and return its name; None if it does not answer or cannot."""
+        endpoint = self._connect(line.url)
+        try:
+            async with asyncio.timeout(_ASK_S):
+                limit = await self._limit(endpoint, self.config.servers.max_concurrent)
+        except (TimeoutError, InflightError) as error:
+            await endpoint.aclose()
+            why = str(error) or f"{endpoint.name}: did not answer within {_ASK_S:g} s"
+            self._note_once(f"a server of {str(path)!r} cannot take part yet: {why}")
+            line.backoff.next(time.monotonic())
+            return None
+        line.takes_part = self.has_somebody_come = True
+        self.taking_part[endpoint] = line.url
+        self.actor.add(endpoint, limit)
+        return endpoint.name
+
+    def _left(self, name: str) -> None:
+        """Remove a retired server that has finished its groups."""
+        for endpoint in [endpoint for endpoint in self.taking_part if endpoint.name == name]:
+            del self.taking_part[endpoint]
+            self.departed.append(endpoint)
+        self.journal.fleet(left=[name])
 
 
 def nobody_left(actor: Actor) -> EndpointError:

@@ -1,12 +1,14 @@
-"""The trainer ranks as the run sees them: one group that is started, fed, told to save, and stopped."""
+"""The trainer ranks as the run sees them: one group that it starts, feeds, tells to save, and stops."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,7 +16,6 @@ from inflight.errors import InflightError, WorkerDiedError, error_from_code
 from inflight.pipeline.channel import encode
 from inflight.pipeline.config import RunConfig
 from inflight.pipeline.messages import (
-    Answer,
     Doing,
     Done,
     Failed,
@@ -22,6 +23,7 @@ from inflight.pipeline.messages import (
     Members,
     Message,
     Publish,
+    RankAnswer,
     Save,
     Start,
     Trained,
@@ -30,76 +32,74 @@ from inflight.pipeline.processes import NUM_LINES, STOP_S, Rank, start_ranks
 from inflight.weights.transports.private_directory import remove_left_behind
 from inflight.weights.transports.shared_memory import memory_directory
 
-A = TypeVar("A", bound=Answer)
+A = TypeVar("A", bound=RankAnswer)
 
 _ANSWER_S = 10.0
-"""How long a rank that gave up waiting may take to say so."""
+"""How long a rank may take to report that it gave up waiting."""
 _STOP_AFTER_FAILURE_S = 2.0
-"""How long ranks may take to end once one has failed, for which others may wait in a collective."""
+"""How long ranks may take to end once one has failed: others may be waiting for it in a collective."""
 _GRACE_S = 2.0
-"""How long after a rank that lost another one the cause may take to show."""
+"""How long to wait for the cause after a rank reports that it lost another one."""
 _TOGETHER_S = 0.2
-"""Within which ranks fail that fail together."""
+"""How long to wait for other ranks that fail at the same time."""
 
 
+@dataclass(eq=False)
 class TrainerGroup:
-    """All ranks of one run. Every call asks all of them; what a rank answers instead is raised in its own words.
+    """All ranks of one run. Every call asks all of them and raises the error of a rank that fails."""
 
-    What they warn of goes to ``on_warning``, once.
-    """
+    config: RunConfig
+    logs: Path
+    token: str
+    on_warning: Callable[[str], None]
+    """Called once with each different warning."""
+    lock: int | None = None
+    """Inherited by the ranks' processes."""
+    ranks: Sequence[Rank] = ()
 
-    def __init__(
-        self, config: RunConfig, logs: Path, token: str, on_warning: Callable[[str], None], lock: int | None = None
-    ) -> None:
-        self._config = config
-        self._logs = logs
-        self._token = token
-        self._on_warning = on_warning
-        self._lock = lock
+    def __post_init__(self) -> None:
+        self._warn_once = functools.cache(self.on_warning)
         self._asking = asyncio.Lock()
-        self._warned: set[str] = set()
-        self.ranks: Sequence[Rank] = ()
 
     async def spawn(self) -> None:
-        """Start the processes, which inherit ``lock``; they load nothing yet."""
-        self.ranks = await start_ranks(self._config, self._logs, self._token, self._lock)
+        """Start the processes, which load nothing yet."""
+        self.ranks = await start_ranks(self.config, self.logs, self.token, self.lock)
 
-    async def load_and_connect(self, urls: Sequence[str], run_id: str, checkpoint: Path | None) -> Done:
-        """Load model (or checkpoint), form the weight group, bring the servers to the present weights.
+    async def load_and_connect(self, members: Members, run_id: str, checkpoint: Path | None) -> Done:
+        """Load the model or a checkpoint, connect to the servers, and bring them to these weights.
 
         Returns rank 0's answer.
         """
-        start = Start(config=self._config, run_id=run_id, urls=tuple(urls), checkpoint=checkpoint)
-        timeout_s = self._config.run.start_timeout_s + self._config.servers.publish_deadline_s
+        start = Start(config=self.config, run_id=run_id, members=members, checkpoint=checkpoint)
+        timeout_s = self.config.run.start_timeout_s + self.config.servers.publish_deadline_s
         return (await self._ask_alike(start, timeout_s))[0]
 
     async def train(self, frames: Sequence[bytes]) -> list[Trained]:
-        """Take one optimizer step on each rank's frame; returns every rank's answer."""
-        return await self._ask(frames, Trained, self._config.run.step_timeout_s)
+        """Take one optimizer step on each rank's frame; return every rank's answer."""
+        return await self._ask(frames, Trained, self.config.run.step_timeout_s)
 
     async def publish(self, members: Members) -> Done:
-        """Publish the present version to whoever answers, once the ranks are free; returns rank 0's answer.
+        """Publish the present version again, once the ranks are free; return rank 0's answer.
 
-        Every server that was left out is asked, whatever its pause.
+        It asks every server that was left out, without waiting for its next turn.
         """
         request = Publish(members=members.model_copy(update={"ask_all": True}))
-        return (await self._ask_alike(request, self._config.run.step_timeout_s))[0]
+        return (await self._ask_alike(request, self.config.run.step_timeout_s))[0]
 
     async def save(self, path: Path) -> list[Done]:
-        """Write a checkpoint of the workers; returns every rank's answer.
+        """Write a checkpoint of the workers; return every rank's answer.
 
-        If the run saves in the background, the workers wait for an earlier save, copy their state and begin to write
-        it. Answers say, as ``saved``, the version whose save has ended on that rank.
+        If the run saves in the background, the workers wait for an earlier save, copy their state and start writing it.
         """
-        waits_for_another = self._config.run.background_saves
-        return await self._ask_alike(Save(path=path), self._config.run.step_timeout_s * (1 + waits_for_another))
+        waits_for_another = self.config.run.background_saves
+        return await self._ask_alike(Save(path=path), self.config.run.step_timeout_s * (1 + waits_for_another))
 
     async def finish_save(self) -> list[Done]:
-        """Wait until the save that was begun has ended on every rank; returns every rank's answer."""
-        return await self._ask_alike(FinishSave(), self._config.run.step_timeout_s + _ANSWER_S)
+        """Wait until every rank has completed the pending save; return every rank's answer."""
+        return await self._ask_alike(FinishSave(), self.config.run.step_timeout_s + _ANSWER_S)
 
     async def watch(self) -> None:
-        """Wait for a rank to end. Raises `WorkerDiedError` with its last words, after whoever asks it was told."""
+        """Wait for a rank to end, and for a request in progress. Raises `WorkerDiedError` with the end of its log."""
         ends = {asyncio.ensure_future(rank.process.wait()): rank for rank in self.ranks}
         try:
             ended, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -110,12 +110,12 @@ class TrainerGroup:
             raise WorkerDiedError(ends[next(iter(ended))].how_it_ended())
 
     async def stop(self) -> None:
-        """End the ranks' input, wait for them to end, and remove the weights that a killed one has left."""
+        """End the ranks' input, wait for them to end, and remove weights that a killed rank left behind."""
         for rank in self.ranks:
             rank.channel.close()
         await asyncio.gather(*(rank.stop() for rank in self.ranks))
         for parent in {memory_directory(), Path(tempfile.gettempdir())}:
-            with contextlib.suppress(OSError):  # nobody may be told at the end; the next run tries it again
+            with contextlib.suppress(OSError):  # not worth an error at the end; the next run tries again
                 remove_left_behind(parent)
 
     async def _ask_alike(self, request: Message, timeout_s: float) -> list[Done]:
@@ -129,9 +129,9 @@ class TrainerGroup:
             for rank in self.ranks:
                 rank.stop_s = _STOP_AFTER_FAILURE_S
             raise
-        for text in (text for answer in answers for text in answer.warnings if text not in self._warned):
-            self._warned.add(text)
-            self._on_warning(text)
+        for answer in answers:
+            for text in answer.warnings:
+                self._warn_once(text)
         return answers
 
 
@@ -139,8 +139,6 @@ class TrainerGroup:
 
 
 class _RankError(Exception):
-    """A rank answered an error, or died."""
-
     def __init__(self, rank: Rank, error: InflightError, *, blames_another: bool = False) -> None:
         super().__init__(str(error))
         self.rank = rank
@@ -151,10 +149,10 @@ class _RankError(Exception):
 async def _ask_all(ranks: Sequence[Rank], frames: Sequence[bytes], kind: type[A], timeout_s: float) -> list[A]:
     """Send each rank its frame and return every answer, all of one ``kind``.
 
-    The first rank that dies or answers an error ends the wait, whatever the others wait for: `WorkerDiedError` with its
-    last words, or the error, and its name where others did not say the same. A rank that only lost the connection to
-    another is believed to be the cause if nothing else shows within two seconds. Ranks are not to be asked again after
-    a failure.
+    The first rank that dies or answers with an error ends the wait for all. Raises `WorkerDiedError` with the end of a
+    dead rank's log, or a rank's error, with the rank's name unless all ranks say the same. A rank that only lost its
+    connection to another counts as the cause if no other cause shows within two seconds. Ranks must not be asked again
+    after a failure.
     """
     asking = [asyncio.ensure_future(_ask_one(rank, frame, kind)) for rank, frame in zip(ranks, frames, strict=True)]
     try:
@@ -197,17 +195,16 @@ async def _ask_one(rank: Rank, frame: bytes, kind: type[A]) -> A:
 
 
 async def _last_words(rank: Rank) -> str:
-    """Say how a rank ended whose channel is closed."""
     try:
         async with asyncio.timeout(STOP_S):
             await rank.process.wait()
     except TimeoutError:
-        return rank.during(f"{rank.name} closed its channel to the run and goes on")
+        return rank.during(f"{rank.name} closed its channel to the run but is still running")
     return rank.how_it_ended()
 
 
 async def _failures(asking: Sequence[asyncio.Future[A]]) -> list[_RankError]:
-    """Return the failures of ranks of which one has failed, once the cause is likely to be among them."""
+    """Return the failures of the ranks, waiting a short while for the cause to be among them."""
     started = time.monotonic()
     while True:
         failures, waiting = [], [task for task in asking if not task.done()]
@@ -224,7 +221,7 @@ async def _failures(asking: Sequence[asyncio.Future[A]]) -> list[_RankError]:
 
 
 def _named(cause: _RankError, failures: Sequence[_RankError], num_ranks: int) -> InflightError:
-    """Return the error of a rank with its name, unless all say the same or the error names one already."""
+    """Return the error of a rank with its name added, unless all ranks say the same or it already names one."""
     text, name = str(cause.error), cause.rank.name
     all_say_so = len(failures) == num_ranks and len({str(failure.error) for failure in failures}) == 1
     if all_say_so or name in text or text.startswith("rank "):

@@ -1,24 +1,27 @@
 """Rollouts between the servers and the trainer: tasks, advantages, staleness, the ledger, batches and their packing.
 
-Nothing here loads torch: the room works on plain numbers and on the records of `inflight.types`.
+Nothing here loads torch.
 """
 
 from inflight.rollouts.advantages import AdvantageEstimator, batch_advantages, group_advantages
-from inflight.rollouts.batching import BatchComposer
+from inflight.rollouts.batching import TokenBudget, WaitingGroups, load_composer
 from inflight.rollouts.ledger import Ledger
 from inflight.rollouts.packing import pack
 from inflight.rollouts.shaping import has_signal, overlong_penalty, sample_pairs, shuffle_batch, within_budget
-from inflight.rollouts.staleness import StalenessPolicy
+from inflight.rollouts.staleness import MaxLag, load_staleness
 from inflight.rollouts.tasks import load_task
 
 __all__ = [
     "AdvantageEstimator",
-    "BatchComposer",
     "Ledger",
-    "StalenessPolicy",
+    "MaxLag",
+    "TokenBudget",
+    "WaitingGroups",
     "batch_advantages",
     "group_advantages",
     "has_signal",
+    "load_composer",
+    "load_staleness",
     "load_task",
     "overlong_penalty",
     "pack",

@@ -1,4 +1,4 @@
-"""Advantages of groups from their rewards. Knows nothing of tokens but the lengths that one estimator weighs by."""
+"""Advantages of groups from their rewards. Knows nothing of tokens but the lengths that ``opo`` weighs by."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ AdvantageEstimator = Literal[
 """
 
 _STD_EPS = 1e-4
-"""As in TRL and PipelineRL; verl has 1e-6. With rewards of order 1 it changes advantages by a few 1e-4 at most."""
+"""As in TRL and PipelineRL; verl has 1e-6. It changes advantages by a few 1e-4 at most if rewards are about 1."""
 
 
 def batch_advantages(
@@ -36,9 +36,9 @@ def batch_advantages(
 ) -> list[list[float]]:
     """Return one advantage per completion of each group of an optimizer step.
 
-    ``lengths`` are those of the completions in tokens, for ``opo``. A group whose rewards are all equal, or of one
-    completion, has exact zeros. Standard deviations are those of a sample (divisor n - 1) unless the name says
-    otherwise. Raises `TaskError` if a reward is not finite, `InvalidRequestError` if lengths are missing.
+    ``opo`` needs ``lengths``, the tokens of each completion. A group of one completion, or of equal rewards, gets exact
+    zeros. Standard deviations are those of a sample (divisor n - 1) unless the name says otherwise. Raises `TaskError`
+    if a reward is not finite, `InvalidRequestError` if lengths are missing.
     """
     if estimator == "batch_std":
         centred = [group_advantages(rewards, "mean") for rewards in groups]
@@ -46,7 +46,7 @@ def batch_advantages(
         scale = (statistics.stdev(everything) if len(everything) > 1 else 0.0) + _STD_EPS
         return [[advantage / scale for advantage in group] for group in centred]
     if lengths is not None and [len(of) for of in lengths] != [len(rewards) for rewards in groups]:
-        raise InvalidRequestError("lengths do not have one entry per reward")
+        raise InvalidRequestError("lengths must have one entry per reward")
     return [
         group_advantages(rewards, estimator, None if lengths is None else lengths[i])
         for i, rewards in enumerate(groups)
@@ -60,7 +60,8 @@ def group_advantages(
     wrong = [i for i, reward in enumerate(rewards) if not math.isfinite(reward)]
     if wrong:
         raise TaskError(
-            f"reward {wrong[0]} of a group of {len(rewards)} is {rewards[wrong[0]]}: Task.score must be finite"
+            f"reward {wrong[0]} of a group of {len(rewards)} is {rewards[wrong[0]]}: Task.score must return a finite "
+            "number"
         )
     if len(set(rewards)) < 2:
         return [0.0] * len(rewards)

@@ -1,80 +1,108 @@
-"""When the trainer has enough: finished groups, cut into optimizer steps by the tokens that will be trained."""
+"""When the trainer has enough: finished groups wait, and a composer cuts them into optimizer steps."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+from inflight.contracts import BatchComposer, StalenessPolicy
 from inflight.errors import InvalidRequestError
-from inflight.rollouts.staleness import StalenessPolicy
+from inflight.extensions import make
+from inflight.rollouts.staleness import num_trained_tokens
 from inflight.types import Group
 
 
-class BatchComposer:
-    """Collects groups as they finish; a step is ready once the budget of training tokens of all workers is reached.
+@dataclass(frozen=True)
+class TokenBudget(BatchComposer):
+    """A step is the shortest run of the oldest groups that reaches ``tokens_per_step``."""
 
-    Tokens are counted as the step that `advance` names will see them: those that ``staleness`` masks do not count, and
-    a completion without any other brings no prompt either. Steps are made of whole groups in the order of `add`, and
-    are the shortest that reach the budget: what exceeds it is less than one group.
+    tokens_per_step: int
+
+    def compose(self, groups: Sequence[Group], num_tokens: Sequence[int]) -> Sequence[int]:
+        total = 0
+        for i, num in enumerate(num_tokens):
+            total += num
+            if total >= self.tokens_per_step:
+                return range(i + 1)
+        return ()
+
+
+def load_composer(name: str, params: Mapping[str, Any], tokens_per_step: int) -> BatchComposer:
+    """Return a batch composer by name, made with ``tokens_per_step`` and ``params``. Raises `ConfigError`."""
+    arguments = {"tokens_per_step": tokens_per_step}
+    composer: BatchComposer = make(
+        BatchComposer, "batch composer", "composers", name, arguments, params, {"token_budget": TokenBudget}
+    )
+    return composer
+
+
+class WaitingGroups:
+    """Finished groups in the order of `add`, until a composer puts them into a step or all their tokens are too old.
+
+    Tokens are counted as the step that `advance` names will see them: tokens that ``staleness`` masks do not count, and
+    neither does the prompt of a completion without any other.
     """
 
-    def __init__(self, tokens_per_worker: int, num_workers: int, staleness: StalenessPolicy) -> None:
-        self._tokens_per_step = tokens_per_worker * num_workers
+    def __init__(self, staleness: StalenessPolicy, composer: BatchComposer) -> None:
         self._staleness = staleness
+        self._composer = composer
         self._version = 0
-        self._groups: deque[tuple[Group, int]] = deque()
-        self._num_tokens = 0
+        self._waiting: list[tuple[Group, int]] = []
+        """Groups and how many of their tokens can be trained on."""
 
     @property
     def num_tokens(self) -> int:
         """Training tokens (prompts and completions) that wait."""
-        return self._num_tokens
+        return sum(num_tokens for _, num_tokens in self._waiting)
 
     @property
     def num_groups(self) -> int:
         """Groups that wait."""
-        return len(self._groups)
+        return len(self._waiting)
 
     def advance(self, version: int) -> list[Group]:
         """Count for a step that starts from ``version`` from now on.
 
-        Removes and returns the groups, oldest first, that have no token left to train.
+        Removes and returns the groups, oldest first, that have no token left to train on.
         """
-        groups = [group for group, _ in self._groups]
         self._version = version
-        self._groups.clear()
-        self._num_tokens = 0
-        return [group for group in groups if not self.add(group)]
+        return [group for group in self.take_all() if not self.add(group)]
 
     def add(self, group: Group) -> bool:
         """Put a finished group at the end of the line; returns False, and leaves it out, if all its tokens are old."""
-        num_tokens = self._staleness.num_trained_tokens(group, self._version)
+        num_tokens = num_trained_tokens(group, self._staleness, self._version)
         if num_tokens:
-            self._groups.append((group, num_tokens))
-            self._num_tokens += num_tokens
+            self._waiting.append((group, num_tokens))
         return num_tokens > 0
 
     def ready(self) -> bool:
-        """Return whether the groups that wait fill an optimizer step."""
-        return self._num_tokens >= self._tokens_per_step
+        """Return whether the composer makes a step of the groups that wait."""
+        return len(self._compose()) > 0
 
     def take(self) -> list[Group]:
-        """Remove and return the groups of one step, oldest first. Raises `InvalidRequestError` if it is not ready."""
-        if not self.ready():
+        """Remove and return the groups of one step. Raises `InvalidRequestError` if there is none yet."""
+        chosen = self._compose()
+        if not chosen:
             raise InvalidRequestError(
-                f"a step needs {self._tokens_per_step} training tokens and {self._num_tokens} wait: ask ready() first"
+                f"the {self.num_tokens} waiting training tokens do not make a step: call ready() first"
             )
-        step: list[Group] = []
-        step_tokens = 0
-        while step_tokens < self._tokens_per_step:
-            group, num_tokens = self._groups.popleft()
-            step.append(group)
-            step_tokens += num_tokens
-        self._num_tokens -= step_tokens
+        step = [self._waiting[i][0] for i in chosen]
+        self._waiting = [waiting for i, waiting in enumerate(self._waiting) if i not in {*chosen}]
         return step
 
     def take_all(self) -> list[Group]:
         """Remove and return every group that waits, oldest first; may be none."""
-        groups = [group for group, _ in self._groups]
-        self._groups.clear()
-        self._num_tokens = 0
+        groups = [group for group, _ in self._waiting]
+        self._waiting = []
         return groups
+
+    def _compose(self) -> Sequence[int]:
+        groups, num_tokens = [group for group, _ in self._waiting], [num_tokens for _, num_tokens in self._waiting]
+        chosen = self._composer.compose(groups, num_tokens)
+        if len({*chosen} & {*range(len(groups))}) != len(chosen):
+            raise InvalidRequestError(
+                f"the batch composer chose {list(chosen)} of {len(groups)} groups: it must choose valid indices, "
+                "each at most once"
+            )
+        return chosen

@@ -9,18 +9,18 @@ from inflight.errors import InvalidRequestError
 
 
 def pack(lengths: Sequence[int], max_tokens: int, num_ranks: int) -> list[list[list[int]]]:
-    """Return ``[rank][micro_batch][k]``, indices into ``lengths``: each sample once, at most ``max_tokens`` together.
+    """Return indices into ``lengths`` as ``[rank][micro_batch][k]``, at most ``max_tokens`` per micro-batch.
 
     Samples go to the rank with the fewest tokens, longest first (LPT, Graham 1969), so that two ranks differ by no more
-    than one sample; within a rank, into the first micro-batch with room (first-fit-decreasing). Every rank gets the
-    same number of micro-batches, fullest first, and empty lists at the end where it has nothing left: micro-batch i is
-    computed by all ranks at the same time. Deterministic. Raises `InvalidRequestError` for a sample that is too long.
+    than one sample; within a rank, into the first micro-batch with room (first-fit-decreasing). All ranks compute
+    micro-batch i at the same time, so all get the same number of micro-batches, fullest first and perhaps empty at the
+    end. Deterministic. Raises `InvalidRequestError` for a sample that is too long.
     """
     longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     if longest_first and lengths[longest_first[0]] > max_tokens:
         index = longest_first[0]
         raise InvalidRequestError(
-            f"sample {index} has {lengths[index]} tokens and a micro-batch holds {max_tokens}: raise the tokens per "
+            f"sample {index} has {lengths[index]} tokens but a micro-batch holds {max_tokens}: raise the tokens per "
             f"micro-batch to at least {lengths[index]}, or sample fewer tokens per completion"
         )
     per_rank = [_first_fit(samples, lengths, max_tokens) for samples in _balance(longest_first, lengths, num_ranks)]

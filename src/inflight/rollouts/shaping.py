@@ -1,4 +1,4 @@
-"""What is done to rewards and batches before a loss sees them. Pure functions of numbers; knows nothing of tokens."""
+"""Pure functions on rewards and batches before a loss sees them. Knows nothing of tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from inflight.errors import InvalidRequestError
 
 
 def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer: int) -> float:
-    """Return what to add to the reward of a completion: 0, then a slope down to -1 within the last tokens allowed.
+    """Return what to add to the reward of a completion: 0, falling to -1 within the last ``buffer`` tokens.
 
     With L the length: 0 up to max_tokens - buffer, then (max_tokens - buffer - L) / buffer, and -1 beyond max_tokens
     (DAPO, arXiv 2503.14476, eq. 13). Raises `InvalidRequestError` if the buffer is not between 1 and max_tokens.
@@ -21,7 +21,7 @@ def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer: int) -> float:
 
 
 def has_signal(rewards: Sequence[float]) -> bool:
-    """Return whether a group teaches anything: its rewards are not all equal (dynamic sampling, DAPO, section 3.2)."""
+    """Return whether the rewards of a group differ (dynamic sampling, DAPO, section 3.2)."""
     return len(set(rewards)) > 1
 
 
@@ -29,8 +29,9 @@ def sample_pairs(advantages: Sequence[float], *, keep: float = 0.5) -> list[tupl
     """Return the pairs of completions of one group with the largest contrast, as indices (better, worse).
 
     Completions are sorted by advantage and paired, the largest with the smallest and so on inwards; the first
-    ``keep`` of the pairs, at least one, stay (pairwise trajectory sampling, Shuffle-R1, arXiv 2508.05612). The middle
-    one of an odd number has no pair. Ties keep their order. Raises `InvalidRequestError` if ``keep`` is not in (0, 1].
+    ``keep`` of the pairs, at least one, stay (pairwise trajectory sampling, Shuffle-R1, arXiv 2508.05612). With an odd
+    number the middle completion has no pair. Ties keep their order. Raises `InvalidRequestError` if ``keep`` is not in
+    (0, 1].
     """
     if not 0 < keep <= 1:
         raise InvalidRequestError(f"keep must be above 0 and at most 1, not {keep}")
@@ -50,7 +51,7 @@ def shuffle_batch(weights: Sequence[float], size: int, *, num_rounds: int = 8, s
     if any(not math.isfinite(weight) or weight < 0 for weight in weights):
         raise InvalidRequestError("weights must be finite and at least 0")
     if size > num_rounds * len(weights):
-        raise InvalidRequestError(f"{num_rounds} rounds over {len(weights)} items cannot give {size}")
+        raise InvalidRequestError(f"{num_rounds} rounds over {len(weights)} items cannot give {size} indices")
     generator = random.Random(seed)
     drawn: list[int] = []
     for round_index in range(num_rounds):
@@ -64,9 +65,9 @@ def shuffle_batch(weights: Sequence[float], size: int, *, num_rounds: int = 8, s
 def within_budget(lengths: Sequence[int], budget: int) -> list[int]:
     """Return how many tokens of each completion to train on, so that together they are ``budget``, in order.
 
-    The completion that crosses the budget is cut there and later ones have none; the sum is smaller only if there is
-    not enough (C3PO, Ring-lite, arXiv 2506.14731: with `inflight.losses.Budget` the denominator is then the same in
-    every step). Advantages are to be computed before, from whole completions. Raises `InvalidRequestError` if the
+    The completion that crosses the budget is cut there, and later ones get none; the sum is smaller only if there are
+    not enough tokens (C3PO, Ring-lite, arXiv 2506.14731: `inflight.losses.Budget` then has the same denominator in
+    every step). Compute advantages before, from whole completions. Raises `InvalidRequestError` if the
     budget is not positive.
     """
     if budget < 1:

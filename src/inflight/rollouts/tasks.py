@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from inflight.contracts import Task
-from inflight.errors import TaskError
+from inflight.errors import ConfigError, TaskError
+from inflight.extensions import installed, make
 from inflight.types import TaskItem
 
 _NUM_ITEMS = 2**31 - 1
@@ -17,19 +17,24 @@ _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def load_task(name: str, params: Mapping[str, Any], seed: int) -> Task:
-    """Return a task by name: a reasoning-gym dataset, or ``module:factory`` called with ``seed`` and ``params``.
+    """Return a task by name: a reasoning-gym dataset, or what a factory makes of ``seed`` and ``params``.
 
-    Raises `TaskError` for an unknown name (with the nearest known one) and for parameters that the task refuses.
+    A factory is installed under the entry points ``inflight.tasks``, or named as ``module:attribute``. Raises
+    `TaskError` for an unknown name (with the nearest known one) and for parameters that the task refuses.
     """
-    if ":" in name:
-        return _load_factory(name, params, seed)
-    return ReasoningGymTask(name, params, seed)
+    if ":" not in name and name not in installed("tasks"):
+        return ReasoningGymTask(name, params, seed)
+    try:
+        task: Task = make(Task, "task", "tasks", name, {"seed": seed}, params, {})
+    except ConfigError as error:
+        raise TaskError(str(error)) from error
+    return task
 
 
 class ReasoningGymTask(Task):
     """A reasoning-gym dataset; item i is its i-th procedurally generated problem under ``seed``.
 
-    The answer is what stands in the last ``<answer>`` tag, or the whole completion if there is none.
+    The answer is the content of the last ``<answer>`` tag, or the whole completion if there is none.
     """
 
     def __init__(self, name: str, params: Mapping[str, Any], seed: int) -> None:
@@ -61,15 +66,3 @@ class ReasoningGymTask(Task):
         tagged = _ANSWER_TAG.findall(completion)
         answer = (tagged[-1] if tagged else completion).strip()
         return float(self._dataset.score_answer(answer, item.metadata["entry"]))
-
-
-def _load_factory(name: str, params: Mapping[str, Any], seed: int) -> Task:
-    module_name, _, factory_name = name.partition(":")
-    try:
-        factory = getattr(importlib.import_module(module_name), factory_name)
-        task = factory(seed=seed, **params)
-    except (ImportError, AttributeError, TypeError) as error:
-        raise TaskError(f"task {name!r} could not be made: {type(error).__name__}: {error}") from error
-    if not isinstance(task, Task):
-        raise TaskError(f"{name!r} made a {type(task).__name__}, which is no Task: it needs name, item and score")
-    return task

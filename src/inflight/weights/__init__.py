@@ -1,1 +1,1 @@
-"""Weights on the move: manifest and buckets, transports, the endpoint's state machine, and publishing."""
+"""Weight movement: manifest and buckets, transports, the endpoint's state machine, and publishing."""

@@ -1,6 +1,6 @@
-"""One endpoint's way to a new version: it accepts the update, receives every bucket, and commits.
+"""One endpoint's part in an update, and questions to endpoints of which some may not answer.
 
-A publish does this with all of its endpoints at once, a follower with one. It knows the Protocols only.
+A publish runs `bring` for all of its endpoints at once, a follower for one. It knows the Protocols only.
 """
 
 from __future__ import annotations
@@ -8,28 +8,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import TypeVar
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
 
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import DeadlineError, InflightError, PoisonedError, UnreachableError, UpdateRefusedError
-from inflight.types import EndpointReport, Outcome
-from inflight.wire import BucketTransfer, EndpointState, UpdateRef, WeightUpdate, WeightVersion
+from inflight.types import EndpointOutcome, EndpointReport
+from inflight.wire import BucketTransfer, Capabilities, EndpointState, UpdateRef, WeightUpdate, WeightVersion
 
 T = TypeVar("T")
 
+ANSWER_S = 2.0
+"""How long an endpoint may keep the others waiting for an answer that an idle endpoint gives in milliseconds."""
 _CLEAN_UP_S = 3.0
-"""How long an endpoint may take to say what it serves once its update has failed."""
+"""How long an endpoint may take to say what it serves after its update has failed."""
 _REPEAT_PAUSES_S = (0.05, 0.2)
-"""Pauses before a call without an answer is made again; calls of a named session are idempotent."""
+"""Pauses before an unanswered call is repeated. Calls of a named session are idempotent."""
 
 
 async def nobody_else() -> None:
-    """Return at once: an endpoint that is brought by itself meets nobody."""
+    """Return at once: an endpoint updated alone waits for nobody."""
 
 
 def in_words(cause: InflightError | None) -> str:
-    """Return why an endpoint that is brought by itself could not go on."""
+    """Return why an endpoint updated alone could not go on."""
     return "the deadline passed" if cause is None else str(cause)
 
 
@@ -44,9 +47,9 @@ async def bring(
 ) -> EndpointReport:
     """Bring one endpoint to an update, and return what became of it.
 
-    ``meet`` is awaited twice: after the endpoint has accepted, and after it has received every bucket. ``limit`` ends
-    the attempt at a deadline, which whoever made it may bring forward. ``on_failure`` learns at once why the endpoint
-    cannot go on (None: others ended the attempt) and returns that in words. After a failure the update is aborted.
+    Awaits ``meet`` twice: after the endpoint has accepted, and after it has received every bucket. ``limit`` ends the
+    attempt at a deadline, which its owner may bring forward. Calls ``on_failure`` as soon as the endpoint cannot go on,
+    with the cause (None: others ended the attempt); it returns the cause in words. A failed update is aborted.
     """
     is_asked = is_committing = False
     cause: InflightError | None = None
@@ -70,20 +73,22 @@ async def bring(
             is_committing = True
             answer = await ask(lambda: endpoint.commit_weight_update(update.ref))
             if serves(answer, update.ref):
-                return EndpointReport(endpoint.name, Outcome.APPLIED, answer.version, timings=answer.last_update)
+                return EndpointReport(
+                    endpoint.name, EndpointOutcome.APPLIED, answer.version, timings=answer.last_update
+                )
             cause = UpdateRefusedError(f"the commit left it {answer.state} at version {answer.version}")
     except InflightError as error:
         cause = error
     except TimeoutError:
         if is_asked and asyncio.get_running_loop().time() >= deadline:
-            cause = DeadlineError("gave no answer before the deadline", endpoint.name)
+            cause = DeadlineError("did not answer before the deadline", endpoint.name)
     except BaseException:
-        await released(endpoint, update.ref, None, "the publisher stopped")
+        await resumed(endpoint, update.ref, None, "the publisher stopped")
         raise
-    return await released(endpoint, update.ref, cause, on_failure(cause), is_committing=is_committing)
+    return await resumed(endpoint, update.ref, cause, on_failure(cause), is_committing=is_committing)
 
 
-async def released(
+async def resumed(
     endpoint: InferenceEndpoint,
     ref: UpdateRef,
     cause: InflightError | None,
@@ -92,26 +97,23 @@ async def released(
     is_requested: bool = True,
     is_committing: bool = False,
 ) -> EndpointReport:
-    """End an update on one endpoint that failed, and return what the endpoint serves.
-
-    Takes a few seconds at most.
-    """
+    """End a failed update on one endpoint within a few seconds, and return what the endpoint serves."""
     detail = detail.removeprefix(f"{endpoint.name}: ")
-    outcome, version = Outcome.ABORTED, None
+    outcome, version = EndpointOutcome.ABORTED, None
     try:
         async with asyncio.timeout(_CLEAN_UP_S):
             answer = await _abort(endpoint, ref) if is_requested else await repeated(endpoint.weight_version)
     except (TimeoutError, DeadlineError) as error:
-        return EndpointReport(endpoint.name, Outcome.TIMED_OUT, None, detail or str(error))
+        return EndpointReport(endpoint.name, EndpointOutcome.TIMED_OUT, None, detail or str(error))
     except InflightError as error:
-        return EndpointReport(endpoint.name, Outcome.UNREACHABLE, None, detail or str(error))
+        return EndpointReport(endpoint.name, EndpointOutcome.UNREACHABLE, None, detail or str(error))
     version = answer.version
     if answer.state is EndpointState.POISONED or isinstance(cause, PoisonedError):
-        outcome, version = Outcome.POISONED, None
+        outcome, version = EndpointOutcome.POISONED, None
     elif is_committing and serves(answer, ref):
-        outcome = Outcome.APPLIED  # it committed, only its answer was lost
+        outcome = EndpointOutcome.APPLIED  # the commit succeeded, only its answer was lost
     elif isinstance(cause, UpdateRefusedError):
-        outcome = Outcome.REFUSED
+        outcome = EndpointOutcome.REFUSED
     return EndpointReport(endpoint.name, outcome, version, detail)
 
 
@@ -123,7 +125,7 @@ async def _abort(endpoint: InferenceEndpoint, ref: UpdateRef) -> WeightVersion:
 
 
 def serves(answer: WeightVersion, ref: UpdateRef) -> bool:
-    """Return whether an endpoint serves what a session brought. Endpoints may leave the session's name out."""
+    """Return whether an endpoint serves this session's weights. Endpoints may omit the session's name."""
     if answer.state is not EndpointState.READY or answer.run_id is None:
         return False
     served = UpdateRef(run_id=answer.run_id, version=answer.version, session_id=answer.session_id)
@@ -131,10 +133,41 @@ def serves(answer: WeightVersion, ref: UpdateRef) -> bool:
 
 
 async def repeated(call: Callable[[], Awaitable[T]]) -> T:
-    """Return the answer of an idempotent call, which is made again if it gets none."""
+    """Return the answer of an idempotent call, repeating the call if no answer comes."""
     for pause_s in _REPEAT_PAUSES_S:
         try:
             return await call()
         except UnreachableError:
             await asyncio.sleep(pause_s)
     return await call()
+
+
+async def declared(endpoint: InferenceEndpoint) -> tuple[Capabilities, WeightVersion]:
+    """Return what an endpoint declares and serves. A client may cache the former; the latter asks the server."""
+    return await endpoint.capabilities(), await endpoint.weight_version()
+
+
+async def answers(
+    calls: Mapping[str, Callable[[], Coroutine[Any, Any, T]]], num_needed: int = 0, timeout_s: float = ANSWER_S
+) -> dict[str, T | BaseException]:
+    """Return what each call returned or raised. Calls that took too long are cancelled and left out.
+
+    Each call has `ANSWER_S` seconds. If fewer than ``num_needed`` have answered by then, the others have up to
+    ``timeout_s``.
+    """
+    tasks = {name: asyncio.ensure_future(call()) for name, call in calls.items()}
+    pending = set(tasks.values())
+    deadline = time.monotonic() + timeout_s
+    left_s = min(ANSWER_S, timeout_s)
+    wait_for = asyncio.ALL_COMPLETED
+    try:
+        while pending and left_s > 0:
+            _, pending = await asyncio.wait(pending, timeout=left_s, return_when=wait_for)
+            is_enough = len(tasks) - len(pending) >= num_needed
+            left_s, wait_for = 0.0 if is_enough else deadline - time.monotonic(), asyncio.FIRST_COMPLETED
+        done = {name: task for name, task in tasks.items() if task not in pending}
+        return {name: task.exception() or task.result() for name, task in done.items()}
+    finally:
+        for task in tasks.values():
+            task.cancel()
+        await asyncio.gather(*tasks.values(), return_exceptions=True)

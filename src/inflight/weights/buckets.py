@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from inflight.weights.adapters import adapter_difference
+from inflight.weights.lora import lora_difference
 from inflight.wire import BucketSpec, Manifest, TensorSpec
 
 DEFAULT_BUCKET_BYTES = 64 * 1024 * 1024
@@ -25,13 +25,13 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int = DEFAULT_BUCKET
 
 
 def manifest_difference(expected: Sequence[TensorSpec], manifest: Manifest) -> str | None:
-    """Return what keeps a manifest from being loaded where the expected tensors live, None if nothing does.
+    """Return why the expected tensors cannot be loaded from a manifest, None if they can.
 
-    The order may differ; names, shapes and dtypes may not. Frozen tensors are not sent, and must be known all the same.
-    An adapter must fit its modules. The text names up to five tensors of each kind.
+    The order may differ; names, shapes and dtypes may not. Frozen tensors are not sent, but must be known here too. A
+    LoRA must fit its modules. The text names up to five tensors of each kind.
     """
-    if manifest.adapter is not None:
-        return adapter_difference({spec.name: spec.shape for spec in expected}, manifest)
+    if manifest.lora is not None:
+        return lora_difference({spec.name: spec.shape for spec in expected}, manifest)
     mine = {spec.name: spec for spec in expected}
     theirs = {spec.name: spec for spec in manifest.tensors}
     named = {*theirs, *manifest.frozen}

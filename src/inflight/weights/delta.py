@@ -1,8 +1,8 @@
 """Deltas: the elements of a bucket that differ from a base, as a payload much smaller than the bucket.
 
-A delta says where elements changed and what they are now ("overwrite", not XOR): writing it twice is writing it once.
-Elements are compared and carried as bits, so NaNs, negative zeros and every dtype travel exactly. That both sides hold
-the same base is the caller's to know (`inflight.weights.checksums`). The module knows nothing of how payloads travel.
+A delta says where elements changed and what they are now ("overwrite", not XOR), so writing it twice equals writing it
+once. Elements are compared and carried as bits, so NaNs, negative zeros and every dtype travel exactly. The caller must
+know that both sides hold the same base. The module knows nothing of how payloads travel.
 
 Payload, little-endian, everything that has a size before everything that is compressed:
 
@@ -10,9 +10,10 @@ Payload, little-endian, everything that has a size before everything that is com
     per run     itemsize, elements, changed elements, length of its gaps, and the stored size of each of its planes
     planes      per run: low bytes of the gaps, high bytes of the gaps, then byte 0, byte 1 ... of the changed elements
 
-A gap is the number of unchanged elements before a changed one; one of 65535 or more is a 65535 for each time that it
-goes in, then the rest. A plane is a Zstandard frame, or the bytes themselves where a frame would not be smaller. Bytes
-of equal meaning lie side by side because the exponents of weights compress and their mantissas do not.
+A gap is the number of unchanged elements before a changed element. A gap of 65535 or more is written as one 65535 for
+each time that 65535 goes into it, then the rest. A plane is a Zstandard frame, or the bytes themselves where a frame
+would not be smaller. Bytes of equal meaning lie side by side because the exponents of weights compress and their
+mantissas do not.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ import zstandard
 from numpy.typing import NDArray
 
 from inflight.errors import TransferError
-from inflight.wire import DTYPE_SIZES, TensorSpec
+from inflight.wire import DTYPE_SIZES, TensorSpec, UpdateRef, WeightUpdate
 
 DEFAULT_MAX_SHARE = 0.25
-"""Share of a bucket's bytes that may have changed before the whole bucket is the better thing to send."""
+"""Share of a bucket's bytes that may change before sending the whole bucket is better."""
 
 _MAGIC = b"IFDL"
 _EDITION = 1
@@ -42,29 +43,28 @@ _SIZE = struct.Struct("<Q")
 
 _ESCAPE = 0xFFFF
 _GAP_BYTES = 2
-_LEVEL = 1  # of Zstandard: higher ones are several times slower here, and no smaller
-_BLOCK_BYTES = 1 << 19  # compared at a time: both sides and what is made of them stay in the cache
-_BLOCK_CHANGES = 1 << 13  # written at a time: the old elements are read just before, from the same cache lines
+_LEVEL = 1  # of Zstandard: higher levels are several times slower here, and no smaller
+_BLOCK_BYTES = 1 << 19  # compared at a time: both sides and the results stay in the cache
+_BLOCK_CHANGES = 1 << 13  # written at a time: reading the old elements first brings in the same cache lines
 
 Bytes = NDArray[np.uint8]
 Elements = NDArray[np.unsignedinteger[Any]]
 
 
 class ElementRun(NamedTuple):
-    """Elements of one size that follow one another in a bucket."""
+    """Consecutive elements of one size in a bucket."""
 
     itemsize: int
     num_elements: int
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the run."""
         return self.itemsize * self.num_elements
 
 
 @dataclass(frozen=True, eq=False)
 class RunChanges:
-    """What changes in one run: ``values[i]`` is to stand at element ``indices[i]``; the indices ascend."""
+    """The changes in one run: element ``indices[i]`` becomes ``values[i]``; the indices ascend."""
 
     run: ElementRun
     indices: NDArray[np.int64]
@@ -84,13 +84,12 @@ class Patch:
 
     @property
     def num_changed(self) -> int:
-        """Number of elements that are overwritten."""
         return sum(part.indices.size for part in self.parts)
 
     def write(self, flat: torch.Tensor) -> Patch:
-        """Overwrite the elements in place and return the patch that puts the old ones back. It shares the indices.
+        """Overwrite the elements in place, and return the patch that puts the old ones back; it shares the indices.
 
-        ``flat`` is uint8 [size of the bucket], contiguous, on the CPU; another size raises `ValueError` and writes
+        ``flat`` is uint8 [size of the bucket], contiguous, on the CPU. Another size raises `ValueError` and writes
         nothing.
         """
         if flat.numel() != self.size_bytes:
@@ -109,7 +108,7 @@ class Patch:
 
 
 def element_runs(specs: Sequence[TensorSpec]) -> tuple[ElementRun, ...]:
-    """Return the runs of equal itemsize that the tensors of a bucket make, one after another."""
+    """Return the runs of equal itemsize that the tensors of a bucket form, one after another."""
     sized = [ElementRun(DTYPE_SIZES[spec.dtype], spec.num_elements) for spec in specs]
     return tuple(
         ElementRun(itemsize, sum(run.num_elements for run in runs))
@@ -142,7 +141,7 @@ def find_tensor_changes(
 ) -> Patch | None:
     """Return what `find_changes` does for the bytes of ``tensors`` one after another, without joining them first.
 
-    Each of them lies in one of the runs. They are contiguous and on the CPU, or copied.
+    Each tensor lies in one of the runs. Tensors that are not contiguous on the CPU are copied.
     """
     size_bytes = sum(tensor.nbytes for tensor in tensors)
     if not size_bytes == base_flat.numel() == sum(run.size_bytes for run in runs):
@@ -168,7 +167,7 @@ def find_tensor_changes(
 
 
 def encode_delta(patch: Patch) -> torch.Tensor:
-    """Return the payload that `decode_delta` makes the patch of again, uint8 [payload bytes]."""
+    """Return the payload from which `decode_delta` restores the patch, uint8 [payload bytes]."""
     head = [_HEADER.pack(_MAGIC, _EDITION, len(patch.parts), patch.size_bytes)]
     stored: list[Bytes] = []
     for part in patch.parts:
@@ -181,15 +180,15 @@ def encode_delta(patch: Patch) -> torch.Tensor:
 
 
 def decode_delta(payload: torch.Tensor, runs: Sequence[ElementRun]) -> Patch:
-    """Return the patch in the payload, checked whole: writing it to a bucket of these runs cannot fail.
+    """Return the patch in the payload, fully checked: writing it to a bucket of these runs cannot fail.
 
     Raises `TransferError` for a payload that is damaged, cut, of another edition or for another layout. Whatever the
-    payload announces, what is allocated is bounded by the runs: 64 bytes per element.
+    payload claims, the runs bound what is allocated: 64 bytes per element.
     """
     data: Bytes = payload.numpy()
     head_bytes = _HEADER.size + sum(_RUN.size + _SIZE.size * (_GAP_BYTES + run.itemsize) for run in runs)
     if data.size < head_bytes:
-        raise _refusal(f"it has {data.size} bytes, its header alone {head_bytes}")
+        raise _refusal(f"it has {data.size} bytes, but its header alone takes {head_bytes}")
     expected = (_MAGIC, _EDITION, len(runs), sum(run.size_bytes for run in runs))
     announced = _HEADER.unpack_from(data.data)
     if announced != expected:
@@ -201,7 +200,7 @@ def decode_delta(payload: torch.Tensor, runs: Sequence[ElementRun]) -> Patch:
         plans.append(plan)
     announced_bytes = head_bytes + sum(sum(plan.stored_bytes) for plan in plans)
     if announced_bytes != data.size:
-        raise _refusal(f"it has {data.size} bytes, its header announces {announced_bytes}")
+        raise _refusal(f"it has {data.size} bytes, but its header announces {announced_bytes}")
     parts = []
     for plan in plans:
         parts.append(_decoded_run(data, offset, plan))
@@ -219,14 +218,14 @@ class _RunPlan(NamedTuple):
 
     @property
     def raw_bytes(self) -> tuple[int, ...]:
-        """Bytes of each plane before it was compressed."""
+        """Bytes of each plane before compression."""
         return (self.num_gaps,) * _GAP_BYTES + (self.num_changed,) * self.run.itemsize
 
 
 def _run_plan(data: Bytes, offset: int, run: ElementRun) -> _RunPlan:
     itemsize, num_elements, num_changed, num_gaps = _RUN.unpack_from(data.data, offset)
     if (itemsize, num_elements) != (run.itemsize, run.num_elements):
-        raise _refusal(f"{num_elements} elements of {itemsize} bytes are announced where {run} is")
+        raise _refusal(f"it announces {num_elements} elements of {itemsize} bytes where {run} is expected")
     if num_changed > num_elements or not num_changed <= num_gaps <= num_changed + num_elements // _ESCAPE:
         raise _refusal(f"{num_changed} changes and {num_gaps} gaps do not fit in {num_elements} elements")
     sizes = data[offset + _RUN.size :][: _SIZE.size * (_GAP_BYTES + itemsize)]
@@ -243,7 +242,7 @@ def _decoded_run(data: Bytes, offset: int, plan: _RunPlan) -> RunChanges:
 
 
 def _changed_blocks(new: Elements, base: Elements) -> Iterator[tuple[NDArray[np.int64], Elements]]:
-    """Yield which elements differ, and what they are now, of one block after another."""
+    """Yield, block by block, which elements differ and their new values."""
     step = _BLOCK_BYTES // new.itemsize
     differs = np.empty(step, np.bool_)
     for start in range(0, new.size, step):
@@ -255,9 +254,9 @@ def _changed_blocks(new: Elements, base: Elements) -> Iterator[tuple[NDArray[np.
 
 
 def _differing(new: Elements, base: Elements, differs: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return where the elements differ, ascending; ``differs`` is overwritten, and has room for a multiple of eight.
+    """Return where the elements differ, ascending. Overwrites ``differs``, which has room for a multiple of eight.
 
-    Groups of eight first, then the elements of those that have one: NumPy finds dense ones faster than sparse ones.
+    It finds groups of eight first, then the elements within them: NumPy finds dense ones faster than sparse ones.
     """
     np.not_equal(new, base, out=differs[: new.size])
     num_groups = -(-new.size // 8)
@@ -273,7 +272,7 @@ def _differing(new: Elements, base: Elements, differs: NDArray[np.bool_]) -> NDA
 
 
 def _elements(flat: torch.Tensor, run: ElementRun, offset: int) -> Elements:
-    """Return the run's elements as unsigned integers: a view, misaligned where a mix of dtypes left it so."""
+    """Return the run's elements as unsigned integers: a view, misaligned where a mix of dtypes makes it so."""
     view: Elements = flat.numpy()[offset : offset + run.size_bytes].view(f"<u{run.itemsize}")
     return view
 
@@ -291,14 +290,14 @@ def _gaps(indices: NDArray[np.int64]) -> Elements:
 
 
 def _indices(gaps: Elements, plan: _RunPlan) -> NDArray[np.int64]:
-    """Return where the changed elements lie, ascending and within the run; refuses gaps that say otherwise."""
+    """Return where the changed elements lie, ascending. Refuses gaps that leave the run."""
     is_change = gaps != _ESCAPE
     if np.count_nonzero(is_change) != plan.num_changed or (gaps.size and not is_change[-1]):
-        raise _refusal(f"its gaps do not lead to {plan.num_changed} changes")
+        raise _refusal(f"its gaps do not describe {plan.num_changed} changes")
     indices = np.cumsum(gaps + is_change.astype(np.int64))
     indices -= 1
     if indices.size and indices[-1] >= plan.run.num_elements:
-        raise _refusal(f"it changes element {indices[-1]} of {plan.run.num_elements}")
+        raise _refusal(f"it changes element {indices[-1]} of a run of {plan.run.num_elements}")
     return indices if plan.num_gaps == plan.num_changed else indices[is_change]
 
 
@@ -317,19 +316,19 @@ def _joined(planes: Sequence[Bytes], itemsize: int) -> Elements:
 
 
 def _compressed(plane: Bytes) -> Bytes:
-    """Return the plane as a frame, or as it is if a frame would not be smaller."""
+    """Return the plane as a frame, or unchanged if a frame would not be smaller."""
     frame = zstandard.ZstdCompressor(level=_LEVEL).compress(plane.data)
     return np.frombuffer(frame, np.uint8) if len(frame) < plane.size else plane
 
 
 def _decompressed(stored: Bytes, raw_bytes: int) -> Bytes:
-    """Return the plane of ``raw_bytes`` bytes; the frame is asked how large it is before anything is allocated."""
+    """Return the plane of ``raw_bytes`` bytes, having checked the frame's size before allocating anything."""
     if stored.size == raw_bytes:
         return stored
     try:
         content_bytes = zstandard.frame_content_size(stored.data)
         if content_bytes != raw_bytes:
-            raise _refusal(f"a plane of {raw_bytes} bytes announces {content_bytes}")
+            raise _refusal(f"a plane announces {content_bytes} bytes instead of {raw_bytes}")
         raw = zstandard.ZstdDecompressor().decompress(stored.data, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise _refusal(f"a plane cannot be decompressed: {error}") from error
@@ -338,8 +337,63 @@ def _decompressed(stored: Bytes, raw_bytes: int) -> Bytes:
 
 def _wrong_sizes(size_bytes: int, base_flat: torch.Tensor, runs: Sequence[ElementRun]) -> ValueError:
     wanted = sum(run.size_bytes for run in runs)
-    return ValueError(f"{wanted} bytes expected; the bucket has {size_bytes}, its base {base_flat.numel()}")
+    return ValueError(f"expected {wanted} bytes, but the bucket has {size_bytes} and its base {base_flat.numel()}")
 
 
 def _refusal(what: str) -> TransferError:
     return TransferError(f"the delta is refused: {what}")
+
+
+class Snapshot:
+    """The publisher's base of the next delta: the bytes of every bucket of one update, on the host.
+
+    Encoding the next update moves it there bucket by bucket, so it is useless if that update fails.
+    """
+
+    def __init__(self) -> None:
+        self._ref: UpdateRef | None = None
+        self._update: WeightUpdate | None = None
+        self._flats: dict[int, torch.Tensor] = {}
+
+    @property
+    def ref(self) -> UpdateRef | None:
+        """The update that it holds whole and that every endpoint applied; None if there is none."""
+        return self._ref
+
+    def is_cut_as(self, update: WeightUpdate) -> bool:
+        """Return whether an update has the same tensors in the same buckets."""
+        mine = self._update
+        return mine is not None and (mine.buckets, mine.manifest) == (update.buckets, update.manifest)
+
+    def begin(self, update: WeightUpdate) -> None:
+        """Take the buckets of ``update`` from now on. What is held is its base if ``update`` says so."""
+        if update.base is None:
+            self._flats = {}
+        self._ref, self._update = None, update
+
+    def encode(self, index: int, tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec]) -> torch.Tensor | None:
+        """Return what changed in one bucket, None if all of it has to be sent. The snapshot then holds the new bytes.
+
+        The tensors may be the trainer's own: they are only read.
+        """
+        size_bytes = sum(tensor.nbytes for tensor in tensors)
+        held = self._flats.get(index)
+        if held is None or held.numel() != size_bytes:
+            held = self._flats[index] = torch.empty(size_bytes, dtype=torch.uint8)
+        elif (patch := find_tensor_changes(tensors, held, element_runs(specs))) is not None:
+            patch.write(held)
+            return encode_delta(patch)
+        offset = 0
+        for tensor, spec in zip(tensors, specs, strict=True):
+            part = held[offset : offset + spec.size_bytes]
+            part.copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+            offset += spec.size_bytes
+        return None
+
+    def flat(self, index: int) -> torch.Tensor:
+        """Return the bytes of an encoded bucket, uint8 on the CPU; valid until the next update."""
+        return self._flats[index]
+
+    def applied(self, ref: UpdateRef) -> None:
+        """Note that every endpoint applied the begun update, and kept it."""
+        self._ref = ref

@@ -1,59 +1,63 @@
-"""The health of a fleet over many publishes: who is published to, who may be given work, who is asked again and when.
+"""The members of a fleet over many publishes: who gets each publish, who may get work, when to ask the others again.
 
     JOINING -> HEALTHY            a publish was applied
-    HEALTHY -> SUSPECT            no answer in time: left out, and asked once more before the next publish; in time is
-                                  within two seconds for the question that comes first, if enough others answer it
-    HEALTHY -> DEAD               gone, and a suspect that stays silent, and one that failed its only try to come in
+    HEALTHY -> SUSPECT            no answer in time: left out, and asked once more before the next publish. The first
+                                  question must be answered within two seconds, if enough others answer it
+    HEALTHY -> DEAD               gone, or a suspect that stays silent, or failed its only try to join
     SUSPECT, DEAD -> JOINING      it answers again: the next publish is its try
     HEALTHY -> JOINING            it missed a version, or its weights are torn: the next publish makes it whole
 
-Only a healthy member holds the version that was published last, and only it may be given work. Nobody gets from dead to
-healthy but through an applied publish. This module knows publishers and workers by their contracts, no engine.
+Only a healthy member holds the version that was published last, and only a healthy member may be given work. A dead
+member becomes healthy only through an applied publish. This module knows publishers and workers by their contracts, no
+engine.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from inflight.contracts import InferenceEndpoint, WeightSource
 from inflight.engines.kinds import connect_endpoint
-from inflight.errors import ConfigError, InflightError, PublishError, UnsupportedError, UpdateError
-from inflight.types import EndpointReport, Outcome, PublishReport, PublishSpans
+from inflight.errors import ConfigError, PublishError, UpdateError
+from inflight.types import EndpointOutcome, EndpointReport, PublishReport, PublishSpans
+from inflight.weights.backoff import Backoff
+from inflight.weights.bringing import ANSWER_S, answers, declared
 from inflight.weights.buckets import DEFAULT_BUCKET_BYTES
+from inflight.weights.outgoing import gather_only
 from inflight.weights.publish import publish_weights
-from inflight.weights.publisher import ANSWER_S, WeightPublisher
-from inflight.wire import InFlightPolicy
+from inflight.weights.publisher import WeightPublisher, close_all
+from inflight.wire import Capabilities, InFlightPolicy, WeightVersion
 
 _NUM_ATTEMPTS = 3
-"""A fleet that lost a member, or was left torn by it, is brought to the present version by publishing again."""
+"""After losing a member, which may leave others torn, the fleet reaches the present version by publishing again."""
 _FIRST_PAUSE_S = 1.0
-"""Before a dead member is asked again for the first time."""
+"""Pause before a dead member is asked again for the first time."""
 _MAX_PAUSE_S = 60.0
-"""Longest pause before a dead member is asked again; each is twice the one before."""
 
 
 class MemberState(StrEnum):
-    """What is known of one member of a fleet."""
+    """The state of one member of a fleet."""
 
     HEALTHY = "healthy"
     """It applied the last publish."""
     SUSPECT = "suspect"
-    """It gave no answer in time, and is asked once more before the next publish."""
+    """It did not answer in time, and is asked once more before the next publish."""
     DEAD = "dead"
     """It is gone; it is asked from time to time."""
     JOINING = "joining"
-    """It answers, and does not hold the version that was published last."""
+    """It answers, or was never asked, and does not hold the last published version."""
 
 
-@dataclass(frozen=True, slots=True)
-class StateChange:
-    """A member that is not after a publish what it was before it; ``before`` is None for one that was not known."""
+class StateChange(NamedTuple):
+    """A member whose state a publish changed; ``before`` is None for a new member."""
 
     endpoint: str
     before: MemberState | None
@@ -62,15 +66,34 @@ class StateChange:
 
 @dataclass(slots=True)
 class _Member:
-    """One member; ``endpoint`` is set while the publisher does not know it yet, because it gave no answer so far."""
+    """All that is known of one member."""
 
+    endpoint: InferenceEndpoint
+    url: str | None = None
+    """The URL that named it; None if it came connected."""
+    capabilities: Capabilities | None = None
+    """What it declared last; None until it has answered."""
     state: MemberState = MemberState.JOINING
-    ask_at: float = 0.0
-    pause_s: float = _FIRST_PAUSE_S
+    backoff: Backoff = field(default_factory=lambda: Backoff(_FIRST_PAUSE_S, _MAX_PAUSE_S))
     is_on_trial: bool = False
-    """It came in for the publish that runs, and is out again if that fails because of it."""
+    """It joined for the running publish, and leaves again if that fails because of it."""
     why: str = ""
-    endpoint: InferenceEndpoint | None = None
+
+    @property
+    def takes_part(self) -> bool:
+        return self.capabilities is not None and self.state in (MemberState.HEALTHY, MemberState.JOINING)
+
+    def bury(self, why: str) -> None:
+        """Leave it out, and ask it again after a pause that grows each time."""
+        self.state, self.is_on_trial, self.why = MemberState.DEAD, False, why
+        self.backoff.next(time.monotonic())
+
+    def leave_out(self, outcome: EndpointOutcome, why: str) -> None:
+        """Leave it out until it answers again."""
+        if outcome is EndpointOutcome.TIMED_OUT and not self.is_on_trial:
+            self.state, self.why = MemberState.SUSPECT, why
+        else:
+            self.bury(why)
 
 
 class _Verdict(IntEnum):
@@ -83,28 +106,27 @@ class _Verdict(IntEnum):
 
 
 class Fleet:
-    """The endpoints of a publisher, and who of them is healthy. Every rank has one; rank 0's has the publisher.
+    """The servers that are published to, and which of them are healthy. Rank 0 has one; other ranks call `take_part`.
 
-    ``quorum`` is how many have to hold each version, None for all that can be reached, and at least one. ``token`` is
-    for those that join by URL. Used from one thread at a time; the publisher belongs to it until it is closed.
+    It begins with the endpoints of ``publisher``, and owns ``publisher`` from now on. ``quorum`` is how many endpoints
+    have to hold each version; None means all that can be reached, and at least one. ``token`` is for endpoints named by
+    URL. Used from one thread at a time.
     """
 
-    def __init__(
-        self, publisher: WeightPublisher | None, *, quorum: int | None = None, token: str | None = None
-    ) -> None:
+    def __init__(self, publisher: WeightPublisher, *, quorum: int | None = None, token: str | None = None) -> None:
         if quorum is not None and not quorum >= 1:
             raise ConfigError(f"quorum must be at least 1, not {quorum}")
         self._publisher = publisher
         self._quorum = quorum
         self._token = token
-        self._members = {} if publisher is None else {name: _Member() for name in publisher.endpoints}
+        self._members = {e.name: _Member(e, capabilities=can) for e, can in publisher.endpoints.items()}
         self._known = self.states
         self._notes: list[str] = []
         self._changes: tuple[StateChange, ...] = ()
 
     @property
     def states(self) -> Mapping[str, MemberState]:
-        """State of every member (rank 0; empty on the others)."""
+        """State of every member, by endpoint name."""
         return {name: member.state for name, member in self._members.items()}
 
     @property
@@ -114,45 +136,48 @@ class Fleet:
 
     @property
     def changes(self) -> tuple[StateChange, ...]:
-        """What the last publish changed, and what joined or left since the one before."""
+        """State changes of the last publish, and members that joined since the publish before."""
         return self._changes
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a person should know of the last publish: attempts that failed, and servers that do not fit."""
+        """What a person should know of the last publish: failed attempts, and servers that do not fit."""
         return tuple(self._notes)
 
-    def join(self, endpoint: InferenceEndpoint | str) -> None:
-        """Have the next publish bring one more endpoint in, by URL or connected; rank 0 calls it between two publishes.
+    def set_members(self, wanted: Iterable[InferenceEndpoint | str]) -> None:
+        """Set the members from now on: names or URLs, and connected endpoints.
 
-        One that gives no answer is dead, and asked again. Raises `ConfigError` for a name that is a member's, and
-        `UnsupportedError` if it lacks what every publish needs; the fleet is as before then.
+        A new member joins with the next publish that it answers. A member that is not named leaves: its requests go on,
+        and it gets no further publish. Raises `ConfigError` for an invalid URL, and then leaves the fleet unchanged.
         """
-        if self._publisher is None:
-            raise ConfigError("join is for rank 0, which has the publisher")
-        if isinstance(endpoint, str):
-            endpoint = connect_endpoint(endpoint, token=self._token)
-        if endpoint.name in self._members:
-            raise ConfigError(f"{endpoint.name} is a member of this fleet already")
-        member = _Member(endpoint=endpoint)
-        self._admit(member)
-        self._members[endpoint.name] = member
-
-    def leave(self, name: str) -> None:
-        """Forget a member; what it runs goes on, and no publish goes to it any more. Unknown names are ignored."""
-        member = self._members.pop(name, None)
-        if member is not None and member.endpoint is None and self._publisher is not None:
-            self._publisher.drop(name)
+        known = {member.url or name: member for name, member in self._members.items()} | self._members
+        members: dict[str, _Member] = {}
+        for one in wanted:
+            if not isinstance(one, str):
+                old = self._members.get(one.name)
+                member = old if old is not None and old.endpoint is one else _Member(one)
+            elif one in known:
+                member = known[one]
+            else:
+                endpoint = connect_endpoint(one, token=self._token)
+                member = self._members.get(endpoint.name, _Member(endpoint))
+                member.url = one
+            members.setdefault(member.endpoint.name, member)
+        stay = [member.endpoint for member in members.values()]
+        gone = [member.endpoint for member in self._members.values() if member.endpoint not in stay]
+        self._members = members
+        if gone:
+            self._publisher.run(close_all, gone)
 
     def ask_all(self) -> None:
-        """Have the next publish ask everybody who was left out, whatever their pause."""
+        """Make the next publish ask every member that was left out, whatever its pause."""
         for member in self._members.values():
-            member.ask_at = 0.0
+            member.backoff.due_at = 0.0
 
     def close(self) -> None:
-        """Close the publisher; servers go on. Idempotent."""
-        if self._publisher is not None:
-            self._publisher.close()
+        """Close every connection, and the publisher; servers go on. Idempotent."""
+        self.set_members(())
+        self._publisher.close()
 
     def publish(
         self,
@@ -161,168 +186,126 @@ class Fleet:
         in_flight: InFlightPolicy = InFlightPolicy.KEEP,
         deadline_s: float = 60.0,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-    ) -> PublishReport | None:
-        """Bring whoever can be reached to the worker's weights: who is gone is left out, who is back comes in.
+    ) -> PublishReport:
+        """Bring every reachable member to the worker's weights, leaving lost members out and letting returning ones in.
 
-        Every rank calls it, in the default process group of torch if there are several. Rank 0 returns the report of
-        the last attempt, the others None. If fewer can be reached than the quorum asks for, the report has not
-        succeeded, nobody is healthy, and the next publish asks again.
+        Rank 0 calls it while every other rank calls `take_part`. Returns the report of the last attempt. If fewer
+        members than the quorum can be reached, the report has not succeeded, no member is healthy, and the next publish
+        asks again.
 
-        Raises what `publish_weights` does, on rank 0, if publishing again would not help: `FencedError` says that this
-        trainer was replaced. The other ranks raise `UpdateError` then.
+        Raises what `publish_weights` does, if publishing again would not help: `FencedError` says that this trainer was
+        replaced.
         """
         report: PublishReport | None = None
         num_failed = 0
         self._notes = []
-        self._invite()
+        self._invite(in_flight)
         self._leave_silent_out(deadline_s)
         verdict = _agreed(worker, self._is_possible())
         while verdict is _Verdict.AGAIN:
-            report, verdict = self._attempt(
-                worker, in_flight, deadline_s, bucket_bytes, may_fail=num_failed < _NUM_ATTEMPTS - 1
-            )
-            if verdict is not _Verdict.DONE:
+            failure: Exception | None = None
+            endpoints = {m.endpoint: m.capabilities for m in self._members.values() if m.takes_part and m.capabilities}
+            had_group = self._publisher.group == endpoints.keys()
+            try:
+                report = publish_weights(
+                    worker,
+                    self._publisher,
+                    endpoints=endpoints,
+                    in_flight=in_flight,
+                    deadline_s=deadline_s,
+                    bucket_bytes=bucket_bytes,
+                    quorum=self._quorum,
+                )
+                self._judge(report, had_group=had_group)
+                verdict = _Verdict.DONE
+            except PublishError as error:
+                report, failure = error.report, error
                 num_failed += 1
-                self._notes += [] if report is None else [report.summary()]
+                self._notes.append(report.summary())
+                may_help = self._judge(report, had_group=had_group, may_fail=num_failed < _NUM_ATTEMPTS)
+                verdict = self._is_possible() if may_help else _Verdict.FAILED
+            except Exception as error:  # raised below, after telling the other ranks
+                verdict, failure = _Verdict.FAILED, error
+            verdict = _agreed(worker, verdict)
+            if verdict is _Verdict.FAILED:
+                self._note_changes()
+                raise failure or _failed_elsewhere()
         if verdict is _Verdict.TOO_FEW:
             for member in self._members.values():
                 member.state = MemberState.JOINING if member.state is MemberState.HEALTHY else member.state
         self._note_changes()
-        if self._publisher is None:
-            return None
         return self._absent(worker) if report is None else report
 
-    def _attempt(
-        self,
-        worker: WeightSource,
-        in_flight: InFlightPolicy,
-        deadline_s: float,
-        bucket_bytes: int,
-        *,
-        may_fail: bool,
-    ) -> tuple[PublishReport | None, _Verdict]:
-        """Publish once; returns the report (rank 0 only), and on every rank how it ended. Raises if it is no use."""
-        report: PublishReport | None = None
-        failure: Exception | None = None
-        verdict = _Verdict.DONE
-        had_group = self._publisher is not None and self._publisher.has_group
-        try:
-            report = publish_weights(
-                worker,
-                self._publisher,
-                in_flight=in_flight,
-                deadline_s=deadline_s,
-                bucket_bytes=bucket_bytes,
-                quorum=self._quorum,
-            )
-            if report is not None:
-                self._judge(report, had_group=had_group, may_fail=True)
-        except PublishError as error:
-            report, failure = error.report, error
-            may_help = self._judge(report, had_group=had_group, may_fail=may_fail)
-            verdict = self._is_possible() if may_help else _Verdict.FAILED
-        except Exception as error:  # the other ranks are told, then it is raised
-            verdict, failure = _Verdict.FAILED, error
-        agreed = _agreed(worker, verdict)
-        if agreed is _Verdict.FAILED:
-            self._note_changes()
-            raise failure or UpdateError("the publish failed on another rank, whose error says why")
-        return report, agreed
-
     def _is_possible(self) -> _Verdict:
-        if self._publisher is None:
-            return _Verdict.DONE  # rank 0 decides
-        enough = len(self._publisher.endpoints) >= (self._quorum or 1)
-        return _Verdict.AGAIN if enough else _Verdict.TOO_FEW
+        num_left = sum(member.takes_part for member in self._members.values())
+        return _Verdict.AGAIN if num_left >= (self._quorum or 1) else _Verdict.TOO_FEW
 
-    def _judge(self, report: PublishReport, *, had_group: bool, may_fail: bool) -> bool:
-        """Note what became of every member; true if publishing again to those that are left may succeed.
+    def _judge(self, report: PublishReport, *, had_group: bool, may_fail: bool = True) -> bool:
+        """Note what became of every member. Return whether publishing again to the remaining members may succeed.
 
-        A server that was restarted refuses what is sent to the group that it was a member of. So a refusal counts
-        once the group was formed for it. One that has just come in has one try, which others may spoil.
+        A restarted server refuses whatever is sent to its former group, so a refusal counts only after the group was
+        formed anew. A member on trial has one try, but a try that silent members spoilt does not count.
         """
-        silent = {e.endpoint for e in report.endpoints if e.outcome in (Outcome.TIMED_OUT, Outcome.UNREACHABLE)}
-        gone, refused = set[str](), False
+        silent = {
+            e.endpoint
+            for e in report.endpoints
+            if e.outcome in (EndpointOutcome.TIMED_OUT, EndpointOutcome.UNREACHABLE)
+        }
+        is_anybody_gone = has_anybody_refused = False
         for part in report.endpoints:
             member = self._members[part.endpoint]
-            if part.outcome is Outcome.APPLIED:
-                member.state, member.pause_s, member.is_on_trial = MemberState.HEALTHY, _FIRST_PAUSE_S, False
-                continue
-            is_spoilt = part.outcome is Outcome.ABORTED and silent
-            if part.endpoint in silent or (member.is_on_trial and not is_spoilt):
-                gone.add(part.endpoint)
-                self._remove(member, part)
-                continue
-            member.state, member.why = MemberState.JOINING, part.detail
-            refused = refused or part.outcome is Outcome.REFUSED
-        return False if refused and not had_group else may_fail or bool(gone)
-
-    def _remove(self, member: _Member, part: EndpointReport) -> None:
-        """Leave a member out until it answers again."""
-        assert self._publisher is not None
-        self._publisher.remove(part.endpoint)
-        member.why = part.detail
-        if part.outcome is Outcome.TIMED_OUT and not member.is_on_trial:
-            member.state = MemberState.SUSPECT
-        else:
-            self._bury(member)
-        member.is_on_trial = False
-
-    def _bury(self, member: _Member) -> None:
-        """Ask a member again later, and each time later than the time before."""
-        member.state, member.is_on_trial = MemberState.DEAD, False
-        member.ask_at = time.monotonic() + member.pause_s
-        member.pause_s = min(2 * member.pause_s, _MAX_PAUSE_S)
-
-    def _invite(self) -> None:
-        """Ask the members that were left out and whose pause is over; those that answer are on trial."""
-        if self._publisher is None:
-            return
-        now = time.monotonic()
-        due = {
-            name: member
-            for name, member in self._members.items()
-            if member.state in (MemberState.SUSPECT, MemberState.DEAD) and member.ask_at <= now
-        }
-        unknown = {name: member for name, member in due.items() if member.endpoint is not None}
-        for name, member in unknown.items():
-            try:
-                self._admit(member)
-            except UnsupportedError as error:
-                member.why = str(error)
-                self._notes.append(member.why)
-                self._bury(member)
-            del due[name]
-        unfit = self._publisher.restore(*due, timeout_s=ANSWER_S)
-        for name, member in due.items():
-            if name in unfit:
-                member.why = str(unfit[name])
-                self._notes += [member.why] if isinstance(unfit[name], UnsupportedError) else []
-                self._bury(member)
+            is_spoilt = part.outcome is EndpointOutcome.ABORTED and silent
+            if part.outcome is EndpointOutcome.APPLIED:
+                member.state, member.is_on_trial = MemberState.HEALTHY, False
+                member.backoff.reset()
+            elif part.endpoint in silent or (member.is_on_trial and not is_spoilt):
+                is_anybody_gone = True
+                member.leave_out(part.outcome, part.detail)
             else:
-                member.state, member.is_on_trial = MemberState.JOINING, True
+                member.state, member.why = MemberState.JOINING, part.detail
+                has_anybody_refused |= part.outcome is EndpointOutcome.REFUSED
+        return False if has_anybody_refused and not had_group else may_fail or is_anybody_gone
+
+    def _invite(self, in_flight: InFlightPolicy) -> None:
+        """Ask the members that take no part and whose pause is over. Those that answer are on trial."""
+        now = time.monotonic()
+        due = {n: m for n, m in self._members.items() if not m.takes_part and m.backoff.is_due(now)}
+        found: Mapping[str, tuple[Capabilities, WeightVersion] | BaseException] = self._publisher.run(
+            answers, {name: partial(declared, member.endpoint) for name, member in due.items()}
+        )
+        for name, member in due.items():
+            answer = found.get(name)
+            if answer is None:
+                member.bury(f"{name}: did not answer within {ANSWER_S:g} s")
+            elif isinstance(answer, BaseException):
+                member.bury(str(answer) or repr(answer))
+            elif problem := self._problem(member, answer[0], in_flight):
+                member.bury(f"{name} {problem}")
+                self._notes.append(member.why)
+            else:
+                member.capabilities, member.state, member.is_on_trial = answer[0], MemberState.JOINING, True
+
+    def _problem(self, member: _Member, can: Capabilities, in_flight: InFlightPolicy) -> str | None:
+        """Return why a member that answers cannot take part."""
+        before = member.capabilities or can
+        if (can.dtype, can.vocab_size) != (before.dtype, before.vocab_size):
+            return (
+                f"came back with {can.model} in {can.dtype} with {can.vocab_size} tokens, "
+                f"but was {before.model} in {before.dtype} with {before.vocab_size}"
+            )
+        publisher = self._publisher
+        lack = can.lacks(in_flight=in_flight, transport=publisher.transport, encodings=publisher.encodings)
+        return None if lack is None else f"does not declare {lack}"
 
     def _leave_silent_out(self, deadline_s: float) -> None:
-        """Leave out who does not say at once that it is there, if enough others do; it is asked before the next one."""
-        if self._publisher is None:
-            return
-        for name in self._publisher.silent(self._quorum or 1, deadline_s):
+        """Leave out members that do not answer at once, if enough others do; ask them again before the next publish."""
+        present = {name: member for name, member in self._members.items() if member.takes_part}
+        calls = {name: member.endpoint.weight_version for name, member in present.items()}
+        found: Mapping[str, object] = self._publisher.run(answers, calls, self._quorum or 1, deadline_s)
+        for name in present.keys() - found.keys():
             why = f"did not say within {ANSWER_S:g} s which version it serves: left out of this publish"
-            self._remove(self._members[name], EndpointReport(name, Outcome.TIMED_OUT, None, why))
+            present[name].leave_out(EndpointOutcome.TIMED_OUT, why)
             self._notes.append(f"{name} {why}")
-
-    def _admit(self, member: _Member) -> None:
-        """Have the publisher know an endpoint; one that gives no answer is asked again later."""
-        assert self._publisher is not None and member.endpoint is not None
-        try:
-            self._publisher.add(member.endpoint, timeout_s=ANSWER_S)
-        except (ConfigError, UnsupportedError):
-            raise
-        except InflightError as error:
-            member.why = str(error)
-            self._bury(member)
-        else:
-            member.state, member.is_on_trial, member.endpoint = MemberState.JOINING, True, None
 
     def _note_changes(self) -> None:
         before, self._known = self._known, self.states
@@ -330,25 +313,45 @@ class Fleet:
         self._changes = tuple(change for change in changes if change.before is not change.after)
 
     def _absent(self, worker: WeightSource) -> PublishReport:
-        """Return what to say of a publish that had nobody to go to."""
-        assert self._publisher is not None
         parts = [
             EndpointReport(
                 name,
-                Outcome.ABORTED if member.state is MemberState.JOINING else Outcome.UNREACHABLE,
+                EndpointOutcome.ABORTED if member.state is MemberState.JOINING else EndpointOutcome.UNREACHABLE,
                 None,
-                member.why or "fewer can be reached than have to hold a version",
+                member.why or "fewer members can be reached than the quorum requires",
             )
             for name, member in self._members.items()
         ]
-        spans = PublishSpans(gather_s=0.0, hold_s=0.0, wire_s=0.0, load_s=0.0, first_token_s=None, total_s=0.0)
+        spans = PublishSpans(gather_s=0.0, pause_s=0.0, wire_s=0.0, load_s=0.0, first_token_s=None, total_s=0.0)
         return PublishReport(
             self._publisher.run_id, worker.version, 0, tuple(parts), spans, num_needed=self._quorum or 1, sent_bytes=0
         )
 
 
+def take_part(worker: WeightSource, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
+    """Gather for each attempt of rank 0's `Fleet.publish`. Every other rank calls it.
+
+    The ranks agree in torch's default process group. Raises what gathering raises, and `UpdateError` if the publish
+    failed on another rank.
+    """
+    verdict = _agreed(worker, _Verdict.DONE)
+    while verdict is _Verdict.AGAIN:
+        failure: Exception | None = None
+        try:
+            gather_only(worker, bucket_bytes)
+        except Exception as error:  # raised below, after telling the other ranks
+            failure = error
+        verdict = _agreed(worker, _Verdict.DONE if failure is None else _Verdict.FAILED)
+        if verdict is _Verdict.FAILED:
+            raise failure or _failed_elsewhere()
+
+
+def _failed_elsewhere() -> UpdateError:
+    return UpdateError("the publish failed on another rank, whose error says why")
+
+
 def _agreed(worker: WeightSource, verdict: _Verdict) -> _Verdict:
-    """Return the highest verdict of any rank on every rank."""
+    """Return the highest verdict of any rank, on every rank."""
     if worker.world_size == 1:
         return verdict
     device = "cpu" if "cpu" in dist.get_backend_config() else "cuda"

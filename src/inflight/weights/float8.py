@@ -1,9 +1,9 @@
-"""Float8 on the wire: tensors as e4m3 values with one scale for every 128 of a row.
+"""Float8 on the wire: tensors as e4m3 values with one scale for every 128 elements of a row.
 
 A scale is the smallest power of two s with a <= 448 s, where a is the largest magnitude of its block and 448 that of
-float8_e4m3fn; it is 1 for a block of zeros and never below 2**-124. Multiplying with a power of two rounds nothing, so
-the rounding to float8, to nearest and ties to even, is the only one, and a decoded tensor that is encoded again decodes
-to itself (with s = a / 448 it would not: neither that quotient nor its products are exact). For an element x:
+float8_e4m3fn. The scale is 1 for a block of zeros and never below 2**-124. Multiplying with a power of two is exact, so
+rounding to float8, to nearest and ties to even, is the only rounding, and a decoded tensor that is encoded again
+decodes to itself (with s = a / 448 it would not: neither that quotient nor its products are exact). For an element x:
 
     |decoded - x| <= max(|x| / 16, s / 1024),    s < a / 224 unless s = 2**-124
 
@@ -27,15 +27,15 @@ from inflight.errors import NonFiniteError, TransferError
 BLOCK = 128
 """Consecutive elements of the last dimension that share a scale; the last block of a row may have fewer."""
 
-_MIN_EXPONENT = -124  # of a scale: its smallest value, 2**-9 * 2**-124, is still a number of bfloat16
+_MIN_EXPONENT = -124  # of a scale: the smallest value it gives, 2**-9 * 2**-124, is still a bfloat16 number
 _MAX_EXPONENT = 120  # brings the largest number of float32 to less than 448
 _MAGNITUDE_BITS = 0x7F  # of an e4m3 byte: all but the sign
 _SCALE_BYTES = 4
-_CHUNK_ELEMENTS = 1 << 18  # encoded or decoded at a time: what lies between stays in the cache
+_CHUNK_ELEMENTS = 1 << 18  # encoded or decoded at a time: intermediate results stay in the cache
 
 
 def payload_size(shape: Sequence[int]) -> int:
-    """Return the bytes of the payload of a tensor of this shape, whatever its dtype; a multiple of four."""
+    """Return the payload's size in bytes for a tensor of this shape, whatever its dtype; a multiple of four."""
     num_rows, num_columns = _rows_and_columns(shape)
     return _scales_offset(shape) + _SCALE_BYTES * num_rows * -(-num_columns // BLOCK)
 
@@ -44,7 +44,7 @@ def payload_size(shape: Sequence[int]) -> int:
 def encode_float8(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """Return the payload of a float32, bfloat16 or float16 tensor, uint8 [`payload_size`], on its device.
 
-    Raises `NonFiniteError` that names the tensor if an element is NaN or infinite.
+    Raises `NonFiniteError`, naming the tensor, if an element is NaN or infinite.
     """
     payload = torch.zeros(payload_size(tensor.shape), dtype=torch.uint8, device=tensor.device)
     if not tensor.numel():
@@ -55,28 +55,30 @@ def encode_float8(tensor: torch.Tensor, name: str) -> torch.Tensor:
     for part in _chunks(*values.shape):
         blocks = _blocks(rows[part].float())
         magnitudes = blocks.abs().amax(-1)
-        largest = torch.maximum(largest, magnitudes.amax())  # of a NaN and a number, the NaN
+        largest = torch.maximum(largest, magnitudes.amax())  # maximum passes NaN on
         exponents = _exponents(magnitudes)
         encoded = (blocks * _power_of_two(-exponents).unsqueeze(-1)).to(torch.float8_e4m3fn)
         values[part] = encoded.view(torch.uint8).flatten(1)[:, : values.shape[1]]
         scales[part] = _power_of_two(exponents)
     if not torch.isfinite(largest):
-        raise NonFiniteError(f"{name} has NaN or infinite elements, which float8 does not carry")
+        raise NonFiniteError(f"{name} has NaN or infinite elements, which cannot be sent as float8")
     return payload
 
 
 def decode_float8(payload: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Return the tensor of a payload in ``dtype``, float32, bfloat16 or float16, on the payload's device.
 
-    float32 and bfloat16 hold what was encoded exactly; float16 rounds magnitudes below 2**-14. What is too large for
-    the dtype becomes its largest number. Raises `TransferError` for a payload of another size, a scale that is no
-    positive normal number, or a value that is NaN.
+    float32 and bfloat16 hold the encoded values exactly; float16 rounds magnitudes below 2**-14. Values too large for
+    the dtype become its largest number. Raises `TransferError` for a payload of another size, for a scale that is not a
+    positive normal number, and for a NaN.
     """
     if payload.numel() != payload_size(shape):
-        raise _refusal(f"it has {payload.numel()} bytes, one of shape {tuple(shape)} has {payload_size(shape)}")
+        raise _refusal(
+            f"it has {payload.numel()} bytes, but a payload of shape {tuple(shape)} has {payload_size(shape)}"
+        )
     values, scales = _values_and_scales(payload, shape)
     if not torch.all((scales >= torch.finfo(torch.float32).smallest_normal) & torch.isfinite(scales)):
-        raise _refusal("a scale is no positive normal number")
+        raise _refusal("a scale is not a positive normal number")
     tensor = torch.empty(values.shape, dtype=dtype, device=payload.device)
     limit = torch.finfo(dtype).max
     largest_code = torch.zeros((), dtype=torch.uint8, device=payload.device)
@@ -85,7 +87,7 @@ def decode_float8(payload: torch.Tensor, shape: Sequence[int], dtype: torch.dtyp
         blocks = _blocks(_numbers(values[part]))
         decoded = blocks.mul_(scales[part].unsqueeze(-1)).clamp_(-limit, limit)
         tensor[part] = decoded.flatten(1)[:, : values.shape[1]]
-    if largest_code == _MAGNITUDE_BITS:  # all of them set is NaN
+    if largest_code == _MAGNITUDE_BITS:  # NaN has all of these bits set
         raise _refusal("a value is NaN")
     return tensor.reshape(tuple(shape))
 
@@ -99,9 +101,9 @@ def _scales_offset(shape: Sequence[int]) -> int:
 
 
 def _values_and_scales(payload: torch.Tensor, shape: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the parts of a payload: values uint8 [rows, columns] and scales float32 [rows, blocks of a row], views.
+    """Return views of a payload: values uint8 [rows, columns] and scales float32 [rows, blocks of a row].
 
-    A payload whose place in memory float32 cannot have is copied.
+    A payload whose address is not aligned for float32 is copied.
     """
     num_rows, num_columns = _rows_and_columns(shape)
     scales = payload[_scales_offset(shape) :]
@@ -119,7 +121,7 @@ def _chunks(num_rows: int, num_columns: int) -> Iterator[slice]:
 
 
 def _blocks(rows: torch.Tensor) -> torch.Tensor:
-    """Return [rows, columns] as [rows, blocks, BLOCK], the last block filled up with zeros."""
+    """Return [rows, columns] as [rows, blocks, BLOCK], the last block padded with zeros."""
     num_missing = -rows.shape[1] % BLOCK
     whole = F.pad(rows, (0, num_missing)) if num_missing else rows
     return whole.reshape(whole.shape[0], -1, BLOCK)
@@ -133,15 +135,15 @@ def _exponents(magnitudes: torch.Tensor) -> torch.Tensor:
 
 
 def _power_of_two(exponents: torch.Tensor) -> torch.Tensor:
-    """Return 2**exponent as float32, by its bits: exact on every device, for exponents of normal numbers."""
+    """Return 2**exponent as float32, from its bits: exact on every device, for exponents of normal numbers."""
     return ((exponents + 127) << 23).view(torch.float32)
 
 
 def _numbers(values: torch.Tensor) -> torch.Tensor:
-    """Return the float32 numbers that e4m3 bytes stand for.
+    """Return the float32 numbers that e4m3 bytes encode.
 
-    Sign, exponent and mantissa take the places that they have in float16, whose exponents are biased by 15, not by 7.
-    PyTorch's own conversion on the CPU gives the same in several times the time.
+    Sign, exponent and mantissa move to their places in float16, whose exponent bias is 15 instead of 7. PyTorch's own
+    conversion on the CPU gives the same, several times slower.
     """
     wide = values.view(torch.int8).to(torch.int16)
     halves = ((wide << 7) & 0x3F80) | (wide & -0x8000)

@@ -1,52 +1,52 @@
-"""Following: beside a server, bring it to the newest version that is stored of a run, whenever there is a newer one.
+"""Following: beside a server, bring it to the newest stored version of a run whenever there is a newer one.
 
-It drives the endpoint by the calls of its own contract, as a publisher would, so that an endpoint knows no difference.
-Versions that came and went while an update was under way are left out. What is being read is leased, so that whoever
-stores does not remove it meanwhile: a slow follower gets on, too.
-`inflight.weights.storing` is the other side.
+A follower makes the same contract calls as a publisher, so the endpoint sees no difference. It skips versions that were
+superseded while an update was under way. It leases what it reads, so that the trainer does not remove it meanwhile;
+even a slow follower makes progress. `inflight.weights.storing` is the other side.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import pydantic
 
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import ConfigError, InflightError, TransferError, UpdateAbortedError
-from inflight.types import Outcome
-from inflight.weights.bringing import bring
+from inflight.types import EndpointOutcome
+from inflight.weights.backoff import Backoff
+from inflight.weights.bringing import bring, serves
 from inflight.weights.threads import run_abandonable
 from inflight.weights.transports.bucket_files import LEASE_S, StoredUpdate
-from inflight.weights.transports.files import latest, lease, read_manifest
+from inflight.weights.transports.files import FileReceiver
 from inflight.weights.transports.pull import PullReceiver
-from inflight.wire import BucketTransfer, Capabilities, DirectorySpec, InFlightPolicy, PullSpec, UpdateRef
-
-T = TypeVar("T")
+from inflight.wire import BucketTransfer, DirectorySpec, InFlightPolicy, PullSpec, UpdateRef
 
 FIRST_PAUSE_S = 0.5
-"""After a failure, before the next try; each pause is twice the one before."""
+"""Pause between a first failure and the next try."""
 MAX_PAUSE_S = 30.0
+_JOIN_S = 60.0
+"""How long an endpoint may take to find what is stored."""
 _LEASE_SLACK_S = 5.0
 _RENEW_S = LEASE_S / 10
 
 
-def store_spec(place: str, run_id: str, token: str | None, timeout_s: float = 60.0) -> DirectorySpec | PullSpec:
-    """Return where a run's versions are: in a directory, or at an URL. Raises `ConfigError`."""
+def store_spec(place: str, run_id: str, token: str | None) -> DirectorySpec | PullSpec:
+    """Return where a run's versions are stored: a directory or a URL. Raises `ConfigError`."""
     is_url = place.startswith(("http://", "https://"))
     if is_url and token is None:
         raise ConfigError(f"the store at {place} asks for a token; write it into a file and name that file")
     try:
         if is_url:
-            return PullSpec(
-                run_id=run_id, backend="http", url=place.rstrip("/"), token=token or "", timeout_s=timeout_s
-            )
+            url = place.rstrip("/")
+            return PullSpec(run_id=run_id, transport="http", url=url, token=token or "", timeout_s=_JOIN_S)
         directory = str(Path(place).absolute())
-        return DirectorySpec(run_id=run_id, backend="file", directory=directory, timeout_s=timeout_s)
+        return DirectorySpec(run_id=run_id, transport="file", directory=directory, timeout_s=_JOIN_S)
     except pydantic.ValidationError as error:
         (where, why), *_ = ((problem["loc"], problem["msg"]) for problem in error.errors(include_url=False))
         raise ConfigError(
@@ -63,13 +63,13 @@ async def follow(
     deadline_s: float = 60.0,
     note: Callable[[str], None],
 ) -> NoReturn:
-    """Keep an endpoint at the newest version that is stored; runs until it is cancelled.
+    """Keep an endpoint at the newest stored version, until cancelled.
 
-    Each update has ``deadline_s`` seconds. One that fails leaves the endpoint as its contract says, is told to
-    ``note``, and is tried again after a pause; the same trouble is told once until there is another, or none.
+    Each update has ``deadline_s`` seconds. A failed update leaves the endpoint as its contract says, and is tried again
+    after a pause. ``note`` is told of each failure, of a repeated one only once.
     """
     source = _Source(spec)
-    told, pause_s = "", FIRST_PAUSE_S
+    told, backoff = "", Backoff(FIRST_PAUSE_S, MAX_PAUSE_S)
     ref: UpdateRef | None = None
     taken = failed = ref
     try:
@@ -79,29 +79,31 @@ async def follow(
                 async with asyncio.timeout(deadline_s):
                     ref = await source.latest(deadline_s)
                     if ref is not None and ref != taken:
-                        if not await _serves(endpoint, ref):
+                        if not serves(await endpoint.weight_version(), ref):
                             ref = await source.lease_newest(ref, deadline_s)
                             stored = await source.read_manifest(ref, deadline_s)
                             await _while_held(source, ref, _take(endpoint, spec, stored, in_flight, deadline_s))
                             note(f"serving version {ref.version} of run {ref.run_id!r}")
                         taken = ref
             except (TimeoutError, InflightError) as error:
-                why = str(error) or f"the newest version was not taken within {deadline_s:g} s"
+                why = str(error) or f"the newest version was not applied within {deadline_s:g} s"
                 if why != told:
                     note(f"following run {spec.run_id!r}: {why}; trying again")
                 told = why
-                pause_s, failed = pause_s if ref == failed else FIRST_PAUSE_S, ref
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, MAX_PAUSE_S)
+                if ref != failed:
+                    backoff.reset()
+                failed = ref
+                await asyncio.sleep(backoff.next(time.monotonic()))
             else:
-                told, pause_s = "", FIRST_PAUSE_S
+                told = ""
+                backoff.reset()
                 await asyncio.sleep(poll_s)
     finally:
         source.close()
 
 
 async def _while_held(source: _Source, ref: UpdateRef, taking: Coroutine[Any, Any, None]) -> None:
-    """Await ``taking`` and renew the lease meanwhile. Raises `TransferError` as soon as the version was removed."""
+    """Await ``taking`` while renewing the lease. Raises `TransferError` as soon as the version is removed."""
 
     async def hold() -> None:
         while True:
@@ -119,11 +121,6 @@ async def _while_held(source: _Source, ref: UpdateRef, taking: Coroutine[Any, An
         await asyncio.gather(*calls, return_exceptions=True)
 
 
-async def _serves(endpoint: InferenceEndpoint, ref: UpdateRef) -> bool:
-    answer = await endpoint.weight_version()
-    return (answer.run_id, answer.version, answer.session_id) == (ref.run_id, ref.version, ref.session_id)
-
-
 async def _take(
     endpoint: InferenceEndpoint,
     spec: DirectorySpec | PullSpec,
@@ -131,8 +128,8 @@ async def _take(
     in_flight: InFlightPolicy,
     deadline_s: float,
 ) -> None:
-    """Bring an endpoint to a stored version. Raises what a call raised, and the update was ended."""
-    can: Capabilities = await endpoint.capabilities()
+    """Bring an endpoint to a stored version. If a call raises, the update is ended and the error raised here."""
+    can = await endpoint.capabilities()
     update = stored.update.model_copy(
         update={
             "staged": can.staging,
@@ -141,9 +138,9 @@ async def _take(
             "lease_s": deadline_s + _LEASE_SLACK_S,
         }
     )
-    await endpoint.init_process_group(spec.model_copy(update={"epoch": update.epoch}))
+    await endpoint.init_process_group(spec.model_copy(update={"incarnation": update.incarnation}))
     report = await bring(endpoint, update, _transfers(stored, deadline_s), asyncio.timeout(deadline_s))
-    if report.outcome is not Outcome.APPLIED:
+    if report.outcome is not EndpointOutcome.APPLIED:
         raise UpdateAbortedError(f"{report.endpoint} {report.outcome} version {update.version}: {report.detail}")
 
 
@@ -163,32 +160,22 @@ async def _transfers(stored: StoredUpdate, timeout_s: float) -> AsyncGenerator[B
 
 
 class _Source:
-    """What is stored of a run, in a directory or at an URL. No call blocks the event loop."""
+    """What is stored of a run, in a directory or at a URL. No call blocks the event loop."""
 
     def __init__(self, spec: DirectorySpec | PullSpec) -> None:
-        self._spec = spec
-        self._directory = Path(spec.directory) if isinstance(spec, DirectorySpec) else None
-        self._receiver = PullReceiver(spec) if isinstance(spec, PullSpec) else None
+        self._receiver = FileReceiver(spec) if isinstance(spec, DirectorySpec) else PullReceiver(spec)
         self._lease = f"lease-{secrets.token_hex(8)}"
 
     async def latest(self, timeout_s: float) -> UpdateRef | None:
-        """Return the newest version that is stored whole, None if there is none."""
-        receiver, directory, run_id = self._receiver, self._directory, self._spec.run_id
-        if receiver is not None:
-            return await run_abandonable(lambda: receiver.latest(timeout_s), "inflight-follow")
-        assert directory is not None
-        return await run_abandonable(_translated(lambda: latest(directory, run_id)), "inflight-follow")
+        """Return the newest completely stored version, None if there is none."""
+        return await run_abandonable(lambda: self._receiver.latest(timeout_s), "inflight-follow")
 
     async def lease(self, ref: UpdateRef) -> None:
-        """Have a version stay for a while; one that was leased before may go. Raises `TransferError` if it is gone."""
-        receiver, directory, name = self._receiver, self._directory, self._lease
-        if receiver is not None:
-            return await run_abandonable(lambda: receiver.lease(ref, name, LEASE_S), "inflight-follow")
-        assert directory is not None
-        await run_abandonable(_translated(lambda: lease(directory, ref, name)), "inflight-follow")
+        """Lease a version, ending the lease on the one before. Raises `TransferError` if the version is gone."""
+        await run_abandonable(lambda: self._receiver.lease(ref, self._lease, LEASE_S), "inflight-follow")
 
     async def lease_newest(self, ref: UpdateRef, timeout_s: float) -> UpdateRef:
-        """Lease ``ref``, or what is the newest by now if that was removed meanwhile; return what is leased."""
+        """Lease ``ref``, or the newest version if ``ref`` was removed meanwhile. Return what is leased."""
         while True:
             try:
                 await self.lease(ref)
@@ -201,24 +188,8 @@ class _Source:
                 return ref
 
     async def read_manifest(self, ref: UpdateRef, timeout_s: float) -> StoredUpdate:
-        """Return what is stored of a version. Raises `TransferError` if it was removed since."""
-        receiver, directory = self._receiver, self._directory
-        if receiver is not None:
-            return await run_abandonable(lambda: receiver.read_manifest(ref, timeout_s), "inflight-follow")
-        assert directory is not None
-        return await run_abandonable(_translated(lambda: read_manifest(directory, ref)), "inflight-follow")
+        """Return what is stored of a version. Raises `TransferError` if it was removed meanwhile."""
+        return await run_abandonable(lambda: self._receiver.read_manifest(ref, timeout_s), "inflight-follow")
 
     def close(self) -> None:
-        """Close the connections."""
-        if self._receiver is not None:
-            self._receiver.abort()
-
-
-def _translated(call: Callable[[], T]) -> Callable[[], T]:
-    def translated() -> T:
-        try:
-            return call()
-        except OSError as error:
-            raise TransferError(f"reading what is stored failed: {error}") from error
-
-    return translated
+        self._receiver.abort()

@@ -10,50 +10,62 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from inflight.contracts import AdapterSource, PartialWeightSource, WeightSource
+from inflight.contracts import LoraSource, PartialWeightSource, WeightSource
 from inflight.errors import TrainerError
 from inflight.types import WeightBucket
-from inflight.weights.buckets import plan_buckets
-from inflight.weights.checksums import checksum, on_host
-from inflight.weights.encoding import encode
-from inflight.weights.packing import unpack
+from inflight.weights.buckets import DEFAULT_BUCKET_BYTES, plan_buckets
+from inflight.weights.packing import Rounding, checksum, encode, on_host, unpack
 from inflight.weights.staging import payload_spec
 from inflight.wire import BucketTransfer, Encoding, InFlightPolicy, Manifest, UpdateRef, WeightUpdate
 
 _LEASE_SLACK_S = 5.0
-"""How much longer than the deadline an endpoint keeps an update open when it hears nothing from the publisher."""
+"""How far beyond the deadline an endpoint keeps an update open without hearing from the publisher."""
 _PREPARATION_SHARE = 0.9
-"""Share of the deadline in which endpoints prepare: a drain that takes longer leaves no time to send anything."""
+"""Share of the deadline for endpoints to prepare: a longer drain would leave no time to send anything."""
 
 
 def announcement(
     worker: WeightSource,
     *,
     run_id: str,
-    epoch: int,
+    incarnation: int,
     bucket_bytes: int,
     deadline_s: float,
     in_flight: InFlightPolicy = InFlightPolicy.KEEP,
-    encodings: tuple[Encoding, ...] = (),
+    encoding: Rounding = "raw",
     keep: bool = False,
 ) -> WeightUpdate:
     """Return the message that announces the worker's present weights as a new session."""
     specs = tuple(worker.parameter_specs())
     frozen = tuple(worker.frozen_names()) if isinstance(worker, PartialWeightSource) else ()
-    adapter = worker.adapter_spec() if isinstance(worker, AdapterSource) else None
+    lora = worker.lora_spec() if isinstance(worker, LoraSource) else None
     return WeightUpdate(
         run_id=run_id,
         version=worker.version,
         session_id=uuid.uuid4().hex[:16],
-        epoch=epoch,
-        manifest=Manifest(tensors=specs, frozen=frozen, adapter=adapter),
+        incarnation=incarnation,
+        manifest=Manifest(tensors=specs, frozen=frozen, lora=lora),
         buckets=plan_buckets(specs, bucket_bytes),
         in_flight=in_flight,
-        encodings=encodings,
+        encodings=() if encoding == "raw" else (encoding,),
         keep=keep,
         deadline_s=deadline_s * _PREPARATION_SHARE,
         lease_s=deadline_s + _LEASE_SLACK_S,
     )
+
+
+def gather_only(worker: WeightSource, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
+    """Take part in the gathering of a version that rank 0 publishes or stores. Every other rank calls it.
+
+    ``bucket_bytes`` has to equal rank 0's. Raises what gathering raises.
+    """
+    exhaust(worker.gather_weights(plan_buckets(worker.parameter_specs(), bucket_bytes)))
+
+
+def exhaust(gathered: Iterator[WeightBucket]) -> None:
+    """Gather the rest, because the other ranks wait for it."""
+    for _ in gathered:
+        pass
 
 
 def as_announced(gathered: Iterator[WeightBucket], update: WeightUpdate) -> Iterator[WeightBucket]:
@@ -62,7 +74,7 @@ def as_announced(gathered: Iterator[WeightBucket], update: WeightUpdate) -> Iter
     for bucket in gathered:
         if bucket.index != num_gathered or bucket.index >= len(update.buckets):
             raise TrainerError(
-                f"the worker yielded bucket {bucket.index}, bucket {num_gathered} of {len(update.buckets)} is next"
+                f"the worker yielded bucket {bucket.index}, but bucket {num_gathered} of {len(update.buckets)} is next"
             )
         announced = update.buckets[bucket.index]
         specs = update.manifest.tensors[announced.start : announced.stop]
@@ -70,12 +82,12 @@ def as_announced(gathered: Iterator[WeightBucket], update: WeightUpdate) -> Iter
         wanted = [(spec.shape, str(spec.dtype)) for spec in specs]
         if found != wanted:
             raise TrainerError(
-                f"bucket {bucket.index} holds tensors {found[:5]}, parameter_specs announced {wanted[:5]}"
+                f"bucket {bucket.index} holds tensors {found[:5]}, but parameter_specs announced {wanted[:5]}"
             )
         num_gathered += 1
         yield bucket
     if num_gathered != len(update.buckets):
-        raise TrainerError(f"the worker yielded {num_gathered} buckets, {len(update.buckets)} were asked for")
+        raise TrainerError(f"the worker yielded {num_gathered} buckets, but {len(update.buckets)} were asked for")
 
 
 def outgoing_bucket(
@@ -88,11 +100,11 @@ def outgoing_bucket(
 ) -> WeightBucket:
     """Return a bucket as it travels: packed, encoded, and with the checksum of its bytes.
 
-    ``payload`` (uint8 [size]) is for bytes that are encoded already, as those of a delta are. The bytes come to the
-    host, unless ``on_device`` leaves them where they lie. Raises `TransferError` for tensors that have no bytes.
+    ``payload`` (uint8 [size]) holds bytes that are encoded already, such as a delta's. The bytes move to the host,
+    unless ``on_device`` leaves them where they are. Raises `TransferError` for tensors without bytes.
     """
     if payload is None:
-        assert encoding != "delta"  # only the publisher knows its base
+        assert encoding != "delta"  # only the publisher knows a delta's base
         payload = encode(bucket.tensors, bucket.specs, encoding)
     host = on_host(payload)  # one copy serves the checksum and the transports that send from the host
     flat = payload if on_device else host
@@ -103,7 +115,7 @@ def outgoing_bucket(
 
 
 def transfer_of(bucket: WeightBucket, ref: UpdateRef, timeout_s: float) -> BucketTransfer:
-    """Return the message that asks an endpoint for an outgoing bucket."""
+    """Return the message that asks an endpoint to receive an outgoing bucket."""
     return BucketTransfer(
         run_id=ref.run_id,
         version=ref.version,

@@ -1,12 +1,12 @@
 """The state machine of one endpoint's weights: which call is allowed when, and what a failure leaves behind.
 
-`TRANSITIONS` is the whole of it; docs/contract.md shows the same table.
+`TRANSITIONS` is the complete table; docs/contract.md shows the same one.
 
-Calls of a session that has a name are idempotent: what is repeated has no effect, and what comes for a session that is
-over is refused. Of one run only the latest incarnation of the trainer, by its epoch, is listened to.
+Calls of a named session are idempotent: repeated calls have no effect, and calls of a session that is over are refused.
+Only the latest incarnation of a run's trainer may call.
 
-It holds no tensors, no clock and no lock: its owner calls it from one thread, does the work that a transition stands
-for, and tells it how the work ended.
+It holds no tensors, no clock and no lock: its owner calls it from one thread, does the work of each transition, and
+reports how the work ended.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from enum import Enum
 
 from inflight.errors import FencedError, PoisonedError, TransferError, UpdateRefusedError
 from inflight.types import WeightBucket
-from inflight.weights.adapters import changed_names
 from inflight.weights.buckets import manifest_difference
+from inflight.weights.lora import changed_names
 from inflight.wire import BucketSpec, BucketTransfer, EndpointState, TensorSpec, UpdateRef, WeightUpdate
 
 _NUM_REMEMBERED = 256
-"""Sessions that are over and still known by name, and runs whose epochs are: as many as calls may come late."""
+"""How many ended sessions and runs' incarnations are remembered, against calls that arrive late."""
 
 
 class Event(Enum):
     """What changes the state of an endpoint; each value says what has happened."""
 
     JOINED = "the endpoint has loaded its checkpoint"
-    REQUEST = "an update is accepted, and sampling is held for it"
+    REQUEST = "an update is accepted, and sampling is paused for it"
     REQUEST_STAGED = "a staged update is accepted, and sampling goes on"
     BUCKET = "a bucket of the update begins to arrive"
-    HOLD = "the commit of a staged update holds sampling"
-    APPLY = "all buckets have arrived, sampling is held, and the weights are being applied"
+    PAUSE = "the commit of a staged update pauses sampling"
+    APPLY = "all buckets have arrived, sampling is paused, and the weights are being applied"
     COMMITTED = "the new weights are applied and served"
     ENDED = "the update ends by an abort, a failure or its lease, and the old weights are whole"
     TORN = "the update ends in one of these ways, and the weights are torn, by it or by an update before it"
@@ -44,29 +44,29 @@ class Event(Enum):
 
 TRANSITIONS: Mapping[tuple[EndpointState, Event], EndpointState] = {
     (EndpointState.JOINING, Event.JOINED): EndpointState.READY,
-    (EndpointState.READY, Event.REQUEST): EndpointState.HELD,
+    (EndpointState.READY, Event.REQUEST): EndpointState.PAUSED,
     (EndpointState.READY, Event.REQUEST_STAGED): EndpointState.STAGING,
     (EndpointState.READY, Event.FOUND): EndpointState.READY,
     (EndpointState.READY, Event.FOUND_TORN): EndpointState.POISONED,
     (EndpointState.STAGING, Event.BUCKET): EndpointState.STAGING,
-    (EndpointState.STAGING, Event.HOLD): EndpointState.HELD,
+    (EndpointState.STAGING, Event.PAUSE): EndpointState.PAUSED,
     (EndpointState.STAGING, Event.ENDED): EndpointState.READY,
     (EndpointState.STAGING, Event.TORN): EndpointState.POISONED,
-    (EndpointState.HELD, Event.BUCKET): EndpointState.UPDATING,
-    (EndpointState.HELD, Event.APPLY): EndpointState.UPDATING,
-    (EndpointState.HELD, Event.ENDED): EndpointState.READY,
-    (EndpointState.HELD, Event.TORN): EndpointState.POISONED,
+    (EndpointState.PAUSED, Event.BUCKET): EndpointState.UPDATING,
+    (EndpointState.PAUSED, Event.APPLY): EndpointState.UPDATING,
+    (EndpointState.PAUSED, Event.ENDED): EndpointState.READY,
+    (EndpointState.PAUSED, Event.TORN): EndpointState.POISONED,
     (EndpointState.UPDATING, Event.BUCKET): EndpointState.UPDATING,
     (EndpointState.UPDATING, Event.APPLY): EndpointState.UPDATING,
     (EndpointState.UPDATING, Event.COMMITTED): EndpointState.READY,
     (EndpointState.UPDATING, Event.ENDED): EndpointState.READY,
     (EndpointState.UPDATING, Event.TORN): EndpointState.POISONED,
-    (EndpointState.POISONED, Event.REQUEST): EndpointState.HELD,
+    (EndpointState.POISONED, Event.REQUEST): EndpointState.PAUSED,
     (EndpointState.POISONED, Event.REQUEST_STAGED): EndpointState.STAGING,
     (EndpointState.POISONED, Event.FOUND): EndpointState.READY,
     (EndpointState.POISONED, Event.FOUND_TORN): EndpointState.POISONED,
 }
-"""The state after each event. What is not listed does not happen: the call is refused, or has no effect."""
+"""The state after each event. For a pair that is not listed, the call is refused or has no effect."""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,7 +75,7 @@ class OpenUpdate:
 
     update: WeightUpdate
     was_torn: bool
-    """Whether the weights were torn when it was requested."""
+    """Whether the weights were torn when the update was requested."""
     num_received: int = 0
     is_receiving: bool = False
     is_applying: bool = False
@@ -85,7 +85,7 @@ class OpenUpdate:
 class UpdateSession:
     """Weights of one endpoint over its life. ``expected`` is what its model can load, None if that is not known here.
 
-    Every method that is refused raises and changes nothing.
+    A method that refuses raises and changes nothing.
     """
 
     def __init__(self, expected: Sequence[TensorSpec] | None) -> None:
@@ -93,10 +93,10 @@ class UpdateSession:
         self._state = EndpointState.JOINING
         self._run_id: str | None = None
         self._served = UpdateRef(run_id="checkpoint", version=0)
-        self._served_epoch = 0
+        self._served_incarnation = 0
         self._group_run_id: str | None = None
         self._owner: str | None = None
-        self._epochs: dict[str, int] = {}
+        self._incarnations: dict[str, int] = {}
         self._over: deque[UpdateRef] = deque(maxlen=_NUM_REMEMBERED)
         self._torn_names: frozenset[str] | None = None
         self._open: OpenUpdate | None = None
@@ -104,7 +104,6 @@ class UpdateSession:
 
     @property
     def state(self) -> EndpointState:
-        """Present state."""
         return self._state
 
     @property
@@ -114,12 +113,12 @@ class UpdateSession:
 
     @property
     def run_id(self) -> str | None:
-        """Run that the served version belongs to; None for the checkpoint that the endpoint started from."""
+        """Run of the served version; None for the checkpoint that the endpoint started from."""
         return self._run_id
 
     @property
     def session_id(self) -> str:
-        """Session that brought the served version; empty if it had no name, or none did."""
+        """Session that sent the served version; empty if it had no name, or there was none."""
         return self._served.session_id if self._served.run_id == self._run_id else ""
 
     @property
@@ -128,67 +127,65 @@ class UpdateSession:
         return self._owner
 
     @property
-    def epoch(self) -> int:
-        """Highest epoch that was seen of the owner."""
-        return 0 if self._owner is None else self._epochs.get(self._owner, 0)
+    def incarnation(self) -> int:
+        """Highest incarnation seen of the owner."""
+        return 0 if self._owner is None else self._incarnations.get(self._owner, 0)
 
     @property
     def update(self) -> WeightUpdate | None:
-        """The open update, None if there is none."""
         return None if self._open is None else self._open.update
 
     @property
     def num_changes(self) -> int:
-        """Updates that ended here: while it grows, what was asked about the weights may be answered with old news."""
+        """Number of ended updates.
+
+        If it grows while an engine is asked about its weights, the answer may be outdated.
+        """
         return self._num_changes
 
     def joined(self) -> None:
-        """The endpoint holds version 0."""
+        """Note that the endpoint holds version 0."""
         self._take(Event.JOINED)
 
-    def expect(self, expected: Sequence[TensorSpec]) -> None:
-        """From now on only updates of these tensors are accepted."""
-        self._expected = tuple(expected)
-
     def found(self, version: int, run_id: str | None, *, torn: bool, session_id: str = "") -> None:
-        """Take over what an engine that others may change or restart says of its weights, while no update is open."""
+        """Adopt what an engine that others may change or restart says of its weights, unless an update is open."""
         if self._open is not None:
             return
         self._take(Event.FOUND_TORN if torn else Event.FOUND)
         if (version, run_id, session_id) != (self.version, self._run_id, self.session_id):
             self._served = UpdateRef(run_id=run_id or "checkpoint", version=version, session_id=session_id)
-            self._served_epoch = 0 if run_id is None else self._epochs.get(run_id, 0)
+            self._served_incarnation = 0 if run_id is None else self._incarnations.get(run_id, 0)
         self._run_id = run_id
         if not torn:
-            self._torn_names = None  # mended; what others tear from now on is not known here
+            self._torn_names = None  # mended; later tears by others are not known here
 
-    def fence(self, run_id: str, epoch: int) -> None:
-        """Raise `FencedError` for an incarnation of a run's trainer that was replaced; note who calls otherwise."""
-        highest = self._epochs.get(run_id, 0)
-        if epoch < highest:
+    def fence(self, run_id: str, incarnation: int) -> None:
+        """Raise `FencedError` if a later incarnation replaced this one; otherwise note the caller."""
+        highest = self._incarnations.get(run_id, 0)
+        if incarnation < highest:
             raise FencedError(
-                f"the trainer of run {run_id!r} was replaced: this call comes from its epoch {epoch}, epoch "
-                f"{highest} has taken over. Stop this trainer"
+                f"the trainer of run {run_id!r} was replaced: this call comes from its incarnation {incarnation}, "
+                f"but incarnation {highest} has taken over. Stop this trainer"
             )
         self._owner = run_id
-        self._epochs.pop(run_id, None)
-        self._epochs[run_id] = epoch  # at the end: the run that called last is forgotten last
-        if len(self._epochs) > _NUM_REMEMBERED:
-            del self._epochs[next(iter(self._epochs))]
+        self._incarnations.pop(run_id, None)
+        self._incarnations[run_id] = incarnation  # moved to the end: the latest caller is forgotten last
+        if len(self._incarnations) > _NUM_REMEMBERED:
+            del self._incarnations[next(iter(self._incarnations))]
 
     def group_formed(self, run_id: str) -> None:
-        """From now on only this run's updates are accepted. An open update must have been aborted before."""
+        """Accept only this run's updates from now on. The caller has aborted any open update."""
         self._owner = run_id
         self._group_run_id = run_id
 
     def group_lost(self) -> None:
-        """No update is accepted until a group is formed again."""
+        """Accept no update until a group is formed again."""
         self._group_run_id = None
 
     def request(self, update: WeightUpdate) -> OpenUpdate:
-        """Open an update. Raises `UpdateRefusedError`, and nothing has changed then."""
+        """Open an update. Raises `UpdateRefusedError`, and then changes nothing."""
         if update.run_id == self._group_run_id:
-            self.fence(update.run_id, update.epoch)
+            self.fence(update.run_id, update.incarnation)
         reason = self._reason_to_refuse(update)
         if reason is not None:
             raise UpdateRefusedError(f"update to version {update.version} refused: {reason}")
@@ -203,25 +200,25 @@ class UpdateSession:
         return self._open is not None and (self._open.is_receiving or self._open.num_received > 0)
 
     def is_open(self, ref: UpdateRef) -> bool:
-        """Return whether the open update is this named session: to request it is to repeat a request."""
+        """Return whether the open update is this named session, in which case requesting it again is a repeat."""
         return self._open is not None and bool(ref.session_id) and self._open.update.ref == ref
 
     def is_served(self, ref: UpdateRef) -> bool:
-        """Return whether this named session's weights are served: to commit it is to repeat a commit."""
+        """Return whether this named session's weights are served, in which case committing it again is a repeat."""
         return bool(ref.session_id) and ref == self._served and self._state is EndpointState.READY
 
     def has_bucket(self, transfer: BucketTransfer) -> bool:
-        """Return whether a bucket of a named session has arrived: to ask for it is to repeat a call."""
+        """Return whether this bucket of a named session has arrived, in which case asking for it again is a repeat."""
         opened = self._open if self.is_open(transfer.ref) else None
         return opened is not None and transfer.bucket_index < opened.num_received
 
     def is_receiving(self, transfer: BucketTransfer) -> bool:
-        """Return whether a bucket of a named session is arriving."""
+        """Return whether this bucket of a named session is arriving."""
         opened = self._open if self.is_open(transfer.ref) else None
         return opened is not None and opened.is_receiving and transfer.bucket_index == opened.num_received
 
     def begin_bucket(self, transfer: BucketTransfer) -> tuple[BucketSpec, Sequence[TensorSpec]]:
-        """Return a bucket that begins to arrive, and its tensors. Buckets come in order, each once."""
+        """Return the bucket that begins to arrive, and its tensors. Buckets come in order, each once."""
         opened = self._require_open(transfer.ref)
         update = opened.update
         if transfer.encoding not in ("raw", *update.encodings):
@@ -233,7 +230,7 @@ class UpdateSession:
         if transfer.bucket_index != opened.num_received:
             raise UpdateRefusedError(
                 f"bucket {transfer.bucket_index} was offered, "
-                f"bucket {opened.num_received} of {len(update.buckets)} is next"
+                f"but bucket {opened.num_received} of {len(update.buckets)} is next"
             )
         if transfer.bucket_index >= len(update.buckets):
             raise UpdateRefusedError(f"all {len(update.buckets)} buckets were received already")
@@ -243,7 +240,7 @@ class UpdateSession:
         return bucket, update.manifest.tensors[bucket.start : bucket.stop]
 
     def bucket_received(self) -> None:
-        """The bucket last begun has arrived whole."""
+        """Note that the last begun bucket has arrived whole."""
         assert self._open is not None
         assert self._open.is_receiving
         self._open.is_receiving = False
@@ -257,38 +254,38 @@ class UpdateSession:
         if opened.num_received != len(opened.update.buckets):
             raise UpdateRefusedError(
                 f"version {ref.version} cannot be committed: "
-                f"{opened.num_received} of {len(opened.update.buckets)} buckets arrived"
+                f"only {opened.num_received} of {len(opened.update.buckets)} buckets have arrived"
             )
         return opened
 
-    def hold(self, ref: UpdateRef) -> None:
-        """Note that sampling is being held for a staged update, all of which has arrived."""
+    def pause(self, ref: UpdateRef) -> None:
+        """Note that sampling is being paused for a staged update that has arrived completely."""
         self.require_complete(ref)
-        self._take(Event.HOLD, f"version {ref.version} is being committed already")
+        self._take(Event.PAUSE, f"version {ref.version} is being committed already")
 
     def begin_apply(self, ref: UpdateRef) -> None:
         """Note that the update is being applied: from here on a failure poisons.
 
-        Raises if it is not open or not complete. Once it returned, `committed` or `abort` says how applying ended.
+        Raises if the update is not open or not complete. Afterwards the owner calls `committed` or `abort`.
         """
         opened = self.require_complete(ref)
-        self._take(Event.APPLY, f"version {ref.version} cannot be applied: sampling is not held")
+        self._take(Event.APPLY, f"version {ref.version} cannot be applied: sampling is not paused")
         opened.is_applying = True
 
     def committed(self) -> None:
-        """Every tensor was applied: the open update is what is served."""
+        """Note that every tensor was applied: the open update is now served."""
         assert self._open is not None
         assert self._open.is_applying
         self._take(Event.COMMITTED)
         opened = self._end()
-        self._served, self._served_epoch = opened.update.ref, opened.update.epoch
+        self._served, self._served_incarnation = opened.update.ref, opened.update.incarnation
         self._run_id = opened.update.run_id
         self._torn_names = None
 
     def abort(self, *, torn: bool = False) -> None:
-        """End the open update, if any: the old weights are whole if no byte was applied, torn otherwise.
+        """End the open update, if any. The old weights are whole if no byte was applied, torn otherwise.
 
-        ``torn`` says that bytes were applied before `begin_apply`, by an engine that applies them as they arrive.
+        ``torn`` says that an engine which applies bytes as they arrive did so before `begin_apply`.
         """
         if self._open is None:
             self._num_changes += 1
@@ -300,19 +297,19 @@ class UpdateSession:
             self._torn_names = frozenset(changed_names(opened.update.manifest)) | (self._torn_names or frozenset())
 
     def never(self, ref: UpdateRef) -> None:
-        """From now on a request of this named session is refused: it was aborted, and a late one would open it."""
+        """Refuse any request of this named session from now on: it was aborted, and a late request would reopen it."""
         if ref.session_id:
             self._over.append(ref)
 
     @property
     def is_torn(self) -> bool:
-        """Whether there are no whole weights: an update failed while it was applied, and none has made up for it."""
+        """Whether there are no whole weights: an update failed while being applied, and none has replaced it since."""
         return self._state is EndpointState.POISONED or (self._open is not None and self._open.was_torn)
 
     def refuse_if_poisoned(self) -> None:
-        """Raise `PoisonedError` if there are no whole weights to sample from, now or when the hold ends.
+        """Raise `PoisonedError` if there are no whole weights to sample from, now or when the pause ends.
 
-        While an update is applied to whole weights nothing is wrong yet: a request that comes then waits.
+        Applying an update to whole weights does not count: a request that arrives meanwhile waits.
         """
         if self.is_torn:
             raise PoisonedError(
@@ -321,7 +318,7 @@ class UpdateSession:
             )
 
     def _take(self, event: Event, refusal: str | None = None) -> None:
-        """Change the state as the table says, or raise: ``refusal`` is for events that a caller can have come early."""
+        """Change the state as the table says, or raise; ``refusal`` is for events that a caller may send too early."""
         after = TRANSITIONS.get((self._state, event))
         if after is None and refusal is not None:
             raise UpdateRefusedError(refusal)
@@ -330,7 +327,6 @@ class UpdateSession:
         self._state = after
 
     def _end(self) -> OpenUpdate:
-        """Drop the open update and return it."""
         opened, self._open = self._open, None
         assert opened is not None
         opened.is_over = True
@@ -360,18 +356,18 @@ class UpdateSession:
         if self._group_run_id is None:
             return "no weight group is formed; call init_process_group first"
         if update.run_id != self._group_run_id:
-            return f"run {update.run_id!r} does not own the weight group, run {self._group_run_id!r} does"
-        is_older = (update.epoch, update.version) < (self._served_epoch, self.version)
+            return f"run {update.run_id!r} does not own the weight group; run {self._group_run_id!r} does"
+        is_older = (update.incarnation, update.version) < (self._served_incarnation, self.version)
         if self._run_id == update.run_id and is_older:
             return f"version {self.version} of this run is served already"
-        if self.is_torn and update.manifest.adapter is not None:
-            return "weights are torn, and an adapter needs whole ones as its base; send all of them"
+        if self.is_torn and update.manifest.lora is not None:
+            return "weights are torn, and a LoRA needs whole weights as its base; send all of them"
         if self.is_torn and not self._makes_whole(update):
-            return "weights are torn, and it leaves out tensors that the failed update had changed; send all of them"
+            return "weights are torn, and it leaves out tensors that the failed update changed; send all weights"
         return None if self._expected is None else manifest_difference(self._expected, update.manifest)
 
     def _makes_whole(self, update: WeightUpdate) -> bool:
-        """Return whether an update that leaves tensors out replaces everything that may be torn."""
+        """Return whether an update that may leave tensors out replaces every tensor that may be torn."""
         if not update.manifest.frozen:
             return True
         sent = {tensor.name for tensor in update.manifest.tensors}
@@ -379,9 +375,9 @@ class UpdateSession:
 
 
 def refuse_stray(bucket: WeightBucket, ref: UpdateRef | None) -> None:
-    """Raise `TransferError` if a bucket belongs to another update than the one that is being sent.
+    """Raise `TransferError` if a bucket belongs to another update than the one being sent.
 
-    A call that was left behind by the update before may come that late, and the group is another one by then.
+    An abandoned call of the update before may arrive this late, when the group is already another one.
     """
     if bucket.ref is not None and bucket.ref != ref:
         raise TransferError(
@@ -391,6 +387,6 @@ def refuse_stray(bucket: WeightBucket, ref: UpdateRef | None) -> None:
 
 
 def transfer_failed(cause: BaseException, what: str) -> TransferError:
-    """Return the `TransferError` for a lower error."""
+    """Return the `TransferError` for a lower-level error."""
     text = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
     return TransferError(f"{what} failed: {text}")

@@ -1,7 +1,7 @@
-"""What has arrived of one update, beside the model: received, compared, decoded, and ready to be loaded.
+"""What has arrived of one update, held beside the model: received, compared, decoded, and ready to load.
 
-Weights that are kept after the commit are the base of the next delta, which is patched into them in place and taken
-out again if the update does not come to its commit. Knows nothing of endpoints and sessions.
+Weights kept after the commit are the base of the next delta. The delta is patched into them in place, and taken out
+again if its update is not committed. Knows nothing of endpoints and sessions.
 """
 
 from __future__ import annotations
@@ -14,16 +14,14 @@ import torch
 
 from inflight.contracts import ReceivesAhead, WeightReceiver
 from inflight.errors import TransferError, UpdateRefusedError
-from inflight.weights.checksums import checksum
 from inflight.weights.delta import Patch, decode_delta, element_runs
-from inflight.weights.encoding import decode
-from inflight.weights.packing import unpack
+from inflight.weights.packing import checksum, decode, unpack
 from inflight.wire import BucketSpec, BucketTransfer, TensorSpec, UpdateRef, WeightUpdate
 
 
 @dataclass(slots=True)
 class KeptWeights:
-    """The bytes of every bucket of an update that was committed; bucket i of the same plan is ``flats[i]``."""
+    """The bytes of every bucket of a committed update; bucket i of the same plan is ``flats[i]``."""
 
     ref: UpdateRef
     buckets: tuple[BucketSpec, ...]
@@ -32,7 +30,7 @@ class KeptWeights:
 
 
 class Staging:
-    """One update as it arrives. ``kept`` is what may be its base; it is changed while the update is open."""
+    """One update as it arrives. ``kept`` is its possible base, and changes while the update is open."""
 
     def __init__(self, update: WeightUpdate, kept: KeptWeights | None) -> None:
         self._update = update
@@ -40,7 +38,7 @@ class Staging:
         same_plan = kept is not None and (update.buckets, update.manifest.tensors) == (kept.buckets, kept.tensors)
         if is_base and not same_plan:
             raise UpdateRefusedError(
-                f"version {update.version} is cut into other buckets than its base was; send all of it"
+                f"version {update.version} is split into different buckets than its base; send all weights"
             )
         self._base = kept if is_base else None
         self._flats: list[torch.Tensor] = []
@@ -51,45 +49,47 @@ class Staging:
     def receive(
         self, receiver: WeightReceiver, transfer: BucketTransfer, bucket: BucketSpec, tensors: Sequence[TensorSpec]
     ) -> None:
-        """Receive one bucket, compare it and decode it; blocks. Raises `TransferError`, and nothing of it is staged."""
+        """Receive, compare and decode one bucket; blocks. Raises `TransferError`, and then stages nothing of it."""
         size_bytes = bucket.size_bytes if transfer.size_bytes is None else transfer.size_bytes
         if transfer.encoding == "raw" and size_bytes != bucket.size_bytes:
-            raise TransferError(f"bucket {bucket.index} has {bucket.size_bytes} bytes, {size_bytes} were announced")
+            raise TransferError(f"bucket {bucket.index} has {bucket.size_bytes} bytes, but {size_bytes} were announced")
         if size_bytes > bucket.size_bytes:
-            raise TransferError(f"bucket {bucket.index} would travel as {size_bytes} bytes, more than its own")
+            raise TransferError(
+                f"bucket {bucket.index} would travel as {size_bytes} bytes, more than its {bucket.size_bytes}"
+            )
         (payload,) = receiver.receive((payload_spec(size_bytes),), transfer.timeout_s)
         self._receive_ahead(receiver, bucket.index + 1, transfer.timeout_s)
         if transfer.checksum is not None and (found := checksum(payload)) != transfer.checksum:
             raise TransferError(
-                f"bucket {bucket.index} was damaged on its way: its XXH3-128 is {found}, {transfer.checksum} was "
-                "announced; nothing of it was loaded"
+                f"bucket {bucket.index} was damaged on its way: its XXH3-128 is {found}, but {transfer.checksum} was "
+                "announced; none of it was loaded"
             )
         with self._lock:
-            if self._is_dropped:  # given up meanwhile: its base may be another update's already
+            if self._is_dropped:  # given up meanwhile: another update may use its base already
                 raise TransferError("the update ended meanwhile")
             self._flats.append(self._decoded(transfer, bucket, tensors, payload))
 
     def _receive_ahead(self, receiver: WeightReceiver, index: int, timeout_s: float) -> None:
-        """Have the next bucket travel while this one is compared, where its size is known before it is announced."""
+        """Let the next bucket travel while this one is compared, if its size is known before it is announced."""
         update = self._update
         if not isinstance(receiver, ReceivesAhead) or update.encodings or index == len(update.buckets):
             return
-        # Until the lease ends the publisher may take its time to go on.
+        # The publisher may take until the lease ends to go on.
         receiver.receive_ahead((payload_spec(update.buckets[index].size_bytes),), update.lease_s + timeout_s)
 
     def _decoded(
         self, transfer: BucketTransfer, bucket: BucketSpec, tensors: Sequence[TensorSpec], payload: torch.Tensor
     ) -> torch.Tensor:
         if transfer.encoding == "delta":
-            assert self._base is not None  # the session refuses encodings that were not announced
+            assert self._base is not None  # the session refuses unannounced encodings
             flat = self._base.flats[bucket.index]
             self._undos.append((flat, decode_delta(payload.cpu(), element_runs(tensors)).write(flat)))
             return flat
         flat = decode(transfer.encoding, payload, tensors)
         if self._update.keep and flat.is_cuda:
-            return flat.cpu()  # where deltas are patched in
+            return flat.cpu()  # deltas are patched in on the CPU
         if self._update.keep and flat.data_ptr() == payload.data_ptr():
-            return flat.clone()  # the transport takes its memory back
+            return flat.clone()  # the transport reclaims its memory
         return flat
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
@@ -114,7 +114,7 @@ class Staging:
         return KeptWeights(self._update.ref, self._update.buckets, self._update.manifest.tensors, self._flats)
 
     def drop(self) -> None:
-        """Forget what arrived; the base is as it was before."""
+        """Forget what arrived, and restore the base."""
         with self._lock:
             self._is_dropped = True
             self._flats = []
@@ -124,5 +124,5 @@ class Staging:
 
 
 def payload_spec(size_bytes: int) -> TensorSpec:
-    """Return how the bytes of a whole bucket travel."""
+    """Return the spec of a whole bucket's bytes."""
     return TensorSpec(name="payload", dtype="uint8", shape=(size_bytes,))

@@ -1,4 +1,4 @@
-"""Storing: gather from the workers and store each version, without waiting for anybody; servers come for it.
+"""Storing: gather from the workers and store each version, without waiting for any server; servers fetch it.
 
 This module knows the Protocols only, no engine and no trainer; `inflight.weights.following` is the other side.
 """
@@ -14,15 +14,18 @@ from inflight.contracts import WeightSender, WeightSource
 from inflight.errors import ConfigError, DeadlineError
 from inflight.types import WeightBucket
 from inflight.weights.buckets import DEFAULT_BUCKET_BYTES, plan_buckets
-from inflight.weights.encoding import Rounding
-from inflight.weights.outgoing import announcement, as_announced, outgoing_bucket
-from inflight.weights.transports.files import latest, read_manifest
-from inflight.wire import TransportSpec, UpdateRef, WeightUpdate
+from inflight.weights.outgoing import announcement, as_announced, exhaust, outgoing_bucket
+from inflight.weights.packing import Rounding
+from inflight.weights.transports.files import FileReceiver
+from inflight.wire import DirectorySpec, TransportSpec, UpdateRef, WeightUpdate
+
+_READ_S = 60.0
+"""How long a file system may take to say what is stored."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreReport:
-    """What was stored, and what it cost; ``spec`` is where servers find it."""
+    """What was stored, and what it cost. Servers find it at ``spec``."""
 
     ref: UpdateRef
     spec: TransportSpec
@@ -34,47 +37,50 @@ class StoreReport:
 
 def store_weights(
     worker: WeightSource,
-    sender: WeightSender | None,
+    sender: WeightSender,
     *,
     run_id: str,
-    epoch: int = 1,
+    incarnation: int = 1,
     encoding: Rounding = "raw",
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     deadline_s: float = 60.0,
-) -> StoreReport | None:
-    """Store the worker's present weights as the newest version of the run; returns what was stored.
+) -> StoreReport:
+    """Store the worker's present weights as the newest version of the run; return what was stored.
 
-    Every rank calls it: rank 0 with a `FileSender` or `PullSender`, the others with None, which gather and return None.
-    Nobody is waited for: servers take the newest version when they are ready, see `inflight.weights.following`.
-    ``epoch`` tells the incarnations of a run's trainer apart, one more than `newest_epoch`.
+    Rank 0 calls it, with a `FileSender` or `PullSender`, while every other rank calls `gather_only`. It waits for no
+    server: servers take the newest version when they are ready, see `inflight.weights.following`. ``incarnation``
+    counts the times a run's trainer was started: one more than `newest_incarnation`.
 
-    Raises `TransferError` or `DeadlineError` if it cannot be stored in time; the version of before is the newest then.
-    Whatever is raised, the collective gather was completed on every rank.
+    Raises `TransferError` or `DeadlineError` if the version cannot be stored in time; the version before then stays the
+    newest. Whatever is raised, the collective gather was completed on every rank.
     """
     gathered = worker.gather_weights(plan_buckets(worker.parameter_specs(), bucket_bytes))
     try:
         if worker.rank != 0:
-            return None
-        if sender is None or sender.is_collective:
-            raise ConfigError("store_weights needs a sender that stores on rank 0: make_sender('file' or 'http')")
+            raise ConfigError(f"store_weights is for rank 0; rank {worker.rank} calls gather_only(worker)")
+        if sender.is_collective:
+            raise ConfigError(
+                "store_weights needs a sender that stores weights: make_sender('file') or make_sender('http')"
+            )
         update = announcement(
             worker,
             run_id=run_id,
-            epoch=epoch,
+            incarnation=incarnation,
             bucket_bytes=bucket_bytes,
             deadline_s=deadline_s,
-            encodings=() if encoding == "raw" else (encoding,),
+            encoding=encoding,
         )
         return _store(as_announced(gathered, update), sender, update, encoding, deadline_s)
     finally:
-        for _ in gathered:
-            pass
+        exhaust(gathered)
 
 
-def newest_epoch(directory: Path, run_id: str) -> int:
-    """Return the epoch of the newest version that is stored of a run in a directory; 0 if none is."""
-    ref = latest(directory, run_id)
-    return 0 if ref is None else read_manifest(directory, ref).update.epoch
+def newest_incarnation(directory: Path, run_id: str) -> int:
+    """Return the incarnation of a run's newest stored version in a directory; 0 if there is none."""
+    spec = DirectorySpec(run_id=run_id, transport="file", directory=str(directory.absolute()), timeout_s=_READ_S)
+    receiver = FileReceiver(spec)
+    ref = receiver.latest(_READ_S)
+    return 0 if ref is None else receiver.read_manifest(ref, _READ_S).update.incarnation
 
 
 def _store(
@@ -101,5 +107,5 @@ def _store(
         is_done = True
     finally:
         sender.end(is_done=is_done)
-    spec = spec.model_copy(update={"epoch": update.epoch})
+    spec = spec.model_copy(update={"incarnation": update.incarnation})
     return StoreReport(update.ref, spec, update.manifest.size_bytes, stored_bytes, gather_s, store_s)

@@ -181,7 +181,7 @@ def without_the_token(endpoint: LocalEndpoint) -> LocalEndpoint:
     faulty: Any = endpoint
 
     async def join(spec: TransportSpec) -> None:
-        if spec.backend == "http":
+        if spec.transport == "http":
             spec = spec.model_copy(update={"token": "none"})
         await LocalEndpoint.init_process_group(endpoint, spec)
 

@@ -88,7 +88,7 @@ def keeping_chunks(endpoint: LocalEndpoint) -> LocalEndpoint:
 
     def read(sequence: Any) -> None:
         ids = sequence.request.prompt_token_ids[: len(sequence.request.prompt_token_ids) // 2]
-        slot = engine._store.open(len(ids))
+        slot = engine._store.open(len(ids), len(ids) + 1)
         plan = StepPlan(engine._store, [slot], [len(ids)], engine._device)
         decoding = plan.decoding_slots
         assert not decoding

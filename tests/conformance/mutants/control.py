@@ -1,4 +1,4 @@
-"""Faults of holds and of the state machine."""
+"""Faults of pauses and of the state machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from inflight.wire import (
     WeightVersion,
 )
 from tests.conformance.mutants.mutant import Mutant
-from tests.conformance.mutants.patches import announcing, holding
+from tests.conformance.mutants.patches import announcing, pausing
 
 
 async def end_what_is_open(endpoint: LocalEndpoint, run_id: str) -> None:
@@ -30,7 +30,7 @@ async def end_what_is_open(endpoint: LocalEndpoint, run_id: str) -> None:
         await LocalEndpoint.abort_weight_update(endpoint, ref)
 
 
-def hangs_on_a_hold(endpoint: LocalEndpoint) -> LocalEndpoint:
+def hangs_on_a_pause(endpoint: LocalEndpoint) -> LocalEndpoint:
     faulty: Any = endpoint
 
     async def request(update: WeightUpdate) -> None:
@@ -42,28 +42,28 @@ def hangs_on_a_hold(endpoint: LocalEndpoint) -> LocalEndpoint:
     return endpoint
 
 
-def stops_late(engine: Any, hold: Callable[..., None], policy: InFlightPolicy, on_held: Callable[[], None]) -> None:
+def stops_late(engine: Any, pause: Callable[..., None], policy: InFlightPolicy, on_paused: Callable[[], None]) -> None:
     if policy is not InFlightPolicy.RECOMPUTE:
-        return hold(policy, on_held)
-    threading.Timer(0.7, lambda: engine.call(lambda: hold(policy, lambda: None))).start()
-    return on_held()
+        return pause(policy, on_paused)
+    threading.Timer(0.7, lambda: engine.call(lambda: pause(policy, lambda: None))).start()
+    return on_paused()
 
 
-def never_stops(engine: Any, hold: Callable[..., None], policy: InFlightPolicy, on_held: Callable[[], None]) -> None:
-    return on_held() if policy is InFlightPolicy.KEEP else hold(policy, on_held)
+def never_stops(engine: Any, pause: Callable[..., None], policy: InFlightPolicy, on_paused: Callable[[], None]) -> None:
+    return on_paused() if policy is InFlightPolicy.KEEP else pause(policy, on_paused)
 
 
 def drains_behind_its_back(
-    engine: Any, hold: Callable[..., None], policy: InFlightPolicy, on_held: Callable[[], None]
+    engine: Any, pause: Callable[..., None], policy: InFlightPolicy, on_paused: Callable[[], None]
 ) -> None:
     if policy is not InFlightPolicy.DRAIN:
-        return hold(policy, on_held)
-    hold(policy, lambda: None)
-    return on_held()
+        return pause(policy, on_paused)
+    pause(policy, lambda: None)
+    return on_paused()
 
 
-def holds_as(taken: InFlightPolicy, instead: InFlightPolicy) -> Callable[..., None]:
-    return lambda engine, hold, policy, on_held: hold(instead if policy is taken else policy, on_held)
+def pauses_as(taken: InFlightPolicy, instead: InFlightPolicy) -> Callable[..., None]:
+    return lambda engine, pause, policy, on_paused: pause(instead if policy is taken else policy, on_paused)
 
 
 def refuses_newcomers(endpoint: LocalEndpoint) -> LocalEndpoint:
@@ -78,7 +78,7 @@ def refuses_newcomers(endpoint: LocalEndpoint) -> LocalEndpoint:
     return endpoint
 
 
-def accepts_a_second_hold(endpoint: LocalEndpoint) -> LocalEndpoint:
+def accepts_a_second_pause(endpoint: LocalEndpoint) -> LocalEndpoint:
     faulty: Any = endpoint
 
     async def request(update: WeightUpdate) -> None:
@@ -150,7 +150,7 @@ def aborts_whatever_is_open(endpoint: LocalEndpoint) -> LocalEndpoint:
     return endpoint
 
 
-def lease_from_the_hold_on(endpoint: LocalEndpoint) -> LocalEndpoint:
+def lease_from_the_pause_on(endpoint: LocalEndpoint) -> LocalEndpoint:
     faulty: Any = endpoint
     leases = []
 
@@ -179,39 +179,39 @@ def answers_before_the_switch(endpoint: LocalEndpoint) -> LocalEndpoint:
     return endpoint
 
 
-def says_held_to_the_end(endpoint: LocalEndpoint) -> LocalEndpoint:
+def says_paused_to_the_end(endpoint: LocalEndpoint) -> LocalEndpoint:
     faulty: Any = endpoint
 
     async def weight_version() -> WeightVersion:
         version = await LocalEndpoint.weight_version(endpoint)
         is_updating = version.state is EndpointState.UPDATING
-        return version.model_copy(update={"state": EndpointState.HELD}) if is_updating else version
+        return version.model_copy(update={"state": EndpointState.PAUSED}) if is_updating else version
 
     faulty.weight_version = weight_version
     return endpoint
 
 
 MUTANTS = (
-    Mutant("hang on hold", "E-30", "request_weight_update under keep never returns.", hangs_on_a_hold),
+    Mutant("hang on pause", "E-30", "request_weight_update under keep never returns.", hangs_on_a_pause),
     Mutant(
-        "sampling goes on after hold",
+        "sampling goes on after pause",
         "E-30",
-        "A hold by keep is acknowledged, and sampling goes on.",
-        holding(never_stops),
+        "A pause by keep is acknowledged, and sampling goes on.",
+        pausing(never_stops),
     ),
-    Mutant("stops late", "E-31", "A hold by recompute stops sampling 0.7 s after its answer.", holding(stops_late)),
+    Mutant("stops late", "E-31", "A pause by recompute stops sampling 0.7 s after its answer.", pausing(stops_late)),
     Mutant(
-        "held requests aborted under keep",
+        "paused requests aborted under keep",
         "E-32",
-        "A hold by keep ends running requests.",
-        holding(holds_as(InFlightPolicy.KEEP, InFlightPolicy.ABORT)),
+        "A pause by keep ends running requests.",
+        pausing(pauses_as(InFlightPolicy.KEEP, InFlightPolicy.ABORT)),
     ),
-    Mutant("newcomers refused", "E-33", "Requests that come during a hold are refused.", refuses_newcomers),
+    Mutant("newcomers refused", "E-33", "Requests that come during a pause are refused.", refuses_newcomers),
     Mutant(
         "drain acknowledged early",
         "E-34",
         "A drain is acknowledged while requests still run.",
-        holding(drains_behind_its_back),
+        pausing(drains_behind_its_back),
     ),
     Mutant(
         "drain without a deadline",
@@ -222,17 +222,17 @@ MUTANTS = (
     Mutant(
         "abort that pauses",
         "E-36",
-        "A hold by abort pauses running requests.",
-        holding(holds_as(InFlightPolicy.ABORT, InFlightPolicy.KEEP)),
+        "A pause by abort pauses running requests.",
+        pausing(pauses_as(InFlightPolicy.ABORT, InFlightPolicy.KEEP)),
     ),
-    Mutant("double hold accepted", "E-37", "A second update takes the place of the open one.", accepts_a_second_hold),
+    Mutant("double pause accepted", "E-37", "A second update takes the place of the open one.", accepts_a_second_pause),
     Mutant("commit of nothing", "E-38", "A commit without an update answers what is served.", commits_nothing),
     Mutant("early commit ends the update", "E-39", "A refused commit ends the update.", ended_by_an_early_commit),
     Mutant("stale version accepted", "E-40", "A version below the served one is accepted.", accepts_stale_versions),
     Mutant("foreign run accepted", "E-41", "Any run may use a group that another run formed.", accepts_any_run),
     Mutant("abort of whatever is open", "E-42", "An abort looks at no version.", aborts_whatever_is_open),
-    Mutant("no lease", "E-43", "A hold lasts until it is ended.", announcing(lambda update: {"lease_s": 3600.0})),
-    Mutant("lease never renewed", "E-43", "A lease runs from the hold on, whatever comes.", lease_from_the_hold_on),
+    Mutant("no lease", "E-43", "A pause lasts until it is ended.", announcing(lambda update: {"lease_s": 3600.0})),
+    Mutant("lease never renewed", "E-43", "A lease runs from the pause on, whatever comes.", lease_from_the_pause_on),
     Mutant("answer before the switch", "E-44", "A commit answers what was served before.", answers_before_the_switch),
-    Mutant("held to the end", "E-44", "The state stays held while buckets arrive.", says_held_to_the_end),
+    Mutant("paused to the end", "E-44", "The state stays paused while buckets arrive.", says_paused_to_the_end),
 )

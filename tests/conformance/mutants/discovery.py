@@ -43,7 +43,7 @@ def takes_every_transport(endpoint: LocalEndpoint) -> LocalEndpoint:
     join = endpoint.init_process_group
 
     async def faulty(spec: ProcessGroupSpec) -> None:
-        if spec.backend != "nccl":
+        if spec.transport != "nccl":
             await join(spec)
 
     endpoint.init_process_group = faulty

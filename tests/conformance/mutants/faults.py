@@ -28,7 +28,7 @@ from inflight.wire import (
 )
 from tests.conformance.mutants.control import end_what_is_open
 from tests.conformance.mutants.mutant import Mutant
-from tests.conformance.mutants.patches import holding
+from tests.conformance.mutants.patches import pausing
 
 
 def joins_for_ever(endpoint: LocalEndpoint) -> LocalEndpoint:
@@ -142,8 +142,8 @@ def commits_during_a_drain(endpoint: LocalEndpoint) -> LocalEndpoint:
 
     async def commit(ref: UpdateRef) -> WeightVersion:
         opened = faulty._updates._open
-        if opened is not None and opened.holding is not None and not opened.holding.done():
-            opened.holding = None
+        if opened is not None and opened.pausing is not None and not opened.pausing.done():
+            opened.pausing = None
         return await LocalEndpoint.commit_weight_update(endpoint, ref)
 
     faulty.commit_weight_update = commit
@@ -232,12 +232,12 @@ def outlives_its_launcher(endpoint: LocalEndpoint) -> LocalEndpoint:
 
 
 def acknowledged_under_load(
-    engine: Any, hold: Callable[..., None], policy: InFlightPolicy, on_held: Callable[[], None]
+    engine: Any, pause: Callable[..., None], policy: InFlightPolicy, on_paused: Callable[[], None]
 ) -> None:
     if len(engine._running) <= 4:
-        return hold(policy, on_held)
-    threading.Timer(0.5, lambda: engine.call(lambda: hold(policy, lambda: None))).start()
-    return on_held()
+        return pause(policy, on_paused)
+    threading.Timer(0.5, lambda: engine.call(lambda: pause(policy, lambda: None))).start()
+    return on_paused()
 
 
 def looks_and_then_takes(endpoint: LocalEndpoint) -> LocalEndpoint:
@@ -266,21 +266,21 @@ def answers_what_it_saw_first(endpoint: LocalEndpoint) -> LocalEndpoint:
     return endpoint
 
 
-def tires_of_holds(endpoint: LocalEndpoint) -> LocalEndpoint:
-    num_holds = 0
+def tires_of_pauses(endpoint: LocalEndpoint) -> LocalEndpoint:
+    num_pauses = 0
 
-    def hold_once_more(engine: Any, hold: Callable[..., None], policy: InFlightPolicy, on_held: Any) -> None:
-        nonlocal num_holds
-        num_holds += 1
-        hold(InFlightPolicy.ABORT if num_holds > 12 else policy, on_held)
+    def pause_once_more(engine: Any, pause: Callable[..., None], policy: InFlightPolicy, on_paused: Any) -> None:
+        nonlocal num_pauses
+        num_pauses += 1
+        pause(InFlightPolicy.ABORT if num_pauses > 12 else policy, on_paused)
 
-    return holding(hold_once_more)(endpoint)
+    return pausing(pause_once_more)(endpoint)
 
 
-def deaf_while_held(endpoint: LocalEndpoint) -> LocalEndpoint:
+def deaf_while_paused(endpoint: LocalEndpoint) -> LocalEndpoint:
     engine: Any = endpoint._engine
     cancel = engine.cancel
-    engine.cancel = lambda request: None if engine._held_since is not None else cancel(request)
+    engine.cancel = lambda request: None if engine._paused_since is not None else cancel(request)
     return endpoint
 
 
@@ -312,7 +312,7 @@ def poisoned_in_name_only(endpoint: LocalEndpoint) -> LocalEndpoint:
 
     async def give_up() -> None:
         await LocalEndpoint.give_up(endpoint)
-        await LocalEndpoint.release(endpoint)
+        await LocalEndpoint.resume(endpoint)
 
     faulty._updates.session.refuse_if_poisoned = lambda: None
     faulty.give_up = give_up
@@ -339,7 +339,7 @@ MUTANTS = (
     Mutant(
         "lease lost with the store",
         "U-42",
-        "A hold is not released once the group's store is gone.",
+        "A pause is not ended once the group's store is gone.",
         with_a_lease_that(store_is_there),
     ),
     Mutant("waits for the dead", "U-43", "A sender that died is waited for.", waits_for_the_dead),
@@ -350,7 +350,7 @@ MUTANTS = (
         "bucket twice", "U-45", "A bucket that was asked for already is acknowledged again.", accepts_a_bucket_twice
     ),
     Mutant("buckets in any order", "U-46", "A bucket that is not next is acknowledged.", accepts_buckets_in_any_order),
-    Mutant("commit during a drain", "U-46", "A commit does not wait for the hold.", commits_during_a_drain),
+    Mutant("commit during a drain", "U-46", "A commit does not wait for the pause.", commits_during_a_drain),
     Mutant("no group during an update", "U-47", "No group can be formed while an update is open.", refuses_a_group),
     Mutant(
         "resume after a torn load",
@@ -359,7 +359,7 @@ MUTANTS = (
         applies_as_they_arrive,
     ),
     Mutant("abort after the receive", "U-49", "An abort waits for a pending bucket.", aborts_after_the_receive),
-    Mutant("hold for nobody", "U-50", "A drain whose caller has gone holds for ever.", drains_for_nobody),
+    Mutant("pause for nobody", "U-50", "A drain whose caller has gone holds for ever.", drains_for_nobody),
     Mutant(
         "outlives its launcher",
         "U-51",
@@ -377,13 +377,13 @@ MUTANTS = (
     Mutant(
         "early under load",
         "U-53",
-        "A hold is acknowledged half a second early while many requests run.",
-        holding(acknowledged_under_load),
+        "A pause is acknowledged half a second early while many requests run.",
+        pausing(acknowledged_under_load),
     ),
     Mutant("check, then act", "U-54", "Two updates that look for an open one see none.", looks_and_then_takes),
     Mutant("answer of before", "U-55", "An abort answers the version it saw first.", answers_what_it_saw_first),
-    Mutant("tired of holds", "U-56", "The thirteenth hold ends running requests.", tires_of_holds),
-    Mutant("deaf while held", "U-57", "Requests cannot be cancelled during a hold.", deaf_while_held),
+    Mutant("tired of pauses", "U-56", "The thirteenth pause ends running requests.", tires_of_pauses),
+    Mutant("deaf while paused", "U-57", "Requests cannot be cancelled during a pause.", deaf_while_paused),
     Mutant("one count for all runs", "U-58", "Versions are compared across runs.", compares_versions_of_any_run),
     Mutant("gives up nothing", "U-37", "When an apply fails, running requests are left waiting.", gives_up_nothing),
     Mutant(

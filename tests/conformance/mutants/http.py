@@ -69,12 +69,12 @@ async def refuses_barely(request: Any, error: Any) -> Response:
     return PlainTextResponse("Not Found", error.status_code)
 
 
-def ill_while_held() -> Callable[..., Response]:
+def ill_while_paused() -> Callable[..., Response]:
     to_json: Callable[..., Response] = SERVER._json
 
     def faulty(model: Any, status: int = 200) -> Response:
-        is_held = isinstance(model, Health) and model.state is EndpointState.HELD
-        return to_json(model, 503 if is_held else status)
+        is_paused = isinstance(model, Health) and model.state is EndpointState.PAUSED
+        return to_json(model, 503 if is_paused else status)
 
     return faulty
 
@@ -120,10 +120,10 @@ MUTANTS = (
         over_http=True,
     ),
     Mutant(
-        "ill while held",
+        "ill while paused",
         "E-56",
-        "/health answers 503 during a hold.",
-        serving_with(_json=ill_while_held()),
+        "/health answers 503 during a pause.",
+        serving_with(_json=ill_while_paused()),
         over_http=True,
     ),
 )

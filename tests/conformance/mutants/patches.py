@@ -108,13 +108,13 @@ def numbering(
     return infect
 
 
-def holding(hold: Callable[..., None]) -> Callable[[LocalEndpoint], LocalEndpoint]:
-    """Another way to hold: ``hold`` takes the engine, its own hold, the policy, and whom to tell."""
+def pausing(pause: Callable[..., None]) -> Callable[[LocalEndpoint], LocalEndpoint]:
+    """Another way to pause: ``pause`` takes the engine, its own pause, the policy, and whom to tell."""
 
     def infect(endpoint: LocalEndpoint) -> LocalEndpoint:
         engine: Any = endpoint._engine
-        own = engine.hold
-        engine.hold = lambda policy, on_held: hold(engine, own, policy, on_held)
+        own = engine.pause
+        engine.pause = lambda policy, on_paused: pause(engine, own, policy, on_paused)
         return endpoint
 
     return infect

@@ -15,13 +15,13 @@ from tests.conformance.mutants.mutant import Mutant
 from tests.conformance.mutants.patches import announcing
 
 
-def says_held_while_staging(endpoint: LocalEndpoint) -> LocalEndpoint:
+def says_paused_while_staging(endpoint: LocalEndpoint) -> LocalEndpoint:
     faulty: Any = endpoint
 
     async def request(update: WeightUpdate) -> None:
         await LocalEndpoint.request_weight_update(endpoint, update)
         if update.staged:
-            await faulty._in_engine(lambda: faulty._engine.hold(InFlightPolicy.KEEP, lambda: None))
+            await faulty._in_engine(lambda: faulty._engine.pause(InFlightPolicy.KEEP, lambda: None))
 
     faulty.request_weight_update = request
     return endpoint
@@ -75,11 +75,11 @@ def tells_sessions_by_version(endpoint: LocalEndpoint) -> LocalEndpoint:
     return endpoint
 
 
-def any_epoch(endpoint: LocalEndpoint) -> LocalEndpoint:
+def any_incarnation(endpoint: LocalEndpoint) -> LocalEndpoint:
     session: Any = endpoint._updates._session
 
-    def fence(run_id: str, epoch: int) -> None:
-        session._owner, session._epoch = run_id, epoch
+    def fence(run_id: str, incarnation: int) -> None:
+        session._owner, session._incarnation = run_id, incarnation
 
     session.fence = fence
     return endpoint
@@ -113,10 +113,10 @@ def receives_again(endpoint: LocalEndpoint) -> LocalEndpoint:
 
 MUTANTS = (
     Mutant(
-        "staged update holds",
+        "staged update pauses",
         "E-45",
-        "A staged update holds sampling when it is requested.",
-        says_held_while_staging,
+        "A staged update pauses sampling when it is requested.",
+        says_paused_while_staging,
     ),
     Mutant(
         "staged update not staged",
@@ -157,11 +157,13 @@ MUTANTS = (
         "An abort looks at the version, not at the session.",
         tells_sessions_by_version,
     ),
-    Mutant("any epoch accepted", "E-49", "Who called last owns the run, whatever its epoch.", any_epoch),
+    Mutant(
+        "any incarnation accepted", "E-49", "Who called last owns the run, whatever its incarnation.", any_incarnation
+    ),
     Mutant(
         "fenced too late",
         "E-49",
-        "A call of an earlier epoch ends the open update before it is refused.",
+        "A call of an earlier incarnation ends the open update before it is refused.",
         fenced_too_late,
     ),
 )

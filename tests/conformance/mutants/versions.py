@@ -40,12 +40,12 @@ def relabelled(endpoint: LocalEndpoint) -> LocalEndpoint:
 
 def drain_that_pauses(endpoint: LocalEndpoint) -> LocalEndpoint:
     engine: Any = endpoint._engine
-    hold = engine.hold
+    pause = engine.pause
 
-    def faulty(policy: InFlightPolicy, on_held: Any) -> None:
-        hold(InFlightPolicy.KEEP if policy is InFlightPolicy.DRAIN else policy, on_held)
+    def faulty(policy: InFlightPolicy, on_paused: Any) -> None:
+        pause(InFlightPolicy.KEEP if policy is InFlightPolicy.DRAIN else policy, on_paused)
 
-    engine.hold = faulty
+    engine.pause = faulty
     return endpoint
 
 

@@ -6,13 +6,17 @@ import random
 import httpx
 from safetensors.torch import save
 
+from inflight.contracts import InferenceEndpoint
 from inflight.errors import InvalidRequestError, UnsupportedError
-from inflight.weights.receiving import ReceivingEndpoint, StagedIntake, UpdateReceiver
+from inflight.weights.intakes import StagedIntake
+from inflight.weights.receiving import PausableEngine, ReceivingEndpoint, UpdateReceiver
 from inflight.weights.transports import make_receiver
 from inflight.wire import Capabilities, Completion, GenerateResponse, TensorSpec, VersionSpan
 
 
-class PlainEndpoint(ReceivingEndpoint):
+class PlainEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
+    name = ""
+
     def __init__(self, url):
         self.name, self.info, self.running, self.slot = url, None, 0, asyncio.Lock()
         self.version = 0  # of the weights that the server has
@@ -23,17 +27,18 @@ class PlainEndpoint(ReceivingEndpoint):
         tensors = self.info["tensors"].items()
         specs = [TensorSpec(name=n, dtype=dtype, shape=tuple(shape)) for n, (dtype, shape) in tensors]
         self.arrived = StagedIntake(make_receiver)
-        self.updates = UpdateReceiver(self, self.arrived, specs, policies=("drain",), transports=("gloo",))
-
-    async def capabilities(self):  # once the server answers
-        if self.info is None:
-            await self.open()
-        return Capabilities(
+        self.declared = Capabilities(
             engine="plain", engine_version="1", model=self.name, dtype=next(iter(self.info["tensors"].values()))[0],
             vocab_size=self.info["vocab"], max_model_len=self.info["context"], max_concurrent_sequences=1, num_ranks=1,
             in_flight_policies=("drain",), transports=("gloo",), version_binding="admission", logprob_kind="processed",
             streaming=False, chat=False,
         )  # fmt: skip
+        self.updates = UpdateReceiver(self, self.arrived, specs, self.declared)
+
+    async def capabilities(self):  # once the server answers
+        if self.info is None:
+            await self.open()
+        return self.declared
 
     async def receiver(self):
         await self.capabilities()
@@ -70,15 +75,15 @@ class PlainEndpoint(ReceivingEndpoint):
     async def num_running(self):
         return self.running
 
-    async def hold(self, update):
+    async def pause(self, update):
         await self.slot.acquire()
 
     async def apply(self, update):
         (await self.http.post("/weights", content=save(dict(self.arrived.take())))).raise_for_status()
         self.version = update.version
-        await self.release()
+        await self.resume()
 
-    async def release(self):
+    async def resume(self):
         self.slot.release()
 
     async def give_up(self):

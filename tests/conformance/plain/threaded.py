@@ -16,8 +16,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from inflight.contracts import InferenceEndpoint
 from inflight.errors import InvalidRequestError, PoisonedError, UnsupportedError
-from inflight.weights.receiving import ReceivingEndpoint, StagedIntake, UpdateReceiver
+from inflight.weights.intakes import StagedIntake
+from inflight.weights.receiving import PausableEngine, ReceivingEndpoint, UpdateReceiver
 from inflight.weights.transports import make_receiver
 from inflight.wire import Capabilities, Completion, GenerateResponse, TensorSpec, VersionSpan
 
@@ -54,7 +56,9 @@ class Sequence:
         )
 
 
-class ThreadedEndpoint(ReceivingEndpoint):
+class ThreadedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
+    name = ""
+
     def __init__(self, model_dir, name, max_concurrent, max_model_len):
         self.name, self.max_concurrent, self.max_model_len = name, max_concurrent, max_model_len
         self.model = AutoModelForCausalLM.from_pretrained(model_dir).eval()
@@ -63,19 +67,23 @@ class ThreadedEndpoint(ReceivingEndpoint):
         self.dtype = str(self.model.dtype)[6:]
         specs = [TensorSpec(name=n, dtype=self.dtype, shape=tuple(p.shape)) for n, p in self.parameters.items()]
         self.arrived = StagedIntake(make_receiver)
-        self.updates = UpdateReceiver(
-            self, self.arrived, specs, policies=("recompute",), transports=("gloo",), staging=True
-        )
+        self.declared = Capabilities(
+            engine="threaded", engine_version="1", model=self.name, dtype=self.dtype, num_ranks=1,
+            vocab_size=self.config.vocab_size, max_model_len=self.max_model_len,
+            max_concurrent_sequences=self.max_concurrent, in_flight_policies=("recompute",), transports=("gloo",),
+            staging=True, version_binding="spans", logprob_kind="processed", streaming=False, chat=False,
+        )  # fmt: skip
+        self.updates = UpdateReceiver(self, self.arrived, specs, self.declared)
         self.request_ids = set()
         # What follows belongs to the engine's thread.
-        self.calls, self.sequences, self.is_held, self.version = queue.SimpleQueue(), [], False, 0
+        self.calls, self.sequences, self.is_paused, self.version = queue.SimpleQueue(), [], False, 0
         threading.Thread(target=self.work, daemon=True).start()
 
     # ------------------------------------------------------------------------------------- in the engine's thread
 
     def work(self):
         while True:
-            while self.is_held or not self.sequences or not self.calls.empty():
+            while self.is_paused or not self.sequences or not self.calls.empty():
                 if (call := self.calls.get()) is None:
                     return
                 call()
@@ -117,11 +125,11 @@ class ThreadedEndpoint(ReceivingEndpoint):
         for sequence in [*self.sequences]:
             self.end(sequence, PoisonedError("the weights are torn"))
 
-    def pause(self):
-        self.is_held = True
+    def stop_sampling(self):
+        self.is_paused = True
 
-    def resume(self):
-        self.is_held = False
+    def sample_again(self):
+        self.is_paused = False
 
     @torch.no_grad()
     def load(self, tensors, version):
@@ -129,7 +137,7 @@ class ThreadedEndpoint(ReceivingEndpoint):
             self.parameters[name].copy_(tensor)
         for sequence in self.sequences:
             sequence.cache = None  # recompute: the next step is a prefill under the new weights
-        self.version, self.is_held = version, False  # the label changes with the weights, before a token is sampled
+        self.version, self.is_paused = version, False  # the label changes with the weights, before a token is sampled
 
     # ----------------------------------------------------------------------------------------- in the event loop
 
@@ -145,22 +153,22 @@ class ThreadedEndpoint(ReceivingEndpoint):
         self.calls.put(run)
         await asyncio.shield(asyncio.wrap_future(done))  # it runs, whether or not somebody still waits
 
-    async def hold(self, update):
+    async def pause(self, update):
         try:
-            await self.in_engine(self.pause)
+            await self.in_engine(self.stop_sampling)
         except asyncio.CancelledError:
-            self.calls.put(self.resume)  # behind the pause, which may not have happened yet
+            self.calls.put(self.sample_again)  # behind the pause, which may not have happened yet
             raise
 
     async def apply(self, update):
         arrived = self.arrived.take()
         await self.in_engine(lambda: self.load(arrived, update.version))
 
-    async def release(self):
-        await self.in_engine(self.resume)
+    async def resume(self):
+        await self.in_engine(self.sample_again)
 
     async def give_up(self):
-        await self.in_engine(self.end_all)  # and is held still: nothing samples from torn weights
+        await self.in_engine(self.end_all)  # and is paused still: nothing samples from torn weights
 
     async def num_running(self):
         return min(len(self.sequences), self.max_concurrent)
@@ -185,12 +193,7 @@ class ThreadedEndpoint(ReceivingEndpoint):
         return GenerateResponse(request_id=request.request_id, completions=completions)
 
     async def capabilities(self):
-        return Capabilities(
-            engine="threaded", engine_version="1", model=self.name, dtype=self.dtype, num_ranks=1,
-            vocab_size=self.config.vocab_size, max_model_len=self.max_model_len,
-            max_concurrent_sequences=self.max_concurrent, in_flight_policies=("recompute",), transports=("gloo",),
-            staging=True, version_binding="spans", logprob_kind="processed", streaming=False, chat=False,
-        )  # fmt: skip
+        return self.declared
 
     async def chat_completion(self, request):
         raise UnsupportedError("chat is not declared")

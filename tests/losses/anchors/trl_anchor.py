@@ -191,7 +191,7 @@ def trl_scored_batch(
 
     The groups of ``num_generations`` completions follow one another. Returns ``advantages`` [B],
     ``num_items_in_batch``, and, where ``sampling_logps_BT`` is given, ``importance_sampling_ratio`` ([B, 1] in the
-    modes of sequences, [B, T] in those of tokens). TRL holds sampling logprobs in torch's default dtype.
+    modes of sequences, [B, T] in those of tokens). TRL pauses sampling logprobs in torch's default dtype.
     """
     trainer = _scoring_trainer(GRPOTrainer, _args(GRPOConfig), rewards_B, old_logps_BT, num_generations)
     rows_BT = [list(range(mask_BT.shape[1])) for _ in mask_BT]

@@ -5,19 +5,16 @@ from __future__ import annotations
 from inflight.conformance.checks import checks_in
 from inflight.conformance.endpoint import (
     caches,
-    clients,
     control,
     discovery,
     encodings,
     endings,
     faults,
     forms,
-    holds,
     http,
     messages,
     parity,
-    places,
-    poisoned,
+    pauses,
     processes,
     races,
     recomputing,
@@ -32,9 +29,9 @@ from inflight.conformance.endpoint import (
 )
 
 _CHECKS = checks_in(
-    *(discovery, tokens, sampling, whole, endings, forms, places),
-    *(holds, control, staging, sessions, weights, encodings, stores, versions, caches, clients, recomputing),
-    *(faults, poisoned, messages, processes, races, http, parity),
+    *(discovery, tokens, sampling, whole, endings, forms),
+    *(pauses, control, staging, sessions, weights, encodings, stores, versions, caches, recomputing),
+    *(faults, messages, processes, races, http, parity),
 )
 _LEVELS = list(dict.fromkeys(check.level for check in _CHECKS))
 

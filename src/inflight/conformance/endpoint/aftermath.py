@@ -1,47 +1,20 @@
-"""What must be true after something went wrong: calls end in time, and the endpoint serves whole weights or none."""
+"""What must be true after something went wrong: the endpoint serves whole weights or none, and requests are whole."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
 
 from inflight.conformance.checks import fail, require
-from inflight.conformance.endpoint.subject import EndpointSubject
+from inflight.conformance.endpoint.subject import EndpointSubject, Running
+from inflight.conformance.endpoint.waiting import SERVED_S, SLACK_S, within
+from inflight.conformance.reference import Weights
 from inflight.errors import PoisonedError
-from inflight.wire import EndpointState, WeightVersion
-
-T = TypeVar("T")
-
-SLACK_S = 4.0
-"""How much later than its own deadline a call may end, and a lease: for slow machines and for the reason to arrive."""
-GRACE_S = 0.3
-"""For what left the endpoint before a call returned, and is still on its way."""
-
-
-async def within(seconds: float, call: Awaitable[T], what: str) -> T:
-    """Return what ``call`` returns or raise what it raises; require that it ends within so many seconds."""
-    task = asyncio.ensure_future(call)
-    try:
-        done, _ = await asyncio.wait([task], timeout=seconds)
-    finally:
-        if not task.done():
-            task.cancel()
-    require(done, f"{what} had not ended after {seconds:g} s")
-    return task.result()
-
-
-async def until(holds: Callable[[], object], seconds: float, what: str) -> None:
-    """Return once ``holds`` does; require that it does within so many seconds."""
-    deadline = time.monotonic() + seconds
-    while not holds():
-        require(time.monotonic() < deadline, f"{what} within {seconds:g} s")
-        await asyncio.sleep(0.005)
+from inflight.wire import Completion, EndpointState, WeightVersion
 
 
 async def until_running(subject: EndpointSubject, num: int, seconds: float, what: str) -> None:
-    """Return once this many sequences run; require that they do within so many seconds."""
+    """Return once this many sequences run. Fail the check if that takes longer."""
     deadline = time.monotonic() + seconds
     while (found := (await subject.endpoint.weight_version()).num_running) != num:
         require(time.monotonic() < deadline, f"{what} after {seconds:.2g} s (num_running is {found})")
@@ -49,7 +22,7 @@ async def until_running(subject: EndpointSubject, num: int, seconds: float, what
 
 
 async def settled(subject: EndpointSubject, when: str, seconds: float = SLACK_S) -> WeightVersion:
-    """Return the version once no update is open; require that this is so within so many seconds."""
+    """Return the version once no update is open. Fail the check if that takes longer."""
     deadline = time.monotonic() + seconds
     while True:
         version = await within(SLACK_S, subject.endpoint.weight_version(), f"{when}, weight_version")
@@ -65,27 +38,52 @@ async def require_old_weights(
 ) -> None:
     """Require that the update leaves no trace: READY, with the checkpoint's weights under the version of before.
 
-    Where bytes of it had arrived (``may_be_torn``) POISONED will do, if nothing is generated then.
+    Where bytes of it had arrived (``may_be_torn``), POISONED is allowed too, if nothing is generated then.
     """
+    started = time.monotonic()
     version = await settled(subject, when, seconds)
-    subject.note(**{f"state {when}": version.state})
+    subject.note(**{f"state {when}": f"{version.state} ({time.monotonic() - started:.2g} s)"})
     if may_be_torn and version.state is EndpointState.POISONED:
-        await subject.require_raises(
-            subject.endpoint.generate(subject.request()), (PoisonedError,), f"{when}, a request to a poisoned endpoint"
-        )
+        await subject.require_raises(subject.generate(), PoisonedError, f"{when}, a request to a poisoned endpoint")
         return
-    require(version.state is EndpointState.READY, f"{when}, the state is {version.state}, not ready")
-    require(
-        version.version == subject.publisher.version and version.updating_to is None,
-        f"{when}, version {version.version} (updating to {version.updating_to}) is said to be served, "
-        f"not {subject.publisher.version}",
-    )
+    require_serving(version, subject.publisher.version, f"{when}, weight_version")
     await subject.require_serves(subject.reference.weights, when)
 
 
+def require_serving(answer: WeightVersion, version: int, what: str) -> None:
+    """Require an answer of READY at this version."""
+    require(
+        answer.state is EndpointState.READY and answer.version == version and answer.updating_to is None,
+        f"{what} answered {answer.state} at version {answer.version} (updating to {answer.updating_to}), "
+        f"not ready at {version}",
+    )
+
+
 async def require_recovers(subject: EndpointSubject, when: str) -> None:
-    """Require that a complete update over a new group succeeds, and is what is served then."""
+    """Require that a complete update over a new group succeeds and is served."""
     other = subject.reference.with_final_norm(0.5, "A halved")
     subject.publisher.lose_group()
     await subject.publisher.publish(other)
     await subject.require_serves(other, f"after a complete update {when}")
+
+
+async def require_all_sampled_from(subject: EndpointSubject, weights: Weights, running: Running, what: str) -> None:
+    """Require of each request what `require_all_whole` does, and that all its tokens were sampled from ``weights``."""
+    for (request, _), completion in zip(running, await require_all_whole(running, what), strict=True):
+        subject.require_sampled_from(weights, request, completion, what)
+
+
+async def require_all_whole(running: Running, what: str) -> list[Completion]:
+    """Require that each request ends under its own id, with its max_tokens exactly; return the completions."""
+    completions = []
+    for request, task in running:
+        response = await within(SERVED_S, task, what)
+        (completion,) = response.completions
+        num_tokens = request.sampling.max_tokens
+        require(response.request_id == request.request_id, f"{what} was answered under {response.request_id!r}")
+        require(
+            completion.finish_reason == "length" and len(completion.token_ids) == num_tokens,
+            f"{what} ended by {completion.finish_reason!r} with {len(completion.token_ids)} of {num_tokens} tokens",
+        )
+        completions.append(completion)
+    return completions

@@ -3,94 +3,106 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 import torch
 
-from inflight.conformance.checks import check, require
+from inflight.conformance.checks import check, look_at, require
 from inflight.conformance.endpoint.subject import EndpointSubject
+from inflight.conformance.endpoint.waiting import cancel, within
 from inflight.conformance.reference import Weights, chosen, distribution
+from inflight.contracts import InferenceEndpoint
 from inflight.wire import Completion, GenerateRequest, InFlightPolicy
 
 LEVEL = "caches"
 _PREFIX_LENGTH = 64
 _NUM_TOKENS = 400
 _LONG_LENGTH = 1100
-"""Of a prompt that fills several pages of any size that engines have: 16 to 1024 tokens."""
+"""Of a prompt that fills several pages of any engine; pages hold 16 to 1024 tokens."""
 _GROUP = 4
+_SHARED_LENGTH = 330
+"""Of the prefix that several clients share: engines cache prefixes by pages of up to 256 tokens."""
+_NUM_UPDATES = 3
+_NUM_RUNNING = 3
+_NUM_TOKENS_OF_A_CLIENT = 300
+"""Of each request that runs while weights change."""
+_ENDS_S = 20.0
+
+Answers = list[tuple[GenerateRequest, Completion]]
 
 
-@check(
-    "U-30",
-    needs=("updates",),
-    deadline_s=40,
-    look_at="whether cached prefixes are dropped, or keyed by version, when weights change, under every policy",
-)
+@check("U-30", "updates", deadline_s=40)
+@look_at("whether cached prefixes are dropped, or keyed by version, when weights change, under every policy")
 async def prefix(subject: EndpointSubject) -> None:
     """A request that comes after an update sees nothing of older weights, whatever prefix was cached under them."""
-    reference = subject.reference
     prompt = subject.prompt(min(_PREFIX_LENGTH, subject.capabilities.max_model_len // 2))
-    turns = [reference.perturbed("B"), reference.weights]
-    for i, policy in enumerate((*subject.capabilities.in_flight_policies, subject.capabilities.in_flight_policies[0])):
-        before, after = turns[(i + 1) % 2], turns[i % 2]
-        await subject.require_serves(before, f"before update {i + 1}", prompt)
-        await subject.publisher.publish(after, in_flight=policy)
-        request = subject.request(prompt, max_tokens=4)
-        completion = (await subject.endpoint.generate(request)).completions[0]
-        ids = [*prompt, *completion.token_ids]
-        fresh = distribution(reference.logits(after, prompt, completion.token_ids), request.sampling)
-        leaked_TV = reference.mixed_logits([(before, len(prompt) - 1), (after, len(ids) - 1)], ids, len(prompt) - 1)
-        gap = subject.difference(completion.logprobs, chosen(fresh, completion.token_ids))
-        gap_leaked = subject.difference(completion.logprobs, chosen(distribution(leaked_TV), completion.token_ids))
-        subject.note(**{f"difference from a fresh start, {policy}": gap, f"from a stale prefix, {policy}": gap_leaked})
-        require(
-            gap <= subject.tolerance,
-            f"after an update under {policy}, a prompt seen before gets logprobs that differ by up to {gap:.3g} from a "
-            f"fresh start under the new weights; from those with keys and values of the old ones by {gap_leaked:.3g}",
-        )
+    async for policy, before, after in _updates(subject, prompt):
+        request, completion = await subject.ask(prompt, max_tokens=4)
+        what = f"after an update under {policy}, a prompt seen before"
+        _require_nothing_stale(subject, before, after, request, completion, what)
 
 
-@check(
-    "U-33",
-    needs=("updates",),
-    deadline_s=40,
-    look_at="pages that are larger than the prompts you tested with, and hashes of prefixes that lack the version",
-)
-async def long_prefix(subject: EndpointSubject) -> None:
-    """The same holds of a prompt of a thousand tokens, so that cached pages of any size are dropped."""
-    prompt = _long_prompt(subject)
+async def _updates(
+    subject: EndpointSubject, prompt: Sequence[int]
+) -> AsyncIterator[tuple[InFlightPolicy, Weights, Weights]]:
+    """Update the weights behind a prompt that was just seen, under each policy; yield it with old and new weights."""
     turns = [subject.reference.perturbed("B"), subject.reference.weights]
-    for i, policy in enumerate((*subject.capabilities.in_flight_policies, subject.capabilities.in_flight_policies[0])):
+    policies = subject.capabilities.in_flight_policies
+    for i, policy in enumerate((*policies, policies[0])):
         before, after = turns[(i + 1) % 2], turns[i % 2]
         await subject.require_serves(before, f"before update {i + 1}", prompt)
         await subject.publisher.publish(after, in_flight=policy)
-        await _require_fresh(
-            subject, prompt, after, f"after an update under {policy}, a prompt of {len(prompt)} tokens"
-        )
+        yield policy, before, after
 
 
-@check(
-    "U-34",
-    needs=("updates",),
-    deadline_s=60,
-    look_at="whether blocks that are in use are dropped from the prefix cache too, not only free ones",
-)
+def _require_nothing_stale(
+    subject: EndpointSubject,
+    before: Weights,
+    after: Weights,
+    request: GenerateRequest,
+    completion: Completion,
+    what: str,
+) -> None:
+    """Require that a prompt, all but its last token seen before, gets nothing of the weights before the update."""
+    prompt, ids = request.prompt_token_ids, (*request.prompt_token_ids, *completion.token_ids)
+    seen = len(prompt) - 1
+    stale_TV = subject.reference.mixed_logits([(before, seen), (after, len(ids) - 1)], ids, seen)
+    stale_T = chosen(distribution(stale_TV, request.sampling), completion.token_ids)
+    gap, gap_stale = subject.gap(after, request, completion), subject.difference(completion.logprobs, stale_T)
+    subject.note(**{f"difference from a fresh start, {what}": gap, f"from a stale prefix, {what}": gap_stale})
+    require(
+        gap <= subject.tolerance,
+        f"{what}: logprobs differ by up to {gap:.3g} from a fresh start under the new weights; from those with keys "
+        f"and values of the old ones behind the {seen} tokens that were seen by {gap_stale:.3g}",
+    )
+
+
+@check("U-33", "updates", deadline_s=40)
+@look_at("pages that are larger than the prompts you tested with, and hashes of prefixes that lack the version")
+async def long_prefix(subject: EndpointSubject) -> None:
+    """The same holds for a prompt of a thousand tokens: cached pages of any size are dropped."""
+    prompt = _long_prompt(subject)
+    async for policy, _, after in _updates(subject, prompt):
+        what = f"after an update under {policy}, a prompt of {len(prompt)} tokens"
+        await _require_fresh(subject, prompt, after, what)
+
+
+@check("U-34", "updates", deadline_s=60)
+@look_at("whether blocks that are in use are dropped from the prefix cache too, not only free ones")
 async def held_prefix(subject: EndpointSubject) -> None:
     """The same holds while requests that began before the update still run with this prompt: what they keep is theirs
-    alone, also under keep."""
+    alone, even under keep."""
     prompt = _long_prompt(subject)
     turns = [subject.reference.perturbed("B"), subject.reference.weights]
     for i, policy in enumerate(subject.pausing_policies()):
-        running = await subject.start_running(_GROUP, prompts=[prompt] * _GROUP)
+        running = await subject.start_running(_GROUP, prompt=prompt)
         await subject.publisher.publish(turns[i], in_flight=policy)
         what = f"after an update under {policy}, the prompt of {len(running)} requests that still run"
         await _require_fresh(subject, prompt, turns[i], what, n=_GROUP)
         num_running = sum(not task.done() for _, task in running)
         subject.note(**{f"still running when their prompt came again, {policy}": num_running})
         require(num_running, "the requests that held the prompt had ended before it came again: nothing could be told")
-        for _, task in running:
-            task.cancel()
-        await asyncio.gather(*(task for _, task in running), return_exceptions=True)
+        await cancel(task for _, task in running)
 
 
 async def _require_fresh(
@@ -98,89 +110,154 @@ async def _require_fresh(
 ) -> None:
     """Require that a prompt gets the logprobs of a fresh start under these weights."""
     request = subject.request(prompt, n=n, max_tokens=4)
-    gap = 0.0
-    for completion in (await subject.endpoint.generate(request)).completions:
-        expected = subject.reference.logprobs(weights, prompt, completion.token_ids, request.sampling)
-        gap = max(gap, subject.difference(completion.logprobs, expected))
+    completions = (await subject.endpoint.generate(request)).completions
+    gap = max(subject.gap(weights, request, completion) for completion in completions)
     subject.note(**{f"{what}: difference from a fresh start": gap})
-    require(
-        gap <= subject.tolerance,
-        f"{what} gets logprobs that differ by up to {gap:.3g} from a fresh start under the new weights",
-    )
+    words = f"{what} gets logprobs that differ by up to {gap:.3g} from a fresh start under the new weights"
+    require(gap <= subject.tolerance, words)
 
 
 def _long_prompt(subject: EndpointSubject) -> tuple[int, ...]:
     return subject.prompt(min(_LONG_LENGTH, subject.capabilities.max_model_len * 5 // 8), seed=3)
 
 
-@check(
-    "U-31",
-    needs=("updates", "recompute", "spans"),
-    deadline_s=40,
-    look_at="whether the keys and values of running requests are dropped before sampling goes on",
-)
+@check("U-31", "updates recompute spans", deadline_s=40)
+@look_at("whether the keys and values of running requests are dropped before sampling goes on")
 async def recomputed(subject: EndpointSubject) -> None:
     """Under recompute, running requests go on with keys and values computed again under the new weights."""
-    gaps = await _swap(subject, InFlightPolicy.RECOMPUTE)
-    require(
-        gaps["recomputed"] <= subject.tolerance,
-        f"after the swap, logprobs differ by up to {gaps['recomputed']:.3g} from those with keys and values computed "
-        f"again, and by {gaps['kept']:.3g} from those with the old ones kept",
-    )
+    await _swap(subject, InFlightPolicy.RECOMPUTE)
 
 
-@check(
-    "U-32",
-    needs=("updates", "keep", "spans"),
-    deadline_s=40,
-    look_at="whether something clears or preempts the cache during the hold, as a flush between updates does",
-)
+@check("U-32", "updates keep spans", deadline_s=40)
+@look_at("whether something clears or preempts the cache during the pause, as a flush between updates does")
 async def kept(subject: EndpointSubject) -> None:
     """Under keep, running requests go on with the keys and values that older weights computed."""
-    gaps = await _swap(subject, InFlightPolicy.KEEP)
+    await _swap(subject, InFlightPolicy.KEEP)
+
+
+async def _swap(subject: EndpointSubject, policy: InFlightPolicy) -> None:
+    """Swap A for B under running requests; require that later logprobs are those that the policy says."""
+    reference, other = subject.reference, subject.reference.perturbed("B")
+    answers = await answers_across_an_update(subject, other, policy, num=2, num_tokens=_NUM_TOKENS)
+    old = subject.publisher.version - 1
+    kept, recomputed = "the old keys and values kept", "all keys and values computed again"
+    gaps = {kept: 0.0, recomputed: 0.0}
+    num_after = 0
+    for request, completion in answers:
+        prompt, spans, ids = request.prompt_token_ids, completion.version_spans, completion.token_ids
+        versions = [span.version for span in spans]
+        require(versions == [old, old + 1], f"the update did not fall into the request: spans {spans}")
+        start = spans[1].start
+        num_after += len(ids) - start
+        expectations = {
+            kept: reference.kept_logits({old: reference.weights, old + 1: other}, spans, prompt, ids),
+            recomputed: reference.logits(other, prompt, ids),
+        }
+        for name, logits_TV in expectations.items():
+            expected_T = chosen(distribution(logits_TV, request.sampling), ids)
+            gaps[name] = max(gaps[name], subject.difference(completion.logprobs[start:], expected_T[start:]))
+    subject.note(**{f"largest difference from {name}": gap for name, gap in gaps.items()}, tokens=num_after)
+    due, other_way = (kept, recomputed) if policy is InFlightPolicy.KEEP else (recomputed, kept)
     require(
-        gaps["kept"] <= subject.tolerance,
-        f"after the swap, logprobs differ by up to {gaps['kept']:.3g} from those with the old keys and values kept, "
-        f"and by {gaps['recomputed']:.3g} from those with all of them computed again",
+        gaps[due] <= subject.tolerance,
+        f"after the swap, logprobs differ by up to {gaps[due]:.3g} from those with {due}, and by "
+        f"{gaps[other_way]:.3g} from those with {other_way}",
     )
 
 
-async def _swap(subject: EndpointSubject, policy: InFlightPolicy) -> dict[str, float]:
-    """Swap A for B under running requests; return the largest difference of later logprobs from both expectations."""
-    reference = subject.reference
-    other = reference.perturbed("B")
-    for num_tokens in subject.lengths(_NUM_TOKENS):
-        running = await subject.start_running(2, max_tokens=num_tokens)
+async def answers_across_an_update(
+    subject: EndpointSubject, weights: Weights, policy: InFlightPolicy, *, num: int, num_tokens: int
+) -> Answers:
+    """Publish ``weights`` while requests run; return these, with tokens of the new version unless all are too short."""
+    for length in subject.lengths(num_tokens):
+        running = await subject.start_running(num, max_tokens=length)
         old = subject.publisher.version
-        await subject.publisher.publish(other, in_flight=policy)
+        await subject.publisher.publish(weights, in_flight=policy)
         answers = [(request, (await task).completions[0]) for request, task in running]
-        if all(completion.version_spans[-1].version == old + 1 for _, completion in answers):
+        if all(completion.version_spans[-1].version > old for _, completion in answers):
             break
-        await subject.publisher.publish(reference.weights)  # too fast, or too few tokens: once more, with longer ones
-    gaps = {"kept": 0.0, "recomputed": 0.0}
-    num_after = 0
+        await subject.publisher.publish(subject.reference.weights)
+    return answers
+
+
+@check("U-26", "updates", deadline_s=60)
+@look_at(
+    "whether a client keys cached prefixes by a version that it remembers; ask the engine, compare with its answer"
+)
+async def others_updates(subject: EndpointSubject) -> None:
+    """A request sees nothing of older weights in a prefix that it shares with others, whichever client published and
+    whatever runs behind that prefix."""
+    policies = subject.pausing_policies()
+    sampler = await subject.another_client()
+    serves = subject.reference.weights
+    for policy in policies:
+        serves = await _publish_while_sampling(subject, sampler, policy, serves)
+
+
+async def _publish_while_sampling(
+    subject: EndpointSubject, sampler: InferenceEndpoint, policy: InFlightPolicy, before: Weights
+) -> Weights:
+    """Publish some versions under ``policy``, sampling behind one prefix all the while; return the last weights."""
+    publisher, answers, over = subject.publisher, Answers(), asyncio.Event()
+    prefix = subject.prompt(min(_SHARED_LENGTH, subject.capabilities.max_model_len // 2), seed=7)
+    published = {publisher.version: before}
+    clients = (sampler, *([sampler, subject.endpoint] * _NUM_RUNNING))
+    num_running = min(_NUM_RUNNING, subject.capabilities.max_concurrent_sequences - 1)
+    await sampler.generate(subject.request((*prefix, 0), max_tokens=1))
+
+    async def sample_on(i: int) -> None:
+        """Ask for one long completion after another until it is over."""
+        prompt = (*prefix, i)
+        max_tokens = min(_NUM_TOKENS_OF_A_CLIENT, subject.room(prompt))
+        while not over.is_set():
+            answers.append(await subject.ask(prompt, endpoint=clients[i], max_tokens=max_tokens))
+
+    running = [subject.begin(sample_on(i)) for i in range(num_running)]
+    for i in range(_NUM_UPDATES):
+        await within(_ENDS_S, _until_sampling(subject, running), "a request to be decoded")
+        after = subject.reference.perturbed(f"{policy} {i}", seed=10 + len(published) + publisher.version)
+        await publisher.publish(after, in_flight=policy)
+        published[publisher.version] = after
+        for name, client in (("another client", sampler), ("the publisher's own client", subject.endpoint)):
+            asked = await subject.ask((*prefix, 10 * i + 10), endpoint=client, max_tokens=4)
+            _require_nothing_stale(subject, before, after, *asked, f"{name}, update {i + 1} under {policy}")
+        before = after
+    over.set()
+    await within(_ENDS_S, asyncio.gather(*running), f"the requests that ran during updates under {policy}")
+    if subject.capabilities.version_binding == "spans":
+        _require_as_the_policy_says(subject, published, answers, policy)
+    return before
+
+
+async def _until_sampling(subject: EndpointSubject, running: Sequence[asyncio.Task[None]]) -> None:
+    """Return once requests are being decoded."""
+    while running and (await subject.endpoint.weight_version()).num_running == 0:
+        for task in running:
+            if task.done():
+                task.result()
+        await asyncio.sleep(0.002)
+    await asyncio.sleep(0.05)  # some tokens, so that the update falls into completions
+
+
+def _require_as_the_policy_says(
+    subject: EndpointSubject, published: Mapping[int, Weights], answers: Answers, policy: InFlightPolicy
+) -> None:
+    """Require that the keys and values behind each token of every completion are those that the policy says."""
+    reference, largest, num_updated = subject.reference, 0.0, 0
     for request, completion in answers:
+        prompt, spans, ids = request.prompt_token_ids, completion.version_spans, completion.token_ids
+        num_updated += len(spans) > 1
+        if policy is InFlightPolicy.KEEP:
+            logits_TV = reference.kept_logits(published, spans, prompt, ids)
+        else:
+            parts = [reference.logits(published[s.version], prompt, ids)[s.start : s.end] for s in spans]
+            logits_TV = torch.cat(parts)
+        gap = subject.difference(completion.logprobs, chosen(distribution(logits_TV, request.sampling), ids))
+        largest = max(largest, gap)
         require(
-            [span.version for span in completion.version_spans] == [old, old + 1],
-            f"the update did not fall into the request: spans {completion.version_spans}",
+            gap <= subject.tolerance,
+            f"a request that ran while another client published has logprobs that differ by up to {gap:.3g} from what "
+            f"{policy} says for its spans {spans}",
         )
-        start = completion.version_spans[1].start
-        num_after += num_tokens - start
-        for name, logits_TV in _expectations(subject, request, completion, other):
-            expected_T = chosen(distribution(logits_TV, request.sampling), completion.token_ids)
-            gap = subject.difference(completion.logprobs[start:], expected_T[start:])
-            gaps[name] = max(gaps[name], gap)
-    subject.note(**{f"largest difference if {name}": gap for name, gap in gaps.items()}, tokens=num_after)
-    return gaps
-
-
-def _expectations(
-    subject: EndpointSubject, request: GenerateRequest, completion: Completion, other: Weights
-) -> list[tuple[str, torch.Tensor]]:
-    reference, prompt = subject.reference, request.prompt_token_ids
-    old, new = (span.version for span in completion.version_spans)
-    versions = {old: reference.weights, new: other}
-    return [
-        ("kept", reference.kept_logits(versions, completion.version_spans, prompt, completion.token_ids)),
-        ("recomputed", reference.logits(other, prompt, completion.token_ids)),
-    ]
+    subject.note(**{f"largest difference of {len(answers)} requests that ran, {policy}": largest})
+    require(num_updated > 0, f"no update under {policy} fell into a request")

@@ -1,4 +1,4 @@
-"""Connections to a server on which any bytes can be sent, and be cut off. Knows HTTP/1.1 as far as checks need it."""
+"""Connections to a server that can send any bytes and be cut off. Knows HTTP/1.1 as far as checks need it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from inflight.conformance.endpoint.aftermath import SLACK_S, within
 from inflight.conformance.endpoint.subject import EndpointSubject
+from inflight.conformance.endpoint.waiting import SLACK_S, within
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What a server answered to bytes: the status and the body."""
+class HttpAnswer:
+    """A server's answer."""
 
     status: int
     body: bytes
@@ -23,7 +23,7 @@ class Answer:
 
 @contextlib.asynccontextmanager
 async def connection(subject: EndpointSubject) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """Open a connection to the server; it is cut on the way out, whatever is under way on it."""
+    """Open a connection to the server, and cut it on the way out, whatever is under way."""
     assert subject.opened.url is not None
     parts = urlsplit(subject.opened.url)
     is_tls = parts.scheme == "https"
@@ -37,7 +37,7 @@ async def connection(subject: EndpointSubject) -> AsyncIterator[tuple[asyncio.St
 
 
 def head(subject: EndpointSubject, method: str, path: str, headers: Mapping[str, str]) -> bytes:
-    """Return the first lines of a request; the server is asked to close the connection after its answer."""
+    """Return the head of a request that asks the server to close the connection after its answer."""
     assert subject.opened.url is not None
     parts = urlsplit(subject.opened.url)
     lines = {"host": parts.netloc, "content-type": "application/json", "connection": "close", **headers}
@@ -47,7 +47,7 @@ def head(subject: EndpointSubject, method: str, path: str, headers: Mapping[str,
 
 async def answer_to(
     subject: EndpointSubject, method: str, path: str, body: bytes = b"", token: str | None = None
-) -> Answer:
+) -> HttpAnswer:
     """Return what the server answers to a body of any bytes."""
     headers = {"content-length": str(len(body))}
     if token is not None:
@@ -57,7 +57,7 @@ async def answer_to(
         return await within(SLACK_S, read_answer(reader), f"the answer to {method} {path}")
 
 
-async def read_answer(reader: asyncio.StreamReader) -> Answer:
+async def read_answer(reader: asyncio.StreamReader) -> HttpAnswer:
     """Read one answer to its end. Raises ``ConnectionError`` if the connection is closed before a status."""
     status_line = await reader.readline()
     if not status_line:
@@ -68,4 +68,4 @@ async def read_answer(reader: asyncio.StreamReader) -> Answer:
         headers[name.lower()] = value.strip()
     length = headers.get("content-length")
     body = await (reader.read() if length is None else reader.readexactly(int(length)))
-    return Answer(int(status_line.split()[1]), body)
+    return HttpAnswer(int(status_line.split()[1]), body)

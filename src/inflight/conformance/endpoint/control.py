@@ -1,43 +1,40 @@
-"""Level control, what control calls are accepted when, and what they answer."""
+"""Level control: which control calls are accepted in which state, and what they answer."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 
-from inflight.conformance.checks import check, require
-from inflight.conformance.endpoint.aftermath import SLACK_S, require_old_weights, within
-from inflight.conformance.endpoint.holds import require_all_whole, start
+from inflight.conformance.checks import check, look_at, require
+from inflight.conformance.endpoint.aftermath import require_all_whole, require_old_weights, require_serving
+from inflight.conformance.endpoint.publishing import SteppedPublisher
 from inflight.conformance.endpoint.subject import EndpointSubject
+from inflight.conformance.endpoint.waiting import SLACK_S
 from inflight.wire import EndpointState, WeightUpdate, WeightVersion
 
 LEVEL = "control"
 _LEASE_S = 1.2
 _PAUSE_S = 0.7
-"""Between two messages: shorter than the lease, and two of them are longer."""
+"""Between two messages: shorter than the lease, while two of them are longer."""
 _STATES = (
     "the transitions of docs/contract.md: which call is allowed in which state, and that a refused one changes none"
 )
 
 
-@check("E-37", needs=("updates",), look_at=_STATES)
+@check("E-37", "updates", look_at=_STATES)
 async def second_request_refused(subject: EndpointSubject) -> None:
     """While an update is open every other request_weight_update is refused, and the open one can be completed."""
     publisher, other = subject.publisher, subject.reference.with_final_norm(-1.0, "B")
     update = await publisher.request(other)
     for version, what in ((update.version + 1, "a later version"), (update.version, "the same version again")):
         second = publisher.announcement(other, version=version)
-        error = await subject.require_refused(
-            subject.endpoint.request_weight_update(second), f"while an update is open, {what}"
-        )
-        subject.note(**{what: str(error)})
+        call = subject.endpoint.request_weight_update(second)
+        await subject.require_refused(call, f"while an update is open, {what}")
         await require_open(subject, update, f"after {what} was refused")
-    await publisher.send(update, other, 0)
-    await publisher.commit(update)
+    await publisher.complete(update, other)
     await subject.require_serves(other, "after the first update was committed")
 
 
-@check("E-38", needs=("updates",), look_at=_STATES)
+@check("E-38", "updates", look_at=_STATES)
 async def nothing_requested(subject: EndpointSubject) -> None:
     """Without a requested update, receive_weights and commit_weight_update are refused."""
     publisher, other = subject.publisher, subject.reference.with_final_norm(-1.0, "B")
@@ -47,12 +44,12 @@ async def nothing_requested(subject: EndpointSubject) -> None:
             (subject.endpoint.receive_weights(publisher.transfer(update, 0)), "receive_weights"),
             (subject.endpoint.commit_weight_update(update.ref), "commit_weight_update"),
         ):
-            await subject.require_refused(within(SLACK_S, call, what), f"{what} without a requested update, {when},")
+            await subject.require_refused(call, f"{what} without a requested update, {when},")
         await require_old_weights(subject, f"after calls without a requested update, {when}")
         await publisher.form_group()
 
 
-@check("E-39", needs=("updates",), look_at=_STATES)
+@check("E-39", "updates", look_at=_STATES)
 async def early_commit(subject: EndpointSubject) -> None:
     """A commit before all buckets have arrived is refused and does not end the update."""
     publisher, other = subject.publisher, subject.reference.with_final_norm(-1.0, "B")
@@ -60,95 +57,74 @@ async def early_commit(subject: EndpointSubject) -> None:
     num_buckets = len(update.buckets)
     for index in range(num_buckets):
         if index in (0, num_buckets - 1):
-            await subject.require_refused(
-                subject.endpoint.commit_weight_update(update.ref), f"a commit with {index} of {num_buckets} buckets"
-            )
-            await require_open(subject, update, f"after a commit with {index} of {num_buckets} buckets was refused")
+            what = f"a commit with {index} of {num_buckets} buckets"
+            await subject.require_refused(subject.endpoint.commit_weight_update(update.ref), what)
+            await require_open(subject, update, f"after {what} was refused")
         await publisher.send(update, other, index)
     await publisher.commit(update)
     await subject.require_serves(other, f"after a commit with {num_buckets} of {num_buckets} buckets")
 
 
-@check("E-40", needs=("updates",), look_at="whether versions are compared within a run, and by < and not by <=")
+@check("E-40", "updates", look_at="whether versions are compared within a run, and by < and not by <=")
 async def versions_never_go_back(subject: EndpointSubject) -> None:
     """A version below the served one of the same run is refused; the served one may be published again."""
     publisher, reference = subject.publisher, subject.reference
     other = reference.with_final_norm(-1.0, "B")
     for _ in range(2):
         await publisher.publish(reference.weights)
-    lower = publisher.announcement(other, version=publisher.version - 1)
-    error = await subject.require_refused(
-        subject.endpoint.request_weight_update(lower), "a version below the served one"
-    )
-    subject.note(refusal=str(error))
+    lower = subject.endpoint.request_weight_update(publisher.announcement(other, version=publisher.version - 1))
+    await subject.require_refused(lower, "a version below the served one")
     await require_old_weights(subject, "after a version below the served one was refused")
-    answer = await publisher.publish(other, version=publisher.version)
-    require(
-        answer.version == publisher.version, f"version {publisher.version} was published again, {answer.version} serves"
-    )
+    answer, version = await publisher.publish(other, version=publisher.version), publisher.version
+    require(answer.version == version, f"version {version} was published again, {answer.version} serves")
     await subject.require_serves(other, "after the served version was published again")
 
 
-@check(
-    "E-41",
-    needs=("updates",),
-    look_at="whether the run of the group that was formed last is remembered, and forgotten with the group",
-)
+@check("E-41", "updates")
+@look_at("whether the run of the group that was formed last is remembered, and forgotten with the group")
 async def foreign_run(subject: EndpointSubject) -> None:
     """An update of a run that does not own the weight group is refused."""
     publisher, other = subject.publisher, subject.reference.with_final_norm(-1.0, "B")
-    await subject.require_refused(
-        subject.endpoint.request_weight_update(publisher.announcement(other)), "an update of a run with no group"
-    )
+
+    async def refused(run: SteppedPublisher, whose: str) -> None:
+        call = subject.endpoint.request_weight_update(run.announcement(other))
+        await subject.require_refused(call, f"an update of {whose}")
+
+    await refused(publisher, "a run with no group")
     await publisher.form_group()
     second = subject.another_publisher()
-    foreign = second.announcement(other)
-    await subject.require_refused(
-        subject.endpoint.request_weight_update(foreign), "an update of a run that does not own the group"
-    )
+    await refused(second, "a run that does not own the group")
     await second.form_group()
-    late = publisher.announcement(other)
-    error = await subject.require_refused(
-        subject.endpoint.request_weight_update(late), "an update of the run that owned the group before"
-    )
-    subject.note(refusal=str(error))
+    await refused(publisher, "the run that owned the group before")
     await require_old_weights(subject, "after updates of other runs were refused")
-    answer = await second.publish(other)
-    require(
-        answer.run_id == second.run_id, f"run {second.run_id} published, and {answer.run_id!r} is said to be served"
-    )
+    answer, run_id = await second.publish(other), second.run_id
+    require(answer.run_id == run_id, f"run {run_id} published, and {answer.run_id!r} is said to be served")
     await subject.require_serves(other, "after the owner's update")
 
 
-@check("E-42", needs=("updates",), look_at=_STATES)
+@check("E-42", "updates", look_at=_STATES)
 async def repeated_abort(subject: EndpointSubject) -> None:
     """An abort without an open update answers what is served, and an abort of another update is refused."""
     publisher, other, endpoint = subject.publisher, subject.reference.with_final_norm(-1.0, "B"), subject.endpoint
     await publisher.form_group()
     answer = await endpoint.abort_weight_update(publisher.announcement(other).ref)
-    _require_serving(answer, publisher.version, "an abort without an update")
+    require_serving(answer, publisher.version, "an abort without an update")
     update = await publisher.request(other)
     wrong = update.ref.model_copy(update={"version": update.version + 1})
-    error = await subject.require_refused(endpoint.abort_weight_update(wrong), "an abort of another version")
-    subject.note(refusal=str(error))
+    await subject.require_refused(endpoint.abort_weight_update(wrong), "an abort of another version")
     await require_open(subject, update, "after an abort of another version was refused")
     for what in ("an abort", "the same abort again"):
-        _require_serving(await publisher.abort(update), publisher.version, what)
+        require_serving(await publisher.abort(update), publisher.version, what)
     await require_old_weights(subject, "after an update was aborted twice")
     await publisher.publish(other)
     answer = await publisher.abort(publisher.announcement(other, version=publisher.version).ref)
-    _require_serving(answer, publisher.version, "an abort of what was committed")
+    require_serving(answer, publisher.version, "an abort of what was committed")
     await subject.require_serves(other, "after an abort of what was committed")
 
 
-@check(
-    "E-43",
-    needs=("updates",),
-    deadline_s=30,
-    look_at="the timer that aborts the update, and the calls that start it anew",
-)
+@check("E-43", "updates", deadline_s=30, look_at="the timer that aborts the update, and the calls that start it anew")
 async def lease(subject: EndpointSubject) -> None:
-    """A hold ends by itself when its lease does, with the old weights; every message of the update renews it."""
+    """A pause ends by itself when its lease does, with the old weights; every message of the update renews it."""
     publisher, other = subject.publisher, subject.reference.with_final_norm(-1.0, "B")
     update = await publisher.request(other, lease_s=_LEASE_S, bucket_bytes=other.size_bytes // 2)
     for index in range(len(update.buckets)):
@@ -159,35 +135,30 @@ async def lease(subject: EndpointSubject) -> None:
     await publisher.publish(subject.reference.weights)
 
     update = await publisher.request(other, lease_s=_LEASE_S)
-    waiting = await start(subject, 1, 16)
-    silent_since = time.monotonic()
-    await require_old_weights(subject, "after a lease had ended", seconds=_LEASE_S + SLACK_S)
-    subject.note(lease_s=_LEASE_S, **{"seconds until it released itself": time.monotonic() - silent_since})
+    waiting = subject.start(1, 16)
+    await require_old_weights(subject, f"after a lease of {_LEASE_S:g} s had ended", seconds=_LEASE_S + SLACK_S)
     await require_all_whole(waiting, "a request that waited for a lease to end")
     await subject.require_refused(publisher.commit(update), "a commit after the lease")
 
 
-@check(
-    "E-44",
-    needs=("updates",),
-    look_at="what weight_version reads while an update is open, and whether a commit answers after the switch",
-)
+@check("E-44", "updates")
+@look_at("what weight_version reads while an update is open, and whether a commit answers after the switch")
 async def answers_name_what_is_served(subject: EndpointSubject) -> None:
-    """weight_version says held, then updating, and to what version; the commit answers ready, version and run."""
+    """weight_version says paused, then updating, and to what version; the commit answers ready, version and run."""
     publisher, other, endpoint = subject.publisher, subject.reference.with_final_norm(-1.0, "B"), subject.endpoint
     before = await endpoint.weight_version()
     update = await publisher.request(other, bucket_bytes=other.size_bytes // 2)
-    found = await require_open(subject, update, "after the hold")
-    require(found.state is EndpointState.HELD, f"after the hold the state is {found.state}, not held")
+    found = await require_open(subject, update, "after the pause")
+    require(found.state is EndpointState.PAUSED, f"after the pause the state is {found.state}, not paused")
     for index in range(len(update.buckets)):
         require(found.version == before.version, f"before the commit version {found.version} is said to be served")
         await publisher.send(update, other, index)
         found = await require_open(subject, update, f"after bucket {index}")
         require(found.state is EndpointState.UPDATING, f"after bucket {index} the state is {found.state}, not updating")
     answer = await publisher.commit(update)
-    _require_serving(answer, update.version, "the commit")
+    require_serving(answer, update.version, "the commit")
     later = await endpoint.weight_version()
-    _require_serving(later, update.version, "weight_version")
+    require_serving(later, update.version, "weight_version")
     subject.note(commit=answer.model_dump(mode="json"))
     require(
         answer.run_id == later.run_id == update.run_id,
@@ -199,17 +170,8 @@ async def require_open(subject: EndpointSubject, update: WeightUpdate, when: str
     """Require that this update is the open one; return the version."""
     version = await subject.endpoint.weight_version()
     require(
-        version.state in (EndpointState.HELD, EndpointState.UPDATING) and version.updating_to == update.version,
+        version.state in (EndpointState.PAUSED, EndpointState.UPDATING) and version.updating_to == update.version,
         f"{when}, the state is {version.state} (updating to {version.updating_to}), "
         f"and the update to version {update.version} should be open",
     )
     return version
-
-
-def _require_serving(answer: WeightVersion, version: int, what: str) -> None:
-    """Require an answer of READY at this version."""
-    require(
-        answer.state is EndpointState.READY and answer.version == version and answer.updating_to is None,
-        f"{what} answered {answer.state} at version {answer.version} (updating to {answer.updating_to}), "
-        f"not ready at {version}",
-    )

@@ -1,18 +1,18 @@
-"""Level discovery: whether what an endpoint declares is complete and true, and what it does not declare is refused."""
+"""Level discovery: whether what an endpoint declares is complete and true, and whether it refuses everything else."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import Any
 
-from inflight.conformance.checks import check, fail, require
+from inflight.conformance.checks import check, fail, look_at, require
 from inflight.conformance.endpoint.aftermath import until_running
 from inflight.conformance.endpoint.subject import ENCODINGS, STORES, EndpointSubject
 from inflight.conformance.reference import Weights
 from inflight.contracts import StreamingEndpoint
 from inflight.errors import InvalidRequestError, UnsupportedError, UpdateRefusedError
 from inflight.wire import (
-    CONTRACT_EDITION,
+    PROTOCOL_VERSION,
     DirectorySpec,
     EndpointState,
     GenerateResponse,
@@ -25,30 +25,34 @@ from inflight.wire import (
 LEVEL = "discovery"
 _GROUPS = ("gloo", "nccl")
 _NUM_REQUESTS = 40
-"""Requests that are sent at once to fill an endpoint; with n completions each."""
+"""Requests sent at once to fill an endpoint, with several completions each."""
 _MOST_COMPLETIONS = 16
-"""Of each of them: an endpoint that declares room for more than both allow is not filled."""
+"""Of each of them. An endpoint that declares room for more than both allow is not filled."""
 _SOON_S = 5.0
 
 
 @check("E-01", look_at="whether capabilities() returns constants, not the present state")
 async def constant_capabilities(subject: EndpointSubject) -> None:
-    """The declared capabilities are of this edition, name an in-flight policy and a transport, and never change."""
+    """The declared capabilities are of this protocol version, name an in-flight policy and a transport, and never
+    change."""
     first = await subject.endpoint.capabilities()
     await subject.generate()
     for asked in (subject.capabilities, await subject.endpoint.capabilities()):
         changed = [name for name, value in first if value != getattr(asked, name)]
         require(not changed, f"the capabilities changed from one call to the next: {', '.join(changed)}")
-    subject.note(edition=first.edition, policies=first.in_flight_policies, transports=first.transports)
-    require(first.edition == CONTRACT_EDITION, f"edition {first.edition} is declared, the kit's is {CONTRACT_EDITION}")
+    subject.note(
+        protocol_version=first.protocol_version, policies=first.in_flight_policies, transports=first.transports
+    )
+    require(
+        first.protocol_version == PROTOCOL_VERSION,
+        f"protocol version {first.protocol_version} is declared, the kit's is {PROTOCOL_VERSION}",
+    )
     require(first.in_flight_policies, "no in-flight policy is declared")
     require(first.transports, "no transport is declared")
 
 
-@check(
-    "E-02",
-    look_at="whether vocab_size counts the rows of the head or the entries of the tokenizer, and who tests prompt ids",
-)
+@check("E-02")
+@look_at("whether vocab_size counts the rows of the head or the entries of the tokenizer, and who tests prompt ids")
 async def vocabulary(subject: EndpointSubject) -> None:
     """Every token id below the declared vocab_size is accepted in a prompt, and vocab_size itself is refused."""
     vocab_size = subject.capabilities.vocab_size
@@ -56,7 +60,7 @@ async def vocabulary(subject: EndpointSubject) -> None:
     subject.note(vocab_size=vocab_size, tokens=completion.token_ids)
     require(max(completion.token_ids) < vocab_size, f"id {max(completion.token_ids)} of {vocab_size} was sampled")
     call = subject.generate((*subject.prompt(4), vocab_size))
-    await subject.require_raises(call, (InvalidRequestError,), f"token id {vocab_size} of a vocabulary of {vocab_size}")
+    await subject.require_raises(call, InvalidRequestError, f"token id {vocab_size} of a vocabulary of {vocab_size}")
     await subject.generate()
 
 
@@ -68,23 +72,18 @@ async def context_length(subject: EndpointSubject) -> None:
     num_tokens = longest - len(prompt)
     completion = await subject.generate(prompt, max_tokens=num_tokens)
     subject.note(max_model_len=longest, prompt=len(prompt), tokens=len(completion.token_ids))
-    require(
-        len(completion.token_ids) == num_tokens,
-        f"behind a prompt of {len(prompt)}, {len(completion.token_ids)} of {num_tokens} tokens were sampled",
-    )
+    num_sampled = len(completion.token_ids)
+    words = f"behind a prompt of {len(prompt)}, {num_sampled} of {num_tokens} tokens were sampled"
+    require(num_sampled == num_tokens, words)
     call = subject.generate(prompt, max_tokens=num_tokens + 1)
     what = f"a prompt of {len(prompt)} and max_tokens={num_tokens + 1} in a context of {longest}"
-    await subject.require_raises(call, (InvalidRequestError,), what)
+    await subject.require_raises(call, InvalidRequestError, what)
 
 
-@check(
-    "E-04",
-    needs=("updates",),
-    deadline_s=40,
-    look_at="where request_weight_update tests the policy: before the state changes",
-)
+@check("E-04", "updates", deadline_s=40)
+@look_at("where request_weight_update tests the policy: before the state changes")
 async def undeclared_policies(subject: EndpointSubject) -> None:
-    """An update under an in-flight policy that is not declared is refused before anything is held."""
+    """An update under an in-flight policy that is not declared is refused before anything is paused."""
     undeclared = [policy for policy in InFlightPolicy if policy not in subject.capabilities.in_flight_policies]
     subject.note(undeclared=undeclared)
     if not undeclared:
@@ -101,9 +100,7 @@ async def undeclared_policies(subject: EndpointSubject) -> None:
     await subject.require_serves(subject.reference.weights, "after the refusals")
 
 
-@check(
-    "E-05", needs=("updates",), deadline_s=40, look_at="whether init_process_group tests the backend before it joins"
-)
+@check("E-05", "updates", deadline_s=40, look_at="whether init_process_group tests the transport before it joins")
 async def undeclared_transports(subject: EndpointSubject) -> None:
     """A weight group over a transport that is not declared is refused with UnsupportedError."""
     undeclared = [t for t in (*_GROUPS, *STORES) if t not in subject.capabilities.transports]
@@ -112,25 +109,21 @@ async def undeclared_transports(subject: EndpointSubject) -> None:
         run_id = subject.publisher.run_id
         spec: TransportSpec
         if transport == "http":
-            spec = PullSpec(run_id=run_id, backend="http", url="http://127.0.0.1:9", token="none", timeout_s=3.0)
+            spec = PullSpec(run_id=run_id, transport="http", url="http://127.0.0.1:9", token="none", timeout_s=3.0)
         elif transport in STORES:
-            fields = {"run_id": run_id, "backend": transport, "directory": str(subject.directory), "timeout_s": 3.0}
+            fields = {"run_id": run_id, "transport": transport, "directory": str(subject.directory), "timeout_s": 3.0}
             spec = DirectorySpec.model_validate(fields)
         else:
-            spec = subject.publisher.open_group(timeout_s=3.0).model_copy(update={"backend": transport})
+            spec = subject.publisher.open_group(timeout_s=3.0).model_copy(update={"transport": transport})
         call = subject.endpoint.init_process_group(spec)
-        await subject.require_raises(call, (UnsupportedError,), f"a group over {transport}, which is not declared,")
+        await subject.require_raises(call, UnsupportedError, f"a group over {transport}, which is not declared,")
         await subject.require_state(EndpointState.READY, f"after {transport} was refused")
         await subject.generate()
 
 
-@check(
-    "E-09",
-    needs=("updates",),
-    look_at="whether request_weight_update looks at every field of an update, and ignores none",
-)
+@check("E-09", "updates", look_at="whether request_weight_update looks at every field of an update, and ignores none")
 async def undeclared_updates(subject: EndpointSubject) -> None:
-    """An update that is staged, encoded or not of all tensors is refused before anything is held where that is not
+    """An update that is staged, encoded or not of all tensors is refused before anything is paused where that is not
     declared."""
     declared, publisher = subject.capabilities, subject.publisher
     other = subject.reference.perturbed("B")
@@ -150,9 +143,8 @@ async def undeclared_updates(subject: EndpointSubject) -> None:
     await publisher.form_group()
     for what, (weights, fields) in asked.items():
         call = subject.endpoint.request_weight_update(publisher.announcement(weights, **fields))
-        await subject.require_raises(
-            call, (UnsupportedError, UpdateRefusedError), f"an update with {what}, undeclared here,"
-        )
+        update = f"an update with {what}, undeclared here,"
+        await subject.require_raises(call, (UnsupportedError, UpdateRefusedError), update)
         await subject.require_state(EndpointState.READY, f"after {what} was refused")
     await subject.require_serves(subject.reference.weights, "after the refusals")
 
@@ -160,36 +152,28 @@ async def undeclared_updates(subject: EndpointSubject) -> None:
 @check("E-06", look_at="whether the flags chat and streaming say what the methods do")
 async def chat_and_streaming(subject: EndpointSubject) -> None:
     """Chat and streaming answer where they are declared, and are refused with UnsupportedError where they are not."""
-    endpoint, declared = subject.endpoint, subject.capabilities
-    refusal = (UnsupportedError,)
-    if declared.chat:
-        answer = await endpoint.chat_completion(subject.chat_request())
-        require(answer.choices[0].token_ids, "chat is declared, and a chat completion came back without a token")
-    else:
-        chat = endpoint.chat_completion(subject.chat_request())
-        await subject.require_raises(chat, refusal, "a chat completion, which is not declared,")
-    if declared.streaming:
-        require(await _streamed(subject.streaming, subject), "streaming is declared, and a stream carried no token")
-    elif isinstance(endpoint, StreamingEndpoint):
-        stream = _streamed(endpoint, subject)
-        await subject.require_raises(stream, refusal, "a stream, which is not declared,")
-    if isinstance(endpoint, StreamingEndpoint):
-        both = _chat_streamed(endpoint, subject)
-        if declared.streaming and declared.chat:
-            require(await both, "chat and streaming are declared, and a chat stream carried no token")
+    endpoint, has_chat, has_streaming = subject.endpoint, subject.capabilities.chat, subject.capabilities.streaming
+
+    async def chat() -> object:
+        return (await endpoint.chat_completion(subject.chat_request())).choices[0].token_ids
+
+    async def stream() -> object:
+        chunks = subject.streaming.generate_stream(subject.request(stream=True))
+        return [token async for chunk in chunks for token in chunk.token_ids]
+
+    async def chat_stream() -> object:
+        chunks = subject.streaming.chat_completion_stream(subject.chat_request(stream=True))
+        return [token async for chunk in chunks for choice in chunk.choices for token in choice.token_ids]
+
+    cases = [("a chat completion", has_chat, chat)]
+    if has_streaming or isinstance(endpoint, StreamingEndpoint):
+        cases += [("a stream", has_streaming, stream), ("a chat stream", has_chat and has_streaming, chat_stream)]
+    for what, is_declared, tokens in cases:
+        if is_declared:
+            require(await tokens(), f"{what} is declared, but carried no token")
         else:
-            await subject.require_raises(both, refusal, "a chat stream, which is not declared,")
-    subject.note(chat=declared.chat, streaming=declared.streaming)
-
-
-async def _streamed(endpoint: StreamingEndpoint, subject: EndpointSubject) -> int:
-    stream = endpoint.generate_stream(subject.request(stream=True))
-    return sum([len(chunk.token_ids) async for chunk in stream])
-
-
-async def _chat_streamed(endpoint: StreamingEndpoint, subject: EndpointSubject) -> int:
-    stream = endpoint.chat_completion_stream(subject.chat_request(stream=True))
-    return sum([len(choice.token_ids) async for chunk in stream for choice in chunk.choices])
+            await subject.require_raises(tokens(), UnsupportedError, f"{what}, which is not declared,")
+    subject.note(chat=has_chat, streaming=has_streaming)
 
 
 @check("E-07", deadline_s=60, look_at="num_running: sequences, not requests, and down again when they end")
@@ -206,20 +190,16 @@ async def state_at_rest(subject: EndpointSubject) -> None:
     require(found.num_running == 0, f"at rest, {found.num_running} sequences are said to run")
     num_each = 2 if subject.capabilities.max_concurrent_sequences >= 4 else 1
     num_requests = min(2, subject.capabilities.max_concurrent_sequences)
-    longest = subject.capabilities.max_model_len - len(subject.prompt())
-    running = await subject.start_running(num_requests, n=num_each, max_tokens=min(200, longest))
+    running = await subject.start_running(num_requests, n=num_each, max_tokens=min(200, subject.room()))
     largest = await _largest_num_running(subject, asyncio.gather(*(task for _, task in running)))
     subject.note(sequences=num_each * num_requests, largest_num_running=largest)
-    require(
-        largest == num_each * num_requests,
-        f"while {num_requests} requests with n={num_each} ran, num_running was {largest} at most",
-    )
+    words = f"while {num_requests} requests with n={num_each} ran, num_running was {largest} at most"
+    require(largest == num_each * num_requests, words)
     await until_running(subject, 0, _SOON_S, "after the last answer, sequences were still said to run")
 
 
-@check(
-    "E-08", deadline_s=60, look_at="the queue in front of the engine: it neither refuses nor runs more than declared"
-)
+@check("E-08", deadline_s=60)
+@look_at("the queue in front of the engine: it neither refuses nor runs more than declared")
 async def more_than_fit(subject: EndpointSubject) -> None:
     """Sequences beyond max_concurrent_sequences wait for their turn, and all are answered in full."""
     declared, num_tokens = subject.capabilities.max_concurrent_sequences, 24
@@ -232,7 +212,7 @@ async def more_than_fit(subject: EndpointSubject) -> None:
     answers = asyncio.gather(*(subject.endpoint.generate(request) for request in requests))
     largest = await _largest_num_running(subject, answers)
     subject.note(max_concurrent_sequences=declared, asked_for=num_requests * num_each, largest_num_running=largest)
-    require(largest <= declared, f"{largest} sequences ran at once, {declared} are declared")
+    require(largest <= declared, f"{largest} sequences ran at once, but {declared} are declared")
     for request, response in zip(requests, answers.result(), strict=True):
         require(response.request_id == request.request_id, f"{request.request_id} was answered {response.request_id}")
         lengths = [len(completion.token_ids) for completion in response.completions]
@@ -240,7 +220,7 @@ async def more_than_fit(subject: EndpointSubject) -> None:
 
 
 async def _largest_num_running(subject: EndpointSubject, answers: asyncio.Future[list[GenerateResponse]]) -> int:
-    """Return the largest number of running sequences that the endpoint reported until the answers were there."""
+    """Return the largest number of running sequences that the endpoint reported until all answers had come."""
     largest = 0
     while not answers.done():
         largest = max(largest, (await subject.endpoint.weight_version()).num_running)

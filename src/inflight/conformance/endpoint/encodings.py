@@ -1,4 +1,4 @@
-"""Level weights, updates of which not every byte travels: frozen tensors, rounded ones, and deltas to kept weights."""
+"""Level weights: updates that send fewer bytes, with frozen tensors, rounded ones, or deltas to kept weights."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import torch
 
-from inflight.conformance.checks import check, require
-from inflight.conformance.endpoint.aftermath import SLACK_S, require_old_weights, require_recovers, settled, within
+from inflight.conformance.checks import check, look_at, require
+from inflight.conformance.endpoint.aftermath import require_old_weights, require_recovers, settled
 from inflight.conformance.endpoint.publishing import TRANSFER_TIMEOUT_S
 from inflight.conformance.endpoint.subject import EndpointSubject
+from inflight.conformance.endpoint.waiting import SLACK_S
 from inflight.conformance.reference import Weights
 from inflight.errors import TransferError
 from inflight.wire import Encoding, EndpointState, UpdateRef, WeightUpdate
@@ -23,39 +24,33 @@ _DECODE = "the layout of a payload in docs/contract.md, and that values are deco
 _BASE = "what is kept of a committed update, by which name, and that an update that ends leaves it as it was"
 
 
-@check(
-    "U-15",
-    needs=("updates", "partial_updates"),
-    look_at="whether tensors that are not sent are left as they are, and counted when the manifest is compared",
-)
+@check("U-15", "updates partial_updates")
+@look_at("whether tensors that are not sent are left as they are, and counted when the manifest is compared")
 async def frozen_tensors(subject: EndpointSubject) -> None:
-    """An update that says which tensors are frozen changes the others only; one that neither sends nor freezes a tensor
-    is refused."""
+    """An update that names frozen tensors changes only the others; one that neither sends nor freezes a tensor is
+    refused."""
     publisher, reference = subject.publisher, subject.reference
     doubled = reference.with_final_norm(2.0, "A with its final norm doubled")
     alone = Weights("its final norm", {reference.final_norm: doubled.tensors[reference.final_norm]})
     others = tuple(name for name in reference.weights.tensors if name != reference.final_norm)
     await publisher.form_group()
-    short = publisher.announcement(alone, frozen=others[1:])
-    call = subject.endpoint.request_weight_update(short)
+    call = subject.endpoint.request_weight_update(publisher.announcement(alone, frozen=others[1:]))
     what = f"an update that neither sends nor freezes {others[0]}"
-    error = await subject.require_refused(call, what)
-    subject.note(refusal=str(error))
+    await subject.require_refused(call, what)
     await require_old_weights(subject, f"after {what} was refused")
     await publisher.publish(alone, frozen=others)
     await subject.require_serves(doubled, "after an update of the final norm, all else frozen")
 
 
-@check("U-16", needs=("updates", "bfloat16"), look_at=_DECODE)
+@check("U-16", "updates bfloat16", look_at=_DECODE)
 async def in_bfloat16(subject: EndpointSubject) -> None:
     """After an update in bfloat16 logprobs are those of the weights rounded to bfloat16."""
     await _publish_rounded(subject, "bfloat16", lambda tensor: tensor.to(torch.bfloat16).to(tensor.dtype))
 
 
-@check("U-17", needs=("updates", "float8"), look_at=_DECODE)
+@check("U-17", "updates float8", look_at=_DECODE)
 async def in_float8(subject: EndpointSubject) -> None:
-    """After an update in float8 logprobs are those of the decoded weights, in which tensors of one dimension are as
-    they were."""
+    """After an update in float8 logprobs are those of the decoded weights; tensors of one dimension are not rounded."""
     await _publish_rounded(subject, "float8", rounded_to_float8)
 
 
@@ -64,11 +59,8 @@ async def _publish_rounded(
 ) -> None:
     publisher, other = subject.publisher, subject.reference.perturbed("B")
     decoded = Weights(f"B in {encoding}", {name: rounded(tensor) for name, tensor in other.tensors.items()})
-    update = await publisher.request(other, encodings=(encoding,), bucket_bytes=other.size_bytes // 3)
-    for index in range(len(update.buckets)):
-        await publisher.send_parcel(publisher.parcel(update, other, index, encoding=encoding))
-    await publisher.commit(update)
-    subject.note(**{f"largest logprob difference from B before {encoding}": await subject.difference_from(other)})
+    await publisher.publish(other, encodings=(encoding,), bucket_bytes=other.size_bytes // 3)
+    subject.note(**{f"largest logprob difference from B before {encoding}": await subject.gap_now(other)})
     await subject.require_serves(decoded, f"after an update in {encoding}")
 
 
@@ -93,19 +85,16 @@ def rounded_to_float8(tensor: torch.Tensor) -> torch.Tensor:
     return decoded.reshape(tensor.shape).to(tensor.dtype)
 
 
-@check("U-18", needs=("updates", "delta"), deadline_s=40, look_at=_BASE)
+@check("U-18", "updates delta", deadline_s=40, look_at=_BASE)
 async def deltas(subject: EndpointSubject) -> None:
     """After a delta logprobs are those of the new weights; one that is aborted leaves its base as it was."""
     publisher, reference = subject.publisher, subject.reference
     flipped, unlike = reference.with_final_norm(-1.0, "B"), reference.perturbed("C")
-    first = await publisher.request(
-        reference.weights, keep=True, session_id="all", bucket_bytes=reference.weights.size_bytes // 3
-    )
-    for index in range(len(first.buckets)):
-        await publisher.send(first, reference.weights, index)
-    await publisher.commit(first)
+    weights = reference.weights
+    first = await publisher.request(weights, keep=True, session_id="all", bucket_bytes=weights.size_bytes // 3)
+    await publisher.complete(first, weights)
     await _require_kept(subject, first, "after an update that asked for it")
-    second = await _send_delta(subject, flipped, first, reference.weights, "second")
+    second = await _send_delta(subject, flipped, first, weights, "second")
     await publisher.commit(second)
     await subject.require_serves(flipped, "after a delta")
     await _require_kept(subject, second, "after a delta that asked for it")
@@ -121,20 +110,19 @@ async def deltas(subject: EndpointSubject) -> None:
     await subject.require_serves(quartered, "after another delta to the same base")
 
 
-@check("U-19", needs=("updates", "delta"), deadline_s=40, look_at=_BASE)
+@check("U-19", "updates delta", deadline_s=40, look_at=_BASE)
 async def unknown_base(subject: EndpointSubject) -> None:
-    """A delta to a base that was not kept is refused when it is requested, and an update that sends all succeeds."""
+    """A delta to a base that was not kept is refused when it is requested, and an update that sends everything
+    succeeds."""
     publisher, reference = subject.publisher, subject.reference
     flipped = reference.with_final_norm(-1.0, "B")
     await publisher.form_group()
     for served, following in ((reference.weights, flipped), (flipped, reference.weights)):
         stranger = UpdateRef(run_id=publisher.run_id, version=publisher.version, session_id="stranger")
         update = publisher.announcement(following, encodings=("delta",), base=stranger, session_id="delta")
-        error = await subject.require_refused(
-            subject.endpoint.request_weight_update(update), "a delta to a base that was not kept"
-        )
-        subject.note(refusal=str(error))
-        when = "after a delta to a base that was not kept was refused"
+        what = "a delta to a base that was not kept"
+        await subject.require_refused(subject.endpoint.request_weight_update(update), what)
+        when = f"after {what} was refused"
         await subject.require_state(EndpointState.READY, when)
         await subject.require_serves(served, when)
         await publisher.publish(following, keep=True, session_id="all")
@@ -144,18 +132,10 @@ async def unknown_base(subject: EndpointSubject) -> None:
 async def _send_delta(
     subject: EndpointSubject, weights: Weights, base: WeightUpdate, base_weights: Weights, session_id: str
 ) -> WeightUpdate:
-    """Bring every bucket of a delta to the endpoint, and return its update, which is open."""
-    publisher = subject.publisher
-    update = await publisher.request(
-        weights,
-        encodings=("delta",),
-        base=base.ref,
-        keep=True,
-        session_id=session_id,
-        bucket_bytes=weights.size_bytes // 3,
-    )
-    for index in range(len(update.buckets)):
-        await publisher.send_parcel(publisher.parcel(update, weights, index, encoding="delta", base=base_weights))
+    """Send every bucket of a delta, and return its update, which is open."""
+    publisher, fields = subject.publisher, {"base": base.ref, "keep": True, "session_id": session_id}
+    update = await publisher.request(weights, encodings=("delta",), bucket_bytes=weights.size_bytes // 3, **fields)
+    await publisher.send_all(update, weights, base_weights)
     return update
 
 
@@ -164,27 +144,20 @@ async def _require_kept(subject: EndpointSubject, update: WeightUpdate, when: st
     require(kept == update.ref, f"{when}, {kept} is said to be kept, not {update.ref}")
 
 
-@check(
-    "U-14",
-    needs=("updates", "staging"),
-    deadline_s=30,
-    look_at="whether the bytes are compared where they arrived, before they are decoded, copied or loaded",
-)
+@check("U-14", "updates staging", deadline_s=30)
+@look_at("whether the bytes are compared where they arrived, before they are decoded, copied or loaded")
 async def damaged_bucket(subject: EndpointSubject) -> None:
-    """A bucket whose checksum is not that of its bytes raises TransferError before anything of the update is applied,
-    and the old weights serve on."""
+    """A bucket whose bytes do not have its checksum raises TransferError before anything of the update is applied, and
+    the old weights serve on."""
     publisher, other = subject.publisher, subject.reference.perturbed("B")
     update = await publisher.request(other, bucket_bytes=other.size_bytes // 2)
     last = len(update.buckets) - 1
     for index in range(last):
-        await publisher.send_parcel(publisher.parcel(update, other, index, encoding="raw"))
-    announced = publisher.parcel(update, other, last, encoding="raw")
-    sent = publisher.parcel(update, _with_another_bit(other), last, encoding="raw")
-    call = publisher.send_parcel(replace(sent, transfer=announced.transfer))
-    error = await subject.require_raises(
-        within(TRANSFER_TIMEOUT_S + SLACK_S, call, "a damaged bucket"), (TransferError,), "a damaged bucket"
-    )
-    subject.note(refusal=str(error))
+        await publisher.send_bucket(update, publisher.encoded(update, other, index))
+    announced = publisher.encoded(update, other, last)
+    damaged = publisher.encoded(update, _with_another_bit(other), last)
+    call = publisher.send_bucket(update, replace(damaged, checksum=announced.checksum))
+    await subject.require_raises(call, TransferError, "a damaged bucket", TRANSFER_TIMEOUT_S + SLACK_S)
     await require_old_weights(subject, "after a damaged bucket")
     commit = subject.endpoint.commit_weight_update(update.ref)
     await subject.require_refused(commit, "a commit after a damaged bucket")

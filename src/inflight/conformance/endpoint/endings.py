@@ -1,4 +1,4 @@
-"""Level tokens, how a completion ends: at a stop token, a stop string, the end of the sequence, or its length."""
+"""Level tokens: how completions end, at a stop token, a stop string, the end of the sequence, or their length."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
-from inflight.conformance.checks import check, require, skip
+from inflight.conformance.checks import check, look_at, require, skip
 from inflight.conformance.endpoint.repeats import least_common
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.reference import distribution
@@ -17,7 +17,7 @@ from inflight.wire import Completion, SamplingParams
 LEVEL = "tokens"
 _NUM_CASES = 4
 _ENDS_S = 15.0
-"""After so long, one completion that ended is enough."""
+"""After this long, one completion that ended is enough."""
 _MOST_SEEDS = 40
 """Completions that are searched for something to stop at."""
 
@@ -36,12 +36,8 @@ async def stop_token_ids(subject: EndpointSubject) -> None:
     _require_most_stopped(subject, num_stopped, _NUM_CASES)
 
 
-@check(
-    "E-20",
-    needs=("model",),
-    deadline_s=60,
-    look_at="whether tokens are cut with the text, and whether text is looked at after every token",
-)
+@check("E-20", "model", deadline_s=60)
+@look_at("whether tokens are cut with the text, and whether text is looked at after every token")
 async def stop_strings(subject: EndpointSubject) -> None:
     """A completion ends at the token that completes a stop string, which is listed, and the finish reason is stop."""
     tokenizer = subject.reference.tokenizer
@@ -69,12 +65,8 @@ async def stop_strings(subject: EndpointSubject) -> None:
     _require_most_stopped(subject, num_stopped, num_cases)
 
 
-@check(
-    "E-21",
-    needs=("model",),
-    deadline_s=60,
-    look_at="which ids end a sequence, all of the generation config's, and whether the last token is dropped",
-)
+@check("E-21", "model", deadline_s=60)
+@look_at("which ids end a sequence, all of the generation config's, and whether the last token is dropped")
 async def finish_reasons(subject: EndpointSubject) -> None:
     """An end-of-sequence token is listed and ends its completion with stop, unless ignore_eos; length means exactly
     max_tokens."""
@@ -87,9 +79,8 @@ async def finish_reasons(subject: EndpointSubject) -> None:
         if not ignore_eos and num_met >= fewest and num_passed:
             break
         num_rounds += 1
-        request = subject.request(
-            prompt, n=16, max_tokens=num_tokens, temperature=temperature, ignore_eos=ignore_eos, seed=seed
-        )
+        drawn: dict[str, Any] = {"temperature": temperature, "ignore_eos": ignore_eos, "seed": seed}
+        request = subject.request(prompt, n=16, max_tokens=num_tokens, **drawn)
         for completion in (await subject.endpoint.generate(request)).completions:
             ends = [i for i, token in enumerate(completion.token_ids) if token in ends_of]
             if ignore_eos:
@@ -118,25 +109,20 @@ async def no_max_tokens(subject: EndpointSubject) -> None:
 
 
 def _require_ended(completion: Completion, ends: Sequence[int], num_tokens: int, what: str) -> bool:
-    """Require that a completion ended at the first of ``ends``, or at its length; return whether at one of them.
+    """Require that a completion ended at the first of ``ends``, or at its length; return whether it has ``ends``.
 
     Where both fall on the same token, the contract does not say which of them is the reason.
     """
     length, reason = len(completion.token_ids), completion.finish_reason
+    is_full = reason == "length" and length == num_tokens
     if ends:
-        require(
-            ends[0] == length - 1, f"with {what}, token {ends[0]} should be the last, and {length} tokens are listed"
-        )
-        require(
-            reason == "stop" or (reason == "length" and length == num_tokens),
-            f"with {what}, a completion ended where it should, and the finish reason is {reason!r}",
-        )
+        words = f"with {what}, token {ends[0]} should be the last, and {length} tokens are listed"
+        require(ends[0] == length - 1, words)
+        words = f"with {what}, a completion ended where it should, and the finish reason is {reason!r}"
+        require(reason == "stop" or is_full, words)
     else:
-        require(
-            reason == "length" and length == num_tokens,
-            f"with {what}, the {length} of {num_tokens} tokens that are listed hold nothing to stop at, and the finish "
-            f"reason is {reason!r}",
-        )
+        words = f"with {what}, the {length} of {num_tokens} tokens that are listed hold nothing to stop at"
+        require(is_full, f"{words}, and the finish reason is {reason!r}")
     return bool(ends)
 
 
@@ -149,7 +135,7 @@ def _require_most_stopped(subject: EndpointSubject, num_stopped: int, num_cases:
 
 
 def _text_of_two(tokenizer: Any, token_ids: tuple[int, ...]) -> str | None:
-    """Return the text of two adjacent tokens that shows first where the second one ends, None if there are none."""
+    """Return the text of two adjacent tokens, if it occurs no earlier in the completion; None without such tokens."""
     special = set(tokenizer.all_special_ids)
     for i in range(3, len(token_ids) - 1):
         if special & set(token_ids[: i + 2]):
@@ -164,7 +150,7 @@ def _text_of_two(tokenizer: Any, token_ids: tuple[int, ...]) -> str | None:
 
 
 def _prompt_near_the_end(subject: EndpointSubject) -> tuple[tuple[int, ...], float, float]:
-    """Return the prompt and temperature, of some, under which the next token is likeliest to end; and how likely."""
+    """Return a prompt and a temperature under which the next token is likely to end the sequence, and how likely."""
     ids = sorted(subject.reference.eos_token_ids & set(range(subject.capabilities.vocab_size)))
     if not ids:
         skip("the checkpoint names no token that ends a sequence")

@@ -1,7 +1,7 @@
 """An engine whose `apply` can be made to fail, between an endpoint's receiving half and its own engine.
 
-It gets there by `inflight.weights.receiving.engine_between` while the kit makes the endpoint in its own process. What
-runs in another process, or takes weights without an `UpdateReceiver`, is out of its reach.
+`inflight.weights.receiving.engine_between` puts it there while the kit makes the endpoint in its own process. It cannot
+reach endpoints in other processes, or endpoints that take weights without an `UpdateReceiver`.
 """
 
 from __future__ import annotations
@@ -10,51 +10,46 @@ import contextlib
 from collections.abc import Iterator
 from typing import Literal
 
-from inflight.weights.receiving import HeldEngine, engine_between
+from inflight.weights.receiving import PausableEngine, engine_between
 from inflight.wire import WeightUpdate
 
 Failure = Literal["instead", "afterwards"]
 
 
-class FailingEngine(HeldEngine):
-    """Passes everything on to ``engine``; the next `apply` fails if ``fails`` says so, once."""
+class FailingEngine(PausableEngine):
+    """Passes everything on to ``engine``. If ``fails`` is set, the next `apply` fails, once."""
 
-    def __init__(self, engine: HeldEngine) -> None:
+    def __init__(self, engine: PausableEngine) -> None:
         self._engine = engine
         self.fails: Failure | None = None
-        """``instead`` of applying anything, or ``afterwards``, as when the engine's answer is lost."""
+        """``instead`` of applying anything, or ``afterwards``, as if the engine's answer were lost."""
 
-    async def hold(self, update: WeightUpdate) -> None:
-        """See `HeldEngine.hold`."""
-        await self._engine.hold(update)
+    async def pause(self, update: WeightUpdate) -> None:
+        await self._engine.pause(update)
 
     async def apply(self, update: WeightUpdate) -> None:
-        """See `HeldEngine.apply`."""
         failure, self.fails = self.fails, None
         if failure != "instead":
             await self._engine.apply(update)
         if failure is not None:
-            raise RuntimeError(f"the conformance kit has this apply fail, {failure}")
+            raise RuntimeError(f"the conformance kit makes this apply fail, {failure}")
 
-    async def release(self) -> None:
-        """See `HeldEngine.release`."""
-        await self._engine.release()
+    async def resume(self) -> None:
+        await self._engine.resume()
 
     async def give_up(self) -> None:
-        """See `HeldEngine.give_up`."""
         await self._engine.give_up()
 
     async def num_running(self) -> int:
-        """See `HeldEngine.num_running`."""
         return await self._engine.num_running()
 
 
 @contextlib.contextmanager
 def engines_that_fail() -> Iterator[list[FailingEngine]]:
-    """Put a `FailingEngine` under every receiver that is made meanwhile; they are collected in what is yielded."""
+    """Put a `FailingEngine` under every receiver that is made meanwhile, and collect them in the yielded list."""
     made: list[FailingEngine] = []
 
-    def between(engine: HeldEngine) -> HeldEngine:
+    def between(engine: PausableEngine) -> PausableEngine:
         made.append(FailingEngine(engine))
         return made[-1]
 

@@ -1,4 +1,4 @@
-"""Level faults, transfers that do not happen, happen late, or happen in part."""
+"""Level faults: transfers that do not happen, happen late or in part, and updates that fail while they are applied."""
 
 from __future__ import annotations
 
@@ -6,24 +6,26 @@ import asyncio
 import socket
 import time
 
-from inflight.conformance.checks import check, require
-from inflight.conformance.endpoint.aftermath import SLACK_S, require_old_weights, require_recovers, within
-from inflight.conformance.endpoint.holds import SERVED_S, require_all_whole, start
+from inflight.conformance.checks import check, look_at, require
+from inflight.conformance.endpoint.aftermath import require_all_whole, require_old_weights, require_recovers
+from inflight.conformance.endpoint.failing import Failure
 from inflight.conformance.endpoint.publishing import TRANSFER_TIMEOUT_S
-from inflight.conformance.endpoint.subject import EndpointSubject, cancelled_at_the_end
+from inflight.conformance.endpoint.subject import EndpointSubject, Running
+from inflight.conformance.endpoint.waiting import SERVED_S, SLACK_S, within
 from inflight.conformance.reference import Weights
-from inflight.errors import TransferError, UpdateAbortedError
-from inflight.wire import EndpointState, WeightUpdate
+from inflight.errors import EndpointError, PoisonedError, TransferError, UpdateAbortedError
+from inflight.wire import EndpointState, InFlightPolicy
 
 LEVEL = "faults"
 _SHORT_S = 0.7
-"""Timeout of what will not happen, and lease of a hold that falls silent."""
+"""Timeout of calls that fail, and lease of a pause whose publisher falls silent."""
+_FAILURES: tuple[Failure, ...] = ("instead", "afterwards")
 _LATE_S = 1.2
-"""How late a slow sender is; well within the timeout."""
+"""How late a slow sender is, well within the timeout."""
 _DEADLINES = "whether the timeout of the message is the one that the collective gets, and a blocked call can be left"
 
 
-@check("U-40", needs=("updates",), deadline_s=30, look_at=_DEADLINES)
+@check("U-40", "updates", deadline_s=30, look_at=_DEADLINES)
 async def sender_never_joins(subject: EndpointSubject) -> None:
     """If the group is not formed, init_process_group raises TransferError in time, and the endpoint serves on."""
     absent = subject.publisher.open_group(_SHORT_S)
@@ -31,33 +33,26 @@ async def sender_never_joins(subject: EndpointSubject) -> None:
         probe.bind(("127.0.0.1", 0))  # and does not listen
         unreachable = absent.model_copy(update={"master_address": "127.0.0.1", "master_port": probe.getsockname()[1]})
         for spec, what in ((absent, "a group that nobody else joins"), (unreachable, "a group without a store")):
-            since = time.monotonic()
-            joining = asyncio.ensure_future(subject.endpoint.init_process_group(spec))
-            await subject.enter(cancelled_at_the_end([joining]))
-            await require_all_whole(await start(subject, 1, 16), f"a request while the endpoint joins {what}")
-            error = await subject.require_raises(
-                within(_SHORT_S + SLACK_S, joining, f"joining {what}"), (TransferError,), f"joining {what}"
-            )
-            subject.note(**{what: str(error), f"seconds, {what}": time.monotonic() - since})
+            joining = subject.begin(subject.endpoint.init_process_group(spec))
+            await require_all_whole(subject.start(1, 16), f"a request while the endpoint joins {what}")
+            await subject.require_raises(joining, TransferError, f"joining {what}", _SHORT_S + SLACK_S)
     await require_old_weights(subject, "after groups that were not formed")
     await require_recovers(subject, "after groups that were not formed")
 
 
-@check("U-41", needs=("updates",), deadline_s=30, look_at=_DEADLINES)
+@check("U-41", "updates", deadline_s=30, look_at=_DEADLINES)
 async def bucket_never_sent(subject: EndpointSubject) -> None:
     """If a bucket is not sent, receive_weights raises TransferError within its timeout."""
     publisher = subject.publisher
     update = await publisher.request(subject.reference.with_final_norm(-1.0, "B"))
-    since = time.monotonic()
     receiving = subject.endpoint.receive_weights(publisher.transfer(update, 0, _SHORT_S))
-    what = "receiving a bucket that is not sent"
-    error = await subject.require_raises(within(_SHORT_S + SLACK_S, receiving, what), (TransferError,), what)
-    subject.note(error=str(error), timeout_s=_SHORT_S, seconds=time.monotonic() - since)
+    what = f"receiving a bucket that is not sent within {_SHORT_S:g} s"
+    await subject.require_raises(receiving, TransferError, what, _SHORT_S + SLACK_S)
     await require_old_weights(subject, "after a bucket that was not sent", may_be_torn=True)
     await require_recovers(subject, "after a bucket that was not sent")
 
 
-@check("U-44", needs=("updates",), deadline_s=30, look_at=_DEADLINES)
+@check("U-44", "updates", deadline_s=30, look_at=_DEADLINES)
 async def slow_sender(subject: EndpointSubject) -> None:
     """A bucket that is sent late but within the timeout of its transfer arrives."""
     publisher, other = subject.publisher, subject.reference.with_final_norm(-1.0, "B")
@@ -69,18 +64,20 @@ async def slow_sender(subject: EndpointSubject) -> None:
     await subject.require_serves(other, "after an update whose sender was slow")
 
 
-@check(
-    "U-48",
-    needs=("updates",),
-    deadline_s=30,
-    look_at="whether buckets are staged beside the model, and what is left in the stage for the next update",
-)
+@check("U-48", "updates", deadline_s=30)
+@look_at("whether buckets are staged beside the model, and what is left in the stage for the next update")
 async def torn_update(subject: EndpointSubject) -> None:
     """An update that ends after some of its buckets arrived leaves no trace: old weights, exactly, or POISONED."""
     publisher, other = subject.publisher, subject.reference.perturbed("B")
-    running, is_poisoned = await start(subject, 2, 32), False
+    running, is_poisoned = subject.start(2, 32), False
     for ending in ("an abort", "its lease"):
-        update = await _send_half(subject, other, lease_s=20.0 if ending == "an abort" else _SHORT_S)
+        lease_s = 20.0 if ending == "an abort" else _SHORT_S
+        update = await publisher.request(other, bucket_bytes=other.size_bytes // 4, lease_s=lease_s)
+        num_sent = len(update.buckets) // 2
+        require(num_sent, "the update travels in one bucket")
+        for index in range(num_sent):
+            await publisher.send(update, other, index)
+        subject.note(buckets=len(update.buckets), sent=num_sent)
         if ending == "an abort":
             await publisher.abort(update)
         when = f"after half of an update, ended by {ending}"
@@ -98,37 +95,80 @@ async def torn_update(subject: EndpointSubject) -> None:
     await subject.require_serves(third, "after a complete update")
 
 
-async def _send_half(subject: EndpointSubject, weights: Weights, lease_s: float) -> WeightUpdate:
-    update = await subject.publisher.request(weights, bucket_bytes=weights.size_bytes // 4, lease_s=lease_s)
-    num_sent = len(update.buckets) // 2
-    require(num_sent, "the update travels in one bucket")
-    for index in range(num_sent):
-        await subject.publisher.send(update, weights, index)
-    subject.note(buckets=len(update.buckets), sent=num_sent)
-    return update
-
-
-@check(
-    "U-49",
-    needs=("updates",),
-    deadline_s=30,
-    look_at="whether the abort gives the group up, so that a blocked collective ends or is left behind",
-)
+@check("U-49", "updates", deadline_s=30)
+@look_at("whether the abort gives the group up, so that a blocked collective ends or is left behind")
 async def abort_while_receiving(subject: EndpointSubject) -> None:
     """An abort from another connection ends a pending receive_weights, and both end at once."""
     publisher, other = subject.publisher, await subject.another_connection()
     update = await publisher.request(subject.reference.with_final_norm(-1.0, "B"))
-    pending = asyncio.ensure_future(subject.endpoint.receive_weights(publisher.transfer(update, 0, 3 * SLACK_S)))
-    await subject.enter(cancelled_at_the_end([pending]))
+    pending = subject.begin(subject.endpoint.receive_weights(publisher.transfer(update, 0, 3 * SLACK_S)))
     await asyncio.sleep(0.2)
     require(not pending.done(), "receive_weights returned though nothing was sent")
     since = time.monotonic()
     await within(SLACK_S, other.abort_weight_update(update.ref), "an abort while a bucket is awaited")
-    error = await subject.require_raises(
-        within(SLACK_S, pending, "receiving a bucket of an update that was aborted"),
-        (TransferError, UpdateAbortedError),
-        "receiving a bucket of an update that was aborted",
-    )
-    subject.note(error=str(error), **{"seconds until both had ended": time.monotonic() - since})
+    what = "receiving a bucket of an update that was aborted"
+    await subject.require_raises(pending, (TransferError, UpdateAbortedError), what)
+    subject.note(**{"seconds until both had ended": time.monotonic() - since})
     await require_old_weights(subject, "after an abort while a bucket was awaited", may_be_torn=True)
     await require_recovers(subject, "after an abort while a bucket was awaited")
+
+
+@check("U-37", "updates failing", deadline_s=60)
+@look_at(
+    "give_up of the adapter: it ends what runs and what waits, whether sampling is paused or goes on already; and that "
+    "nothing but a commit makes weights whole"
+)
+async def in_and_out(subject: EndpointSubject) -> None:
+    """When applying an update fails, the commit raises PoisonedError, every request ends, and the endpoint is POISONED:
+    it refuses to generate, even after a further update is aborted, until a complete one is served."""
+    reference, publisher = subject.reference, subject.publisher
+    turns = [reference.with_final_norm(-1.0, "B"), reference.weights]
+    await publisher.form_group()
+    cases = [(policy, _FAILURES[i % 2], False) for i, policy in enumerate(subject.capabilities.in_flight_policies)]
+    cases.append((cases[0][0], _FAILURES[1], subject.capabilities.staging))
+    for i, (policy, failure, staged) in enumerate(cases):
+        what = f"an apply that failed under {policy}{', staged' if staged else ''} ({failure})"
+        await _poison(subject, reference.perturbed("torn", seed=i), policy, failure, what, staged=staged)
+        await _require_poisoned(subject, f"after {what}")
+        await publisher.abort(await publisher.request(turns[i % 2]))
+        await _require_poisoned(subject, f"after {what}, and after an update that was aborted")
+        await publisher.publish(turns[i % 2])
+        await subject.require_state(EndpointState.READY, f"after {what}, and after a complete update")
+        await subject.require_serves(turns[i % 2], f"after {what}, and after a complete update")
+
+
+async def _poison(
+    subject: EndpointSubject, weights: Weights, policy: InFlightPolicy, failure: Failure, what: str, *, staged: bool
+) -> None:
+    """Let an apply fail while some requests run and some wait; require that all of them end."""
+    running: Running = []
+    if policy in (InFlightPolicy.KEEP, InFlightPolicy.RECOMPUTE):
+        running = await subject.start_running(4)
+    update = await subject.publisher.request(weights, in_flight=policy, staged=staged)
+    waiting = [] if staged else subject.start(2, subject.room())  # so long that none ends before all must
+    await subject.publisher.send(update, weights, 0)
+    assert subject.can_fail is not None
+    subject.can_fail.fails = failure
+    commit = subject.endpoint.commit_weight_update(update.ref)
+    await subject.require_raises(commit, PoisonedError, what, update.lease_s)
+    await _require_ended(running, f"requests that ran during {what}")
+    await _require_ended(waiting, f"requests that waited during {what}")
+
+
+async def _require_ended(running: Running, what: str) -> None:
+    """Require that requests end at once, with what they have or with an error of the endpoint's."""
+    answers = await within(SLACK_S, asyncio.gather(*(task for _, task in running), return_exceptions=True), what)
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            require(isinstance(answer, EndpointError), f"{what} raised {type(answer).__name__}: {answer}")
+            continue
+        reasons = {completion.finish_reason for completion in answer.completions}
+        require(reasons == {"abort"}, f"{what} ended by {sorted(reasons)}: tokens were sampled from torn weights")
+
+
+async def _require_poisoned(subject: EndpointSubject, when: str) -> None:
+    """Require that the endpoint is POISONED, runs nothing and refuses to generate."""
+    version = await subject.endpoint.weight_version()
+    require(version.state is EndpointState.POISONED, f"{when}, the state is {version.state}, not poisoned")
+    require(version.num_running == 0, f"{when}, {version.num_running} sequences are said to run")
+    await subject.require_raises(subject.generate(), PoisonedError, f"{when}, a request")

@@ -1,7 +1,7 @@
-"""What temperature, top-k, top-p and min-p leave of a distribution whose logits are known up to a tolerance only.
+"""What temperature, top-k, top-p and min-p leave of a distribution whose logits are known only up to a tolerance.
 
-An engine in low precision may keep a token at the edge of a filter that the reference drops, and everything that is
-kept is renormalised by what else is kept. So a logprob has bounds, not a value. Knows nothing of endpoints.
+An engine in low precision may keep a token at the edge of a filter that the reference drops, which changes the
+normalisation of all kept tokens. So a logprob has bounds, not a value. Knows nothing of endpoints.
 
 Shape suffixes: T tokens, V vocabulary.
 """
@@ -16,9 +16,9 @@ from inflight.wire import SamplingParams
 def logprob_bounds(
     logits_TV: torch.Tensor, sampling: SamplingParams, tolerance: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return float64 [T, V] twice: the least and the largest logprob that a token may have; -inf where it is dropped.
+    """Return float64 [T, V] twice: the smallest and the largest logprob of each token; -inf where it is dropped.
 
-    ``tolerance`` is how far a logit may be off before the temperature divides it.
+    ``tolerance`` is the largest error of a logit before the temperature divides it.
     """
     error = tolerance / sampling.temperature
     least, most = [], []
@@ -34,7 +34,7 @@ def logprob_bounds(
 def _kept(logits_V: torch.Tensor, sampling: SamplingParams, error: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Return bool [V] twice: the tokens that every engine keeps, and those that some engine keeps.
 
-    A logit that is off by ``error`` passes another one if they are within twice that.
+    Logits that are off by ``error`` change places if they are within twice that.
     """
     sure_V = torch.ones_like(logits_V, dtype=torch.bool)
     possible_V = sure_V.clone()

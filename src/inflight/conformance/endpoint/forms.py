@@ -1,29 +1,20 @@
-"""Level tokens, the forms of an answer: whole, streamed, chat, streamed chat. All carry the same tokens."""
+"""Level tokens: answers that are whole, streamed, chat and streamed chat carry the same tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
-from inflight.conformance.checks import check, require
+from inflight.conformance.checks import check, look_at, require
 from inflight.conformance.endpoint.repeats import require_repeated
 from inflight.conformance.endpoint.subject import EndpointSubject
-from inflight.wire import (
-    ChatCompletion,
-    ChatCompletionChunk,
-    Completion,
-    CompletionChunk,
-    VersionSpan,
-)
+from inflight.wire import ChatCompletion, ChatCompletionChunk, Completion, CompletionChunk, VersionSpan
 
 LEVEL = "tokens"
 
 
-@check(
-    "E-23",
-    needs=("chat",),
-    deadline_s=40,
-    look_at="whether prompt_token_ids are the ids that were used, and whether chat has sampling defaults of its own",
-)
+@check("E-23", "chat", deadline_s=40)
+@look_at("whether prompt_token_ids are the ids that were used, and whether chat has sampling defaults of its own")
 async def chat_is_generate(subject: EndpointSubject) -> None:
     """A chat completion carries what generate returns for the ids that it was rendered to, and its text is their
     decoding."""
@@ -37,10 +28,8 @@ async def chat_is_generate(subject: EndpointSubject) -> None:
     require_repeated(subject, zip(choices, generated.completions, strict=True), "chat and generate")
     for choice, completion in zip(choices, generated.completions, strict=True):
         if choice.token_ids == completion.token_ids:
-            require(
-                choice.finish_reason == completion.finish_reason,
-                f"chat ended with {choice.finish_reason!r}, generate with {completion.finish_reason!r}",
-            )
+            words = f"chat ended with {choice.finish_reason!r}, generate with {completion.finish_reason!r}"
+            require(choice.finish_reason == completion.finish_reason, words)
     num_completion = sum(len(choice.token_ids) for choice in choices)
     counts = (len(chat.prompt_token_ids), num_completion, len(chat.prompt_token_ids) + num_completion)
     usage = (chat.usage.prompt_tokens, chat.usage.completion_tokens, chat.usage.total_tokens)
@@ -48,15 +37,14 @@ async def chat_is_generate(subject: EndpointSubject) -> None:
     for given in chat.choices:
         found = None if given.logprobs is None else tuple(token.logprob for token in given.logprobs.content)
         require(found == given.token_logprobs, "logprobs in the OpenAI shape are not token_logprobs")
-    _require_text(subject, chat)
+        if subject.known_reference is not None and (tokenizer := subject.known_reference.tokenizer) is not None:
+            text = tokenizer.decode(list(given.token_ids), skip_special_tokens=True)
+            content = given.message.content
+            require(content == text, f"the message is {content!r}, its tokens decode to {text!r}")
 
 
-@check(
-    "E-24",
-    needs=("streaming",),
-    deadline_s=40,
-    look_at="whether a chunk repeats or skips tokens, and what is sent when a completion ends",
-)
+@check("E-24", "streaming", deadline_s=40)
+@look_at("whether a chunk repeats or skips tokens, and what is sent when a completion ends")
 async def stream_is_generate(subject: EndpointSubject) -> None:
     """A stream carries what generate returns, in contiguous chunks, and the finish reason in the last one only."""
     whole = await subject.endpoint.generate(subject.request(n=4, max_tokens=24))
@@ -64,25 +52,21 @@ async def stream_is_generate(subject: EndpointSubject) -> None:
     chunks = [chunk async for chunk in subject.streaming.generate_stream(request)]
     wrong = {chunk.request_id for chunk in chunks} - {request.request_id}
     require(not wrong, f"chunks of {request.request_id!r} are said to be of {sorted(wrong)}")
-    streamed = [_assembled(index, [chunk for chunk in chunks if chunk.index == index]) for index in range(4)]
+    streamed = [assembled(index, [chunk for chunk in chunks if chunk.index == index]) for index in range(4)]
     require(len(chunks) == sum(chunk.index in range(4) for chunk in chunks), "chunks of n=4 have an index beyond 3")
     subject.note(chunks=len(chunks), tokens=sum(len(completion.token_ids) for completion in streamed))
     require(len(chunks) > 4, "four completions of 24 tokens came in one chunk each: nothing was streamed")
     _require_same(subject, whole.completions, streamed, "whole and streamed")
 
 
-@check(
-    "E-29",
-    needs=("chat", "streaming"),
-    deadline_s=40,
-    look_at="text that may still change (half a character, the beginning of a stop string) is held back, then sent",
-)
+@check("E-29", "chat streaming", deadline_s=40)
+@look_at("text that may still change (half a character, the beginning of a stop string) is held back, then sent")
 async def chat_stream_is_chat(subject: EndpointSubject) -> None:
     """A chat stream carries the tokens and the text of a chat completion."""
     whole = await subject.endpoint.chat_completion(subject.chat_request(n=4, max_tokens=24))
     stream = subject.streaming.chat_completion_stream(subject.chat_request(n=4, max_tokens=24, stream=True))
     events = [event async for event in stream]
-    streamed = [_assembled(index, _chunks(events, index)) for index in range(4)]
+    streamed = [assembled(index, _chunks(events, index)) for index in range(4)]
     subject.note(events=len(events), tokens=sum(len(completion.token_ids) for completion in streamed))
     _require_same(subject, _choices(whole), streamed, "chat and streamed chat")
     for choice, completion in zip(whole.choices, streamed, strict=True):
@@ -101,93 +85,49 @@ def _require_same(
     for one, other in zip(whole, streamed, strict=True):
         if one.token_ids == other.token_ids:
             require(one.finish_reason == other.finish_reason, f"{what}: {one.finish_reason} and {other.finish_reason}")
-            require(
-                one.version_spans == other.version_spans,
-                f"{what}: the spans are {one.version_spans} and {other.version_spans}",
-            )
+            words = f"{what}: the spans are {one.version_spans} and {other.version_spans}"
+            require(one.version_spans == other.version_spans, words)
 
 
-def _assembled(index: int, chunks: Sequence[CompletionChunk]) -> Completion:
-    """Return the completion that chunks carry, which are contiguous, and finished by the last one only."""
+def assembled(index: int, chunks: Sequence[CompletionChunk]) -> Completion:
+    """Return the completion in these chunks. Require that they are contiguous and that only the last one ends it."""
     require(chunks, f"completion {index} has no chunk")
     token_ids: list[int] = []
     logprobs: list[float] = []
-    versions: list[int] = []
     for chunk in chunks:
-        require(
-            chunk.start == len(token_ids),
-            f"a chunk of completion {index} starts at token {chunk.start}, {len(token_ids)} came before",
-        )
-        require(
-            len(chunk.logprobs) == len(chunk.token_ids),
-            f"a chunk has {len(chunk.token_ids)} tokens and {len(chunk.logprobs)} logprobs",
-        )
+        come, num_tokens, num_logprobs = len(token_ids), len(chunk.token_ids), len(chunk.logprobs)
+        words = f"a chunk of completion {index} starts at token {chunk.start}, {come} came before"
+        require(chunk.start == come, words)
+        require(num_logprobs == num_tokens, f"a chunk has {num_tokens} tokens and {num_logprobs} logprobs")
         token_ids += chunk.token_ids
         logprobs += chunk.logprobs
-        versions += [chunk.version] * len(chunk.token_ids)
     reasons = [chunk.finish_reason for chunk in chunks]
     early = [i for i, reason in enumerate(reasons[:-1]) if reason is not None]
     require(not early, f"chunk {early[:1]} of {len(chunks)} has a finish reason already")
     require(reasons[-1] is not None, f"the last chunk of completion {index} has no finish reason")
+    versions = [chunk.version for chunk in chunks for _ in chunk.token_ids]
+    edges = [i for i in range(1, len(versions)) if versions[i] != versions[i - 1]]
+    spans = [VersionSpan(version=versions[a], start=a, end=b) for a, b in pairwise([0, *edges, len(versions)]) if b]
     return Completion(
         index=index,
         token_ids=tuple(token_ids),
         logprobs=tuple(logprobs),
-        version_spans=_spans(versions),
+        version_spans=tuple(spans),
         finish_reason=reasons[-1] or "abort",
     )
 
 
-def _spans(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
-    starts = [i for i, version in enumerate(versions) if i == 0 or version != versions[i - 1]]
-    ends = [*starts[1:], len(versions)]
-    return tuple(
-        VersionSpan(version=versions[start], start=start, end=end) for start, end in zip(starts, ends, strict=True)
-    )
-
-
 def _choices(chat: ChatCompletion) -> list[Completion]:
-    """Return the choices of a chat answer as completions."""
-    return [
-        Completion(
-            index=choice.index,
-            token_ids=choice.token_ids,
-            logprobs=choice.token_logprobs,
-            version_spans=choice.version_spans,
-            finish_reason=choice.finish_reason,
-        )
-        for choice in chat.choices
-    ]
+    fields = {"index", "token_ids", "version_spans", "finish_reason"}
+    return [Completion(logprobs=c.token_logprobs, **c.model_dump(include=fields)) for c in chat.choices]
 
 
 def _chunks(events: Iterable[ChatCompletionChunk], index: int) -> list[CompletionChunk]:
-    """Return one choice of a chat stream as chunks; chat says no starts, so they follow from the tokens."""
+    """Return one choice of a chat stream as chunks. Chat has no ``start``, which follows from the tokens before."""
     chunks: list[CompletionChunk] = []
     start = 0
-    for event in events:
-        for choice in event.choices:
-            if choice.index != index:
-                continue
-            chunks.append(
-                CompletionChunk(
-                    request_id=event.id,
-                    index=index,
-                    start=start,
-                    token_ids=choice.token_ids,
-                    logprobs=choice.token_logprobs,
-                    version=choice.version,
-                    finish_reason=choice.finish_reason,
-                )
-            )
-            start += len(choice.token_ids)
+    for event, choice in ((e, c) for e in events for c in e.choices if c.index == index):
+        same = choice.model_dump(include={"index", "token_ids", "version", "finish_reason"})
+        chunks.append(CompletionChunk(request_id=event.id, start=start, logprobs=choice.token_logprobs, **same))
+        start += len(choice.token_ids)
     return chunks
-
-
-def _require_text(subject: EndpointSubject, chat: ChatCompletion) -> None:
-    """Require that the messages are the decoding of their tokens, where the checkpoint's tokenizer is known."""
-    if subject.missing(("model",)) is not None or subject.reference.tokenizer is None:
-        return
-    for choice in chat.choices:
-        text = subject.reference.tokenizer.decode(list(choice.token_ids), skip_special_tokens=True)
-        content = choice.message.content
-        require(content == text, f"the message is {content!r}, its tokens decode to {text!r}")

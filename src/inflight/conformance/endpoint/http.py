@@ -1,4 +1,4 @@
-"""Level http: tokens, bodies and connections of a server, by bytes that no client library would send."""
+"""Level http: tokens, bodies and connections of a server, tested with bytes that no client library would send."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pydantic
 
-from inflight.conformance.checks import check, fail, require, skip
-from inflight.conformance.endpoint.aftermath import GRACE_S, SLACK_S, until_running, within
-from inflight.conformance.endpoint.connections import Answer, answer_to, connection, head, read_answer
+from inflight.conformance.checks import check, fail, look_at, require, skip
+from inflight.conformance.endpoint.aftermath import until_running
+from inflight.conformance.endpoint.connections import HttpAnswer, answer_to, connection, head, read_answer
 from inflight.conformance.endpoint.subject import EndpointSubject
+from inflight.conformance.endpoint.waiting import GRACE_S, SLACK_S, cancel, within
 from inflight.errors import UnauthorizedError
 from inflight.http import routes
 from inflight.http.client import HttpEndpoint
@@ -24,13 +24,13 @@ from inflight.wire import EndpointState, ErrorBody, Health
 LEVEL = "http"
 _CONTROL_ROUTES = tuple(route for route in routes.ROUTES if route.control)
 _NUM_STALLED = 60
-"""Connections that send a part of a request and then nothing."""
+"""Connections that send part of a request and then nothing."""
 _LONG_BODY_BYTES = 80 << 20
 _PIECE_BYTES = 1 << 18
 _PARSING = "whether bodies are validated as in docs/openapi.json before anything else, and errors have the OpenAI shape"
 
 
-def require_error_body(answer: Answer, statuses: tuple[int, ...], what: str, code: str | None = None) -> None:
+def require_error_body(answer: HttpAnswer, statuses: tuple[int, ...], what: str, code: str | None = None) -> None:
     """Require one of these statuses, and an `ErrorBody` with this code."""
     require(answer.status in statuses, f"{what} was answered with status {answer.status}: {answer.body[:200]!r}")
     try:
@@ -40,12 +40,8 @@ def require_error_body(answer: Answer, statuses: tuple[int, ...], what: str, cod
     require(code in (None, found), f"{what} was answered with error code {found!r}, not {code!r}")
 
 
-@check(
-    "E-50",
-    needs=("url", "updates"),
-    deadline_s=30,
-    look_at="whether every control route checks the token, before it reads the body",
-)
+@check("E-50", "url updates", deadline_s=30)
+@look_at("whether every control route checks the token, before it reads the body")
 async def control_takes_a_token(subject: EndpointSubject) -> None:
     """Control routes without the token, or with a wrong one, answer 401 and change nothing."""
     url, token = subject.opened.url, subject.opened.token
@@ -70,23 +66,17 @@ async def control_takes_a_token(subject: EndpointSubject) -> None:
     for given in (None, "wrong"):
         stranger = HttpEndpoint(url, token=given)
         await subject.enter(contextlib.aclosing(stranger))
-        await subject.require_raises(
-            stranger.abort_weight_update(update.ref), (UnauthorizedError,), f"an abort with the token {given!r}"
-        )
-    await subject.require_state(EndpointState.HELD, "after control calls without the token")
-    await subject.publisher.send(update, other, 0)
-    await subject.publisher.commit(update)
+        abort = stranger.abort_weight_update(update.ref)
+        await subject.require_raises(abort, UnauthorizedError, f"an abort with the token {given!r}")
+    await subject.require_state(EndpointState.PAUSED, "after control calls without the token")
+    await subject.publisher.complete(update, other)
     await subject.require_serves(other, "after an update that others tried to disturb")
 
 
-@check(
-    "E-51",
-    needs=("url",),
-    deadline_s=40,
-    look_at="whether requests are read one at a time, or by a thread each, and how many connections may be open",
-)
+@check("E-51", "url", deadline_s=40)
+@look_at("whether requests are read one at a time, or by a thread each, and how many connections may be open")
 async def stalled_connections(subject: EndpointSubject) -> None:
-    """Connections that stall in the middle of a request keep nobody from being served."""
+    """Connections that stall in the middle of a request do not keep others from being served."""
     body = subject.request().model_dump_json().encode()
     whole = head(subject, "POST", routes.GENERATE.path, {"content-length": str(len(body))}) + body
     starts = (b"", whole[:10], whole[: whole.index(b"\r\n\r\n") - 5], whole[: -len(body) // 2])
@@ -99,10 +89,8 @@ async def stalled_connections(subject: EndpointSubject) -> None:
         async with connection(subject) as (reader, writer):
             writer.write(whole)
             answer = await within(SLACK_S, read_answer(reader), f"a request beside {_NUM_STALLED} stalled connections")
-        require(
-            answer.status == 200,
-            f"beside {_NUM_STALLED} stalled connections a request got status {answer.status}: {answer.body[:200]!r}",
-        )
+        words = f"beside {_NUM_STALLED} stalled connections a request got status {answer.status}"
+        require(answer.status == 200, f"{words}: {answer.body[:200]!r}")
     await within(SLACK_S, subject.endpoint.weight_version(), "weight_version beside stalled connections")
     subject.note(connections=_NUM_STALLED, **{"seconds for three requests": time.monotonic() - started})
 
@@ -115,7 +103,7 @@ def _malformed(good: dict[str, Any], key: str) -> dict[str, bytes]:
         "a list": b"[]",
         "null": b"null",
         "no keys": b"{}",
-        "bytes that are no text": b"\xff\xfe\x00{}",
+        "bytes that are not text": b"\xff\xfe\x00{}",
         "a hundred thousand brackets": b"[" * 100_000,
         "an unknown key": json.dumps({**good, "unknown_key": 1}).encode(),
         f"{key} of another type": json.dumps({**good, key: {"no": "such"}}).encode(),
@@ -123,13 +111,13 @@ def _malformed(good: dict[str, Any], key: str) -> dict[str, bytes]:
     }
 
 
-@check("E-52", needs=("url",), deadline_s=60, look_at=_PARSING)
+@check("E-52", "url", deadline_s=60, look_at=_PARSING)
 async def malformed_bodies(subject: EndpointSubject) -> None:
     """A body that is not what the route takes, an unknown key too, is refused with status 4xx and an ErrorBody."""
     token = subject.opened.token
     generate = subject.request().model_dump(mode="json")
     ref = {"run_id": "check", "version": 1}
-    bodies: dict[Route, tuple[dict[str, Any], str]] = {routes.GENERATE: (generate, "prompt_token_ids")}
+    bodies: dict[Route[Any], tuple[dict[str, Any], str]] = {routes.GENERATE: (generate, "prompt_token_ids")}
     if subject.capabilities.chat:
         bodies[routes.CHAT_COMPLETIONS] = (subject.chat_request().model_dump(mode="json"), "messages")
     if token is not None:
@@ -144,12 +132,8 @@ async def malformed_bodies(subject: EndpointSubject) -> None:
     await within(SLACK_S, subject.generate(), "a request after malformed ones")
 
 
-@check(
-    "E-53",
-    needs=("url",),
-    deadline_s=60,
-    look_at="whether the length is counted while a body comes in, also one that does not say how long it is",
-)
+@check("E-53", "url", deadline_s=60)
+@look_at("whether the length is counted while a body comes in, also one that does not say how long it is")
 async def long_body(subject: EndpointSubject) -> None:
     """Bodies are bounded: one of 80 MB is refused, or its connection closed."""
     good = subject.request().model_dump_json().encode()
@@ -170,43 +154,32 @@ async def long_body(subject: EndpointSubject) -> None:
             subject.note(sent_bytes=num_sent, closed=str(error))
         else:
             subject.note(sent_bytes=num_sent, status=answer.status)
-            require(
-                400 <= answer.status < 500,
-                f"a body of {num_sent} bytes was answered with status {answer.status}: {answer.body[:200]!r}",
-            )
+            words = f"a body of {num_sent} bytes was answered with status {answer.status}: {answer.body[:200]!r}"
+            require(400 <= answer.status < 500, words)
         finally:
-            reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
+            await cancel([reading])
     await within(SLACK_S, subject.generate(), "a request after one with a long body")
 
 
-@check(
-    "E-54",
-    needs=("url",),
-    deadline_s=60,
-    look_at="whether the server watches for a disconnect while it generates, and cancels the request in the engine",
-)
+@check("E-54", "url", deadline_s=60)
+@look_at("whether the server watches for a disconnect while it generates, and cancels the request in the engine")
 async def cut_connections(subject: EndpointSubject) -> None:
     """When its connection is cut, a request ends, plain or streamed."""
-    limit = subject.capabilities.max_model_len - len(subject.prompt())
-    started = time.monotonic()
-    await subject.generate(max_tokens=(probed := min(100, limit)))
-    usual_s = (time.monotonic() - started) * limit / probed
+    usual_s = await subject.seconds_to_fill_the_context()
     for stream in (False, True) if subject.capabilities.streaming else (False,):
         what = "a stream" if stream else "a plain request"
-        body = subject.request(max_tokens=limit, stream=stream).model_dump_json().encode()
+        body = subject.request(max_tokens=subject.room(), stream=stream).model_dump_json().encode()
         async with connection(subject) as (_, writer):
             writer.write(head(subject, "POST", routes.GENERATE.path, {"content-length": str(len(body))}) + body)
             await until_running(subject, 1, SLACK_S, f"{what} was not being decoded")
             await asyncio.sleep(0.05)
         started = time.monotonic()
         await until_running(subject, 0, usual_s / 2, f"{what} whose connection was cut was still being decoded")
-        subject.note(
-            **{f"seconds until {what} had ended": time.monotonic() - started, "seconds that it would have run": usual_s}
-        )
+        ended_s = time.monotonic() - started
+        subject.note(**{f"seconds until {what} had ended": ended_s, "seconds that it would have run": usual_s})
 
 
-@check("E-55", needs=("url",), look_at=_PARSING)
+@check("E-55", "url", look_at=_PARSING)
 async def unknown_routes(subject: EndpointSubject) -> None:
     """An unknown route answers 404, a wrong method 405 or 404, each with an ErrorBody."""
     for method, path in (("GET", "/no/such/route"), ("POST", "/v1/no_such_route"), ("GET", "/capabilities/")):
@@ -217,36 +190,28 @@ async def unknown_routes(subject: EndpointSubject) -> None:
         require_error_body(answer, (404, 405), f"{method} {route.path}", "invalid_request")
 
 
-@check(
-    "E-56",
-    needs=("url",),
-    look_at="whether a hold counts as ill health, so that a load balancer takes a server out for every update",
-)
+@check("E-56", "url")
+@look_at("whether a pause counts as ill health, so that a load balancer takes a server out for every update")
 async def health(subject: EndpointSubject) -> None:
-    """/health answers 200 with the state and the version while the server is ready and while it is held."""
-    for state in (EndpointState.READY, EndpointState.HELD):
-        if state is EndpointState.HELD:
-            if subject.missing(("updates",)) is not None:
-                continue
-            await subject.enter(_held(subject))
-        answer = await answer_to(subject, "GET", routes.HEALTH.path)
+    """/health answers 200 with the state and the version while the server is ready and while it is paused."""
+    await _require_healthy(subject, EndpointState.READY)
+    if subject.missing("updates") is None:
+        update = await subject.publisher.request(subject.reference.weights)
         try:
-            found = Health.model_validate_json(answer.body)
-        except pydantic.ValidationError:
-            fail(f"/health was answered with no Health: {answer.body[:200]!r}")
-        require(
-            (answer.status, found.ok, found.state) == (200, True, state),
-            f"/health answered status {answer.status}, ok={found.ok} and {found.state} while {state}",
-        )
-        served = (await subject.endpoint.weight_version()).version
-        require(found.version == served, f"/health names version {found.version}, weight_version {served}")
+            await _require_healthy(subject, EndpointState.PAUSED)
+        finally:
+            await subject.publisher.abort(update)
 
 
-@contextlib.asynccontextmanager
-async def _held(subject: EndpointSubject) -> AsyncIterator[None]:
-    """Hold sampling for as long as this lasts."""
-    update = await subject.publisher.request(subject.reference.weights)
+async def _require_healthy(subject: EndpointSubject, state: EndpointState) -> None:
+    answer = await answer_to(subject, "GET", routes.HEALTH.path)
     try:
-        yield
-    finally:
-        await subject.publisher.abort(update)
+        found = Health.model_validate_json(answer.body)
+    except pydantic.ValidationError:
+        fail(f"/health did not answer with a Health: {answer.body[:200]!r}")
+    require(
+        (answer.status, found.ok, found.state) == (200, True, state),
+        f"/health answered status {answer.status}, ok={found.ok} and {found.state} while {state}",
+    )
+    served = (await subject.endpoint.weight_version()).version
+    require(found.version == served, f"/health names version {found.version}, weight_version {served}")

@@ -1,4 +1,4 @@
-"""Level faults, control messages that come twice, in another order, from another run, or whose caller goes away."""
+"""Level faults: control messages that come twice, out of order, or from another run, and callers that go away."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ import asyncio
 from collections.abc import Awaitable
 from typing import Any
 
-from inflight.conformance.checks import check, require
+from inflight.conformance.checks import check, look_at, require
 from inflight.conformance.endpoint.aftermath import (
-    SLACK_S,
+    require_all_whole,
     require_old_weights,
     require_recovers,
+    require_serving,
     settled,
-    within,
 )
-from inflight.conformance.endpoint.holds import require_all_whole, start
-from inflight.conformance.endpoint.subject import EndpointSubject, cancelled_at_the_end
+from inflight.conformance.endpoint.subject import EndpointSubject
+from inflight.conformance.endpoint.waiting import SLACK_S, cancel, within
 from inflight.conformance.reference import Weights
 from inflight.errors import InflightError, TransferError, UpdateAbortedError, UpdateRefusedError
 from inflight.wire import EndpointState, InFlightPolicy
 
 LEVEL = "faults"
 _SHORT_S = 0.7
-"""Timeout of what will not happen, and lease of a hold that falls silent."""
+"""Timeout of calls that fail, and lease of a pause whose publisher falls silent."""
 _SESSION = "the state machine of an update: which message it expects next, and that it looks at run, version and index"
 
 
-@check("U-45", needs=("updates",), deadline_s=40, look_at=_SESSION)
+@check("U-45", "updates", deadline_s=40, look_at=_SESSION)
 async def messages_sent_twice(subject: EndpointSubject) -> None:
     """A control message that comes twice is refused the second time, or changes nothing, in every state."""
     publisher, endpoint = subject.publisher, subject.endpoint
@@ -41,27 +41,22 @@ async def messages_sent_twice(subject: EndpointSubject) -> None:
     await publisher.form_group()
 
     update = await publisher.request(other, bucket_bytes=other.size_bytes // 2)
-    await subject.require_refused(
-        endpoint.request_weight_update(update), "request_weight_update, sent again while held,"
-    )
+
+    call = endpoint.request_weight_update(update)
+    await subject.require_refused(call, "request_weight_update, sent again while paused,")
     for index in range(len(update.buckets)):
-        transfer, when = publisher.transfer(update, index), f"receive_weights of bucket {index}, sent again"
-        first = asyncio.ensure_future(endpoint.receive_weights(transfer))
-        await subject.enter(cancelled_at_the_end([first]))
+        transfer, what = publisher.transfer(update, index), f"receive_weights of bucket {index}"
+        first = subject.begin(endpoint.receive_weights(transfer))
         await asyncio.sleep(0.05)
-        again = within(SLACK_S, endpoint.receive_weights(transfer), when)
-        await subject.require_refused(again, f"{when} while it is pending,")
-        await publisher.send_only(update, other, index)
-        await within(SLACK_S, first, f"receive_weights of bucket {index}")
-        again = within(SLACK_S, endpoint.receive_weights(transfer), when)
-        await subject.require_refused(again, f"{when} after it arrived,")
-    await subject.require_refused(
-        endpoint.request_weight_update(update), "request_weight_update, sent again while updating,"
-    )
-    for what in ("commit_weight_update", "abort_weight_update"):
-        if what == "commit_weight_update":
-            await publisher.commit(update)
-        await _refused_or_unchanged(subject, getattr(endpoint, what)(update.ref), f"{what} after the commit")
+        await subject.require_refused(endpoint.receive_weights(transfer), f"{what}, sent again while it is pending,")
+        await publisher.send_only(publisher.bucket(update, other, index))
+        await within(SLACK_S, first, what)
+        await subject.require_refused(endpoint.receive_weights(transfer), f"{what}, sent again after it arrived,")
+    call = endpoint.request_weight_update(update)
+    await subject.require_refused(call, "request_weight_update, sent again while updating,")
+    await publisher.commit(update)
+    await _refused_or_unchanged(subject, endpoint.commit_weight_update(update.ref), "a commit after the commit")
+    await _refused_or_unchanged(subject, endpoint.abort_weight_update(update.ref), "an abort after the commit")
     await subject.require_serves(other, "after an update whose messages were sent twice")
 
 
@@ -71,22 +66,15 @@ async def _refused_or_unchanged(subject: EndpointSubject, call: Awaitable[Any], 
         answer = await within(SLACK_S, call, what)
     except UpdateRefusedError as error:
         subject.note(**{what: str(error)})
-        return
-    require(
-        (answer.state, answer.version) == (EndpointState.READY, subject.publisher.version),
-        f"{what} answered {answer.state} at version {answer.version}, not ready at {subject.publisher.version}",
-    )
+    else:
+        require_serving(answer, subject.publisher.version, what)
 
 
-@check("U-46", needs=("updates",), deadline_s=40, look_at=_SESSION)
+@check("U-46", "updates", deadline_s=40, look_at=_SESSION)
 async def messages_out_of_order(subject: EndpointSubject) -> None:
     """Control messages out of order are refused and change nothing; the right order works afterwards."""
-    publisher, endpoint = subject.publisher, subject.endpoint
+    publisher, endpoint, refused = subject.publisher, subject.endpoint, subject.require_refused
     other = subject.reference.with_final_norm(-1.0, "B")
-
-    async def refused(call: Awaitable[Any], what: str) -> None:
-        await subject.require_refused(within(SLACK_S, call, what), what)
-
     update = await publisher.request(other, bucket_bytes=other.size_bytes // 3)
     last = len(update.buckets) - 1
     await refused(endpoint.commit_weight_update(update.ref), "a commit before the first bucket")
@@ -99,58 +87,46 @@ async def messages_out_of_order(subject: EndpointSubject) -> None:
     await refused(endpoint.receive_weights(publisher.transfer(update, 0)), "a bucket after the abort")
     await require_old_weights(subject, "after messages in wrong orders")
     if InFlightPolicy.DRAIN in subject.capabilities.in_flight_policies:
-        await _commit_before_the_hold(subject, other)
+        await _commit_before_the_pause(subject, other)
 
     update = await publisher.request(other, bucket_bytes=other.size_bytes // 3)
-    for index in range(len(update.buckets)):
-        await publisher.send(update, other, index)
-    await publisher.commit(update)
+    await publisher.complete(update, other)
     await refused(endpoint.receive_weights(publisher.transfer(update, 0)), "a bucket after the commit")
     await subject.require_serves(other, "after the right order")
 
 
-async def _commit_before_the_hold(subject: EndpointSubject, weights: Weights) -> None:
-    """Send everything while a drain goes on: a commit before the hold is acknowledged is refused."""
-    num_tokens = min(200, subject.capabilities.max_model_len // 2)
-    running = await subject.start_running(2, max_tokens=num_tokens)
+async def _commit_before_the_pause(subject: EndpointSubject, weights: Weights) -> None:
+    """Send everything while the endpoint drains, and require that a commit is refused until it holds."""
+    running = await subject.start_running(2, max_tokens=min(200, subject.capabilities.max_model_len // 2))
     update = subject.publisher.announcement(weights, in_flight=InFlightPolicy.DRAIN)
-    holding = asyncio.ensure_future(subject.endpoint.request_weight_update(update))
-    await subject.enter(cancelled_at_the_end([holding]))
+    pausing = subject.begin(subject.endpoint.request_weight_update(update))
     await asyncio.sleep(0.03)
     try:
         await subject.publisher.send(update, weights, 0)
     except UpdateRefusedError as error:  # that early, a bucket may be refused or staged
-        subject.note(**{"a bucket before the hold": str(error)})
-    if not holding.done():
-        commit = within(SLACK_S, subject.endpoint.commit_weight_update(update.ref), "a commit before the hold")
-        await subject.require_refused(commit, "a commit before the hold was acknowledged")
-    await holding
+        subject.note(**{"a bucket before the pause": str(error)})
+    if not pausing.done():
+        commit = subject.endpoint.commit_weight_update(update.ref)
+        await subject.require_refused(commit, "a commit before the pause was acknowledged")
+    await pausing
     await subject.publisher.abort(update)
     await require_all_whole(running, "a request that was drained while messages came in wrong orders")
     subject.publisher.lose_group()
 
 
-@check(
-    "U-47",
-    needs=("updates",),
-    deadline_s=40,
-    look_at="whether a pending transfer over the old group can be ended, and its late end does not touch the new one",
-)
+@check("U-47", "updates", deadline_s=40)
+@look_at("whether a pending transfer over the old group can be ended, and its late end does not touch the new one")
 async def new_group_ends_the_update(subject: EndpointSubject) -> None:
     """A group that is formed while an update is open ends that update, and the next one goes over the new group."""
     publisher, other = subject.publisher, subject.reference.perturbed("B")
     update = await publisher.request(other, bucket_bytes=other.size_bytes // 2)
     await publisher.send(update, other, 0)
-    pending = asyncio.ensure_future(subject.endpoint.receive_weights(publisher.transfer(update, 1, 3 * SLACK_S)))
-    await subject.enter(cancelled_at_the_end([pending]))
+    pending = subject.begin(subject.endpoint.receive_weights(publisher.transfer(update, 1, 3 * SLACK_S)))
     await asyncio.sleep(0.1)
     second = subject.another_publisher()
     await within(3 * SLACK_S, second.form_group(), "forming a group while an update is open")
-    await subject.require_raises(
-        within(SLACK_S, pending, "receiving over a group that was replaced"),
-        (TransferError, UpdateAbortedError),
-        "receiving over a group that was replaced",
-    )
+    errors = (TransferError, UpdateAbortedError)
+    await subject.require_raises(pending, errors, "receiving over a group that was replaced")
     await require_old_weights(subject, "after a new group was formed", may_be_torn=True)
     await subject.require_refused(publisher.commit(update), "a commit of an update whose group was replaced")
     third = subject.reference.perturbed("C", seed=2)
@@ -158,12 +134,8 @@ async def new_group_ends_the_update(subject: EndpointSubject) -> None:
     await subject.require_serves(third, "after an update over the new group")
 
 
-@check(
-    "U-50",
-    needs=("updates",),
-    deadline_s=60,
-    look_at="what a cancelled handler leaves behind: a hold without a lease, a half-applied commit",
-)
+@check("U-50", "updates", deadline_s=60)
+@look_at("what a cancelled handler leaves behind: a pause without a lease, a half-applied commit")
 async def callers_go_away(subject: EndpointSubject) -> None:
     """When the caller of a control call goes away, the update ends by itself or is applied whole."""
     publisher, endpoint = subject.publisher, subject.endpoint
@@ -179,9 +151,8 @@ async def callers_go_away(subject: EndpointSubject) -> None:
 
     update = await publisher.request(other, lease_s=2 * _SHORT_S)
     await _cancelled_after(0.1, endpoint.receive_weights(publisher.transfer(update, 0, _SHORT_S)))
-    await require_old_weights(
-        subject, "after a receive whose caller went away", seconds=3 * _SHORT_S + SLACK_S, may_be_torn=True
-    )
+    when = "after a receive whose caller went away"
+    await require_old_weights(subject, when, seconds=3 * _SHORT_S + SLACK_S, may_be_torn=True)
     publisher.lose_group()
 
     served: list[str] = []
@@ -197,10 +168,8 @@ async def callers_go_away(subject: EndpointSubject) -> None:
             served.append("none")
         else:
             require(version.state is EndpointState.READY, f"{when}, {version.state}")
-            require(
-                version.version in (before, update.version),
-                f"after a commit of {update.version} whose caller went away, version {version.version} is served",
-            )
+            words = f"after a commit of {update.version} whose caller went away, version {version.version} is served"
+            require(version.version in (before, update.version), words)
             applied = version.version == update.version
             served.append("new" if applied else "old")
             weights = other if applied else subject.reference.weights
@@ -212,17 +181,15 @@ async def callers_go_away(subject: EndpointSubject) -> None:
 
 
 async def _cancelled_after(seconds: float, call: Awaitable[object]) -> None:
-    """Start a call, and cancel it so many seconds later."""
     task = asyncio.ensure_future(call)
     await asyncio.wait([task], timeout=seconds)
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    await cancel([task])
 
 
-@check("U-58", needs=("updates",), look_at="whether versions are compared, and caches keyed, by run and version")
+@check("U-58", "updates", look_at="whether versions are compared, and caches keyed, by run and version")
 async def another_run_starts_lower(subject: EndpointSubject) -> None:
     """Another run may start at a lower version, and at one that was served before with other weights."""
-    # A trainer that resumes from a checkpoint does this.
+    # As a trainer does that resumes from a checkpoint.
     publisher, reference = subject.publisher, subject.reference
     other = reference.with_final_norm(-1.0, "B")
     for weights in (other, reference.weights):
@@ -236,9 +203,6 @@ async def another_run_starts_lower(subject: EndpointSubject) -> None:
             f"{when}, version {answer.version} of run {answer.run_id!r} is said to be served",
         )
         await subject.require_serves(weights, when)
-    (late,) = await start(subject, 1, 16)
-    (completion,) = await require_all_whole([late], "a request under another run")
-    require(
-        {span.version for span in completion.version_spans} == {1},
-        f"under version 1 of another run, spans name {sorted({span.version for span in completion.version_spans})}",
-    )
+    (completion,) = await require_all_whole(subject.start(1, 16), "a request under another run")
+    versions = {span.version for span in completion.version_spans}
+    require(versions == {1}, f"under version 1 of another run, spans name {sorted(versions)}")

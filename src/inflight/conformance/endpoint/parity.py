@@ -1,21 +1,20 @@
-"""Level parity: how far apart engine and trainer are when they have the same weights, and whether updates add to it.
+"""Level parity: how far apart engine and trainer are with the same weights, and whether updates add to it.
 
-What is measured here is mismatch: it is there at lag 0, and no importance ratio of a loss should have to carry it. The
-trainer is the worker that was given, or transformers' forward.
+This is mismatch: it exists at lag 0, and importance ratios should not have to correct it. The trainer is the given
+worker, or transformers' forward.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager, closing, nullcontext
 
 import torch
 
-from inflight.conformance.checks import check, require
+from inflight.conformance.checks import check, look_at, require
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.reference import Weights
 from inflight.contracts import TrainerWorker
-from inflight.engines.factories import resolve
+from inflight.extensions import resolve
 from inflight.losses.metrics import metric_values, ratio_metrics
 from inflight.losses.micro_batch import collate
 from inflight.types import MicroBatch, Rollout, Sample
@@ -27,13 +26,8 @@ _NUM_TOKENS = 96
 _DRIFT_UPDATES = 50
 
 
-@check(
-    "E-60",
-    needs=("updates",),
-    deadline_s=60,
-    look_at="dtype of the head and of the softmax, position ids, attention scale, and which temperature is applied "
-    "where",
-)
+@check("E-60", "updates", deadline_s=60)
+@look_at("dtype of the head and of the softmax, position ids, attention scale, and which temperature is applied where")
 async def mismatch(subject: EndpointSubject) -> None:
     """With the same weights, behaviour logprobs and trainer logprobs agree within the tolerance of the dtype."""
     with _worker(subject) as worker:
@@ -47,12 +41,8 @@ async def mismatch(subject: EndpointSubject) -> None:
     require(values["ESS"] >= 1 - bound, f"the effective sample size at lag 0 is {values['ESS']:.6g}: {values}")
 
 
-@check(
-    "E-61",
-    needs=("updates",),
-    deadline_s=90,
-    look_at="conversions that are applied to what is loaded already: scales, casts, transposes, merges",
-)
+@check("E-61", "updates", deadline_s=90)
+@look_at("conversions that are applied to what is loaded already: scales, casts, transposes, merges")
 async def drift(subject: EndpointSubject) -> None:
     """Fifty updates with the same weights do not move behaviour logprobs away from trainer logprobs."""
     with _worker(subject) as worker:
@@ -82,12 +72,9 @@ async def _sample(subject: EndpointSubject) -> MicroBatch:
     for seed in range(_NUM_PROMPTS):
         prompt = subject.prompt(seed=seed)
         completion = await subject.generate(prompt, max_tokens=num_tokens, seed=seed)
-        rollout = Rollout(
-            prompt, completion.token_ids, completion.logprobs, completion.version_spans, "length", 0.0, 1.0
-        )
-        ones = [1.0] * rollout.num_tokens
-        num = len(completion.token_ids)
-        samples.append(Sample(rollout, ones[:num], [True] * num))
+        tokens, logprobs = completion.token_ids, completion.logprobs
+        rollout = Rollout(prompt, tokens, logprobs, completion.version_spans, "length", 0.0, 1.0)
+        samples.append(Sample(rollout, [1.0] * len(tokens), [True] * len(tokens)))
     return collate(samples)
 
 
@@ -120,18 +107,12 @@ def _reference_forward(subject: EndpointSubject, batch: MicroBatch) -> torch.Ten
     return torch.cat(parts)
 
 
-@contextlib.contextmanager
-def _worker(subject: EndpointSubject) -> Iterator[TrainerWorker | None]:
-    """Yield the worker that was given, made from the served checkpoint; None if none was."""
+def _worker(subject: EndpointSubject) -> AbstractContextManager[TrainerWorker | None]:
+    """Return a context of the given worker, made from the served checkpoint; of None without one."""
     if subject.target.worker is None:
-        yield None
-        return
-    worker: TrainerWorker = resolve(subject.target.worker)({"model_path": str(subject.reference.path)})
-    try:
-        yield worker
-    finally:
-        if (close := getattr(worker, "close", None)) is not None:
-            close()
+        return nullcontext()
+    worker = resolve(subject.target.worker)({"model_path": str(subject.reference.path)})
+    return closing(worker) if hasattr(worker, "close") else nullcontext(worker)
 
 
 def _gathered(worker: TrainerWorker) -> Weights:

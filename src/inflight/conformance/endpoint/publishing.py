@@ -1,14 +1,12 @@
-"""A publisher that takes one step at a time against one endpoint, so that checks can stop, repeat or swap its messages.
+"""A publisher that takes one step at a time, so that checks can leave out, repeat or swap its messages.
 
-`inflight.weights.publish` is what a trainer uses; this one does as little as the contract allows.
+Trainers use `inflight.weights.publish`; this one does as little as the contract allows.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 import uuid
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,18 +18,18 @@ from inflight.contracts import InferenceEndpoint, WeightSender
 from inflight.types import WeightBucket
 from inflight.weights.buckets import plan_buckets
 from inflight.weights.delta import element_runs, encode_delta, find_changes
+from inflight.weights.module import tensor_spec
 from inflight.weights.outgoing import outgoing_bucket, transfer_of
 from inflight.weights.packing import pack
 from inflight.weights.threads import run_abandonable
 from inflight.weights.transports import make_sender
 from inflight.wire import (
-    Backend,
     BucketTransfer,
     Capabilities,
-    Encoding,
     InFlightPolicy,
     Manifest,
     TensorSpec,
+    TransportName,
     TransportSpec,
     UpdateRef,
     WeightUpdate,
@@ -43,20 +41,12 @@ TRANSFER_TIMEOUT_S = 8.0
 DEFAULT_BUCKET_BYTES = 64_000_000
 
 
-@dataclass(frozen=True, slots=True)
-class Parcel:
-    """One bucket as it travels, and the message that asks the endpoint for it."""
-
-    bucket: WeightBucket
-    transfer: BucketTransfer
-
-
 class SteppedPublisher:
     """One run's trainer side: forms groups, announces, sends, commits, aborts.
 
-    ``version`` is the last one committed; it starts at what is served, so that no two versions of any run are equal:
-    spans name versions and no runs. ``epoch`` is that of this incarnation of the run's trainer. ``backend`` is how
-    weights travel, by default the process group that the endpoint declares; ``directory`` is where ``file`` stores.
+    ``version`` is the last one committed. It starts at what is served, so that no two runs of a check publish the same
+    version: spans name versions, not runs. ``transport`` is how weights travel, by default the process group that the
+    endpoint declares; ``directory`` is where ``file`` stores.
     """
 
     def __init__(
@@ -66,38 +56,36 @@ class SteppedPublisher:
         version: int = 0,
         *,
         run_id: str | None = None,
-        epoch: int = 0,
-        backend: Backend | None = None,
+        incarnation: int = 0,
+        transport: TransportName | None = None,
         directory: Path | None = None,
     ) -> None:
         self._endpoint = endpoint
         self._capabilities = capabilities
-        self._backend = backend
+        self._transport = transport
         self._directory = directory
         self.run_id = run_id or f"check-{uuid.uuid4().hex[:8]}"
-        self.epoch = epoch
+        self.incarnation = incarnation
         self.version = version
         self.touched = False
-        """Whether anything was asked of the endpoint, so that what it serves may have changed."""
+        """Whether what the endpoint serves may have changed."""
         self._has_group = False
         self._opened_sender: WeightSender | None = None
 
     @property
     def _sender(self) -> WeightSender:
         if self._opened_sender is None:
-            self._opened_sender = make_sender(self._backend or self.backend(), directory=self._directory)
+            self._opened_sender = make_sender(self._transport or self.transport(), directory=self._directory)
         return self._opened_sender
 
-    def backend(self) -> Literal["gloo", "nccl"]:
-        """Return what the kit can send over to this endpoint; skips the check if there is nothing."""
+    def transport(self) -> Literal["gloo", "nccl"]:
+        """Return how the kit can send to this endpoint; skip the check if it cannot."""
         if "nccl" in self._capabilities.transports and torch.cuda.is_available():
             return "nccl"
         if "gloo" in self._capabilities.transports:
             return "gloo"
         declared = ", ".join(self._capabilities.transports) or "none"
         skip(f"the kit can send over gloo, and over nccl where torch sees a GPU; declared are {declared}")
-
-    # ------------------------------------------------------------------------------------------------------- groups
 
     async def form_group(self, timeout_s: float = GROUP_TIMEOUT_S) -> None:
         """Join the sender and the endpoint in a new group."""
@@ -113,15 +101,13 @@ class SteppedPublisher:
         self._has_group = False
         self.touched = True
         (spec,) = self._sender.specs(self.run_id, [self._capabilities.num_ranks], timeout_s)
-        return spec.model_copy(update={"epoch": self.epoch})
+        return spec.model_copy(update={"incarnation": self.incarnation})
 
     def lose_group(self) -> None:
-        """Leave the group, as a publisher does whose transfer failed."""
+        """Leave the group, as a publisher does after a failed transfer."""
         self._has_group = False
         if self._opened_sender is not None:
             self._opened_sender.abort()
-
-    # ------------------------------------------------------------------------------------------------------ updates
 
     def announcement(
         self,
@@ -136,16 +122,15 @@ class SteppedPublisher:
         frozen: tuple[str, ...] = (),
         **fields: Any,
     ) -> WeightUpdate:
-        """Return the message that announces ``weights``; ``specs`` replaces the truth about them.
+        """Return the message that announces ``weights``, with ``specs`` instead of the true ones if given.
 
-        ``frozen`` are the tensors that are left out; ``fields`` are others of `WeightUpdate`, as they are there.
+        ``frozen`` names the tensors that are left out; ``fields`` are further fields of `WeightUpdate`.
         """
-        if specs is None:
-            specs = specs_of(weights)
+        specs = specs_of(weights) if specs is None else specs
         return WeightUpdate(
             run_id=self.run_id,
             version=self.version + 1 if version is None else version,
-            epoch=self.epoch,
+            incarnation=self.incarnation,
             manifest=Manifest(tensors=tuple(specs), frozen=frozen),
             buckets=plan_buckets(specs, bucket_bytes),
             in_flight=InFlightPolicy(in_flight or self._capabilities.in_flight_policies[0]),
@@ -154,72 +139,65 @@ class SteppedPublisher:
             **fields,
         )
 
-    def transfer(
-        self, update: WeightUpdate, index: int, timeout_s: float = TRANSFER_TIMEOUT_S, **fields: Any
-    ) -> BucketTransfer:
-        """Return the message that asks for one bucket; ``fields`` are others of `BucketTransfer`."""
-        ref = update.ref
-        return BucketTransfer(
-            run_id=ref.run_id,
-            version=ref.version,
-            session_id=ref.session_id,
-            bucket_index=index,
-            timeout_s=timeout_s,
-            **fields,
-        )
+    def transfer(self, update: WeightUpdate, index: int, timeout_s: float = TRANSFER_TIMEOUT_S) -> BucketTransfer:
+        """Return the message that asks for one bucket."""
+        return BucketTransfer(bucket_index=index, timeout_s=timeout_s, **update.ref.model_dump())
 
-    def parcel(
-        self, update: WeightUpdate, weights: Weights, index: int, *, encoding: Encoding, base: Weights | None = None
-    ) -> Parcel:
-        """Return one bucket in an encoding, with its checksum; ``base`` are the weights that a delta is relative to."""
-        specs = self._specs(update, index)
-        tensors = self._tensors(update, weights, index)
-        delta = None
-        if encoding == "delta":
-            assert base is not None
-            patch = find_changes(
-                pack(tensors), pack(self._tensors(update, base, index)), element_runs(specs), max_share=1.0
-            )
+    def bucket(self, update: WeightUpdate, weights: Weights, index: int) -> WeightBucket:
+        """Return one bucket as it is: raw, without a checksum."""
+        part = slice(update.buckets[index].start, update.buckets[index].stop)
+        return WeightBucket(index, update.manifest.tensors[part], tuple(weights.tensors.values())[part])
+
+    def encoded(self, update: WeightUpdate, weights: Weights, index: int, base: Weights | None = None) -> WeightBucket:
+        """Return one bucket in the update's encoding, with its checksum; a delta is relative to ``base``."""
+        bucket, delta = self.bucket(update, weights, index), None
+        if base is not None:
+            old = pack(self.bucket(update, base, index).tensors)
+            patch = find_changes(pack(bucket.tensors), old, element_runs(bucket.specs), max_share=1.0)
             assert patch is not None  # no share is too large
             delta = encode_delta(patch)
-        sent = outgoing_bucket(WeightBucket(index, specs, tensors), update.ref, encoding=encoding, payload=delta)
-        return Parcel(sent, transfer_of(sent, update.ref, TRANSFER_TIMEOUT_S))
+        return outgoing_bucket(bucket, update.ref, encoding=(*update.encodings, "raw")[0], payload=delta)
 
-    async def send(self, update: WeightUpdate, weights: Weights, index: int, *, delay_s: float = 0.0) -> None:
-        """Have the endpoint receive one bucket while it is sent, ``delay_s`` after the endpoint was asked."""
-        bucket = WeightBucket(index, self._specs(update, index), self._tensors(update, weights, index))
-        await self.send_parcel(Parcel(bucket, self.transfer(update, index)), delay_s=delay_s)
+    async def send(
+        self,
+        update: WeightUpdate,
+        weights: Weights,
+        index: int,
+        *,
+        base: Weights | None = None,
+        delay_s: float = 0.0,
+    ) -> None:
+        """Send one bucket, ``delay_s`` after the endpoint was asked to receive it: `encoded` if the update says so."""
+        bucket = self.encoded(update, weights, index, base) if update.encodings else self.bucket(update, weights, index)
+        await self.send_bucket(update, bucket, delay_s=delay_s)
 
-    async def send_parcel(self, parcel: Parcel, *, delay_s: float = 0.0) -> None:
-        """Have the endpoint receive a bucket while it is sent, or once it is stored."""
+    async def send_all(self, update: WeightUpdate, weights: Weights, base: Weights | None = None) -> None:
+        """Send every bucket of an update."""
+        for index in range(len(update.buckets)):
+            await self.send(update, weights, index, base=base)
+
+    async def send_bucket(self, update: WeightUpdate, bucket: WeightBucket, *, delay_s: float = 0.0) -> None:
+        """Send a bucket: the endpoint receives it meanwhile, or once it is stored."""
+        transfer = self.transfer(update, bucket.index)
+        if bucket.checksum is not None:
+            transfer = transfer_of(bucket, update.ref, TRANSFER_TIMEOUT_S)
         if not self._sender.is_collective:
-            await self._send(parcel.bucket)
-            await self._endpoint.receive_weights(parcel.transfer)
+            await self.send_only(bucket)
+            await self._endpoint.receive_weights(transfer)
             return
 
         async def send() -> None:
             await asyncio.sleep(delay_s)
-            await self._send(parcel.bucket)
+            await self.send_only(bucket)
 
-        await asyncio.gather(self._endpoint.receive_weights(parcel.transfer), send())
+        await asyncio.gather(self._endpoint.receive_weights(transfer), send())
 
-    async def send_only(self, update: WeightUpdate, weights: Weights, index: int) -> None:
-        """Send one bucket, whether the endpoint was asked to receive it or not."""
-        await self._send(WeightBucket(index, self._specs(update, index), self._tensors(update, weights, index)))
-
-    async def _send(self, bucket: WeightBucket) -> None:
+    async def send_only(self, bucket: WeightBucket) -> None:
+        """Send a bucket, and do not ask the endpoint to receive it."""
         await run_abandonable(lambda: self._sender.send(bucket, TRANSFER_TIMEOUT_S), "check-send")
 
-    def _specs(self, update: WeightUpdate, index: int) -> tuple[TensorSpec, ...]:
-        spec = update.buckets[index]
-        return update.manifest.tensors[spec.start : spec.stop]
-
-    def _tensors(self, update: WeightUpdate, weights: Weights, index: int) -> tuple[torch.Tensor, ...]:
-        spec = update.buckets[index]
-        return tuple(weights.tensors.values())[spec.start : spec.stop]
-
     async def request(self, weights: Weights, **options: Any) -> WeightUpdate:
-        """Form the group if there is none, announce ``weights`` and return once the endpoint holds."""
+        """Form the group if there is none, announce ``weights`` and return once the endpoint has paused."""
         if not self._has_group:
             await self.form_group()
         update = self.announcement(weights, **options)
@@ -228,31 +206,25 @@ class SteppedPublisher:
         return update
 
     async def commit(self, update: WeightUpdate) -> WeightVersion:
-        """Commit, and note the version as the one that is served."""
+        """Commit, and take the version for the one that is served."""
         answer = await self._endpoint.commit_weight_update(update.ref)
         self.version = update.version
         self._sender.end(is_done=True)
         return answer
 
     async def abort(self, update: WeightUpdate | UpdateRef) -> WeightVersion:
-        """Abort an update that is open."""
         return await self._endpoint.abort_weight_update(update.ref if isinstance(update, WeightUpdate) else update)
 
-    async def publish(self, weights: Weights, *, held_s: float = 0.0, **options: Any) -> WeightVersion:
-        """Bring the endpoint to ``weights``, held for at least ``held_s``; return its answer to the commit."""
-        update = await self.request(weights, **options)
-        started = time.monotonic()
-        for index in range(len(update.buckets)):
-            await self.send(update, weights, index)
-        await asyncio.sleep(max(0.0, held_s - (time.monotonic() - started)))
+    async def publish(self, weights: Weights, **options: Any) -> WeightVersion:
+        """Bring the endpoint to ``weights``; return its answer to the commit."""
+        return await self.complete(await self.request(weights, **options), weights)
+
+    async def complete(self, update: WeightUpdate, weights: Weights) -> WeightVersion:
+        """Send every bucket of an update, and commit."""
+        await self.send_all(update, weights)
         return await self.commit(update)
 
 
 def specs_of(weights: Weights) -> list[TensorSpec]:
     """Return how these tensors travel."""
-    return [
-        TensorSpec.model_validate(
-            {"name": name, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": tuple(tensor.shape)}
-        )
-        for name, tensor in weights.tensors.items()
-    ]
+    return [tensor_spec(name, tensor, wire_dtype=None) for name, tensor in weights.tensors.items()]

@@ -1,75 +1,73 @@
-"""Level faults, things that happen at the same time: admissions, publishers, aborts, commits, clients that leave."""
+"""Level faults: admissions, publishers, aborts and commits at the same time, and clients that leave."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 
-from inflight.conformance.checks import check, require
-from inflight.conformance.endpoint.aftermath import GRACE_S, require_old_weights, settled, within
-from inflight.conformance.endpoint.holds import SERVED_S, require_all_whole, start
-from inflight.conformance.endpoint.subject import EndpointSubject, cancelled_at_the_end
-from inflight.conformance.reference import Weights
+from inflight.conformance.checks import check, look_at, require
+from inflight.conformance.endpoint.aftermath import (
+    require_all_sampled_from,
+    require_old_weights,
+    settled,
+    until_running,
+)
+from inflight.conformance.endpoint.subject import EndpointSubject
+from inflight.conformance.endpoint.waiting import GRACE_S, SERVED_S, cancel, until, within
 from inflight.errors import UpdateAbortedError, UpdateRefusedError
-from inflight.wire import EndpointState, GenerateResponse, WeightUpdate, WeightVersion
+from inflight.wire import EndpointState, WeightUpdate, WeightVersion
 
 LEVEL = "faults"
 _NUM_CLIENTS = 12
-_NUM_HOLDS = 3
+_NUM_PAUSES = 3
 _NUM_ROUNDS = 6
-_MANY_HOLDS = 20
+_MANY_PAUSES = 20
 _SHORT = 8
-"""Tokens of a request that is over soon."""
+"""Tokens of a request that ends soon."""
 _ORDER = "whether what comes from several connections goes through one queue, and is looked at again after each wait"
 
 
-@check("U-53", needs=("updates",), deadline_s=60, look_at=_ORDER)
-async def holds_under_admission(subject: EndpointSubject) -> None:
-    """A hold is whole, and loses no request, while requests are admitted and finish all the time."""
+@check("U-53", "updates", deadline_s=60, look_at=_ORDER)
+async def pauses_under_admission(subject: EndpointSubject) -> None:
+    """A pause is whole, and loses no request, while requests are admitted and finish all the time."""
     ended_at: list[float] = []
+    num_wanted = 0
     over = asyncio.Event()
+
+    def enough() -> bool:
+        return len(ended_at) >= num_wanted
 
     async def client(seed: int) -> None:
         while not over.is_set():
             completion = await subject.generate(subject.prompt(seed=seed), max_tokens=_SHORT, seed=seed)
             require(
                 len(completion.token_ids) == _SHORT and completion.finish_reason == "length",
-                f"a request during holds ended by {completion.finish_reason!r} with {len(completion.token_ids)} tokens",
+                f"a request during pauses ended by {completion.finish_reason!r} with {len(completion.token_ids)} "
+                "tokens",
             )
             ended_at.append(time.monotonic())
 
-    clients = [asyncio.ensure_future(client(seed)) for seed in range(_NUM_CLIENTS)]
-    await subject.enter(cancelled_at_the_end(clients))
+    clients = [subject.begin(client(seed)) for seed in range(_NUM_CLIENTS)]
     await subject.publisher.form_group()
-    for i in range(_NUM_HOLDS):
-        num_before = len(ended_at)
+    for i in range(_NUM_PAUSES):
+        num_wanted = len(ended_at) + _NUM_CLIENTS
         update = await subject.publisher.request(subject.reference.weights)
         since = time.monotonic()
         await asyncio.sleep(2 * GRACE_S)
         late = [seconds - since for seconds in ended_at if seconds > since + GRACE_S]
-        require(not late, f"hold {i}: {len(late)} requests were answered, {late[:1]} s after it was acknowledged")
+        require(not late, f"pause {i}: {len(late)} requests were answered, {late[:1]} s after it was acknowledged")
         if i % 2:
-            await subject.publisher.send(update, subject.reference.weights, 0)
-            await subject.publisher.commit(update)
+            await subject.publisher.complete(update, subject.reference.weights)
         else:
             await subject.publisher.abort(update)
-        await _until_more(ended_at, num_before + _NUM_CLIENTS, clients)
+        await until(enough, SERVED_S, "after a pause, requests were not answered", clients)
     over.set()
     for task in clients:
-        await within(SERVED_S, task, "a client of short requests, after all holds,")
-    subject.note(holds=_NUM_HOLDS, clients=_NUM_CLIENTS, requests=len(ended_at))
+        await within(SERVED_S, task, "a client of short requests, after all pauses,")
+    subject.note(pauses=_NUM_PAUSES, clients=_NUM_CLIENTS, requests=len(ended_at))
 
 
-async def _until_more(ended_at: list[float], num: int, clients: list[asyncio.Task[None]]) -> None:
-    deadline = time.monotonic() + SERVED_S
-    while len(ended_at) < num:
-        done, _ = await asyncio.wait(clients, timeout=0.01, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-        require(time.monotonic() < deadline, f"after a hold, requests were not answered within {SERVED_S:g} s")
-
-
-@check("U-54", needs=("updates",), deadline_s=40, look_at=_ORDER)
+@check("U-54", "updates", deadline_s=40, look_at=_ORDER)
 async def one_publisher_wins(subject: EndpointSubject) -> None:
     """Of several updates that are announced at the same time, one is accepted and the others are refused."""
     publisher, other = subject.publisher, subject.reference.with_final_norm(-1.0, "B")
@@ -77,144 +75,99 @@ async def one_publisher_wins(subject: EndpointSubject) -> None:
         await publisher.form_group()
         updates = [publisher.announcement(other, version=publisher.version + 1 + i) for i in range(4)]
         connections = [await subject.another_connection() for _ in updates]
-        calls = [
-            connection.request_weight_update(update) for connection, update in zip(connections, updates, strict=True)
-        ]
+        calls = [client.request_weight_update(update) for client, update in zip(connections, updates, strict=True)]
         answers = await within(SERVED_S, asyncio.gather(*calls, return_exceptions=True), "four announcements at once")
-        accepted = [u for u, answer in zip(updates, answers, strict=True) if answer is None]
+        accepted = [update for update, answer in zip(updates, answers, strict=True) if answer is None]
         others = [answer for answer in answers if answer is not None]
+        what = "of four updates that were announced at the same time"
+        require(len(accepted) == 1, f"{what} {len(accepted)} were accepted")
+        are_refused = all(isinstance(answer, UpdateRefusedError) for answer in others)
+        require(are_refused, f"{what} the others raised {others}")
+        answer = await publisher.complete(accepted[0], other)
         require(
-            len(accepted) == 1, f"of four updates that were announced at the same time {len(accepted)} were accepted"
+            answer.version == accepted[0].version, f"version {accepted[0].version} won, but {answer.version} is served"
         )
-        require(
-            all(isinstance(answer, UpdateRefusedError) for answer in others),
-            f"of four updates that were announced at the same time the others raised {others}",
-        )
-        await publisher.send(accepted[0], other, 0)
-        answer = await publisher.commit(accepted[0])
-        require(answer.version == accepted[0].version, f"version {accepted[0].version} won, {answer.version} is served")
     await subject.require_serves(other, "after the update that was accepted")
 
 
-@check("U-55", needs=("updates",), deadline_s=40, look_at=_ORDER)
+@check("U-55", "updates", deadline_s=40, look_at=_ORDER)
 async def commit_races_with_abort(subject: EndpointSubject) -> None:
     """Of a commit and an abort that come at the same time one wins, and both answers agree with what is served."""
-    publisher, reference = subject.publisher, subject.reference
-    colours = (reference.with_final_norm(-1.0, "B"), reference.weights)
+    publisher, served = subject.publisher, subject.reference.weights
+    other = subject.reference.with_final_norm(-1.0, "B")
     second = await subject.another_connection()
-    serves, winners = reference.weights, []
+    winners = []
     for i in range(_NUM_ROUNDS):
-        weights = colours[i % 2] if serves is colours[(i + 1) % 2] else colours[(i + 1) % 2]
-        before = publisher.version
-        update = await publisher.request(weights)
-        await publisher.send(update, weights, 0)
+        update = await publisher.request(other)
+        await publisher.send(update, other, 0)
         calls = [subject.endpoint.commit_weight_update(update.ref), second.abort_weight_update(update.ref)]
-        ordered = calls if i % 3 else calls[::-1]
-        answers = await within(SERVED_S, asyncio.gather(*ordered, return_exceptions=True), "a commit beside an abort")
-        answers = answers if i % 3 else answers[::-1]
+        order = 1 if i % 3 else -1
+        racing = asyncio.gather(*calls[::order], return_exceptions=True)
+        commit, abort = (await within(SERVED_S, racing, "a commit beside an abort"))[::order]
         version = await settled(subject, "after a commit beside an abort")
+        is_legal = isinstance(abort, WeightVersion | UpdateRefusedError)
+        require(is_legal, f"an abort beside a commit raised {abort!r}")
         if version.state is EndpointState.POISONED:  # bytes were applied as they arrived
-            await _leave_poisoned(subject, answers, serves, before)
+            require(not isinstance(commit, WeightVersion), "a commit beside an abort was answered, and left POISONED")
             winners.append("abort, POISONED")
+            publisher.lose_group()
+            await publisher.publish(served)
+            await subject.require_serves(served, "after a complete update")
             continue
-        committed = _race_was_won_by_the_commit(version, update, answers)
-        serves = weights if committed else serves
-        publisher.version = update.version if committed else before
-        winners.append("commit" if committed else "abort")
-        await subject.require_serves(serves, f"after the {winners[-1]} won")
+        _require_answers_agree(version, update, commit, abort)
+        winners.append("commit" if isinstance(commit, WeightVersion) else "abort")
+        if winners[-1] == "commit":
+            served, other, publisher.version = other, served, update.version
+        await subject.require_serves(served, f"after the {winners[-1]} won")
         publisher.lose_group()
     subject.note(winners=winners)
 
 
-async def _leave_poisoned(
-    subject: EndpointSubject, answers: list[WeightVersion | BaseException], weights: Weights, version: int
-) -> None:
-    """Require that neither call said that the update was applied, and lead out with a complete one."""
-    commit, abort = answers
-    require(not isinstance(commit, WeightVersion), "a commit beside an abort was answered, and left POISONED")
-    require(isinstance(abort, WeightVersion | UpdateRefusedError), f"an abort beside a commit raised {abort!r}")
-    subject.publisher.version = version
-    subject.publisher.lose_group()
-    await subject.publisher.publish(weights)
-    await subject.require_serves(weights, "after a complete update")
-
-
-def _race_was_won_by_the_commit(
-    version: WeightVersion, update: WeightUpdate, answers: list[WeightVersion | BaseException]
-) -> bool:
-    """Require that both answers agree with what is served; return whether that is the update."""
-    commit, abort = answers
+def _require_answers_agree(version: WeightVersion, update: WeightUpdate, commit: object, abort: object) -> None:
+    """Require that what a commit and an abort at the same time answered agrees with what is served."""
     require(version.state is EndpointState.READY, f"after a commit beside an abort the state is {version.state}")
     committed = isinstance(commit, WeightVersion)
-    require(
-        committed or isinstance(commit, UpdateRefusedError | UpdateAbortedError),
-        f"a commit beside an abort raised {commit!r}",
-    )
-    require(isinstance(abort, WeightVersion | UpdateRefusedError), f"an abort beside a commit raised {abort!r}")
+    is_legal = committed or isinstance(commit, UpdateRefusedError | UpdateAbortedError)
+    require(is_legal, f"a commit beside an abort raised {commit!r}")
     require(
         committed == (version.version == update.version),
         f"a commit of {update.version} beside an abort answered {commit!r}, and version {version.version} is served",
     )
     if isinstance(abort, WeightVersion):
-        require(
-            abort.version == version.version,
-            f"an abort beside a commit answered version {abort.version}, and {version.version} is served",
-        )
-    return committed
+        words = f"an abort beside a commit answered version {abort.version}, and {version.version} is served"
+        require(abort.version == version.version, words)
 
 
-@check(
-    "U-56",
-    needs=("updates",),
-    deadline_s=40,
-    look_at="what is lost or counted twice when a hold begins: a step in flight, a pending wake-up",
-)
-async def many_holds(subject: EndpointSubject) -> None:
-    """However often sampling is held and released, every running request finishes as if it had never been."""
+@check("U-56", "updates", deadline_s=40)
+@look_at("what is lost or counted twice when a pause begins: a step in flight, a pending wake-up")
+async def many_pauses(subject: EndpointSubject) -> None:
+    """However often sampling is paused and resumed, every running request finishes as if it had never been held."""
     await subject.publisher.form_group()
     num_tokens = min(200, subject.capabilities.max_model_len // 2)
     running = await subject.start_running(4, max_tokens=num_tokens)
-    for _ in range(_MANY_HOLDS):
+    for _ in range(_MANY_PAUSES):
         await subject.publisher.abort(await subject.publisher.request(subject.reference.weights))
-    await require_all_whole(running, f"a request that was held {_MANY_HOLDS} times")
-    for request, task in running:
-        completion = task.result().completions[0]
-        subject.require_sampled_from(subject.reference.weights, request, completion, "a request that was held often")
-    await require_old_weights(subject, f"after {_MANY_HOLDS} holds")
+    what = f"a request that was paused {_MANY_PAUSES} times"
+    await require_all_sampled_from(subject, subject.reference.weights, running, what)
+    await require_old_weights(subject, f"after {_MANY_PAUSES} pauses")
 
 
-@check(
-    "U-57",
-    needs=("updates",),
-    deadline_s=40,
-    look_at="whether an engine that is paused still takes cancellations, or takes them when it goes on",
-)
-async def client_leaves_during_a_hold(subject: EndpointSubject) -> None:
-    """A client that disconnects during a hold ends its request, running or waiting, and it does not come back."""
+@check("U-57", "updates", deadline_s=40)
+@look_at("whether an engine that is paused still takes cancellations, or takes them when it goes on")
+async def client_leaves_during_a_pause(subject: EndpointSubject) -> None:
+    """A client that disconnects during a pause ends its request, running or waiting, for good."""
     await subject.publisher.form_group()
-    limit = subject.capabilities.max_model_len - len(subject.prompt())
-    started = time.monotonic()
-    await subject.generate(max_tokens=(probed := min(100, limit)))
-    usual_s = (time.monotonic() - started) * limit / probed
+    usual_s = await subject.seconds_to_fill_the_context()
     running = await subject.start_running(4)
     update = await subject.publisher.request(subject.reference.weights)
-    waiting = await start(subject, 2, limit)
+    leaving = [*running, *subject.start(2, subject.room())]
     await asyncio.sleep(0.1)
-    leaving: list[asyncio.Task[GenerateResponse]] = [task for _, task in (*running, *waiting)]
-    for task in leaving:
-        task.cancel()
-    await asyncio.gather(*leaving, return_exceptions=True)
+    await cancel(task for _, task in leaving)
     await asyncio.sleep(GRACE_S)
     await subject.publisher.abort(update)
     since = time.monotonic()
-    num_running = len(leaving)
-    while num_running and time.monotonic() < since + usual_s:
-        await asyncio.sleep(0.01)
-        num_running = (await subject.endpoint.weight_version()).num_running
+    what = "requests whose clients left during a pause still ran"
+    await until_running(subject, 0, max(usual_s / 2, GRACE_S), what)
     left_s = time.monotonic() - since
     subject.note(**{"seconds until none ran": left_s, "seconds that they would have run": usual_s})
-    require(
-        num_running == 0 and left_s < max(usual_s / 2, GRACE_S),
-        f"{num_running} of the requests whose clients left during a hold still ran {left_s:.2g} s after it",
-    )
-    await require_old_weights(subject, "after clients left during a hold")
+    await require_old_weights(subject, "after clients left during a pause")

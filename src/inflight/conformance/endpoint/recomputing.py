@@ -1,4 +1,4 @@
-"""Level caches, what an update makes of requests that run: all of them, wherever they are, and their random numbers."""
+"""Level caches: whether recompute reaches every running request, and whether random numbers go on after an update."""
 
 from __future__ import annotations
 
@@ -7,44 +7,36 @@ import math
 import time
 from collections.abc import Sequence
 
-from inflight.conformance.checks import check, fail, require
-from inflight.conformance.endpoint.subject import EndpointSubject, cancelled_at_the_end
+from inflight.conformance.checks import check, fail, look_at, require
+from inflight.conformance.endpoint.caches import answers_across_an_update
+from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.reference import Weights, chosen, distribution
 from inflight.wire import Completion, GenerateRequest, InFlightPolicy
 
 LEVEL = "caches"
 _MANY = 32
 _NUM_TOKENS = 160
-"""Of each of many running requests: enough to be there still when the update comes."""
+"""Of each of many running requests: enough for it to run still when the update comes."""
 _PREFILLED, _PREFILLED_LENGTH, _TOKENS_BEHIND = 8, 1500, 6
-"""Requests with prompts that take an engine many steps, and the tokens that each is asked for."""
+"""How many requests have prompts that take an engine many steps, how long those are, and tokens asked for."""
 _SHARES = (0.15, 0.35, 0.55, 0.75)
-"""Of the time that those take undisturbed: when the updates come."""
+"""When the updates come, as shares of the time that those requests take undisturbed."""
 _NUMBERS, _NUM_DRAWS, _TRIES = 4, 400, 6
 _FALSE_ALARM = 1e-6
 
 
-@check(
-    "U-35",
-    needs=("updates", "recompute", "spans"),
-    deadline_s=60,
-    look_at="a list of running requests that is not all of them, and chunks of prompts that were prefilled before the "
-    "hold",
+@check("U-35", "updates recompute spans", deadline_s=60)
+@look_at(
+    "a list of running requests that is not all of them, and chunks of prompts that were prefilled before the pause"
 )
 async def everything_recomputed(subject: EndpointSubject) -> None:
-    """Under recompute every request is computed again, as many as run, and one whose prompt is being read when the
-    update comes has nothing of the old weights either."""
+    """Under recompute every running request is computed again, however many run, and a request whose prompt is being
+    read when the update comes keeps nothing of the old weights either."""
     reference, publisher = subject.reference, subject.publisher
     other = reference.perturbed("B")
     largest, num_tokens = 0.0, 0
-    for length in subject.lengths(_NUM_TOKENS):
-        running = await subject.start_running(_MANY, max_tokens=length)
-        old = publisher.version
-        await publisher.publish(other, in_flight=InFlightPolicy.RECOMPUTE)
-        answers = [(request, (await task).completions[0]) for request, task in running]
-        if all(completion.version_spans[-1].version > old for _, completion in answers):
-            break
-        await publisher.publish(reference.weights)  # too fast, or too few tokens: once more, with longer ones
+    recompute = InFlightPolicy.RECOMPUTE
+    answers = await answers_across_an_update(subject, other, recompute, num=_MANY, num_tokens=_NUM_TOKENS)
     for i, (request, completion) in enumerate(answers):
         num, gap = _after_the_update(subject, request, completion, publisher.version, other)
         require(num, f"the update did not fall into request {i} of {len(answers)}: spans {completion.version_spans}")
@@ -63,8 +55,7 @@ async def _recomputed_while_prefilled(subject: EndpointSubject, turns: Sequence[
     for turn, share in enumerate(_SHARES):
         weights = turns[turn % 2]
         requests = _long_requests(subject, turn + 1)
-        tasks = [asyncio.ensure_future(subject.endpoint.generate(request)) for request in requests]
-        await subject.enter(cancelled_at_the_end(tasks))
+        tasks = [subject.begin(subject.endpoint.generate(request)) for request in requests]
         await asyncio.sleep(share * usual_s)
         await publisher.publish(weights, in_flight=InFlightPolicy.RECOMPUTE)
         num_after.append(0)
@@ -78,9 +69,7 @@ async def _recomputed_while_prefilled(subject: EndpointSubject, turns: Sequence[
                 f"of {len(requests)} requests with prompts of {len(request.prompt_token_ids)} tokens that were being "
                 f"read when the update came, {_off(i, gap)}",
             )
-    subject.note(
-        **{"prompts that were read, or waited, when updates came": num_after, "largest difference there": largest}
-    )
+    subject.note(**{"prompts read or waiting when updates came": num_after, "largest difference there": largest})
 
 
 def _off(index: int, gap: float) -> str:
@@ -92,12 +81,10 @@ def _off(index: int, gap: float) -> str:
 
 def _long_requests(subject: EndpointSubject, turn: int) -> list[GenerateRequest]:
     """Return requests with long prompts that nothing has seen before."""
-    num = min(_PREFILLED, subject.capabilities.max_concurrent_sequences)
     length = min(_PREFILLED_LENGTH, subject.capabilities.max_model_len - 2 * _TOKENS_BEHIND)
-    return [
-        subject.request(subject.prompt(length, seed=1000 + 100 * turn + i), max_tokens=_TOKENS_BEHIND)
-        for i in range(num)
-    ]
+    first = 1000 + 100 * turn
+    seeds = range(first, first + min(_PREFILLED, subject.capabilities.max_concurrent_sequences))
+    return [subject.request(subject.prompt(length, seed=seed), max_tokens=_TOKENS_BEHIND) for seed in seeds]
 
 
 def _after_the_update(
@@ -112,15 +99,11 @@ def _after_the_update(
     return len(completion.token_ids) - start, subject.difference(completion.logprobs[start:], expected_T[start:])
 
 
-@check(
-    "U-36",
-    needs=("updates", "spans"),
-    deadline_s=90,
-    look_at="what is made anew when a request is put back for recomputation: its seeded generator must not be",
-)
+@check("U-36", "updates spans", deadline_s=90)
+@look_at("what is made anew when a request is put back for recomputation: its seeded generator must not be")
 async def random_numbers_go_on(subject: EndpointSubject) -> None:
-    """A request that goes on after an update draws new random numbers: those that it has used do not come again."""
-    # Draws from a uniform distribution show random numbers as they are.
+    """A request that goes on after an update draws new random numbers: it uses none of them twice."""
+    # Draws from a uniform distribution show the random numbers themselves.
     policies = subject.pausing_policies()
     uniform = subject.reference.with_final_norm(0.0, "uniform")
     await subject.publisher.publish(uniform)

@@ -1,7 +1,7 @@
-"""What two answers to the same question must have in common, given that floating point rounds.
+"""What two answers to the same request must have in common, given that floating point rounds.
 
 Engines in low precision may round differently from one batch to the next, and a draw at the edge between two tokens
-then falls on the other one: now and then in bfloat16, and in float32 not within a run of this kit.
+then falls on the other one. That happens now and then in bfloat16, and in float32 not within a run of this kit.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from inflight.wire import Completion
 
 _LARGEST_FINE_TOLERANCE = 0.01
 _LEAST_COMMON = 1 / 3
-"""Share of tokens in front of the first difference; of draws that have nothing to do with each other it is near 0."""
+"""Share of tokens before the first difference; for unrelated draws it is near 0."""
 
 
 def least_common(subject: EndpointSubject) -> float:
-    """Return the share of what is done twice that must come out the same: all of it unless precision is low."""
+    """Return the share of repeated tokens that must be the same: all of them unless precision is low."""
     return 1.0 if subject.tolerance <= _LARGEST_FINE_TOLERANCE else _LEAST_COMMON
 
 
 def require_repeated(subject: EndpointSubject, pairs: Iterable[tuple[Completion, Completion]], what: str) -> None:
-    """Require the same tokens in both of each pair, and the same logprobs for as long as the tokens are the same."""
+    """Require that both completions of each pair have the same tokens, with the same logprobs until these differ."""
     num_common = num_tokens = 0
     largest, example = 0.0, ""
     for first, second in pairs:
@@ -46,7 +46,7 @@ def require_repeated(subject: EndpointSubject, pairs: Iterable[tuple[Completion,
 
 
 def _num_common(first: tuple[int, ...], second: tuple[int, ...]) -> int:
-    """Return how many tokens both begin with."""
+    """Return the length of the common beginning."""
     pairs = zip(first, second, strict=False)
     return next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))
 

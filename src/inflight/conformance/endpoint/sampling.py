@@ -1,4 +1,4 @@
-"""Level tokens, how tokens are drawn: from the distribution that was asked for, as the seed says, with its logprob."""
+"""Level tokens: whether tokens are drawn from the distribution that was asked for, as the seed says."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from inflight.conformance.checks import check, fail, require
+from inflight.conformance.checks import check, fail, look_at, require
 from inflight.conformance.endpoint.filters import logprob_bounds
 from inflight.conformance.endpoint.repeats import require_repeated
 from inflight.conformance.endpoint.subject import EndpointSubject
@@ -24,32 +24,28 @@ _DRAW_TEMPERATURE = 0.7
 _NUM_DRAWS = 1024
 _DRAWS_PER_REQUEST = 64
 _FEWEST_DRAWS, _DRAW_S = 256, 20.0
-"""A slow endpoint may stop at fewer draws, after so many seconds."""
+"""A slow endpoint may stop at this many draws, after this long."""
 _LEAST_EXPECTED = 5.0
-"""Draws that a token must be expected to get for a bin of its own in the chi-square test; the rest share one."""
+"""Expected draws that earn a token a bin of its own in the chi-square test; all other tokens share one bin."""
 _LEAST_P = 1e-6
-"""A true sampler fails one run in a million."""
+"""A correct sampler fails one run in a million."""
 _FILTERS = "order of the filters, whether the kept set is renormalised, and which tensor the logprob is read from"
 
 
-@check(
-    "E-12",
-    needs=("model",),
-    deadline_s=60,
-    look_at="whether the logprob is read before or after the logits are divided by the temperature",
-)
+@check("E-12", "model", deadline_s=60)
+@look_at("whether the logprob is read before or after the logits are divided by the temperature")
 async def temperature(subject: EndpointSubject) -> None:
-    """Tokens are sampled at the temperature that was asked for, and logprobs are of the declared logprob_kind."""
+    """Tokens are sampled at the requested temperature, and logprobs are of the declared logprob_kind."""
     await _require_sampled(subject, {"temperature": 0.7}, {"temperature": 1.5})
 
 
-@check("E-13", needs=("model",), deadline_s=60, look_at=_FILTERS)
+@check("E-13", "model", deadline_s=60, look_at=_FILTERS)
 async def top_p(subject: EndpointSubject) -> None:
     """Under top-p no token outside the nucleus is sampled, and processed logprobs are renormalised over it."""
     await _require_sampled(subject, {"top_p": 0.5}, {"top_p": 0.5, "temperature": 1.5})
 
 
-@check("E-14", needs=("model",), deadline_s=60, look_at=_FILTERS)
+@check("E-14", "model", deadline_s=60, look_at=_FILTERS)
 async def top_k_and_min_p(subject: EndpointSubject) -> None:
     """Under top-k and min-p no token outside the kept set is sampled, and filters apply in the order temperature,
     top-k, top-p, min-p, or are refused together with UnsupportedError."""
@@ -61,26 +57,17 @@ async def top_k_and_min_p(subject: EndpointSubject) -> None:
         subject.note(all_filters_together=f"refused: {error}")
 
 
-@check(
-    "E-15",
-    needs=("model",),
-    deadline_s=60,
-    look_at="the sampler itself: temperature, random numbers used twice, a generator that is made anew for every token",
-)
+@check("E-15", "model", deadline_s=60)
+@look_at("the sampler itself: temperature, random numbers used twice, a generator that is made anew for every token")
 async def draws(subject: EndpointSubject) -> None:
-    """Tokens are drawn from the distribution that was asked for, each independently of the one before."""
+    """Tokens are drawn from the requested distribution, each independently of the one before."""
     prompt = subject.prompt(seed=2)
     pairs: list[tuple[int, ...]] = []
     started = time.monotonic()
     for i in range(_NUM_DRAWS // _DRAWS_PER_REQUEST):
-        request = subject.request(
-            prompt,
-            n=_DRAWS_PER_REQUEST,
-            max_tokens=2,
-            temperature=_DRAW_TEMPERATURE,
-            seed=i if i % 4 else None,
-        )
-        pairs += [completion.token_ids for completion in (await subject.endpoint.generate(request)).completions]
+        drawn: dict[str, Any] = {"temperature": _DRAW_TEMPERATURE, "seed": i if i % 4 else None}
+        response = await subject.endpoint.generate(subject.request(prompt, n=_DRAWS_PER_REQUEST, max_tokens=2, **drawn))
+        pairs += [completion.token_ids for completion in response.completions]
         if len(pairs) >= _FEWEST_DRAWS and time.monotonic() - started > _DRAW_S:
             break
     subject.note(draws=len(pairs))
@@ -95,12 +82,8 @@ async def draws(subject: EndpointSubject) -> None:
     _require_drawn(subject, "pairs of tokens", Counter(pairs), joint)
 
 
-@check(
-    "E-16",
-    needs=("model",),
-    deadline_s=60,
-    look_at="what temperature 0 does to the logits, and whether greedy rows take another path",
-)
+@check("E-16", "model", deadline_s=60)
+@look_at("what temperature 0 does to the logits, and whether greedy rows take another path")
 async def greedy(subject: EndpointSubject) -> None:
     """At temperature 0 every token is the most likely one, with the log-softmax of the unscaled logits."""
     pairs = []
@@ -108,23 +91,20 @@ async def greedy(subject: EndpointSubject) -> None:
         prompt = subject.prompt(seed=i)
         first = await subject.generate(prompt, temperature=0.0, max_tokens=24)
         logits_TV = subject.reference.logits(subject.reference.weights, prompt, first.token_ids)
-        behind_T = logits_TV.amax(dim=-1) - chosen(logits_TV, first.token_ids)
-        index = int(behind_T.argmax())
+        behind, index = map(float, (logits_TV.amax(dim=-1) - chosen(logits_TV, first.token_ids)).max(dim=0))
+        likeliest = int(logits_TV[int(index)].argmax())
         require(
-            float(behind_T[index]) <= 2 * subject.tolerance,
-            f"token {index} is {first.token_ids[index]}, {int(logits_TV[index].argmax())} is more likely by "
-            f"{float(behind_T[index]):.3g} nats",
+            behind <= 2 * subject.tolerance,
+            f"token {index:g} is {first.token_ids[int(index)]}, {likeliest} is more likely by {behind:.3g} nats",
         )
         gap = subject.difference(first.logprobs, chosen(distribution(logits_TV), first.token_ids))
-        subject.note(
-            **{f"prompt {i}": f"logprob difference {gap:.3g}, behind the best by {float(behind_T[index]):.3g}"}
-        )
+        subject.note(**{f"prompt {i}": f"logprob difference {gap:.3g}, behind the best by {behind:.3g}"})
         require(gap <= subject.tolerance, f"logprobs differ by {gap:.3g} from the log-softmax of the unscaled logits")
         pairs.append((first, await subject.generate(prompt, temperature=0.0, max_tokens=24, seed=1234)))
     require_repeated(subject, pairs, "decoded greedily again")
 
 
-@check("E-17", needs=("seeds",), deadline_s=60, look_at="a generator per sequence, not one per batch or server")
+@check("E-17", "seeds", deadline_s=60, look_at="a generator per sequence, not one per batch or server")
 async def seeds(subject: EndpointSubject) -> None:
     """The same seed gives the same tokens whatever else runs, and another seed gives others."""
 
@@ -142,7 +122,7 @@ async def seeds(subject: EndpointSubject) -> None:
     require(same == 0, f"with another seed, {same} of {len(first)} completions are the same")
 
 
-@check("E-18", needs=("seeds",), deadline_s=60, look_at="how the seed of completion i is made from the request's")
+@check("E-18", "seeds", deadline_s=60, look_at="how the seed of completion i is made from the request's")
 async def several_completions(subject: EndpointSubject) -> None:
     """A request for n completions gets n draws, and with a seed completion i depends on the seed and i only."""
 
@@ -156,11 +136,9 @@ async def several_completions(subject: EndpointSubject) -> None:
     four = await drawn(4, 11)
     pairs = [pair for n in (4, 2, 1) for pair in zip(four, await drawn(n, 11), strict=False)]
     require_repeated(subject, pairs, "n=4 and n=4, 2 and 1 with the same seed")
-    unseeded = await drawn(4, None)
-    require(
-        not {c.token_ids for c in unseeded} & {c.token_ids for c in four},
-        "without a seed, a seeded completion came back",
-    )
+    unseeded = {completion.token_ids for completion in await drawn(4, None)}
+    again = unseeded & {completion.token_ids for completion in four}
+    require(not again, "without a seed, a seeded completion came back")
 
 
 @check("E-28", look_at="a default seed, or a cache of answers")
@@ -174,7 +152,7 @@ async def no_seed(subject: EndpointSubject) -> None:
 
 
 async def _require_sampled(subject: EndpointSubject, *settings: Mapping[str, Any]) -> None:
-    """Require of each of these sampling parameters that tokens and logprobs are of the distribution that they make."""
+    """Require for each of these parameters that tokens and logprobs come from the distribution that they make."""
     for sampling in settings:
         name = ", ".join(f"{key}={value}" for key, value in sampling.items())
         away = {"processed": 0.0, "raw": 0.0}
@@ -197,7 +175,7 @@ async def _require_sampled(subject: EndpointSubject, *settings: Mapping[str, Any
 def _differences(
     subject: EndpointSubject, request: GenerateRequest, completion: Completion, name: str
 ) -> dict[str, float]:
-    """Return by how much logprobs are beyond the tolerance of both kinds; fail if a dropped token was sampled."""
+    """Return by how much logprobs exceed the tolerance of each kind; fail the check if a dropped token was sampled."""
     tokens = completion.token_ids
     logits_TV = subject.reference.logits(subject.reference.weights, request.prompt_token_ids, tokens)
     least_TV, most_TV = logprob_bounds(logits_TV, request.sampling, subject.tolerance)
@@ -209,45 +187,33 @@ def _differences(
     found_T = torch.tensor(completion.logprobs, dtype=torch.float64)
     raw_T = (found_T - chosen(distribution(logits_TV), tokens)).abs() - subject.tolerance
     processed_T = torch.maximum(least_T - found_T, found_T - most_T)
-    return {
-        kind: float(beyond_T.nan_to_num(nan=math.inf).clamp(min=0).max())
-        for kind, beyond_T in (("processed", processed_T), ("raw", raw_T))
-    }
+    beyond = {"processed": processed_T, "raw": raw_T}
+    return {kind: float(gap_T.nan_to_num(nan=math.inf).clamp(min=0).max()) for kind, gap_T in beyond.items()}
 
 
 def _expected(subject: EndpointSubject, prompt: Sequence[int], num_draws: float) -> dict[int, float]:
-    """Return how often so many draws behind a prompt give each token in the mean, for tokens that deserve a bin."""
+    """Return how often this many draws give each token on average, for tokens that get a bin of their own."""
     logits_TV = subject.reference.logits(subject.reference.weights, prompt, (0,))
     mean_V = num_draws * distribution(logits_TV, SamplingParams(temperature=_DRAW_TEMPERATURE))[0].exp()
     return {token: float(mean_V[token]) for token in (mean_V >= _LEAST_EXPECTED).nonzero()[:, 0].tolist()}
 
 
-def _require_drawn(
-    subject: EndpointSubject,
-    what: str,
-    counts: Counter[Any],
-    expected: Mapping[Any, float],
-) -> None:
-    """Require that counts are those of draws, by Pearson's chi-square test."""
+def _require_drawn(subject: EndpointSubject, what: str, counts: Counter[Any], expected: Mapping[Any, float]) -> None:
+    """Require that the counts are those of draws from the expected distribution, by Pearson's chi-square test."""
     num_draws = counts.total()
     bins = [(counts[key], mean) for key, mean in expected.items()]
     rest = num_draws - sum(count for count, _ in bins), num_draws - sum(mean for _, mean in bins)
     if rest[1] >= _LEAST_EXPECTED:
         bins.append(rest)
     require(len(bins) > 1, f"{what} are nearly certain here: nothing could be told")
-    # Logits off by e move the statistic by the mean of e squared per draw: a quarter of the tolerance is usual.
+    # Logits off by e move the statistic by the mean of e squared per draw; e is about a quarter of the tolerance.
     rounding = num_draws * (subject.tolerance / 4 / _DRAW_TEMPERATURE) ** 2
     statistic = sum((count - mean) ** 2 / mean for count, mean in bins)
-    p = _chi_square_p(max(0.0, statistic - rounding), len(bins) - 1)
+    halves = torch.tensor([len(bins) - 1, max(0.0, statistic - rounding)], dtype=torch.float64) / 2
+    p = float(torch.special.gammaincc(halves[0], halves[1]))  # of a larger statistic
     subject.note(**{what: f"{num_draws} draws in {len(bins)} bins, chi-square {statistic:.1f}, p {p:.2g}"})
     require(
         p > _LEAST_P,
         f"{num_draws} {what} are not draws from the reference's distribution at temperature {_DRAW_TEMPERATURE}: "
         f"chi-square {statistic:.1f} in {len(bins)} bins, p {p:.2g}",
     )
-
-
-def _chi_square_p(statistic: float, degrees: int) -> float:
-    """Return the probability of a larger statistic."""
-    halves = torch.tensor([degrees / 2, statistic / 2], dtype=torch.float64)
-    return float(torch.special.gammaincc(halves[0], halves[1]))

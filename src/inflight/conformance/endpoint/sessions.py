@@ -1,14 +1,15 @@
-"""Level control, sessions with names and trainers that are replaced: calls that are repeated, late, or of nobody."""
+"""Level control: named sessions whose calls are repeated or late, and trainers that are replaced."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from inflight.conformance.checks import check, fail, require
-from inflight.conformance.endpoint.aftermath import SLACK_S, require_old_weights, within
+from inflight.conformance.checks import check, fail, look_at, require
+from inflight.conformance.endpoint.aftermath import require_old_weights
 from inflight.conformance.endpoint.control import require_open
 from inflight.conformance.endpoint.subject import EndpointSubject
+from inflight.conformance.endpoint.waiting import SLACK_S, within
 from inflight.errors import FencedError, InflightError
 from inflight.wire import UpdateRef, WeightUpdate, WeightVersion
 
@@ -17,7 +18,7 @@ T = TypeVar("T")
 _NAMES = "whether run, version and session are remembered of what is open, what is served, and what is over"
 
 
-@check("E-47", needs=("updates",), deadline_s=40, look_at=_NAMES)
+@check("E-47", "updates", deadline_s=40, look_at=_NAMES)
 async def repeated_calls(subject: EndpointSubject) -> None:
     """A call of a named session may be repeated: request, a bucket that has arrived, commit and abort change nothing
     the second time and are answered as the first time."""
@@ -46,10 +47,10 @@ async def repeated_calls(subject: EndpointSubject) -> None:
     await subject.require_serves(other, "after a session that was aborted twice")
 
 
-@check("E-48", needs=("updates",), deadline_s=40, look_at=_NAMES)
+@check("E-48", "updates", deadline_s=40, look_at=_NAMES)
 async def late_calls(subject: EndpointSubject) -> None:
-    """A call of a named session that was aborted is refused, also one that its abort has overtaken, and disturbs no
-    update that is open."""
+    """A call of a named session that was aborted is refused, even if the abort overtook it, and disturbs no open
+    update."""
     publisher, endpoint = subject.publisher, subject.endpoint
     other = subject.reference.with_final_norm(-1.0, "B")
     bucket_bytes = other.size_bytes // 2
@@ -60,15 +61,15 @@ async def late_calls(subject: EndpointSubject) -> None:
     await publisher.form_group()
     overtaken = publisher.announcement(other, session_id="overtaken")
     await publisher.abort(overtaken)
-    await _require_refused(subject, endpoint.request_weight_update(overtaken), "a request that its abort has overtaken")
+    await subject.require_refused(endpoint.request_weight_update(overtaken), "a request that its abort has overtaken")
     for call, what in _calls(subject, first)[:3]:
-        await _require_refused(subject, call(), f"{what} of a session that was aborted")
+        await subject.require_refused(call(), f"{what} of a session that was aborted")
     await require_old_weights(subject, "after the calls of a session that was aborted")
 
     second = await publisher.request(other, session_id="second", bucket_bytes=bucket_bytes)
     for index in range(len(second.buckets)):
         for call, what in _calls(subject, first):
-            await _require_refused(subject, call(), f"{what} of an aborted session, while the next one is open,")
+            await subject.require_refused(call(), f"{what} of an aborted session, while the next one is open,")
             await require_open(subject, second, f"after {what} of an aborted session")
         await publisher.send(second, other, index)
     answer = await publisher.commit(second)
@@ -80,7 +81,7 @@ async def late_calls(subject: EndpointSubject) -> None:
 
 
 def _calls(subject: EndpointSubject, update: WeightUpdate) -> list[tuple[Callable[[], Awaitable[object]], str]]:
-    """Return the calls of a session; the last one is the abort."""
+    """Return the calls of a session, the abort last."""
     endpoint, last = subject.endpoint, len(update.buckets) - 1
     return [
         (lambda: endpoint.request_weight_update(update), "request_weight_update"),
@@ -90,20 +91,16 @@ def _calls(subject: EndpointSubject, update: WeightUpdate) -> list[tuple[Callabl
     ]
 
 
-@check(
-    "E-49",
-    needs=("updates",),
-    deadline_s=40,
-    look_at="whether the epoch is looked at before anything of the open update is ended",
-)
+@check("E-49", "updates", deadline_s=40)
+@look_at("whether the incarnation is looked at before anything of the open update is ended")
 async def replaced_trainer(subject: EndpointSubject) -> None:
-    """Once a later epoch of a run has called, init_process_group and request_weight_update of an earlier one raise
-    FencedError, and the later one's group and update go on."""
+    """Once a later incarnation of a run has called, init_process_group and request_weight_update of an earlier one
+    raise FencedError, and the later one's group and update go on."""
     first, endpoint = subject.publisher, subject.endpoint
     other, third = subject.reference.with_final_norm(-1.0, "B"), subject.reference.with_final_norm(0.5, "C")
-    earlier = subject.another_publisher(run_id=first.run_id, epoch=1)
+    earlier = subject.another_publisher(run_id=first.run_id, incarnation=1)
     await earlier.publish(subject.reference.weights)
-    later = subject.another_publisher(run_id=first.run_id, epoch=2)
+    later = subject.another_publisher(run_id=first.run_id, incarnation=2)
     later.version = earlier.version
     update = await later.request(other, session_id="later", bucket_bytes=other.size_bytes // 2)
     calls: tuple[tuple[Callable[[], Awaitable[None]], str], ...] = (
@@ -112,35 +109,31 @@ async def replaced_trainer(subject: EndpointSubject) -> None:
     )
     for index in range(len(update.buckets)):
         for call, method in calls:
-            what = f"{method} of an earlier epoch"
-            error = await subject.require_raises(within(SLACK_S, call(), what), (FencedError,), what)
-            subject.note(**{method: str(error)})
+            what = f"{method} of an earlier incarnation"
+            await subject.require_raises(call(), FencedError, what)
             await require_open(subject, update, f"after {what} was refused")
         await later.send(update, other, index)
     await later.commit(update)
-    await subject.require_serves(other, "after the later epoch's update")
+    await subject.require_serves(other, "after the later incarnation's update")
     found = await endpoint.weight_version()
     require(
-        (found.owner_run_id, found.epoch) == (later.run_id, 2),
-        f"epoch 2 of run {later.run_id!r} has taken over; epoch {found.epoch} of {found.owner_run_id!r} is named",
+        (found.owner_run_id, found.incarnation) == (later.run_id, 2),
+        f"incarnation 2 of run {later.run_id!r} has taken over; incarnation {found.incarnation} of "
+        f"{found.owner_run_id!r} is named",
     )
     await later.publish(third)
-    await subject.require_serves(third, "after the later epoch's next update, over the same group")
+    await subject.require_serves(third, "after the later incarnation's next update, over the same group")
 
 
 async def _again(call: Awaitable[T], what: str) -> T:
-    """Return the answer of a call that was made before. It must come at once, and not be refused."""
+    """Return the answer to a call that was made before. Fail the check if it is refused."""
     try:
         return await within(SLACK_S, call, f"{what}, repeated,")
     except InflightError as error:
         fail(f"{what}, repeated, raised {type(error).__name__} ({error}) where it changes nothing and is answered")
 
 
-async def _require_refused(subject: EndpointSubject, call: Awaitable[object], what: str) -> None:
-    await subject.require_refused(within(SLACK_S, call, what), what)
-
-
 def _require_same(first: WeightVersion, again: WeightVersion, what: str) -> None:
-    """Require that two answers say the same of what is served."""
+    """Require that two answers name the same weights as served."""
     served = [(a.state, UpdateRef(run_id=a.run_id or "none", version=a.version), a.session_id) for a in (first, again)]
     require(served[0] == served[1], f"{what} answered {served[1]}, the call before it {served[0]}")

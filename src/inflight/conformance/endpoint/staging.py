@@ -1,33 +1,29 @@
-"""Level control, updates that are staged: sampling goes on while they arrive, and is held by the commit only."""
+"""Level control: staged updates, during which sampling goes on until the commit pauses it."""
 
 from __future__ import annotations
 
 import math
 
-from inflight.conformance.checks import check, require
-from inflight.conformance.endpoint.aftermath import SLACK_S, require_old_weights, settled, within
-from inflight.conformance.endpoint.holds import SERVED_S, require_all_whole
+from inflight.conformance.checks import check, look_at, require
+from inflight.conformance.endpoint.aftermath import require_all_whole, require_old_weights, require_serving
 from inflight.conformance.endpoint.subject import EndpointSubject
-from inflight.wire import Completion, EndpointState, GenerateRequest, InFlightPolicy, WeightUpdate
+from inflight.conformance.endpoint.waiting import SERVED_S, SLACK_S, within
+from inflight.wire import Completion, EndpointState, GenerateRequest, InFlightPolicy
 
 LEVEL = "control"
 _NUM_TOKENS = 300
-"""Of each running request at first: it has to be there still when the commit comes."""
+"""Of each running request at first: it has to run still when the commit comes."""
 _NUM_TOKENS_UNDISTURBED = 100
 _LEASE_S = 1.2
 _UNIFORM_TOLERANCE = 1e-3
-"""Of a logprob where all logits are zero, which every dtype computes with: what is left is the softmax's rounding."""
+"""Of a logprob where all logits are zero, which every dtype represents: only the softmax rounds."""
 
 
-@check(
-    "E-45",
-    needs=("updates", "spans", "staging"),
-    deadline_s=60,
-    look_at="whether buckets arrive beside the model and off the sampling thread, and who calls the hold",
-)
+@check("E-45", "updates spans staging", deadline_s=60)
+@look_at("whether buckets arrive beside the model and off the sampling thread, and who calls the pause")
 async def sampling_goes_on(subject: EndpointSubject) -> None:
     """While a staged update arrives the state is staging and sampling goes on from the old weights; only the commit
-    holds, and spans say where it was."""
+    pauses, and spans say where it was."""
     policy = subject.pausing_policies()[0]
     for num_tokens in subject.lengths(_NUM_TOKENS):
         if num_both := await _stage_and_commit(subject, policy, num_tokens):
@@ -50,22 +46,21 @@ async def _stage_and_commit(subject: EndpointSubject, policy: InFlightPolicy, nu
         if num_arrived:
             await publisher.send(update, zeros, num_arrived - 1)
         when = f"while a staged update is open and {num_arrived} of {len(update.buckets)} buckets have arrived"
-        await _require_staging(subject, update, when)
-        request = subject.request(max_tokens=4)
-        response = await within(SERVED_S, subject.endpoint.generate(request), f"{when}, a request")
-        meanwhile.append((request, response.completions[0]))
+        found = await subject.endpoint.weight_version()
+        require(
+            (found.state, found.version, found.updating_to) == (EndpointState.STAGING, before, update.version),
+            f"{when}, the state is {found.state} at version {found.version}, updating to {found.updating_to}; it "
+            f"should be staging at {before}, updating to {update.version}",
+        )
+        meanwhile.append(await within(SERVED_S, subject.ask(max_tokens=4), f"{when}, a request"))
     answer = await publisher.commit(update)
-    require(
-        (answer.state, answer.version, answer.run_id) == (EndpointState.READY, update.version, update.run_id),
-        f"the commit answered {answer.state} at version {answer.version} of run {answer.run_id!r}",
-    )
-    late = subject.request()
-    after = (await subject.endpoint.generate(late)).completions[0]
+    require_serving(answer, update.version, "the commit")
+    require(answer.run_id == update.run_id, f"the commit of run {update.run_id!r} answered run {answer.run_id!r}")
+    late = await subject.ask()
     whole = await require_all_whole(running, "a request that ran while an update was staged and committed")
-    for request, completion in meanwhile:
-        what = "a request that came while an update was staged"
-        _require_two_weights(subject, request, completion, {before: 1.0}, what)
-    _require_two_weights(subject, late, after, {update.version: 0.0}, "a request that came after the commit")
+    for asked in meanwhile:
+        _require_two_weights(subject, *asked, {before: 1.0}, "a request that came while an update was staged")
+    _require_two_weights(subject, *late, {update.version: 0.0}, "a request that came after the commit")
     factors = {before: 1.0, update.version: 0.0}
     num_both = 0
     for (request, _), completion in zip(running, whole, strict=True):
@@ -77,12 +72,11 @@ async def _stage_and_commit(subject: EndpointSubject, policy: InFlightPolicy, nu
 def _require_two_weights(
     subject: EndpointSubject, request: GenerateRequest, completion: Completion, factors: dict[int, float], what: str
 ) -> None:
-    """Require that spans name these versions only, and tokens have their logprobs: of the old weights, or -ln V."""
+    """Require that spans name only these versions, and tokens have their logprobs: of the old weights, or -ln V."""
     versions = [span.version for span in completion.version_spans for _ in range(span.start, span.end)]
     require(set(versions) <= set(factors), f"spans of {what} name versions {sorted(set(versions))}")
-    expected = subject.reference.logprobs(
-        subject.reference.weights, request.prompt_token_ids, completion.token_ids, request.sampling
-    ).tolist()
+    old, prompt = subject.reference.weights, request.prompt_token_ids
+    expected = subject.reference.logprobs(old, prompt, completion.token_ids, request.sampling).tolist()
     uniform = -math.log(subject.capabilities.vocab_size)
     for index, version in enumerate(versions):
         is_old = factors[version] == 1.0
@@ -95,31 +89,24 @@ def _require_two_weights(
         )
 
 
-@check(
-    "E-46",
-    needs=("updates", "staging"),
-    deadline_s=60,
-    look_at="what the end of an update undoes: a hold that there was not, requests, tensors that arrived",
-)
+@check("E-46", "updates staging", deadline_s=60)
+@look_at("what the end of an update undoes: a pause that there was not, requests, tensors that arrived")
 async def given_up(subject: EndpointSubject) -> None:
     """A staged update that is aborted, or whose lease ends, disturbs no running request, and the old weights serve
     on."""
     policy, publisher = subject.pausing_policies()[0], subject.publisher
     other = subject.reference.perturbed("B")
-    update: WeightUpdate | None = None
     for ending in ("an abort", "the end of its lease"):
         await publisher.form_group()
         running = await subject.start_running(_num_beside_another(subject), max_tokens=_NUM_TOKENS_UNDISTURBED)
         lease_s = 20.0 if ending == "an abort" else _LEASE_S
-        update = await publisher.request(
-            other, staged=True, in_flight=policy, lease_s=lease_s, bucket_bytes=other.size_bytes // 2
-        )
+        options = {"staged": True, "in_flight": policy, "lease_s": lease_s}
+        update = await publisher.request(other, bucket_bytes=other.size_bytes // 2, **options)
         await publisher.send(update, other, 0)
         if ending == "an abort":
             await publisher.abort(update)
         when = f"after a staged update ended by {ending}"
-        await settled(subject, when, lease_s + SLACK_S)
-        await require_old_weights(subject, when)
+        await require_old_weights(subject, when, seconds=lease_s + SLACK_S)
         what = f"a request that ran while a staged update ended by {ending}"
         for (request, _), completion in zip(running, await require_all_whole(running, what), strict=True):
             versions = {span.version for span in completion.version_spans}
@@ -129,16 +116,6 @@ async def given_up(subject: EndpointSubject) -> None:
         publisher.lose_group()
     await publisher.publish(other, staged=True, in_flight=policy)
     await subject.require_serves(other, "after a staged update that was committed")
-
-
-async def _require_staging(subject: EndpointSubject, update: WeightUpdate, when: str) -> None:
-    found = await subject.endpoint.weight_version()
-    require(
-        (found.state, found.version, found.updating_to)
-        == (EndpointState.STAGING, subject.publisher.version, update.version),
-        f"{when}, the state is {found.state} at version {found.version}, updating to {found.updating_to}; it should "
-        f"be staging at {subject.publisher.version}, updating to {update.version}",
-    )
 
 
 def _num_beside_another(subject: EndpointSubject) -> int:

@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-from inflight.conformance.checks import check
+from inflight.conformance.checks import check, look_at
 from inflight.conformance.endpoint.aftermath import settled
 from inflight.conformance.endpoint.subject import EndpointSubject
-from inflight.wire import Backend
+from inflight.wire import TransportName
 
 LEVEL = "stores"
-_STORE = (
+
+
+@check("U-60", "updates shm", deadline_s=40, store="shm", event="its memory is overwritten or removed")
+@check("U-61", "updates file", deadline_s=40, store="file", event="its files are replaced")
+@check("U-62", "updates http", deadline_s=40, store="http", event="the trainer's server is gone")
+@look_at(
     "where the transport's part of docs/contract.md puts a bucket, and whether it is copied before its memory is "
     "written again"
 )
-
-
-@check("U-60", needs=("updates", "shm"), deadline_s=40, look_at=_STORE)
-async def stored_in_memory(subject: EndpointSubject) -> None:
-    """An update over shm arrives, and what is served does not change when its memory is written again or goes."""
-    await _publish_over(subject, "shm")
-
-
-@check("U-61", needs=("updates", "file"), deadline_s=40, look_at=_STORE)
-async def stored_in_files(subject: EndpointSubject) -> None:
-    """An update over file arrives, and what is served does not change when its files are replaced."""
-    await _publish_over(subject, "file")
-
-
-@check("U-62", needs=("updates", "http"), deadline_s=40, look_at=_STORE)
-async def stored_behind_http(subject: EndpointSubject) -> None:
-    """An update over http arrives, and what is served does not change when the trainer's server is gone."""
-    await _publish_over(subject, "http")
-
-
-async def _publish_over(subject: EndpointSubject, store: Backend) -> None:
-    """Publish twice, store a third update and abort it, publish over another group, and remove the store."""
-    publisher = subject.another_publisher(backend=store)
+async def stored(subject: EndpointSubject, store: TransportName, event: str) -> None:
+    """An update over {store} arrives, and what is served does not change when {event}."""
+    # Two updates, a third that is stored and aborted, one over another group, and the store is removed.
+    publisher = subject.another_publisher(transport=store)
     first, second = subject.reference.perturbed("B"), subject.reference.perturbed("C", seed=2)
     third = subject.reference.with_final_norm(-1.0, "D")
     bucket_bytes = first.size_bytes // 3
@@ -42,12 +28,11 @@ async def _publish_over(subject: EndpointSubject, store: Backend) -> None:
         await publisher.publish(weights, bucket_bytes=bucket_bytes)
         await subject.require_serves(weights, f"after an update over {store}")
     update = await publisher.request(third, bucket_bytes=bucket_bytes)
-    for index in range(len(update.buckets)):
-        await publisher.send(update, third, index)
+    await publisher.send_all(update, third)
     await publisher.abort(update)
     await settled(subject, "after the abort of what was stored")
     await subject.require_serves(second, "after the next update was stored, and aborted")
     publisher.lose_group()
     await publisher.publish(first, bucket_bytes=bucket_bytes)
     publisher.lose_group()
-    await subject.require_serves(first, f"after an update over another group of {store}, which is gone")
+    await subject.require_serves(first, f"after an update over another group of {store}, when {event}")

@@ -1,40 +1,46 @@
-"""Level tokens, what goes in and what comes out: ids, logprobs, refusals, and requests that run side by side."""
+"""Level tokens: ids and logprobs, refusals, requests that run side by side, and callers that leave."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import time
+from functools import partial
+from typing import Any
 
-from inflight.conformance.checks import check, fail, require, skip
+from inflight.conformance.checks import check, fail, look_at, require, skip
 from inflight.conformance.endpoint.aftermath import until_running
 from inflight.conformance.endpoint.repeats import require_repeated
 from inflight.conformance.endpoint.subject import EndpointSubject
+from inflight.conformance.endpoint.waiting import cancel, within
 from inflight.errors import InvalidRequestError
-from inflight.wire import Completion, EndpointState, GenerateRequest, check_spans
+from inflight.wire import EndpointState, GenerateRequest, GenerateResponse, check_spans
 
 LEVEL = "tokens"
 _GONE_S = 5.0
-"""From the moment that a caller leaves to the moment that nothing of its request runs."""
+"""From the moment a caller leaves until nothing of its request runs."""
 _MOST_COMPLETIONS = 1024
+_MOST_PLACES = 256
+_LONG, _SHORT = 512, 4
+"""Tokens of the requests that fill the endpoint, and of the one asked for beside them."""
+_ADMITTED_S = 0.2
+"""For sent requests to be in their places."""
+_TIMES_SLOWER = 5.0
+_FIRST_S = 20.0
+"""For the first time: an engine may compile while it is filled."""
 
 
-@check(
-    "E-10",
-    needs=("model",),
-    deadline_s=40,
-    look_at="whether ids pass through text, whether a first token is added, and which step a logprob is read from",
-)
+@check("E-10", "model", deadline_s=40)
+@look_at("whether ids pass through text, whether a first token is added, and which step a logprob is read from")
 async def ids_as_sent(subject: EndpointSubject) -> None:
     """The token ids of a prompt are used as they are: logprobs are those of the reference behind the same ids."""
-    # Prompts that no text encodes to.
+    # No text encodes to these prompts.
+    weights = subject.reference.weights
     prompts = [subject.prompt(length, seed=length) for length in (1, 2, 3, 12, 40)]
     prompts.append(tuple(range(subject.capabilities.vocab_size - 8, subject.capabilities.vocab_size)))
     prompts.append((subject.prompt(1, seed=5)[0],) * 9)
     for prompt in prompts:
-        request = subject.request(prompt[: subject.capabilities.max_model_len - 8])
-        completion = (await subject.endpoint.generate(request)).completions[0]
-        gap = _difference(subject, request, completion)
+        gap = subject.gap(weights, *await subject.ask(prompt[: subject.capabilities.max_model_len - 8]))
         subject.note(**{f"logprob difference behind {len(prompt)} ids from {prompt[0]}": gap})
         require(
             gap <= subject.tolerance,
@@ -49,9 +55,7 @@ async def one_logprob_per_token(subject: EndpointSubject) -> None:
     request = subject.request(n=3, max_tokens=32)
     response = await subject.endpoint.generate(request)
     version = (await subject.endpoint.weight_version()).version
-    require(
-        response.request_id == request.request_id, f"{request.request_id!r} was answered as {response.request_id!r}"
-    )
+    _require_id(request, response)
     indexes = [completion.index for completion in response.completions]
     require(indexes == [0, 1, 2], f"completions of n=3 have the indexes {indexes}")
     for completion in response.completions:
@@ -61,25 +65,23 @@ async def one_logprob_per_token(subject: EndpointSubject) -> None:
         outside = [i for i in ids if not 0 <= i < subject.capabilities.vocab_size]
         require(not outside, f"token ids {outside[:4]} are outside of the vocabulary")
         wrong = [p for p in logprobs if not (math.isfinite(p) and p <= 0)]
-        require(not wrong, f"{wrong[:4]} are no logarithms of probabilities")
+        require(not wrong, f"{wrong[:4]} are not logarithms of probabilities")
         try:
             check_spans(completion.version_spans, len(ids))
         except ValueError as error:
             fail(str(error))
         versions = {span.version for span in completion.version_spans}
-        require(versions == {version}, f"spans name versions {sorted(versions)}, version {version} is served")
+        require(versions == {version}, f"spans name versions {sorted(versions)}, but version {version} is served")
         require(completion.finish_reason == "length", f"the finish reason is {completion.finish_reason!r}, not length")
     subject.note(completions=len(indexes), tokens=sum(len(c.token_ids) for c in response.completions))
 
 
-@check(
-    "E-22", deadline_s=60, look_at="where requests are tested: before the engine truncates them or looks them up by id"
-)
+@check("E-22", deadline_s=60)
+@look_at("where requests are tested: before the engine truncates them or looks them up by id")
 async def refusals(subject: EndpointSubject) -> None:
     """A request that does not fit, or whose id is in use, is refused with InvalidRequestError and disturbs nothing."""
-    longest, refusal = subject.capabilities.max_model_len, (InvalidRequestError,)
-    num_tokens = min(300, longest - len(subject.prompt()))
-    ((running, answer),) = await subject.start_running(1, max_tokens=num_tokens)
+    longest, refusal = subject.capabilities.max_model_len, InvalidRequestError
+    ((running, answer),) = await subject.start_running(1, max_tokens=min(300, subject.room()))
     twice = subject.request(max_tokens=4).model_copy(update={"request_id": running.request_id})
     await subject.require_raises(subject.endpoint.generate(twice), refusal, "the id of a running request, used again,")
     for length, max_tokens in ((longest, 1), (longest + 100, 1), (longest + 100, None), (12, longest), (12, 10**6)):
@@ -88,51 +90,34 @@ async def refusals(subject: EndpointSubject) -> None:
         await subject.require_raises(call, refusal, what)
     await subject.require_state(EndpointState.READY, "after the refusals")
     completion = (await answer).completions[0]
-    num_asked = running.sampling.max_tokens
-    require(
-        len(completion.token_ids) == num_asked,
-        f"the request that ran beside the refusals has {len(completion.token_ids)} of {num_asked} tokens",
-    )
+    num, num_asked = len(completion.token_ids), running.sampling.max_tokens
+    require(num == num_asked, f"the request that ran beside the refusals has {num} of {num_asked} tokens")
     again = await subject.endpoint.generate(twice)
-    subject.note(beside=len(completion.token_ids), served_again=len(again.completions[0].token_ids))
+    subject.note(beside=num, served_again=len(again.completions[0].token_ids))
     require(len(again.completions[0].token_ids) == 4, "an id whose request had ended was not served anew")
 
 
-@check(
-    "E-25",
-    deadline_s=60,
-    look_at="whether a cancelled call or a closed connection aborts the request inside the engine",
-)
+@check("E-25", deadline_s=60)
+@look_at("whether a cancelled call or a closed connection aborts the request inside the engine")
 async def a_caller_leaves(subject: EndpointSubject) -> None:
     """A request ends when its caller leaves: nothing of it runs a few seconds later."""
-    # So many long completions that the request cannot have ended by itself.
+    # With so many long completions the request cannot have ended by itself.
     wanted = min(_MOST_COMPLETIONS, 4 * subject.capabilities.max_concurrent_sequences)
     ((_, answer),) = await subject.start_running(1, n=wanted)
     answer.cancel()
     await _require_idle(subject, "generate")
     if subject.capabilities.streaming:
-        length = subject.capabilities.max_model_len - len(subject.prompt())
-        request = subject.request(stream=True, n=wanted, max_tokens=length)
-
-        async def read() -> None:
-            async for _ in subject.streaming.generate_stream(request):
-                pass
-
-        reader = asyncio.ensure_future(read())
+        request = subject.request(stream=True, n=wanted, max_tokens=subject.room())
+        reader = subject.begin(_read(subject, request))
         while (await subject.endpoint.weight_version()).num_running == 0:
             require(not reader.done(), "a stream of thousands of tokens ended at once")
             await asyncio.sleep(0.005)
-        reader.cancel()
-        await asyncio.wait([reader])
+        await cancel([reader])
         await _require_idle(subject, "generate_stream")
 
 
-@check(
-    "E-26",
-    needs=("model",),
-    deadline_s=60,
-    look_at="the attention mask and positions of a batch, and how answers find their requests",
-)
+@check("E-26", "model", deadline_s=60)
+@look_at("the attention mask and positions of a batch, and how answers find their requests")
 async def neighbours(subject: EndpointSubject) -> None:
     """Requests that run at once do not disturb one another: each gets its own answer, as if it were alone."""
     num_others = min(16, subject.capabilities.max_concurrent_sequences - 1)
@@ -147,24 +132,86 @@ async def neighbours(subject: EndpointSubject) -> None:
     answered = [*zip(requests, responses, strict=True), *[(request, await task) for request, task in others]]
     largest = 0.0
     for request, response in answered:
-        require(
-            response.request_id == request.request_id, f"{request.request_id!r} was answered as {response.request_id!r}"
-        )
-        gap = _difference(subject, request, response.completions[0])
+        _require_id(request, response)
+        gap = subject.gap(subject.reference.weights, request, response.completions[0])
         largest = max(largest, gap)
         require(gap <= subject.tolerance, f"of {len(answered)} requests at once, one has logprobs {gap:.3g} off")
     subject.note(**{f"largest logprob difference of {len(answered)} requests at once": largest})
     require_repeated(subject, zip(alone, crowded, strict=True), "alone and beside others")
 
 
-def _difference(subject: EndpointSubject, request: GenerateRequest, completion: Completion) -> float:
-    """Return how far logprobs are from the reference's; the temperature is 0 or 1 and nothing is filtered."""
-    reference = subject.reference
-    expected = reference.logprobs(reference.weights, request.prompt_token_ids, completion.token_ids, request.sampling)
-    return subject.difference(completion.logprobs, expected)
-
-
 async def _require_idle(subject: EndpointSubject, call: str) -> None:
     left = time.monotonic()
     await until_running(subject, 0, _GONE_S, f"the request whose caller left {call} was still running")
     subject.note(**{f"seconds until idle, {call}": round(time.monotonic() - left, 3)})
+
+
+def _require_id(request: GenerateRequest, response: GenerateResponse) -> None:
+    found = response.request_id
+    require(found == request.request_id, f"{request.request_id!r} was answered as {found!r}")
+
+
+async def _read(subject: EndpointSubject, request: GenerateRequest) -> None:
+    async for _ in subject.streaming.generate_stream(request):
+        pass
+
+
+@check("E-63", deadline_s=90)
+@look_at(
+    "whether a request that is cancelled ends in the engine, running or waiting, or only in the books, and what its "
+    "end gives back"
+)
+async def places_come_back(subject: EndpointSubject) -> None:
+    """As many sequences run at a time as are declared, even after the callers of more requests than that have left: a
+    request whose caller leaves gives its place back."""
+    num_places = subject.capabilities.max_concurrent_sequences
+    if num_places > _MOST_PLACES:
+        skip(f"{num_places} sequences run at a time, and the kit fills {_MOST_PLACES} places at most")
+    before_s = await _fill(subject, "before any caller left", _FIRST_S)
+    limit_s = _GONE_S + _TIMES_SLOWER * before_s
+    subject.note(**{"seconds until one more was answered, before": before_s, "limit": limit_s})
+    num_left = 0
+    for is_streamed in (False, *((True,) if subject.capabilities.streaming else ())):
+        num_left += await _leave(subject, 2 * num_places, is_streamed)
+        when = f"after the callers of {num_left} requests left"
+        after_s = await _fill(subject, when, limit_s)
+        subject.note(**{f"seconds until one more was answered, {when}": after_s})
+
+
+async def _fill(subject: EndpointSubject, when: str, limit_s: float) -> float:
+    """Fill all places but one, ask for one more, and require that it is answered while all the others run.
+
+    Return how long that took.
+    """
+    num_others = subject.capabilities.max_concurrent_sequences - 1
+    for num_tokens in subject.lengths(_LONG):
+        started = time.monotonic()
+        others = [task for _, task in subject.start(num_others, num_tokens)]
+        await asyncio.sleep(_ADMITTED_S)
+        what = f"{when}, one request beside {num_others} others"
+        await within(limit_s, subject.generate(max_tokens=_SHORT), what)
+        seconds = time.monotonic() - started
+        num_ended = sum(task.done() for task in others)
+        await cancel(others)
+        if num_ended == 0:
+            return seconds
+    fail(
+        f"{when}, one request of {_SHORT} tokens was answered only once {num_ended} of {num_others} requests of "
+        f"{num_tokens} tokens had ended: fewer than the declared {num_others + 1} sequences run at a time"
+    )
+
+
+async def _leave(subject: EndpointSubject, num: int, is_streamed: bool) -> int:
+    """Start requests to the end of the context, some of which wait, and leave them; return their number."""
+    requests = [
+        subject.request(subject.prompt(seed=i), max_tokens=subject.room(), seed=i, stream=is_streamed)
+        for i in range(num)
+    ]
+    ask = partial(_read, subject) if is_streamed else subject.endpoint.generate
+    callers: list[asyncio.Task[Any]] = [subject.begin(ask(request)) for request in requests]
+    await asyncio.sleep(_ADMITTED_S)
+    for caller in callers:
+        if caller.done():
+            caller.result()
+    await cancel(callers)
+    return num

@@ -1,9 +1,9 @@
-"""Level tokens, what nobody asked for: no filter, no penalty and no temperature but those of the request.
+"""Level tokens: no filter, penalty or temperature applies except those of the request.
 
-A sampler with a default of its own is told by a likelihood ratio. For each of some defaults the sampled tokens are as
-likely under it as the ratio says, relative to the distribution that was asked for. Under that distribution every ratio
-is 1 in the mean, whatever was drawn before, so that one of K ratios exceeds K / `_FALSE_ALARM` with probability
-`_FALSE_ALARM` at most (Markov). No approximation is in it but the reference's rounding, which is allowed for.
+A likelihood ratio shows a sampler with its own default: for each of some defaults, how much likelier the sampled tokens
+are under it than under the requested distribution. Under the requested distribution each ratio has mean 1, whatever was
+drawn before, so one of K ratios exceeds K / `_FALSE_ALARM` with probability `_FALSE_ALARM` at most (Markov). The only
+approximation is the reference's rounding, for which the limit allows.
 
 Shape suffixes: T tokens, V vocabulary.
 """
@@ -13,23 +13,24 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
-from inflight.conformance.checks import check, require
+from inflight.conformance.checks import check, look_at, require
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.wire import Completion, GenerateRequest
 
 LEVEL = "tokens"
 _FALSE_ALARM = 1e-6
 _TEMPERATURES = (0.5, 2.0, 1.0, 0.5, 0.5)
-"""Of the requests: at 0.5 penalties show, at 2, the highest that OpenAI allows, the tail that filters cut off."""
+"""Of the requests: 0.5 shows penalties, and 2, the highest that OpenAI allows, shows the tail that filters cut off."""
 _COMPLETIONS, _TOKENS = 16, 32
 _PROMPT_LENGTH = 128
 _DRAW_S = 15.0
-"""A slow endpoint may stop at fewer tokens, after so many seconds."""
+"""A slow endpoint may stop at fewer tokens after this long."""
 _DOUBT = 0.05
-"""Share of the distribution that was asked for in each default's, so that no token rules one out at once."""
+"""Share of the requested distribution mixed into each default's, so that no single token rules a default out."""
 
 _TOP_K = (10, 20, 30, 40, 50, 64, 100, 128, 200, 256, 500, 1000)
 _TOP_P = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
@@ -40,12 +41,10 @@ _OTHER_TEMPERATURES = (0.3, 0.6, 0.7, 0.8, 1.2)
 _NUM_DEFAULTS = sum(map(len, (_TOP_K, _TOP_P, _MIN_P, _REPETITION, _PRESENCE, _OTHER_TEMPERATURES)))
 
 
-@check(
-    "E-62",
-    needs=("model",),
-    deadline_s=60,
-    look_at="what the engine does with parameters that are not sent: transformers has a top_k of 50, and engines take "
-    "defaults from the checkpoint's generation_config.json",
+@check("E-62", "model", deadline_s=60)
+@look_at(
+    "what the engine does with parameters that are not sent: transformers has a top_k of 50, and engines take "
+    "defaults from the checkpoint's generation_config.json"
 )
 async def nothing_unasked(subject: EndpointSubject) -> None:
     """Where a request asks for no filter, tokens are drawn from the whole distribution: no default of the engine and no
@@ -53,13 +52,16 @@ async def nothing_unasked(subject: EndpointSubject) -> None:
     gains: dict[str, float] = {}
     powers: dict[str, float] = {}
     allowed, num_tokens, started = 0.0, 0, time.monotonic()
-    for request in _requests(subject):
+    length = min(_PROMPT_LENGTH, subject.capabilities.max_model_len - _TOKENS)
+    for i, temperature in enumerate(_TEMPERATURES):
         if num_tokens and time.monotonic() - started > _DRAW_S:
             break
+        drawn: dict[str, Any] = {"temperature": temperature, "seed": None if i % 2 else i}
+        request = subject.request(subject.prompt(length, seed=20 + i), n=_COMPLETIONS, max_tokens=_TOKENS, **drawn)
         for completion in (await subject.endpoint.generate(request)).completions:
             num_tokens += len(completion.token_ids)
-            # Logits off by e move a ratio by about e squared per token: a quarter of the tolerance is usual.
-            allowed += len(completion.token_ids) * (subject.tolerance / 4 / request.sampling.temperature) ** 2
+            # Logits off by e move a ratio by about e squared per token; e is about a quarter of the tolerance.
+            allowed += len(completion.token_ids) * (subject.tolerance / 4 / temperature) ** 2
             for name, gain, power in _gains(subject, request, completion):
                 gains[name] = gains.get(name, 0.0) + gain
                 powers[name] = powers.get(name, 0.0) + power
@@ -79,17 +81,11 @@ async def nothing_unasked(subject: EndpointSubject) -> None:
     )
 
 
-def _requests(subject: EndpointSubject) -> Iterator[GenerateRequest]:
-    length = min(_PROMPT_LENGTH, subject.capabilities.max_model_len - _TOKENS)
-    for i, temperature in enumerate(_TEMPERATURES):
-        prompt, seed = subject.prompt(length, seed=20 + i), None if i % 2 else i
-        yield subject.request(prompt, n=_COMPLETIONS, max_tokens=_TOKENS, temperature=temperature, seed=seed)
-
-
 def _gains(
     subject: EndpointSubject, request: GenerateRequest, completion: Completion
 ) -> Iterator[tuple[str, float, float]]:
-    """Yield each default, by how much likelier these tokens are under it, in nats, and by how much they would be."""
+    """Yield each default, by how many nats these tokens are likelier under it, and by how many they would be on average
+    if it were in force."""
     tokens, temperature = completion.token_ids, request.sampling.temperature
     prompt = request.prompt_token_ids
     logits_TV = subject.reference.logits(subject.reference.weights, prompt, tokens).double()

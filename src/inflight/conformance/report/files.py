@@ -1,7 +1,8 @@
-"""Certificates and reports in files: written as a whole or not at all, and read back."""
+"""Certificates and reports in files, written whole or not at all, and read back."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,16 +10,36 @@ from pathlib import Path
 
 import pydantic
 
-from inflight.conformance.report.badge import badge_json
 from inflight.conformance.report.junit import junit_xml
 from inflight.conformance.report.page import html_page
-from inflight.conformance.verdicts import Certificate
+from inflight.conformance.report.summary import score
+from inflight.conformance.verdicts import Certificate, CheckOutcome
 from inflight.errors import ConfigError
 
 
 def certificate_json(certificate: Certificate) -> str:
     """Return the certificate as JSON, which `read_certificate` reads."""
     return certificate.model_dump_json(indent=2) + "\n"
+
+
+def badge_json(certificate: Certificate) -> str:
+    """Return the badge as JSON for https://shields.io/badges/endpoint-badge.
+
+    The badge of a run that left checks out is grey and says so.
+    """
+    message = f"protocol version {certificate.protocol_version}: {score(certificate)}"
+    if certificate.left_out:
+        message += f", {len(certificate.left_out)} left out"
+    badge = {"schemaVersion": 1, "label": "inflight contract", "message": message, "color": _color(certificate)}
+    return json.dumps(badge, indent=2) + "\n"
+
+
+def _color(certificate: Certificate) -> str:
+    if not certificate.conforms:
+        return "red"
+    if certificate.left_out:
+        return "lightgrey"
+    return "yellowgreen" if CheckOutcome.EXPECTED_FAILURE in certificate.counts else "brightgreen"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +55,13 @@ class Report:
 REPORTS = (
     Report("json", "the certificate as JSON, to keep and to compare", certificate_json),
     Report("junit", "JUnit XML, for a build server", junit_xml),
-    Report("html", "one page that needs no other file", html_page),
+    Report("html", "a self-contained HTML page", html_page),
     Report("badge", "JSON for a badge of shields.io/badges/endpoint-badge", badge_json),
 )
 
 
 def check_writable(files: Mapping[str, Path]) -> None:
-    """Raise `ConfigError` unless a report can be written to each of these files, which are by name of the report."""
+    """Raise `ConfigError` unless each of these files, by name of the report, can be written."""
     for name, file in files.items():
         where = f"--{name} {str(file)!r} cannot be written"
         if not file.parent.is_dir():
@@ -61,7 +82,7 @@ def write_reports(certificate: Certificate, files: Mapping[str, Path]) -> None:
 
 
 def write_whole(file: Path, text: str) -> None:
-    """Write a file that nobody ever sees half written. Raises `ConfigError`; what was there before is whole then."""
+    """Write a file that nobody sees half written. Raises `ConfigError`, and what was there before is still whole."""
     partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
     try:
         partial.write_text(text, encoding="utf-8")
@@ -82,5 +103,5 @@ def read_certificate(file: Path) -> Certificate:
         where = ".".join(str(part) for part in first["loc"])
         what = f"{where}: {first['msg']}" if where else first["msg"]
         raise ConfigError(
-            f"{str(file)!r} is no certificate of this kit: {what}; write one with inflight check ... --json FILE"
+            f"{str(file)!r} is not a certificate of this kit: {what}; write one with inflight check ... --json FILE"
         ) from error

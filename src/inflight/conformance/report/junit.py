@@ -1,7 +1,7 @@
-"""The certificate as JUnit XML, the form that build servers read.
+"""The certificate as JUnit XML for build servers.
 
 One ``testsuite`` per level and one ``testcase`` per check. A hung check is an ``error``, an expected failure is
-``skipped`` with its reason, an unexpected pass a ``failure``, and a run that ended early gets an ``error`` of its own.
+``skipped`` with its reason, an unexpected pass is a ``failure``, and a run that ended early has its own ``error``.
 """
 
 from __future__ import annotations
@@ -11,20 +11,22 @@ from xml.etree import ElementTree
 
 from inflight.conformance.report.summary import by_level, title, total_seconds
 from inflight.conformance.report.text import fact_lines, printable
-from inflight.conformance.verdicts import Certificate, Outcome, Verdict
+from inflight.conformance.verdicts import Certificate, CheckOutcome, Verdict
 
 _ELEMENTS = {
-    Outcome.FAILED: "failure",
-    Outcome.UNEXPECTED_PASS: "failure",
-    Outcome.HUNG: "error",
-    Outcome.SKIPPED: "skipped",
-    Outcome.EXPECTED_FAILURE: "skipped",
+    CheckOutcome.FAILED: "failure",
+    CheckOutcome.UNEXPECTED_PASS: "failure",
+    CheckOutcome.HUNG: "error",
+    CheckOutcome.SKIPPED: "skipped",
+    CheckOutcome.EXPECTED_FAILURE: "skipped",
 }
 
 
 def junit_xml(certificate: Certificate) -> str:
     """Return the certificate as JUnit XML."""
-    root = ElementTree.Element("testsuites", name=printable(f"{title(certificate)}, edition {certificate.edition}"))
+    root = ElementTree.Element(
+        "testsuites", name=printable(f"{title(certificate)}, protocol version {certificate.protocol_version}")
+    )
     for level, verdicts in by_level(certificate).items():
         suite = _suite(root, level, certificate, verdicts)
         for verdict in verdicts:
@@ -32,7 +34,7 @@ def junit_xml(certificate: Certificate) -> str:
     if certificate.problem:
         suite = _suite(root, "run", certificate, ())
         suite.attrib |= {"tests": "1", "errors": "1"}
-        case = ElementTree.SubElement(suite, "testcase", classname="inflight.run", name="the run came to its end")
+        case = ElementTree.SubElement(suite, "testcase", classname="inflight.run", name="the run finished")
         ElementTree.SubElement(case, "error", message=printable(certificate.problem))
     for count in ("tests", "failures", "errors", "skipped"):
         root.set(count, str(sum(int(suite.attrib[count]) for suite in root)))
@@ -74,7 +76,7 @@ def _case(suite: ElementTree.Element, verdict: Verdict, classname: str) -> None:
         suite, "testcase", classname=printable(classname), name=name, time=f"{verdict.seconds:.3f}"
     )
     if verdict.outcome in _ELEMENTS:
-        is_expected = verdict.outcome is Outcome.EXPECTED_FAILURE
+        is_expected = verdict.outcome is CheckOutcome.EXPECTED_FAILURE
         message = f"expected failure: {verdict.expected}" if is_expected else verdict.message
         element = ElementTree.SubElement(case, _ELEMENTS[verdict.outcome], message=printable(message))
         element.text = printable(_details(verdict)) or None
@@ -84,9 +86,9 @@ def _case(suite: ElementTree.Element, verdict: Verdict, classname: str) -> None:
 
 def _details(verdict: Verdict) -> str:
     """Return what to know beyond the message."""
-    is_expected = verdict.outcome is Outcome.EXPECTED_FAILURE
+    is_expected = verdict.outcome is CheckOutcome.EXPECTED_FAILURE
     lines = [verdict.message] if is_expected else []
-    if verdict.outcome is Outcome.UNEXPECTED_PASS:
+    if verdict.outcome is CheckOutcome.UNEXPECTED_PASS:
         lines.append(f"the reason given for a failure: {verdict.expected}")
     if verdict.look_at:
         lines.append(f"look at: {verdict.look_at}")

@@ -1,4 +1,4 @@
-"""The certificate as one HTML page that needs no other file, no script and no network. Everything in it is escaped."""
+"""The certificate as one HTML page without other files, scripts or network. Everything in it is escaped."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from inflight.conformance.report.summary import (
     total_seconds,
 )
 from inflight.conformance.report.text import fact_lines, fact_text, printable
-from inflight.conformance.verdicts import BAD_OUTCOMES, Certificate, Outcome, Verdict
+from inflight.conformance.verdicts import BAD_OUTCOMES, Certificate, CheckOutcome, Verdict
 
 
 def html_page(certificate: Certificate) -> str:
-    """Return the certificate as a page; checks that keep it from conforming are unfolded."""
+    """Return the certificate as a page on which checks that keep it from conforming are unfolded."""
     style = resources.files("inflight.conformance.report").joinpath("page.css").read_text(encoding="utf-8")
     sections = [_level(level, verdicts) for level, verdicts in by_level(certificate).items()]
     body = "\n".join([_header(certificate), *sections, _time(certificate), _circumstances(certificate)])
@@ -54,7 +54,7 @@ def _header(certificate: Certificate) -> str:
     return f"""<header{"" if certificate.conforms else ' class="bad"'}>
 <h1>{_escaped(certificate.implementation)} <small>{_escaped(certificate.implementation_version)}</small></h1>
 <p class="headline">This {certificate.kind} {_escaped(headline(certificate))}.</p>
-{notes}<p class="muted">{_escaped(certificate.target)} · edition {certificate.edition} of the contract ·
+{notes}<p class="muted">{_escaped(certificate.target)} · protocol version {certificate.protocol_version} ·
 <time datetime="{_escaped(certificate.started_at)}">{_escaped(certificate.started_at)}</time> ·
 {duration(certificate.seconds)}</p>
 <div class="badges">{badges}</div>
@@ -62,7 +62,7 @@ def _header(certificate: Certificate) -> str:
 
 
 def _level(level: str, verdicts: Sequence[Verdict]) -> str:
-    num_passed = sum(verdict.outcome is Outcome.PASSED for verdict in verdicts)
+    num_passed = sum(verdict.outcome is CheckOutcome.PASSED for verdict in verdicts)
     rows = "\n".join(_check(verdict) for verdict in verdicts)
     return f"""<section>
 <h2>{_escaped(level)} <span>{num_passed} of {len(verdicts)} passed · {duration(total_seconds(verdicts))}</span></h2>
@@ -86,7 +86,7 @@ def _check(verdict: Verdict) -> str:
 
 
 def _details(verdict: Verdict) -> str:
-    """Return the terms of what is unfolded under a check; empty if there is nothing."""
+    """Return what unfolds under a check; empty if there is nothing."""
     terms = []
     if verdict.expected and verdict.message:
         terms.append(("seen", _escaped(verdict.message)))
@@ -117,7 +117,6 @@ def _time(certificate: Certificate) -> str:
 
 
 def _circumstances(certificate: Certificate) -> str:
-    """Return what was checked how and where, folded."""
     tables: Mapping[str, Mapping[str, Any]] = {
         "flags": certificate.flags,
         "environment": certificate.environment,
@@ -135,7 +134,7 @@ def _terms(facts: Mapping[str, Any]) -> str:
     return "".join(f"<dt>{_escaped(key)}</dt><dd>{_escaped(fact_text(value))}</dd>" for key, value in facts.items())
 
 
-def _class(outcome: Outcome) -> str:
+def _class(outcome: CheckOutcome) -> str:
     return outcome.replace(" ", "-")
 
 

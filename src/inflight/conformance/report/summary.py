@@ -1,10 +1,10 @@
-"""What all reports say of a certificate, in the same words: the headline, the counts, where the time went."""
+"""What all reports say about a certificate in the same words: the headline, the counts, where the time went."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from inflight.conformance.verdicts import BAD_OUTCOMES, Certificate, Outcome, Verdict
+from inflight.conformance.verdicts import Certificate, CheckOutcome, Verdict
 
 
 def title(certificate: Certificate) -> str:
@@ -18,14 +18,14 @@ def headline(certificate: Certificate) -> str:
     verb = "conforms" if certificate.conforms else "does not conform"
     if certificate.conforms and certificate.left_out:
         verb = "conforms, as far as it was checked,"
-    return f"{verb} to edition {certificate.edition} of the contract: {score(certificate)} checks hold"
+    return f"{verb} to protocol version {certificate.protocol_version}: {score(certificate)} checks hold"
 
 
 def score(certificate: Certificate) -> str:
-    """Return how many checks hold, of those that speak of this implementation: ``62 of 64``."""
+    """Return how many checks hold, of those that apply to this implementation: ``62 of 64``."""
     counts = certificate.counts
-    num_holding = counts.get(Outcome.PASSED, 0) + counts.get(Outcome.UNEXPECTED_PASS, 0)
-    return f"{num_holding} of {len(certificate.verdicts) - counts.get(Outcome.SKIPPED, 0)}"
+    num_holding = counts.get(CheckOutcome.PASSED, 0) + counts.get(CheckOutcome.UNEXPECTED_PASS, 0)
+    return f"{num_holding} of {len(certificate.verdicts) - counts.get(CheckOutcome.SKIPPED, 0)}"
 
 
 def caveats(certificate: Certificate) -> list[str]:
@@ -47,13 +47,8 @@ def by_level(certificate: Certificate) -> dict[str, list[Verdict]]:
     return levels
 
 
-def bad_verdicts(certificate: Certificate) -> list[Verdict]:
-    """Return the verdicts that keep it from conforming."""
-    return [verdict for verdict in certificate.verdicts if verdict.outcome in BAD_OUTCOMES]
-
-
 def time_spent(certificate: Certificate) -> list[tuple[str, float]]:
-    """Return the seconds of every level, of starting and bringing back, and of what is left, which add up to all."""
+    """Return the seconds of every level, of starting and bringing back, and of everything else; they add up to all."""
     spent = [(level, total_seconds(verdicts)) for level, verdicts in by_level(certificate).items()]
     spent.append(("starting and bringing back", certificate.start_seconds))
     rest = certificate.seconds - sum(seconds for _, seconds in spent)
@@ -66,11 +61,11 @@ def total_seconds(verdicts: Sequence[Verdict]) -> float:
 
 
 def slowest(certificate: Certificate, num_checks: int = 5) -> list[Verdict]:
-    """Return the checks that took longest, the longest first; those that ran in no time are not among them."""
+    """Return the checks that took longest, the longest first, without those that took no time."""
     timed = [verdict for verdict in certificate.verdicts if verdict.seconds > 0]
     return sorted(timed, key=lambda verdict: verdict.seconds, reverse=True)[:num_checks]
 
 
 def duration(seconds: float) -> str:
-    """Return seconds to be read by a person."""
+    """Return seconds in a form for people."""
     return f"{seconds:.2f} s" if seconds < 100 else f"{seconds:.0f} s"

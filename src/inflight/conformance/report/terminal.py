@@ -1,4 +1,4 @@
-"""What a person sees in a terminal: a line per check as it comes, then what to look at, the counts and the time."""
+"""What a terminal shows: a line per check as it ends, then what to look at, the counts and the time."""
 
 from __future__ import annotations
 
@@ -11,31 +11,23 @@ from rich.console import Console
 from rich.text import Text
 
 from inflight.conformance.checks import Check
-from inflight.conformance.report.summary import (
-    bad_verdicts,
-    caveats,
-    duration,
-    headline,
-    slowest,
-    time_spent,
-    title,
-)
+from inflight.conformance.report.summary import caveats, duration, headline, slowest, time_spent, title
 from inflight.conformance.report.text import fact_lines, printable
-from inflight.conformance.verdicts import Certificate, Outcome, Verdict
+from inflight.conformance.verdicts import BAD_OUTCOMES, Certificate, CheckOutcome, Verdict
 
 _STYLES = {
-    Outcome.PASSED: "green",
-    Outcome.FAILED: "bold red",
-    Outcome.HUNG: "bold magenta",
-    Outcome.SKIPPED: "dim",
-    Outcome.EXPECTED_FAILURE: "yellow",
-    Outcome.UNEXPECTED_PASS: "bold yellow",
+    CheckOutcome.PASSED: "green",
+    CheckOutcome.FAILED: "bold red",
+    CheckOutcome.HUNG: "bold magenta",
+    CheckOutcome.SKIPPED: "dim",
+    CheckOutcome.EXPECTED_FAILURE: "yellow",
+    CheckOutcome.UNEXPECTED_PASS: "bold yellow",
 }
-_OUTCOME_WIDTH = max(len(outcome) for outcome in Outcome)
+_OUTCOME_WIDTH = max(len(outcome) for outcome in CheckOutcome)
 _LONGEST_FACT = 300
-"""Characters of one line of evidence; the other reports have all of them."""
+"""Characters of one line of evidence; other reports show all of them."""
 _LINE_EVERY_S = 8.0
-"""Off a terminal: after so long without a verdict a line says which check is running."""
+"""Without a terminal, a line says which check is running after this long without a verdict."""
 
 
 def open_console() -> Console:
@@ -47,7 +39,7 @@ def open_console() -> Console:
 def progress(console: Console, checks: Sequence[Check]) -> Iterator[Callable[[Verdict], None]]:
     """Yield a function that prints each verdict as it comes.
 
-    A terminal also shows which check is running; elsewhere a line says so when one takes long.
+    A terminal also shows which check is running; elsewhere a line says so if a check takes long.
     """
     num_done = 0
     last_level = ""
@@ -101,8 +93,9 @@ def print_list(console: Console, checks: Sequence[Check]) -> None:
 
 def print_certificate(console: Console, certificate: Certificate) -> None:
     """Print what to look at, the counts, where the time went, and whether it conforms."""
-    for verdict in bad_verdicts(certificate):
-        _print_findings(console, verdict)
+    for verdict in certificate.verdicts:
+        if verdict.outcome in BAD_OUTCOMES:
+            _print_findings(console, verdict)
     _print_time(console, certificate)
     console.print()
     counts = Text("  ").join(
@@ -117,13 +110,14 @@ def print_certificate(console: Console, certificate: Certificate) -> None:
 
 
 def _line(verdict: Verdict, width: int | None) -> Text:
-    """Return id, outcome, seconds and sentence, and why it was skipped or what was seen; cut to the width."""
+    """Return id, outcome, seconds and sentence, and what was seen or why it was skipped; cut to the width."""
     line = Text(f"  {printable(verdict.id)}  ")
     line.append(verdict.outcome.ljust(_OUTCOME_WIDTH), style=_STYLES[verdict.outcome])
     line.append(f" {duration(verdict.seconds):>8}  ", style="dim")
     line.append(printable(verdict.sentence))
     if reason := verdict.expected or verdict.message:
-        line.append(f"  ({_first_line(reason)})", style="dim")
+        first_line = reason.strip().partition("\n")[0]
+        line.append(f"  ({printable(first_line)})", style="dim")
     if width is not None:
         line.truncate(width, overflow="ellipsis")
     return line
@@ -133,7 +127,8 @@ def _print_findings(console: Console, verdict: Verdict) -> None:
     console.print()
     heading = (f"{printable(verdict.id)} {verdict.outcome}", _STYLES[verdict.outcome])
     console.print(Text.assemble(heading, (f"  {printable(verdict.sentence)}", "bold")))
-    facts = [_cut(line, _LONGEST_FACT) for line in fact_lines(verdict.evidence)]
+    facts = fact_lines(verdict.evidence)
+    facts = [line if len(line) <= _LONGEST_FACT else f"{line[:_LONGEST_FACT]} ..." for line in facts]
     for name, text in (
         ("seen", verdict.message),
         ("expected", verdict.expected),
@@ -155,11 +150,3 @@ def _print_time(console: Console, certificate: Certificate) -> None:
     if found := slowest(certificate):
         slow = ", ".join(f"{verdict.id} {duration(verdict.seconds)}" for verdict in found)
         console.print(Text(printable(f"  slowest: {slow}")))
-
-
-def _cut(text: str, num_characters: int) -> str:
-    return text if len(text) <= num_characters else f"{text[:num_characters]} ..."
-
-
-def _first_line(text: str) -> str:
-    return printable(text.strip().partition("\n")[0])

@@ -1,4 +1,4 @@
-"""Text that came from an implementation, made fit to be shown: it may hold anything, terminal commands among it."""
+"""Makes text from an implementation safe to show: it may contain anything, even terminal commands."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 _UNPRINTABLE = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
 )
-"""Control characters but tab and line feed, line separators, changes of direction, and what XML 1.0 cannot hold."""
+"""Control characters except tab and line feed, line separators, changes of direction, and what XML 1.0 cannot hold."""
 
 
 def printable(text: str) -> str:
-    """Return the text with a replacement character for every character that steers a terminal or breaks XML."""
+    """Return the text with a replacement for every character that controls a terminal or breaks XML."""
     return _UNPRINTABLE.sub("\ufffd", text.replace("\r\n", "\n"))
 
 

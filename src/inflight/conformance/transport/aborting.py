@@ -1,4 +1,4 @@
-"""Checks of giving a group up, from another thread and at any time, and of what is left of it."""
+"""Checks of abort: from another thread, at any time, and of what is left of the group."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from typing import Any
 
 import torch
 
+from inflight.conformance.calls import SLACK_S, PendingCall, results
 from inflight.conformance.checks import check, require
-from inflight.conformance.transport.calls import SLACK_S, PendingCall
 from inflight.conformance.transport.sockets import listening
 from inflight.conformance.transport.subject import TransportSubject, bucket_of, bytes_of, failure_of
 from inflight.contracts import WeightReceiver, WeightSender
 
 LEVEL = "abort"
 _LONG_S = 8.0
-"""Timeout of calls that abort ends: much longer than that may take."""
+"""Timeout of calls that abort ends, much longer than abort may take."""
 
 
 @check("T-29", look_at="join of the sender: what it waits in must be closed or left behind")
 def abort_ends_a_pending_join_of_the_sender(t: TransportSubject) -> None:
     """abort of the sender ends its pending join from another thread with TransferError."""
-    t.specs([1], _LONG_S)
+    t.places([1], _LONG_S)
     _require_ended_by_abort(t, t.start(t.sender.join, "the sender's join"), t.sender)
 
 
 @check("T-30", look_at="join of the receiver: what it waits in must be closed or left behind")
 def abort_ends_a_pending_join_of_a_receiver(t: TransportSubject) -> None:
     """abort of a receiver ends its pending join from another thread with TransferError."""
-    (spec,) = t.specs([1], _LONG_S)
-    receiver = t.receiver(spec)
+    (place,) = t.places([1], _LONG_S)
+    receiver = t.receiver(place)
     _require_ended_by_abort(t, t.start(receiver.join, "the receiver's join"), receiver)
 
 
@@ -61,7 +61,7 @@ def an_aborted_sender_forms_the_next_group(t: TransportSubject) -> None:
         if is_formed:
             t.form()
         else:
-            t.specs([1], _LONG_S)
+            t.places([1], _LONG_S)
             joining = t.start(t.sender.join, "the sender's join")
             time.sleep(0.1)
         t.sender.abort()
@@ -85,8 +85,8 @@ def abort_may_come_at_any_time_and_again(t: TransportSubject) -> None:
         seconds.append(call.ending(0.0).seconds)
 
     abort(t.sender, "before specs")
-    (spec,) = t.specs([1])
-    receiver = t.receiver(spec)
+    (place,) = t.places([1])
+    receiver = t.receiver(place)
     abort(receiver, "before join")
     abort(t.sender, "before join")
     (receiver,) = t.form()
@@ -95,24 +95,22 @@ def abort_may_come_at_any_time_and_again(t: TransportSubject) -> None:
     for end in ends:
         abort(end, "after a failure")
         abort(end, "again")
-        for call in [t.start(end.abort, "abort from two threads") for _ in range(2)]:
-            call.result(SLACK_S)
+        results([t.start(end.abort, "abort from two threads") for _ in range(2)], SLACK_S)
     t.note(num_aborts=len(seconds) + 4, slowest_seconds=max(seconds))
 
 
-@check("T-35", needs=("/proc",), look_at="references to the store and the group that abort does not drop")
+@check("T-35", "/proc", look_at="references to the store and the group that abort does not drop")
 def nothing_listens_after_abort(t: TransportSubject) -> None:
-    """Nothing of a group is left listening after both ends gave it up."""
+    """Nothing of a group is left listening after both ends have aborted."""
     before = listening()
-    t.specs([1])
+    t.places([1])
     t.sender.abort()
     for is_used in (False, True):
-        receivers = t.form()
+        (receiver,) = t.form()
         if is_used:
-            t.transfer(receivers, bucket_of(torch.zeros(10)))
+            t.transfer([receiver], bucket_of(torch.zeros(10)))
         num_open = len(listening() - before)
-        for receiver in receivers:
-            receiver.abort()
+        receiver.abort()
         t.sender.abort()
     started = time.monotonic()
     while (left := listening() - before) and time.monotonic() - started < SLACK_S:
@@ -123,10 +121,10 @@ def nothing_listens_after_abort(t: TransportSubject) -> None:
 
 @check("T-36", look_at="join of the receiver: connections that are refused and tried again")
 def a_join_of_a_group_given_up_ends(t: TransportSubject) -> None:
-    """A receiver that comes to a group that was given up gets TransferError within its timeout."""
-    (spec,) = t.specs([1], 1.0)
+    """A receiver that joins an aborted group gets TransferError within its timeout."""
+    (place,) = t.places([1], 1.0)
     t.sender.abort()
-    joining = t.start(t.receiver(spec).join, "the join of a group that was given up")
+    joining = t.start(t.receiver(place).join, "the join of a group that was given up")
     error = failure_of(joining, 1.0 + SLACK_S)
     t.note(timeout_s=1.0, seconds=joining.ending(0.0).seconds, message=str(error))
 

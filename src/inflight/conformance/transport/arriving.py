@@ -1,4 +1,4 @@
-"""Checks of what arrives: every byte, in order, and it stays."""
+"""Checks of what arrives: every byte, in order, and unchanged afterwards."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from inflight.conformance.calls import SLACK_S, results
 from inflight.conformance.checks import check, require
-from inflight.conformance.transport.calls import SLACK_S, results
 from inflight.conformance.transport.subject import FORM_S, TransportSubject, bucket_of, bytes_of
 from inflight.types import WeightBucket
 
@@ -21,7 +21,7 @@ _PATTERNS = {
     torch.bfloat16: (torch.int16, [0x7FC1, 0x7FA7, -1, -0x8000, 1, 0x3DCD]),
     torch.float16: (torch.int16, [0x7E01, 0x7D07, -1, -0x8000, 1, 0x2E66]),
 }
-"""Per wire dtype, bits of: quiet and signalling NaN with a payload, NaN of all ones, -0.0, the least subnormal, 0.1."""
+"""Bits by wire dtype: quiet and signalling NaN with a payload, NaN of all ones, -0.0, the least subnormal, 0.1."""
 
 
 @check("T-08", look_at="any conversion or arithmetic between the tensor and the wire; move bytes, not numbers")
@@ -83,7 +83,7 @@ def buckets_arrive_in_the_order_sent(t: TransportSubject) -> None:
     require(not strange, f"bucket {strange[0][0]} was sent and bucket {strange[0][1]:g} arrived" if strange else "")
 
 
-@check("T-14", needs=("3 receivers",), look_at="send: all ranks, not only the first")
+@check("T-14", "3-receivers", look_at="send: all ranks, not only the first")
 def every_receiver_gets_every_byte(t: TransportSubject) -> None:
     """Every rank of the group gets every byte."""
     receivers = t.form(3)
@@ -98,7 +98,7 @@ def every_receiver_gets_every_byte(t: TransportSubject) -> None:
 
 @check("T-15", look_at="send: return only when the bytes have left; receive: own memory")
 def a_sent_tensor_may_change(t: TransportSubject) -> None:
-    """Once send has returned its tensors may change, and what is received does not."""
+    """Once send has returned, its tensors may change without changing what is received."""
     (receiver,) = t.form()
     wrong = {}
     for size in (16, 1 << 20):
@@ -121,7 +121,7 @@ def a_sent_tensor_may_change(t: TransportSubject) -> None:
 
 @check("T-16", look_at="receive: buffers that are used again before the endpoint gave them back")
 def received_tensors_stay(t: TransportSubject) -> None:
-    """Tensors that were received stay as they are when later buckets arrive."""
+    """Received tensors do not change when later buckets arrive."""
     (receiver,) = t.form()
     sent = [torch.full((4096,), float(index)) for index in range(10)]
     arrived = [t.transfer([receiver], bucket_of(tensor, index=i))[0][0] for i, tensor in enumerate(sent)]
@@ -141,7 +141,7 @@ def sending_leaves_the_tensors_as_they_are(t: TransportSubject) -> None:
     changed = [int((bytes_of(tensor) != old).sum()) for tensor, old in zip(tensors, before, strict=True)]
     t.note(changed_bytes_per_tensor=changed)
     require(not any(changed), f"bytes of the sender's tensors that changed: {changed}")
-    require([tensor.stride() for tensor in tensors] == strides, "the sender's tensors were laid out anew")
+    require([tensor.stride() for tensor in tensors] == strides, "the strides of the sender's tensors changed")
 
 
 def _require_arrival(t: TransportSubject, bucket: WeightBucket) -> None:
@@ -159,7 +159,7 @@ def _require_arrival(t: TransportSubject, bucket: WeightBucket) -> None:
 def _require_shapes(arrived: Sequence[torch.Tensor], bucket: WeightBucket) -> None:
     found = [(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for tensor in arrived]
     expected = [(spec.dtype, tuple(spec.shape)) for spec in bucket.specs]
-    require(found == expected, f"dtypes and shapes were to be {expected}, and are {found}")
+    require(found == expected, f"dtypes and shapes are {found}, not {expected}")
 
 
 def _num_wrong(arrived: torch.Tensor, sent: torch.Tensor) -> int:

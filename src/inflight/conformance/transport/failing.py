@@ -1,4 +1,4 @@
-"""Checks of what happens when the other end does not come, does not answer, stands still or dies."""
+"""Checks of what happens when the other end does not come, does not answer, stops or dies."""
 
 from __future__ import annotations
 
@@ -8,34 +8,30 @@ from typing import Any
 
 import torch
 
+from inflight.conformance.calls import SLACK_S, Ending, PendingCall
 from inflight.conformance.checks import check, require
-from inflight.conformance.transport.calls import SLACK_S, Ending, PendingCall
 from inflight.conformance.transport.subject import TransportSubject, bucket_of, bytes_of, failure_of
 from inflight.errors import TransferError
 
 LEVEL = "failures"
 _TIMEOUT_S = 0.8
 _BIG = 1 << 23  # elements of float64: no socket buffer takes 64 MB
-_WORDS = {
-    "join": ("join", "form", "reach", "connect", "rendezvous"),
-    "receive": ("receiv",),
-    "send": ("send", "sent"),
-}
-"""Words of which the message of a failed call holds one."""
+_WORDS = {"join": ("join", "form", "reach", "connect", "rendezvous"), "receive": ("receiv",), "send": ("send", "sent")}
+"""The message of a failed call contains one of its words."""
 
 
 @check("T-18", look_at="join of the receiver: the timeout_s of its spec, in every step of it")
 def a_join_without_a_sender_ends(t: TransportSubject) -> None:
-    """A receiver whose sender does not join gets TransferError when its timeout is over, not before."""
-    (spec,) = t.specs([1], _TIMEOUT_S)
-    _require_timely_failure(t, t.receiver(spec).join, "the receiver's join, alone,")
+    """A receiver whose sender does not join gets TransferError when its timeout is over, and not before."""
+    (place,) = t.places([1], _TIMEOUT_S)
+    _require_timely_failure(t, t.receiver(place).join, "the receiver's join, alone,")
 
 
 @check("T-19", look_at="join of the sender: the timeout_s given to specs")
 def a_join_without_receivers_ends(t: TransportSubject) -> None:
     """A sender that waits for a rank in vain gets TransferError when its timeout is over, as do the rest."""
-    spec, _ = t.specs([1, 1], _TIMEOUT_S)
-    other = t.start(t.receiver(spec).join, "the join of the receiver that came")
+    place, _ = t.places([1, 1], _TIMEOUT_S)
+    other = t.start(t.receiver(place).join, "the join of the receiver that came")
     _require_timely_failure(t, t.sender.join, "the sender's join with a rank missing")
     failure_of(other, _TIMEOUT_S + SLACK_S)
 
@@ -43,13 +39,13 @@ def a_join_without_receivers_ends(t: TransportSubject) -> None:
 @check("T-20", look_at="receive: its timeout_s, not the group's")
 def a_receive_without_a_send_ends(t: TransportSubject) -> None:
     """A receive of what is not sent raises TransferError when its own timeout is over."""
-    # The group is formed with a longer timeout than the receive is given.
+    # The group has a longer timeout than the receive.
     (receiver,) = t.form()
     specs = bucket_of(torch.zeros(10)).specs
     _require_timely_failure(t, lambda: receiver.receive(specs, _TIMEOUT_S), "the receive of a bucket never sent")
 
 
-@check("T-21", look_at="timeouts that are rounded down to 0, which many backends take for none")
+@check("T-21", look_at="timeouts that are rounded down to 0, which many transports take for none")
 def a_timeout_of_nearly_nothing_is_one(t: TransportSubject) -> None:
     """A timeout below a millisecond is a timeout."""
     # A publish that has almost used up its deadline leaves that little.
@@ -72,7 +68,7 @@ def a_killed_receiver_does_not_hold_the_sender(t: TransportSubject) -> None:
 
 @check("T-23", deadline_s=30, look_at="send: its timeout_s while the socket takes no more bytes")
 def a_stopped_receiver_does_not_hold_the_sender(t: TransportSubject) -> None:
-    """A send to a receiver that stands still ends within its timeout."""
+    """A send to a receiver that is stopped ends within its timeout."""
     peer, _ = t.form_with_peer()
     peer.stop()  # its sockets stay open, and nobody reads
     sending = t.start_send(bucket_of(torch.ones(_BIG, dtype=torch.float64)), _TIMEOUT_S)
@@ -92,7 +88,7 @@ def a_killed_sender_fails_the_receive(t: TransportSubject) -> None:
 
 @check("T-25", deadline_s=30, look_at="receive: reads that end early")
 def a_bucket_cut_short_is_not_received(t: TransportSubject) -> None:
-    """A bucket of which only a part arrives is not received: TransferError."""
+    """Receiving a bucket of which only a part arrives raises TransferError."""
     bucket = bucket_of(torch.zeros(_BIG, dtype=torch.float64))
     peer, receiver = t.join_sending_peer(bucket.specs[0])
     time.sleep(0.4)
@@ -131,8 +127,8 @@ def calls_out_of_turn_raise_transfer_error(t: TransportSubject) -> None:
 
     refused("join before specs", t.sender.join)
     refused("send before specs", lambda: t.sender.send(bucket, 0.5))
-    (spec,) = t.specs([1])
-    receiver = t.receiver(spec)
+    (place,) = t.places([1])
+    receiver = t.receiver(place)
     refused("send before join", lambda: t.sender.send(bucket, 0.5))
     refused("receive before join", lambda: receiver.receive(bucket.specs, 0.5))
     (receiver,) = t.form()
@@ -147,8 +143,8 @@ def calls_out_of_turn_raise_transfer_error(t: TransportSubject) -> None:
 @check("T-28", look_at="where lower errors are translated")
 def errors_name_what_was_being_done(t: TransportSubject) -> None:
     """The message of a TransferError names what was being done, and of a send which bucket."""
-    (spec,) = t.specs([1], 0.3)
-    joining = failure_of(t.start(t.receiver(spec).join, "the join"), 0.3 + SLACK_S)
+    (place,) = t.places([1], 0.3)
+    joining = failure_of(t.start(t.receiver(place).join, "the join"), 0.3 + SLACK_S)
     (receiver,) = t.form()
     bucket = bucket_of(torch.ones(_BIG, dtype=torch.float64), index=7)
     sending = t.start_send(bucket, 0.3).ending(0.3 + SLACK_S)
@@ -163,10 +159,8 @@ def errors_name_what_was_being_done(t: TransportSubject) -> None:
     for call, message in messages.items():
         named = any(word in message.lower() for word in _WORDS[call])
         require(named, f"the error of a failed {call} names none of {', '.join(_WORDS[call])}: {message!r}")
-    if "send" in messages:
-        require(
-            "7" in messages["send"], f"the error of a failed send of bucket 7 does not name it: {messages['send']!r}"
-        )
+    said = messages.get("send", "7")
+    require("7" in said, f"the error of a failed send of bucket 7 does not name it: {said!r}")
 
 
 def _require_timely_failure(t: TransportSubject, call: Callable[[], Any], what: str) -> None:
@@ -181,4 +175,4 @@ def _note_legal_ending(t: TransportSubject, ending: Ending[None]) -> None:
     """A send may return, which says only that the bytes left, or raise `TransferError`."""
     t.note(ending=ending.words, seconds=ending.seconds)
     legal = ending.error is None or isinstance(ending.error, TransferError)
-    require(legal, f"a send that fails was to raise TransferError: {ending.words}")
+    require(legal, f"a failed send must raise TransferError, but: {ending.words}")

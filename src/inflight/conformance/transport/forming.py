@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import torch.distributed
 
-from inflight.conformance.checks import check, require
-from inflight.conformance.transport.calls import SLACK_S, results
+from inflight.conformance.calls import SLACK_S, results
+from inflight.conformance.checks import check, look_at, require
+from inflight.conformance.transport.pair import ADDRESS
 from inflight.conformance.transport.sockets import is_loopback, is_wildcard, listening
 from inflight.conformance.transport.subject import FORM_S, RUN_ID, TransportSubject, bucket_of, bytes_of
 from inflight.contracts import WeightReceiver, WeightSender
@@ -18,46 +19,47 @@ from inflight.contracts import WeightReceiver, WeightSender
 LEVEL = "group"
 
 
-@check("T-01", look_at="specs of the sender: rank i starts at 1 + sum(num_ranks[:i]), world_size is 1 + sum(num_ranks)")
+@check(
+    "T-01",
+    "process-group",
+    look_at="specs of the sender: rank i starts at 1 + sum(num_ranks[:i]), world_size is 1 + sum(num_ranks)",
+)
 def specs_give_disjoint_consecutive_ranks(t: TransportSubject) -> None:
     """specs gives each endpoint as many consecutive ranks as it takes, from 1 on, in one group with the sender as rank
     0."""
     counts = [1, 2, 3]
     specs = t.group_specs(counts, 2.0)
     t.note(num_ranks=counts, ranks=[spec.rank for spec in specs], world_sizes=[spec.world_size for spec in specs])
-    require([spec.rank for spec in specs] == [1, 2, 4], "the endpoints' first ranks were to be 1, 2 and 4")
-    require(all(spec.world_size == 7 for spec in specs), "the world was to be 7 ranks for every endpoint")
+    require([spec.rank for spec in specs] == [1, 2, 4], "the endpoints' first ranks must be 1, 2 and 4")
+    require(all(spec.world_size == 7 for spec in specs), "world_size must be 7 for every endpoint")
     places = {(spec.run_id, spec.group_name, spec.master_address, spec.master_port) for spec in specs}
     require(len(places) == 1, f"the endpoints were sent to {len(places)} groups, not to one")
-    require(specs[0].run_id == RUN_ID, f"run_id was to be {RUN_ID!r}, not {specs[0].run_id!r}")
-    require(all(spec.timeout_s == 2.0 for spec in specs), "the specs were to carry the timeout of 2 s")
+    require(specs[0].run_id == RUN_ID, f"run_id is {specs[0].run_id!r}, not {RUN_ID!r}")
+    require(all(spec.timeout_s == 2.0 for spec in specs), "the specs must carry the timeout of 2 s")
 
 
-@check("T-02", look_at="group_name in specs of the sender")
+@check("T-02", "process-group", look_at="group_name in specs of the sender")
 def each_call_of_specs_opens_another_group(t: TransportSubject) -> None:
-    """Each call of specs opens a group of another name, into which no rank of an earlier one can come."""
+    """Each call of specs opens a group with a new name, which no rank of an earlier group can join."""
     first, second = (t.group_specs([1], 2.0)[0] for _ in range(2))
     t.note(names=[first.group_name, second.group_name], ports=[first.master_port, second.master_port])
-    require(
-        first.group_name != second.group_name,
-        f"both calls named the group {first.group_name!r}: a late rank of the first would join the second",
-    )
+    words = f"both calls named the group {first.group_name!r}: a late rank of the first would join the second"
+    require(first.group_name != second.group_name, words)
 
 
-@check("T-03", needs=("/proc",), look_at="what the store and the group's own sockets are bound to, on either end")
+@check("T-03", "/proc", look_at="what the store and the group's own sockets are bound to, on either end")
 def an_open_group_listens_on_its_own_address(t: TransportSubject) -> None:
     """An open group listens on the address in its specs and on no wider one; loopback stays loopback."""
     before = listening()
-    (spec,) = t.specs([1])
-    receiver = t.receiver(spec)
+    (place,) = t.places([1])
+    receiver = t.receiver(place)
     results(t.start_joins([receiver]), FORM_S + SLACK_S)
     added = sorted(listening() - before)
-    t.note(master_address=spec.master_address, listening=[f"{address} port {port}" for address, port in added])
+    t.note(address=ADDRESS, listening=[f"{address} port {port}" for address, port in added])
     wide = [address for address, _ in added if is_wildcard(address)]
     require(not wide, f"it listens on every address of the machine: {wide}")
-    if is_loopback(spec.master_address):
-        outside = [address for address, _ in added if not is_loopback(address)]
-        require(not outside, f"the group's address is loopback, and it listens on {outside}")
+    outside = [address for address, _ in added if not is_loopback(address)]
+    require(not outside, f"the group's address is loopback, and it listens on {outside}")
 
 
 @check("T-04", look_at="join of either end")
@@ -71,17 +73,14 @@ def sender_and_one_receiver_form_a_group(t: TransportSubject) -> None:
     require(bytes_of(arrived).equal(bytes_of(tensor)), "the first bucket arrived changed")
 
 
-@check(
-    "T-05",
-    needs=("3 receivers",),
-    look_at="join of either end: does one rank wait for another before it says that it is there?",
-)
+@check("T-05", "3-receivers")
+@look_at("join of either end: does one rank wait for another before it says that it is there?")
 def three_receivers_join_in_any_order(t: TransportSubject) -> None:
     """The ranks of several endpoints form the group in whatever order they come."""
-    # Every choice of the two ranks that come first; two of the receivers belong to one endpoint.
+    # Each two ranks come first in turn; two of the receivers belong to one endpoint.
     slowest_s = 0.0
     for first, second in itertools.permutations(range(4), 2):
-        receivers = [t.receiver(spec) for spec in t.specs([1, 2])]
+        receivers = [t.receiver(place) for place in t.places([1, 2])]
         ends: list[WeightSender | WeightReceiver] = [t.sender, *receivers]
         order = [first, second, *(rank for rank in range(4) if rank not in (first, second))]
         joins = []
@@ -95,12 +94,10 @@ def three_receivers_join_in_any_order(t: TransportSubject) -> None:
     t.note(num_orders=12, slowest_join_seconds=slowest_s)
 
 
-@check(
-    "T-06", needs=("3 receivers",), look_at="join of either end: some backends connect only at their first operation"
-)
+@check("T-06", "3-receivers", look_at="join of either end: some transports connect only at their first operation")
 def a_join_waits_for_every_rank(t: TransportSubject) -> None:
     """join blocks until every rank has joined."""
-    receivers = [t.receiver(spec) for spec in t.specs([1, 1, 1])]
+    receivers = [t.receiver(place) for place in t.places([1, 1, 1])]
     early = t.start_joins(receivers[:2])
     time.sleep(0.5)
     over = [join.what for join in early if join.has_ended()]
@@ -112,17 +109,17 @@ def a_join_waits_for_every_rank(t: TransportSubject) -> None:
 @check("T-07", look_at="calls of torch.distributed.init_process_group and destroy_process_group")
 def torchs_default_group_is_left_alone(t: TransportSubject) -> None:
     """torch's default process group is neither made, used nor destroyed."""
-    seen = [_has_default_group()]
-    receivers = t.form()
-    seen.append(_has_default_group())
-    t.transfer(receivers, bucket_of(torch.zeros(1)))
-    seen.append(_has_default_group())
-    for receiver in receivers:
-        receiver.abort()
+    seen = {"before": _has_default_group()}
+    (receiver,) = t.form()
+    seen["formed"] = _has_default_group()
+    t.transfer([receiver], bucket_of(torch.zeros(1)))
+    seen["used"] = _has_default_group()
+    receiver.abort()
     t.sender.abort()
-    seen.append(_has_default_group())
-    t.note(default_group_exists=dict(zip(("before", "formed", "used", "given up"), seen, strict=True)))
-    require(len(set(seen)) == 1, "torch's default process group came or went, and the trainer needs it for itself")
+    seen["given up"] = _has_default_group()
+    t.note(default_group_exists=seen)
+    are_same = len(set(seen.values())) == 1
+    require(are_same, "torch's default process group came or went, and the trainer needs it for itself")
 
 
 def _has_default_group() -> bool:

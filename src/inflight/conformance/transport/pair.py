@@ -1,58 +1,70 @@
-"""Both ends of a transport as the kit gets them: built in, or from a factory. Knows nothing of checks."""
+"""Both ends of a transport, as the kit opens them. Knows nothing of checks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from inflight import __version__
 from inflight.conformance.targets import TransportTarget
-from inflight.contracts import WeightReceiver, WeightSender
-from inflight.engines.factories import resolve
+from inflight.contracts import Transport, WeightReceiver, WeightSender
 from inflight.errors import ConfigError
-from inflight.weights.transports.process_group import ProcessGroupReceiver, ProcessGroupSender
-from inflight.wire import ProcessGroupSpec
+from inflight.extensions import installed, resolve
+from inflight.transports import GROUP
+from inflight.weights.transports import named_transport
+from inflight.wire import TransportSpec
+
+ADDRESS = "127.0.0.1"
+"""Where senders are reached."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a receiver comes in: the spec of its endpoint, its rank there, and its rank in the whole group."""
+
+    spec: TransportSpec
+    rank: int = 0
+    group_rank: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class TransportPair:
-    """What a factory returns: one sender, and how a rank of an endpoint makes its receiver.
+    """A new sender, and how its receivers are made. ``max_receivers`` are as many as one group may have here."""
 
-    The factory is called with the target's options, anew for each check and in each process that takes part.
-    """
-
+    transport: Transport
     sender: WeightSender
-    receiver: Callable[[ProcessGroupSpec], WeightReceiver]
-    name: str
-    version: str = ""
     max_receivers: int | None = None
-    """Most receivers that one group may have on this machine; None: any number."""
+
+    @property
+    def version(self) -> str:
+        """The version of the package that installs it, empty if it is not installed."""
+        entry = installed(GROUP).get(self.transport.name)
+        return entry.dist.version if entry is not None and entry.dist is not None else ""
+
+    def receiver(self, place: Place) -> WeightReceiver:
+        index = 0 if self.max_receivers is None else place.group_rank % (self.max_receivers + 1)
+        device = torch.device("cuda", index) if self.transport.needs_gpu else torch.device("cpu")
+        return self.transport.receiver(place.spec, rank=place.rank, device=device)
 
 
 def open_pair(target: TransportTarget) -> TransportPair:
     """Return a new pair for a target. Raises `ConfigError`."""
-    if target.factory == "gloo":
-        return TransportPair(ProcessGroupSender("gloo"), ProcessGroupReceiver, name="gloo", version=__version__)
-    if target.factory == "nccl":
-        return _nccl_pair()
-    pair = resolve(target.factory)(**target.options)
-    if not isinstance(pair, TransportPair):
-        raise ConfigError(f"{target.factory} returned a {type(pair).__name__}, not a TransportPair")
-    if not isinstance(pair.sender, WeightSender):
-        raise ConfigError(f"the sender of {target.factory} lacks methods of WeightSender: {type(pair.sender).__name__}")
-    return pair
-
-
-def _nccl_pair() -> TransportPair:
+    transport = resolve(target.factory)(**target.options) if target.options else named_transport(target.factory)
+    if not isinstance(transport, Transport):
+        raise ConfigError(f"{target.factory} returned a {type(transport).__name__}, not a Transport")
     num_devices = torch.cuda.device_count()
-    if num_devices < 2:
-        raise ConfigError(f"nccl needs a GPU for each end and torch sees {num_devices}; check gloo on this machine")
-
-    def receiver(spec: ProcessGroupSpec) -> ProcessGroupReceiver:
-        return ProcessGroupReceiver(spec, torch.device("cuda", spec.rank % num_devices))
-
-    return TransportPair(
-        ProcessGroupSender("nccl"), receiver, name="nccl", version=__version__, max_receivers=num_devices - 1
-    )
+    if transport.needs_gpu and num_devices < 2:
+        raise ConfigError(
+            f"{transport.name} needs a GPU for each end and torch sees {num_devices}; check gloo on this machine"
+        )
+    sender = transport.sender(address=ADDRESS, directory=Path(tempfile.gettempdir()))
+    if not isinstance(sender, WeightSender):
+        raise ConfigError(f"the sender of {target.factory} lacks methods of WeightSender: {type(sender).__name__}")
+    if not sender.is_collective:
+        raise ConfigError(
+            f"the {transport.name} transport stores what it sends, and the checks are of transports whose buckets are "
+            "received while they are sent; `inflight check endpoint` publishes over the stores that a server declares"
+        )
+    return TransportPair(transport, sender, num_devices - 1 if transport.needs_gpu else None)

@@ -1,38 +1,34 @@
-"""One end of a transport in a process of its own, to be killed or stopped: ``python -m`` and a `Setup` on stdin.
+"""One end of a transport in its own process, which checks kill or stop: ``python -m`` with a `PeerSetup` on stdin.
 
-It joins, writes a line ``joined``, sends a bucket if it was told to, and stays. A sender first writes the spec for its
-receiver. It ends with its parent.
+It joins, writes the line ``joined``, sends a bucket if told to, and waits. A sender first writes the spec for its
+receiver. The process ends with its parent.
 """
 
 from __future__ import annotations
 
 import os
-import select
 import signal
 import subprocess
 import sys
 import threading
-import time
 
 import torch
-from pydantic import BaseModel, ConfigDict
 
+from inflight.conformance.calls import PendingCall
 from inflight.conformance.judge import Hung
 from inflight.conformance.targets import TransportTarget
-from inflight.conformance.transport.pair import open_pair
+from inflight.conformance.transport.pair import Place, open_pair
 from inflight.types import WeightBucket
-from inflight.wire import ProcessGroupSpec, TensorSpec
+from inflight.wire import TensorSpec, TransportBody, TransportSpec, WireModel
 
 START_S = 15.0
 
 
-class Setup(BaseModel):
+class PeerSetup(WireModel):
     """What the process is: a receiver if it has a spec, else a sender to one receiver."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
     target: TransportTarget
-    spec: ProcessGroupSpec | None = None
+    spec: TransportBody | None = None
     timeout_s: float = START_S
     bucket: TensorSpec | None = None
     """The sender sends this one tensor, filled with ones, once it has joined."""
@@ -41,24 +37,22 @@ class Setup(BaseModel):
 class Peer:
     """The parent's side of such a process."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: PeerSetup) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "inflight.conformance.transport.peer"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            bufsize=0,
         )
-        self._buffer = b""
         assert self._process.stdin is not None
         self._process.stdin.write(setup.model_dump_json().encode() + b"\n")
+        self._process.stdin.flush()
 
-    def spec(self) -> ProcessGroupSpec:
-        """Return the spec that a sender wrote. Raises `Hung`."""
-        return ProcessGroupSpec.model_validate_json(self._line("open a group"))
+    def place(self, spec_type: type[TransportSpec]) -> Place:
+        """Return the place of the receiver for which a sender wrote a spec. Raises `Hung`."""
+        return Place(spec_type.model_validate_json(self._line("open a group")))
 
     def wait_until_joined(self) -> None:
-        """Return once it has joined. Raises `Hung`."""
         self._line("join")
 
     def kill(self) -> None:
@@ -70,31 +64,26 @@ class Peer:
                 pipe.close()
 
     def stop(self) -> None:
-        """Let it stand still: its sockets stay, and it does nothing."""
         self._process.send_signal(signal.SIGSTOP)
 
     def _line(self, what: str) -> bytes:
-        """Return the next line, which the process writes once it did ``what``."""
+        """Return the next line, which the process writes after it has done ``what``."""
         assert self._process.stdout is not None
-        deadline = time.monotonic() + START_S
-        while b"\n" not in self._buffer:
-            ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, deadline - time.monotonic()))
-            part = self._process.stdout.read(4096) if ready else b""
-            if not part:
-                how = f"ended with status {self._process.wait()}" if ready else f"did not within {START_S:g} s"
-                raise Hung(f"the other process was to {what} and {how}", "")
-            self._buffer += part
-        line, _, self._buffer = self._buffer.partition(b"\n")
+        reading = PendingCall(self._process.stdout.readline, "the other process")
+        line = reading.result(0.0) if (is_told := reading.has_ended(START_S)) else b""
+        if not line:
+            how = f"ended with status {self._process.wait()}" if is_told else f"did not within {START_S:g} s"
+            raise Hung(f"the other process had to {what} but {how}", "")
         return line
 
 
 def main() -> None:
     """Be one end until the parent closes stdin."""
-    setup = Setup.model_validate_json(sys.stdin.readline())
+    setup = PeerSetup.model_validate_json(sys.stdin.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
     pair = open_pair(setup.target)
     if setup.spec is not None:
-        receiver = pair.receiver(setup.spec)
+        receiver = pair.receiver(Place(pair.transport.spec_type.model_validate(setup.spec.model_dump())))
         receiver.join()
         print("joined", flush=True)
     else:

@@ -1,4 +1,4 @@
-"""Which addresses this process listens on, as Linux tells in /proc."""
+"""The addresses that this process listens on, from Linux's /proc."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LISTEN = "0A"
 
 
 def can_tell() -> bool:
-    """Return whether this system tells."""
+    """Return whether this system has such a /proc."""
     return Path("/proc/net/tcp").exists()
 
 
@@ -39,21 +39,23 @@ def is_loopback(address: str) -> bool:
     if address == "localhost":
         return True
     try:
-        parsed = ipaddress.ip_address(address)
+        return _parsed(address).is_loopback
     except ValueError:
         return False
-    mapped = getattr(parsed, "ipv4_mapped", None)
-    return (mapped or parsed).is_loopback
 
 
 def is_wildcard(address: str) -> bool:
-    """Return whether an address stands for every one of the machine."""
+    """Return whether an address stands for all addresses of the machine."""
+    return _parsed(address).is_unspecified
+
+
+def _parsed(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     parsed = ipaddress.ip_address(address)
-    return (getattr(parsed, "ipv4_mapped", None) or parsed).is_unspecified
+    return getattr(parsed, "ipv4_mapped", None) or parsed
 
 
 def _address(digits: str) -> str:
-    """Return the address that /proc writes as words of four bytes in the machine's order."""
+    """Return the address in /proc's notation: words of four bytes in the machine's order."""
     words = bytes.fromhex(digits)
     if sys.byteorder == "little":
         words = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))

@@ -1,4 +1,4 @@
-"""Micro-batches and losses that checks are made of; seeded, so that every rank makes the same.
+"""Micro-batches and losses for checks; seeded, so that every rank makes the same.
 
 Shape suffixes: T packed tokens.
 """
@@ -7,21 +7,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 
 from inflight.conformance.worker.subject import VOCAB_SIZE
 from inflight.contracts import TrainerWorker
-from inflight.types import MicroBatch
+from inflight.types import MicroBatch, StepResult
 
 
 def make_batch(
     lengths: Sequence[int], seed: int, *, temperature: float | None = 1.0, targets: bool = True
 ) -> MicroBatch:
-    """Return packed segments of random tokens, with holes in the mask and advantages of both signs, on the CPU.
+    """Return packed segments of random tokens, with gaps in the mask and advantages of both signs, on the CPU.
 
-    ``temperature`` None: another one at every token, from 0.5 to 1.5.
+    Without a ``temperature``, every token has its own, from 0.5 to 1.5.
     """
     random = torch.Generator().manual_seed(seed)
     num_tokens = sum(lengths)
@@ -44,7 +44,7 @@ def make_batch(
 
 
 def every_target(batch: MicroBatch) -> MicroBatch:
-    """Return the batch with every token a target that can be one."""
+    """Return the batch with every token that can be a target made one."""
     return replace(batch, loss_mask_T=batch.position_ids_T > 0)
 
 
@@ -53,28 +53,32 @@ def part_of(batch: MicroBatch, segments: Sequence[int]) -> MicroBatch:
     rows = segment_rows(batch.segment_lengths)
     rows_T = torch.cat([torch.arange(0), *(torch.arange(rows[i].start, rows[i].stop) for i in segments)])
     lengths = tuple(batch.segment_lengths[i] for i in segments)
-    return MicroBatch(
-        token_ids_T=batch.token_ids_T[rows_T],
-        position_ids_T=batch.position_ids_T[rows_T],
-        segment_ids_T=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.int64)),
-        segment_lengths=lengths,
-        loss_mask_T=batch.loss_mask_T[rows_T],
-        behaviour_logprobs_T=batch.behaviour_logprobs_T[rows_T],
-        advantages_T=batch.advantages_T[rows_T],
-        temperature_T=batch.temperature_T[rows_T],
-        versions_T=batch.versions_T[rows_T],
+    packed = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    parts = {name: value[rows_T] for name, value in packed.items() if isinstance(value, torch.Tensor)}
+    parts["segment_ids_T"] = torch.repeat_interleave(
+        torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.int64)
     )
+    return replace(batch, segment_lengths=lengths, **parts)
 
 
 def segment_rows(lengths: Sequence[int]) -> list[slice]:
-    """Return where each of the packed segments lies."""
+    """Return the rows of each packed segment."""
     return [slice(start, stop) for start, stop in itertools.pairwise([0, *itertools.accumulate(lengths)])]
 
 
 def loss_of(logprobs_T: torch.Tensor, batch: MicroBatch, scale: float = 1.0) -> torch.Tensor:
-    """Return a plain sum over the targets, each with a weight of its own."""
+    """Return a plain sum over the targets, each with its own weight."""
     weighted_T = logprobs_T * batch.advantages_T.to(logprobs_T.device)
     return -scale * weighted_T[batch.loss_mask_T.to(logprobs_T.device)].sum()
+
+
+def take_steps(worker: TrainerWorker, batches: Sequence[MicroBatch]) -> list[StepResult]:
+    """Take an optimizer step over each batch. All ranks call this, each with its own batches."""
+    results = []
+    for batch in batches:
+        accumulate(worker, [batch])
+        results.append(worker.step())
+    return results
 
 
 def accumulate(worker: TrainerWorker, batches: Sequence[MicroBatch], scale: float = 1.0) -> None:

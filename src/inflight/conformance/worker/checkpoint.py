@@ -9,10 +9,10 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-from inflight.conformance.checks import check, require, skip
-from inflight.conformance.worker.batches import accumulate, make_batch, part_of
+from inflight.conformance.checks import check, look_at, require
+from inflight.conformance.worker.batches import accumulate, make_batch, part_of, take_steps
 from inflight.conformance.worker.gathering import compare_changes, differing, gathered
-from inflight.conformance.worker.reference import Reference
+from inflight.conformance.worker.reference import ReferenceModel
 from inflight.conformance.worker.refusals import error_of, words_of
 from inflight.conformance.worker.subject import WorkerSubject
 from inflight.contracts import TrainerWorker
@@ -41,7 +41,7 @@ def load_brings_back_weights_and_version(subject: WorkerSubject) -> None:
 
 @check("W-36", look_at="the optimizer's moments and its count of steps, the schedule's position")
 def training_goes_on_after_a_load(subject: WorkerSubject) -> None:
-    """load() brings back optimizer and schedule: steps after it are those that would have come without."""
+    """load() brings back optimizer and schedule: later steps are the same as without a save and a load in between."""
     steady, path = subject.create(), subject.fresh_path("resumed")
     _train(steady, subject, 0, 1)
     steady.save(path)
@@ -52,9 +52,8 @@ def training_goes_on_after_a_load(subject: WorkerSubject) -> None:
     rates = {"without": expected.learning_rate, "with": found.learning_rate}
     subject.note(learning_rates=rates, versions=[expected.version, found.version])
     weights, expected_weights = gathered(resumed), gathered(steady)
-    require(
-        found.version == expected.version, f"the resumed worker is at version {found.version}, not {expected.version}"
-    )
+    words = f"the resumed worker is at version {found.version}, not {expected.version}"
+    require(found.version == expected.version, words)
     require(rates["with"] == rates["without"], f"the learning rate with and without a resume in between: {rates}")
     if subject.rank == 0:
         compare_changes(subject, start, expected_weights, weights, "two steps with and without a resume before them")
@@ -71,57 +70,40 @@ def a_saved_directory_is_a_checkpoint(subject: WorkerSubject) -> None:
         subject.ranks.meet()
         if subject.rank == 0:
             kind = "tied" if tied else "untied"
-            subject.note(
-                **{f"files ({kind})": sorted(str(f.relative_to(path)) for f in path.rglob("*") if f.is_file())}
-            )
-            lost = _stored(path).keys() ^ weights.keys()
-            require(
-                not lost,
-                f"{kind}: tensors of the directory and of gather_weights() are not the same: {sorted(lost)[:5]}",
-            )
-            exported, batch = Reference(path), make_batch((20,), seed=180)
+            files = sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
+            lost = sorted(_stored(path).keys() ^ weights.keys())
+            subject.note(**{f"files ({kind})": files})
+            require(not lost, f"{kind}: tensors of the directory and of gather_weights() are not the same: {lost[:5]}")
+            exported, batch = ReferenceModel(path), make_batch((20,), seed=180)
             found = exported.logprobs(batch)
             exported.put(weights)
             apart = float((found - exported.logprobs(batch)).abs().max().detach())
             subject.note(**{f"largest_difference ({kind})": apart})
-            require(
-                apart <= subject.tolerance.logprob,
-                f"{kind}: its logprobs differ from those of the worker by {apart:.2e}",
-            )
+            words = f"{kind}: its logprobs differ from those of the worker by {apart:.2e}"
+            require(apart <= subject.tolerance.logprob, words)
         subject.ranks.meet()
 
 
-@check(
-    "W-38",
-    deadline_s=30,
-    after=lambda subject: _load_with_weights(subject, "all-ranks"),
-    look_at="state that is saved as a rank's shards; seeds, schedules and counters per rank",
-)
+@check("W-38", deadline_s=30, after=lambda subject: _load_with_weights(subject, "all-ranks"))
+@look_at("state that is saved as a rank's shards; seeds, schedules and counters per rank")
 def save_on_all_ranks(subject: WorkerSubject) -> None:
     """What many ranks saved, one rank resumes."""
-    if subject.world_size == 1:
-        skip("it speaks of several ranks, and there is one")
+    subject.skip_on_one_rank()
     _save_with_weights(subject, "all-ranks")
 
 
-@check(
-    "W-39",
-    deadline_s=30,
-    before=lambda subject: _save_with_weights(subject, "single-rank"),
-    look_at="each rank cuts its own shard from full tensors, with rows that do not share out evenly",
-)
+@check("W-39", deadline_s=30, before=lambda subject: _save_with_weights(subject, "single-rank"))
+@look_at("each rank cuts its own shard from full tensors, with rows that do not share out evenly")
 def all_ranks_resume(subject: WorkerSubject) -> None:
     """What one rank saved, many ranks resume."""
-    if subject.world_size == 1:
-        skip("it speaks of several ranks, and there is one")
+    subject.skip_on_one_rank()
     _load_with_weights(subject, "single-rank")
 
 
-@check(
-    "W-40", deadline_s=30, look_at="weights or counters that are replaced before everything was read and found to fit"
-)
+@check("W-40", deadline_s=30)
+@look_at("weights or counters that are replaced before everything was read and found to fit")
 def a_broken_checkpoint_changes_nothing(subject: WorkerSubject) -> None:
-    """load() of a broken checkpoint raises CheckpointError, and nothing was loaded."""
+    """load() of a broken checkpoint raises CheckpointError and loads nothing."""
     worker, good = subject.create(), subject.fresh_path("good")
     _train(worker, subject, 0)
     worker.save(good)
@@ -140,20 +122,16 @@ def a_broken_checkpoint_changes_nothing(subject: WorkerSubject) -> None:
         subject.note(**{path.name: words_of(error)})
         refused = isinstance(error, CheckpointError)
         subject.require_on_all_ranks(refused, f"{path.name}: load() gives {words_of(error)}, not CheckpointError")
-        subject.require_on_all_ranks(
-            version == 2 and not changed, f"{path.name}: version {version} and changed tensors {changed[:5]} are left"
-        )
+        left = f"{path.name}: version {version} and changed tensors {changed[:5]} are left"
+        subject.require_on_all_ranks(version == 2 and not changed, left)
     require(len(broken) > 1, "save() wrote no file that could be cut off")
 
 
-@check(
-    "W-41",
-    deadline_s=30,
-    look_at="write beside the old directory, rename once everything is on disk, tell the other ranks of a failure",
-)
+@check("W-41", deadline_s=30)
+@look_at("write beside the old directory, rename once everything is on disk, tell the other ranks of a failure")
 def a_failed_save_leaves_the_previous_checkpoint(subject: WorkerSubject) -> None:
-    """save() that fails raises CheckpointError on every rank; what was at the path before is still whole."""
-    # A second save over the first, while no file may grow as large as the largest one.
+    """A save() that fails raises CheckpointError on every rank, and what was at the path before is still whole."""
+    # The second save over the first fails because no file may grow as large as the largest one.
     worker, path = subject.create(), subject.fresh_path("kept")
     _train(worker, subject, 0)
     worker.save(path)
@@ -188,12 +166,11 @@ def a_failed_save_leaves_the_previous_checkpoint(subject: WorkerSubject) -> None
     require(again.version == 2, f"a save after the failed one is loaded as version {again.version}, not 2")
 
 
-@check(
-    "W-44", look_at="zero_grad in load(), on the tensors that backward() fills; buffers of a reduction that is pending"
-)
+@check("W-44")
+@look_at("zero_grad in load(), on the tensors that backward() fills; buffers of a reduction that is pending")
 def load_drops_pending_gradients(subject: WorkerSubject) -> None:
     """load() drops the gradients of every backward() before it."""
-    worker, path, reference = subject.create(), subject.fresh_path("pending"), Reference(subject.model())
+    worker, path, reference = subject.create(), subject.fresh_path("pending"), ReferenceModel(subject.model())
     worker.save(path)
     batches = [make_batch((18,), seed=300 + rank) for rank in range(subject.world_size)]
     accumulate(worker, [batches[subject.rank]])
@@ -207,26 +184,18 @@ def load_drops_pending_gradients(subject: WorkerSubject) -> None:
     accumulate(worker, [batches[subject.rank]], 2.0)
     worker.load(path)
     accumulate(worker, [batches[subject.rank]])
-    found, expected = worker.step().gradient_norm, reference.gradient_norm(batches)
-    subject.note(gradient_norm=found, expected=expected)
-    require(
-        abs(found - expected) <= subject.tolerance.gradient * expected,
-        f"the gradient norm of the first step after a load is {found:.6g}, not {expected:.6g}: a backward before the "
-        "load is part of it",
-    )
+    what = "the first step after a load, of which no backward before the load may be part"
+    subject.compare_norm(worker, reference.gradient_norm(batches), what)
 
 
 def _train(worker: TrainerWorker, subject: WorkerSubject, *seeds: int) -> StepResult:
-    """Take a step per seed over segments that ranks share out; return the last one's result."""
-    for seed in seeds:
-        whole = make_batch(_LENGTHS, seed=200 + seed)
-        accumulate(worker, [part_of(whole, range(subject.rank, len(_LENGTHS), subject.world_size))])
-        result = worker.step()
-    return result
+    """Take a step per seed, with the segments divided among the ranks; return the last result."""
+    mine = range(subject.rank, len(_LENGTHS), subject.world_size)
+    return take_steps(worker, [part_of(make_batch(_LENGTHS, seed=200 + seed), mine) for seed in seeds])[-1]
 
 
 def _save_with_weights(subject: WorkerSubject, name: str) -> None:
-    """Leave a checkpoint after two steps, with the weights of then and of two steps later."""
+    """Leave a checkpoint after two steps, with its weights and those of two steps later."""
     worker, path = subject.create(), subject.fresh_path(name)
     facts = subject.fresh_path(f"{name}-facts")
     _train(worker, subject, 0, 1)
@@ -241,7 +210,7 @@ def _save_with_weights(subject: WorkerSubject, name: str) -> None:
 
 
 def _load_with_weights(subject: WorkerSubject, name: str) -> None:
-    """Fail unless what was saved comes back, and two more steps lead where they led those who saved it."""
+    """Fail unless what was saved comes back, and two more steps lead to the weights that were left with it."""
     worker, facts = subject.create(), subject.directory / f"{name}-facts"
     worker.load(subject.directory / name)
     version, loaded = worker.version, gathered(worker)
@@ -252,12 +221,12 @@ def _load_with_weights(subject: WorkerSubject, name: str) -> None:
     if subject.rank == 0:
         saved = load_file(facts / "saved.safetensors")
         changed = differing(saved, loaded)
-        require(not changed, f"other weights were loaded than were saved: {changed[:5]}")
+        require(not changed, f"the loaded weights differ from the saved ones: {changed[:5]}")
         compare_changes(subject, saved, load_file(facts / "later.safetensors"), later, "two steps after the load")
 
 
 def _large_files(directory: Path) -> list[Path]:
-    """Return the files that hold tensors, as far as sizes tell: those of at least a tenth of the largest."""
+    """Return the files that hold tensors, judging by size: those of at least a tenth of the largest."""
     sizes = {file.relative_to(directory): file.stat().st_size for file in directory.rglob("*") if file.is_file()}
     return sorted(file for file, size in sizes.items() if size * 10 >= max(sizes.values()))
 

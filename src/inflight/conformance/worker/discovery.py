@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from safetensors import safe_open
 
-from inflight.conformance.checks import check, require
-from inflight.conformance.worker.subject import SEVERAL_RANKS, WorkerSubject
+from inflight.conformance.checks import check, look_at, require
+from inflight.conformance.worker.subject import WorkerSubject
 
 LEVEL = "discovery"
 
@@ -24,12 +24,8 @@ def ranks_and_version_are_known(subject: WorkerSubject) -> None:
     )
 
 
-@check(
-    "W-02",
-    needs=(SEVERAL_RANKS,),
-    deadline_s=10,
-    look_at="a collective inside of parameter_specs: gathering to learn shapes, a barrier, a broadcast of names",
-)
+@check("W-02", "ranks", deadline_s=10)
+@look_at("a collective inside of parameter_specs: gathering to learn shapes, a barrier, a broadcast of names")
 def specs_do_not_communicate(subject: WorkerSubject) -> None:
     """parameter_specs() never communicates: one rank alone may call it."""
     worker = subject.create()

@@ -9,19 +9,17 @@ from dataclasses import replace
 
 import torch
 
-from inflight.conformance.checks import check, require
+from inflight.conformance.checks import check, look_at, require
 from inflight.conformance.worker.batches import every_target, loss_of, make_batch
-from inflight.conformance.worker.reference import Reference
+from inflight.conformance.worker.reference import ReferenceModel
 from inflight.conformance.worker.subject import VOCAB_SIZE, WorkerSubject
 from inflight.types import MicroBatch
 
 LEVEL = "forward"
 
 
-@check(
-    "W-04",
-    look_at="attention mask, position ids, half-precision arithmetic in the head, which row predicts which token",
-)
+@check("W-04")
+@look_at("attention mask, position ids, half-precision arithmetic in the head, which row predicts which token")
 def logprobs_equal_transformers(subject: WorkerSubject) -> None:
     """forward() gives the logprobs that transformers computes from the same checkpoint."""
     _compare(subject, make_batch((40,), seed=1), tied=False)
@@ -37,7 +35,7 @@ def logprobs_of_a_tied_model(subject: WorkerSubject) -> None:
 def each_token_has_its_own_temperature(subject: WorkerSubject) -> None:
     """Each logprob is at its token's own temperature: log softmax of logits over temperature."""
     batch = make_batch((40,), seed=3, temperature=None)
-    plain = Reference(subject.model()).logprobs(replace(batch, temperature_T=torch.ones(40)))
+    plain = ReferenceModel(subject.model()).logprobs(replace(batch, temperature_T=torch.ones(40)))
     found = subject.create().forward(batch).detach().double()
     subject.note(
         difference_to_temperature_1=_largest(found - plain),
@@ -55,28 +53,26 @@ def logprobs_are_target_aligned(subject: WorkerSubject) -> None:
     token_ids_T[k] = (token_ids_T[k] + 1) % VOCAB_SIZE
     with torch.no_grad():
         change_T = (worker.forward(replace(batch, token_ids_T=token_ids_T)) - worker.forward(batch)).double().abs()
-    subject.note(
-        changed_index=k, first_change=int((change_T > subject.tolerance.logprob).int().argmax()),
-        change_before=_largest(change_T[:k]), change_at=float(change_T[k]),
-    )  # fmt: skip
+    before, at, allowed = _largest(change_T[:k]), float(change_T[k]), subject.tolerance.logprob
+    first_change = int((change_T > allowed).int().argmax())
+    subject.note(changed_index=k, first_change=first_change, change_before=before, change_at=at)
     require(
-        _largest(change_T[:k]) <= subject.tolerance.logprob,
-        f"another token at index {k} changes logprobs before it, by up to {_largest(change_T[:k]):.2e}: they are "
-        "shifted, or tokens see what comes after them",
+        before <= allowed,
+        f"another token at index {k} changes logprobs before it, by up to {before:.2e}: they are shifted, or tokens "
+        "see what comes after them",
     )
-    require(change_T[k] > subject.tolerance.logprob, f"another token at index {k} leaves the logprob there as it was")
+    require(at > allowed, f"another token at index {k} does not change the logprob there")
 
 
-@check(
-    "W-08", look_at="loss_mask_T: every index with a false mask, prompts and the first token of a segment among them"
-)
+@check("W-08")
+@look_at("loss_mask_T: every index with a false mask, prompts and the first token of a segment among them")
 def no_target_gives_zero(subject: WorkerSubject) -> None:
-    """A logprob is exactly 0.0 where no target is."""
+    """A logprob is exactly 0.0 where there is no target."""
     batch = make_batch((20, 1, 9), seed=5)
     logprobs_T = subject.create().forward(batch).detach()
     others_T = logprobs_T[~batch.loss_mask_T]
     subject.note(num_others=others_T.numel(), num_nonzero=int((others_T != 0).sum()))
-    require(bool((others_T == 0).all()), f"{int((others_T != 0).sum())} tokens that are no target have a logprob")
+    require(bool((others_T == 0).all()), f"{int((others_T != 0).sum())} tokens that are not targets have a logprob")
     require(bool((logprobs_T[batch.loss_mask_T] < 0).all()), "there are targets without a logprob below 0")
 
 
@@ -107,24 +103,19 @@ def logprobs_are_differentiable(subject: WorkerSubject) -> None:
 
 
 def _compare(subject: WorkerSubject, batch: MicroBatch, *, tied: bool, found: torch.Tensor | None = None) -> None:
-    """Fail unless the targets' logprobs are those of transformers; say what they resemble."""
-    expected = Reference(subject.model(tied=tied)).logprobs(every_target(batch)).detach()
+    """Fail unless the targets' logprobs are those of transformers; note what they resemble."""
+    expected = ReferenceModel(subject.model(tied=tied)).logprobs(every_target(batch)).detach()
     if found is None:
         found = subject.create(tied=tied).forward(batch).detach().double()
     require(found.shape == expected.shape, f"the shape is {tuple(found.shape)}, not {tuple(expected.shape)}")
-    mask_T = batch.loss_mask_T
-    difference_T = (found - expected)[mask_T].abs()
+    difference_T = (found - expected)[batch.loss_mask_T].abs()
+    largest, mean, allowed = _largest(difference_T), float(difference_T.mean()), subject.tolerance.logprob
+    shifted = min(_largest((found - expected.roll(by))[batch.loss_mask_T]) for by in (-1, 1))
     subject.note(
-        largest_difference=_largest(difference_T),
-        mean_difference=float(difference_T.mean()),
-        allowed=subject.tolerance.logprob,
-        difference_if_shifted_by_one=min(_largest((found - expected.roll(by))[mask_T]) for by in (-1, 1)),
+        largest_difference=largest, mean_difference=mean, allowed=allowed, difference_if_shifted_by_one=shifted
     )
-    require(
-        _largest(difference_T) <= subject.tolerance.logprob,
-        f"logprobs differ from transformers' by up to {_largest(difference_T):.2e} nats, "
-        f"{float(difference_T.mean()):.2e} on average",
-    )
+    words = f"logprobs differ from transformers' by up to {largest:.2e} nats, {mean:.2e} on average"
+    require(largest <= allowed, words)
 
 
 def _largest(difference: torch.Tensor) -> float:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from inflight.conformance.checks import check, require
-from inflight.conformance.worker.batches import accumulate, every_target, make_batch
+from inflight.conformance.checks import check, look_at, require
+from inflight.conformance.worker.batches import every_target, make_batch, take_steps
 from inflight.conformance.worker.gathering import differing, gathered, same_bits
-from inflight.conformance.worker.reference import Reference
-from inflight.conformance.worker.subject import SEVERAL_RANKS, WorkerSubject
+from inflight.conformance.worker.reference import ReferenceModel
+from inflight.conformance.worker.subject import WorkerSubject
 from inflight.contracts import TrainerWorker
 from inflight.types import MicroBatch
 from inflight.weights.buckets import plan_buckets
@@ -21,11 +21,8 @@ _NUM_STEPS = 5
 _NAMES = "names and number of tensors: a head left out, a tied head sent twice or sent as it was at the start"
 
 
-@check(
-    "W-26",
-    deadline_s=15,
-    look_at="one WeightBucket per bucket asked for, with its index and its specs; the cast to the wire dtype",
-)
+@check("W-26", deadline_s=15)
+@look_at("one WeightBucket per bucket asked for, with its index and its specs; the cast to the wire dtype")
 def gathered_weights_follow_the_specs(subject: WorkerSubject) -> None:
     """gather_weights() yields full tensors bucket by bucket, in the order and form of parameter_specs()."""
     worker = subject.create()
@@ -36,9 +33,8 @@ def gathered_weights_follow_the_specs(subject: WorkerSubject) -> None:
     indexes = [bucket.index for bucket in found]
     require(indexes == list(range(len(plan))), f"{len(plan)} buckets were asked for, these came: {indexes}")
     yielded = [spec for bucket in found for spec in bucket.specs]
-    require(
-        yielded == specs, f"the specs of the buckets are not those of parameter_specs(): {_difference(yielded, specs)}"
-    )
+    difference = _difference(yielded, specs)
+    require(not difference, f"the specs of the buckets are not those of parameter_specs(): {difference}")
     if subject.rank == 0:
         tensors = [tensor for bucket in found for tensor in bucket.tensors]
         require(len(tensors) == len(specs), f"rank 0 got {len(tensors)} tensors for {len(specs)} specs")
@@ -51,11 +47,7 @@ def gathered_weights_follow_the_specs(subject: WorkerSubject) -> None:
         require(not wrong, f"{len(wrong)} tensors are not as their specs say: {wrong[:3]}")
 
 
-@check(
-    "W-27",
-    needs=(SEVERAL_RANKS,),
-    look_at="full_tensor() gives the whole tensor to every rank: drop it on all but rank 0",
-)
+@check("W-27", "ranks", look_at="full_tensor() gives the whole tensor to every rank: drop it on all but rank 0")
 def only_rank_0_holds_tensors(subject: WorkerSubject) -> None:
     """Rank 0 holds the gathered tensors, the others none."""
     worker = subject.create()
@@ -82,8 +74,7 @@ def tied_weights_travel_once(subject: WorkerSubject) -> None:
 def bucket_plans_change_nothing(subject: WorkerSubject) -> None:
     """Any plan of buckets gives the same bytes."""
     worker = subject.create()
-    accumulate(worker, [make_batch((14, 8), seed=120 + subject.rank)])
-    worker.step()
+    take_steps(worker, [make_batch((14, 8), seed=120 + subject.rank)])
     plans = {"one tensor": 1, "4 KiB": 4096, "20 KiB": 20480, "everything": 1 << 30}
     found = {name: gathered(worker, size) for name, size in plans.items()}
     for name, weights in found.items():
@@ -92,9 +83,8 @@ def bucket_plans_change_nothing(subject: WorkerSubject) -> None:
         require(not others, f"buckets of {name} give other bytes than one tensor per bucket: {others[:5]}")
 
 
-@check(
-    "W-31", look_at="staging memory: two buckets are alive at once, the one that is sent and the one that is gathered"
-)
+@check("W-31")
+@look_at("staging memory: two buckets are alive at once, the one that is sent and the one that is gathered")
 def yielded_tensors_stay_valid(subject: WorkerSubject) -> None:
     """A yielded tensor is valid until the bucket after the next one is asked for."""
     worker = subject.create()
@@ -115,24 +105,21 @@ def a_step_leaves_what_was_gathered(subject: WorkerSubject) -> None:
     worker = subject.create()
     buckets = list(worker.gather_weights(plan_buckets(worker.parameter_specs(), 1)))[-2:]
     kept = [(spec.name, t, t.detach().clone()) for b in buckets for spec, t in zip(b.specs, b.tensors, strict=False)]
-    for seed in range(3):
-        accumulate(worker, [make_batch((14, 8), seed=130 + 10 * seed + subject.rank)])
-        worker.step()
+    take_steps(worker, [make_batch((14, 8), seed=130 + 10 * seed + subject.rank) for seed in range(3)])
     changed = [name for name, tensor, copy in kept if not same_bits(tensor, copy)]
     subject.note(num_kept=len(kept), num_changed=len(changed))
     require(not changed, f"steps changed tensors that had been yielded: {changed}")
 
 
-@check(
-    "W-33", look_at="a copy kept from an earlier gather; parameters that were left whole by a forward before the step"
-)
+@check("W-33")
+@look_at("a copy kept from an earlier gather; parameters that were left whole by a forward before the step")
 def every_gather_is_fresh(subject: WorkerSubject) -> None:
     """gather_weights() after a step yields the weights of that step."""
     _compare_with_forward(subject, tied=False, gather_first=True)
 
 
 def _compare_with_forward(subject: WorkerSubject, *, tied: bool, gather_first: bool = False) -> None:
-    """Fail unless transformers computes with the weights gathered after some steps what the worker computes.
+    """Fail unless transformers, with the weights gathered after some steps, computes what the worker computes.
 
     The logprobs must be equal, and must have moved alike: after small steps, old weights still give equal logprobs.
     """
@@ -140,15 +127,13 @@ def _compare_with_forward(subject: WorkerSubject, *, tied: bool, gather_first: b
     if gather_first:
         gathered(worker)
     start_T = _logprobs(worker, batch)
-    for seed in range(_NUM_STEPS):
-        accumulate(worker, [make_batch((14, 8), seed=111 + 10 * seed + subject.rank)])
-        worker.step()
+    take_steps(worker, [make_batch((14, 8), seed=111 + 10 * seed + subject.rank) for seed in range(_NUM_STEPS)])
     end_T = _logprobs(worker, batch)
     weights = gathered(worker)
     if subject.rank != 0:
         return
     subject.note(num_tensors=len(weights), has_lm_head="lm_head.weight" in weights)
-    reference = Reference(subject.model(tied=tied))
+    reference = ReferenceModel(subject.model(tied=tied))
     with torch.no_grad():
         expected_start_T = reference.logprobs(batch)
         reference.put(weights)
@@ -178,4 +163,4 @@ def _difference(found: Sequence[TensorSpec], expected: Sequence[TensorSpec]) -> 
     if len(found) != len(expected):
         return f"{len(found)} of {len(expected)}"
     wrong = [f"{f.name} for {e.name}" for f, e in zip(found, expected, strict=True) if f != e]
-    return f"{len(wrong)} differ: {wrong[:3]}"
+    return f"{len(wrong)} differ: {wrong[:3]}" if wrong else ""

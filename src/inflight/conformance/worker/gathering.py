@@ -1,4 +1,4 @@
-"""Weights as a worker gives them out, and how two sets of them differ."""
+"""The weights that a worker gathers, and how two sets of them differ."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Weights = Mapping[str, torch.Tensor]
 
 
 def gathered(worker: TrainerWorker, bucket_bytes: int = 1) -> dict[str, torch.Tensor]:
-    """Return copies of the full weights on the CPU, by name; empty on ranks other than 0. Every rank calls this."""
+    """Return copies of the full weights on the CPU, by name; empty on ranks other than 0. All ranks call this."""
     found: dict[str, torch.Tensor] = {}
     for bucket in worker.gather_weights(plan_buckets(worker.parameter_specs(), bucket_bytes)):
         if bucket.tensors:
@@ -44,9 +44,9 @@ def distance(one: Weights, other: Weights) -> float:
 
 
 def compare_changes(subject: WorkerSubject, start: Weights, expected: Weights, found: Weights, what: str) -> None:
-    """Fail unless ``found`` lies where ``expected`` does, measured by how far that is from ``start``.
+    """Fail unless ``found`` is close to ``expected``, relative to how far that is from ``start``.
 
-    Skips if the steps have moved weights so little that rounding hides what they did.
+    Skip if the steps moved the weights so little that rounding hides what they did.
     """
     moved, apart = distance(expected, start), distance(found, expected)
     size = math.sqrt(sum(float(tensor.double().square().sum()) for tensor in start.values()))

@@ -1,4 +1,4 @@
-"""Checks of `backward`: sums over micro-batches and ranks, seen through the gradient norm that a step reports."""
+"""Checks of `backward`: sums over micro-batches and ranks, as the gradient norm that a step reports shows them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from inflight.conformance.checks import check, require, skip
+from inflight.conformance.checks import check, look_at, require
 from inflight.conformance.worker.batches import accumulate, loss_of, make_batch, part_of
 from inflight.conformance.worker.gathering import compare_changes, gathered
-from inflight.conformance.worker.reference import Reference
-from inflight.conformance.worker.subject import SEVERAL_RANKS, WorkerSubject
+from inflight.conformance.worker.reference import ReferenceModel
+from inflight.conformance.worker.subject import WorkerSubject
 from inflight.contracts import TrainerWorker
 
 LEVEL = "gradient"
@@ -20,18 +20,17 @@ LENGTHS = (9, 4, 17, 1, 6, 23)
 _AVERAGES = "an average where a sum belongs, a weight per rank or micro-batch, gradients scaled twice"
 
 
-@check(
-    "W-15", look_at="gradient_norm of StepResult: before clipping, over all parameters and ranks; scaling in backward()"
-)
+@check("W-15")
+@look_at("gradient_norm of StepResult: before clipping, over all parameters and ranks; scaling in backward()")
 def gradient_norm_equals_autograd(subject: WorkerSubject) -> None:
     """The gradient of a loss is that of autograd, and its norm is reported as it was before clipping."""
-    # Losses small and large: norms below and above usual thresholds of clipping.
-    reference = Reference(subject.model())
+    # Norms below and above the usual thresholds of clipping.
+    reference = ReferenceModel(subject.model())
     batches = [make_batch((17,), seed=30 + rank) for rank in range(subject.world_size)]
     for name, scale in (("small", 2.0**-10), ("large", 8.0)):
         worker = subject.create()
         accumulate(worker, [batches[subject.rank]], scale)
-        _compare_norm(subject, worker.step().gradient_norm, reference.gradient_norm(batches, scale), f"{name} loss")
+        subject.compare_norm(worker, reference.gradient_norm(batches, scale), f"{name} loss")
 
 
 @check("W-16", look_at="a head that is computed from a copy or a detached weight; two parameters where there is one")
@@ -40,8 +39,7 @@ def gradient_of_a_tied_model(subject: WorkerSubject) -> None:
     batches = [make_batch((17,), seed=40 + rank) for rank in range(subject.world_size)]
     worker = subject.create(tied=True)
     accumulate(worker, [batches[subject.rank]])
-    expected = Reference(subject.model(tied=True)).gradient_norm(batches)
-    _compare_norm(subject, worker.step().gradient_norm, expected, "tied model")
+    subject.compare_norm(worker, ReferenceModel(subject.model(tied=True)).gradient_norm(batches), "tied model")
 
 
 @check("W-17", look_at="division by gradient accumulation steps; " + _AVERAGES)
@@ -49,11 +47,8 @@ def micro_batches_are_summed(subject: WorkerSubject) -> None:
     """Gradients are summed over micro-batches, never averaged: any split gives the same gradient."""
     whole = make_batch(LENGTHS, seed=50 + subject.rank)
     norms = {}
-    splits: dict[str, list[Sequence[int]]] = {
-        "one": [range(6)],
-        "two": [range(3), range(3, 6)],
-        "six": [[i] for i in range(6)],
-    }
+    splits: dict[str, list[Sequence[int]]] = {"one": [range(6)], "two": [range(3), range(3, 6)]}
+    splits["six"] = [[i] for i in range(6)]
     for name, cuts in splits.items():
         worker = subject.create()
         accumulate(worker, [part_of(whole, cut) for cut in cuts])
@@ -66,31 +61,24 @@ def micro_batches_are_summed(subject: WorkerSubject) -> None:
         )
 
 
-@check(
-    "W-18",
-    needs=(SEVERAL_RANKS,),
-    look_at="the reduction of DDP and FSDP averages unless told otherwise (set_gradient_divide_factor); " + _AVERAGES,
-)
+@check("W-18", "ranks")
+@look_at("the reduction of DDP and FSDP averages unless told otherwise (set_gradient_divide_factor); " + _AVERAGES)
 def ranks_are_summed(subject: WorkerSubject) -> None:
     """Gradients are summed over ranks, never averaged."""
     batch = make_batch((11, 6), seed=60)
     worker = subject.create()
     accumulate(worker, [batch])
-    one = Reference(subject.model()).gradient_norm([batch])
-    found = worker.step().gradient_norm
-    subject.note(gradient_norm_of_one_rank=one, factor=found / one, world_size=subject.world_size)
-    _compare_norm(subject, found, one * subject.world_size, f"{subject.world_size} ranks with the same batch")
+    one, num = ReferenceModel(subject.model()).gradient_norm([batch]), subject.world_size
+    found = subject.compare_norm(worker, one * num, f"{num} ranks with the same batch")
+    subject.note(gradient_norm_of_one_rank=one, factor=found / one, world_size=num)
 
 
-@check(
-    "W-19",
-    needs=(SEVERAL_RANKS,),
-    look_at="denominators of a rank: numbers of tokens, micro-batches or busy ranks; " + _AVERAGES,
-)
+@check("W-19", "ranks")
+@look_at("denominators of a rank: numbers of tokens, micro-batches or busy ranks; " + _AVERAGES)
 def shares_may_be_unequal(subject: WorkerSubject) -> None:
     """Ranks may have unequal shares, or nothing: the gradient is the same."""
     whole, empty = make_batch(LENGTHS, seed=70), make_batch((), seed=70)
-    expected = Reference(subject.model()).gradient_norm([whole])
+    expected = ReferenceModel(subject.model()).gradient_norm([whole])
     last = subject.world_size - 1
     cases: dict[str, dict[int, Sequence[int]]] = {
         "all on the last rank": {last: range(6)},
@@ -99,11 +87,11 @@ def shares_may_be_unequal(subject: WorkerSubject) -> None:
     for name, shares in cases.items():
         worker = subject.create()
         accumulate(worker, [part_of(whole, shares[subject.rank]) if subject.rank in shares else empty])
-        _compare_norm(subject, worker.step().gradient_norm, expected, name)
+        subject.compare_norm(worker, expected, name)
 
 
 def train_on_one_rank(subject: WorkerSubject) -> None:
-    """Leave the weights of one rank, before and after two steps."""
+    """Leave one rank's weights before and after two steps."""
     worker = subject.create()
     start = gathered(worker)
     _two_steps(worker, subject)
@@ -113,16 +101,11 @@ def train_on_one_rank(subject: WorkerSubject) -> None:
     save_file(gathered(worker), directory / "end.safetensors")
 
 
-@check(
-    "W-20",
-    deadline_s=30,
-    before=train_on_one_rank,
-    look_at="clipping by a rank's own norm, optimizer state that starts differently, unreduced gradients",
-)
+@check("W-20", deadline_s=30, before=train_on_one_rank)
+@look_at("clipping by a rank's own norm, optimizer state that starts differently, unreduced gradients")
 def ranks_change_nothing(subject: WorkerSubject) -> None:
     """The number of ranks changes nothing: weights after two steps are those of one rank."""
-    if subject.world_size == 1:
-        skip("it speaks of several ranks, and there is one")
+    subject.skip_on_one_rank()
     worker = subject.create()
     _two_steps(worker, subject)
     found = gathered(worker)
@@ -132,34 +115,31 @@ def ranks_change_nothing(subject: WorkerSubject) -> None:
         compare_changes(subject, start, end, found, f"one rank and {subject.world_size} ranks")
 
 
-@check(
-    "W-42",
-    deadline_s=30,
-    look_at="DDP reduces once for each forward and leaves out the later backwards, silently: reduce in step(); state "
-    "that one forward leaves for its backward, and the next one replaces",
+@check("W-42", deadline_s=30)
+@look_at(
+    "DDP reduces once for each forward and leaves out the later backwards, silently: reduce in step(); state "
+    "that one forward leaves for its backward, and the next one replaces"
 )
 def forwards_may_come_first(subject: WorkerSubject) -> None:
     """Several forwards may come before their backwards, in any order: the gradient is the same."""
-    mine = [make_batch((11, 6), seed=90 + subject.rank), make_batch((3, 14), seed=95 + subject.rank)]
-    everyone = [
-        batch
-        for rank in range(subject.world_size)
-        for batch in (make_batch((11, 6), seed=90 + rank), make_batch((3, 14), seed=95 + rank))
+    batches = [
+        [make_batch((11, 6), seed=90 + rank), make_batch((3, 14), seed=95 + rank)] for rank in range(subject.world_size)
     ]
-    expected = Reference(subject.model()).gradient_norm(everyone)
+    mine = batches[subject.rank]
+    expected = ReferenceModel(subject.model()).gradient_norm([batch for pair in batches for batch in pair])
     for name, order in {"the first backward first": (0, 1), "the second backward first": (1, 0)}.items():
         worker = subject.create()
         losses = [loss_of(worker.forward(batch), batch) for batch in mine]
         for i in order:
             worker.backward(losses[i])
-        _compare_norm(subject, worker.step().gradient_norm, expected, f"two forwards, then {name}")
+        subject.compare_norm(worker, expected, f"two forwards, then {name}")
     worker = subject.create()
     for batch, other in zip(mine, reversed(mine), strict=True):
         loss = loss_of(worker.forward(batch), batch)
         with torch.no_grad():
             worker.forward(other)
         worker.backward(loss)
-    _compare_norm(subject, worker.step().gradient_norm, expected, "a forward without gradient before each backward")
+    subject.compare_norm(worker, expected, "a forward without gradient before each backward")
 
 
 def _two_steps(worker: TrainerWorker, subject: WorkerSubject) -> None:
@@ -169,12 +149,3 @@ def _two_steps(worker: TrainerWorker, subject: WorkerSubject) -> None:
         mine = range(subject.rank, len(LENGTHS), subject.world_size)
         accumulate(worker, [part_of(whole, mine)], scale)
         worker.step()
-
-
-def _compare_norm(subject: WorkerSubject, found: float, expected: float, what: str) -> None:
-    """Fail unless a gradient norm is the expected one; every rank calls this."""
-    subject.note(**{f"gradient_norm ({what})": found, f"expected ({what})": expected})
-    subject.require_on_all_ranks(
-        abs(found - expected) <= subject.tolerance.gradient * expected,
-        f"{what}: the gradient norm is {found:.6g}, {found / expected:.4g} times the {expected:.6g} of autograd",
-    )

@@ -1,4 +1,4 @@
-"""The check that gathering a large model takes the memory of a few buckets; by the kernel's figures, on Linux."""
+"""The check that gathering a large model takes the memory of a few buckets, measured by the Linux kernel."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from inflight.conformance.checks import check, require, skip
+from inflight.conformance.checks import check, look_at, require, skip
 from inflight.conformance.worker.batches import make_batch
 from inflight.conformance.worker.subject import WorkerSubject
 from inflight.weights.buckets import plan_buckets
@@ -17,22 +17,19 @@ from inflight.weights.buckets import plan_buckets
 LEVEL = "gather"
 _MIB = 1024 * 1024
 _SLACK_BYTES = 16 * _MIB
-"""For what the allocator and communication keep beside tensors."""
+"""For what the allocator and communication hold beside tensors."""
 _CLEAR_REFS, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
 
-@check(
-    "W-34",
-    deadline_s=60,
-    look_at="a full state dict before the first bucket; a list of buckets; tensors that the generator still holds",
-)
+@check("W-34", deadline_s=60)
+@look_at("a full state dict before the first bucket; a list of buckets; tensors that the generator still holds")
 def gathering_takes_a_few_buckets(subject: WorkerSubject) -> None:
     """Gathering takes memory for a few buckets, not for the model."""
     if not _CLEAR_REFS.exists():
         skip("the peak of memory is read from Linux's /proc/self, which is not here")
     worker = subject.create(model=subject.large_model("large", hidden_size=512, num_layers=10))
     with torch.no_grad():
-        worker.forward(make_batch((3,), seed=170))  # what is loaded when it is first used is loaded now
+        worker.forward(make_batch((3,), seed=170))  # load now what is loaded at first use
     plan = plan_buckets(worker.parameter_specs(), 1)
     model_bytes, largest = sum(b.size_bytes for b in plan), max(b.size_bytes for b in plan)
     gc.collect()

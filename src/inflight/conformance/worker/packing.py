@@ -1,4 +1,4 @@
-"""Checks of segments that share a micro-batch, and of micro-batches that hold nothing.
+"""Checks of segments that share a micro-batch, and of empty micro-batches.
 
 Shape suffixes: T packed tokens.
 """
@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import torch
 
-from inflight.conformance.checks import check, require
+from inflight.conformance.checks import check, look_at, require
 from inflight.conformance.worker.batches import accumulate, every_target, loss_of, make_batch, part_of, segment_rows
-from inflight.conformance.worker.reference import Reference
+from inflight.conformance.worker.reference import ReferenceModel
 from inflight.conformance.worker.subject import VOCAB_SIZE, WorkerSubject
 from inflight.types import MicroBatch
 
@@ -19,9 +19,8 @@ LEVEL = "packing"
 LENGTHS = (9, 4, 17, 1, 26)
 
 
-@check(
-    "W-11", look_at="position ids that start at 0 in each segment, the mask between segments, per-token temperatures"
-)
+@check("W-11")
+@look_at("position ids that start at 0 in each segment, the mask between segments, per-token temperatures")
 def packed_equals_separate(subject: WorkerSubject) -> None:
     """A segment's logprobs are the same packed with others and alone."""
     worker, batch = subject.create(), make_batch(LENGTHS, seed=11, temperature=None)
@@ -37,9 +36,8 @@ def packed_equals_separate(subject: WorkerSubject) -> None:
     )
 
 
-@check(
-    "W-12", look_at="attention across segments: segment_lengths must reach the attention as cu_seqlens or a block mask"
-)
+@check("W-12")
+@look_at("attention across segments: segment_lengths must reach the attention as cu_seqlens or a block mask")
 def segments_do_not_see_each_other(subject: WorkerSubject) -> None:
     """Segments do not see each other: no logprob depends on a token of another segment."""
     worker, batch = subject.create(), every_target(make_batch((12, 9, 30), seed=12))
@@ -66,10 +64,8 @@ def no_gradient_crosses_segments(subject: WorkerSubject) -> None:
     accumulate(alone, [part_of(batch, [1])])
     found, expected = packed.step().gradient_norm, alone.step().gradient_norm
     subject.note(gradient_norm_packed=found, gradient_norm_alone=expected)
-    require(
-        abs(found - expected) <= subject.tolerance.gradient * expected,
-        f"the gradient norm of a segment is {found:.6g} behind another segment and {expected:.6g} without it",
-    )
+    words = f"the gradient norm of a segment is {found:.6g} behind another segment and {expected:.6g} without it"
+    require(abs(found - expected) <= subject.tolerance.gradient * expected, words)
 
 
 @check("W-14", look_at="an early return that leaves other ranks in a collective, or a constant that backward() refuses")
@@ -85,13 +81,9 @@ def batches_without_targets_take_part(subject: WorkerSubject) -> None:
         if not batch.loss_mask_T.any():
             problems += _problems_of_nothing(logprobs_T, batch)
         worker.backward(loss_of(logprobs_T, batch))
-    found = worker.step().gradient_norm
-    expected = Reference(subject.model()).gradient_norm(batches)
-    subject.note(gradient_norm=found, expected=expected)
-    require(not problems, "; ".join(problems))
-    require(
-        abs(found - expected) <= subject.tolerance.gradient * expected,
-        f"beside batches without targets the gradient norm is {found:.6g}, not {expected:.6g}",
+    subject.require_on_all_ranks(not problems, "; ".join(problems))
+    subject.compare_norm(
+        worker, ReferenceModel(subject.model()).gradient_norm(batches), "beside batches without targets"
     )
 
 

@@ -1,4 +1,4 @@
-"""What a worker's numbers should be: transformers' own forward, one segment at a time, and autograd, in float64.
+"""What a worker's numbers should be: transformers' forward, one segment at a time, and autograd, in float64.
 
 Shape suffixes: T packed tokens, V vocabulary.
 """
@@ -18,20 +18,15 @@ from inflight.conformance.worker.batches import loss_of, segment_rows
 from inflight.types import MicroBatch
 
 
-class Reference:
+class ReferenceModel:
     """A checkpoint as transformers computes it, with weights that may be replaced."""
 
     def __init__(self, path: Path) -> None:
         self._model: Any = load_causal_lm(path, attention="sdpa", dtype="float64").eval()
 
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Full shapes by checkpoint name, in the model's order; of tied tensors the one that is stored."""
-        return {name: tuple(parameter.shape) for name, parameter in self._model.named_parameters()}
-
     @torch.no_grad()
     def put(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Replace every weight. Fails the check unless the names and shapes are exactly those of the checkpoint."""
+        """Replace every weight. Fails the check unless names and shapes are exactly those of the checkpoint."""
         parameters: dict[str, torch.Tensor] = dict(self._model.named_parameters())
         lost, more = sorted(parameters.keys() - weights.keys()), sorted(weights.keys() - parameters.keys())
         require(not lost, f"{len(lost)} tensors of the checkpoint are missing: {lost[:5]}")

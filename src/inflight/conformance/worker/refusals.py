@@ -1,4 +1,4 @@
-"""What calls that should be refused raised, for checks to judge."""
+"""The errors of calls that should be refused, for checks to judge."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from inflight.errors import InflightError
 
 
 def error_of(call: Callable[[], object]) -> Exception | None:
-    """Return what a call raises, whatever it is; None if it returns."""
+    """Return the error that a call raises; None if it returns."""
     try:
         call()
     except Exception as error:  # the check says what it should have been
@@ -18,7 +18,7 @@ def error_of(call: Callable[[], object]) -> Exception | None:
 
 
 def words_of(error: Exception | None) -> str:
-    """Return an error in one line, with the place of one that is not of inflight."""
+    """Return an error in one line, with its place if it is not an error of inflight."""
     if error is None:
         return "no error"
     where = None if isinstance(error, InflightError) else own_frame(error)

@@ -1,4 +1,4 @@
-"""Checks of `step`: what it changes, what it reports, and what it refuses."""
+"""Checks of `step`: what it changes, reports and refuses."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 import torch
 
-from inflight.conformance.checks import check, require, skip
-from inflight.conformance.worker.batches import accumulate, loss_of, make_batch
+from inflight.conformance.checks import check, look_at, require, skip
+from inflight.conformance.worker.batches import loss_of, make_batch, take_steps
 from inflight.conformance.worker.gathering import compare_changes, differing, distance, gathered
-from inflight.conformance.worker.reference import Reference
+from inflight.conformance.worker.reference import ReferenceModel
 from inflight.conformance.worker.refusals import error_of, words_of
 from inflight.conformance.worker.subject import WorkerSubject
 from inflight.contracts import TrainerWorker
@@ -23,16 +23,15 @@ _LARGEST = torch.finfo(torch.float32).max
 
 @check("W-21", look_at="the version after the step, not before it; a norm over one rank's shards")
 def step_reports_what_it_did(subject: WorkerSubject) -> None:
-    """step() makes version one larger; all ranks report it alike, with gradient norm and learning rate."""
+    """step() increases version by one; all ranks report the same version, gradient norm and learning rate."""
     worker = subject.create()
     for version in (1, 2):
-        accumulate(worker, [_batch(subject, version)])
-        result = worker.step()
+        (result,) = take_steps(worker, [_batch(subject, version)])
         everyone = subject.ranks.exchange([result.version, result.gradient_norm, result.learning_rate, worker.version])
         subject.note(**{f"version_norm_rate_version_{version}": everyone})
         subject.require_on_all_ranks(
             result.version == worker.version == version,
-            f"step {version} reports version {result.version}, and the worker says {worker.version}",
+            f"step {version} reports version {result.version}, but the worker says {worker.version}",
         )
         is_usable = math.isfinite(result.learning_rate) and result.learning_rate >= 0
         subject.require_on_all_ranks(is_usable, f"the learning rate is {result.learning_rate}")
@@ -44,10 +43,8 @@ def step_changes_the_weights(subject: WorkerSubject) -> None:
     """step() updates the parameters."""
     worker = subject.create()
     before = gathered(worker)
-    rates = []
-    for seed in range(3):  # a warm-up may begin with a learning rate of zero
-        accumulate(worker, [_batch(subject, seed)])
-        rates.append(worker.step().learning_rate)
+    batches = [_batch(subject, seed) for seed in range(3)]  # a warm-up may begin with a learning rate of zero
+    rates = [result.learning_rate for result in take_steps(worker, batches)]
     after = gathered(worker)
     if subject.rank != 0:
         return
@@ -65,45 +62,39 @@ def step_changes_the_weights(subject: WorkerSubject) -> None:
 def step_clears_the_gradients(subject: WorkerSubject) -> None:
     """step() clears the gradients."""
     batches = [make_batch((22,), seed=100 + rank) for rank in range(subject.world_size)]
-    worker, reference = subject.create(), Reference(subject.model())
-    accumulate(worker, [batches[subject.rank]])
-    first = worker.step().gradient_norm
+    worker, reference = subject.create(), ReferenceModel(subject.model())
+    (first,) = take_steps(worker, [batches[subject.rank]])
     weights = gathered(worker)
-    accumulate(worker, [batches[subject.rank]])
-    second = worker.step().gradient_norm
+    (second,) = take_steps(worker, [batches[subject.rank]])
     if subject.rank == 0:
         reference.put(weights)
         expected = reference.gradient_norm(batches)
-        subject.note(first_norm=first, second_norm=second, expected_second_norm=expected)
+        found = second.gradient_norm
+        subject.note(first_norm=first.gradient_norm, second_norm=found, expected_second_norm=expected)
         require(
-            abs(second - expected) <= subject.tolerance.gradient * expected,
-            f"the gradient norm of the second step is {second:.6g}, not {expected:.6g}: something of the first is left",
+            abs(found - expected) <= subject.tolerance.gradient * expected,
+            f"the gradient norm of the second step is {found:.6g}, not {expected:.6g}: something of the first is left",
         )
 
 
 @check("W-24", look_at="a step before any backward(): optimizers take it silently")
 def step_without_gradient_is_refused(subject: WorkerSubject) -> None:
-    """step() without a gradient raises TrainerError, and nothing changed."""
+    """step() without a gradient raises TrainerError and changes nothing."""
     worker = subject.create()
     before = gathered(worker)
     error = error_of(worker.step)
     after, version = gathered(worker), worker.version
     subject.note(error=words_of(error), version=version)
-    accumulate(worker, [_batch(subject, 1)])
-    result = worker.step()
+    (result,) = take_steps(worker, [_batch(subject, 1)])
     require(isinstance(error, TrainerError), f"a step without a gradient gives {words_of(error)}, not TrainerError")
-    changed = differing(before, after)
-    require(
-        version == 0 and not changed, f"the refused step leaves version {version} and {len(changed)} changed tensors"
-    )
+    _require_unchanged(subject, before, after, version)
     require(result.version == 1, f"the step after the refused one leads to version {result.version}")
 
 
-@check(
-    "W-25", look_at="test the norm over all ranks before clipping; clear gradients, leave moments and version untouched"
-)
+@check("W-25")
+@look_at("test the norm over all ranks before clipping; clear gradients, leave moments and version untouched")
 def gradient_that_is_not_finite_is_refused(subject: WorkerSubject) -> None:
-    """step() raises NonFiniteError on every rank if the gradient norm is not finite, and nothing changed."""
+    """step() raises NonFiniteError on every rank if the gradient norm is not finite, and changes nothing."""
     worker, steady = subject.create(), subject.create()
     before = gathered(worker)
     batch = _batch(subject, 1)
@@ -119,31 +110,28 @@ def gradient_that_is_not_finite_is_refused(subject: WorkerSubject) -> None:
     _compare_good_steps(subject, worker, steady, before)
 
 
-@check(
-    "W-43",
-    deadline_s=30,
-    look_at="isfinite, not isnan; a clipping factor of max_norm / inf makes a step of zeros that counts",
-)
+@check("W-43", deadline_s=30)
+@look_at("isfinite, not isnan; a clipping factor of max_norm / inf makes a step of zeros that counts")
 def gradient_that_overflows_is_refused(subject: WorkerSubject) -> None:
     """A gradient with an infinite element, or whose norm overflows, is refused as one with NaN is.
 
-    A worker that computes in a wider type has the norm all the same; it may report that one, and take the step.
+    A worker that computes in a wider type may report the norm and take the step.
     """
-    worker, steady, reference = subject.create(), subject.create(), Reference(subject.model())
+    worker, steady, reference = subject.create(), subject.create(), ReferenceModel(subject.model())
     batches = [make_batch((14, 8), seed=110 + rank) for rank in range(subject.world_size)]
     batch, last = batches[subject.rank], subject.world_size - 1
     huge = _LARGEST / 8 / reference.largest_gradient([batches[last]])
     norm_of_last = reference.gradient_norm([batches[last]])
     before = gathered(worker)
-    # Finite gradients whose squares overflow in float32, then some that add up to infinity.
+    # First finite gradients whose squares overflow in float32, then some that add up to infinity.
     for what, num_backwards in (("norm", 1), ("element", 16)):
         for _ in range(num_backwards):
             logprobs_T = worker.forward(batch)
-            # The loss itself is 0: only its gradient is to overflow.
+            # The loss itself is 0, so that only its gradient overflows.
             logprobs_T = logprobs_T - logprobs_T.detach()
             worker.backward(loss_of(logprobs_T, batch, huge if subject.rank == last else 1.0))
-        found, expected = math.nan, num_backwards * huge * norm_of_last
-        error: Exception | None = None
+        expected = num_backwards * huge * norm_of_last
+        found, error = math.nan, None
         try:
             found = worker.step().gradient_norm
         except Exception as raised:  # judged below, on all ranks
@@ -166,21 +154,18 @@ def gradient_that_overflows_is_refused(subject: WorkerSubject) -> None:
 def _require_unchanged(
     subject: WorkerSubject, before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor], version: int
 ) -> None:
-    """Fail unless a step that was refused left weights and version; every rank calls this."""
+    """Fail unless a step that was refused left weights and version as they were. All ranks call this."""
     changed = differing(before, after)
-    subject.require_on_all_ranks(
-        version == 0 and not changed, f"the refused step leaves version {version} and {len(changed)} changed tensors"
-    )
+    words = f"the refused step leaves version {version} and {len(changed)} changed tensors"
+    subject.require_on_all_ranks(version == 0 and not changed, words)
 
 
 def _compare_good_steps(
     subject: WorkerSubject, worker: TrainerWorker, steady: TrainerWorker, before: Mapping[str, torch.Tensor]
 ) -> None:
-    """Fail unless two good steps lead ``worker``, whose step was refused, where they lead one that saw nothing."""
+    """Fail unless two good steps lead ``worker``, whose step was refused, to the weights of ``steady``."""
     for good in (worker, steady):
-        for seed in (2, 3):
-            accumulate(good, [_batch(subject, seed)])
-            good.step()
+        take_steps(good, [_batch(subject, 2), _batch(subject, 3)])
     found, expected = gathered(worker), gathered(steady)
     if subject.rank == 0:
         compare_changes(subject, before, expected, found, "with and without a refused step before two good ones")

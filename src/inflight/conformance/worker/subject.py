@@ -1,6 +1,6 @@
-"""One rank of a worker under check: makes workers, lets ranks talk to each other, and keeps what was measured.
+"""One rank of a worker under check: makes workers, lets ranks talk to each other, and keeps measurements.
 
-Knows no check. Every worker is made by the target's factory from ``model_path`` and the options of the command line.
+Knows no check. The target's factory makes every worker from ``model_path`` and the options of the command line.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from inflight.conformance.checks import CheckSkipped, require
+from inflight.conformance.checks import CheckSkipped, require, skip
 from inflight.conformance.judge import Hung
 from inflight.conformance.models import make_tiny_model
 from inflight.conformance.targets import WorkerTarget
-from inflight.conformance.worker.ranks import Ranks, Store
+from inflight.conformance.worker.ranks import Ranks
 from inflight.conformance.worker.thread import CheckThread
 from inflight.conformance.worker.tolerances import Tolerance, tolerance_of
 from inflight.contracts import TrainerWorker
-from inflight.engines.factories import resolve
+from inflight.extensions import resolve
 
 VOCAB_SIZE = 259
-"""Odd, so that its rows cannot be shared out evenly."""
-SEVERAL_RANKS = "several ranks"
+"""Odd, so that ranks cannot have equal numbers of rows."""
 _GROUP_TIMEOUT = timedelta(seconds=300)
-"""Longer than any check may take: which rank hangs is found out otherwise."""
+"""Longer than any check may take: deadlines of checks tell which rank hangs."""
 _MODEL_TIMEOUT_S = 60.0
+_ONE_RANK = "it needs several ranks, and there is only one"
 
 
 class WorkerSubject:
@@ -46,13 +46,13 @@ class WorkerSubject:
         self.directory = directory
         self.ranks = ranks
         self.evidence: dict[str, Any] = {}
-        """Of what several ranks note, that of the lowest is kept."""
+        """If several ranks note the same name, the lowest rank's value is kept."""
         self.facts: Mapping[str, Any] = {}
         self._thread = CheckThread()
 
     @classmethod
     def open(cls, target: WorkerTarget, directory: Path, *, rank: int, num_ranks: int, session: int) -> WorkerSubject:
-        """Join the ranks of a session through files in ``directory``, and see that a worker can be made."""
+        """Join the ranks of a session through files in ``directory``. Raises what making a worker raises."""
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
         store = dist.FileStore(str(directory / f"store-{session}"), num_ranks)  # type: ignore[attr-defined]
         talk = dist.FileStore(str(directory / f"talk-{session}"), num_ranks)  # type: ignore[attr-defined]
@@ -60,9 +60,9 @@ class WorkerSubject:
 
     @classmethod
     def join(
-        cls, target: WorkerTarget, directory: Path, *, store: Any, talk: Store, rank: int, num_ranks: int
+        cls, target: WorkerTarget, directory: Path, *, store: Any, talk: Any, rank: int, num_ranks: int
     ) -> WorkerSubject:
-        """Form torch's default group over ``store``, talk over ``talk``, and see that a worker can be made."""
+        """Form torch's default group over ``store``, talk over ``talk``. Raises what making a worker raises."""
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=_GROUP_TIMEOUT)
         subject = cls(target, directory, Ranks(talk, rank, num_ranks))
@@ -70,7 +70,7 @@ class WorkerSubject:
         return subject
 
     def _begin(self) -> None:
-        torch.set_num_threads(1)  # a thread's own; sums in one order, and ranks that do not take each other's cores
+        torch.set_num_threads(1)  # of this thread: sums have one order, and ranks leave each other's cores alone
         worker = self.create()
         self.facts = {
             "implementation": f"{type(worker).__module__}.{type(worker).__qualname__}",
@@ -81,28 +81,21 @@ class WorkerSubject:
 
     @property
     def rank(self) -> int:
-        """This process's rank."""
         return self.ranks.rank
 
     @property
     def world_size(self) -> int:
-        """Number of ranks in this session."""
         return self.ranks.num_ranks
 
     @property
     def tolerance(self) -> Tolerance:
-        """What counts as equal."""
         return tolerance_of(self.target.options)
 
     def note(self, **measured: Any) -> None:
-        """Keep measured values as evidence."""
         self.evidence |= measured
 
     def missing(self, needs: tuple[str, ...]) -> str | None:
-        """See `inflight.conformance.judge.Subject.missing`."""
-        if SEVERAL_RANKS in needs and self.world_size == 1:
-            return "it speaks of several ranks, and there is one"
-        return None
+        return _ONE_RANK if "ranks" in needs and self.world_size == 1 else None
 
     def prepare(self) -> None:
         """Forget the workers of the check before."""
@@ -110,7 +103,7 @@ class WorkerSubject:
         gc.collect()
 
     def call(self, function: Callable[[Any], Any], deadline_s: float) -> None:
-        """See `inflight.conformance.judge.Subject.call`. A rank that fails says so to those that wait for it."""
+        """Call a check's function; a rank that fails says so to those that wait for it."""
         try:
             self._thread.call(lambda: function(self), deadline_s, self.ranks.given_up)
         except CheckSkipped as reason:
@@ -123,12 +116,9 @@ class WorkerSubject:
             raise
 
     def close(self) -> None:
-        """Leave the group."""
         self._thread.end()
         with suppress(RuntimeError):
             dist.destroy_process_group()
-
-    # -------------------------------------------------------------------------------------------------- for the checks
 
     def create(self, *, model: Path | None = None, tied: bool = False) -> TrainerWorker:
         """Return a new worker on ``model``, or on the kit's tiny model; every rank calls this."""
@@ -141,18 +131,12 @@ class WorkerSubject:
         return self.large_model("tied" if tied else "untied", hidden_size=32, num_layers=2, tied=tied)
 
     def large_model(self, name: str, *, hidden_size: int, num_layers: int, tied: bool = False) -> Path:
-        """Return a checkpoint of the kit of this size; rank 0 makes it, once, and the others wait until it is there."""
+        """Return a checkpoint of the kit of this size, which rank 0 makes once, while the others wait."""
         path = self.directory / f"model-{name}"
         if self.rank == 0 and not path.exists():
             fresh = path.with_name(f".{path.name}.new")
-            make_tiny_model(
-                fresh,
-                tied=tied,
-                hidden_size=hidden_size,
-                num_layers=num_layers,
-                vocab_size=VOCAB_SIZE,
-                tokenizer=False,
-            )
+            size: dict[str, Any] = {"hidden_size": hidden_size, "num_layers": num_layers, "vocab_size": VOCAB_SIZE}
+            make_tiny_model(fresh, tied=tied, tokenizer=False, **size)
             fresh.rename(path)
         deadline = time.monotonic() + _MODEL_TIMEOUT_S
         while not path.exists():
@@ -167,8 +151,22 @@ class WorkerSubject:
         for rank, problem in enumerate(problems):
             require(not problem, problem if rank == self.rank else f"on rank {rank}: {problem}")
 
+    def compare_norm(self, worker: TrainerWorker, expected: float, what: str) -> float:
+        """Take a step, and fail unless it reports the expected gradient norm; return the norm. All ranks call this."""
+        found = worker.step().gradient_norm
+        self.note(**{f"gradient_norm ({what})": found, f"expected ({what})": expected})
+        self.require_on_all_ranks(
+            abs(found - expected) <= self.tolerance.gradient * expected,
+            f"{what}: the gradient norm is {found:.6g}, {found / expected:.4g} times the {expected:.6g} of autograd",
+        )
+        return found
+
+    def skip_on_one_rank(self) -> None:
+        if self.world_size == 1:
+            skip(_ONE_RANK)
+
     def fresh_path(self, name: str) -> Path:
-        """Return a path where nothing is; every rank calls this, and gets the same."""
+        """Return a path where nothing is, the same on every rank. All ranks call this."""
         path = self.directory / name
         if self.rank == 0:
             shutil.rmtree(path, ignore_errors=True)
@@ -177,7 +175,7 @@ class WorkerSubject:
 
 
 def _version_of(kind: type) -> str:
-    """Return the version of the package that a class comes from, as it says itself or as it was installed."""
+    """Return the version of the package that defines a class, as the package says or as it was installed."""
     package = kind.__module__.partition(".")[0]
     if said := getattr(sys.modules[package], "__version__", None):
         return str(said)

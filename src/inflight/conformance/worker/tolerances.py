@@ -1,4 +1,4 @@
-"""How much two computations of the same number may differ, by the dtype that the worker computes in."""
+"""How much two computations of the same number may differ, by the worker's dtype."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """What still counts as equal. The kit's models have two layers, and logits of several units."""
+    """Differences that count as equal. The kit's models have two layers, and logits of several units."""
 
     dtype: str
     logprob: float
@@ -16,7 +16,7 @@ class Tolerance:
     gradient: float
     """Of a gradient norm, relative."""
     change: float
-    """Of how weights change over steps, in the 2-norm, relative to the change. Adam divides by small numbers."""
+    """Of how weights change over steps, in the 2-norm, relative to the change: Adam divides by small numbers."""
     rounding: float
     """Of one stored weight, relative: half a unit in the last place."""
 
@@ -27,12 +27,12 @@ _TOLERANCES = (
     Tolerance("float32", logprob=1e-3, gradient=1e-3, change=5e-3, rounding=2.0**-24),
     # Norms and rotary angles inside the models are float32 in most implementations.
     Tolerance("float64", logprob=1e-4, gradient=1e-4, change=1e-3, rounding=2.0**-53),
-    # 8 bits: logits of 8 are rounded to 1/32, and so is what they are made of.
+    # 8 bits: logits of 8 are rounded to 1/32, and so are the numbers they are made of.
     Tolerance("bfloat16", logprob=1.0, gradient=0.15, change=0.3, rounding=2.0**-9),
 )
 
 
 def tolerance_of(options: Mapping[str, object]) -> Tolerance:
-    """Return the tolerance for a worker with these options: by its option ``dtype``, float32 without one."""
+    """Return the tolerance for a worker's option ``dtype``, by default float32."""
     known = {tolerance.dtype: tolerance for tolerance in _TOLERANCES}
     return known.get(str(options.get("dtype", "float32")), known["bfloat16"])

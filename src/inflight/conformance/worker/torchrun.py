@@ -1,6 +1,6 @@
-"""Runs the checks inside of processes that torchrun has started: ranks go in step, and rank 0 collects the verdicts.
+"""Runs the checks in processes that torchrun started: ranks go in step, and rank 0 collects the verdicts.
 
-Nothing can be killed and started again here: a check that hangs is the last one, and every rank ends soon after it.
+Nothing can be killed and started again here: a check that hangs is the last, and every rank ends soon after it.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
@@ -20,41 +22,57 @@ from torch.distributed.rendezvous import rendezvous
 from inflight.conformance.checks import Check
 from inflight.conformance.judge import judge, verdict_of
 from inflight.conformance.targets import WorkerTarget
-from inflight.conformance.verdicts import Outcome, Verdict, merged
+from inflight.conformance.verdicts import CheckOutcome, Verdict, merged
 from inflight.conformance.worker.ranks import Ranks
 from inflight.conformance.worker.subject import WorkerSubject
 from inflight.errors import ConfigError
 
 _JOIN_TIMEOUT = timedelta(seconds=60)
 _COLLECT_S = 10.0
-"""For a verdict to arrive, after the deadline of its check."""
+"""For a verdict to arrive after the deadline of its check."""
 _END_S = 10.0
-"""For rank 0 to show what it has, after a check that hung."""
+"""For rank 0 to show what it has after a check that hung."""
 
 
-def run_under_torchrun(
-    target: WorkerTarget, checks: Sequence[Check], on_verdict: Callable[[Verdict], None]
-) -> list[Verdict] | None:
-    """Return all verdicts on rank 0, None on the others; every rank of torchrun's calls this.
+class TorchrunKit:
+    """Checks a worker as `inflight.conformance.kit.Kit` does. Every rank makes one and makes the same calls.
 
-    After a check that hung, rank 0 returns the verdicts until then and has ten seconds left; the other ranks do not
-    return and end with status 1. Raises `ConfigError` if the ranks or their workers cannot be made.
+    Raises `ConfigError` if the ranks or their workers cannot be made.
     """
-    subject = _join(target)
-    verdicts: list[Verdict] = []
-    for check in checks:
-        verdicts.append(_verdict_of_all(subject, check))
-        if subject.rank == 0:
-            on_verdict(verdicts[-1])
-        if verdicts[-1].outcome is Outcome.HUNG:
-            _end_soon(subject)
-            return verdicts
-    subject.prepare()
-    subject.ranks.meet()
-    if subject.rank == 0:
-        shutil.rmtree(subject.directory, ignore_errors=True)
-    subject.close()
-    return verdicts if subject.rank == 0 else None
+
+    gone = None
+    start_seconds = 0.0
+
+    def __init__(self, target: WorkerTarget, *, deadline_scale: float = 1.0) -> None:
+        self.target = target
+        self.is_over = False
+        """Whether a check hung. Then rank 0 has ten seconds left, and the other ranks end with status 1."""
+        self._deadline_scale = deadline_scale
+        self._subject = _join(target)
+
+    def __enter__(self) -> TorchrunKit:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None and not self.is_over:
+            self._subject.prepare()
+            self._subject.ranks.meet()
+            if self._subject.rank == 0:
+                shutil.rmtree(self._subject.directory, ignore_errors=True)
+            self._subject.close()
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        flags = {**self._subject.facts["flags"], "launcher": "torchrun"}
+        return {**self._subject.facts, "flags": flags}
+
+    def run(self, check: Check) -> Verdict:
+        """Return the verdict of all ranks on one check, the same on each of them."""
+        verdict = _verdict_of_all(self._subject, replace(check, deadline_s=check.deadline_s * self._deadline_scale))
+        if verdict.outcome is CheckOutcome.HUNG:
+            self.is_over = True
+            _end_soon(self._subject)
+        return verdict
 
 
 def _join(target: WorkerTarget) -> WorkerSubject:
@@ -77,17 +95,16 @@ def _join(target: WorkerTarget) -> WorkerSubject:
 
 
 def _verdict_of_all(subject: WorkerSubject, check: Check) -> Verdict:
-    """Return the verdict of all ranks, the same on each of them."""
     if check.before is not None or check.after is not None:
         reason = "it needs a group of one rank, too, which the kit makes when it starts the ranks itself"
-        return verdict_of(check, Outcome.SKIPPED, message=reason)
+        return verdict_of(check, CheckOutcome.SKIPPED, message=reason)
     mine = judge(subject, check).verdict
     subject.ranks.post(check.id, mine.model_dump(mode="json"))
     deadline = time.monotonic() + check.deadline_s + _COLLECT_S
     verdicts = []
     for rank in range(subject.world_size):
         found = subject.ranks.read_post(check.id, rank, max(0.0, deadline - time.monotonic()))
-        silent = verdict_of(check, Outcome.HUNG, message="it gave no verdict", stacks="none: it does not answer")
+        silent = verdict_of(check, CheckOutcome.HUNG, message="it gave no verdict", stacks="none: it does not answer")
         verdicts.append(silent if found is None else Verdict.model_validate(found))
     return merged(verdicts)
 

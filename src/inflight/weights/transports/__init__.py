@@ -1,11 +1,15 @@
-"""How bytes travel. Each transport has a sender for trainer rank 0 and a receiver for each endpoint rank."""
+"""Transports of weights. Each has a sender for trainer rank 0 and a receiver for each endpoint rank."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from inflight.wire import Backend, DirectorySpec, ProcessGroupSpec, TransportSpec
+from inflight.contracts import Transport
+from inflight.errors import ConfigError
+from inflight.extensions import imported
+from inflight.transports import find_transport
+from inflight.wire import TransportName, TransportSpec
 
 if TYPE_CHECKING:
     import torch
@@ -13,44 +17,25 @@ if TYPE_CHECKING:
     from inflight.contracts import WeightReceiver, WeightSender
 
 
-def make_sender(backend: Backend, *, address: str = "127.0.0.1", directory: Path | None = None) -> WeightSender:
-    """Return the trainer's end of a transport.
+def named_transport(text: str) -> Transport:
+    """Return the transport that a user names: an installed one, or ``module:attribute``. Raises `ConfigError`."""
+    if ":" not in text:
+        return find_transport(text)
+    transport = imported(text)
+    if not isinstance(transport, Transport):
+        raise ConfigError(f"{text} is a {type(transport).__name__}, not a Transport")
+    return transport
+
+
+def make_sender(transport: TransportName, *, address: str = "127.0.0.1", directory: Path | None = None) -> WeightSender:
+    """Return the trainer's end of a transport, by its name or ``module:attribute``.
 
     ``address`` is this machine's address as the endpoints see it (gloo, nccl, http). ``directory`` is where buckets are
-    stored (file, which needs one that the endpoints see; http and shm make one of their own by default). Raises
-    `ConfigError`.
+    stored: file needs a directory that the endpoints see; http and shm make their own by default. Raises `ConfigError`.
     """
-    if backend in ("gloo", "nccl"):
-        from inflight.weights.transports.process_group import ProcessGroupSender
-
-        return ProcessGroupSender(backend, address)
-    if backend == "shm":
-        from inflight.weights.transports.shared_memory import SharedMemorySender
-
-        return SharedMemorySender(directory)
-    if backend == "file":
-        from inflight.weights.transports.files import FileSender
-
-        return FileSender(directory)
-    from inflight.weights.transports.pull import PullSender
-
-    return PullSender(directory, address=address)
+    return named_transport(transport).sender(address=address, directory=directory)
 
 
-def make_receiver(spec: TransportSpec, device: torch.device | None = None) -> WeightReceiver:
-    """Return an endpoint rank's end of the transport that ``spec`` describes; ``device`` is where NCCL writes."""
-    if isinstance(spec, ProcessGroupSpec):
-        from inflight.weights.transports.process_group import ProcessGroupReceiver
-
-        return ProcessGroupReceiver(spec, device)
-    if isinstance(spec, DirectorySpec):
-        if spec.backend == "shm":
-            from inflight.weights.transports.shared_memory import SharedMemoryReceiver
-
-            return SharedMemoryReceiver(spec)
-        from inflight.weights.transports.files import FileReceiver
-
-        return FileReceiver(spec)
-    from inflight.weights.transports.pull import PullReceiver
-
-    return PullReceiver(spec)
+def make_receiver(spec: TransportSpec, device: torch.device | None = None, rank: int = 0) -> WeightReceiver:
+    """Return one endpoint rank's end. ``rank`` and ``device`` as in `Transport.receiver`."""
+    return find_transport(spec.transport).receiver(spec, rank=rank, device=device)

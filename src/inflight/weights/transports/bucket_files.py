@@ -1,19 +1,19 @@
-"""Updates as files: what each file holds, how it is written, and how a reader tells that it is what it asked for.
+"""Updates as files: what each file holds, how it is written, and how a reader verifies what it reads.
 
     DIRECTORY/RUN/latest.json                  names the newest complete update, an `UpdateRef`
     DIRECTORY/RUN/VERSION-SESSION/00000.safetensors ...
     DIRECTORY/RUN/VERSION-SESSION/manifest.json    written when all buckets are there, a `StoredUpdate`
+    DIRECTORY/RUN/VERSION-SESSION/lease-NAME       a reader's lease: keeps the update while younger than `LEASE_S`
 
-    DIRECTORY/RUN/VERSION-SESSION/lease-NAME       somebody reads it: it stays while this is younger than `LEASE_S`
-
-A bucket that travels as it is holds the tensors of the manifest under their names; an encoded one holds its bytes as
-one tensor, ``payload``. Every file appears whole or not at all. Knows nothing of groups and endpoints.
+A ``raw`` bucket holds the tensors of the manifest under their names; an encoded bucket holds its bytes as one tensor,
+``payload``. Every file appears whole or not at all. Knows nothing of groups and endpoints.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import secrets
@@ -28,8 +28,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from inflight.types import WeightBucket
-from inflight.weights.checksums import checksum, on_host
-from inflight.weights.packing import pack
+from inflight.weights.packing import checksum, on_host, pack
 from inflight.weights.session import refuse_stray, transfer_failed
 from inflight.weights.transports.store import Attempt, bytes_of, run_name, session_name, write_all
 from inflight.wire import Encoding, TensorSpec, UpdateRef, WeightUpdate, WireModel
@@ -42,21 +41,21 @@ LENGTH_BYTES = 8
 """A safetensors file begins with the length of its header, little-endian."""
 
 LEASE_S = 15.0
-"""How long an update stays for a reader that was heard of last so long ago."""
+"""Seconds for which a lease keeps an update after its reader last renewed it."""
 LEASE_NAME = re.compile(r"lease-[0-9a-f]{16}")
 
 _MAX_LEASED = 4
-"""Updates that stay for readers beside the newest ones: with more, those whose reader was heard of last."""
+"""Most updates that leases keep besides the newest ones: those with the most recently renewed leases."""
 _MAX_HEADER_BYTES = 64 << 20
 _ALIGNMENT = 64
 _SUFFIX = ".safetensors"
 _CODES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16", "uint8": "U8"}
-_SESSION = re.compile(r"[0-9]{1,20}(-[A-Za-z0-9._-]{1,64})?")
+SESSION_NAME = re.compile(r"[0-9]{1,20}(-[A-Za-z0-9._-]{1,64})?")
 _SIZES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "U8": 1}
 
 
 class StoredBucket(WireModel):
-    """One bucket in a file: ``size_bytes`` and ``checksum`` (XXH3-128) are those of its tensors, without the header."""
+    """One bucket in a file. ``size_bytes`` and ``checksum`` (XXH3-128) are those of its tensors, without the header."""
 
     file: str = Field(pattern=r"^[0-9]{5,9}\.safetensors$")
     size_bytes: int = Field(ge=0)
@@ -65,7 +64,7 @@ class StoredBucket(WireModel):
 
 
 class StoredUpdate(WireModel):
-    """An update that is stored whole: what was announced, and the file of each of its buckets, in order."""
+    """A completely stored update: what was announced, and the file of each of its buckets, in order."""
 
     update: WeightUpdate
     buckets: tuple[StoredBucket, ...]
@@ -73,13 +72,13 @@ class StoredUpdate(WireModel):
     @model_validator(mode="after")
     def _buckets_are_those_announced(self) -> StoredUpdate:
         if [bucket.file for bucket in self.buckets] != [bucket_name(bucket.index) for bucket in self.update.buckets]:
-            raise ValueError(f"{len(self.update.buckets)} buckets were announced, other files are listed")
+            raise ValueError(f"the listed files are not those of the {len(self.update.buckets)} announced buckets")
         for stored, announced in zip(self.buckets, self.update.buckets, strict=True):
             is_raw = stored.encoding == "raw"
             if stored.size_bytes > announced.size_bytes or (is_raw and stored.size_bytes != announced.size_bytes):
                 raise ValueError(
-                    f"bucket {announced.index} has {announced.size_bytes} bytes, its {stored.encoding} form "
-                    f"{stored.size_bytes}"
+                    f"bucket {announced.index} has {announced.size_bytes} bytes, but its {stored.encoding} form "
+                    f"has {stored.size_bytes}"
                 )
         return self
 
@@ -94,7 +93,7 @@ def bucket_name(index: int) -> str:
 
 
 def safetensors_header(specs: Sequence[TensorSpec], ref: UpdateRef, index: int) -> bytes:
-    """Return what comes before the packed bytes of a bucket, padded so that they begin aligned."""
+    """Return the header before the packed bytes of a bucket, padded so that the bytes are aligned."""
     fields: dict[str, Any] = {"__metadata__": _identity(ref, index)}
     offset = 0
     for spec in specs:
@@ -110,11 +109,11 @@ def header_length(first_bytes: bytes, file_bytes: int, size_bytes: int) -> int:
     """Return the length of a file's header. Raises ``ValueError`` unless ``size_bytes`` of data follow it."""
     length = int.from_bytes(first_bytes[:LENGTH_BYTES], "little")
     if len(first_bytes) < LENGTH_BYTES or length > _MAX_HEADER_BYTES:
-        raise ValueError("it is no safetensors file")
+        raise ValueError("it is not a safetensors file")
     data_bytes = file_bytes - LENGTH_BYTES - length
     if data_bytes != size_bytes:
         fault = "truncated" if data_bytes < size_bytes else "too long"
-        raise ValueError(f"it is {fault}: {data_bytes} bytes of data are there, {size_bytes} were announced")
+        raise ValueError(f"it is {fault}: it holds {data_bytes} bytes of data, but {size_bytes} were announced")
     return length
 
 
@@ -124,25 +123,25 @@ def check_header(text: bytes, ref: UpdateRef, index: int, size_bytes: int) -> No
         fields = json.loads(text)
         found = fields.pop("__metadata__", {})
         if found != _identity(ref, index):
-            raise ValueError(f"it is of another update or bucket: {found}")
+            raise ValueError(f"it belongs to another update or bucket: {found}")
         offset = 0
         for name, field in fields.items():
             start, end = field["data_offsets"]
-            wanted = _SIZES[field["dtype"]]
-            for length in field["shape"]:
-                wanted *= length
+            wanted = _SIZES[field["dtype"]] * math.prod(field["shape"])
             if start != offset or end - start != wanted:
-                raise ValueError(f"tensor {name!r} does not follow the one before it, or has not the size of its shape")
+                raise ValueError(
+                    f"tensor {name!r} does not follow the one before it, or its size does not match its shape"
+                )
             offset = end
         if offset != size_bytes:
-            raise ValueError(f"its tensors take {offset} bytes, {size_bytes} were announced")
+            raise ValueError(f"its tensors take {offset} bytes, but {size_bytes} were announced")
     except (AttributeError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"its header is damaged: {error!r}") from error
 
 
 def _identity(ref: UpdateRef, index: int) -> dict[str, str]:
     return {
-        "format": "pt",  # transformers wants it
+        "format": "pt",  # transformers requires it
         "run_id": ref.run_id,
         "version": str(ref.version),
         "session_id": ref.session_id,
@@ -155,10 +154,10 @@ def _identity(ref: UpdateRef, index: int) -> dict[str, str]:
 
 
 def take_lease(directory: Path, run: str, update: str, name: str) -> None:
-    """Have a complete update stay for `LEASE_S` more seconds; a lease of that name on another update ends.
+    """Keep a complete update for `LEASE_S` more seconds, ending any lease of that name on another update.
 
-    Raises ``FileNotFoundError`` if the update is not there any more. Who may not write there gets no lease, silently,
-    but does hear of the update's end.
+    Raises ``FileNotFoundError`` if the update is gone. Readers that may not write there silently get no lease, but
+    still learn of the update's end.
     """
     path = directory / run / update
     if not (path / MANIFEST).is_file():
@@ -181,7 +180,7 @@ def take_lease(directory: Path, run: str, update: str, name: str) -> None:
 
 
 def _leased_at(path: Path) -> float:
-    """Return when a reader of an update was heard of last, if that is not too long ago; 0 otherwise."""
+    """Return when a lease on an update was last renewed, 0 if that is too long ago."""
     times = [0.0]
     for file in path.glob("lease-*"):
         with contextlib.suppress(OSError):
@@ -194,26 +193,26 @@ def _leased_at(path: Path) -> float:
 
 
 class BucketStore:
-    """The writing side of a directory of updates. ``is_durable`` says whether files outlive a loss of power.
+    """The writing side of a directory of updates. ``is_durable`` says whether files survive a loss of power.
 
-    Where they do not, files of updates that are removed are written again: their memory costs no time to get. Who still
-    reads such an update finds other bytes than its checksums say.
+    If they need not, the files of removed updates are overwritten by later ones, because memory in use already costs no
+    time to allocate. A reader of such an update then finds bytes that do not match its checksums.
 
-    An update is complete, and `LATEST` names it, as soon as its last bucket is stored: whether endpoints took it makes
-    no difference to those who follow the directory. The newest ``num_kept`` complete ones stay, the open one, and a few
-    that are leased.
+    An update is complete, and `LATEST` names it, as soon as its last bucket is stored. Whether endpoints took it makes
+    no difference to followers of the directory. The newest complete update stays, two of them if files are durable, and
+    the open one and a few leased ones.
     """
 
-    def __init__(self, directory: Path, *, is_durable: bool, num_kept: int = 2) -> None:
+    def __init__(self, directory: Path, *, is_durable: bool) -> None:
         self.directory = directory
         self._is_durable = is_durable
-        self._num_kept = num_kept
+        self._num_kept = 2 if is_durable else 1
         self._lock = threading.Lock()
         self._open: _OpenUpdate | None = None
         self._spare: list[Path] = []
 
     def begin(self, update: WeightUpdate) -> None:
-        """Make room for an update; what an earlier attempt of the same name left is removed. Raises `TransferError`."""
+        """Prepare for an update, removing what an earlier attempt of the same name left. Raises `TransferError`."""
         run = self.directory / run_name(update.run_id)
         path = run / session_name(update.ref)
         try:
@@ -228,7 +227,7 @@ class BucketStore:
             self._open = _OpenUpdate(update, path)
 
     def write(self, bucket: WeightBucket, attempt: Attempt) -> None:
-        """Store the next bucket of the open update; with the last one the update is complete."""
+        """Store the next bucket of the open update. The last one completes the update."""
         opened = self._open
         if opened is None:
             raise attempt.failed("no update has begun")
@@ -241,10 +240,10 @@ class BucketStore:
         announced = update.buckets[bucket.index].size_bytes
         num_bytes = sum(spec.size_bytes for spec in bucket.specs)
         if num_bytes > announced or (bucket.encoding == "raw" and num_bytes != announced):
-            raise attempt.failed(f"it has {num_bytes} bytes as {bucket.encoding}, {announced} were announced")
+            raise attempt.failed(f"it has {num_bytes} bytes as {bucket.encoding}, but {announced} were announced")
         flat = on_host(pack(bucket.tensors))
-        if flat.numel() != sum(spec.size_bytes for spec in bucket.specs):
-            raise attempt.failed(f"its tensors have {flat.numel()} bytes, its specs say otherwise")
+        if flat.numel() != num_bytes:
+            raise attempt.failed(f"its tensors have {flat.numel()} bytes, but its specs say {num_bytes}")
         stored = StoredBucket(
             file=bucket_name(bucket.index),
             size_bytes=flat.numel(),
@@ -260,7 +259,7 @@ class BucketStore:
             self._write(opened.path.parent / LATEST, [_json(ref)], attempt)
 
     def end(self, *, is_done: bool) -> None:
-        """Note that the open update is over; one that some endpoint may still read stays until the next begins."""
+        """Note that the open update is over. If an endpoint may still read it, it stays until the next one begins."""
         with self._lock:
             opened, self._open = self._open, None
         if opened is not None and is_done:
@@ -277,7 +276,7 @@ class BucketStore:
             _remove(opened.path)
 
     def _write(self, path: Path, parts: Sequence[memoryview], attempt: Attempt) -> None:
-        """Make a file appear at ``path``, whole; what was there before is replaced."""
+        """Make a file appear at ``path``, whole, replacing any earlier one."""
         partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
         is_new = not (path.suffix == _SUFFIX and self._spare)
         if not is_new:
@@ -296,7 +295,7 @@ class BucketStore:
                     os.fsync(fd)
             finally:
                 os.close(fd)
-            attempt.remaining_s()  # a call that was left behind changes nothing any more
+            attempt.remaining_s()  # an abandoned call must change nothing
             partial.replace(path)
         except BaseException:
             partial.unlink(missing_ok=True)
@@ -304,7 +303,7 @@ class BucketStore:
         self._settle(path.parent)
 
     def _settle(self, directory: Path) -> None:
-        """Have the names in a directory outlive a loss of power."""
+        """Make the names in a directory survive a loss of power."""
         if not self._is_durable:
             return
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -314,14 +313,14 @@ class BucketStore:
             os.close(fd)
 
     def _prune(self, run: Path) -> None:
-        """Remove all updates but the newest complete ones; by when they were completed, since versions may go back."""
+        """Remove all but the newest complete updates, by completion time, since versions may go back."""
         completed: list[tuple[int, Path]] = []
         with os.scandir(run) as entries:
             for entry in entries:
                 path = Path(entry.path)
                 if entry.name.startswith(f".{LATEST}."):
                     path.unlink(missing_ok=True)
-                elif _SESSION.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+                elif SESSION_NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
                     manifest = path / MANIFEST
                     if manifest.exists():
                         completed.append((manifest.stat().st_mtime_ns, path))
@@ -337,8 +336,8 @@ class BucketStore:
             _remove(path)
 
     def _spare_files(self, path: Path) -> None:
-        """Keep the files of the newest update that is removed, to be written again."""
-        (path / MANIFEST).unlink(missing_ok=True)  # it is not complete any more from here on
+        """Keep the files of the newest removed update, to be overwritten."""
+        (path / MANIFEST).unlink(missing_ok=True)  # from here on the update is not complete
         for unused in self._spare:
             unused.unlink(missing_ok=True)
         self._spare = []
@@ -356,9 +355,9 @@ class _OpenUpdate:
 
 
 def _remove(path: Path) -> None:
-    """Remove an update, its manifest first: it is not complete any more from then on."""
+    """Remove an update. Its manifest goes first, so that the update no longer counts as complete."""
     (path / MANIFEST).unlink(missing_ok=True)
-    shutil.rmtree(path, ignore_errors=True)  # what a reader on NFS still has open goes when the next update begins
+    shutil.rmtree(path, ignore_errors=True)  # files that a reader on NFS has open go when the next update begins
 
 
 def _json(model: WireModel) -> memoryview:

@@ -1,4 +1,4 @@
-"""The files of a directory of updates over HTTP, for whoever has the token, in ranges. Knows nothing of groups."""
+"""Serves a directory of updates over HTTP, in ranges, to clients with the token. Knows nothing of groups."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ from starlette.types import Receive, Scope, Send
 
 from inflight.errors import TransferError
 from inflight.weights.session import transfer_failed
-from inflight.weights.transports.bucket_files import LATEST, LEASE_NAME, MANIFEST, take_lease
+from inflight.weights.transports.bucket_files import LATEST, LEASE_NAME, MANIFEST, SESSION_NAME, take_lease
 from inflight.weights.transports.store import regular_file
 
 _RUN = re.compile(r"[A-Za-z0-9_~%-][A-Za-z0-9_.~%-]{0,254}")
-_SESSION = re.compile(r"[0-9]{1,20}(-[A-Za-z0-9._-]{1,64})?")
 _FILE = re.compile(rf"[0-9]{{5,9}}\.safetensors|{re.escape(MANIFEST)}|{LEASE_NAME.pattern}")
 _START_S = 10.0
 _STOP_S = 5.0
@@ -74,7 +73,7 @@ class _LargeSteps(FileResponse):
 
 
 class _StoredFile(Response):
-    """Sends a file of the store as it was when it was opened, whatever becomes of its name meanwhile."""
+    """Sends a stored file as it was when opened, even if its name is replaced meanwhile."""
 
     def __init__(self, directory: Path, names: tuple[str, ...]) -> None:
         super().__init__()
@@ -94,7 +93,7 @@ class _StoredFile(Response):
 
 
 def _app(directory: Path, token: str) -> Starlette:
-    """Return the application: GET and HEAD of the files of the store, and leases on them."""
+    """Return the application: GET and HEAD of the stored files, and leases on them."""
     expected = f"Bearer {token}".encode()
 
     def is_allowed(request: Request) -> bool:
@@ -111,9 +110,9 @@ def _app(directory: Path, token: str) -> Starlette:
 
     def file(request: Request) -> Response:
         names = [request.path_params[part] for part in ("run", "session", "file")]
-        is_known = all(kind.fullmatch(name) for kind, name in zip((_RUN, _SESSION, _FILE), names, strict=True))
+        is_known = all(kind.fullmatch(name) for kind, name in zip((_RUN, SESSION_NAME, _FILE), names, strict=True))
         if is_known and LEASE_NAME.fullmatch(names[-1]) and request.method == "GET" and is_allowed(request):
-            with contextlib.suppress(OSError):  # whoever fetches a lease holds it
+            with contextlib.suppress(OSError):  # fetching a lease renews it
                 take_lease(directory, names[0], names[1], names[2])
         return answer(request, *(names if is_known else ("-",)))
 
@@ -127,7 +126,7 @@ def _app(directory: Path, token: str) -> Starlette:
 
 def _bound(address: str) -> socket.socket:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    # With the protocol named, asyncio switches Nagle off on every connection.
+    # asyncio disables Nagle on every connection if the protocol is named.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.bind((address, 0))

@@ -1,11 +1,9 @@
-"""Weights through files: rank 0 writes each update into a directory, and endpoints read it, now or when they come.
-
-`latest`, `lease` and `read_manifest` are for an endpoint that follows the directory without having been asked to.
-"""
+"""Weights through files: rank 0 writes each update into a directory, and endpoints read it, at once or later."""
 
 from __future__ import annotations
 
 import os
+from abc import abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -42,17 +40,17 @@ from inflight.weights.transports.store import (
     run_name,
     session_name,
 )
-from inflight.wire import DirectorySpec, UpdateRef, WeightUpdate
+from inflight.wire import DirectorySpec, PullSpec, UpdateRef, WeightUpdate
 
 
 class FileSender(WeightSender):
-    """Trainer rank 0's end. ``directory`` is on a file system that the endpoints see."""
+    """Trainer rank 0's end. The endpoints see the file system of ``directory``. ``is_durable`` as in `BucketStore`."""
 
-    def __init__(self, directory: Path | None) -> None:
+    def __init__(self, directory: Path | None, *, is_durable: bool = True) -> None:
         if directory is None:
-            raise ConfigError("the file transport needs a directory that the endpoints see; give it one, or use http")
-        self._directory = directory.absolute()
-        self._store = BucketStore(self._directory, is_durable=True)
+            raise ConfigError("the file transport needs a directory that the endpoints see; pass one, or use http")
+        self.directory = directory.absolute()
+        self._store = BucketStore(self.directory, is_durable=is_durable)
         self._given_up: Future[str] = Future()
         self._is_open = False
 
@@ -64,15 +62,15 @@ class FileSender(WeightSender):
         """Raises `TransferError` if the directory cannot be made."""
         self.abort()
         try:
-            (self._directory / run_name(run_id)).mkdir(parents=True, exist_ok=True)
+            (self.directory / run_name(run_id)).mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise transfer_failed(error, f"making a directory below {self._directory}") from error
+            raise transfer_failed(error, f"making a directory below {self.directory}") from error
         self._given_up, self._is_open = Future(), True
-        spec = DirectorySpec(run_id=run_id, backend="file", directory=str(self._directory), timeout_s=timeout_s)
+        spec = DirectorySpec(run_id=run_id, transport="file", directory=str(self.directory), timeout_s=timeout_s)
         return [spec] * len(num_ranks)
 
     def join(self) -> None:
-        """Nobody is waited for."""
+        """Waits for no endpoint."""
         if not self._is_open:
             raise TransferError("no weight group is open")
 
@@ -81,8 +79,8 @@ class FileSender(WeightSender):
         self._store.begin(update)
 
     def send(self, bucket: WeightBucket, timeout_s: float) -> None:
-        """A return means that the bucket's file is there, and stays if power is lost."""
-        what = f"storing bucket {bucket.index} in {self._directory}"
+        """On return the bucket's file is there, and survives a loss of power."""
+        what = f"storing bucket {bucket.index} in {self.directory}"
         attempt = Attempt(what, timeout_s, self._given_up)
         attempt.run(lambda: self._store.write(bucket, attempt))
 
@@ -90,31 +88,20 @@ class FileSender(WeightSender):
         self._store.end(is_done=is_done)
 
     def abort(self) -> None:
-        """Complete updates stay, one that is being written goes."""
+        """Complete updates stay; an update that is being written is removed."""
         give_up(self._given_up)
         self._is_open = False
         self._store.drop()
 
 
-class FileReceiver(StoredReceiver):
-    """One endpoint rank's end."""
+class FilesReceiver(StoredReceiver):
+    """What the receivers of stored files share. Those that follow a run call `latest`, `lease` and `read_manifest`."""
 
-    def __init__(self, spec: DirectorySpec) -> None:
+    def __init__(self, spec: DirectorySpec | PullSpec) -> None:
         super().__init__()
-        self._spec = spec
-        self._directory = Path(spec.directory)
+        self._run_id = spec.run_id
+        self._join_s = spec.timeout_s
         self._buffers = LentBuffers()
-
-    def join(self) -> None:
-        run = self._directory / run_name(self._spec.run_id)
-        attempt = Attempt("joining the weight group", self._spec.timeout_s, self._given_up)
-        attempt.reason = f"{run} is not there"
-
-        def wait() -> None:
-            while not run.is_dir():
-                attempt.pause()
-
-        attempt.run(wait)
 
     def begin(self, ref: UpdateRef) -> None:
         super().begin(ref)
@@ -122,64 +109,110 @@ class FileReceiver(StoredReceiver):
 
     def _received(self, ref: UpdateRef, index: int, size_bytes: int, attempt: Attempt) -> torch.Tensor:
         flat = self._buffers.take(size_bytes)
-        attempt.run(lambda: _read_bucket(self._directory, ref, index, flat, attempt))
+        attempt.run(lambda: self._fill((*_place(ref), bucket_name(index)), ref, index, flat, attempt))
         self._buffers.lend(flat)
         return flat
 
+    def latest(self, timeout_s: float, what: str = "asking for the latest version") -> UpdateRef | None:
+        """Return the run's newest completely stored update, None if there is none. Raises `TransferError`."""
+        names = (run_name(self._run_id), LATEST)
+        attempt = Attempt(what, timeout_s, self._given_up)
+        text = attempt.run(lambda: self._read(names, MAX_LATEST_BYTES, attempt))
+        if text is None:
+            return None
+        ref = parsed(UpdateRef, text, where=self._where(names))
+        if ref.run_id != self._run_id:
+            raise attempt.failed(f"{self._where(names)} belongs to run {ref.run_id!r}, not to {self._run_id!r}")
+        return ref
 
-def latest(directory: Path, run_id: str) -> UpdateRef | None:
-    """Return the newest update of a run that is stored whole; None if there is none. Raises `TransferError`."""
-    name = run_name(run_id)
-    path = directory / name / LATEST
-    try:
-        text = read_text(directory, name, LATEST, max_bytes=MAX_LATEST_BYTES)
-    except FileNotFoundError:
-        return None
-    ref = parsed(UpdateRef, text, where=path)
-    if ref.run_id != run_id:
-        raise TransferError(f"{path} is of run {ref.run_id!r}, not of {run_id!r}")
-    return ref
+    def read_manifest(self, ref: UpdateRef, timeout_s: float) -> StoredUpdate:
+        """Return what is stored of an update. Raises `TransferError` if it was never complete, or is too old.
+
+        Its buckets are received in order by a receiver that began with the same ``ref``.
+        """
+        names = (*_place(ref), MANIFEST)
+        where = self._where(names)
+        attempt = Attempt(f"reading the manifest of version {ref.version}", timeout_s, self._given_up)
+        text = attempt.run(lambda: self._read(names, MAX_MANIFEST_BYTES, attempt))
+        if text is None:
+            raise attempt.failed(f"{where} does not exist: the update is incomplete, or has been removed")
+        stored = parsed(StoredUpdate, text, where=where)
+        if stored.update.ref != ref:
+            raise attempt.failed(f"{where} belongs to another update: {stored.update.ref}")
+        return stored
+
+    def lease(self, ref: UpdateRef, name: str, timeout_s: float) -> None:
+        """Keep a stored update a little longer, see `take_lease`. Raises `TransferError` if it is gone."""
+        place = _place(ref)
+        attempt = Attempt(f"taking a lease on version {ref.version}", timeout_s, self._given_up)
+        if not attempt.run(lambda: self._leased(place, name, attempt)):
+            raise attempt.failed(f"{self._where(place)} has been removed, or is incomplete")
+
+    @abstractmethod
+    def _where(self, names: Sequence[str]) -> str:
+        """Return where a file is, for errors."""
+
+    @abstractmethod
+    def _read(self, names: Sequence[str], max_bytes: int, attempt: Attempt) -> bytes | None:
+        """Return a whole file, None if there is none. Raises `TransferError` if it is longer than allowed."""
+
+    @abstractmethod
+    def _leased(self, place: tuple[str, str], name: str, attempt: Attempt) -> bool:
+        """Take a lease on the update in ``place``, its run and session; return whether the update is there."""
+
+    @abstractmethod
+    def _fill(self, names: Sequence[str], ref: UpdateRef, index: int, flat: torch.Tensor, attempt: Attempt) -> None:
+        """Fill ``flat`` with the bytes of a bucket, once its file is there."""
 
 
-def read_manifest(directory: Path, ref: UpdateRef) -> StoredUpdate:
-    """Return what is stored of an update. Raises `TransferError`: if it is not there, it was never complete or is old.
+class FileReceiver(FilesReceiver):
+    """One endpoint rank's end."""
 
-    Its buckets are received in order by a receiver that began with the same ``ref``.
-    """
-    parts = (run_name(ref.run_id), session_name(ref), MANIFEST)
-    path = directory.joinpath(*parts)
-    try:
-        text = read_text(directory, *parts, max_bytes=MAX_MANIFEST_BYTES)
-    except FileNotFoundError as error:
-        raise TransferError(f"{path} is not there: the update is not complete, or was removed since") from error
-    stored = parsed(StoredUpdate, text, where=path)
-    if stored.update.ref != ref:
-        raise TransferError(f"{path} is of another update: {stored.update.ref}")
-    return stored
+    def __init__(self, spec: DirectorySpec) -> None:
+        super().__init__(spec)
+        self._directory = Path(spec.directory)
 
+    def join(self) -> None:
+        run = self._directory / run_name(self._run_id)
+        attempt = Attempt("joining the weight group", self._join_s, self._given_up)
+        attempt.reason = f"{run} does not exist"
 
-def lease(directory: Path, ref: UpdateRef, name: str) -> None:
-    """Have a stored update stay a little longer, see `take_lease`. Raises `TransferError` if it is not there."""
-    run, update = run_name(ref.run_id), session_name(ref)
-    try:
-        take_lease(directory, run, update, name)
-    except FileNotFoundError as error:
-        raise TransferError(f"{directory / run / update} was removed, or is not complete") from error
+        def wait() -> None:
+            while not run.is_dir():
+                attempt.pause()
 
+        attempt.run(wait)
 
-def _read_bucket(directory: Path, ref: UpdateRef, index: int, flat: torch.Tensor, attempt: Attempt) -> None:
-    """Fill ``flat`` with the bytes of a bucket, once it is there."""
-    parts = (run_name(ref.run_id), session_name(ref), bucket_name(index))
-    path = directory.joinpath(*parts)
-    attempt.reason = f"{path} is not there"
-    while True:
+    def _where(self, names: Sequence[str]) -> str:
+        return str(self._directory.joinpath(*names))
+
+    def _read(self, names: Sequence[str], max_bytes: int, attempt: Attempt) -> bytes | None:
         try:
-            with regular_file(directory, *parts) as (fd, file_bytes):
-                length = header_length(os.pread(fd, LENGTH_BYTES, 0), file_bytes, flat.numel())
-                check_header(os.pread(fd, length, LENGTH_BYTES), ref, index, flat.numel())
-                read_all(fd, bytes_of(flat), attempt, LENGTH_BYTES + length)
-                return
+            return read_text(self._directory, *names, max_bytes=max_bytes)
         except FileNotFoundError:
-            attempt.pause()
-        except ValueError as error:
-            raise attempt.failed(f"{path} cannot be used: {error}") from error
+            return None
+
+    def _leased(self, place: tuple[str, str], name: str, attempt: Attempt) -> bool:
+        try:
+            take_lease(self._directory, *place, name)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _fill(self, names: Sequence[str], ref: UpdateRef, index: int, flat: torch.Tensor, attempt: Attempt) -> None:
+        attempt.reason = f"{self._where(names)} does not exist"
+        while True:
+            try:
+                with regular_file(self._directory, *names) as (fd, file_bytes):
+                    length = header_length(os.pread(fd, LENGTH_BYTES, 0), file_bytes, flat.numel())
+                    check_header(os.pread(fd, length, LENGTH_BYTES), ref, index, flat.numel())
+                    read_all(fd, bytes_of(flat), attempt, LENGTH_BYTES + length)
+                    return
+            except FileNotFoundError:
+                attempt.pause()
+            except ValueError as error:
+                raise attempt.failed(f"{self._where(names)} cannot be used: {error}") from error
+
+
+def _place(ref: UpdateRef) -> tuple[str, str]:
+    return run_name(ref.run_id), session_name(ref)

@@ -1,7 +1,7 @@
-"""Files of an HTTP server, read in ranges over a few connections at once, into memory that is there already.
+"""Reads files of an HTTP server in ranges, over a few connections at once, into existing memory.
 
-A range whose connection is cut is asked for again from the byte reached. Built on http.client, since that reads from
-the socket straight into the buffer: a third of the time of a client that hands out chunks. Knows nothing of weights.
+If a connection is cut, the range is asked for again from the byte reached. Built on http.client because it reads from
+the socket straight into the buffer, in a third of the time of a client that hands out chunks. Knows nothing of weights.
 """
 
 from __future__ import annotations
@@ -11,19 +11,21 @@ import http.client
 import re
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from urllib.parse import quote, urlsplit
 
+from inflight.weights.backoff import Backoff
 from inflight.weights.transports.store import Attempt
 
 _PART_BYTES = 16 << 20
 _NUM_CONNECTIONS = 3
-_STALLED_S = 10.0  # a connection that moves nothing for so long is cut, and the range asked for again
+_STALLED_S = 10.0  # a connection that moves nothing for this long is cut, and the range requested again
 _FIRST_BACKOFF_S = 0.02
 _LAST_BACKOFF_S = 1.0
-_MOST_WORDS = 1 << 16  # of an answer that is an error
+_MOST_WORDS = 1 << 16  # bytes of an error answer
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19})")
 
 
@@ -37,7 +39,7 @@ class _CutError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """The first bytes of a file, its length, and what tells this file from one that replaces it."""
+    """The first bytes of a file, its length, and a tag that tells it from a file that replaces it."""
 
     first_bytes: bytes
     file_bytes: int
@@ -46,7 +48,7 @@ class Opening:
 
 @dataclass(slots=True)
 class _Part:
-    """The part of ``data`` that comes from byte ``start`` of a file; ``done`` bytes of it are there."""
+    """The part of ``data`` that comes from byte ``start`` of a file; ``done`` bytes of it have arrived."""
 
     start: int
     data: memoryview
@@ -54,7 +56,7 @@ class _Part:
 
 
 class RangeClient:
-    """Reads files below ``url``; ``token`` is the bearer token. Calls may come from several threads."""
+    """Reads files below ``url``; ``token`` is the bearer token. Several threads may call it."""
 
     def __init__(self, url: str, token: str) -> None:
         parts = urlsplit(url)
@@ -69,29 +71,24 @@ class RangeClient:
         self._is_closed = False
 
     def where(self, names: Sequence[str]) -> str:
-        """Return the URL of a file."""
         return f"{self._url}{_path(names)}"
 
     def opening(self, names: Sequence[str], max_bytes: int, attempt: Attempt) -> Opening:
         """Return at most ``max_bytes`` of the beginning of a file. Raises `NotThereError`, `TransferError`."""
-
-        def call() -> Opening:
-            with self._asked(names, 0, max_bytes, attempt) as (answer, opening):
-                wanted = min(max_bytes, opening.file_bytes)
-                first_bytes = answer.read(wanted)
-                if len(first_bytes) != wanted:
-                    raise _CutError(f"the connection was cut after {len(first_bytes)} bytes")
-                return replace(opening, first_bytes=first_bytes)
-
-        backoff_s = _FIRST_BACKOFF_S
+        backoff = Backoff(_FIRST_BACKOFF_S, _LAST_BACKOFF_S)
         while True:
             try:
-                return call()
+                with self._asked(names, 0, max_bytes, attempt) as (answer, opening):
+                    wanted = min(max_bytes, opening.file_bytes)
+                    first_bytes = answer.read(wanted)
+                    if len(first_bytes) != wanted:
+                        raise _CutError(f"the connection was cut after {len(first_bytes)} bytes")
+                    return replace(opening, first_bytes=first_bytes)
             except (OSError, http.client.HTTPException, _CutError) as error:
-                backoff_s = self._wait(names, error, backoff_s, attempt)
+                self._wait(names, error, backoff, attempt)
 
     def fill(self, names: Sequence[str], start: int, data: memoryview, tag: str, attempt: Attempt) -> None:
-        """Fill ``data`` from byte ``start`` of a file that `opening` was read of. Raises `TransferError`."""
+        """Fill ``data`` from byte ``start`` of the file that `opening` read. Raises `TransferError`."""
         offsets = range(0, len(data), _PART_BYTES)
         parts = deque(_Part(start + offset, data[offset : offset + _PART_BYTES]) for offset in offsets)
         failures: list[Exception] = []
@@ -118,33 +115,30 @@ class RangeClient:
             raise failures[0]
 
     def close(self) -> None:
-        """Cut every connection: calls that are pending end. Idempotent."""
+        """Cut every connection, ending pending calls. Idempotent."""
         with self._lock:
             self._is_closed = True
             idle, self._idle = self._idle, []
             busy = list(self._busy)
         for connection in idle:
             connection.close()
-        for connection in busy:  # closed by the thread that uses it
+        for connection in busy:  # the thread that uses it closes it
             if (sock := connection.sock) is not None:
-                try:
+                with contextlib.suppress(OSError):  # it was cut already
                     sock.shutdown(socket.SHUT_RDWR)
-                except OSError:
-                    continue  # it was cut already
 
     def _fill_part(self, names: Sequence[str], part: _Part, tag: str, attempt: Attempt) -> None:
-        backoff_s = _FIRST_BACKOFF_S
+        backoff = Backoff(_FIRST_BACKOFF_S, _LAST_BACKOFF_S)
         while part.done < len(part.data):
             before = part.done
             try:
                 self._continue(names, part, tag, attempt)
             except (OSError, http.client.HTTPException, _CutError) as error:
                 if part.done > before:
-                    backoff_s = _FIRST_BACKOFF_S
-                backoff_s = self._wait(names, error, backoff_s, attempt)
+                    backoff.reset()
+                self._wait(names, error, backoff, attempt)
 
     def _continue(self, names: Sequence[str], part: _Part, tag: str, attempt: Attempt) -> None:
-        """Ask for what is missing of a part, once."""
         start, stop = part.start + part.done, part.start + len(part.data)
         with self._asked(names, start, stop, attempt, tag) as (answer, opening):
             if opening.tag != tag or opening.file_bytes < stop:
@@ -158,19 +152,17 @@ class RangeClient:
                     raise _CutError(f"the connection was cut at byte {part.start + part.done}")
                 part.done += num_read
 
-    def _wait(self, names: Sequence[str], error: Exception, backoff_s: float, attempt: Attempt) -> float:
-        """Wait before the next try; return how long to wait before the one after."""
+    def _wait(self, names: Sequence[str], error: Exception, backoff: Backoff, attempt: Attempt) -> None:
         attempt.reason = f"{self.where(names)} could not be read ({_text(error)})"
-        attempt.pause(backoff_s)
-        return min(2 * backoff_s, _LAST_BACKOFF_S)
+        attempt.pause(backoff.next(time.monotonic()))
 
     @contextlib.contextmanager
     def _asked(
         self, names: Sequence[str], start: int, stop: int, attempt: Attempt, tag: str | None = None
     ) -> Iterator[tuple[http.client.HTTPResponse, Opening]]:
-        """Ask for a range; yield the answer, no byte of it read, and its facts. Its connection is used again if it was.
+        """Ask for a range; yield the unread answer and its facts. A fully read connection is used again.
 
-        Raises `NotThereError`, `TransferError` if asking again is of no use, and what a cut connection raises.
+        Raises `NotThereError`, `TransferError` if asking again would not help, and what a cut connection raises.
         """
         connection, answer = self._taken(attempt), None
         headers = {"Authorization": f"Bearer {self._token}", "Range": f"bytes={start}-{stop - 1}"}
@@ -217,7 +209,7 @@ class RangeClient:
         return Opening(b"", file_bytes, answer.headers.get("ETag", ""))
 
     def _taken(self, attempt: Attempt) -> http.client.HTTPConnection:
-        """Return a connection that nobody uses, which may have to be connected yet."""
+        """Return a connection that nobody uses, which may not be connected yet."""
         attempt.remaining_s()
         with self._lock:
             if self._is_closed:

@@ -1,11 +1,11 @@
 """Weights through memory of this host: rank 0 writes buckets into one file in memory, and every endpoint maps it.
 
 The file (arena) lies in a directory of its own below /dev/shm, which only this user can enter. Beside it lies a small
-record for each bucket of the update, which says where in the arena the bucket is and which update it belongs to. A
-receiver copies nothing: its tensors are views of its mapping, and all endpoints of the host share one set of pages.
+record for each bucket of the update: where in the arena the bucket is, and which update it belongs to. A receiver
+copies nothing: its tensors are views of its mapping, and all endpoints of the host share one set of pages.
 
-An arena is written again only after every endpoint said that it needs nothing of it any more; otherwise it is unlinked,
-and whoever still reads its mapping keeps it as it was. It never gets shorter, so that no mapping loses its pages.
+The sender writes an arena again only after every endpoint said that it needs nothing of it any more. Otherwise it
+unlinks the arena, and existing mappings of it stay unchanged. An arena never shrinks, so no mapping loses its pages.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from inflight.wire import DirectorySpec, UpdateRef, WeightUpdate, WireModel
 
 _PAGE = mmap.ALLOCATIONGRANULARITY
 _MAX_RECORD_BYTES = 1 << 16
-_MOST_UNUSED = 4  # an arena of so many times what the last update needed is not kept
+_MOST_UNUSED = 4  # an arena this many times larger than the last update is not kept
 
 
 class _Record(WireModel):
-    """Where one bucket lies, and whose it is."""
+    """Where one bucket lies, and the update it belongs to."""
 
     ref: UpdateRef
     index: int = Field(ge=0)
@@ -58,7 +58,7 @@ class _Record(WireModel):
 
 
 class SharedMemorySender(WeightSender):
-    """Trainer rank 0's end. ``directory`` is used in place of /dev/shm."""
+    """Trainer rank 0's end. ``directory`` replaces /dev/shm."""
 
     def __init__(self, directory: Path | None = None) -> None:
         self._parent = directory
@@ -86,11 +86,11 @@ class SharedMemorySender(WeightSender):
             except OSError as error:
                 raise transfer_failed(error, f"making a directory below {parent}") from error
             directory = str(self._home.path)
-        spec = DirectorySpec(run_id=run_id, backend="shm", directory=directory, timeout_s=timeout_s)
+        spec = DirectorySpec(run_id=run_id, transport="shm", directory=directory, timeout_s=timeout_s)
         return [spec] * len(num_ranks)
 
     def join(self) -> None:
-        """Nobody is waited for."""
+        """Waits for no endpoint."""
         if self._home is None:
             raise TransferError("no weight group is open")
 
@@ -114,7 +114,7 @@ class SharedMemorySender(WeightSender):
             self._update = update
 
     def send(self, bucket: WeightBucket, timeout_s: float) -> None:
-        """A return means that the bucket can be mapped."""
+        """On return the bucket can be mapped."""
         attempt = Attempt(f"storing bucket {bucket.index} in shared memory", timeout_s, self._given_up)
         flat = pack(bucket.tensors)
         with self._lock:
@@ -141,7 +141,7 @@ class SharedMemorySender(WeightSender):
                 raise attempt.failed(f"{error.strerror} in {self._home.path}{advice}") from error
 
     def end(self, *, is_done: bool) -> None:
-        """The memory is used again if the update is done, and left to its readers if not."""
+        """The memory is reused if the update is done, and left to its readers if not."""
         with self._lock:
             update, self._update = self._update, None
             records, self._records = self._records, []
@@ -151,8 +151,8 @@ class SharedMemorySender(WeightSender):
                 self._drop_arena()
 
     def abort(self) -> None:
-        """The directory is removed; a new group makes another."""
-        give_up(self._given_up)  # a send that is pending holds the lock for at most one more piece
+        """Removes the directory. A new group makes another."""
+        give_up(self._given_up)  # a pending send holds the lock for at most one more piece
         with self._lock:
             home, self._home = self._home, None
             self._update, self._records = None, []
@@ -167,10 +167,10 @@ class SharedMemorySender(WeightSender):
 
 
 class _Arena:
-    """A file in memory that buckets are written into one after another, each from the start of a page.
+    """A file in memory to which buckets are appended, each from the start of a page.
 
-    Pages come with the first write to them. A first write goes through the file, which neither clears pages before nor
-    ends the process if there are none; later ones go through a mapping, and are a plain copy.
+    The first write to a page allocates it. First writes go through the file, which does not clear pages first, and does
+    not end the process if memory runs out. Later writes go through a mapping, as a plain copy.
     """
 
     def __init__(self, path: Path, size_bytes: int) -> None:
@@ -188,14 +188,13 @@ class _Arena:
 
     @property
     def is_too_large(self) -> bool:
-        """Whether it holds far more memory than the last update needed."""
         return self._written_bytes > _MOST_UNUSED * max(self.used_bytes, _PAGE)
 
     def write(self, flat: torch.Tensor, attempt: Attempt) -> int:
         """Append bytes, uint8; return where they begin. Raises `OSError`, `TransferError`."""
         start, end = self.used_bytes, self.used_bytes + flat.numel()
         if end > self.size_bytes:
-            raise attempt.failed(f"{flat.numel()} bytes are more than was announced for it")
+            raise attempt.failed(f"its {flat.numel()} bytes are more than were announced")
         if end <= self._written_bytes:
             target = self._mapping()[start:end]
             for piece in range(0, flat.numel(), PIECE_BYTES):
@@ -208,7 +207,7 @@ class _Arena:
         return start
 
     def close(self) -> None:
-        """Unlink it. Mappings of it stay whole."""
+        """Unlink it. Existing mappings stay whole."""
         self._mapped = None
         os.close(self._fd)
         self.path.unlink(missing_ok=True)
@@ -222,7 +221,7 @@ class _Arena:
 class SharedMemoryReceiver(StoredReceiver):
     """One endpoint rank's end. Tensors are views of a mapping, and only to be read.
 
-    One that is written to nevertheless changes for this process alone, and only until the next update.
+    Writing to one changes it for this process alone, and only until the next update.
     """
 
     def __init__(self, spec: DirectorySpec) -> None:
@@ -239,8 +238,8 @@ class SharedMemoryReceiver(StoredReceiver):
                 return
         except FileNotFoundError as error:
             raise TransferError(
-                f"joining the weight group failed: {self._directory} is not there; endpoint and trainer have to be on "
-                "one host and see one /dev/shm"
+                f"joining the weight group failed: {self._directory} does not exist; the endpoint and the trainer "
+                "must run on one host and share one /dev/shm"
             ) from error
 
     def begin(self, ref: UpdateRef) -> None:
@@ -249,7 +248,7 @@ class SharedMemoryReceiver(StoredReceiver):
 
     def _received(self, ref: UpdateRef, index: int, size_bytes: int, attempt: Attempt) -> torch.Tensor:
         name = _record_name(ref, index)
-        attempt.reason = f"{self._directory / name} is not there"
+        attempt.reason = f"{self._directory / name} does not exist"
         while True:
             attempt.remaining_s()
             try:
@@ -270,9 +269,9 @@ class SharedMemoryReceiver(StoredReceiver):
             _Record, read_text(self._directory, name, max_bytes=_MAX_RECORD_BYTES, is_private=True), where=path
         )
         if (record.ref, record.index) != (ref, index):
-            raise attempt.failed(f"{path} is of bucket {record.index} of another update: {record.ref}")
+            raise attempt.failed(f"{path} belongs to bucket {record.index} of another update: {record.ref}")
         if record.size_bytes != size_bytes:
-            raise attempt.failed(f"{record.size_bytes} bytes are stored, {size_bytes} were announced")
+            raise attempt.failed(f"{record.size_bytes} bytes are stored, but {size_bytes} were announced")
         if size_bytes == 0:
             return torch.empty(0, dtype=torch.uint8)
         if self._mapped is None or self._mapped[0] != record.arena:
@@ -283,7 +282,7 @@ class SharedMemoryReceiver(StoredReceiver):
         return mapped[record.offset : record.offset + size_bytes]
 
     def _mapping(self, record: _Record, attempt: Attempt) -> torch.Tensor:
-        """Return the arena, mapped so that nothing written here reaches it."""
+        """Return the arena, mapped so that writes here do not reach it."""
         with regular_file(self._directory, record.arena, is_private=True) as (fd, file_bytes):
             if file_bytes < record.offset + record.size_bytes:
                 raise attempt.failed(f"{self._directory / record.arena} is truncated: it has {file_bytes} bytes")

@@ -1,4 +1,4 @@
-"""What the transports that store buckets share: names of files, opening them with care, deadlines, memory that is lent.
+"""What the transports that store buckets share: file names, careful opening, deadlines, and lent memory.
 
 Knows nothing of formats, and nothing of how the bytes get there.
 """
@@ -27,21 +27,21 @@ from inflight.weights.threads import run_unless
 from inflight.wire import TensorSpec, UpdateRef, WireModel
 
 GRACE_S = 0.5
-"""How long a call that watches its own deadline is waited for beyond it: its words say more than those of a wait."""
+"""How long to wait beyond the deadline for a call that watches it itself: its own error says more than a timeout."""
 
 PIECE_BYTES = 16 << 20
-"""Bytes that are moved between two looks at the deadline."""
+"""Bytes moved between two checks of the deadline."""
 
 _POLL_S = 0.003
 _LONGEST_NAME = 200  # file systems take 255 bytes, and temporary names are longer
-_GIVEN_UP = "the weight group was given up"
+GIVEN_UP = "the weight group was given up"
 
 T = TypeVar("T")
 M = TypeVar("M", bound=WireModel)
 
 
 def run_name(run_id: str) -> str:
-    """Return the directory name of a run: its id, quoted; with a digest in place of what would be too long."""
+    """Return the directory name of a run: its quoted id, with a digest in place of what would be too long."""
     name = quote(run_id, safe="")
     name = f"%2E{name[1:]}" if name.startswith(".") else name
     if len(name) <= _LONGEST_NAME:
@@ -55,9 +55,9 @@ def session_name(ref: UpdateRef) -> str:
 
 
 class Attempt:
-    """One blocking call: what it does, until when it may, and whether its group was given up meanwhile.
+    """One blocking call: what it does, its deadline, and whether its group was given up meanwhile.
 
-    ``reason`` is what the error says if it is not done in time.
+    ``reason`` is the error's text if the call is not done in time.
     """
 
     def __init__(self, what: str, timeout_s: float, given_up: Future[str]) -> None:
@@ -68,7 +68,7 @@ class Attempt:
         self._deadline = time.monotonic() + timeout_s
 
     def remaining_s(self) -> float:
-        """Return how many seconds are left. Raises `TransferError` if there are none, or the group was given up."""
+        """Return the seconds left. Raises `TransferError` if there are none, or the group was given up."""
         if self._given_up.done():
             raise TransferError(self._given_up.result())
         remaining_s = self._deadline - time.monotonic()
@@ -77,17 +77,16 @@ class Attempt:
         return remaining_s
 
     def pause(self, pause_s: float = _POLL_S) -> None:
-        """Wait that long, or for what is left. Raises as `remaining_s`."""
+        """Wait that long, or for the time left. Raises as `remaining_s`."""
         with contextlib.suppress(TimeoutError):
             self._given_up.result(min(pause_s, self.remaining_s()))
         self.remaining_s()
 
     def failed(self, reason: object) -> TransferError:
-        """Return the error for a failure of this call."""
         return TransferError(f"{self.what} failed: {reason}")
 
     def run(self, call: Callable[[], T]) -> T:
-        """Return what ``call`` returns; it is left behind where a file system or a server keeps it for too long."""
+        """Return what ``call`` returns. Abandons the call if a file system or a server blocks it for too long."""
 
         def translated() -> T:
             try:
@@ -99,17 +98,17 @@ class Attempt:
 
 
 def give_up(given_up: Future[str]) -> None:
-    """End what waits for a group. Idempotent."""
+    """End everything that waits for a group. Idempotent."""
     with contextlib.suppress(InvalidStateError):
-        given_up.set_result(_GIVEN_UP)
+        given_up.set_result(GIVEN_UP)
 
 
 @contextlib.contextmanager
 def regular_file(directory: Path, *parts: str, is_private: bool = False) -> Iterator[tuple[int, int]]:
     """Open a file below ``directory`` for reading; yield its descriptor and its size in bytes.
 
-    No symbolic link is followed below ``directory``, and what is not a regular file is refused. Where the file is
-    private, only this user (or root) may own it and be able to reach it. Raises `FileNotFoundError`, `TransferError`.
+    Follows no symbolic link below ``directory``, and refuses anything but a regular file. If the file is private, only
+    this user (or root) may own it and be able to reach it. Raises `FileNotFoundError`, `TransferError`.
     """
     path = directory.joinpath(*parts)
     with contextlib.ExitStack() as stack:
@@ -119,7 +118,7 @@ def regular_file(directory: Path, *parts: str, is_private: bool = False) -> Iter
                 fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | flags, dir_fd=above)
             except FileNotFoundError:
                 raise
-            except OSError as error:  # a symbolic link, too
+            except OSError as error:  # also for a symbolic link
                 raise TransferError(f"{path} cannot be opened: {error.strerror} ({name})") from error
             stack.callback(os.close, fd)
             return fd
@@ -146,13 +145,13 @@ def read_text(directory: Path, *parts: str, max_bytes: int, is_private: bool = F
     """Return the contents of a file. Raises `FileNotFoundError`, or `TransferError` if it is longer than allowed."""
     with regular_file(directory, *parts, is_private=is_private) as (fd, size_bytes):
         if size_bytes > max_bytes:
-            raise TransferError(f"{directory.joinpath(*parts)} has {size_bytes} bytes, at most {max_bytes} are read")
+            raise TransferError(f"{directory.joinpath(*parts)} has {size_bytes} bytes; at most {max_bytes} are read")
         with open(fd, "rb", closefd=False) as file:
             return file.read(max_bytes)
 
 
 def parsed(model: type[M], text: bytes, where: object) -> M:
-    """Return a message that was stored. Raises `TransferError` that says ``where`` it is and what is wrong in it."""
+    """Return a stored message. Raises `TransferError` that says ``where`` it is and what is wrong in it."""
     try:
         return model.model_validate_json(text)
     except ValidationError as error:
@@ -162,7 +161,7 @@ def parsed(model: type[M], text: bytes, where: object) -> M:
 
 
 def write_all(fd: int, data: memoryview, attempt: Attempt, offset: int = 0) -> None:
-    """Write ``data`` from ``offset`` on, looking at the deadline now and then."""
+    """Write ``data`` from ``offset`` on, checking the deadline now and then."""
     written = 0
     while written < len(data):
         attempt.remaining_s()
@@ -170,7 +169,7 @@ def write_all(fd: int, data: memoryview, attempt: Attempt, offset: int = 0) -> N
 
 
 def read_all(fd: int, data: memoryview, attempt: Attempt, offset: int = 0) -> None:
-    """Fill ``data`` from ``offset`` on. Raises `TransferError` if the file ends before."""
+    """Fill ``data`` from ``offset`` on. Raises `TransferError` if the file ends early."""
     done = 0
     while done < len(data):
         attempt.remaining_s()
@@ -186,9 +185,10 @@ def bytes_of(flat: torch.Tensor) -> memoryview:
 
 
 class LentBuffers:
-    """Memory that tensors are received into, kept from one update to the next.
+    """Memory into which tensors are received, kept from one update to the next.
 
-    Pages that the system hands out anew cost more time than the copy itself.
+    Pages that the system hands out anew cost more time than the copy itself: over gloo, they would lengthen the pause
+    by more than half.
     """
 
     def __init__(self) -> None:
@@ -196,7 +196,7 @@ class LentBuffers:
         self._lent: list[torch.Tensor] = []
 
     def take(self, size_bytes: int) -> torch.Tensor:
-        """Return memory of that size that nobody uses, uint8. It does not come back unless it is lent."""
+        """Return unused memory of that size, uint8. It does not come back unless it is lent."""
         for i, buffer in enumerate(self._free):
             if buffer.numel() == size_bytes:
                 return self._free.pop(i)
@@ -207,12 +207,12 @@ class LentBuffers:
         self._lent.append(flat)
 
     def take_back(self) -> None:
-        """Take back what was lent; what was not needed since the last time is returned to the system."""
+        """Take back lent memory. Memory not needed since the last call returns to the system."""
         self._free, self._lent = self._lent, []
 
 
 class StoredReceiver(WeightReceiver):
-    """What the receivers of stored buckets share: which bucket is due, until when, and giving up."""
+    """What the receivers of stored buckets share: which bucket is due, its deadline, and giving up."""
 
     def __init__(self) -> None:
         self._given_up: Future[str] = Future()

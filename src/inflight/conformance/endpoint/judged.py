@@ -1,0 +1,190 @@
+"""The endpoint under check as the judge sees it: opened, brought back before each check, closed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from inflight.conformance.checks import CheckSkipped, fail
+from inflight.conformance.endpoint.failing import engines_that_fail
+from inflight.conformance.endpoint.opening import opened
+from inflight.conformance.endpoint.publishing import SteppedPublisher
+from inflight.conformance.endpoint.subject import EndpointSubject
+from inflight.conformance.endpoint.waiting import task_stacks
+from inflight.conformance.judge import Hung, Subject
+from inflight.conformance.targets import EndpointTarget
+from inflight.wire import EndpointState
+
+_READY_WAIT_S = 8.0
+_IDLE_WAIT_S = 3.0
+_TOKEN_WAIT_S = 15.0
+_GONE_WAIT_S = 1.0
+"""For an endpoint that did not come back the last time either."""
+_CLEAN_UP_S = 8.0
+_RESTORE_S = 15.0
+
+
+class JudgedEndpoint(Subject):
+    """Opens the target's endpoint and runs checks on it, in this process. Raises what opening raises.
+
+    ``is_suspect`` says that an earlier check, in another process, may have harmed the endpoint.
+    """
+
+    def __init__(
+        self, target: EndpointTarget, directory: Path, start_deadline_s: float, *, is_suspect: bool = False
+    ) -> None:
+        self._target = target
+        self._start_deadline_s = start_deadline_s
+        self._subject = EndpointSubject(target, directory, start_deadline_s)
+        self._reference = self._subject.known_reference
+        self._runner = asyncio.Runner()
+        self._stack = contextlib.AsyncExitStack()
+        self._unknown_weights = False
+        self._is_suspect = is_suspect
+        """The check before failed: see whether the endpoint still generates."""
+        self._gone: Exception | None = None
+        """Why the endpoint did not come back the last time."""
+        try:
+            self._runner.run(self._open())
+        except BaseException:
+            self._runner.close()
+            raise
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        flags = {str(key): str(value) for key, value in self._target.options.items()}
+        if self._reference is not None:
+            flags["model"] = str(self._target.model or "the kit's own")
+        declared = self._subject.capabilities
+        return {
+            "implementation": declared.engine,
+            "implementation_version": declared.engine_version,
+            "capabilities": declared.model_dump(mode="json"),
+            "flags": flags,
+        }
+
+    @property
+    def evidence(self) -> dict[str, Any]:
+        return self._subject.evidence
+
+    def missing(self, needs: tuple[str, ...]) -> str | None:
+        return self._subject.missing(*needs)
+
+    def prepare(self) -> None:
+        """Return once the endpoint is READY and idle, and serves the checkpoint's weights.
+
+        An endpoint that the kit made is made anew if it does not come back, once. If that fails too, later calls raise
+        the same error at once.
+        """
+        if self._gone is not None and self._target.url is None:
+            raise self._gone
+        try:
+            self._runner.run(self._prepare())
+        except Exception as error:
+            self._gone = error
+            raise
+        self._gone = None
+
+    def call(self, function: Callable[[Any], Any], deadline_s: float) -> None:
+        try:
+            self._runner.run(self._call(function, deadline_s))
+        except CheckSkipped:
+            raise
+        except Exception:
+            self._is_suspect = True
+            raise
+
+    def close(self) -> None:
+        """Release everything. A server that the kit did not start gets the weights of its checkpoint back."""
+        if self._target.url is not None and self._reference is not None and self._unknown_weights:
+            with contextlib.suppress(Exception):
+                self._runner.run(asyncio.wait_for(self._prepare(), _RESTORE_S))
+        with contextlib.suppress(Exception):
+            self._runner.run(asyncio.wait_for(self._stack.aclose(), _CLEAN_UP_S))
+        with contextlib.suppress(Exception):
+            self._runner.close()
+
+    async def _open(self) -> None:
+        subject, model = self._subject, None if self._reference is None else self._reference.path
+        with engines_that_fail() as made:
+            opening = opened(self._target, model, subject.directory, self._start_deadline_s)
+            subject.opened = await self._stack.enter_async_context(opening)
+        subject.can_fail = made[-1] if made else None
+        async with asyncio.timeout(self._start_deadline_s):
+            subject.capabilities = await subject.endpoint.capabilities()
+            version = await subject.endpoint.weight_version()
+        if self._reference is not None:
+            self._reference.cast(subject.capabilities.dtype)
+        self._unknown_weights = version.run_id is not None or version.version != 0
+
+    async def _prepare(self) -> None:
+        subject = self._subject
+        try:
+            await self._require_comes_back()
+            await self._require_generates()
+        except Exception:  # an adapter around a dead engine may raise anything
+            if self._target.url is not None:
+                raise
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(self._stack.aclose(), _CLEAN_UP_S)
+            self._stack = contextlib.AsyncExitStack()
+            await self._open()
+            await self._require_generates()
+        self._is_suspect = False
+        served = (await subject.endpoint.weight_version()).version
+        subject.publisher = SteppedPublisher(subject.endpoint, subject.capabilities, served)
+        if self._reference is not None and self._unknown_weights:
+            await subject.publisher.publish(self._reference.weights)
+            subject.publisher.lose_group()
+            subject.publisher = SteppedPublisher(subject.endpoint, subject.capabilities, subject.publisher.version)
+            self._unknown_weights = False
+
+    async def _require_comes_back(self) -> None:
+        """Return once the endpoint is READY and idle. Fail the check if that takes too long."""
+        started = time.monotonic()
+        patience_s = _READY_WAIT_S if self._gone is None else _GONE_WAIT_S
+        while True:
+            try:
+                async with asyncio.timeout(patience_s):
+                    version = await self._subject.endpoint.weight_version()
+            except TimeoutError:
+                fail(f"weight_version() gave no answer within {patience_s:g} s")
+            waited_s = time.monotonic() - started
+            is_ready = version.state is EndpointState.READY
+            if is_ready and (version.num_running == 0 or (self._target.url and waited_s > _IDLE_WAIT_S)):
+                return
+            if version.state is EndpointState.POISONED or waited_s > (
+                min(patience_s, _IDLE_WAIT_S) if is_ready else patience_s
+            ):
+                fail(f"before this check the endpoint was {version.state} with {version.num_running} requests running")
+            await asyncio.sleep(0.01)
+
+    async def _require_generates(self) -> None:
+        """Require a token, whichever, of a suspect: an engine may be dead behind an endpoint that says READY."""
+        if not self._is_suspect:
+            return
+        try:
+            async with asyncio.timeout(_TOKEN_WAIT_S if self._gone is None else _GONE_WAIT_S):
+                await self._subject.generate(max_tokens=1)
+        except TimeoutError:
+            fail("generate() gave no token in time")
+
+    async def _call(self, function: Callable[[Any], Any], deadline_s: float) -> None:
+        subject, check = self._subject, asyncio.ensure_future(function(self._subject))
+        done, _ = await asyncio.wait([check], timeout=deadline_s)
+        try:
+            if not done:
+                stacks = task_stacks()
+                check.cancel()
+                await asyncio.wait([check], timeout=_CLEAN_UP_S)
+                raise Hung(f"it did not end within its deadline of {deadline_s:g} s", stacks)
+        finally:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(subject.leave(), _CLEAN_UP_S)
+            subject.publisher.lose_group()
+            self._unknown_weights = self._unknown_weights or subject.publisher.touched
+        check.result()

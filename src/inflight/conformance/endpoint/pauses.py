@@ -1,0 +1,198 @@
+"""Level control: what a pause does to requests that run, that come while it lasts, and that run out of time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from inflight.conformance.checks import check, look_at, require
+from inflight.conformance.endpoint.aftermath import require_all_sampled_from, require_all_whole, require_old_weights
+from inflight.conformance.endpoint.subject import EndpointSubject, Running
+from inflight.conformance.endpoint.waiting import GRACE_S, SERVED_S, until, within
+from inflight.conformance.reference import Weights
+from inflight.wire import EndpointState, InFlightPolicy, WeightUpdate
+
+LEVEL = "control"
+
+WATCHED_S = 0.8
+"""How long a pause is watched for tokens."""
+_NUM_TOKENS_OF_A_DRAIN = 600
+"""Enough to outlast the time in which answers may still be on their way."""
+_NUM_TOKENS = 150
+"""Of each running request: enough for it to run still when a pause comes at once."""
+_SHORT_DRAIN_S = 0.1
+_PAUSE = "whether the pause is acknowledged when the engine has stopped, after the step that was under way, not before"
+_PAUSED = "what pausing and resuming do to running requests: they are neither answered, nor lost, nor started again"
+_DRAIN = "whether new requests stay in the queue while a drain goes on, and who watches its deadline"
+
+
+@check("E-30", "updates keep", look_at=_PAUSE, policy=InFlightPolicy.KEEP)
+@check("E-31", "updates recompute", look_at=_PAUSE, policy=InFlightPolicy.RECOMPUTE)
+async def nothing_sampled(subject: EndpointSubject, policy: InFlightPolicy) -> None:
+    """Under {policy}, no token is sampled from the moment request_weight_update returns until the pause ends."""
+    if not subject.capabilities.streaming:
+        await _watch_without_streams(subject, policy)
+        return
+    publisher = subject.publisher
+    await publisher.form_group()
+    counts, streams = await _start_streams(subject, 4)
+    update = await publisher.request(subject.reference.weights, in_flight=policy)
+    await asyncio.sleep(GRACE_S)
+    ended = any(stream.done() for stream in streams)
+    require(not ended, "a stream to the end of the context had ended before the pause")
+    before = sum(counts)
+    await asyncio.sleep(WATCHED_S)
+    during = sum(counts) - before
+    subject.note(**{"tokens before": before, f"tokens in {WATCHED_S:g} s of the pause": during})
+    words = f"{during} tokens came in {WATCHED_S:g} s, beginning {GRACE_S:g} s after the pause was acknowledged"
+    require(during == 0, words)
+    await publisher.abort(update)
+    await until(lambda: sum(counts) > before, SERVED_S, "after the pause was aborted, no token came")
+
+
+async def _watch_without_streams(subject: EndpointSubject, policy: InFlightPolicy) -> None:
+    """Pause for longer than the running requests would have taken: none of them may end."""
+    await subject.publisher.form_group()
+    for num_tokens in subject.lengths(_NUM_TOKENS):
+        started = time.monotonic()
+        (alone,) = await subject.start_running(1, max_tokens=num_tokens)
+        await within(SERVED_S, alone[1], f"a request for {num_tokens} tokens")
+        usual_s = time.monotonic() - started
+        running = await subject.start_running(2, max_tokens=num_tokens)
+        update = await subject.publisher.request(subject.reference.weights, in_flight=policy)
+        await asyncio.sleep(GRACE_S)
+        paused = [task for _, task in running if not task.done()]
+        if paused:
+            break
+        await subject.publisher.abort(update)
+    require(paused, f"all requests, of up to {num_tokens} tokens, had ended when the pause was acknowledged")
+    await asyncio.sleep(2 * usual_s)
+    num_ended = sum(task.done() for task in paused)
+    subject.note(**{"seconds that one takes": usual_s, "paused": len(paused), "ended during the pause": num_ended})
+    require(
+        num_ended == 0, f"{num_ended} of {len(paused)} requests ended during a pause of {2 * usual_s + GRACE_S:.2g} s"
+    )
+    await subject.publisher.abort(update)
+    await require_all_whole(running, "a request that was paused")
+
+
+async def _start_streams(subject: EndpointSubject, num: int) -> tuple[list[int], list[asyncio.Task[None]]]:
+    """Start streams to the end of the context; return once all run, with the number of tokens that came of each."""
+    num = min(num, subject.capabilities.max_concurrent_sequences)
+    counts = [0] * num
+
+    async def read(i: int) -> None:
+        prompt = subject.prompt(seed=100 + i)
+        request = subject.request(prompt, max_tokens=subject.room(prompt), seed=i, stream=True)
+        async for chunk in subject.streaming.generate_stream(request):
+            counts[i] += len(chunk.token_ids)
+
+    streams = [subject.begin(read(i)) for i in range(num)]
+    await until(lambda: all(counts), SERVED_S, f"{num} streams gave no first token", streams)
+    return counts, streams
+
+
+@check("E-32", "updates", deadline_s=60, look_at=_PAUSED)
+async def paused_requests_finish(subject: EndpointSubject) -> None:
+    """Requests that were paused finish under their own id with all their tokens, after an abort and after a commit."""
+    policies = subject.pausing_policies()
+    await subject.publisher.form_group()
+    for policy in policies:
+        for ending in ("an abort", "a commit"):
+            for num_tokens in subject.lengths(_NUM_TOKENS):
+                if num_paused := await _pause_and_end(subject, policy, ending, num_tokens):
+                    break
+            subject.note(**{f"paused by {policy} until {ending}": num_paused})
+            require(num_paused, f"no request was running any more when the pause by {policy} was acknowledged")
+
+
+async def _pause_and_end(subject: EndpointSubject, policy: InFlightPolicy, ending: str, num_tokens: int) -> int:
+    """Pause running requests and require that they finish whole; return how many were running under the pause."""
+    running = await subject.start_running(4, max_tokens=num_tokens)
+    update = await subject.publisher.request(subject.reference.weights, in_flight=policy)
+    num_paused = sum(not task.done() for _, task in running)
+    await _end(subject, update, subject.reference.weights, ending)
+    await require_all_whole(running, f"a request that was paused by {policy}, until {ending},")
+    return num_paused
+
+
+async def _end(subject: EndpointSubject, update: WeightUpdate, weights: Weights, ending: str) -> None:
+    """End a pause by an abort, or by a commit of these weights."""
+    if ending == "an abort":
+        await subject.publisher.abort(update)
+    else:
+        await subject.publisher.complete(update, weights)
+
+
+@check("E-33", "updates", deadline_s=40, look_at=_PAUSED)
+async def newcomers_wait(subject: EndpointSubject) -> None:
+    """Requests that come during a pause wait, and are served by the weights that it ends with."""
+    other = subject.reference.with_final_norm(-1.0, "B")
+    for weights, ending in ((subject.reference.weights, "an abort"), (other, "a commit")):
+        update = await subject.publisher.request(other)
+        waiting = subject.start(3, 16)
+        await asyncio.sleep(0.5)
+        require(
+            not any(task.done() for _, task in waiting), "a request that came during a pause was answered during it"
+        )
+        await _end(subject, update, other, ending)
+        what = f"a request that came during a pause which ended by {ending}"
+        await require_all_sampled_from(subject, weights, waiting, what)
+
+
+@check("E-34", "updates drain", deadline_s=60, look_at=_DRAIN)
+async def drained(subject: EndpointSubject) -> None:
+    """Under drain, running requests finish under the old weights before the pause is acknowledged; new ones wait."""
+    publisher, other = subject.publisher, subject.reference.with_final_norm(-1.0, "B")
+    num_tokens = min(_NUM_TOKENS_OF_A_DRAIN, subject.capabilities.max_model_len // 2)
+    await publisher.form_group()
+    running = await subject.start_running(4, max_tokens=num_tokens)
+    pausing = subject.begin(publisher.request(other, in_flight=InFlightPolicy.DRAIN, deadline_s=3 * SERVED_S))
+    while (await subject.endpoint.weight_version()).state is EndpointState.READY and not pausing.done():
+        await asyncio.wait([pausing], timeout=0.005)
+    late = subject.start(1, 16)
+    update = await pausing
+    await _require_ended(running, "when the drain was acknowledged")
+    await require_all_sampled_from(subject, subject.reference.weights, running, "a request that was drained")
+    require(not late[0][1].done(), "a request that came during the drain was answered before the update")
+    await publisher.complete(update, other)
+    await require_all_sampled_from(subject, other, late, "a request that came during the drain")
+
+
+async def _require_ended(running: Running, when: str) -> None:
+    await asyncio.wait([task for _, task in running], timeout=GRACE_S)
+    num_left = sum(not task.done() for _, task in running)
+    require(num_left == 0, f"{num_left} of {len(running)} requests were still running {when}")
+
+
+@check("E-35", "updates drain", deadline_s=40, look_at=_DRAIN)
+async def drain_out_of_time(subject: EndpointSubject) -> None:
+    """A drain that takes longer than the update's deadline is refused, and every request goes on."""
+    await subject.publisher.form_group()
+    running = await subject.start_running(4, max_tokens=min(500, subject.capabilities.max_model_len // 2))
+    options = {"in_flight": InFlightPolicy.DRAIN, "deadline_s": _SHORT_DRAIN_S}
+    drain = subject.publisher.request(subject.reference.weights, **options)
+    await subject.require_refused(drain, "a drain out of time")
+    await require_all_whole(subject.start(1, 16), "a request after a drain was refused")
+    await require_old_weights(subject, "after a drain was refused")
+    await require_all_whole(running, "a request that ran while a drain was refused")
+
+
+@check("E-36", "updates abort")
+@look_at("whether aborted requests are answered with their tokens, before the pause is acknowledged")
+async def aborted(subject: EndpointSubject) -> None:
+    """Under abort, running requests end with the tokens they have, and finish reason abort."""
+    await subject.publisher.form_group()
+    running = await subject.start_running(4)
+    update = await subject.publisher.request(subject.reference.weights, in_flight=InFlightPolicy.ABORT)
+    await _require_ended(running, "after a pause by abort")
+    lengths = []
+    for request, task in running:
+        completion = task.result().completions[0]
+        lengths.append(len(completion.token_ids))
+        require(completion.finish_reason == "abort", f"a request ended by {completion.finish_reason!r}, not by 'abort'")
+        require(completion.token_ids, "a request that was being decoded ended without a token")
+        subject.require_sampled_from(subject.reference.weights, request, completion, "a request that was aborted")
+    subject.note(**{"tokens of the aborted requests": lengths})
+    await subject.publisher.abort(update)
+    await require_old_weights(subject, "after a pause by abort was given up")

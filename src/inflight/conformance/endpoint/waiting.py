@@ -1,0 +1,65 @@
+"""Waiting for calls and conditions, always with a limit. Knows nothing of endpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, TypeVar
+
+from inflight.conformance.checks import require
+
+T = TypeVar("T")
+
+SLACK_S = 4.0
+"""How much later than its own deadline a call or a lease may end: slow machines, and time for the reason to arrive."""
+GRACE_S = 0.3
+"""For what left the endpoint before a call returned, and is still on its way."""
+SERVED_S = 15.0
+"""For a few hundred tokens of a few requests, on any engine."""
+
+
+async def within(seconds: float, call: Awaitable[T], what: str) -> T:
+    """Return what ``call`` returns, or raise what it raises. Fail the check if it takes longer."""
+    task = asyncio.ensure_future(call)
+    try:
+        done, _ = await asyncio.wait([task], timeout=seconds)
+    finally:
+        if not task.done():
+            task.cancel()
+    require(done, f"{what} had not ended after {seconds:g} s")
+    return task.result()
+
+
+async def until(
+    holds: Callable[[], object], seconds: float, what: str, tasks: Iterable[asyncio.Future[Any]] = ()
+) -> None:
+    """Return once ``holds`` does. Fail the check if that takes longer; raise what one of the tasks raises meanwhile."""
+    deadline, watched = time.monotonic() + seconds, list(tasks)
+    while not holds():
+        for task in watched:
+            if task.done():
+                task.result()
+        require(time.monotonic() < deadline, f"{what} within {seconds:g} s")
+        await asyncio.sleep(0.005)
+
+
+async def cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Cancel the tasks, and wait for them."""
+    cancelled = list(tasks)
+    for task in cancelled:
+        task.cancel()
+    await asyncio.gather(*cancelled, return_exceptions=True)
+
+
+def task_stacks() -> str:
+    """Return where every task of the running loop waits."""
+    parts = []
+    for task in asyncio.all_tasks():
+        frames = task.get_stack(limit=12)
+        if task is asyncio.current_task() or not frames:
+            continue
+        summary = [traceback.FrameSummary(f.f_code.co_filename, f.f_lineno, f.f_code.co_name) for f in frames]
+        parts.append(f"task {task.get_name()} ({task.get_coro()}):\n{''.join(traceback.format_list(summary))}")
+    return "\n".join(parts) or "no task is waiting"

@@ -1,0 +1,4 @@
+"""A fleet under faults: seeded schedules of faults during weight updates, and a judge that looks from outside.
+
+``inflight check fleet`` runs it against any server.
+"""

@@ -1,0 +1,310 @@
+"""How faults strike calls: an endpoint behind a network that loses, repeats and reorders them.
+
+It implements the contract's Protocol, so the library cannot tell it from a real endpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from inflight.conformance.fleet.plan import SENDER, Fault, FaultPlan, Kind, Step
+from inflight.conformance.fleet.proxy import TcpProxy
+from inflight.conformance.fleet.servers import Call, Place, Server
+from inflight.contracts import InferenceEndpoint
+from inflight.errors import InflightError, UnreachableError
+from inflight.wire import (
+    BucketTransfer,
+    Capabilities,
+    ChatCompletion,
+    ChatCompletionRequest,
+    GenerateRequest,
+    GenerateResponse,
+    InFlightPolicy,
+    ProcessGroupSpec,
+    PullSpec,
+    TransportSpec,
+    UpdateRef,
+    WeightUpdate,
+    WeightVersion,
+)
+
+T = TypeVar("T")
+
+_LATE_S = 6.0
+"""How long the end of a schedule waits for late calls."""
+
+
+class Faults:
+    """The state of a running plan: pending faults, faults that have struck, and late calls. Used by several threads.
+
+    While faults strike, leases are at most ``lease_s``, so that no schedule waits for the library's own.
+    """
+
+    def __init__(self, plan: FaultPlan, place: Place, lease_s: float, *, cancel_arrives: bool) -> None:
+        self.loop = place.loop
+        self.lease_s = lease_s
+        self.cancel_arrives = cancel_arrives
+        self.struck: list[Fault] = []
+        self.problems: list[str] = []
+        """Calls that servers accepted although they must refuse them."""
+        self.take_over = threading.Event()
+        self.proxied = {f.endpoint for f in plan.faults if f.kind in (Kind.CUT, Kind.CORRUPT) and f.endpoint != SENDER}
+        self.proxies: dict[tuple[int, int], TcpProxy] = {}
+        self.aborted: set[Server] = set()
+        """Servers that got an update with the policy ``abort``."""
+        self.over: set[tuple[Server, int, UpdateRef]] = set()
+        """Sessions that a life of a server has ended: their calls must have no further effect."""
+        self.incarnations: dict[tuple[Server, int], int] = {}
+        """The highest incarnation that has joined each life of a server."""
+        self._late_s = _LATE_S * place.scale
+        self._lock = threading.Lock()
+        self._pending = list(plan.faults)
+        self._counts: Counter[tuple[int, Step, int]] = Counter()
+        self._num_calls: Counter[Server] = Counter()
+        self._late: list[tuple[Server, Call[Any], int]] = []
+        """Calls that arrive once their server has had that many."""
+        self.arriving: list[Future[Any]] = []
+        """Calls that `flush` waits for."""
+
+    def due(self, endpoint: int, step: Step, bucket: int = 0) -> Fault | None:
+        """Count one call and return the fault that strikes it, if any."""
+        with self._lock:
+            key = (endpoint, step, bucket)
+            occurrence = self._counts[key]
+            self._counts[key] += 1
+            for fault in self._pending:
+                is_here = (fault.endpoint, fault.step) == (endpoint, step) and fault.occurrence <= occurrence
+                if is_here and (step not in (Step.RECEIVE, Step.SEND) or fault.bucket == bucket):
+                    self._pending.remove(fault)
+                    self.struck.append(fault)
+                    return fault
+        return None
+
+    def stop(self) -> None:
+        with self._lock:
+            self._pending = []
+            self.lease_s = float("inf")
+
+    def postpone(self, server: Server, call: Call[Any], num_calls: int) -> None:
+        with self._lock:
+            self._late.append((server, call, self._num_calls[server] + num_calls))
+
+    def count(self, server: Server) -> None:
+        """Count a call to ``server``, and let the late calls arrive that waited for it."""
+        with self._lock:
+            self._num_calls[server] += 1
+        self._let_arrive(lambda late, at: self._num_calls[late] >= at)
+
+    def flush(self) -> None:
+        """Let every remaining late call arrive, and wait until all of them have ended."""
+        self._let_arrive(lambda *_: True)
+        deadline = time.monotonic() + self._late_s
+        for future in self.arriving:
+            with contextlib.suppress(InflightError, TimeoutError):
+                future.result(max(0.01, deadline - time.monotonic()))
+            future.cancel()
+
+    def _let_arrive(self, is_due: Callable[[Server, int], bool]) -> None:
+        with self._lock:
+            now = [late for late in self._late if is_due(late[0], late[2])]
+            self._late = [late for late in self._late if late not in now]
+        for server, call, _ in now:
+            self.arriving.append(self.loop.start(_ignored(server.deliver(call))))
+
+
+async def _ignored(call: Awaitable[Any]) -> None:
+    with contextlib.suppress(InflightError):
+        await call
+
+
+class FaultyEndpoint(InferenceEndpoint):
+    """Server number ``index`` as one trainer or one client sees it, which makes no more calls once it ``is_dead``."""
+
+    def __init__(self, server: Server, index: int, faults: Faults, is_dead: threading.Event) -> None:
+        self.server = server
+        self._index = index
+        self._faults = faults
+        self._is_dead = is_dead
+
+    @property
+    def name(self) -> str:
+        return self.server.name
+
+    async def capabilities(self) -> Capabilities:
+        return await self._called(Step.CONNECT, lambda e: e.capabilities())
+
+    async def init_process_group(self, spec: TransportSpec) -> None:
+        if self._index in self._faults.proxied:
+            spec = await self._proxied(spec)
+
+        async def join(endpoint: InferenceEndpoint) -> None:
+            life = self._life
+            await endpoint.init_process_group(spec)
+            self._faults.incarnations[life] = max(spec.incarnation, self._faults.incarnations.get(life, 0))
+
+        await self._called(Step.JOIN, join)
+
+    async def request_weight_update(self, update: WeightUpdate) -> None:
+        update = update.model_copy(update={"lease_s": min(update.lease_s, self._faults.lease_s)})
+        if update.in_flight is InFlightPolicy.ABORT:
+            self._faults.aborted.add(self.server)
+
+        async def request(endpoint: InferenceEndpoint) -> None:
+            was_over = (*self._life, update.ref) in self._faults.over
+            incarnation = self._faults.incarnations.get(self._life, 0)
+            await endpoint.request_weight_update(update)
+            if was_over:
+                self._note(f"a late request opened session {update.session_id} again, which was over")
+            if update.incarnation < incarnation:
+                self._note(f"an update of incarnation {update.incarnation} was accepted after {incarnation} had joined")
+
+        await self._called(Step.REQUEST, request)
+
+    async def receive_weights(self, bucket: BucketTransfer) -> None:
+        await self._called(Step.RECEIVE, lambda e: e.receive_weights(bucket), bucket.bucket_index)
+
+    async def commit_weight_update(self, ref: UpdateRef) -> WeightVersion:
+        return await self._called(Step.COMMIT, self._ending(ref, lambda e: e.commit_weight_update(ref)))
+
+    async def abort_weight_update(self, ref: UpdateRef) -> WeightVersion:
+        return await self._called(Step.ABORT, self._ending(ref, lambda e: e.abort_weight_update(ref)))
+
+    async def generate(self, request: GenerateRequest) -> GenerateResponse:
+        return await self._called(Step.GENERATE, lambda e: e.generate(request))
+
+    async def chat_completion(self, request: ChatCompletionRequest) -> ChatCompletion:
+        return await self._called(Step.GENERATE, lambda e: e.chat_completion(request))
+
+    async def weight_version(self) -> WeightVersion:
+        return await self._called(Step.VERSION, lambda e: e.weight_version())
+
+    async def aclose(self) -> None:
+        """Does nothing: the server outlives its callers."""
+
+    @property
+    def _life(self) -> tuple[Server, int]:
+        return self.server, self.server.num_lives
+
+    def _note(self, problem: str) -> None:
+        self._faults.problems.append(f"{self.name}: {problem}")
+
+    def _ending(self, ref: UpdateRef, call: Call[T]) -> Call[T]:
+        """Return a call that then records the end of the session."""
+
+        async def ending(endpoint: InferenceEndpoint) -> T:
+            life = self._life
+            answer = await call(endpoint)
+            self._faults.over.add((*life, ref))
+            return answer
+
+        return ending
+
+    async def _called(self, step: Step, call: Call[T], bucket: int = 0) -> T:
+        if self._is_dead.is_set():
+            raise UnreachableError("this trainer is dead", self.name)
+        fault = self._faults.due(self._index, step, bucket)
+        try:
+            answer = await (self._delivered(call) if fault is None else self._struck(fault, call))
+        finally:
+            if step is not Step.GENERATE:
+                self._faults.count(self.server)
+        if self._is_dead.is_set():
+            raise UnreachableError("this trainer is dead", self.name)
+        return answer
+
+    async def _struck(self, fault: Fault, call: Call[T]) -> T:
+        lost = UnreachableError(f"lost: {fault}", self.name)
+        match fault.kind:
+            case Kind.DELAY:
+                await asyncio.sleep(fault.seconds)
+            case Kind.LOSE_REQUEST:
+                raise lost
+            case Kind.SILENCE:
+                await asyncio.get_running_loop().create_future()
+            case Kind.LOSE_ANSWER:
+                await self._delivered(call)
+                raise lost
+            case Kind.REPEAT:
+                again = asyncio.ensure_future(_ignored(self._delivered(call)))
+                try:
+                    return await self._delivered(call)
+                finally:
+                    await asyncio.wait([again], timeout=0.5)
+                    again.cancel()
+            case Kind.REPEAT_LATE:
+                self._faults.postpone(self.server, call, fault.num_calls)
+            case Kind.REORDER:
+                self._faults.postpone(self.server, call, fault.num_calls)
+                raise lost
+            case Kind.KILL | Kind.RESTART | Kind.STOP | Kind.DISCONNECT:
+                hitting = self._faults.loop.start(self._hit(fault))
+                self._faults.arriving.append(hitting)
+                try:
+                    return await self._delivered(call)
+                finally:  # a stopped server must continue even if its caller is gone
+                    await asyncio.shield(asyncio.wrap_future(hitting))
+            case Kind.TEAR:
+                await self._bridged(self.server.strike(fault.kind, fault.seconds))
+            case Kind.KILL_TRAINER:
+                self._is_dead.set()
+                raise lost
+            case Kind.TAKE_OVER:
+                self._faults.take_over.set()
+                await asyncio.sleep(fault.seconds)
+            case Kind.CUT | Kind.CORRUPT:
+                self._spoil_proxies(fault)
+        return await self._delivered(call)
+
+    async def _hit(self, fault: Fault) -> None:
+        if fault.kind is Kind.STOP:
+            await self.server.strike(fault.kind, fault.seconds)
+            return
+        await asyncio.sleep(fault.seconds / 4)
+        if fault.kind is Kind.DISCONNECT:
+            await self.server.strike(fault.kind, fault.seconds)
+        else:
+            await self.server.kill(None if fault.kind is Kind.KILL else 0.1 + fault.seconds)
+
+    async def _delivered(self, call: Call[T]) -> T:
+        return await self._bridged(self.server.deliver(call))
+
+    async def _bridged(self, call: Coroutine[Any, Any, T]) -> T:
+        """Make a call in the servers' loop; ``cancel_arrives`` says whether it is cancelled with its caller."""
+        future = asyncio.wrap_future(self._faults.loop.start(call))
+        if self._faults.cancel_arrives:
+            return await future
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return await asyncio.shield(future)
+
+    async def _proxied(self, spec: TransportSpec) -> TransportSpec:
+        if isinstance(spec, ProcessGroupSpec):
+            proxy = await self._proxy(spec.master_port)
+            return spec.model_copy(update={"master_port": proxy.port})
+        if isinstance(spec, PullSpec):
+            proxy = await self._proxy(urlsplit(spec.url).port or 0)
+            return spec.model_copy(update={"url": f"http://127.0.0.1:{proxy.port}"})
+        return spec
+
+    async def _proxy(self, port: int) -> TcpProxy:
+        proxy = self._faults.proxies.get((self._index, port))
+        if proxy is None:
+            proxy = self._faults.proxies[self._index, port] = TcpProxy("127.0.0.1", port)
+            await self._bridged(proxy.start())
+        return proxy
+
+    def _spoil_proxies(self, fault: Fault) -> None:
+        for (index, _), proxy in self._faults.proxies.items():
+            if index == self._index:
+                num_bytes = int(fault.seconds * 200_000)
+                if fault.kind is Kind.CUT:
+                    proxy.cut_after_bytes, proxy.num_cuts = num_bytes, 1 + num_bytes % 3
+                else:
+                    proxy.num_corrupted = 1

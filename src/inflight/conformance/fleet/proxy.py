@@ -1,0 +1,83 @@
+"""A TCP proxy on loopback that cuts connections or changes bytes. Knows nothing of protocols."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+_PIECE_BYTES = 1 << 16
+_LONG_ENOUGH_BYTES = 512
+"""Longer pieces carry more than the header of an answer; shorter ones are not changed."""
+
+
+class TcpProxy:
+    """Forwards connections to `port` of 127.0.0.1 to ``target``. Belongs to the event loop that starts it."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self.target = (host, port)
+        self._server: asyncio.Server | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.port = 0
+        self.cut_after_bytes: int | None = None
+        """A connection is cut once all connections together have carried this much more, in either direction."""
+        self.num_cuts = 0
+        """How many connections to cut that way."""
+        self.num_corrupted = 0
+        """In how many pieces of answers to change the last byte."""
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def aclose(self) -> None:
+        """Cut every connection and stop listening. Idempotent."""
+        if self._server is not None:
+            self._server.close()
+        self.cut()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def cut(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.ensure_future(self._pass_on(reader, writer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_writer: asyncio.StreamWriter | None = None
+        ways: list[asyncio.Future[None]] = []
+        try:
+            far_reader, far_writer = await asyncio.open_connection(*self.target)
+            ways = [
+                asyncio.ensure_future(self._copy(reader, far_writer, is_answer=False)),
+                asyncio.ensure_future(self._copy(far_reader, writer, is_answer=True)),
+            ]
+            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+        except OSError:
+            pass  # the target is gone, so the connection ends
+        finally:
+            for way in ways:
+                way.cancel()
+            await asyncio.gather(*ways, return_exceptions=True)
+            for end in (writer, far_writer):
+                if end is not None:
+                    end.transport.abort()
+
+    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_answer: bool) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(_PIECE_BYTES):
+                if self.num_corrupted and is_answer and len(data) > _LONG_ENOUGH_BYTES:
+                    self.num_corrupted -= 1
+                    data = data[:-1] + bytes([data[-1] ^ 0x55])
+                if self.cut_after_bytes is not None and self.num_cuts:
+                    if len(data) > self.cut_after_bytes:
+                        writer.write(data[: self.cut_after_bytes])
+                        self.num_cuts -= 1
+                        with contextlib.suppress(ConnectionError):
+                            await writer.drain()
+                        return
+                    self.cut_after_bytes -= len(data)
+                writer.write(data)
+                await writer.drain()

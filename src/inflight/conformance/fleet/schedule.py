@@ -1,0 +1,233 @@
+"""One schedule: busy servers, one or two trainers that publish, and faults; then `inflight.conformance.fleet.judge`."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import shutil
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+from inflight.conformance.fleet import judge
+from inflight.conformance.fleet.campaign import ScheduleResult
+from inflight.conformance.fleet.clients import Conversation, converse, problems_of
+from inflight.conformance.fleet.faults import Faults, FaultyEndpoint
+from inflight.conformance.fleet.palette import FROZEN
+from inflight.conformance.fleet.plan import TRANSPORTS, Kind, Transport, fault_plan
+from inflight.conformance.fleet.servers import Place, Server
+from inflight.conformance.fleet.trainer import Manner, Trainer
+from inflight.errors import ConfigError
+
+_END_S = 15.0
+"""How long clients may take to end their last request."""
+_FINAL_DEADLINE_S = 10.0
+_PAUSE_SLACK_S = 3.0  # of a machine that is busy with other schedules
+_JUDGE_S = 60.0
+
+
+def transport_of(seed: int, place: Place) -> Transport:
+    """Return the transport of a seed's schedule. Raises `ConfigError` if the servers declare none of `TRANSPORTS`."""
+    declared = [it for it in TRANSPORTS if it in place.capabilities.transports]
+    if not declared:
+        raise ConfigError(
+            f"the servers declare none of the transports {', '.join(TRANSPORTS)} that a fleet is checked over"
+        )
+    return declared[seed % len(declared)]
+
+
+def run_schedule(seed: int, place: Place, transport: Transport | None = None) -> ScheduleResult:
+    """Run the schedule of a seed and judge it. ``transport`` None takes the seed's transport."""
+    schedule = _Schedule(seed, place, transport)
+    with place.servers(schedule.palette, schedule.frozen) as servers:
+        started = time.monotonic()
+        try:
+            schedule.run(servers)
+        finally:
+            schedule.close()
+        return schedule.result(time.monotonic() - started)
+
+
+def judged(seed: int, place: Place, transport: Transport | None = None) -> ScheduleResult:
+    """Return the result of a seed's schedule; one that raises has failed.
+
+    Raises `ConfigError` if the servers do not start.
+    """
+    try:
+        return run_schedule(seed, place, transport)
+    except ConfigError:
+        raise
+    except Exception:
+        transport = transport or transport_of(seed, place)
+        return ScheduleResult(seed, transport, f"seed {seed}", problems=(traceback.format_exc(),))
+
+
+class _Schedule:
+    """One schedule: what is drawn from its seed, and what came of it."""
+
+    def __init__(self, seed: int, place: Place, transport: Transport | None) -> None:
+        self._random = random_ = random.Random(f"schedule {seed} {transport}")
+        transport = transport or transport_of(seed, place)
+        deadline_s = random_.choice((0.5, 0.8)) * place.scale
+        self._place = place
+        self._loop = place.loop
+        self._plan = fault_plan(seed, place.num_servers, transport, deadline_s, place.kinds)
+        self._manner = Manner.drawn(random_, self._plan, place, deadline_s)
+        has_frozen = random_.random() < 0.2 and place.capabilities.partial_updates
+        self.frozen = FROZEN if has_frozen else ()
+        self.palette = place.palette(seed, self.frozen)
+        self._first_version = 1 + max(shade.version for shade in self.palette.shades)
+        self._directory = Path(tempfile.mkdtemp(dir=place.directory))
+        lease_s = deadline_s + 0.4 * place.scale
+        self._longest_pause_s = deadline_s + lease_s + _PAUSE_SLACK_S * place.scale
+        self._faults = Faults(self._plan, place, lease_s, cancel_arrives=random_.random() < 0.5)
+        self._servers: Sequence[Server] = ()
+        self._trainers: list[Trainer] = []
+        self._conversations: list[list[Conversation]] = []
+        """Of each client."""
+        self._is_over = threading.Event()
+        """Tells the clients to end."""
+        self._tasks: list[Future[None]] = []
+        self._problems: list[str] = []
+
+    def run(self, servers: Sequence[Server]) -> None:
+        random_, self._servers = self._random, servers
+        for i, server in enumerate(servers):
+            endpoint = FaultyEndpoint(server, i, self._faults, threading.Event())
+            name, vocab_size = f"client-{self._plan.seed}-{i}", self._place.capabilities.vocab_size
+            self._conversations.append([])
+            talk = converse(
+                endpoint, name, random.Random(random_.random()), vocab_size, self._is_over, self._conversations[i]
+            )
+            self._tasks.append(self._loop.start(talk))
+        for server in servers:
+            watching = judge.watch(server, lambda: self._longest_pause_s, self._problems.append)
+            self._tasks.append(self._loop.start(watching))
+        first = self._trainer(None)
+        is_challenged = any(fault.kind is Kind.TAKE_OVER for fault in self._plan.faults)
+        challenger = threading.Thread(target=self._challenge, args=(first,), daemon=True)
+        if is_challenged:
+            challenger.start()
+        next_version = self._train(first, random_.randint(2, 3), random.Random(random_.random()), self._first_version)
+        if is_challenged:
+            self._faults.take_over.set()
+            challenger.join(_END_S * self._place.scale + 20 * self._manner.deadline_s)
+            if challenger.is_alive():
+                self._problems.append("the trainer that took over hangs")
+        elif first.is_dead.is_set():
+            self._train(self._trainer(None), 2, random.Random(random_.random()), next_version)
+        self._bring_all_together()
+        self._end_clients()
+
+    def result(self, wall_s: float) -> ScheduleResult:
+        published = [one for trainer in self._trainers for one in trainer.published]
+        conversations = list(itertools.chain(*self._conversations))
+        problems = [*self._problems, *self._faults.problems]
+        for trainer in self._trainers:
+            problems += trainer.problems
+        problems += judge.publishes(self._trainers, self._servers, self._place.scale)
+        for server in self._servers:
+            problems += [f"{server.name}: {problem}" for problem in server.problems()]
+        for it in conversations:
+            may_abort = it.server in self._faults.aborted
+            found = problems_of(it, self.palette, self._place.capabilities, may_abort=may_abort)
+            problems += [f"{it.server.name}: {problem}" for problem in found]
+        completions = [it for one in conversations if one.response is not None for it in one.response.completions]
+        return ScheduleResult(
+            seed=self._plan.seed,
+            transport=self._plan.transport,
+            plan=str(self._plan),
+            manner=str(self._manner),
+            problems=tuple(dict.fromkeys(problems)),
+            struck=tuple((fault.step.value, fault.kind.value) for fault in self._faults.struck),
+            outcomes=tuple(judge.outcome(one) for one in published),
+            slowest_publish_s=round(max((one.ended - one.started for one in published), default=0.0), 3),
+            wall_s=round(wall_s, 3),
+            num_tokens=sum(len(completion.token_ids) for completion in completions),
+        )
+
+    def close(self) -> None:
+        """End everything but the servers."""
+        self._is_over.set()
+        for trainer in self._trainers:
+            trainer.close()
+        for proxy in self._faults.proxies.values():
+            self._loop.run(proxy.aclose())
+        for task in self._tasks:
+            task.cancel()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _trainer(self, incarnation: int | None) -> Trainer:
+        random_ = random.Random(self._random.random())
+        directory = self._directory / f"trainer-{len(self._trainers)}"
+        directory.mkdir()
+        trainer = Trainer(
+            self._servers, self._faults, self.palette, self.frozen, self._manner, directory, random_, incarnation
+        )
+        self._trainers.append(trainer)
+        return trainer
+
+    def _train(self, trainer: Trainer, num_versions: int, random_: random.Random, version: int) -> int:
+        """Connect, and publish some versions while the trainer lives and is not fenced; return the next version."""
+        if not trainer.connect():
+            return version
+        for _ in range(num_versions):
+            for _attempt in range(random_.choice((1, 2))):
+                is_published = trainer.publish(version)
+                is_alone = len(self._trainers) == 1 and not self._faults.take_over.is_set()
+                self._compare(trainer, is_alone=is_alone)
+                if trainer.is_dead.is_set() or trainer.is_fenced:
+                    return version + 1
+                if is_published:
+                    break
+                trainer.react()
+            version += 1
+        return version
+
+    def _challenge(self, first: Trainer) -> None:
+        """Take over from the first trainer without its knowledge."""
+        self._faults.take_over.wait()
+        incarnation = None if first.publisher is not None else 2
+        self._train(self._trainer(incarnation), 2, random.Random(self._plan.seed), self._first_version)
+
+    def _compare(self, trainer: Trainer, *, is_alone: bool) -> None:
+        served = judge.served(self._servers, trainer.published[-1], is_alone=is_alone)
+        self._problems += self._loop.run(served, _JUDGE_S * self._place.scale)
+
+    def _bring_all_together(self) -> None:
+        """End the faults, and check that a clean publish brings every server that is not gone to one version."""
+        deadline_s = _FINAL_DEADLINE_S * self._place.scale
+        self._faults.stop()
+        self._longest_pause_s = 3 * deadline_s
+        self._faults.flush()
+        for server in self._servers:
+            self._loop.run(server.back(), self._place.start_s + _JUDGE_S)
+        if all(server.is_gone for server in self._servers):
+            return
+        trainer = max(self._trainers, key=lambda t: t.incarnation)
+        if trainer.publisher is None or trainer.is_dead.is_set() or trainer.is_fenced:
+            trainer = self._trainer(None if trainer.publisher is not None else 9)
+            if not trainer.connect(num_tries=5):
+                self._problems.append("no trainer can connect any more")
+                return
+        trainer.gather_all()
+        version = 1 + max(shade.version for shade in self.palette.shades)
+        # The first publish may find that a server came back without its group; the second forms a new group.
+        if not any(trainer.publish(version, deadline_s=deadline_s, quorum_is_all=True) for _ in range(2)):
+            self._problems.append(f"no clean publish succeeds any more: {trainer.published[-1].error}")
+        self._compare(trainer, is_alone=True)
+        shade = trainer.published[-1].shade
+        self._problems += self._loop.run(judge.together(self._servers, shade), _JUDGE_S * self._place.scale)
+
+    def _end_clients(self) -> None:
+        self._is_over.set()
+        deadline = time.monotonic() + _END_S * self._place.scale
+        for conversations, task in zip(self._conversations, self._tasks, strict=False):
+            try:
+                task.result(max(0.01, deadline - time.monotonic()))
+            except TimeoutError:
+                self._problems.append(f"request {len(conversations)} of a client does not end")

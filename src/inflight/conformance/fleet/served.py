@@ -1,0 +1,222 @@
+"""Servers that a command starts: real processes over HTTP, killed, stopped and cut off, judged only by the contract.
+
+They live on from schedule to schedule; only those that a fault killed are started again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+import torch
+
+from inflight.conformance.endpoint.opening import opened
+from inflight.conformance.fleet.palette import FROZEN, Palette, Shade, make_checkpoint
+from inflight.conformance.fleet.plan import OUTSIDE, Kind
+from inflight.conformance.fleet.proxy import TcpProxy
+from inflight.conformance.fleet.servers import Call, Loop, Place, Server
+from inflight.conformance.targets import EndpointTarget
+from inflight.errors import ConfigError, PoisonedError, UnreachableError
+from inflight.http.client import HttpEndpoint
+from inflight.wire import GenerateRequest, SamplingParams
+
+T = TypeVar("T")
+
+_START_S = 300.0
+"""Engines that compile at start take minutes on a busy machine."""
+_CONTROL_S = 10.0
+_GENERATE_S = 60.0
+_BASE_SCALE = 2.0
+"""Factor on deadlines that were chosen for servers in one process: several processes share the cores."""
+_NUM_PROBED = 8
+
+
+class ServedServer(Server):
+    """A server behind its own proxy, whose port stays the same over all lives of the server."""
+
+    def __init__(self, name: str, place: ServedPlace) -> None:
+        self.name = name
+        self._place = place
+        self._proxy = TcpProxy("127.0.0.1", 0)
+        self._life: tuple[contextlib.AsyncExitStack, subprocess.Popen[bytes]] | None = None
+        self._endpoint: HttpEndpoint
+        self._coming_back: asyncio.Task[None] | None = None
+        self._num_probes = 0
+        self.is_up = False
+        self.begin()
+
+    def begin(self) -> None:
+        self.num_lives = int(self.is_up)
+        self.num_breaks = 0
+        self.is_gone = self.was_torn = False
+        self._problems: list[str] = []
+
+    @property
+    def _status(self) -> int | None:
+        """Exit status of this life's process; None if it runs, or was killed by a fault."""
+        return None if self._life is None else self._life[1].poll()
+
+    async def start(self) -> None:
+        """Begin a life, unless it is alive. Raises `ConfigError` if the command starts no server."""
+        if self._status is not None:
+            await self.kill(None)
+        if self._life is not None:
+            return
+        place, stack = self._place, contextlib.AsyncExitStack()
+        target = EndpointTarget(command=place.command)
+        found = await stack.enter_async_context(opened(target, place.model, place.directory, place.start_s))
+        assert found.process is not None
+        if not self._proxy.port:
+            await self._proxy.start()
+        self._proxy.target = ("127.0.0.1", urlsplit(found.url or "").port or 0)
+        url = f"http://127.0.0.1:{self._proxy.port}"
+        scale = place.scale
+        self._endpoint = HttpEndpoint(
+            url, token=found.token, control_timeout_s=_CONTROL_S * scale, generate_timeout_s=_GENERATE_S * scale
+        )
+        stack.push_async_callback(self._endpoint.aclose)
+        self._life, self.is_up = (stack, found.process), True
+        self.num_lives += 1
+        self.num_breaks += 1
+
+    async def deliver(self, call: Call[T]) -> T:
+        if self._life is None:
+            raise UnreachableError("it is down", self.name)
+        try:
+            return await call(self._endpoint)
+        except PoisonedError:
+            self.was_torn = True
+            raise
+
+    async def strike(self, kind: Kind, seconds: float) -> None:
+        if kind is Kind.DISCONNECT:
+            self.num_breaks += 1
+            self._proxy.cut()
+        elif self._life is not None:
+            process_group = self._life[1].pid
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process_group, signal.SIGSTOP)
+                await asyncio.sleep(seconds)
+                os.killpg(process_group, signal.SIGCONT)
+
+    async def kill(self, back_after_s: float | None) -> None:
+        status, life, self._life, self.is_up = self._status, self._life, None, False
+        self.is_gone = self.is_gone or back_after_s is None
+        if life is None:
+            return
+        stack, process = life
+        self.num_breaks += 1
+        if back_after_s is not None:
+            self._coming_back = asyncio.ensure_future(self._come_back(back_after_s))
+        if status is not None:
+            self._problems.append(f"its process ended by itself, with status {status}")
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await stack.aclose()
+
+    async def back(self) -> None:
+        if self._coming_back is not None:
+            await asyncio.wait([self._coming_back])
+
+    async def shade(self) -> Shade | None:
+        self._num_probes += 1
+        request = GenerateRequest(
+            request_id=f"{self.name}-probe-{self._num_probes}",
+            prompt_token_ids=(1, 2, 3),
+            sampling=SamplingParams(max_tokens=_NUM_PROBED, ignore_eos=True),
+        )
+        found = (await self.deliver(lambda endpoint: endpoint.generate(request))).completions[0]
+        return self._place.shades.shade_of(found.token_ids, found.logprobs)
+
+    def may_have_held(self, shade: Shade) -> bool:
+        return True
+
+    def problems(self) -> Sequence[str]:
+        died = [] if self._status is None else [f"its process ended by itself, with status {self._status}"]
+        return [*self._problems, *died]
+
+    async def aclose(self) -> None:
+        if self._coming_back is not None:
+            self._coming_back.cancel()
+            await asyncio.wait([self._coming_back])
+        await self.kill(None)
+        await self._proxy.aclose()
+
+    async def _come_back(self, after_s: float) -> None:
+        await asyncio.sleep(after_s)
+        try:
+            if not self.is_gone:
+                await self.start()
+        except ConfigError as error:
+            self.is_gone = True
+            self._problems.append(f"it did not come back: {error}")
+
+
+class ServedPlace(Place):
+    """Servers that ``command`` starts, with ``{model}``, ``{port}`` and ``{token_file}`` filled in.
+
+    A context manager that starts the servers when it is entered, and raises `ConfigError` if they do not come up.
+    ``tell`` gets lines of progress.
+    """
+
+    def __init__(self, command: str, num_servers: int, deadline_scale: float, tell: Callable[[str], None]) -> None:
+        self.command = command
+        self.num_servers = num_servers
+        self.scale = _BASE_SCALE * deadline_scale
+        self.start_s = _START_S * deadline_scale
+        self.kinds = OUTSIDE
+        self._tell = tell
+        self.directory = Path(tempfile.mkdtemp(prefix="inflight-fleet-"))
+        self.model = self.directory / "model"
+        self.loop = Loop()
+        self._servers: list[ServedServer] = []
+
+    def __enter__(self) -> ServedPlace:
+        try:
+            like = make_checkpoint(self.model)
+            self._servers = [ServedServer(f"server-{i}", self) for i in range(self.num_servers)]
+            self._start_all()
+            self.capabilities = self.loop.run(self._servers[0].deliver(lambda endpoint: endpoint.capabilities()))
+            dtype: torch.dtype = getattr(torch, self.capabilities.dtype)
+            self.shades = Palette({name: tensor.to(dtype) for name, tensor in like.items()}, 0, FROZEN)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for server in self._servers:
+            with contextlib.suppress(TimeoutError):
+                self.loop.run(server.aclose())
+        self.loop.close()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def palette(self, seed: int, frozen: tuple[str, ...]) -> Palette:
+        """Return the one palette of all schedules: servers begin a schedule with the weights of the previous one."""
+        return self.shades
+
+    @contextlib.contextmanager
+    def servers(self, palette: Palette, frozen: tuple[str, ...]) -> Iterator[Sequence[Server]]:
+        if frozen:  # engines forget the values that an earlier schedule has sent, and refuse updates without them
+            for server in self._servers:
+                self.loop.run(server.kill(None))
+        self._start_all()
+        for server in self._servers:
+            server.begin()
+        yield self._servers
+
+    def _start_all(self) -> None:
+        if down := [server for server in self._servers if not server.is_up]:
+            self._tell(f"starting {' and '.join(server.name for server in down)}")
+        started = [self.loop.start(server.start()) for server in self._servers]
+        for one in started:
+            one.result(self.start_s + 30.0)

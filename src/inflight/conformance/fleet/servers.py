@@ -1,0 +1,129 @@
+"""The servers of a schedule as faults and the judge see them, wherever they run.
+
+All servers of a process are called in one event loop, in its own thread. Callers are in other loops, as across a
+network: a call may outlive its caller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from abc import abstractmethod
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from inflight.conformance.fleet.palette import Palette, Shade
+from inflight.conformance.fleet.plan import Kind
+from inflight.contracts import InferenceEndpoint
+from inflight.wire import Capabilities, WeightVersion
+
+T = TypeVar("T")
+Call = Callable[[InferenceEndpoint], Awaitable[T]]
+
+_CLOSE_S = 15.0
+"""For servers that are being started to end."""
+
+
+class Loop:
+    """An event loop in its own thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._serve, name="inflight-fleet", daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # at its end it cancels the calls that run
+            runner.get_loop().run_forever()
+
+    def start(self, call: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(call, self._loop)
+
+    def run(self, call: Coroutine[Any, Any, T], timeout_s: float = 60.0) -> T:
+        """Return the result of a call, from any other thread. Raises ``TimeoutError`` after ``timeout_s``."""
+        return self.start(call).result(timeout_s)
+
+    def close(self) -> None:
+        """Cancel the calls that run, wait briefly for them, and end the thread."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_CLOSE_S)
+
+
+class Server(Protocol):
+    """One endpoint of a schedule. Its methods run in the loop of its `Place`."""
+
+    name: str
+    num_lives: int
+    """Lives in this schedule, the present one included."""
+    num_breaks: int
+    """How often pending calls broke off because it died, came back, or lost its connections."""
+
+    is_up: bool
+    is_gone: bool
+    """Whether it is dead and will not come back in this schedule."""
+    was_torn: bool
+    """Whether its weights may have been torn in this schedule, so that requests end with `PoisonedError`."""
+
+    @abstractmethod
+    async def deliver(self, call: Call[T]) -> T:
+        """Return the result of a call that arrives now. Raises `UnreachableError` if the server is or goes down."""
+
+    @abstractmethod
+    async def strike(self, kind: Kind, seconds: float) -> None:
+        """Strike it with one of `Place.kinds`."""
+
+    @abstractmethod
+    async def kill(self, back_after_s: float | None) -> None:
+        """End this life; the next one begins after ``back_after_s``, or never if it is None."""
+
+    @abstractmethod
+    async def back(self) -> None:
+        """Wait until a server that is coming back is up."""
+
+    @abstractmethod
+    async def shade(self) -> Shade | None:
+        """Return the shade it samples from, None for torn weights. Raises `UnreachableError` if it is down."""
+
+    @abstractmethod
+    def may_have_held(self, shade: Shade) -> bool:
+        """Return False only if it certainly never served these weights in this schedule."""
+
+    @abstractmethod
+    def problems(self) -> Sequence[str]:
+        """Return violations seen on this server in this schedule."""
+
+
+class Place(Protocol):
+    """Where schedules run: the servers, and what all of them declare."""
+
+    loop: Loop
+    directory: Path
+    """Directory for files of schedules."""
+    capabilities: Capabilities
+    """Capabilities of the servers, which are alike."""
+    kinds: Collection[Kind]
+    """Kinds of faults that can strike its servers, besides those of calls and bytes."""
+    num_servers: int
+    scale: float
+    """Factor on every deadline."""
+    start_s: float
+    """Longest time in which a server comes back."""
+
+    @abstractmethod
+    def palette(self, seed: int, frozen: tuple[str, ...]) -> Palette:
+        """Return the palette of a seed's schedule. It knows all shades that the servers begin with."""
+
+    @abstractmethod
+    def servers(self, palette: Palette, frozen: tuple[str, ...]) -> AbstractContextManager[Sequence[Server]]:
+        """Bring up the servers of one schedule; their ``frozen`` tensors are the checkpoint's.
+
+        Enter and leave the context in another thread than the loop's.
+        """
+
+
+async def version_of(server: Server) -> WeightVersion:
+    """Return which version a server reports."""
+    return await server.deliver(lambda endpoint: endpoint.weight_version())

@@ -1,0 +1,261 @@
+"""A trainer whose weights are shades of a palette, and which reacts to a failed publish like a real trainer."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from inflight.conformance.calls import PendingCall
+from inflight.conformance.fleet.faults import Faults, FaultyEndpoint
+from inflight.conformance.fleet.palette import Palette, Shade
+from inflight.conformance.fleet.plan import FaultPlan, Transport
+from inflight.conformance.fleet.sender import FaultySender
+from inflight.conformance.fleet.servers import Place, Server
+from inflight.conformance.judge import Hung
+from inflight.contracts import PartialWeightSource
+from inflight.errors import FencedError, InflightError, PublishError
+from inflight.types import EndpointOutcome, PublishReport, WeightBucket
+from inflight.weights.bringing import answers, declared
+from inflight.weights.module import tensor_spec
+from inflight.weights.packing import Rounding
+from inflight.weights.publish import publish_weights
+from inflight.weights.publisher import WeightPublisher
+from inflight.weights.transports import make_sender
+from inflight.wire import DTYPE_SIZES, BucketSpec, InFlightPolicy, TensorSpec
+
+T = TypeVar("T")
+
+_BUCKET_ELEMENTS = 10_000
+CLEAN_UP_S = 6.0
+"""How long a publish may take beyond its deadline."""
+_CONNECT_S = 2.0
+_HANG_S = 20.0
+"""A publish that has not returned this long after its deadline hangs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """How a trainer publishes; drawn by seed."""
+
+    run_id: str
+    transport: Transport
+    policy: InFlightPolicy
+    encoding: Rounding
+    delta: bool
+    staged: bool
+    quorum: int | None
+    deadline_s: float
+    scale: float
+    """Factor on every other deadline."""
+
+    @staticmethod
+    def drawn(random_: random.Random, plan: FaultPlan, place: Place, deadline_s: float) -> Manner:
+        declared = place.capabilities
+        delta = random_.random() < 0.4 and "delta" in declared.encodings
+        known: Sequence[Rounding] = ("raw", "raw", "bfloat16", "float8")
+        roundings = [it for it in known if it == "raw" or it in declared.encodings]
+        return Manner(
+            run_id=f"fleet-{plan.seed}",
+            transport=plan.transport,
+            policy=random_.choice([policy for policy in InFlightPolicy if policy in declared.in_flight_policies]),
+            encoding="raw" if delta else random_.choice(roundings),
+            delta=delta,
+            staged=random_.random() < 0.75,
+            quorum=random_.choice((None, None, *range(1, place.num_servers + 1))),
+            deadline_s=deadline_s,
+            scale=place.scale,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """One call of `publish_weights`: its report, its duration, and the ``error`` it raised."""
+
+    shade: Shade
+    started: float
+    ended: float
+    deadline_s: float
+    report: PublishReport | None
+    error: BaseException | None
+    quorum: int | None
+    endpoints: tuple[str, ...]
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether it returned, which means that its quorum serves the new version."""
+        return self.error is None
+
+
+class ShadeSource(PartialWeightSource):
+    """Rank 0 of 1, with the weights of one shade; ``frozen`` tensors are left out."""
+
+    rank = 0
+    world_size = 1
+    version = 0
+
+    def __init__(self, palette: Palette, shade: Shade, frozen: tuple[str, ...]) -> None:
+        named = {name: tensor for name, tensor in palette.tensors(shade).items() if name not in frozen}
+        self.version = shade.version
+        self._frozen = frozen
+        self._tensors = list(named.values())
+        self._specs = [tensor_spec(name, tensor, None) for name, tensor in named.items()]
+
+    def parameter_specs(self) -> Sequence[TensorSpec]:
+        return self._specs
+
+    def frozen_names(self) -> Sequence[str]:
+        return self._frozen
+
+    def gather_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
+        for bucket in buckets:
+            part = slice(bucket.start, bucket.stop)
+            yield WeightBucket(bucket.index, tuple(self._specs[part]), tuple(self._tensors[part]))
+
+
+@dataclass(eq=False)
+class Trainer:
+    """One incarnation of the run's trainer. With ``given_incarnation`` None it finds its own number."""
+
+    servers: Sequence[Server]
+    faults: Faults
+    palette: Palette
+    frozen: tuple[str, ...]
+    manner: Manner
+    directory: Path
+    random_: random.Random
+    given_incarnation: int | None
+    is_dead: threading.Event = field(default_factory=threading.Event)
+    """Set once it makes no more calls."""
+    is_fenced: bool = False
+    publisher: WeightPublisher | None = None
+    published: list[Published] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._left_out: set[str] = set()
+        where = None if self.manner.transport == "gloo" else self.directory
+        self._inner_sender = make_sender(self.manner.transport, directory=where)
+        self._sender = FaultySender(self._inner_sender, self.directory, self.faults, self.is_dead)
+
+    @property
+    def incarnation(self) -> int:
+        """Its incarnation; 0 before it is connected."""
+        return 0 if self.publisher is None else self.publisher.incarnation
+
+    def connect(self, num_tries: int = 3) -> bool:
+        """Connect to every server that is not gone; return whether it succeeded."""
+        manner = self.manner
+        timeout_s = _CONNECT_S * manner.scale
+        for _ in range(num_tries):
+            indices = [i for i, server in enumerate(self.servers) if not server.is_gone]
+            if not indices or self.is_dead.is_set() or self.is_fenced:
+                return False
+            publisher = WeightPublisher(
+                [FaultyEndpoint(self.servers[i], i, self.faults, self.is_dead) for i in indices],
+                self._sender,
+                run_id=manner.run_id,
+                incarnation=self.given_incarnation,
+                encoding=manner.encoding,
+                delta=manner.delta,
+                staged=manner.staged,
+                connect_timeout_s=timeout_s,
+            )
+            try:
+                self._guarded(publisher.__enter__, f"connecting within {timeout_s} s", timeout_s)
+            except FencedError:
+                self.is_fenced = True
+            except InflightError:
+                time.sleep(0.05)  # a server may be coming back
+            else:
+                self.publisher = publisher
+                self._left_out = set()
+                return True
+        return False
+
+    def publish(self, version: int, *, deadline_s: float | None = None, quorum_is_all: bool = False) -> bool:
+        """Publish one version and record the result; return whether it succeeded."""
+        assert self.publisher is not None
+        publisher = self.publisher
+        deadline_s = deadline_s or self.manner.deadline_s
+        shade = Shade(version, self.incarnation)
+        self.palette.add(shade)
+        source = ShadeSource(self.palette, shade, self.frozen)
+        endpoints = {e: can for e, can in publisher.endpoints.items() if e.name not in self._left_out}
+        names = tuple(endpoint.name for endpoint in endpoints)
+        quorum = None if quorum_is_all or self.manner.quorum is None else min(self.manner.quorum, len(names))
+        report: PublishReport | None = None
+        error: BaseException | None = None
+        started = time.monotonic()
+        try:
+            report = self._guarded(
+                lambda: publish_weights(
+                    source,
+                    publisher,
+                    endpoints=endpoints,
+                    in_flight=self.manner.policy,
+                    deadline_s=deadline_s,
+                    bucket_bytes=_BUCKET_ELEMENTS * DTYPE_SIZES[source.parameter_specs()[0].dtype],
+                    quorum=quorum or None,
+                ),
+                f"publishing version {version} within {deadline_s} s",
+                deadline_s,
+            )
+        except PublishError as raised:
+            report, error = raised.report, raised
+        except InflightError as raised:
+            error = raised
+            self.is_fenced = self.is_fenced or isinstance(raised, FencedError)
+        except Exception as raised:
+            error = raised
+            self.problems.append(f"publish_weights raised {raised!r}: {traceback.format_exc()[-600:]}")
+        ended = time.monotonic()
+        self.published.append(Published(shade, started, ended, deadline_s, report, error, quorum, names))
+        return error is None
+
+    def react(self) -> None:
+        """After a failed publish, leave out servers that were not reached, and ask those left out before."""
+        report = self.published[-1].report
+        assert self.publisher is not None
+        if self.random_.random() < 0.2:
+            return
+        lost = (EndpointOutcome.UNREACHABLE, EndpointOutcome.TIMED_OUT)
+        for endpoint in () if report is None else report.endpoints:
+            if endpoint.outcome in lost and len(self.publisher.endpoints) - len(self._left_out) > 1:
+                self._left_out.add(endpoint.endpoint)
+        if self.random_.random() < 0.5:
+            self._take_back(self._left_out, 0.3 * self.manner.scale)
+
+    def gather_all(self) -> None:
+        """Leave out the servers that are gone, and take back those that live."""
+        assert self.publisher is not None
+        gone = {server.name for server in self.servers if server.is_gone}
+        self._take_back(self._left_out - gone, 5.0 * self.manner.scale)
+        self._left_out |= gone & {endpoint.name for endpoint in self.publisher.endpoints}
+
+    def _take_back(self, names: Collection[str], timeout_s: float) -> None:
+        assert self.publisher is not None
+        calls = {it.name: partial(declared, it) for it in self.publisher.endpoints if it.name in names}
+        found: Mapping[str, object] = self.publisher.run(answers, calls, 0, timeout_s)
+        self._left_out -= {name for name, answer in found.items() if not isinstance(answer, BaseException)}
+
+    def close(self) -> None:
+        """End the trainer and remove what it stored."""
+        if self.publisher is not None:
+            self.publisher.close()
+        self._inner_sender.abort()
+
+    def _guarded(self, call: Callable[[], T], what: str, deadline_s: float) -> T:
+        """Return the result of a call. If it hangs, note that and raise `InflightError`."""
+        try:
+            return PendingCall(call, "inflight-fleet-trainer").result(deadline_s + _HANG_S * self.manner.scale)
+        except Hung:
+            self.problems.append(f"{what} hangs")
+            self.is_dead.set()
+            raise InflightError(f"{what} hangs") from None

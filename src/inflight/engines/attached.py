@@ -1,0 +1,129 @@
+"""What all endpoints over an engine's own server share: attaching once, the version in the server's label, and chat.
+
+Knows no engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from inflight.engines.calls import Attaching, BackgroundCalls
+from inflight.engines.labels import ServedVersion, parse_label
+from inflight.engines.requests import RequestGate
+from inflight.engines.routes import EngineRoutes
+from inflight.engines.timings import LastUpdate
+from inflight.errors import InflightError
+from inflight.http.chat import chat_completion_of, check_chat, generate_request_of
+from inflight.wire import (
+    Capabilities,
+    ChatCompletion,
+    ChatCompletionRequest,
+    GenerateRequest,
+    GenerateResponse,
+    TransportSpec,
+)
+
+if TYPE_CHECKING:
+    from inflight.weights.receiving import UpdateReceiver
+
+
+class AttachedEndpoint(ABC):
+    """One engine's server, asked over ``routes``; ``label_path`` is the route that says the label of its weights.
+
+    A subclass names `ReceivingEndpoint` and `InferenceEndpoint` as its further bases, after this class.
+
+    An instance belongs to the event loop in which it is first used. Its state is the server's: another instance may
+    publish, and a replaced server is recognised. Closing waits ``close_s`` seconds for calls under way.
+    """
+
+    def __init__(self, routes: EngineRoutes, *, label_path: str, close_s: float) -> None:
+        self._routes = routes
+        self._label_path = label_path
+        self._close_s = close_s
+        self._gate = RequestGate()
+        self._background = BackgroundCalls()
+        self._last = LastUpdate()
+        self._attaching = Attaching(self._attach)
+        self._was_replaced = False
+        self._updates: UpdateReceiver  # set by `_attach`
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r})"
+
+    @property
+    def name(self) -> str:
+        return self._routes.url
+
+    @abstractmethod
+    async def _attach(self) -> Capabilities:
+        """Set ``_updates``, and return what the server can do. Raises `ConfigError` if it was not started correctly."""
+
+    def _is_torn(self, served: ServedVersion) -> bool:
+        """Return whether the weights are torn, given what the server's label says of them."""
+        return served.torn
+
+    async def capabilities(self) -> Capabilities:
+        """Raises `ConfigError` if the server was not started correctly."""
+        return await self._attaching.result()
+
+    async def receiver(self) -> UpdateReceiver:
+        await self.capabilities()
+        return self._updates
+
+    async def init_process_group(self, spec: TransportSpec) -> None:
+        """Clears what another client left open on the server."""
+        await (await self.receiver()).join(spec)
+        await self._found()
+        self._was_replaced = False  # the group just formed belongs to the process that answers now
+
+    async def _found(self, timeout_s: float | None = None) -> str:
+        """Return the server's label for its weights, and adopt it, unless it may have changed meanwhile."""
+        session, num_changes = self._updates.session, self._updates.session.num_changes
+        label = str((await self._routes.get(self._label_path, timeout_s))["weight_version"])
+        served = parse_label(label)
+        if session.update is None and num_changes == session.num_changes:
+            if session.run_id is not None and served.run_id is None:  # a new process, with its checkpoint
+                self._was_replaced, self._last.timings = True, None
+            session.found(served.version, served.run_id, torn=self._is_torn(served), session_id=served.session_id)
+        return label
+
+    async def _label(self, timeout_s: float | None = None) -> str:
+        """Return the server's label for its weights. Raises `PoisonedError` if they are torn."""
+        label = await self._found(timeout_s)
+        self._updates.session.refuse_if_poisoned()
+        return label
+
+    @abstractmethod
+    async def generate(self, request: GenerateRequest) -> GenerateResponse: ...
+
+    @abstractmethod
+    async def _rendered(self, request: ChatCompletionRequest) -> Sequence[int]:
+        """Return the messages as token ids. Raises `InvalidRequestError` if the server refuses them."""
+
+    @abstractmethod
+    async def _decoded(self, token_ids: Sequence[Sequence[int]], skip_special_tokens: bool) -> Sequence[str]:
+        """Return the text of each token sequence."""
+
+    async def chat_completion(self, request: ChatCompletionRequest) -> ChatCompletion:
+        """The server renders the messages and decodes the tokens."""
+        can = await self.capabilities()
+        check_chat(request, model=can.model, offers_chat=can.chat)
+        generate_request = generate_request_of(request, await self._rendered(request))
+        response = await self.generate(generate_request)
+        sampled = [completion.token_ids for completion in response.completions]
+        texts = await self._decoded(sampled, True)
+        pieces = [await self._decoded([[token_id] for token_id in ids], False) for ids in sampled if request.logprobs]
+        return chat_completion_of(request, generate_request, response, texts, pieces)
+
+    async def aclose(self) -> None:
+        """Ends an open update first, so that the server does not stay paused."""
+        if self._attaching.has_succeeded:
+            if (update := self._updates.session.update) is not None:
+                with contextlib.suppress(InflightError):
+                    await self._updates.abort(update.ref)
+            self._updates.close()
+        await self._background.aclose(self._close_s)
+        await self._routes.aclose()

@@ -1,0 +1,127 @@
+"""The arguments of the log-probability head, and their checks.
+
+Shape suffixes: N targets, C targets of one tile, H hidden, V vocabulary, W the tile's part of it, K tokens kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from inflight.errors import InvalidRequestError
+
+
+@dataclass(frozen=True, slots=True)
+class KeptTokens:
+    """The tokens that top-p and top-k kept when each target was sampled; behaviour logprobs are over these."""
+
+    token_ids_K: torch.Tensor
+    """int64, the tokens of the first target, then of the second, ..."""
+    offsets: torch.Tensor
+    """int64 [N + 1], where the tokens of each target begin; the last is K."""
+
+
+def dtype_of(hidden_NH: torch.Tensor) -> torch.dtype:
+    """Return the dtype of the computation."""
+    return torch.float64 if hidden_NH.dtype == torch.float64 else torch.float32
+
+
+def check_arguments(
+    hidden_NH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    targets_N: torch.Tensor,
+    temperature_N: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    *chunk_sizes: int,
+) -> None:
+    """Raise `InvalidRequestError` unless shapes, dtypes, devices, targets, temperatures and chunk sizes fit."""
+    named = {"hidden": hidden_NH, "weight": weight_VH, "targets": targets_N, "temperature": temperature_N}
+    shapes = [list(tensor.shape) for tensor in named.values()]
+    rows = shapes[0][:1]
+    if len(shapes[0]) != 2 or shapes[1][1:] != shapes[0][1:] or shapes[2] != rows or shapes[3] != rows:
+        raise InvalidRequestError(
+            f"hidden {shapes[0]}, weight {shapes[1]}, targets {shapes[2]} and temperature {shapes[3]} do not fit: "
+            "they must be [N, H], [V, H], [N] and [N]"
+        )
+    if bias_V is not None:
+        named["bias"] = bias_V
+        if list(bias_V.shape) != shapes[1][:1]:
+            raise InvalidRequestError(f"bias {list(bias_V.shape)} does not fit weight {shapes[1]}: it must be [V]")
+    for name, tensor in named.items():
+        dtype = tensor.dtype
+        fits = dtype == torch.int64 if name == "targets" else dtype.is_floating_point
+        if not fits and (name != "temperature" or dtype.is_complex):
+            wanted = "int64" if name == "targets" else "floating-point"
+            raise InvalidRequestError(f"{name} must be {wanted}, not {dtype}")
+        if tensor.device != hidden_NH.device:
+            raise InvalidRequestError(f"{name} is on {tensor.device}, hidden on {hidden_NH.device}: move one of them")
+    for size in chunk_sizes:
+        if not isinstance(size, int) or size < 1:
+            raise InvalidRequestError(f"a chunk must hold at least 1 target and 1 token of the vocabulary, not {size}")
+    wrong_N = (targets_N < 0) | (targets_N >= len(weight_VH))
+    if wrong_N.any():
+        first = int(wrong_N.nonzero()[0])
+        raise InvalidRequestError(
+            f"target {first} is token {int(targets_N[first])}, but the vocabulary has {len(weight_VH)}: select "
+            "hidden states, targets and temperatures at the same positions"
+        )
+    # Logits are multiplied by the inverse, which must neither overflow nor vanish.
+    inverse_N = 1 / temperature_N.to(dtype_of(hidden_NH))
+    wrong_N = ~((inverse_N > 0) & inverse_N.isfinite())
+    if wrong_N.any():
+        first = int(wrong_N.nonzero()[0])
+        raise InvalidRequestError(
+            f"the temperature of target {first} is {temperature_N[first].item()}: it must be above 0 and finite; "
+            "use 1 for greedy tokens"
+        )
+
+
+def check_kept(kept: KeptTokens | None, targets_N: torch.Tensor, vocab_size: int) -> None:
+    """Raise `InvalidRequestError` unless the kept tokens fit the targets, and include them."""
+    if kept is None:
+        return
+    token_ids_K, offsets = kept.token_ids_K, kept.offsets
+    for name, tensor in (("token_ids_K", token_ids_K), ("offsets", offsets)):
+        if tensor.dim() != 1 or tensor.dtype != torch.int64 or tensor.device != targets_N.device:
+            raise InvalidRequestError(
+                f"{name} of the kept tokens is {list(tensor.shape)} of {tensor.dtype} on {tensor.device}: it must "
+                f"have one dimension and be int64, on {targets_N.device}"
+            )
+    sizes_N = offsets.diff()
+    if len(offsets) != len(targets_N) + 1 or offsets[0] != 0 or offsets[-1] != len(token_ids_K) or (sizes_N < 0).any():
+        raise InvalidRequestError(
+            f"the offsets of the kept tokens do not divide {len(token_ids_K)} tokens among {len(targets_N)} targets: "
+            f"there must be {len(targets_N) + 1}, from 0 to {len(token_ids_K)}, and none smaller than the one before"
+        )
+    wrong_K = (token_ids_K < 0) | (token_ids_K >= vocab_size)
+    if wrong_K.any():
+        first = int(wrong_K.nonzero()[0])
+        raise InvalidRequestError(
+            f"kept token {first} is token {int(token_ids_K[first])}, but the vocabulary has {vocab_size}"
+        )
+    row_K = torch.repeat_interleave(torch.arange(len(sizes_N), device=offsets.device), sizes_N)
+    found_N = torch.zeros_like(targets_N, dtype=torch.bool)
+    found_N[row_K[token_ids_K == targets_N[row_K]]] = True
+    if not found_N.all():
+        lost = int((~found_N).nonzero()[0])
+        raise InvalidRequestError(f"target {lost} (token {int(targets_N[lost])}) is not among its kept tokens")
+
+
+def keep_mask(kept: KeptTokens, rows: slice, columns: slice) -> torch.Tensor:
+    """Return which tokens of a tile were kept, bool [C, W]."""
+    offsets = kept.offsets[rows.start : rows.stop + 1]
+    token_ids_K = kept.token_ids_K[int(offsets[0]) : int(offsets[-1])]
+    row_K = torch.repeat_interleave(torch.arange(len(offsets) - 1, device=offsets.device), offsets.diff())
+    inside_K = (token_ids_K >= columns.start) & (token_ids_K < columns.stop)
+    mask_CW = torch.zeros(rows.stop - rows.start, columns.stop - columns.start, dtype=torch.bool, device=offsets.device)
+    mask_CW[row_K[inside_K], token_ids_K[inside_K] - columns.start] = True
+    return mask_CW
+
+
+def kept_of(kept: KeptTokens, rows_N: torch.Tensor) -> KeptTokens:
+    """Return the kept tokens of some targets."""
+    sizes_N = kept.offsets.diff()[rows_N]
+    offsets = torch.cat([sizes_N.new_zeros(1), sizes_N.cumsum(0)])
+    shift_K = torch.repeat_interleave(kept.offsets[:-1][rows_N] - offsets[:-1], sizes_N)
+    return KeptTokens(kept.token_ids_K[torch.arange(len(shift_K), device=shift_K.device) + shift_K], offsets)

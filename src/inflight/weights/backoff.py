@@ -1,0 +1,30 @@
+"""When to try again after a failure: soon at first, then after twice as long each time. It owns no clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Backoff:
+    """Pauses of ``first_s`` seconds, doubled after each failure up to ``most_s``."""
+
+    first_s: float
+    most_s: float
+    pause_s: float = 0.0
+    """The pause after the last failure; 0 before the first one."""
+    due_at: float = 0.0
+    """When to try again, by the caller's clock."""
+
+    def next(self, now: float) -> float:
+        """Note a failure, and return how many seconds to pause."""
+        self.pause_s = min(2 * self.pause_s or self.first_s, self.most_s)
+        self.due_at = now + self.pause_s
+        return self.pause_s
+
+    def is_due(self, now: float) -> bool:
+        return now >= self.due_at
+
+    def reset(self) -> None:
+        """Note a success: the next pause is ``first_s`` again."""
+        self.pause_s = self.due_at = 0.0

@@ -1,0 +1,106 @@
+"""The transports that inflight itself installs. Making an end loads torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from inflight.contracts import Transport
+from inflight.wire import DirectorySpec, ProcessGroupSpec, PullSpec, TransportSpec
+
+if TYPE_CHECKING:
+    import torch
+
+    from inflight.contracts import WeightReceiver, WeightSender
+
+
+class ProcessGroupTransport(Transport):
+    """One broadcast for each bucket, in a process group of torch."""
+
+    spec_type = ProcessGroupSpec
+
+    def __init__(self, name: Literal["gloo", "nccl"]) -> None:
+        self._name: Literal["gloo", "nccl"] = name
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def needs_gpu(self) -> bool:
+        return self._name == "nccl"
+
+    def sender(self, *, address: str, directory: Path | None) -> WeightSender:
+        from inflight.weights.transports.process_group import ProcessGroupSender
+
+        return ProcessGroupSender(self._name, address)
+
+    def receiver(self, spec: TransportSpec, *, rank: int, device: torch.device | None) -> WeightReceiver:
+        from inflight.weights.transports.process_group import ProcessGroupReceiver
+
+        assert isinstance(spec, ProcessGroupSpec)
+        return ProcessGroupReceiver(spec.model_copy(update={"rank": spec.rank + rank}), device)
+
+
+class SharedMemoryTransport(Transport):
+    """Buckets in memory that all processes of the host can map."""
+
+    name = "shm"
+    spec_type = DirectorySpec
+    needs_gpu = False
+
+    def sender(self, *, address: str, directory: Path | None) -> WeightSender:
+        from inflight.weights.transports.shared_memory import SharedMemorySender
+
+        return SharedMemorySender(directory)
+
+    def receiver(self, spec: TransportSpec, *, rank: int, device: torch.device | None) -> WeightReceiver:
+        from inflight.weights.transports.shared_memory import SharedMemoryReceiver
+
+        assert isinstance(spec, DirectorySpec)
+        return SharedMemoryReceiver(spec)
+
+
+class FileTransport(Transport):
+    """Buckets as files of a directory that every endpoint sees."""
+
+    name = "file"
+    spec_type = DirectorySpec
+    needs_gpu = False
+
+    def sender(self, *, address: str, directory: Path | None) -> WeightSender:
+        from inflight.weights.transports.files import FileSender
+
+        return FileSender(directory)
+
+    def receiver(self, spec: TransportSpec, *, rank: int, device: torch.device | None) -> WeightReceiver:
+        from inflight.weights.transports.files import FileReceiver
+
+        assert isinstance(spec, DirectorySpec)
+        return FileReceiver(spec)
+
+
+class HttpTransport(Transport):
+    """The files of `FileTransport`, over HTTP."""
+
+    name = "http"
+    spec_type = PullSpec
+    needs_gpu = False
+
+    def sender(self, *, address: str, directory: Path | None) -> WeightSender:
+        from inflight.weights.transports.pull import PullSender
+
+        return PullSender(directory, address=address)
+
+    def receiver(self, spec: TransportSpec, *, rank: int, device: torch.device | None) -> WeightReceiver:
+        from inflight.weights.transports.pull import PullReceiver
+
+        assert isinstance(spec, PullSpec)
+        return PullReceiver(spec)
+
+
+GLOO = ProcessGroupTransport("gloo")
+NCCL = ProcessGroupTransport("nccl")
+SHM = SharedMemoryTransport()
+FILE = FileTransport()
+HTTP = HttpTransport()

@@ -1,0 +1,118 @@
+"""A campaign over embedded servers, in several processes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+from inflight.conformance.fleet.campaign import ScheduleResult, summary, text_of
+from inflight.conformance.fleet.plan import INSIDE, TRANSPORTS, Transport
+
+SCHEDULE_LIMIT_S = 600.0
+"""A campaign of which no schedule ends for so long hangs, and fails."""
+
+
+@dataclass(frozen=True, slots=True)
+class Campaign:
+    """Which schedules to run: ``num_schedules`` from ``seed`` on; ``transport`` None has each seed take its own."""
+
+    num_schedules: int
+    seed: int = 0
+    transport: Transport | None = None
+    num_processes: int = 1
+
+    def seeds(self, number: int) -> range:
+        """Return the seeds that process ``number`` runs, in their order."""
+        return range(self.seed + number, self.seed + self.num_schedules, self.num_processes)
+
+
+Work = Callable[[Campaign, int, Connection], None]
+
+
+def work(campaign: Campaign, number: int, results: Connection) -> None:
+    """Run the schedules of one process; send what came of each."""
+    quiet = os.open(os.devnull, os.O_WRONLY)  # what torch and uvicorn say of connections that are cut
+    os.dup2(quiet, 2)
+    import torch
+
+    from inflight.conformance.fleet.schedule import judged
+    from tests.chaos.embedded import EmbeddedPlace
+
+    torch.set_num_threads(1)
+    with EmbeddedPlace() as place:
+        for seed in campaign.seeds(number):
+            results.send(judged(seed, place, campaign.transport))
+    results.close()
+    os._exit(0)  # threads that a fault left behind must not keep the process
+
+
+def results_of(campaign: Campaign, work: Work = work) -> Iterator[ScheduleResult]:
+    """Yield what came of each schedule as it ends, in whichever process. Raises ``TimeoutError`` if one hangs.
+
+    A process that dies fails the schedule that it was at, and its later ones are not run.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    processes, seeds = {}, {}
+    for number in range(min(campaign.num_processes, campaign.num_schedules)):
+        here, there = spawn.Pipe(duplex=False)
+        processes[here] = spawn.Process(target=work, args=(campaign, number, there), daemon=True)
+        processes[here].start()
+        there.close()
+        seeds[here] = iter(campaign.seeds(number))
+    try:
+        while seeds:
+            ready = wait(list(seeds), SCHEDULE_LIMIT_S)
+            if not ready:
+                raise TimeoutError(f"no schedule ended within {SCHEDULE_LIMIT_S:g} s")
+            for here in ready:
+                assert isinstance(here, Connection)
+                try:
+                    result = here.recv()
+                except EOFError:
+                    processes[here].join()
+                    unfinished = next(seeds.pop(here), None)
+                    if unfinished is not None:
+                        transport = campaign.transport or TRANSPORTS[unfinished % len(TRANSPORTS)]
+                        died = f"the process of this schedule ended with status {processes[here].exitcode}"
+                        yield ScheduleResult(unfinished, transport, f"seed {unfinished}", problems=(died,))
+                else:
+                    next(seeds[here])
+                    yield result
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.join()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a campaign; 0 if every schedule held."""
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
+    parser.add_argument("--schedules", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0, help="of the first schedule")
+    parser.add_argument("--transport", choices=TRANSPORTS)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--json", type=Path, help="where the figures are written")
+    options = parser.parse_args(arguments)
+    campaign = Campaign(options.schedules, options.seed, options.transport, options.processes)
+    started, found, num_failed = time.monotonic(), [], 0
+    os.environ |= {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
+    for result in results_of(campaign):
+        found.append(result)
+        num_failed += bool(result.problems)
+        if len(found) % 10 == 0 or result.problems or len(found) == campaign.num_schedules:
+            each_s = (time.monotonic() - started) / len(found)
+            counts = f"{len(found)} of {campaign.num_schedules} schedules, {num_failed} failed, {each_s:.2f} s each"
+            print(counts, file=sys.stderr, flush=True)
+    figures = summary(found, INSIDE, time.monotonic() - started)
+    if options.json is not None:
+        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+    print(text_of(figures, "python -m tests.chaos"))
+    return 0 if len(found) == campaign.num_schedules and not figures["failed"] else 1

@@ -1,0 +1,270 @@
+"""Embedded servers that die, come back and tear, and that are watched from below: which weights are sampled from."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import shutil
+import tempfile
+import threading
+from collections.abc import Awaitable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import xxhash
+
+from inflight.checkpoints import load_causal_lm
+from inflight.conformance.fleet.palette import CHECKPOINT, Palette, Shade, make_checkpoint
+from inflight.conformance.fleet.plan import INSIDE, Kind
+from inflight.conformance.fleet.servers import Call, Loop, Place, Server
+from inflight.contracts import InferenceEndpoint
+from inflight.errors import UnreachableError
+from inflight.local.endpoint import LocalEndpoint
+from inflight.local.engine import Engine
+from inflight.local.slots import ATTENTION_NAME, register_slot_attention
+from inflight.wire import TransportSpec, UpdateRef, WeightVersion
+
+T = TypeVar("T")
+
+MAX_LEN = 256
+
+
+def digest(tensors: dict[str, torch.Tensor]) -> str:
+    """Return XXH3-128 over the bytes of the tensors, in order: it is taken before every token step."""
+    found = xxhash.xxh3_128()
+    for tensor in tensors.values():
+        found.update(tensor.detach().numpy().data)
+    return found.hexdigest()
+
+
+class DigestedPalette(Palette):
+    """A palette that knows the digests of its shades."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self._digests: dict[str, Shade] = {}
+        super().__init__(*arguments)
+
+    def add(self, shade: Shade) -> None:
+        if shade not in self.shades:
+            super().add(shade)
+            self._digests[digest(self.tensors(shade))] = shade
+
+    def shade_with(self, found: str) -> Shade | None:
+        """Return which shade a digest is of; None if of none that is known."""
+        return self._digests.get(found)
+
+
+@dataclass(slots=True, eq=False)
+class Life:
+    """One life of a server. ``shades`` are those it was seen with, in order; ``problems`` what must not have been seen.
+
+    ``fenced_at`` is how many shades had been seen when a later trainer had joined, and that trainer's incarnation.
+    """
+
+    endpoint: LocalEndpoint
+    engine: Engine
+    model: Any
+    shades: list[Shade | None] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    fenced_at: list[tuple[int, int]] = field(default_factory=list)
+    was_torn: bool = False
+    was_killed: bool = False
+    tears: int = 0
+
+
+class EmbeddedServer(Server):
+    """A server of a copy of ``template``."""
+
+    def __init__(self, name: str, template: Any, palette: DigestedPalette) -> None:
+        self.name = name
+        self.num_breaks = 0
+        self.lives: list[Life] = []
+        self._life: Life | None = None
+        self.is_up = self.is_gone = False
+        self._template = template
+        self._palette = palette
+        self._calls: set[asyncio.Task[Any]] = set()
+        self._coming_back: asyncio.Task[None] | None = None
+
+    @property
+    def num_lives(self) -> int:  # type: ignore[override]
+        return len(self.lives)
+
+    @property
+    def was_torn(self) -> bool:  # type: ignore[override]
+        return any(life.was_torn for life in self.lives)
+
+    async def start(self) -> None:
+        """Begin a life with the checkpoint."""
+        model = copy.deepcopy(self._template)
+        engine = Engine(model, max_model_len=MAX_LEN, max_concurrent=8)
+        endpoint = WatchedEndpoint(engine, model, name=self.name)
+        life = Life(endpoint, engine, model)
+        endpoint.watch(self, life)
+        model.base_model.register_forward_pre_hook(lambda *_: self._look(life, is_sampling=True) and None)
+        named_parameters = model.named_parameters
+
+        def perhaps_torn() -> Any:
+            named = list(named_parameters())
+            if life.tears and threading.current_thread().name == "inflight-engine":
+                life.tears -= 1
+                life.was_torn = True
+                return iter(named[: len(named) // 2])  # loading fails where a name is missing
+            return iter(named)
+
+        model.named_parameters = perhaps_torn
+        self.lives.append(life)
+        self._life, self.is_up = life, True
+
+    async def deliver(self, call: Call[T]) -> T:
+        life = self._life
+        if life is None:
+            raise UnreachableError("connection refused", self.name)
+        task = asyncio.ensure_future(_made(call, life.endpoint))
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+        try:
+            return await task
+        except BaseException as error:
+            if self._life is not life:
+                raise UnreachableError("connection reset", self.name) from error
+            raise
+
+    async def strike(self, kind: Kind, seconds: float) -> None:
+        assert kind is Kind.TEAR
+        if self._life is not None:
+            self._life.tears += 1
+
+    async def kill(self, back_after_s: float | None) -> None:
+        life, self._life, self.is_up = self._life, None, False
+        self.is_gone = self.is_gone or back_after_s is None
+        if life is None:
+            return
+        self.num_breaks += 1
+        life.was_killed = True
+        for task in list(self._calls):
+            task.cancel()
+        with contextlib.suppress(Exception):
+            await life.endpoint.aclose()
+        if back_after_s is not None:
+            self._coming_back = asyncio.ensure_future(self._come_back(back_after_s))
+
+    async def back(self) -> None:
+        if self._coming_back is not None:
+            await self._coming_back
+
+    async def shade(self) -> Shade | None:
+        if self._life is None:
+            raise UnreachableError("it is not there", self.name)
+        return await self.seen(self._life)
+
+    async def seen(self, life: Life) -> Shade | None:
+        """Return which shade the weights are of, None for torn ones, read between two token steps."""
+        return await asyncio.wrap_future(life.engine.call(lambda: self._look(life, is_sampling=False)))
+
+    def may_have_held(self, shade: Shade) -> bool:
+        return any(shade in life.shades or life.was_killed for life in self.lives)
+
+    def problems(self) -> Sequence[str]:
+        problems = []
+        for life in self.lives:
+            problems += life.problems
+            for index, incarnation in life.fenced_at:
+                old = [
+                    shade for shade in life.shades[index:] if shade is not None and 0 < shade.incarnation < incarnation
+                ]
+                if old:
+                    problems.append(f"it took {old[0]} after the trainer of incarnation {incarnation} had joined")
+        return problems
+
+    async def aclose(self) -> None:
+        """End everything."""
+        if self._coming_back is not None:
+            self._coming_back.cancel()
+        await self.kill(None)
+
+    async def _come_back(self, after_s: float) -> None:
+        await asyncio.sleep(after_s)
+        if not self.is_gone:
+            await self.start()
+            self.num_breaks += 1
+
+    def _look(self, life: Life, *, is_sampling: bool) -> Shade | None:
+        """Note the shade of the weights, in the engine's thread."""
+        found = self._palette.shade_with(digest(dict(torch.nn.Module.named_parameters(life.model))))
+        if found is None and is_sampling:
+            life.problems.append("sampled from torn weights: they are of no version")
+        if not life.shades or life.shades[-1] != found:
+            life.shades.append(found)
+        return found
+
+
+class WatchedEndpoint(LocalEndpoint):
+    """An endpoint whose server looks at its weights when a trainer has joined, and after each commit."""
+
+    def watch(self, server: EmbeddedServer, life: Life) -> None:
+        """Begin to watch."""
+        self._server, self._of = server, life
+
+    async def init_process_group(self, spec: TransportSpec) -> None:
+        await super().init_process_group(spec)
+        await self._server.seen(self._of)
+        self._of.fenced_at.append((len(self._of.shades), spec.incarnation))
+
+    async def commit_weight_update(self, ref: UpdateRef) -> WeightVersion:
+        answer = await super().commit_weight_update(ref)
+        await self._server.seen(self._of)
+        return answer
+
+
+class EmbeddedPlace(Place):
+    """Three embedded servers for each schedule. Use as a context manager."""
+
+    kinds = INSIDE
+    num_servers = 3
+    scale = 1.0
+    start_s = 1.0
+
+    def __init__(self) -> None:
+        register_slot_attention()
+        self.directory = Path(tempfile.mkdtemp(prefix="inflight-chaos-"))
+        self.checkpoint = self.directory / "checkpoint"
+        make_checkpoint(self.checkpoint)
+        self.template: Any = load_causal_lm(self.checkpoint, attention=ATTENTION_NAME, device=torch.device("cpu"))
+        self.like = {name: parameter.detach() for name, parameter in self.template.named_parameters()}
+        self.loop = Loop()
+        with self.servers(self.palette(0, ()), ()) as servers:
+            self.capabilities = self.loop.run(servers[0].deliver(lambda endpoint: endpoint.capabilities()))
+
+    def __enter__(self) -> EmbeddedPlace:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.loop.close()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def palette(self, seed: int, frozen: tuple[str, ...]) -> DigestedPalette:
+        """Return a palette that only this schedule has: its servers begin with the checkpoint."""
+        palette = DigestedPalette(self.like, seed, frozen)
+        assert palette.shades == [CHECKPOINT]
+        return palette
+
+    @contextlib.contextmanager
+    def servers(self, palette: Palette, frozen: tuple[str, ...]) -> Iterator[Sequence[Server]]:
+        assert isinstance(palette, DigestedPalette)
+        servers = [EmbeddedServer(f"server-{i}", self.template, palette) for i in range(self.num_servers)]
+        try:
+            for server in servers:
+                self.loop.run(server.start())
+            yield servers
+        finally:
+            for server in servers:
+                self.loop.run(server.aclose())
+
+
+async def _made(call: Call[T], endpoint: InferenceEndpoint) -> T:
+    answer: Awaitable[T] = call(endpoint)
+    return await answer

@@ -1,0 +1,90 @@
+"""Certificates know the sources that they depend on: a change of one of them, and of nothing else, makes them void."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+import inflight
+from inflight.conformance import sources
+from inflight.conformance.report.files import certificate_json
+from inflight.conformance.sources import digest, is_current
+from tests.conformance.certificates import FAILED, PASSED, certificate
+
+TARGET, COMMAND = "inflight_fsdp:create_worker", "inflight serve {model} --engine vllm"
+
+
+@pytest.fixture
+def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The packages, copied to where a test may change them."""
+    for package in ("inflight", "inflight_fsdp", "inflight_vllm"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(Path(inflight.__file__).parents[1] / package, tmp_path / package, ignore=ignored)
+    monkeypatch.setattr(sources, "_INFLIGHT", tmp_path / "inflight")
+    found = sources._package
+    monkeypatch.setattr(sources, "_package", lambda *names: tmp_path / found(*names).name)  # type: ignore[union-attr]
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("file", "changes"),
+    [
+        ("inflight/wire.py", {TARGET, COMMAND}),
+        ("inflight/weights/publish.py", {TARGET, COMMAND}),
+        ("inflight/http/client.py", {TARGET, COMMAND}),
+        ("inflight/conformance/endpoint/tokens.py", {TARGET, COMMAND}),
+        ("inflight/local/tiny.py", {TARGET, COMMAND}),
+        ("inflight_fsdp/worker.py", {TARGET}),
+        ("inflight_vllm/updates.py", {COMMAND}),
+        ("inflight/local/engine.py", set()),
+        ("inflight/pipeline/run.py", set()),
+        ("inflight/conformance/report/page.py", set()),
+    ],
+)
+def test_what_a_certificate_depends_on_changes_its_digest(copy: Path, file: str, changes: set[str]) -> None:
+    before = {target: digest(target, "vllm" if target == COMMAND else "") for target in (TARGET, COMMAND)}
+    with (copy / file).open("a") as source:
+        source.write("CHANGED = 1\n")
+    after = {target: digest(target, "vllm" if target == COMMAND else "") for target in (TARGET, COMMAND)}
+    assert {target for target in before if before[target] != after[target]} == changes
+
+
+def test_docstrings_and_comments_do_not_change_the_digest(copy: Path) -> None:
+    before = digest(TARGET, "")
+    with (copy / "inflight_fsdp" / "worker.py").open("a") as source:
+        source.write('# A comment.\n"""A text."""\n')
+    assert digest(TARGET, "") == before
+
+
+def test_a_file_that_comes_or_goes_changes_the_digest(copy: Path) -> None:
+    found = {digest(TARGET, "")}
+    (copy / "inflight_fsdp" / "new.py").touch()
+    found.add(digest(TARGET, ""))
+    (copy / "inflight_fsdp" / "worker.py").rename(copy / "inflight_fsdp" / "new.py")
+    found.add(digest(TARGET, ""))
+    assert len(found) == 3
+
+
+@pytest.mark.parametrize(
+    ("target", "name"), [("http://127.0.0.1:8000", "stranger"), ("gloo", "gloo"), ("no.such:f", "")]
+)
+def test_sources_that_are_not_known_have_no_digest(target: str, name: str) -> None:
+    assert digest(target, name) == ""
+    assert not is_current(certificate(PASSED).model_copy(update={"target": target, "implementation": name}))
+
+
+def test_a_kept_certificate_holds_while_it_conforms_is_whole_and_has_the_digest(tmp_path: Path) -> None:
+    made = certificate(PASSED).model_copy(
+        update={"target": TARGET, "implementation": "", "sources": digest(TARGET, "")}
+    )
+    failed = certificate(FAILED).model_copy(update={"target": TARGET, "implementation": "", "sources": made.sources})
+    outdated = {"sources": "0" * 64, "protocol_version": made.protocol_version - 1, "left_out": ("E-02",)}
+    kept = tmp_path / "kept.json"
+    statuses = []
+    for subject in (made, failed, *(made.model_copy(update={name: value}) for name, value in outdated.items())):
+        kept.write_text(certificate_json(subject))
+        statuses.append(sources.main(kept))
+    assert statuses == [0, 1, 1, 1, 1]
+    assert sources.main(tmp_path / "missing.json") == 1

@@ -1,0 +1,334 @@
+"""A process that has imported everything, and forks what would otherwise be a new interpreter.
+
+    python -m tests.zygote SOCKET
+
+A run starts five processes, each of which imports torch and transformers for seconds. The zygote imports them once. A
+`shim` takes the place of ``sys.executable``: it hands its arguments, environment, directory and file descriptors to the
+zygote, which forks the real process, and lives and ends as that process does. Product code is not changed: the run
+starts ``sys.executable -m inflight serve ...``, only that this is the shim. Whatever is neither a
+module nor a script gets a new interpreter, and so does everything where INFLIGHT_TESTS_FORK is 0.
+
+What differs from processes that are started plainly:
+
+- The real process is a child of the zygote and has another id than the one that its starter knows, the shim's. Signals
+  that the starter sends reach it by way of the shim, and its end reaches the starter by way of the shim's.
+- ``/proc/PID/cmdline`` and ``/proc/PID/environ`` are the zygote's. Which run a process belongs to is told by its
+  standard output.
+- Seeds that an interpreter draws when it starts (hashes of strings) are alike in all of them; module state that
+  importing makes is shared until written. No thread runs in the zygote, so none is lost by the fork.
+- They end without collecting their objects. Exit handlers run, threads are waited for.
+- Modules are imported already, and so nothing can strike while they are. Campaigns start a share of their runs plainly.
+- SIGKILL reaches the real process a moment after the shim, and SIGSTOP never does. To send either, use the real
+  process's own id.
+
+The zygote has one thread. It ends when its standard input does, and then kills the processes that are left.
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import contextlib
+import functools
+import gc
+import importlib
+import json
+import os
+import resource
+import runpy
+import select
+import signal
+import site
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+_SHIM = """#!{python} -IS
+import array, json, os, resource, signal, socket, struct, sys
+words = sys.argv[3:] if sys.argv[1:2] == ["-W"] else sys.argv[1:]
+if not (words and words[0].endswith(".py") or words[:1] == ["-m"] and words[1] not in {plain!r}):
+    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
+zygote = socket.socket(socket.AF_UNIX)
+zygote.connect({path!r})
+fds = []
+for name in os.listdir("/proc/self/fd"):
+    try:
+        os.fstat(int(name))
+    except OSError:
+        continue
+    if int(name) != zygote.fileno():
+        fds.append(int(name))
+message = json.dumps({{
+    "argv": sys.argv, "cwd": os.getcwd(), "environment": dict(os.environ), "fds": fds,
+    "session": os.getsid(0) == os.getpid(),
+    "limits": {{str(name): resource.getrlimit(name) for name in (resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE)}},
+}}).encode()
+zygote.sendmsg([struct.pack("!I", len(message))], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))])
+zygote.sendall(message)
+null = os.open("/dev/null", os.O_RDWR)
+for fd in fds:
+    os.dup2(null, fd) if fd < 3 else os.close(fd)
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    signal.signal(number, lambda number, frame: zygote.send(bytes([number])))
+answer = zygote.recv(4)
+if len(answer) < 4:
+    os.kill(os.getpid(), signal.SIGKILL)
+status = struct.unpack("!i", answer)[0]
+if status < 0:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(-status, signal.SIG_DFL) if -status not in (signal.SIGKILL, signal.SIGSTOP) else None
+    os.kill(os.getpid(), -status)
+os._exit(status)
+"""
+
+ROOT = Path(__file__).parents[1]
+_PATH = f"{ROOT / 'src'}{os.pathsep}{ROOT}"
+
+_PLAIN = {"inflight.conformance.doomed", "inflight.conformance.transport.peer", "pytest", "torch.distributed.run"}
+"""Programs that get an interpreter of their own: the kit stops its helpers with SIGSTOP."""
+_PROGRAMS = ("inflight.pipeline.trainer", "inflight.conformance.child", "tests.conformance.mutants.server")
+"""Modules that are imported here and run as programs."""
+_MODULES = (
+    *_PROGRAMS,
+    "inflight.cli",
+    "inflight.conformance.endpoint.subject",
+    "inflight.conformance.transport",
+    "inflight.conformance.worker.subject",
+    "inflight.pipeline.run",
+    "inflight.pipeline.trainer",
+    "inflight.local.loading",
+    "inflight.http.serving",
+    "inflight.weights.following",
+    "inflight.weights.transports.file_server",
+    "inflight.weights.transports.shared_memory",
+    "inflight_fsdp",
+    "inflight_fsdp.worker",
+    "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint.state_dict",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.auto.tokenization_auto",
+    "tests.campaigns.task",
+)
+
+
+def write_shim(path: Path, zygote: Path) -> Path:
+    """Write the program that stands for an interpreter; it asks the zygote that listens at that socket."""
+    path.write_text(_SHIM.format(python=sys.executable, path=str(zygote), plain=_PLAIN))
+    path.chmod(0o755)
+    return path
+
+
+@contextlib.contextmanager
+def zygote(parent: Path) -> Iterator[str]:
+    """Start a zygote; yields what stands for ``python``."""
+    path = parent / "zygote"
+    path.unlink(missing_ok=True)
+    log = (parent / "zygote.log").open("wb")
+    with log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.zygote", str(path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": _PATH},
+        )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        if process.stdout.readline() != b"ready\n":
+            raise RuntimeError(f"the zygote did not start: {(parent / 'zygote.log').read_text()[-2000:]}")
+        yield str(write_shim(path.with_suffix(".python"), path))
+    finally:
+        process.stdin.close()
+        process.stdout.close()
+        process.wait(30.0)
+
+
+@functools.cache
+def python() -> str:
+    """Return what stands for ``python`` in this process: a zygote is started by the first call and ends with it."""
+    if os.environ.get("INFLIGHT_TESTS_FORK") == "0":
+        return sys.executable
+    open_until_exit = contextlib.ExitStack()
+    atexit.register(open_until_exit.close)
+    parent = open_until_exit.enter_context(tempfile.TemporaryDirectory(prefix="inflight-zygote-"))
+    return open_until_exit.enter_context(zygote(Path(parent)))
+
+
+@dataclass(slots=True, eq=False)
+class _Child:
+    pid: int
+    pidfd: int
+    shim: socket.socket
+
+
+def serve(path: Path) -> Callable[[], None] | None:
+    """Fork what shims ask for until standard input ends; in the child, return what it is to run."""
+    shim = path.with_suffix(".python")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen(64)
+        print("ready", flush=True)
+        poll = select.poll()
+        children: dict[int, _Child] = {}
+        for fd in (0, listener.fileno()):
+            poll.register(fd, select.POLLIN)
+        while True:
+            for fd, _ in poll.poll():
+                if fd == 0:
+                    for child in children.values():
+                        os.kill(child.pid, signal.SIGKILL)
+                    return None
+                if fd == listener.fileno():
+                    connection, _ = listener.accept()
+                    asked = _asked(connection)
+                    if asked is None:
+                        connection.close()
+                        continue
+                    message, fds = asked
+                    pid = os.fork()
+                    if pid == 0:
+                        for open_socket in (listener, connection, *(other.shim for other in children.values())):
+                            open_socket.detach()  # they are closed by number
+                        _become(message, fds)
+                        return lambda: _run(message["argv"], shim)
+                    for received in fds:
+                        os.close(received)
+                    child = _Child(pid, os.pidfd_open(pid), connection)
+                    for number in (child.pidfd, connection.fileno()):
+                        children[number] = child
+                        poll.register(number, select.POLLIN)
+                elif fd in children and fd == children[fd].pidfd:
+                    child = children.pop(fd)
+                    _, status = os.waitpid(child.pid, 0)
+                    with contextlib.suppress(OSError):  # the shim was killed
+                        child.shim.send(struct.pack("!i", os.waitstatus_to_exitcode(status)))
+                    poll.unregister(fd)
+                    if children.pop(child.shim.fileno(), None) is not None:
+                        poll.unregister(child.shim)
+                    child.shim.close()
+                    os.close(fd)
+                elif fd in children:
+                    told = b""
+                    with contextlib.suppress(OSError):
+                        told = children[fd].shim.recv(16)
+                    for number in told or (signal.SIGKILL,):
+                        signal.pidfd_send_signal(children[fd].pidfd, number)
+                    if not told:
+                        poll.unregister(fd)
+                        del children[fd]
+
+
+def _asked(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    """Return a shim's message and the descriptors that came with it; None if the shim was killed meanwhile."""
+    fds = array.array("i")
+    head, ancillary, _, _ = connection.recvmsg(4, socket.CMSG_SPACE(64 * fds.itemsize))
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    if len(head) == 4:
+        (size,) = struct.unpack("!I", head)
+        body = b""
+        while len(body) < size and (piece := connection.recv(size - len(body))):
+            body += piece
+        if len(body) == size:
+            return json.loads(body), list(fds)
+    for fd in fds:
+        os.close(fd)
+    return None
+
+
+def _become(message: dict[str, Any], received: list[int]) -> None:
+    """Take over the shim's descriptors, environment and directory; every other descriptor is closed."""
+    if message["session"]:
+        os.setsid()
+    safe = 1000  # above whatever number the shim had
+    for i, fd in enumerate(received):
+        os.dup2(fd, safe + i)
+    os.closerange(0, safe)
+    for i, fd in enumerate(message["fds"]):
+        os.dup2(safe + i, fd, inheritable=True)
+    os.closerange(safe, safe + len(received))
+    os.chdir(message["cwd"])
+    os.environ.clear()
+    os.environ.update(message["environment"])
+    for name, limits in message["limits"].items():
+        resource.setrlimit(int(name), limits)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False, errors="backslashreplace")  # noqa: SIM115
+
+
+def _run(argv: list[str], shim: Path) -> NoReturn:
+    """Do as ``python [-W ACTION] (-m MODULE | SCRIPT) ARGUMENTS...`` does, and end as it would, its memory as it is."""
+    words = argv[1:]
+    if words[0] == "-W":
+        warnings.simplefilter(words[1])  # type: ignore[arg-type]
+        words = words[2:]
+    is_module = words[0] == "-m"
+    sys.executable = str(shim)
+    sys.argv = words[is_module:]
+    further = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
+    sys.path[:1] = [os.getcwd() if is_module else os.path.dirname(os.path.abspath(words[0])), *further]
+    if further:
+        site.execsitecustomize()
+    sys.modules["torch"].set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
+    status: object = 0
+    try:
+        if is_module:
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as end:
+        status = end.code
+        if status is not None and not isinstance(status, int):
+            print(status, file=sys.stderr)
+            status = 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    threading._shutdown()  # type: ignore[attr-defined]  # what the interpreter calls: it joins threads
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(int(status or 0))
+
+
+def main() -> Callable[[], None] | None:
+    """Import, then serve."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the campaign
+    os.environ.update(
+        {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
+    )
+    for name in _MODULES:
+        importlib.import_module(name)
+    for name in _PROGRAMS:
+        del sys.modules[name]
+    threads = len(os.listdir("/proc/self/task"))
+    if threads != 1:
+        raise RuntimeError(f"the zygote has {threads} threads, and a fork would lose all but one")
+    gc.collect()
+    gc.freeze()
+    return serve(Path(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    job = main()
+    if job is not None:
+        job()
