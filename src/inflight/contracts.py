@@ -312,7 +312,8 @@ class WeightReceiver(Protocol):
     def begin(self, ref: UpdateRef) -> None:
         """Prepare to receive the buckets of this update, from the first.
 
-        All tensors returned so far become invalid, since new ones may reuse their memory.
+        Tensors returned so far stay as they are: an endpoint may serve from them, or decode a delta against them.
+        Memory may be used again only once nothing refers to it.
         """
 
     @abstractmethod

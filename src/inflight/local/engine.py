@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from inflight.errors import EndpointError, InflightError, InvalidRequestError
+from inflight.local.parameters import Ready, exchange
 from inflight.local.sampler import sample
 from inflight.local.sequences import Request, Sequence
 from inflight.local.slots import Slot, SlotStore, StepPlan, token_bytes_of
@@ -227,12 +228,9 @@ class Engine:
         else:
             stop_sampling()
 
-    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int, policy: InFlightPolicy) -> None:
+    def load(self, ready: Ready, version: int, policy: InFlightPolicy) -> None:
         """Replace the weights. Engine's thread only, while paused. If it raises, the model is torn."""
-        parameters = dict(self._model.named_parameters())
-        with torch.no_grad():
-            for name, tensor in tensors:
-                parameters[name].copy_(tensor)
+        exchange(ready)
         self._version = version
         self._num_updates += 1
         if policy is InFlightPolicy.RECOMPUTE:

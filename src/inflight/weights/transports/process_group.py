@@ -23,10 +23,11 @@ import torch.distributed
 from inflight.contracts import ReceivesAhead, WeightReceiver, WeightSender
 from inflight.errors import TransferError
 from inflight.types import WeightBucket
+from inflight.weights.memory import ReusedMemory
 from inflight.weights.packing import pack, unpack
 from inflight.weights.session import refuse_stray, transfer_failed
 from inflight.weights.threads import result_unless, run_unless, started
-from inflight.weights.transports.store import GIVEN_UP, LentBuffers, give_up
+from inflight.weights.transports.store import GIVEN_UP, give_up
 from inflight.wire import ProcessGroupSpec, TensorSpec, UpdateRef, WeightUpdate
 
 dist: Any = torch.distributed  # its stubs leave out the stores and Gloo's options
@@ -135,7 +136,7 @@ class ProcessGroupReceiver(WeightReceiver, ReceivesAhead):
         self._lock = threading.Lock()
         self._given_up: Future[str] = Future()
         self._group: Any = None
-        self._buffers = LentBuffers()
+        self._memory = ReusedMemory()
         self._ahead: tuple[torch.Tensor, Future[None]] | None = None
 
     def join(self) -> None:
@@ -187,15 +188,13 @@ class ProcessGroupReceiver(WeightReceiver, ReceivesAhead):
         self._ahead = flat, started(_broadcasting(group, flat, timeout_s), "receiving a bucket ahead")
 
     def begin(self, ref: UpdateRef) -> None:
-        self._buffers.take_back()
+        self._memory.begin()
         self._ahead = None
 
     def _buffer(self, size_bytes: int) -> torch.Tensor:
         if self._device.type == "cuda":  # torch caches its memory already
             return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
-        flat = self._buffers.take(size_bytes)
-        self._buffers.lend(flat)
-        return flat
+        return self._memory.take(size_bytes)
 
     def abort(self) -> None:
         with self._lock:

@@ -4,17 +4,20 @@ The file (arena) lies in a directory of its own below /dev/shm, which only this 
 record for each bucket of the update: where in the arena the bucket is, and which update it belongs to. A receiver
 copies nothing: its tensors are views of its mapping, and all endpoints of the host share one set of pages.
 
-The sender writes an arena again only after every endpoint said that it needs nothing of it any more. Otherwise it
-unlinks the arena, and existing mappings of it stay unchanged. An arena never shrinks, so no mapping loses its pages.
+A mapping holds a shared lock on its arena for as long as it exists, so an endpoint may serve from it. The sender writes
+an arena again only if nobody holds a lock, and takes another one otherwise. Unlinking an arena leaves its mappings as
+they are. It never shrinks, so no mapping loses its pages.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
 import tempfile
 import threading
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -45,6 +48,7 @@ from inflight.wire import DirectorySpec, UpdateRef, WeightUpdate, WireModel
 _PAGE = mmap.ALLOCATIONGRANULARITY
 _MAX_RECORD_BYTES = 1 << 16
 _MOST_UNUSED = 4  # an arena this many times larger than the last update is not kept
+_NUM_ARENAS = 2  # endpoints serve from one while the next update arrives in the other
 
 
 class _Record(WireModel):
@@ -65,8 +69,10 @@ class SharedMemorySender(WeightSender):
         self._lock = threading.Lock()
         self._given_up: Future[str] = Future()
         self._home: PrivateDirectory | None = None
+        self._arenas: list[_Arena] = []
         self._arena: _Arena | None = None
-        self._num_arenas = 0
+        """The arena of the open update, one of ``_arenas``."""
+        self._num_made = 0
         self._update: WeightUpdate | None = None
         self._records: list[Path] = []
 
@@ -101,15 +107,13 @@ class SharedMemorySender(WeightSender):
         with self._lock:
             if self._home is None:
                 raise TransferError("no weight group is open")
-            if self._arena is not None and (self._arena.size_bytes < size_bytes or self._arena.is_too_large):
-                self._drop_arena()
+            for arena in [a for a in self._arenas if a.size_bytes < size_bytes or a.is_too_large]:
+                self._drop(arena)
+            self._arena = next((arena for arena in self._arenas if arena.is_free()), None)
             if self._arena is None:
-                self._num_arenas += 1
-                path = self._home.path / f"arena-{self._num_arenas}"
-                try:
-                    self._arena = _Arena(path, size_bytes)
-                except OSError as error:
-                    raise transfer_failed(error, f"making {path} of {size_bytes} bytes") from error
+                for arena in self._arenas[: 1 - _NUM_ARENAS]:
+                    self._drop(arena)
+                self._arena = self._made(self._home.path, size_bytes)
             self._arena.used_bytes = 0
             self._update = update
 
@@ -141,29 +145,40 @@ class SharedMemorySender(WeightSender):
                 raise attempt.failed(f"{error.strerror} in {self._home.path}{advice}") from error
 
     def end(self, *, is_done: bool) -> None:
-        """The memory is reused if the update is done, and left to its readers if not."""
+        """The memory is used again if the update is done, and left to its readers if not."""
         with self._lock:
             update, self._update = self._update, None
             records, self._records = self._records, []
             for path in records:
                 path.unlink(missing_ok=True)
-            if update is not None and not is_done:
-                self._drop_arena()
+            arena, self._arena = self._arena, None
+            if arena is not None and update is not None and not is_done:
+                self._drop(arena)
 
     def abort(self) -> None:
         """Removes the directory. A new group makes another."""
         give_up(self._given_up)  # a pending send holds the lock for at most one more piece
         with self._lock:
             home, self._home = self._home, None
-            self._update, self._records = None, []
-            self._drop_arena()
+            self._update, self._arena, self._records = None, None, []
+            for arena in list(self._arenas):
+                self._drop(arena)
             if home is not None:
                 home.remove()
 
-    def _drop_arena(self) -> None:
-        arena, self._arena = self._arena, None
-        if arena is not None:
-            arena.close()
+    def _made(self, home: Path, size_bytes: int) -> _Arena:
+        self._num_made += 1
+        path = home / f"arena-{self._num_made}"
+        try:
+            arena = _Arena(path, size_bytes)
+        except OSError as error:
+            raise transfer_failed(error, f"making {path} of {size_bytes} bytes") from error
+        self._arenas.append(arena)
+        return arena
+
+    def _drop(self, arena: _Arena) -> None:
+        self._arenas.remove(arena)
+        arena.close()
 
 
 class _Arena:
@@ -189,6 +204,15 @@ class _Arena:
     @property
     def is_too_large(self) -> bool:
         return self._written_bytes > _MOST_UNUSED * max(self.used_bytes, _PAGE)
+
+    def is_free(self) -> bool:
+        """Return whether no mapping of an endpoint exists."""
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+        except OSError:
+            return False
+        return True
 
     def write(self, flat: torch.Tensor, attempt: Attempt) -> int:
         """Append bytes, uint8; return where they begin. Raises `OSError`, `TransferError`."""
@@ -219,16 +243,13 @@ class _Arena:
 
 
 class SharedMemoryReceiver(StoredReceiver):
-    """One endpoint rank's end. Tensors are views of a mapping, and only to be read.
-
-    Writing to one changes it for this process alone, and only until the next update.
-    """
+    """One endpoint rank's end. Tensors are views of a mapping. Writing to one changes it for this process alone."""
 
     def __init__(self, spec: DirectorySpec) -> None:
         super().__init__()
         self._spec = spec
         self._directory = Path(spec.directory)
-        self._mapped: tuple[str, torch.Tensor] | None = None
+        self._mapped: tuple[str, weakref.ref[mmap.mmap]] | None = None
 
     def join(self) -> None:
         if self._given_up.done():
@@ -274,19 +295,22 @@ class SharedMemoryReceiver(StoredReceiver):
             raise attempt.failed(f"{record.size_bytes} bytes are stored, but {size_bytes} were announced")
         if size_bytes == 0:
             return torch.empty(0, dtype=torch.uint8)
-        if self._mapped is None or self._mapped[0] != record.arena:
-            self._mapped = (record.arena, self._mapping(record, attempt))
-        mapped = self._mapped[1]
-        if mapped.numel() < record.offset + size_bytes:
-            raise attempt.failed(f"{self._directory / record.arena} is truncated: it has {mapped.numel()} bytes")
-        return mapped[record.offset : record.offset + size_bytes]
+        mapping = self._mapping(record, attempt)
+        if len(mapping) < record.offset + size_bytes:
+            raise attempt.failed(f"{self._directory / record.arena} is truncated: it has {len(mapping)} bytes")
+        return torch.frombuffer(mapping, dtype=torch.uint8)[record.offset : record.offset + size_bytes]
 
-    def _mapping(self, record: _Record, attempt: Attempt) -> torch.Tensor:
-        """Return the arena, mapped so that writes here do not reach it."""
+    def _mapping(self, record: _Record, attempt: Attempt) -> mmap.mmap:
+        """Return the arena, locked and mapped so that writes here do not reach it. It ends with its last tensor."""
+        if self._mapped is not None and self._mapped[0] == record.arena and (mapping := self._mapped[1]()) is not None:
+            return mapping
         with regular_file(self._directory, record.arena, is_private=True) as (fd, file_bytes):
             if file_bytes < record.offset + record.size_bytes:
                 raise attempt.failed(f"{self._directory / record.arena} is truncated: it has {file_bytes} bytes")
-            return torch.frombuffer(mmap.mmap(fd, file_bytes, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            mapping = mmap.mmap(fd, file_bytes, access=mmap.ACCESS_COPY)  # it keeps the locked descriptor open
+        self._mapped = record.arena, weakref.ref(mapping)
+        return mapping
 
 
 def memory_directory() -> Path:
