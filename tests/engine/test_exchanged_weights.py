@@ -30,7 +30,7 @@ def parameters(**tensors: torch.Tensor) -> dict[str, torch.nn.Parameter]:
 def test_a_tensor_that_fits_becomes_the_parameters_memory() -> None:
     owned = parameters(weight=torch.zeros(8, 16))
     arrived = torch.randn(8, 16)
-    exchange(made_ready(owned, [("weight", arrived)]))
+    exchange(owned, made_ready(owned, [("weight", arrived)]))
     assert owned["weight"].data_ptr() == arrived.data_ptr()
     assert owned["weight"].requires_grad and isinstance(owned["weight"], torch.nn.Parameter)
 
@@ -48,7 +48,7 @@ def test_a_tensor_that_does_not_fit_is_copied_beside_the_model(arrived: torch.Te
     owned = parameters(weight=torch.zeros(8, 16))
     ready = made_ready(owned, [("weight", arrived)])
     assert not owned["weight"].any(), "nothing has changed yet"
-    exchange(ready)
+    exchange(owned, ready)
     assert owned["weight"].data_ptr() != arrived.data_ptr() and owned["weight"].is_contiguous()
     assert owned["weight"].data_ptr() % 64 == 0
     assert torch.equal(owned["weight"].detach(), arrived.float())

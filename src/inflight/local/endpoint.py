@@ -19,7 +19,7 @@ from inflight.errors import InflightError, InvalidRequestError, NonFiniteError
 from inflight.http.chat import chat_completion_of, check_chat
 from inflight.local.chat import ChatChunkWriter, ChatFormat
 from inflight.local.engine import Engine
-from inflight.local.parameters import Ready, made_ready
+from inflight.local.parameters import made_ready
 from inflight.local.sequences import Sequence
 from inflight.transports import receivable
 from inflight.types import EngineStats
@@ -59,8 +59,7 @@ class LocalEndpoint(ReceivingEndpoint, StreamingEndpoint, PausableEngine):
         self._name = name
         self._chat = chat
         parameter = next(model.parameters())
-        self._parameters = dict(model.named_parameters())
-        specs = tuple(tensor_spec(name, parameter, None) for name, parameter in self._parameters.items())
+        specs = tuple(tensor_spec(name, parameter, None) for name, parameter in engine.parameters.items())
         self._adapted = AdaptedWeights()
         self._intake = StagedIntake(lambda spec: make_receiver(spec, parameter.device), self._prepare)
         self._manifest = Manifest(tensors=specs)
@@ -136,10 +135,10 @@ class LocalEndpoint(ReceivingEndpoint, StreamingEndpoint, PausableEngine):
             self._engine.call(self._engine.resume)  # the engine runs this after the pause, which may not have begun yet
             raise
 
-    def _prepare(self, update: WeightUpdate, arrived: Named) -> tuple[AdaptedLoad, Ready]:
+    def _prepare(self, update: WeightUpdate, arrived: Named) -> tuple[AdaptedLoad, Named]:
         """Return what the commit exchanges. Runs in the receiving thread, while tokens are sampled."""
-        load = self._adapted.prepare(update.manifest, arrived, lambda name: self._parameters[name].detach())
-        return load, made_ready(self._parameters, load.tensors)
+        load = self._adapted.prepare(update.manifest, arrived, lambda name: self._engine.parameters[name].detach())
+        return load, made_ready(self._engine.parameters, load.tensors)
 
     async def apply(self, update: WeightUpdate) -> None:
         load, ready = self._intake.prepared()

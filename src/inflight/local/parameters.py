@@ -9,29 +9,29 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-Ready = list[tuple[torch.nn.Parameter, torch.Tensor]]
-"""Parameters with the tensors that are to become their memory."""
+Parameters = Mapping[str, torch.nn.Parameter]
 
 _ALIGNMENT_BYTES = 64
 """What torch aligns its own memory to."""
 
 
-def made_ready(parameters: Mapping[str, torch.nn.Parameter], tensors: Iterable[tuple[str, torch.Tensor]]) -> Ready:
-    """Return the parameters of these names with tensors in their dtype and layout, on their device.
+def made_ready(parameters: Parameters, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    """Return tensors in the dtype and layout of the parameters of these names, on their device.
 
     A tensor that fits already is taken as it is: nothing may write to it from now on. The others are copied. Changes
     nothing, and may run in any thread. Raises `ValueError` for a tensor of another shape.
     """
-    return [(parameters[name], _fitted(tensor, parameters[name], name)) for name, tensor in tensors]
+    return [(name, _fitted(tensor, parameters[name], name)) for name, tensor in tensors]
 
 
-def exchange(ready: Ready) -> None:
-    """Give each parameter its new memory. Modules that share a parameter share the new memory too.
+def exchange(parameters: Parameters, ready: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Make tensors that are ready the memory of the parameters of these names.
 
-    Copies nothing. The old memory is free once nothing else refers to it.
+    Copies nothing. Modules that share a parameter share its new memory. The old memory is free once nothing else refers
+    to it.
     """
-    for parameter, tensor in ready:
-        parameter.data = tensor
+    for name, tensor in ready:
+        parameters[name].data = tensor
 
 
 def _fitted(tensor: torch.Tensor, parameter: torch.nn.Parameter, name: str) -> torch.Tensor:

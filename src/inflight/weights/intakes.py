@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 from inflight.contracts import WeightReceiver
 from inflight.errors import TransferError
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from inflight.weights.base_weights import Named
     from inflight.weights.staging import KeptWeights, Staging
-
-Prepared = TypeVar("Prepared")
 
 
 class WeightIntake(Protocol):
@@ -54,7 +52,7 @@ class WeightIntake(Protocol):
         """Note that what arrived is now served. It is kept if its update asked for that."""
 
 
-class StagedIntake(WeightIntake, Generic[Prepared]):
+class StagedIntake(WeightIntake):
     """An intake in this process, over a transport's receiver. ``make_receiver`` makes a receiver for each group.
 
     ``prepare`` is called with everything that arrived, in the thread that received the last bucket, so that its work is
@@ -64,11 +62,11 @@ class StagedIntake(WeightIntake, Generic[Prepared]):
     def __init__(
         self,
         make_receiver: Callable[[TransportSpec], WeightReceiver],
-        prepare: Callable[[WeightUpdate, Named], Prepared] | None = None,
+        prepare: Callable[[WeightUpdate, Named], Any] | None = None,
     ) -> None:
         self._make_receiver = make_receiver
         self._prepare = prepare
-        self._prepared: tuple[Staging, Prepared] | None = None
+        self._prepared: tuple[Staging, Any] | None = None
         self._receiver: WeightReceiver | None = None
         self._staging: Staging | None = None
         self._kept: KeptWeights | None = None
@@ -86,7 +84,7 @@ class StagedIntake(WeightIntake, Generic[Prepared]):
         """Return what arrived, in order; nothing writes to it again. Raises `TransferError` once the update is over."""
         return self._arrived().tensors()
 
-    def prepared(self) -> Prepared:
+    def prepared(self) -> Any:
         """Return what ``prepare`` made of what arrived. Raises `TransferError` once the update is over."""
         staging = self._arrived()
         if self._prepared is None or self._prepared[0] is not staging:  # an update without buckets

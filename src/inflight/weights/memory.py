@@ -19,6 +19,8 @@ class ReusedMemory:
 
     def take(self, size_bytes: int) -> torch.Tensor:
         """Return memory that nothing refers to, uint8 [size_bytes] on the CPU."""
+        if size_bytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
         block = next((it for it in self._blocks if it.size_bytes == size_bytes and it.is_free), None)
         if block is None:
             block = _Block(size_bytes)
