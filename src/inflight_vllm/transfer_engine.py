@@ -2,7 +2,8 @@
 
     join -> start_weight_update -> update_weights: begin, then once for each bucket -> finish_weight_update
 
-A bucket is received in a thread and staged in host memory. So the worker keeps answering, a receive can be ended, and
+A bucket is received in a thread and staged where its transport brings it: in host memory, or on the worker's GPU, where
+a stream of its own keeps it from waiting for the model. So the worker keeps answering, a receive can be ended, and
 only ``finish_weight_update`` touches the model: any failure before it leaves the old weights serving.
 ``Worker.inflight_status`` reports progress through vLLM's ``collective_rpc``, since vLLM's own calls cannot return it.
 
@@ -29,6 +30,7 @@ from inflight.transports import receivable, spec_type
 from inflight.weights.base_weights import AdaptedLoad, AdaptedWeights, BaseWeights, Named
 from inflight.weights.lora import changed_names, lora_difference
 from inflight.weights.staging import KeptWeights, Staging
+from inflight.weights.streams import beside
 from inflight.weights.transports import make_receiver
 from inflight.wire import BucketTransfer, Manifest, WeightUpdate
 from inflight_vllm.flags import BACKEND
@@ -165,7 +167,7 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):  # typ
         return {
             "protocol": PLUGIN_PROTOCOL,
             "backend": BACKEND,
-            "transports": list(receivable(on_gpu=False)),
+            "transports": list(receivable(on_gpu=self.device.type == "cuda")),
             "phase": self._phase,
             "problem": self._problem,
             "group": self._group,
@@ -234,7 +236,8 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):  # typ
             prepared: AdaptedLoad | None = None
             companions: Named = []
             if transfer.bucket_index == len(update.buckets) - 1:
-                prepared = self._adapted.prepare(update.manifest, staging.tensors(), self._base.tensor)
+                with beside(self.device):
+                    prepared = self._adapted.prepare(update.manifest, staging.tensors(), self._base.tensor)
                 companions = [(name, self._base.tensor(name)) for name in completing]
             if staging is self._staging:
                 self._num_staged += 1

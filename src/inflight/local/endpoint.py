@@ -26,6 +26,7 @@ from inflight.weights.base_weights import AdaptedWeights
 from inflight.weights.intakes import StagedIntake
 from inflight.weights.module import tensor_spec
 from inflight.weights.receiving import PausableEngine, ReceivingEndpoint, UpdateReceiver
+from inflight.weights.streams import finish
 from inflight.weights.threads import run_abandonable
 from inflight.weights.transports import make_receiver
 from inflight.wire import (
@@ -60,6 +61,7 @@ class LocalEndpoint(ReceivingEndpoint, StreamingEndpoint, PausableEngine):
         parameter = next(model.parameters())
         self._parameters = dict(model.named_parameters())
         specs = tuple(tensor_spec(name, parameter, None) for name, parameter in self._parameters.items())
+        self._device: Any = parameter.device
         self._adapted = AdaptedWeights()
         self._intake = StagedIntake(lambda spec: make_receiver(spec, parameter.device))
         self._manifest = Manifest(tensors=specs)
@@ -143,6 +145,7 @@ class LocalEndpoint(ReceivingEndpoint, StreamingEndpoint, PausableEngine):
             load = self._adapted.prepare(update.manifest, arrived, lambda name: self._parameters[name].detach().clone())
             self._engine.load(load.tensors, update.version, update.in_flight)
             self._adapted.loaded(load)
+            finish(self._device)  # the memory that was loaded from may be used again once the commit is answered
             load_s = time.monotonic() - started
             return UpdateTimings(load_s=load_s, paused_s=self._engine.resume())
 
