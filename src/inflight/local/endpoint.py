@@ -27,6 +27,7 @@ from inflight.weights.base_weights import AdaptedLoad, AdaptedWeights, Named
 from inflight.weights.intakes import StagedIntake
 from inflight.weights.module import tensor_spec
 from inflight.weights.receiving import PausableEngine, ReceivingEndpoint, UpdateReceiver
+from inflight.weights.streams import beside
 from inflight.weights.threads import run_abandonable
 from inflight.weights.transports import make_receiver
 from inflight.wire import (
@@ -60,6 +61,7 @@ class LocalEndpoint(ReceivingEndpoint, StreamingEndpoint, PausableEngine):
         self._chat = chat
         parameter = next(model.parameters())
         specs = tuple(tensor_spec(name, parameter, None) for name, parameter in engine.parameters.items())
+        self._device: Any = parameter.device
         self._adapted = AdaptedWeights()
         self._intake = StagedIntake(lambda spec: make_receiver(spec, parameter.device), self._prepare)
         self._manifest = Manifest(tensors=specs)
@@ -137,8 +139,10 @@ class LocalEndpoint(ReceivingEndpoint, StreamingEndpoint, PausableEngine):
 
     def _prepare(self, update: WeightUpdate, arrived: Named) -> tuple[AdaptedLoad, Named]:
         """Return what the commit exchanges. Runs in the receiving thread, while tokens are sampled."""
-        load = self._adapted.prepare(update.manifest, arrived, lambda name: self._engine.parameters[name].detach())
-        return load, made_ready(self._engine.parameters, load.tensors)
+        parameters = self._engine.parameters
+        with beside(self._device):
+            load = self._adapted.prepare(update.manifest, arrived, lambda name: parameters[name].detach())
+            return load, made_ready(parameters, load.tensors)
 
     async def apply(self, update: WeightUpdate) -> None:
         load, ready = self._intake.prepared()

@@ -116,7 +116,7 @@ class ServersSection(FleetMember):
     in_flight: InFlightPolicy = InFlightPolicy.KEEP
     publish_deadline_s: float = Field(default=60.0, gt=0)
     transport: TransportName = "gloo"
-    """Broadcast (``gloo``, ``nccl``), stored (``shm``, ``file``, ``http``), or an installed transport."""
+    """Broadcast (``gloo``, ``nccl``), stored (``shm``, ``ipc``, ``file``, ``http``), or an installed transport."""
     updates: Literal["push", "pull"] = "push"
     """``push``: each publish waits for the servers. ``pull``: versions are stored and servers load the newest one."""
     directory: Path | None = None

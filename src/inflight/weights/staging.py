@@ -15,8 +15,10 @@ import torch
 from inflight.contracts import ReceivesAhead, WeightReceiver
 from inflight.errors import TransferError, UpdateRefusedError
 from inflight.weights.delta import decode_delta, element_runs
+from inflight.weights.device_checksum import checksum_as
 from inflight.weights.memory import ReusedMemory
-from inflight.weights.packing import checksum, decode, unpack
+from inflight.weights.packing import decode, unpack
+from inflight.weights.streams import beside
 from inflight.wire import BucketSpec, BucketTransfer, TensorSpec, UpdateRef, WeightUpdate
 
 
@@ -62,12 +64,16 @@ class Staging:
             )
         (payload,) = receiver.receive((payload_spec(size_bytes),), transfer.timeout_s)
         self._receive_ahead(receiver, bucket.index + 1, transfer.timeout_s)
-        if transfer.checksum is not None and (found := checksum(payload)) != transfer.checksum:
-            raise TransferError(
-                f"bucket {bucket.index} was damaged on its way: its XXH3-128 is {found}, but {transfer.checksum} was "
-                "announced; none of it was loaded"
-            )
-        flat = self._decoded(transfer, bucket, tensors, payload)
+        with beside(payload.device):
+            if (
+                transfer.checksum is not None
+                and (found := checksum_as(transfer.checksum, payload)) != transfer.checksum
+            ):
+                raise TransferError(
+                    f"bucket {bucket.index} was damaged on its way: its checksum is {found}, but {transfer.checksum} "
+                    "was announced; none of it was loaded"
+                )
+            flat = self._decoded(transfer, bucket, tensors, payload)
         with self._lock:
             if self._is_dropped:
                 raise TransferError("the update ended meanwhile")

@@ -95,13 +95,16 @@ class FileSender(WeightSender):
 
 
 class FilesReceiver(StoredReceiver):
-    """What the receivers of stored files share. Those that follow a run call `latest`, `lease` and `read_manifest`."""
+    """What the receivers of stored files share. Those that follow a run call `latest`, `lease` and `read_manifest`.
 
-    def __init__(self, spec: DirectorySpec | PullSpec) -> None:
+    Tensors arrive on the host, in pinned memory if ``device`` is a GPU.
+    """
+
+    def __init__(self, spec: DirectorySpec | PullSpec, device: torch.device | None = None) -> None:
         super().__init__()
         self._run_id = spec.run_id
         self._join_s = spec.timeout_s
-        self._memory = ReusedMemory()
+        self._memory = ReusedMemory(device)
 
     def begin(self, ref: UpdateRef) -> None:
         super().begin(ref)
@@ -167,8 +170,8 @@ class FilesReceiver(StoredReceiver):
 class FileReceiver(FilesReceiver):
     """One endpoint rank's end."""
 
-    def __init__(self, spec: DirectorySpec) -> None:
-        super().__init__(spec)
+    def __init__(self, spec: DirectorySpec, device: torch.device | None = None) -> None:
+        super().__init__(spec, device)
         self._directory = Path(spec.directory)
 
     def join(self) -> None:

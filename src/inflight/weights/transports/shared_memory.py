@@ -23,13 +23,13 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import torch
-from pydantic import Field
 
 from inflight.contracts import WeightSender
 from inflight.errors import TransferError
 from inflight.types import WeightBucket
 from inflight.weights.packing import pack
 from inflight.weights.session import refuse_stray, transfer_failed
+from inflight.weights.transports.bucket_records import PAGE, BucketRecord, aligned, await_record, write_record
 from inflight.weights.transports.private_directory import PrivateDirectory
 from inflight.weights.transports.store import (
     PIECE_BYTES,
@@ -37,28 +37,13 @@ from inflight.weights.transports.store import (
     StoredReceiver,
     bytes_of,
     give_up,
-    parsed,
-    read_text,
     regular_file,
-    session_name,
     write_all,
 )
-from inflight.wire import DirectorySpec, UpdateRef, WeightUpdate, WireModel
+from inflight.wire import DirectorySpec, UpdateRef, WeightUpdate
 
-_PAGE = mmap.ALLOCATIONGRANULARITY
-_MAX_RECORD_BYTES = 1 << 16
 _MOST_UNUSED = 4  # an arena this many times larger than the last update is not kept
 _NUM_ARENAS = 2  # endpoints serve from one while the next update arrives in the other
-
-
-class _Record(WireModel):
-    """Where one bucket lies, and the update it belongs to."""
-
-    ref: UpdateRef
-    index: int = Field(ge=0)
-    arena: str = Field(pattern=r"^arena-[0-9]{1,20}$")
-    offset: int = Field(ge=0, multiple_of=_PAGE)
-    size_bytes: int = Field(ge=0)
 
 
 class SharedMemorySender(WeightSender):
@@ -103,7 +88,7 @@ class SharedMemorySender(WeightSender):
     def begin(self, update: WeightUpdate) -> None:
         """An earlier update that was not ended counts as not done."""
         self.end(is_done=False)
-        size_bytes = max(_PAGE, sum(_aligned(bucket.size_bytes) for bucket in update.buckets))
+        size_bytes = max(PAGE, sum(aligned(bucket.size_bytes) for bucket in update.buckets))
         with self._lock:
             if self._home is None:
                 raise TransferError("no weight group is open")
@@ -128,18 +113,14 @@ class SharedMemorySender(WeightSender):
             refuse_stray(bucket, self._update.ref)
             try:
                 offset = self._arena.write(flat, attempt)
-                record = _Record(
+                record = BucketRecord(
                     ref=self._update.ref,
                     index=bucket.index,
                     arena=self._arena.path.name,
                     offset=offset,
                     size_bytes=flat.numel(),
                 )
-                path = self._home.path / _record_name(self._update.ref, bucket.index)
-                partial = path.with_suffix(".part")
-                partial.write_text(record.model_dump_json())
-                self._records.append(path)
-                partial.replace(path)
+                self._records.append(write_record(self._home.path, record))
             except OSError as error:
                 advice = "; give it more memory, or use another directory" if error.errno == errno.ENOSPC else ""
                 raise attempt.failed(f"{error.strerror} in {self._home.path}{advice}") from error
@@ -203,7 +184,7 @@ class _Arena:
 
     @property
     def is_too_large(self) -> bool:
-        return self._written_bytes > _MOST_UNUSED * max(self.used_bytes, _PAGE)
+        return self._written_bytes > _MOST_UNUSED * max(self.used_bytes, PAGE)
 
     def is_free(self) -> bool:
         """Return whether no mapping of an endpoint exists."""
@@ -227,7 +208,7 @@ class _Arena:
         else:
             write_all(self._fd, bytes_of(flat.cpu()), attempt, start)
             self._written_bytes = end
-        self.used_bytes = _aligned(end)
+        self.used_bytes = aligned(end)
         return start
 
     def close(self) -> None:
@@ -268,31 +249,19 @@ class SharedMemoryReceiver(StoredReceiver):
         self._mapped = None
 
     def _received(self, ref: UpdateRef, index: int, size_bytes: int, attempt: Attempt) -> torch.Tensor:
-        name = _record_name(ref, index)
-        attempt.reason = f"{self._directory / name} does not exist"
-        while True:
-            attempt.remaining_s()
-            try:
-                return self._flat(name, ref, index, size_bytes, attempt)
-            except FileNotFoundError:
-                attempt.pause()
-            except (OSError, ValueError) as error:  # mapping failed
-                raise attempt.failed(error) from error
+        record = await_record(self._directory, ref, index, size_bytes, attempt)
+        try:
+            return self._flat(record, attempt)
+        except (OSError, ValueError) as error:  # mapping failed
+            raise attempt.failed(error) from error
 
     def abort(self) -> None:
         super().abort()
         self._mapped = None
 
-    def _flat(self, name: str, ref: UpdateRef, index: int, size_bytes: int, attempt: Attempt) -> torch.Tensor:
-        """Return the bytes of a bucket, uint8. Raises `FileNotFoundError` if it is not there."""
-        path = self._directory / name
-        record = parsed(
-            _Record, read_text(self._directory, name, max_bytes=_MAX_RECORD_BYTES, is_private=True), where=path
-        )
-        if (record.ref, record.index) != (ref, index):
-            raise attempt.failed(f"{path} belongs to bucket {record.index} of another update: {record.ref}")
-        if record.size_bytes != size_bytes:
-            raise attempt.failed(f"{record.size_bytes} bytes are stored, but {size_bytes} were announced")
+    def _flat(self, record: BucketRecord, attempt: Attempt) -> torch.Tensor:
+        """Return the bytes of a bucket, uint8."""
+        size_bytes = record.size_bytes
         if size_bytes == 0:
             return torch.empty(0, dtype=torch.uint8)
         mapping = self._mapping(record, attempt)
@@ -300,7 +269,7 @@ class SharedMemoryReceiver(StoredReceiver):
             raise attempt.failed(f"{self._directory / record.arena} is truncated: it has {len(mapping)} bytes")
         return torch.frombuffer(mapping, dtype=torch.uint8)[record.offset : record.offset + size_bytes]
 
-    def _mapping(self, record: _Record, attempt: Attempt) -> mmap.mmap:
+    def _mapping(self, record: BucketRecord, attempt: Attempt) -> mmap.mmap:
         """Return the arena, locked and mapped so that writes here do not reach it. It ends with its last tensor."""
         if self._mapped is not None and self._mapped[0] == record.arena and (mapping := self._mapped[1]()) is not None:
             return mapping
@@ -317,11 +286,3 @@ def memory_directory() -> Path:
     """Return the directory whose files are memory of this host, or the next best one."""
     shm = Path("/dev/shm")
     return shm if os.access(shm, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
-
-
-def _record_name(ref: UpdateRef, index: int) -> str:
-    return f"{session_name(ref)}.{index:05d}.json"
-
-
-def _aligned(size_bytes: int) -> int:
-    return -(-size_bytes // _PAGE) * _PAGE
