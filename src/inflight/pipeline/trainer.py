@@ -243,6 +243,7 @@ def _worker_settings(config: RunConfig) -> dict[str, Any]:
         "dtype": config.model.dtype,
         "wire_dtype": config.model.dtype,
         "total_steps": config.run.num_steps,
+        **({} if config.train.device is None else {"device": config.train.device}),
         **config.train.model_dump(include=_OF_THE_OPTIMIZER),
         **config.train.trainer_options,
     }

@@ -28,6 +28,7 @@ from inflight.pipeline.messages import (
     Start,
     Trained,
 )
+from inflight.pipeline.placement import Place, place
 from inflight.pipeline.processes import NUM_LINES, STOP_S, Rank, start_ranks
 from inflight.weights.transports.private_directory import remove_left_behind
 from inflight.weights.transports.shared_memory import memory_directory
@@ -55,6 +56,8 @@ class TrainerGroup:
     """Called once with each different warning."""
     lock: int | None = None
     """Inherited by the ranks' processes."""
+    places: Sequence[Place] = ()
+    """Name and GPUs of each rank; none: as `place` names them on a machine without GPUs."""
     ranks: Sequence[Rank] = ()
 
     def __post_init__(self) -> None:
@@ -63,7 +66,8 @@ class TrainerGroup:
 
     async def spawn(self) -> None:
         """Start the processes, which load nothing yet."""
-        self.ranks = await start_ranks(self.config, self.logs, self.token, self.lock)
+        places = self.places or place(self.config, ()).trainers
+        self.ranks = await start_ranks(self.config, self.logs, self.token, self.lock, places)
 
     async def load_and_connect(self, members: Members, run_id: str, checkpoint: Path | None) -> Done:
         """Load the model or a checkpoint, connect to the servers, and bring them to these weights.
