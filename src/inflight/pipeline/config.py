@@ -124,6 +124,8 @@ class ServersSection(FleetMember):
     """Broadcast (``gloo``, ``nccl``), stored (``shm``, ``file``, ``http``), or an installed transport."""
     updates: Literal["push", "pull"] = "push"
     """``push``: each publish waits for the servers. ``pull``: versions are stored and servers load the newest one."""
+    address: str = "127.0.0.1"
+    """This machine's address as the servers see it: ``gloo``, ``nccl`` and ``http`` listen there for them."""
     directory: Path | None = None
     """Where ``file`` stores weights: a path that the trainer and every server can read."""
     quorum: int | None = Field(default=None, ge=1)

@@ -45,6 +45,7 @@ class Push(Publishing):
             run_id=run_id,
             token=token,
             transport=servers.transport,
+            address=servers.address,
             directory=None if servers.directory is None else servers.directory.absolute(),
             encoding=servers.encoding,
             delta=servers.delta,
