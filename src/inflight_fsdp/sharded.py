@@ -28,9 +28,10 @@ from inflight.checkpoints import max_model_len_of
 from inflight.contracts import BackgroundSaver, PartialWeightSource, TrainerWorker
 from inflight.errors import CheckpointError, ConfigError, NonFiniteError, PrecisionWarning, TrainerError
 from inflight.losses.head import chunked_logprobs
+from inflight.transfer_time import with_transfer_s
 from inflight.types import MicroBatch, StepResult, WeightBucket
 from inflight.wire import BucketSpec, TensorSpec
-from inflight_fsdp.background import LONGEST_WAIT_S, BackgroundSave, SaveGroups, copy_to_host, make_save_groups
+from inflight_fsdp.background import BackgroundSave, SaveGroups, copy_to_host, make_save_groups
 from inflight_fsdp.checkpoint import TrainerState, load_checkpoint, save_checkpoint
 from inflight_fsdp.config import WorkerConfig
 from inflight_fsdp.layout import Layout, ShardedTensor
@@ -38,6 +39,8 @@ from inflight_fsdp.optimizer import ShardedAdamW, clip, global_norm, learning_ra
 from inflight_fsdp.rounding import lost_share, spread_sample
 from inflight_fsdp.sharding import gather_on_first
 
+_SAVE_S = 1800.0
+"""Longest wait for a save of a small model."""
 _TOLD_STEPS = 3
 """Steps after which a worker with bfloat16 masters reports how many updates were lost."""
 Worker = TypeVar("Worker", bound="ShardedWorker")
@@ -104,6 +107,9 @@ class ShardedWorker(TrainerWorker, PartialWeightSource, BackgroundSaver):
         self._parameter_of = {stored: name for name, layout in self._layouts.items() for stored in layout.shapes}
         self._split: tuple[str, dict[str, torch.Tensor]] = ("", {})
         self._version = 0
+        size_bytes = sum(math.prod(shape) for layout in layouts.values() for shape in layout.shapes.values())
+        size_bytes *= 3 * getattr(torch, config.stored_dtype).itemsize  # with both moments
+        self._longest_save_s = with_transfer_s(_SAVE_S, size_bytes)
         self._save_groups: SaveGroups | None = None
         self._begun_save: BackgroundSave | None = None
         self._lost_shares: list[float] = []
@@ -214,14 +220,14 @@ class ShardedWorker(TrainerWorker, PartialWeightSource, BackgroundSaver):
 
         Waits for a save in the background; if that fails, its error is raised and nothing is written.
         """
-        self.finish_save(LONGEST_WAIT_S)
+        self.finish_save(self._longest_save_s)
         save_checkpoint(path, self._state(self._optimizer.states))
 
     def begin_save(self, path: Path) -> None:
         """The copy takes as much host memory as the shards and their moments."""
-        self.finish_save(LONGEST_WAIT_S)
+        self.finish_save(self._longest_save_s)
         if self._save_groups is None:
-            self._save_groups = make_save_groups(self._mesh)
+            self._save_groups = make_save_groups(self._mesh, self._longest_save_s)
         state = copy_to_host(self._state(self._optimizer.states), self._save_groups)
         write = partial(save_checkpoint, path.absolute(), state, self._save_groups.everyone)
         self._begun_save = BackgroundSave(path, write)
@@ -271,7 +277,7 @@ class ShardedWorker(TrainerWorker, PartialWeightSource, BackgroundSaver):
 
     def _wait_for_save(self) -> None:
         if self._begun_save is not None:
-            self._begun_save.wait(LONGEST_WAIT_S)
+            self._begun_save.wait(self._longest_save_s)
 
     def _state(self, states: Mapping[str, Mapping[str, DTensor]]) -> TrainerState:
         weights = [ShardedTensor(self._parameters[name], layout) for name, layout in self._layouts.items()]

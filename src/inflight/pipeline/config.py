@@ -43,8 +43,12 @@ class RunSection(Section):
     """Keep training while a checkpoint is written. Workers first copy their state, which takes host memory."""
     start_timeout_s: float = Field(default=300.0, gt=0)
     """Longest wait for the servers to start, and for one to come back once none is left."""
-    step_timeout_s: float = Field(default=900.0, gt=0)
-    """Longest wait for one batch of finished completions, or for one optimizer step."""
+    step_timeout_s: float | None = Field(default=None, gt=0)
+    """Longest wait for one batch of finished completions, or for one optimizer step and its publish.
+
+    None: 900 s, and for a step what moving the weights may take besides, at 0.5 GB/s."""
+    save_timeout_s: float | None = Field(default=None, gt=0)
+    """Longest wait for a checkpoint. None: 900 s, and what writing its bytes may take besides, at 0.5 GB/s."""
 
 
 class ModelSection(Section):
@@ -119,7 +123,8 @@ class ServersSection(FleetMember):
     colocated: bool = False
     """Let servers share GPUs with trainers and each other. Each keeps its part of the memory all the time."""
     in_flight: InFlightPolicy = InFlightPolicy.KEEP
-    publish_deadline_s: float = Field(default=60.0, gt=0)
+    publish_deadline_s: float | None = Field(default=None, gt=0)
+    """Longest that a publish may take. None: 60 s, and what moving the weights may take besides, at 0.5 GB/s."""
     transport: TransportName = "gloo"
     """Broadcast (``gloo``, ``nccl``), stored (``shm``, ``file``, ``http``), or an installed transport."""
     updates: Literal["push", "pull"] = "push"

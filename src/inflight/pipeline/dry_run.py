@@ -21,6 +21,7 @@ from inflight.pipeline.devices import Device
 from inflight.pipeline.fleet import check_servers, read_server_list, sequence_limit
 from inflight.pipeline.memory import ON_THE_GPU, ModelShape, Term, gib, model_shape, server_terms, trainer_terms
 from inflight.pipeline.placement import Place, gpu_use, place
+from inflight.pipeline.time_limits import time_limits
 from inflight.weights.buckets import plan_buckets
 from inflight.weights.packing import encoded_size
 
@@ -57,6 +58,7 @@ class PlannedUpdate:
     size_bytes: int
     sent_bytes: int
     """To each server, after encoding."""
+    deadline_s: float
     num_buckets: int
     transport: str
     travels: str
@@ -264,6 +266,7 @@ def _update(config: RunConfig) -> PlannedUpdate:
     return PlannedUpdate(
         size_bytes=sum(spec.size_bytes for spec in specs),
         sent_bytes=encoded_size(specs, "raw" if servers.delta else servers.encoding),
+        deadline_s=time_limits(config).publish_s,
         num_buckets=len(plan_buckets(specs)),
         transport=servers.transport,
         travels=f"only what changed, {travels}" if servers.delta else travels,
@@ -285,7 +288,7 @@ def described(plan: Plan) -> str:
     update = plan.update
     lines.append(
         f"one update: {update.size_bytes / 1e9:.3f} GB in {update.num_buckets} buckets, {update.sent_bytes / 1e9:.3f} "
-        f"GB on the wire; {update.transport}: {update.travels}"
+        f"GB on the wire, at most {update.deadline_s:.0f} s; {update.transport}: {update.travels}"
     )
     if plan.devices:
         lines.append("memory by arithmetic, not measured:")
