@@ -7,7 +7,7 @@ from typing import get_args
 
 from inflight.contracts import InferenceEndpoint
 from inflight.engines.checkpoint_specs import config_number, config_of
-from inflight.engines.kinds import EngineKind, EngineOptions, GpuUse, has_gpu, number_in
+from inflight.engines.kinds import EngineKind, EngineOptions, GpuUse, has_gpu, integer_in, number_in
 from inflight.errors import ConfigError
 from inflight.wire import DTYPE_SIZES
 from inflight_sglang import flags
@@ -70,15 +70,16 @@ class SglangKind(EngineKind):
         return words if options.threads is None else {**words, "OMP_NUM_THREADS": str(options.threads)}
 
     def gpu_use(self, arguments: Sequence[str]) -> GpuUse:
-        num = int(number_in(arguments, "--tp-size", "--tp", "--tensor-parallel-size") or 1)
-        num *= int(number_in(arguments, "--pp-size", "--pipeline-parallel-size") or 1)
-        copies = int(number_in(arguments, "--dp-size", "--dp", "--data-parallel-size") or 1)
+        num = integer_in(arguments, "--tp-size", "--tp", "--tensor-parallel-size") or 1
+        num *= integer_in(arguments, "--pp-size", "--pipeline-parallel-size") or 1
+        copies = integer_in(arguments, "--dp-size", "--dp", "--data-parallel-size") or 1
         if "--enable-dp-attention" in arguments:  # its data-parallel ranks are the tensor-parallel ones
             copies = 1
         share = number_in(arguments, "--mem-fraction-static")
         return GpuUse(
             num_gpus=num * copies,
             num_copies=copies,
+            context=integer_in(arguments, "--context-length"),
             memory_share=_MEMORY_SHARE if share is None else min(1.0, share + _BESIDE_STATIC),
         )
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from inflight.contracts import InferenceEndpoint
-from inflight.engines.kinds import EngineKind, EngineOptions, GpuUse, has_gpu, number_in
+from inflight.engines.kinds import EngineKind, EngineOptions, GpuUse, has_gpu, integer_in, number_in
 from inflight_vllm import flags
 from inflight_vllm.endpoint import VllmEndpoint
 
@@ -54,14 +54,15 @@ class VllmKind(EngineKind):
 
     def gpu_use(self, arguments: Sequence[str]) -> GpuUse:
         sharding = (
-            number_in(arguments, "--tensor-parallel-size", "-tp"),
-            number_in(arguments, "--pipeline-parallel-size", "-pp"),
+            integer_in(arguments, "--tensor-parallel-size", "-tp"),
+            integer_in(arguments, "--pipeline-parallel-size", "-pp"),
         )
-        copies = int(number_in(arguments, "--data-parallel-size", "-dp") or 1)
+        copies = integer_in(arguments, "--data-parallel-size", "-dp") or 1
         return GpuUse(
-            num_gpus=copies * math.prod(int(size or 1) for size in sharding),
+            num_gpus=copies * math.prod(size or 1 for size in sharding),
             num_copies=copies,
             memory_share=number_in(arguments, "--gpu-memory-utilization") or _MEMORY_SHARE,
+            context=integer_in(arguments, "--max-model-len"),
             stages_on_gpu=True,
         )
 

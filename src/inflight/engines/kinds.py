@@ -48,6 +48,8 @@ class GpuUse:
     """Copies of the model among these GPUs, each sharded over as many of them as the others."""
     memory_share: float = 0.9
     """Share of each GPU's memory that the engine fills with weights, KV cache and activations."""
+    context: int | None = None
+    """Tokens of the longest sequence; None: what the model allows."""
     stages_on_gpu: bool = False
     """Whether an update that arrives over NCCL or CUDA IPC waits in GPU memory, whole on each GPU, for its commit."""
 
@@ -55,6 +57,12 @@ class GpuUse:
 def has_gpu(device: str | None) -> bool:
     """Return whether an engine started for ``device`` finds a GPU. None asks whether this machine has one."""
     return device.startswith("cuda") if device is not None else Path("/dev/nvidiactl").exists()
+
+
+def integer_in(arguments: Sequence[str], *flags: str) -> int | None:
+    """Return what `number_in` returns, as an integer."""
+    number = number_in(arguments, *flags)
+    return None if number is None else int(number)
 
 
 def number_in(arguments: Sequence[str], *flags: str) -> float | None:

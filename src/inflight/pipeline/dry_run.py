@@ -7,6 +7,7 @@ arithmetic: `inflight.pipeline.memory`.
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -242,7 +243,7 @@ async def _attached(config: RunConfig, urls: Sequence[str]) -> list[PlannedProce
     vocab_size = config_number(config_of(config.model.path), "vocab_size") or 0
 
     async def ask(url: str) -> PlannedProcess:
-        endpoint = connect_endpoint(url, control_timeout_s=_ASK_S)
+        endpoint = connect_endpoint(url, token=os.environ.get("INFLIGHT_TOKEN"), control_timeout_s=_ASK_S)
         try:
             async with asyncio.timeout(_ASK_S):
                 limit = await sequence_limit(config, vocab_size, endpoint, config.servers.max_concurrent)

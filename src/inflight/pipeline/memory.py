@@ -224,7 +224,8 @@ def server_terms(
     dtype = config.model.dtype
     size_bytes = DTYPE_SIZES[dtype] * model.num_elements
     weights = -(-size_bytes * use.num_copies // use.num_gpus)
-    sequence = model.context * model.kv_bytes_per_token(dtype)
+    context = use.context or model.context
+    sequence = context * model.kv_bytes_per_token(dtype)
     others = []
     if use.stages_on_gpu and config.servers.transport in ON_THE_GPU:
         others.append(Term("staged update", size_bytes, "choose a transport through host memory, such as 'shm'"))
@@ -242,7 +243,7 @@ def server_terms(
     if memory_bytes and needed > share:
         raise ConfigError(
             f"the {member.engine} servers fill {use.memory_share:g} of each GPU, {gib(share)}, but weights "
-            f"({gib(weights)}) and one sequence of {model.context} tokens need {gib(needed)}, {gib(needed - share)} "
+            f"({gib(weights)}) and one sequence of {context} tokens need {gib(needed)}, {gib(needed - share)} "
             "more: raise the engine's tensor-parallel size or its share of the memory"
         )
     return (
