@@ -34,6 +34,7 @@ from inflight.wire import BucketSpec, TensorSpec
 from inflight_fsdp.background import BackgroundSave, SaveGroups, copy_to_host, make_save_groups
 from inflight_fsdp.checkpoint import TrainerState, load_checkpoint, save_checkpoint
 from inflight_fsdp.config import WorkerConfig
+from inflight_fsdp.devices import device_of
 from inflight_fsdp.layout import Layout, ShardedTensor
 from inflight_fsdp.optimizer import ShardedAdamW, clip, global_norm, learning_rate_at
 from inflight_fsdp.rounding import lost_share, spread_sample
@@ -216,7 +217,7 @@ class ShardedWorker(TrainerWorker, PartialWeightSource, BackgroundSaver):
         self._split = ("", {})
 
     def save(self, path: Path) -> None:
-        """Rank 0 writes. A directory that is not a checkpoint of a worker is not replaced.
+        """Every rank writes its shards. A directory that is not a checkpoint of a worker is not replaced.
 
         Waits for a save in the background; if that fails, its error is raised and nothing is written.
         """
@@ -358,7 +359,7 @@ def make_worker(kind: Callable[..., Worker], config: WorkerConfig) -> Worker:
 
     Called with the settings, the device and ``owns_group``. A group of one uses no network.
     """
-    device = _device_of(config)
+    device = device_of(config.device)
     owns_group = not dist.is_initialized()
     if owns_group:
         if (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
@@ -377,26 +378,3 @@ def make_worker(kind: Callable[..., Worker], config: WorkerConfig) -> Worker:
         if owns_group:
             dist.destroy_process_group()
         raise
-
-
-def _device_of(config: WorkerConfig) -> torch.device:
-    """Return the device of this rank. Raises `ConfigError` if there is none of the configured kind."""
-    kind = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ConfigError("device is 'cuda' but torch sees no GPU; set device = 'cpu' or install torch with CUDA")
-    index = device_index(int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count())
-    device = torch.device("cuda", index)
-    torch.cuda.set_device(device)
-    return device
-
-
-def device_index(local_rank: int, num_devices: int) -> int:
-    """Return the GPU of a rank, of those that its process sees. Raises `ConfigError` if ranks would share one."""
-    if local_rank >= num_devices:
-        raise ConfigError(
-            f"LOCAL_RANK is {local_rank}, but torch sees {num_devices} GPUs, so two ranks would share one, which NCCL "
-            "refuses: start one rank for each GPU, or set LOCAL_RANK=0 where each rank sees only its own"
-        )
-    return local_rank

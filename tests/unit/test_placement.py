@@ -11,7 +11,7 @@ from inflight.errors import ConfigError
 from inflight.pipeline.config import RunConfig, load_config
 from inflight.pipeline.devices import Device, described_devices, installed_devices, visible_devices
 from inflight.pipeline.placement import Placement, place
-from inflight_fsdp.sharded import device_index
+from inflight_fsdp.devices import device_index
 
 MINIMAL = '[run]\ndirectory = "runs/x"\n[model]\npath = "models/x"\n[task]\nname = "spell_backward"\n'
 

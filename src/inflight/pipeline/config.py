@@ -44,9 +44,8 @@ class RunSection(Section):
     start_timeout_s: float = Field(default=300.0, gt=0)
     """Longest wait for the servers to start, and for one to come back once none is left."""
     step_timeout_s: float | None = Field(default=None, gt=0)
-    """Longest wait for one batch of finished completions, or for one optimizer step and its publish.
-
-    None: 900 s, and for a step what moving the weights may take besides, at 0.5 GB/s."""
+    """Longest wait for one batch of finished completions, or for one optimizer step and its publish. None: 900 s, and
+    for a step what moving the weights may take besides, at 0.5 GB/s."""
     save_timeout_s: float | None = Field(default=None, gt=0)
     """Longest wait for a checkpoint. None: 900 s, and what writing its bytes may take besides, at 0.5 GB/s."""
 
@@ -327,12 +326,6 @@ class RunConfig(Section):
                 f"{self.run.conventional_steps - 1}, but loss.max_lag {self.loss.max_lag} masks them: raise it"
             )
         return self
-
-    @property
-    def train_device(self) -> str | None:
-        """``cpu`` or ``cuda``, as the workers are told. None: they choose."""
-        device = self.train.trainer_options.get("device", self.train.device)
-        return None if device is None else str(device)
 
     @property
     def tokens_per_step(self) -> int:

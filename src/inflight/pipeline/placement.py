@@ -61,7 +61,7 @@ def place(config: RunConfig, devices: Sequence[Device]) -> Placement:
     """
     servers = config.servers
     wanted = [_Wanted(f"trainer-{rank}", "trainer", 1, explicit) for rank, explicit in enumerate(_of_trainers(config))]
-    if not wants_gpu(config.train_device):
+    if not wants_gpu(_train_device(config)):
         wanted = [_Wanted(it.name, it.role, 0) for it in wanted]
     if servers.device is not None and ":" in servers.device:
         raise ConfigError(
@@ -105,7 +105,7 @@ def wants_gpu(device: str | None) -> bool:
 
 def uses_gpus(config: RunConfig) -> bool:
     """Return whether any process that the run starts computes on a GPU if there is one."""
-    return wants_gpu(config.train_device) or (bool(config.servers.members) and wants_gpu(config.servers.device))
+    return wants_gpu(_train_device(config)) or (bool(config.servers.members) and wants_gpu(config.servers.device))
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -120,14 +120,20 @@ class _Wanted:
     """Indices that the configuration names; empty: whichever are free."""
 
 
+def _train_device(config: RunConfig) -> str | None:
+    """Return the configured device of the trainers, None if they choose."""
+    device = config.train.trainer_options.get("device", config.train.device)
+    return None if device is None else str(device)
+
+
 def _of_trainers(config: RunConfig) -> list[tuple[int, ...]]:
     """Return the configured devices of each rank."""
     train = config.train
     if train.devices is None:
         return [()] * train.num_ranks
-    if not wants_gpu(config.train_device):
+    if not wants_gpu(_train_device(config)):
         raise ConfigError(
-            f"train.devices names GPUs, but the trainers compute on {config.train_device!r}: leave one out"
+            f"train.devices names GPUs, but the trainers compute on {_train_device(config)!r}: leave one out"
         )
     if len(train.devices) != train.num_ranks:
         raise ConfigError(
