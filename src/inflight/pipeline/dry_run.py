@@ -7,6 +7,7 @@ arithmetic: `inflight.pipeline.memory`.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -30,6 +31,7 @@ _ASK_S = 3.0
 _KNOWN_WORKERS = ("fsdp", "torchtitan")
 _CONNECTS_BACK = ("gloo", "nccl", "http")
 """Transports for which servers connect to ``servers.address``."""
+_WITHIN_ONE_MACHINE = ("shm", "ipc")
 _TRAVELS = {
     "nccl": "broadcast from trainer-0's GPU to the servers' GPUs",
     "gloo": "broadcast over sockets from host memory",
@@ -209,21 +211,19 @@ def _urls(config: RunConfig) -> tuple[str, ...]:
 
 
 def _check_address(config: RunConfig, urls: Sequence[str]) -> None:
-    """Raise `ConfigError` if servers on other machines are to connect to this one's loopback."""
+    """Raise `ConfigError` if weights cannot reach servers on other machines."""
     servers = config.servers
-    if servers.transport not in (*_CONNECTS_BACK, "shm") or not servers.address.startswith("127."):
+    if servers.transport in _WITHIN_ONE_MACHINE:
+        remedy = "choose 'gloo', 'nccl', 'http' or 'file'"
+    elif servers.transport in _CONNECTS_BACK and servers.address.startswith("127."):
+        remedy = "set servers.address to the address of this machine as the servers see it"
+    else:
         return
     for url in urls:
-        host = urlsplit(url).hostname or ""
-        if not _is_here(host):
-            remedy = (
-                "choose 'gloo', 'nccl', 'http' or 'file'"
-                if servers.transport == "shm"
-                else "set servers.address to the address of this machine as the servers see it"
-            )
+        if not _is_here(urlsplit(url).hostname or ""):
             raise ConfigError(
-                f"{url} is on another machine, which servers.transport {servers.transport!r} at "
-                f"{servers.address} does not reach: {remedy}"
+                f"{url} is on another machine, which servers.transport {servers.transport!r} at {servers.address} does "
+                f"not reach: {remedy}"
             )
 
 
@@ -284,8 +284,6 @@ def described(plan: Plan) -> str:
     for it in plan.processes:
         where = f"GPU {', '.join(map(str, it.devices))}" if it.devices else "no GPU"
         lines.append(f"  {it.name}: {it.what}; {where}; {it.address}")
-        if it.memory:
-            lines.append(f"    {gib(_total(it.memory))} on each GPU: {_listed(it.memory)}")
     update = plan.update
     lines.append(
         f"one update: {update.size_bytes / 1e9:.3f} GB in {update.num_buckets} buckets, {update.sent_bytes / 1e9:.3f} "
@@ -293,6 +291,11 @@ def described(plan: Plan) -> str:
     )
     if plan.devices:
         lines.append("memory by arithmetic, not measured:")
+    alike = itertools.groupby((it for it in plan.processes if it.devices), lambda it: it.memory)
+    for terms, group in alike:
+        names = [it.name for it in group]
+        who = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+        lines.append(f"  {who}: {gib(_total(terms))} on each GPU ({_listed(terms) or 'not known'})")
     for use in plan.devices:
         has = gib(use.memory_bytes) if use.memory_bytes else "an unknown amount"
         who = ", ".join(use.processes) or "nobody"
