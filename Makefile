@@ -16,7 +16,7 @@ CERTIFICATES := docs/certificates
 # Frameworks that tests compare losses with.
 ANCHORS := tests/losses/anchors/requirements.txt
 
-.PHONY: demo test test-all coverage test-engines engines certificates certificate-vllm certificate-sglang certificates-trainers lint format types docs bench clean
+.PHONY: demo test test-all coverage test-engines engines certificates certificate-vllm certificate-sglang certificates-trainers lint format types docs bench gpu clean
 
 demo: $(STAMP)
 	@test -d models/tiny || $(BIN)/inflight tiny-model models/tiny
@@ -95,9 +95,16 @@ bench: $(STAMP) engines
 	$(BIN)/python benchmarks/engines.py
 	$(BIN)/python benchmarks/losses.py
 
+# What needs a GPU, with a Python that has torch with CUDA; GPU="--only head" runs a part.
+GPU_PYTHON ?= python3
+GPU ?=
+
+gpu:
+	PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $(GPU_PYTHON) -m benchmarks.gpu $(GPU)
+
 docs: $(STAMP)
 	$(BIN)/python -m inflight.http.openapi > docs/openapi.json
-	$(BIN)/python benchmarks/render.py
+	$(BIN)/python -m benchmarks.render
 	$(BIN)/python -m tests.conformance.pages
 
 # torch first, by itself: the constraint then keeps every later package on that build.
