@@ -46,7 +46,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         place = Path(made)
         write_metadata(place / "distribution")
         path = [str(place / "distribution"), str(ROOT / "src"), str(ROOT)]
-        sys.path[:0] = path
         inherited = os.environ.get("PYTHONPATH")
         environment = {
             **os.environ,
@@ -66,7 +65,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             "sections": found,
         }
         rows["targets"] = targets_of(rows)
-        _write(record_of("gpu", rows), arguments)
+        sys.path.insert(0, path[0])  # where the version of this project is written
+        try:
+            record = record_of("gpu", rows)
+        finally:
+            sys.path.remove(path[0])
+        _write(record, arguments)
     print(targets_table(rows["targets"]))
     is_good = all("figures" in section for section in found.values()) and kits_are_passed(rows["targets"])
     return 0 if is_good else 1

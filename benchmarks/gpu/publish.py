@@ -106,7 +106,9 @@ def _measure_size(
             continue
         device = f"cuda:{index}" if settings.on_gpu else "cpu"
         engine = ("--engine", "benchmarks.gpu.models:serve_random", "--device", device)
-        with serving(directory, directory, "bfloat16", 1, *engine) as server:
+        place = directory / f"server-{index}"
+        place.mkdir()
+        with serving(directory, place, "bfloat16", 1, *engine) as server:
             for name in names:
                 if name in absent:
                     continue
@@ -116,7 +118,7 @@ def _measure_size(
                     rows.append(row | {"left_out": f"two publishes would take {predicted_s:.0f} s"})
                     continue
                 try:
-                    row |= _measure_transport(name, server, model, directory, settings)
+                    row |= _measure_transport(name, server, model, place, settings)
                 except Exception as error:  # one transport that fails says nothing about the next
                     rows.append(row | {"failed": in_words(error)})
                     continue
@@ -130,9 +132,7 @@ def _measure_size(
     return rows
 
 
-def _measure_transport(
-    name: str, server: BenchServer, model: Any, directory: Path, settings: Settings
-) -> dict[str, Any]:
+def _measure_transport(name: str, server: BenchServer, model: Any, place: Path, settings: Settings) -> dict[str, Any]:
     weights = ModuleWeights(model)
     reports: list[PublishReport] = []
     budget_s = _MOST_OF_TIME * settings.left_s
@@ -141,12 +141,12 @@ def _measure_transport(
         run_id=f"gpu-{name}-{uuid.uuid4().hex[:6]}",
         token=server.token,
         transport=name,
-        directory=directory / "store" if name == "file" else None,
+        directory=place / "store" if name == "file" else None,
     ) as publisher:
 
         def update() -> None:
             weights.version += 1
-            reports.append(publish_weights(weights, publisher, deadline_s=max(5.0, settings.left_s)))
+            reports.append(publish_weights(weights, publisher, deadline_s=max(10.0, settings.left_s / 2)))
 
         started = time.monotonic()
         update()  # makes buffers and touches new memory, and is not counted
