@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.distribution import ROOT, explain_missing, missing, write_metadata
-from benchmarks.gpu.settings import SECTIONS, Section
+from benchmarks.gpu.settings import CPU_LIMIT_SCALE, SECTIONS
 from benchmarks.gpu.tables import section_text, targets_table
 from benchmarks.gpu.targets import kits_are_passed, targets_of
 from benchmarks.results import DIRECTORY, record_of
@@ -55,8 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             "TQDM_DISABLE": "1",
         }
         for section in sections:
-            print(f"{section.name}: {section.what}, at most {section.limit_s:g} s", flush=True)
-            found[section.name] = _run(section, arguments, place, environment)
+            limit_s = section.limit_s * (1 if arguments.device == "cuda" else CPU_LIMIT_SCALE)
+            print(f"{section.name}: {section.what}, at most {limit_s:g} s", flush=True)
+            found[section.name] = _run(section.name, limit_s, arguments, place, environment)
             print(_told(section.name, found[section.name]), flush=True)
         rows: dict[str, Any] = {
             "device": arguments.device,
@@ -106,13 +107,15 @@ def _no_cuda() -> str | None:
     return None if int(count) else f"torch {version} sees no GPU"
 
 
-def _run(section: Section, arguments: argparse.Namespace, place: Path, environment: dict[str, str]) -> dict[str, Any]:
+def _run(
+    name: str, limit_s: float, arguments: argparse.Namespace, place: Path, environment: dict[str, str]
+) -> dict[str, Any]:
     """Run one section in a process of its own; return its figures or its error, and how long it took."""
-    out, log = place / f"{section.name}.json", place / f"{section.name}.log"
-    (place / section.name).mkdir()
-    command = [sys.executable, "-m", "benchmarks.gpu.section", section.name, "--device", arguments.device]
-    command += ["--place", str(place / section.name), "--out", str(out)]
-    command += ["--seconds", str(max(section.limit_s - _MARGIN_S, section.limit_s / 2))]
+    out, log = place / f"{name}.json", place / f"{name}.log"
+    (place / name).mkdir()
+    command = [sys.executable, "-m", "benchmarks.gpu.section", name, "--device", arguments.device]
+    command += ["--place", str(place / name), "--out", str(out)]
+    command += ["--seconds", str(max(limit_s - _MARGIN_S, limit_s / 2))]
     command += ["--quick"] if arguments.quick else []
     started = time.monotonic()
     with log.open("wb") as output:
@@ -120,7 +123,7 @@ def _run(section: Section, arguments: argparse.Namespace, place: Path, environme
             command, stdout=output, stderr=output, env=environment, cwd=ROOT, start_new_session=True
         )
         try:
-            status: int | None = process.wait(section.limit_s)
+            status: int | None = process.wait(limit_s)
         except subprocess.TimeoutExpired:
             status = None
         finally:
@@ -131,9 +134,9 @@ def _run(section: Section, arguments: argparse.Namespace, place: Path, environme
     result: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
     if not result:
         words = " ".join(log.read_text(errors="replace").split()[-60:])
-        why = f"its limit of {section.limit_s:g} s was over" if status is None else f"it ended with status {status}"
+        why = f"its limit of {limit_s:g} s was over" if status is None else f"it ended with status {status}"
         result = {"error": f"{why}; its last output: {words}"}
-    return {"seconds": seconds, "limit_s": section.limit_s} | result
+    return {"seconds": seconds, "limit_s": limit_s} | result
 
 
 def _told(name: str, section: dict[str, Any]) -> str:

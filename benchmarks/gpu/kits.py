@@ -19,6 +19,8 @@ QUICK_ENDPOINT = ("E-10", "U-22")
 QUICK_WORKER = ("W-10",)
 _START_S = 60.0
 """Longest time to start a subject."""
+_CPU_SCALE = 4
+"""Deadlines on a CPU are this many times longer."""
 
 
 def measure_endpoint(settings: Settings) -> dict[str, Any]:
@@ -45,9 +47,10 @@ def _verdicts(target: EndpointTarget | WorkerTarget, checks: Sequence[Check], se
     """Run checks until the deadline; those that no time is left for are counted as ``not_run``."""
     started = time.monotonic()
     verdicts = []
-    with Kit(target, start_deadline_s=_START_S) as kit:
+    scale = 1 if settings.on_gpu else _CPU_SCALE
+    with Kit(target, start_deadline_s=_START_S, deadline_scale=scale) as kit:
         for check in checks:
-            if settings.left_s < check.deadline_s and verdicts:
+            if settings.left_s < scale * check.deadline_s and verdicts:
                 continue  # a check with a shorter deadline may still fit
             verdicts.append(kit.run(check))
         facts = kit.facts

@@ -15,7 +15,7 @@ class Section:
     module: str
     what: str
     limit_s: float
-    """After this long its process is killed. All of them together stay below ten minutes."""
+    """After this long its process is killed. All of them together stay below ten minutes on a GPU."""
 
 
 SECTIONS = (
@@ -28,6 +28,9 @@ SECTIONS = (
     Section("publish", "publish", "one publish by each transport, against the machine's limit", 90),
     Section("quickstart", "quickstart", "a few steps of the quickstart with 0.5 B parameters", 60),
 )
+
+CPU_LIMIT_SCALE = 6
+"""On a CPU limits are this many times longer: it may have other work."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from benchmarks.gpu.tables import NONE_YET, page
 from benchmarks.gpu.targets import kits_are_passed, targets_of
 from benchmarks.results import DIRECTORY, read_results
 
+pytestmark = [pytest.mark.usefixtures("forks"), pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]
 
 
@@ -30,12 +31,12 @@ def run(*words: str, path: tuple[Path, ...] = ()) -> subprocess.CompletedProcess
         text=True,
         cwd=ROOT,
         env=environment,
-        timeout=170,
+        timeout=800,
     )
 
 
 @pytest.fixture(scope="module")
-def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def record(forks: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the whole benchmark writes in tiny sizes on a CPU."""
     out = tmp_path_factory.mktemp("gpu") / "gpu.json"
     answer = run("--device", "cpu", "--quick", "--out", str(out))
@@ -52,7 +53,7 @@ def test_every_section_runs_and_says_how_long_it_took(record: dict[str, Any]) ->
     sections = record["rows"]["sections"]
     assert list(sections) == [section.name for section in SECTIONS]
     for section in SECTIONS:
-        assert 0 < sections[section.name]["seconds"] < section.limit_s
+        assert 0 < sections[section.name]["seconds"] < sections[section.name]["limit_s"]
     assert figures(record, "machine")["packages"]["torch"] == record["versions"]["torch"]
 
 
@@ -147,12 +148,12 @@ def test_a_section_that_fails_is_recorded_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(
-        command, "SECTIONS", (Section("head", "head", "nothing", 0.05), Section("machine", "machine", "all", 60))
+        command, "SECTIONS", (Section("head", "head", "nothing", 0.01), Section("machine", "machine", "all", 60))
     )
     out = tmp_path / "gpu.json"
     assert command.main(["--device", "cpu", "--quick", "--out", str(out)]) == 1
     sections = json.loads(out.read_text())["rows"]["sections"]
-    assert "its limit of 0.05 s was over" in sections["head"]["error"]
+    assert "its limit of 0.06 s was over" in sections["head"]["error"]
     assert "figures" in sections["machine"]
     assert "head: 0 s, FAILED" in capsys.readouterr().out
 
