@@ -13,10 +13,15 @@ WORKERS ?= 2
 STAMP_VLLM   := .engines/vllm-$(VLLM)/.installed
 STAMP_SGLANG := .engines/sglang-$(SGLANG)/.installed
 CERTIFICATES := docs/certificates
+# The oldest torch and transformers that pyproject.toml names, and the tests that depend on them most.
+OLDEST       := .oldest
+STAMP_OLDEST := $(OLDEST)/.installed
+FLOOR = $(1)==$(shell sed -n 's/^ *"$(1)>=\([0-9.]*\)",$$/\1/p' pyproject.toml | head -n 1)
+OLDEST_TESTS := tests/losses tests/weights tests/engine tests/worker
 # Frameworks that tests compare losses with.
 ANCHORS := tests/losses/anchors/requirements.txt
 
-.PHONY: demo test test-all coverage test-engines engines certificates certificate-vllm certificate-sglang certificates-trainers lint format types docs bench clean
+.PHONY: demo test test-all test-oldest coverage test-engines engines certificates certificate-vllm certificate-sglang certificates-trainers lint format types docs bench gpu clean
 
 demo: $(STAMP)
 	@test -d models/tiny || $(BIN)/inflight tiny-model models/tiny
@@ -32,6 +37,9 @@ test: $(STAMP) lint types
 # The exhaustive grids, campaigns and soaks too, with a new interpreter for each process that a test starts.
 test-all: $(STAMP) lint types
 	INFLIGHT_TESTS_FORK=0 $(TESTS) -m "" $(PYTEST)
+
+test-oldest: $(STAMP_OLDEST)
+	$(OLDEST)/bin/python -m pytest $(OLDEST_TESTS) --numprocesses $(WORKERS) --dist worksteal $(PYTEST)
 
 # Lines and branches of src that `make test` comes to, in its processes too; PYTEST='-m ""' measures all tests.
 coverage: $(STAMP)
@@ -95,9 +103,16 @@ bench: $(STAMP) engines
 	$(BIN)/python benchmarks/engines.py
 	$(BIN)/python benchmarks/losses.py
 
+# What needs a GPU, with a Python that has torch with CUDA; GPU="--only head" runs a part.
+GPU_PYTHON ?= python3
+GPU ?=
+
+gpu:
+	PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $(GPU_PYTHON) -m benchmarks.gpu $(GPU)
+
 docs: $(STAMP)
 	$(BIN)/python -m inflight.http.openapi > docs/openapi.json
-	$(BIN)/python benchmarks/render.py
+	$(BIN)/python -m benchmarks.render
 	$(BIN)/python -m tests.conformance.pages
 
 # torch first, by itself: the constraint then keeps every later package on that build.
@@ -114,6 +129,17 @@ $(STAMP): pyproject.toml constraints.txt $(ANCHORS)
 	rm -r $(VENV)/anchors/tests $(VENV)/anchors/scripts
 	touch $(STAMP)
 
+$(STAMP_OLDEST): pyproject.toml constraints.txt $(ANCHORS)
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/pip install --quiet --upgrade pip
+	$(OLDEST)/bin/pip install --quiet $(call FLOOR,torch)
+	$(OLDEST)/bin/pip install --quiet $(call FLOOR,torch) $(call FLOOR,transformers) --editable '.[dev]'
+	$(OLDEST)/bin/pip install --quiet --no-deps --target $(OLDEST)/torchao torchao==0.18.0
+	rm -rf $(OLDEST)/anchors
+	$(OLDEST)/bin/pip install --quiet --no-deps --target $(OLDEST)/anchors --requirement $(ANCHORS)
+	rm -r $(OLDEST)/anchors/tests $(OLDEST)/anchors/scripts
+	touch $@
+
 $(STAMP_VLLM): engines/install
 	PYTHON=$(PYTHON) engines/install vllm $(VLLM) $(dir $@)
 	touch $@
@@ -123,4 +149,4 @@ $(STAMP_SGLANG): engines/install engines/sglang-cpu.txt engines/sglang_on_cpu.py
 	touch $@
 
 clean:
-	rm -rf $(VENV) .engines runs models .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(OLDEST) .engines runs models .mypy_cache .ruff_cache .pytest_cache

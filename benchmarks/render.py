@@ -1,4 +1,4 @@
-"""Renders docs/performance.md and the plots in docs/images from benchmarks/results."""
+"""Renders docs/performance.md and the plots in docs/images from benchmarks/results: ``python -m benchmarks.render``."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import matplotlib
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
+from benchmarks.gpu.tables import page as gpu_page
+from benchmarks.results import DIRECTORY, read_results
 
 from inflight.pipeline.plots import smoothed
-from results import read_results
 
 DOCS = Path(__file__).parents[1] / "docs"
 IMAGES = DOCS / "images"
@@ -123,6 +124,7 @@ def main() -> None:
         .replace("{{pipeline_conditions}}", conditions(pipeline))
         .replace("{{steps}}", str(result["steps"]))
         .replace("{{seeds}}", str(len({run["seed"] for run in result["runs"]})))
+        .replace("{{gpu}}", gpu_page(read_results("gpu") if (DIRECTORY / "gpu.json").exists() else None))
     )
     (DOCS / "performance.md").write_text(page)
 

@@ -67,11 +67,14 @@ def make_model(path: Path, size_bytes: int, dtype: str) -> Any:
 
 
 @contextlib.contextmanager
-def serving(model: Path, directory: Path, dtype: str, num_threads: int) -> Iterator[BenchServer]:
-    """Run ``inflight serve`` during the block. Raises `ConfigError` with the end of its log if it does not start."""
+def serving(model: Path, directory: Path, dtype: str, num_threads: int, *arguments: str) -> Iterator[BenchServer]:
+    """Run ``inflight serve`` during the block, with further arguments.
+
+    Raises `ConfigError` with the end of its log if it does not start.
+    """
     token, ready, log = secrets.token_urlsafe(16), directory / "ready.json", directory / "server.log"
     command = [sys.executable, "-m", "inflight", "serve", str(model), "--port", "0", "--dtype", dtype]
-    command += ["--ready-file", str(ready), "--exit-with-stdin", "--threads", str(num_threads)]
+    command += ["--ready-file", str(ready), "--exit-with-stdin", "--threads", str(num_threads), *arguments]
     environment = {**os.environ, "INFLIGHT_TOKEN": token, "OMP_NUM_THREADS": str(num_threads)}
     with (
         log.open("w") as output,

@@ -78,14 +78,16 @@ def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """Return the tensors' bytes as one view, None if they are not adjacent in one storage."""
     if not tensors:
         return None
+    if len(tensors) == 1:
+        return _flats(tensors)[0] if tensors[0].is_contiguous() else None
     storage = tensors[0].untyped_storage()
     end = start = tensors[0].data_ptr()
     for tensor in tensors:
-        if tensor.data_ptr() != end or tensor.untyped_storage().data_ptr() != storage.data_ptr():
-            return None
-        if not tensor.is_contiguous():
+        if tensor.data_ptr() != end or not tensor.is_contiguous():
             return None
         end += tensor.nbytes
+    if any(tensor.untyped_storage().data_ptr() != storage.data_ptr() for tensor in tensors):
+        return None
     flat = torch.empty(0, dtype=torch.uint8, device=tensors[0].device)
     return flat.set_(storage, start - storage.data_ptr(), (end - start,), (1,))
 
@@ -172,8 +174,16 @@ def on_host(flat: torch.Tensor) -> torch.Tensor:
     """
     host = flat if flat.is_meta else flat.cpu()
     if host.is_meta or type(host) is not torch.Tensor:
-        what = f"{type(flat).__name__} on {flat.device}"
-        raise TransferError(
-            f"a bucket's {flat.numel()} bytes cannot be read: a {what} holds no data; gather real tensors"
-        )
+        raise _unreadable(flat)
     return host
+
+
+def require_bytes(flat: torch.Tensor) -> None:
+    """Raise `TransferError` for a tensor without bytes, as `on_host` does, without a copy."""
+    if flat.is_meta or type(flat) is not torch.Tensor:
+        raise _unreadable(flat)
+
+
+def _unreadable(flat: torch.Tensor) -> TransferError:
+    what = f"{type(flat).__name__} on {flat.device}"
+    return TransferError(f"a bucket's {flat.numel()} bytes cannot be read: a {what} holds no data; gather real tensors")

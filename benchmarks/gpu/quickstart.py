@@ -1,0 +1,73 @@
+"""The quickstart's configuration for a few steps with a model of 0.5 B random parameters in bfloat16.
+
+Its rewards mean nothing: what counts is that everything runs together, and how long a step takes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import statistics
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.models import half_billion, save_random_model
+from benchmarks.gpu.settings import Settings
+from benchmarks.gpu.timing import spread
+
+from inflight.transports import installed_transports
+
+CONFIG = Path(__file__).parents[2] / "examples" / "quickstart.toml"
+OWN_TASK = "examples.own_parts:CountLetters"
+
+
+def measure(settings: Settings) -> dict[str, Any]:
+    """Return the figures of this section."""
+    model = save_random_model(half_billion(settings), settings)
+    directory = settings.place / "run"
+    num_steps = 2 if settings.quick else 5
+    has_task = importlib.util.find_spec("reasoning_gym") is not None
+    transport = "ipc" if settings.on_gpu and "ipc" in {it.name for it in installed_transports()} else "shm"
+    changes = {
+        "run.directory": directory,
+        "run.num_steps": num_steps,
+        "model.path": model,
+        "model.dtype": "bfloat16",
+        "sampling.max_tokens": 16 if settings.quick else 64,
+        "servers.transport": transport,
+        "train.tokens_per_worker": 512 if settings.quick else 8192,
+        "train.learning_rate": "1e-6",
+        "train.train_on_equal_rewards": "true",  # a random model answers nothing right
+    }
+    if not has_task:
+        changes["task.name"] = OWN_TASK
+    if not settings.on_gpu:
+        changes |= {"servers.device": "cpu", "train.trainer_options": '{device = "cpu"}'}
+    command = [sys.executable, "-m", "inflight", "train", str(CONFIG)]
+    for key, value in changes.items():
+        command += [f"--{key}", str(value)]
+    started = time.monotonic()
+    answer = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=settings.left_s
+    )
+    seconds = time.monotonic() - started
+    if answer.returncode != 0:
+        words = " ".join(answer.stdout.split()[-80:])
+        raise RuntimeError(f"inflight train ended with status {answer.returncode}: {words}")
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    publishes = [row["publish"] for row in rows if row["publish"] is not None]
+    return {
+        "task": "the quickstart's" if has_task else f"{OWN_TASK}, since reasoning-gym is not installed",
+        "transport": transport,
+        "num_steps": len(rows),
+        "seconds": seconds,
+        "first_step_s": rows[0]["time_s"],
+        "step_s": spread([b["time_s"] - a["time_s"] for a, b in pairwise(rows)]),
+        "step_tokens": statistics.fmean(row["num_step_tokens"] for row in rows),
+        "lag_max": max(row["lag_max"] for row in rows),
+        "publishes": publishes,
+    }
