@@ -11,17 +11,20 @@ from typing import Any
 import pytest
 import torch
 
-from inflight.contracts import InferenceEndpoint
+from inflight.contracts import InferenceEndpoint, WeightSender
 from inflight.errors import PublishError
 from inflight.types import EndpointOutcome, WeightBucket
 from inflight.weights.publish import WeightPublisher
 from inflight.weights.transports import make_sender
 from inflight.weights.transports.files import FileSender
+from inflight.weights.transports.process_group import ProcessGroupSender
 from tests.real_engines.servers import RealEngine, is_uniform, logprobs, muted, publish, request, run, running
+from tests.weights.polled import KIND
 
 VOCAB_SIZE = 258
 WAYS = (
     ("gloo", {}),
+    ("gloo as nccl", {}),
     ("shm", {}),
     ("file", {}),
     ("http", {}),
@@ -60,11 +63,17 @@ def serves_the_oracle(engine: RealEngine) -> bool:
 def test_weights_arrive_while_the_engine_samples(
     engine: RealEngine, tmp_path: Path, transport: Any, options: Mapping[str, Any]
 ) -> None:
-    """Muted weights are zero however they are rounded, and the delta to them is one tensor."""
+    """Muted weights are zero however they are rounded, and the delta to them is one tensor.
+
+    As NCCL's, buckets are compared by the checksum of devices.
+    """
     with engine.publisher() as publisher:
         publish(publisher, engine.tensors, 1)  # tests before this one have left weights of their own
     before = sampled(engine)
-    sender = make_sender(transport, directory=tmp_path / "store" if transport == "file" else None)
+    if transport == "gloo as nccl":
+        sender: WeightSender = ProcessGroupSender(kind=KIND)
+    else:
+        sender = make_sender(transport, directory=tmp_path / "store" if transport == "file" else None)
 
     async def sample(endpoint: InferenceEndpoint) -> list[Any]:
         answers = await asyncio.gather(*(endpoint.generate(request(200, n=1)) for _ in range(4)))
