@@ -24,6 +24,7 @@ from inflight.pipeline.fleet import check_servers, read_server_list, sequence_li
 from inflight.pipeline.memory import ON_THE_GPU, ModelShape, Term, gib, model_shape, server_terms, trainer_terms
 from inflight.pipeline.placement import Place, gpu_use, place
 from inflight.pipeline.time_limits import time_limits
+from inflight.rollouts import load_composer, load_staleness, load_task
 from inflight.weights.buckets import plan_buckets
 from inflight.weights.packing import encoded_size
 
@@ -98,6 +99,9 @@ def plan_run(config: RunConfig, devices: Sequence[Device]) -> Plan:
     """
     check_servers(config.servers)
     config.loss.policy_loss()
+    load_task(config.task.name, config.task.params, config.run.seed)
+    load_staleness(config.policies.staleness, config.policies.staleness_params, config.loss.max_lag)
+    load_composer(config.policies.composer, config.policies.composer_params, config.tokens_per_step)
     placement = place(config, devices)
     model = model_shape(config.model.path)
     notes: list[str] = []
@@ -125,15 +129,13 @@ def _memory(
     memory: dict[str, tuple[Term, ...]] = {}
     members = [member for member in config.servers.members for _ in range(member.count)]
     servers = iter(members)
-    used: dict[int, int] = {}
     for it in places:
         member = next(servers) if it.role == "server" else None
         if not it.devices:
             continue
         if member is not None:
             total = min(device.memory_bytes for device in it.devices)
-            left = min(device.memory_bytes - used.get(device.index, 0) for device in it.devices)
-            terms = server_terms(config, member, gpu_use(member), model, total, left)
+            terms = server_terms(config, member, gpu_use(member), model, total)
         elif config.train.trainer in _KNOWN_WORKERS:
             terms = trainer_terms(config, model)
         else:
@@ -141,8 +143,6 @@ def _memory(
             note = f"memory of {config.train.trainer!r} workers is not known, and left out"
             notes += [] if note in notes else [note]
         memory[it.name] = terms
-        for device in it.devices:
-            used[device.index] = used.get(device.index, 0) + _total(terms)
     return memory
 
 
