@@ -44,6 +44,20 @@ def test_each_process_is_started_with_its_own_gpus(tmp_path: Path, model_dir: Pa
         run.kill()
 
 
+def test_a_colocated_run_that_does_not_fit_is_refused_before_anything_is_written(
+    tmp_path: Path, model_dir: Path, machine: dict[str, str]
+) -> None:
+    """vLLM fills 0.92 of the GPU by itself, which leaves the trainer less than the GiB that its context takes."""
+    tool = Path(machine["PATH"].split(os.pathsep)[0]) / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho '0, GPU-0, 8192'\n")
+    shared = ("--servers.colocated", "true", "--servers.engine", "vllm")
+    run = RunProcess(tmp_path, model_dir, *shared, environment=machine | {"CUDA_VISIBLE_DEVICES": "0"})
+    assert run.wait() == 1
+    assert "by arithmetic, GPU 0 needs" in run.output()
+    assert "the memory of an engine is not released while the trainer works" in run.output()
+    assert not run.directory.exists()
+
+
 def test_a_run_that_needs_more_gpus_is_refused_before_anything_is_written(
     tmp_path: Path, model_dir: Path, machine: dict[str, str]
 ) -> None:

@@ -136,6 +136,7 @@ def test_colocated_servers_start_again_at_the_first_gpu(configured) -> None:
         (["--servers.devices", "[1, 2]"], 4, "names 2 GPUs, but count 1 on 1 each need 1"),
         (["--servers.device", "cuda:1"], 4, "servers.device 'cuda:1' names one GPU for all servers"),
         (["--train.device", "cpu", "--train.devices", "[0]"], 4, "the trainers compute on 'cpu'"),
+        (["--servers.device", "cpu", "--servers.devices", "[0]"], 4, "the servers compute on 'cpu'"),
         (["--train.devices", "[0]"], 0, "the configuration names GPUs for trainer-0, but this run sees none"),
         (["--servers.colocated", "true", "--servers.transport", "nccl"], 1, "'nccl' cannot send from a GPU to itself"),
         (

@@ -15,8 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from inflight.attention import SegmentPlan
+from inflight.checkpoints import load_causal_lm, max_model_len_of
+from inflight.engines.kinds import GpuUse
+from inflight.local.slots import token_bytes_of
 from inflight.pipeline.config import RunConfig, load_config
-from inflight.pipeline.memory import activation_bytes, model_shape, shard_elements, trainer_terms
+from inflight.pipeline.memory import activation_bytes, model_shape, server_terms, shard_elements, trainer_terms
 from inflight.pipeline.trainer import _worker_settings
 from inflight_fsdp import FsdpWorker, WorkerConfig, create_worker
 from inflight_fsdp.model import empty_policy
@@ -104,6 +107,20 @@ def test_shards_that_share_a_copy_are_those_of_the_shard_size(tmp_path: Path, mo
     shape = model_shape(model_dir)
     assert terms(four)["parameters"] == 4 * shard_elements(shape.tensors, 4)
     assert terms(pairs)["parameters"] == 4 * shard_elements(shape.tensors, 2)
+
+
+@pytest.mark.parametrize("family", TRAINED_FAMILIES)
+def test_weights_and_cache_of_the_embedded_engine_are_as_large_as_computed(tmp_path: Path, family: str) -> None:
+    model = make_model(tmp_path / "model", family, tokenizer=False)
+    config = configured(tmp_path, model, "--servers.max_concurrent", "8")
+    computed = {
+        term.name: term.size_bytes
+        for term in server_terms(config, config.servers.members[0], GpuUse(), model_shape(model), 80 << 30)
+    }
+    loaded = load_causal_lm(model, attention="eager", dtype="float32")
+    assert local_bytes(loaded.parameters()) == computed["weights"]
+    a_token = token_bytes_of(loaded.config, torch.float32)
+    assert 8 * max_model_len_of(loaded.config) * a_token == computed["KV cache"]
 
 
 # ---------------------------------------------------------------------------------------------------------------

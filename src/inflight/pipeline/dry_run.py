@@ -21,14 +21,23 @@ from inflight.errors import ConfigError, InflightError
 from inflight.pipeline.config import RunConfig
 from inflight.pipeline.devices import Device
 from inflight.pipeline.fleet import check_servers, read_server_list, sequence_limit
-from inflight.pipeline.memory import ON_THE_GPU, ModelShape, Term, gib, model_shape, server_terms, trainer_terms
-from inflight.pipeline.placement import Place, gpu_use, place
+from inflight.pipeline.memory import ON_THE_GPU, Term, gib, model_shape
+from inflight.pipeline.memory_check import (
+    KNOWN_WORKERS,
+    DeviceUse,
+    check_fits,
+    device_uses,
+    listed,
+    memory_of,
+    total,
+)
+from inflight.pipeline.placement import Place, place
 from inflight.pipeline.time_limits import time_limits
+from inflight.rollouts import load_composer, load_staleness, load_task
 from inflight.weights.buckets import plan_buckets
 from inflight.weights.packing import encoded_size
 
 _ASK_S = 3.0
-_KNOWN_WORKERS = ("fsdp", "torchtitan")
 _CONNECTS_BACK = ("gloo", "nccl", "http")
 """Transports for which servers connect to ``servers.address``."""
 _WITHIN_ONE_MACHINE = ("shm", "ipc")
@@ -68,16 +77,6 @@ class PlannedUpdate:
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceUse:
-    """What all processes on one GPU need together."""
-
-    index: int
-    memory_bytes: int
-    needed_bytes: int
-    processes: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
     """What a run would do."""
 
@@ -98,13 +97,17 @@ def plan_run(config: RunConfig, devices: Sequence[Device]) -> Plan:
     """
     check_servers(config.servers)
     config.loss.policy_loss()
+    load_task(config.task.name, config.task.params, config.run.seed)
+    load_staleness(config.policies.staleness, config.policies.staleness_params, config.loss.max_lag)
+    load_composer(config.policies.composer, config.policies.composer_params, config.tokens_per_step)
     placement = place(config, devices)
     model = model_shape(config.model.path)
-    notes: list[str] = []
-    memory = _memory(config, model, (*placement.trainers, *placement.servers), notes)
-    uses = tuple(_uses(devices, placement.placed, memory))
-    for use in uses:
-        _check_fits(use, memory)
+    memory = memory_of(config, model, placement)
+    uses = device_uses(devices, placement, memory)
+    check_fits(uses, memory)
+    notes = []
+    if config.train.trainer not in KNOWN_WORKERS:
+        notes.append(f"memory of {config.train.trainer!r} workers is not known, and left out")
     processes = [*_started(config, placement.trainers, placement.servers, memory)]
     urls = _urls(config)
     _check_address(config, urls)
@@ -112,72 +115,6 @@ def plan_run(config: RunConfig, devices: Sequence[Device]) -> Plan:
     if not devices:
         notes.append("no GPU: every process computes on the CPU, in host memory that is not counted here")
     return Plan(tuple(processes), _update(config), uses, tuple(notes))
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# Memory
-
-
-def _memory(
-    config: RunConfig, model: ModelShape, places: Sequence[Place], notes: list[str]
-) -> dict[str, tuple[Term, ...]]:
-    """Return the terms of every process with GPUs, by its name."""
-    memory: dict[str, tuple[Term, ...]] = {}
-    members = [member for member in config.servers.members for _ in range(member.count)]
-    servers = iter(members)
-    used: dict[int, int] = {}
-    for it in places:
-        member = next(servers) if it.role == "server" else None
-        if not it.devices:
-            continue
-        if member is not None:
-            total = min(device.memory_bytes for device in it.devices)
-            left = min(device.memory_bytes - used.get(device.index, 0) for device in it.devices)
-            terms = server_terms(config, member, gpu_use(member), model, total, left)
-        elif config.train.trainer in _KNOWN_WORKERS:
-            terms = trainer_terms(config, model)
-        else:
-            terms = ()
-            note = f"memory of {config.train.trainer!r} workers is not known, and left out"
-            notes += [] if note in notes else [note]
-        memory[it.name] = terms
-        for device in it.devices:
-            used[device.index] = used.get(device.index, 0) + _total(terms)
-    return memory
-
-
-def _uses(devices: Sequence[Device], places: Sequence[Place], memory: Mapping[str, Sequence[Term]]) -> list[DeviceUse]:
-    uses = []
-    for device in devices:
-        names = tuple(it.name for it in places if device in it.devices)
-        needed = sum(_total(memory[name]) for name in names)
-        uses.append(DeviceUse(device.index, device.memory_bytes, needed, names))
-    return uses
-
-
-def _total(terms: Sequence[Term]) -> int:
-    return sum(term.size_bytes for term in terms)
-
-
-def _check_fits(use: DeviceUse, memory: Mapping[str, Sequence[Term]]) -> None:
-    if not use.memory_bytes or use.needed_bytes <= use.memory_bytes:
-        return
-    parts = [f"{name}: {_listed(memory[name])}" for name in use.processes]
-    terms = [term for name in use.processes for term in memory[name] if term.remedy]
-    largest = sorted(terms, key=lambda term: -term.size_bytes)[:3]
-    remedies = list(dict.fromkeys(term.remedy for term in largest))
-    if len(use.processes) > 1:
-        remedies.append(
-            "give the processes GPUs of their own (the memory of an engine is not released while the trainer works)"
-        )
-    raise ConfigError(
-        f"GPU {use.index} needs {gib(use.needed_bytes)} but has {gib(use.memory_bytes)}, "
-        f"{gib(use.needed_bytes - use.memory_bytes)} too little ({'; '.join(parts)}): {'; or '.join(remedies)}"
-    )
-
-
-def _listed(terms: Sequence[Term]) -> str:
-    return ", ".join(f"{term.name} {gib(term.size_bytes)}" for term in terms)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -295,7 +232,7 @@ def described(plan: Plan) -> str:
     for terms, group in alike:
         names = [it.name for it in group]
         who = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-        lines.append(f"  {who}: {gib(_total(terms))} on each GPU ({_listed(terms) or 'not known'})")
+        lines.append(f"  {who}: {gib(total(terms))} on each GPU ({listed(terms) or 'not known'})")
     for use in plan.devices:
         has = gib(use.memory_bytes) if use.memory_bytes else "an unknown amount"
         who = ", ".join(use.processes) or "nobody"

@@ -21,7 +21,7 @@ A server:
 
 - weights: c times all elements, over the GPUs that share a copy
 - KV cache: of the embedded engine, its limit: ``max_concurrent`` sequences of the whole context at 2 c K D bytes per
-  token and layer, at most half of what is left
+  token and layer, at most half of the memory that the weights leave
 - engine: of another engine, its share of each GPU, which holds weights, KV cache and activations
 - staged update: c times all elements, where an update waits in GPU memory for its commit
 
@@ -214,12 +214,11 @@ def head_bytes(model: ModelShape, dtype: str, num_tokens: int) -> int:
 
 
 def server_terms(
-    config: RunConfig, member: FleetMember, use: GpuUse, model: ModelShape, memory_bytes: int, left_bytes: int
+    config: RunConfig, member: FleetMember, use: GpuUse, model: ModelShape, memory_bytes: int
 ) -> tuple[Term, ...]:
-    """Return what one server needs on each of its GPUs.
+    """Return what one server needs on each of its GPUs, which have ``memory_bytes`` (0: unknown).
 
-    Each GPU has ``memory_bytes``, of which others leave ``left_bytes``. Raises `ConfigError` if the engine's own share
-    of it does not hold the model and one sequence.
+    Raises `ConfigError` if the engine's own share of that does not hold the model and one sequence.
     """
     dtype = config.model.dtype
     size_bytes = DTYPE_SIZES[dtype] * model.num_elements
@@ -230,7 +229,7 @@ def server_terms(
     if use.stages_on_gpu and config.servers.transport in ON_THE_GPU:
         others.append(Term("staged update", size_bytes, "choose a transport through host memory, such as 'shm'"))
     if member.engine == "local":
-        half = max(sequence, (left_bytes - weights) // 2)
+        half = max(sequence, (memory_bytes - weights) // 2)  # trainers load their model later
         cache = min(member.max_concurrent * sequence, half)
         return (
             Term("weights", weights, "set model.dtype to 'bfloat16', or use an engine with tensor parallelism"),

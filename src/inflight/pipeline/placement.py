@@ -69,6 +69,10 @@ def place(config: RunConfig, devices: Sequence[Device]) -> Placement:
             "server in servers.devices"
         )
     for member in servers.members:
+        if member.devices is not None and not wants_gpu(servers.device):
+            raise ConfigError(
+                f"servers.devices names GPUs, but the servers compute on {servers.device!r}: leave one out"
+            )
         num_devices = gpu_use(member).num_gpus if devices and wants_gpu(servers.device) else 0
         for explicit in _of_servers(member, num_devices):
             index = len(wanted) - config.train.num_ranks

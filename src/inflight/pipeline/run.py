@@ -24,6 +24,8 @@ from inflight.pipeline.devices import devices_here
 from inflight.pipeline.fleet import check_servers
 from inflight.pipeline.interrupt import Interrupt, Interrupted
 from inflight.pipeline.journal import Journal
+from inflight.pipeline.memory import model_shape
+from inflight.pipeline.memory_check import check_fits, device_uses, memory_of
 from inflight.pipeline.messages import Members, Trained
 from inflight.pipeline.notes import Notes
 from inflight.pipeline.placement import place, uses_gpus
@@ -98,7 +100,11 @@ class _Run:
     def __init__(self, config: RunConfig, *, resume: bool, tensorboard: bool) -> None:
         self.config = config
         check_servers(config.servers)
-        placement = place(config, devices_here() if uses_gpus(config) else ())
+        devices = devices_here() if uses_gpus(config) else ()
+        placement = place(config, devices)
+        if config.servers.colocated:
+            memory = memory_of(config, model_shape(config.model.path), placement)
+            check_fits(device_uses(devices, placement, memory), memory)
         config.loss.policy_loss()  # raises before anything is written
         task = load_task(config.task.name, config.task.params, config.run.seed)
         policies = config.policies
