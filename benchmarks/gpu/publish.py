@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from anyio.from_thread import start_blocking_portal
+from benchmarks.gpu.broadcast import broadcast_s
 from benchmarks.gpu.models import MAX_MODEL_LEN, NUM_SERVED, config_of_size, random_model
 from benchmarks.gpu.settings import Settings
 from benchmarks.gpu.timing import in_words, seconds_of, spread
@@ -80,9 +81,9 @@ def _limits(size_bytes: int, settings: Settings) -> dict[str, dict[str, Any]]:
 
     note(("ipc",), "one copy on the device", copied)
     if _has_two_gpus(settings):
-        note(("nccl",), "one broadcast over NCCL", lambda: limits.broadcast_s([size_bytes], num_rounds, "nccl"))
+        note(("nccl",), "one broadcast over NCCL", lambda: broadcast_s("nccl", size_bytes, num_rounds))
     note(("shm",), "one copy in host memory", lambda: limits.copy_s(size_bytes, num_rounds))
-    note(("gloo",), "one broadcast over gloo", lambda: limits.broadcast_s([size_bytes], num_rounds))
+    note(("gloo",), "one broadcast over gloo", lambda: broadcast_s("gloo", size_bytes, num_rounds))
     note(("http",), "one socket", lambda: limits.socket_s(size_bytes, num_rounds))
     note(("file",), "one file, written and read", lambda: limits.file_s(size_bytes, num_rounds, settings.place))
     return found

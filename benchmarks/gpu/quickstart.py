@@ -15,11 +15,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import torch
 from benchmarks.gpu.models import half_billion, save_random_model
 from benchmarks.gpu.settings import Settings
 from benchmarks.gpu.timing import spread
-
-from inflight.transports import installed_transports
 
 CONFIG = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 OWN_TASK = "examples.own_parts:CountLetters"
@@ -31,7 +30,9 @@ def measure(settings: Settings) -> dict[str, Any]:
     directory = settings.place / "run"
     num_steps = 2 if settings.quick else 5
     has_task = importlib.util.find_spec("reasoning_gym") is not None
-    transport = "ipc" if settings.on_gpu and "ipc" in {it.name for it in installed_transports()} else "shm"
+    num_gpus = torch.cuda.device_count() if settings.on_gpu else 0
+    # On one GPU trainer and server share it; of several each has its own, and IPC reaches no other.
+    transport = ("shm", "ipc", "nccl")[min(num_gpus, 2)]
     changes = {
         "run.directory": directory,
         "run.num_steps": num_steps,
@@ -45,7 +46,9 @@ def measure(settings: Settings) -> dict[str, Any]:
     }
     if not has_task:
         changes["task.name"] = OWN_TASK
-    if not settings.on_gpu:
+    if num_gpus == 1:
+        changes["servers.colocated"] = "true"
+    if num_gpus == 0:
         changes |= {"servers.device": "cpu", "train.trainer_options": '{device = "cpu"}'}
     command = [sys.executable, "-m", "inflight", "train", str(CONFIG)]
     for key, value in changes.items():
