@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,18 @@ def engine_of(tree: Path) -> dict[str, float]:
     return {f"engine over generate, {row['model']}, {row['lengths']}": row["ratio_median"] for row in rows}
 
 
+def checkouts(directory: Path, revisions: Mapping[str, str]) -> tuple[dict[str, Path], dict[str, str]]:
+    """Check each revision out in a directory of its own; return the directories and the commits by label."""
+    trees, commits = {}, {}
+    for label, revision in revisions.items():
+        tree = trees[label] = directory / label
+        subprocess.run(["git", "clone", "--quiet", ROOT, tree], check=True)
+        subprocess.run(["git", "checkout", "--quiet", "--detach", revision], cwd=tree, check=True)
+        short = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=tree, stdout=subprocess.PIPE, check=True)
+        commits[label] = short.stdout.decode().strip()
+    return trees, commits
+
+
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Return the median and the extremes."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
@@ -78,15 +90,7 @@ def main() -> None:
     arguments = parser.parse_args()
     figures: dict[str, dict[str, list[float]]] = {}
     with tempfile.TemporaryDirectory() as directory:
-        trees = {"before": Path(directory) / "before", "after": Path(directory) / "after"}
-        commits = {}
-        for label, revision in (("before", arguments.revision), ("after", "HEAD")):
-            subprocess.run(["git", "clone", "--quiet", ROOT, trees[label]], check=True)
-            subprocess.run(["git", "checkout", "--quiet", "--detach", revision], cwd=trees[label], check=True)
-            short = subprocess.run(
-                ["git", "rev-parse", "--short", "HEAD"], cwd=trees[label], stdout=subprocess.PIPE, check=True
-            )
-            commits[label] = short.stdout.decode().strip()
+        trees, commits = checkouts(Path(directory), {"before": arguments.revision, "after": "HEAD"})
         for number in range(arguments.rounds):
             for label in ("before", "after") if number % 2 == 0 else ("after", "before"):
                 measured = quickstart_of(trees[label], number, arguments.steps) | engine_of(trees[label])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import secrets
 import sys
@@ -83,6 +84,17 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("config", type=Path, metavar="RUN.toml")
     train.add_argument("--resume", action="store_true", help="continue from the last checkpoint of the run directory")
     train.add_argument("--tensorboard", action="store_true", help="also write TensorBoard events to the run directory")
+    train.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print processes, GPUs, memory and updates, and start nothing; exit with 2 if the run cannot work",
+    )
+    train.add_argument("--json", action="store_true", help="print the dry run as JSON")
+    train.add_argument(
+        "--devices",
+        metavar="NxMEMORY",
+        help="GPUs of the dry run, such as 8x80GiB (default: this machine's)",
+    )
     train.set_defaults(call=_train)
 
     losses = commands.add_parser("losses", help="list the loss presets, or describe one")
@@ -343,10 +355,32 @@ def _tiny_model(arguments: argparse.Namespace, _: Sequence[str]) -> int:
 
 def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     from inflight.pipeline.config import load_config
+
+    if arguments.dry_run:
+        return _dry_run(arguments, overrides)
+    if arguments.json or arguments.devices is not None:
+        raise ConfigError("--json and --devices apply only to --dry-run")
     from inflight.pipeline.run import train
 
     config = load_config(arguments.config, overrides)
     return train(config, resume=arguments.resume, tensorboard=arguments.tensorboard)
+
+
+def _dry_run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Print what a run would do; return 2 if it cannot work."""
+    from inflight.pipeline.config import load_config
+    from inflight.pipeline.devices import described_devices, devices_here
+    from inflight.pipeline.dry_run import described, plan_run
+
+    try:
+        config = load_config(arguments.config, overrides)
+        devices = devices_here() if arguments.devices is None else described_devices(arguments.devices)
+        plan = plan_run(config, devices)
+    except InflightError as error:
+        print(f"inflight: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(plan.to_json(), indent=2) if arguments.json else described(plan))
+    return 0
 
 
 def _quiet_transformers() -> None:

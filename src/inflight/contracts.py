@@ -312,7 +312,8 @@ class WeightReceiver(Protocol):
     def begin(self, ref: UpdateRef) -> None:
         """Prepare to receive the buckets of this update, from the first.
 
-        All tensors returned so far become invalid, since new ones may reuse their memory.
+        Tensors returned so far stay as they are: an endpoint may serve from them, or decode a delta against them.
+        Memory may be used again only once nothing refers to it.
         """
 
     @abstractmethod
@@ -338,6 +339,16 @@ class ReceivesAhead(Protocol):
 
 
 @runtime_checkable
+class SendsFromDevice(Protocol):
+    """A `WeightSender` that may send buckets from where they were gathered, instead of from host memory."""
+
+    @property
+    @abstractmethod
+    def sends_from_device(self) -> bool:
+        """Return whether it does. Its buckets' checksums are then computed on their device, on both sides."""
+
+
+@runtime_checkable
 class Transport(Protocol):
     """One way for weights to travel: how its two ends are made. Values of it hold no state.
 
@@ -357,7 +368,7 @@ class Transport(Protocol):
     @property
     @abstractmethod
     def needs_gpu(self) -> bool:
-        """Return whether each end is on a GPU of its own."""
+        """Return whether both ends are on a GPU."""
 
     @abstractmethod
     def sender(self, *, address: str, directory: Path | None) -> WeightSender:

@@ -140,9 +140,11 @@ class WeightBucket:
     encoding: Encoding = "raw"
     """How its bytes encode the weights; unless ``raw``, they are one ``uint8`` tensor"""
     checksum: str | None = None
-    """XXH3-128 of its bytes as 32 hexadecimal digits, None if it was not computed"""
+    """As in `inflight.wire.BucketTransfer`, None if it was not computed"""
     ref: UpdateRef | None = None
     """The update that it belongs to; senders refuse a bucket of another update, and do not check None"""
+    ready: torch.cuda.Event | None = None
+    """Comes after its bytes are there: whoever reads them on another stream waits for it. None: they are there"""
 
 
 class EndpointOutcome(StrEnum):

@@ -267,6 +267,17 @@ class DirectorySpec(TransportSpec):
     directory: Annotated[str, AfterValidator(_usable_path)] = Field(min_length=1, max_length=4096)
 
 
+class IpcSpec(TransportSpec):
+    """Where one endpoint finds the memory that the publisher shares: ``place`` is the UUID of the publisher's GPU.
+
+    ``directory`` is on the host of both, and holds the handle of the memory and where in it each bucket is.
+    """
+
+    transport: Literal["ipc"]
+    directory: Annotated[str, AfterValidator(_usable_path)] = Field(min_length=1, max_length=4096)
+    place: str = Field(pattern=r"^[A-Za-z0-9-]{1,64}$")
+
+
 class PullSpec(TransportSpec):
     """Where one endpoint fetches the files of `DirectorySpec` over HTTP, in ranges. ``token`` is the bearer token."""
 
@@ -342,13 +353,14 @@ class BucketTransfer(_OfUpdate):
     """Asks the endpoint to receive one bucket now. The call is pending until the bucket has arrived and was compared.
 
     ``size_bytes`` counts the bytes that travel, None for the bucket's own size (``raw``). ``checksum`` is their
-    XXH3-128 in hexadecimal digits, None for no comparison.
+    XXH3-128 in hexadecimal digits, or ``words64:`` and 32 hexadecimal digits for bytes that travel from GPU to GPU;
+    None for no comparison.
     """
 
     bucket_index: Natural
     encoding: Encoding = "raw"
     size_bytes: Natural | None = None
-    checksum: str | None = Field(default=None, pattern=r"^[0-9a-f]{32}$")
+    checksum: str | None = Field(default=None, pattern=r"^(words64:)?[0-9a-f]{32}$")
     timeout_s: Seconds
 
 

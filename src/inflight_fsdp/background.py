@@ -21,9 +21,6 @@ from inflight.errors import CheckpointError
 from inflight_fsdp.checkpoint import TrainerState
 from inflight_fsdp.layout import ShardedTensor
 
-LONGEST_WAIT_S = 1800.0
-"""Longest wait of the thread for other ranks, and of a call for an earlier save."""
-
 
 @dataclass(frozen=True, slots=True)
 class SaveGroups:
@@ -34,9 +31,12 @@ class SaveGroups:
     """One dimension, on the CPU: the ranks that share this rank's copy of the parameters."""
 
 
-def make_save_groups(mesh: DeviceMesh) -> SaveGroups:
-    """Return groups for the ranks of a mesh whose last dimension shards; collective over the default group."""
-    timeout = timedelta(seconds=LONGEST_WAIT_S)
+def make_save_groups(mesh: DeviceMesh, longest_wait_s: float) -> SaveGroups:
+    """Return groups for the ranks of a mesh whose last dimension shards; collective over the default group.
+
+    A rank waits at most ``longest_wait_s`` for another.
+    """
+    timeout = timedelta(seconds=longest_wait_s)
     everyone = dist.new_group(backend="gloo", timeout=timeout)
     if mesh.ndim == 1:
         return SaveGroups(everyone, DeviceMesh.from_group(everyone, "cpu"))

@@ -1,7 +1,7 @@
 """Checkpoints of a sharded trainer: a Hugging Face directory plus optimizer and counters; safetensors and JSON only.
 
-Rank 0 writes full tensors one at a time, so that only one is in memory; every rank reads its own shards, so all ranks
-must see the directory. Knows nothing of models.
+Every rank writes its own rows into the files that rank 0 has made, and reads its own, so all ranks must see the
+directory. Only parameters that are stored as several tensors are gathered, one at a time. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from inflight.errors import CheckpointError
 from inflight_fsdp.agreement import first_failure
 from inflight_fsdp.layout import ShardedTensor
-from inflight_fsdp.sharding import gather_on_first, local_part
+from inflight_fsdp.sharding import gather_on_first, local_part, rows_of_ranks
 
 _EDITION = 1
 _WEIGHTS, _TRAINER = "model.safetensors", "trainer.json"
@@ -52,23 +52,26 @@ class TrainerState:
 def save_checkpoint(path: Path, state: TrainerState, group: dist.ProcessGroup | None = None) -> None:
     """Write a checkpoint at ``path``, replacing an earlier one once the new one is complete; collective.
 
-    Ranks agree over ``group``, which is of all ranks (None: the default one), and gather over the groups of the
-    tensors' mesh. Raises `CheckpointError` on every rank, with what was at ``path`` still whole.
+    Ranks agree over ``group``, which is of all ranks (None: the default one). What is gathered is gathered over the
+    groups of the tensors' mesh. Raises `CheckpointError` on every rank, with what was at ``path`` still whole.
     """
     path = path.absolute()
     fresh = path.with_name(f".{path.name}.new")
     failure: str | None = None
     device = _device_of(state)
+    files = ((_WEIGHTS, state.weights), (_OPTIMIZER, state.optimizer))
     is_writer = dist.get_rank() == 0
     if is_writer:
         try:
             _prepare(path, fresh, state)
+            for name, tensors in files:
+                _reserve(fresh / name, tensors)
         except OSError as error:
             failure = _reason(error)
     failure = first_failure(failure, device, group)
-    for name, tensors in ((_WEIGHTS, state.weights), (_OPTIMIZER, state.optimizer)):
+    for name, tensors in files:
         if failure is None:
-            failure = first_failure(_write_tensors(fresh / name if is_writer else None, tensors), device, group)
+            failure = first_failure(_write_own(fresh / name, tensors), device, group)
     if is_writer and failure is None:
         try:
             counters = {"edition": _EDITION, "version": state.version, "optimizer_steps": state.optimizer_steps}
@@ -144,43 +147,81 @@ def _put_in_place(fresh: Path, path: Path) -> None:
     shutil.rmtree(retired, ignore_errors=True)
 
 
-def _write_tensors(file: Path | None, tensors: Sequence[ShardedTensor]) -> str | None:
-    """Write full tensors as safetensors, if this rank has a file; return the failure, if any; collective."""
-    gathered = ((part.layout, gather_on_first(part.tensor, part.tensor.dtype)) for part in tensors)
-    failure = None
-    if file is not None:
+def _reserve(file: Path, tensors: Sequence[ShardedTensor]) -> None:
+    """Write the header of a safetensors file, and make room for its tensors."""
+    header, offsets = _header(tensors)
+    with file.open("wb") as out:
+        out.write(header)
+        out.truncate(len(header) + offsets[None])
+
+
+def _write_own(file: Path, tensors: Sequence[ShardedTensor]) -> str | None:
+    """Write this rank's rows of each tensor in their place in the file; return the failure, if any; collective."""
+    header, offsets = _header(tensors)
+    failure, descriptor = None, -1
+    try:
+        descriptor = os.open(file, os.O_WRONLY)
+    except OSError as error:
+        failure = _reason(error)
+    for part in tensors:
+        pieces = _own_pieces(part)  # may gather: ranks that have failed still take part
         try:
-            with file.open("wb") as out:
-                out.write(_header(tensors))
-                for layout, whole in gathered:
-                    assert whole is not None
-                    for tensor in layout.stored(whole).values():
-                        out.write(tensor.cpu().reshape(-1).view(torch.uint8).numpy().data)
-                out.flush()
-                os.fsync(out.fileno())
+            for name, first_byte, tensor in () if failure else pieces:
+                content = tensor.cpu().reshape(-1).view(torch.uint8).numpy().data
+                _write_at(descriptor, content, len(header) + offsets[name] + first_byte)
         except OSError as error:
             failure = _reason(error)
-    for _ in gathered:  # Ranks that do not write, and a failed writer, still take part.
-        pass
+    if descriptor >= 0:
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            failure = failure or _reason(error)
+        finally:
+            os.close(descriptor)
     return failure
 
 
-def _header(tensors: Sequence[ShardedTensor]) -> bytes:
-    """Return the start of a safetensors file whose tensors follow in this order."""
+def _write_at(descriptor: int, content: memoryview, position: int) -> None:
+    while content:
+        num_bytes = os.pwrite(descriptor, content, position)  # at most 2 GiB at a time
+        content, position = content[num_bytes:], position + num_bytes
+
+
+def _own_pieces(part: ShardedTensor) -> list[tuple[str, int, torch.Tensor]]:
+    """Return what this rank writes of a parameter: the stored name, the first byte there, and the rows.
+
+    Collective if the parameter is stored as several tensors, which rank 0 then writes.
+    """
+    if part.layout.split is not None:
+        whole = gather_on_first(part.tensor, part.tensor.dtype)
+        return [] if whole is None else [(name, 0, tensor) for name, tensor in part.layout.stored(whole).items()]
+    rows, rank, local = rows_of_ranks(part.tensor), dist.get_rank(), part.tensor.to_local()
+    if rank >= len(rows) or not local.numel():  # the first copy of the parameters is the one that is written
+        return []
+    return [(part.layout.name, rows[rank].start * local[0].numel() * local.itemsize, local.detach())]
+
+
+def _header(tensors: Sequence[ShardedTensor]) -> tuple[bytes, dict[str | None, int]]:
+    """Return the start of a safetensors file whose tensors follow in this order, and where each begins after it.
+
+    The end of the last one has the name None.
+    """
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
+    offsets: dict[str | None, int] = {}
+    end = 0
     for part in tensors:
         for name, shape in part.layout.shapes.items():
-            end = offset + math.prod(shape) * part.tensor.dtype.itemsize
+            offsets[name] = end
+            end += math.prod(shape) * part.tensor.dtype.itemsize
             entries[name] = {
                 "dtype": _DTYPE_NAMES[part.tensor.dtype],
                 "shape": list(shape),
-                "data_offsets": [offset, end],
+                "data_offsets": [offsets[name], end],
             }
-            offset = end
+    offsets[None] = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    return len(text).to_bytes(8, "little") + text, offsets
 
 
 def _read_counters(source: Path) -> dict[str, int]:

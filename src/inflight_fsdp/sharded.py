@@ -28,16 +28,20 @@ from inflight.checkpoints import max_model_len_of
 from inflight.contracts import BackgroundSaver, PartialWeightSource, TrainerWorker
 from inflight.errors import CheckpointError, ConfigError, NonFiniteError, PrecisionWarning, TrainerError
 from inflight.losses.head import chunked_logprobs
+from inflight.transfer_time import with_transfer_s
 from inflight.types import MicroBatch, StepResult, WeightBucket
 from inflight.wire import BucketSpec, TensorSpec
-from inflight_fsdp.background import LONGEST_WAIT_S, BackgroundSave, SaveGroups, copy_to_host, make_save_groups
+from inflight_fsdp.background import BackgroundSave, SaveGroups, copy_to_host, make_save_groups
 from inflight_fsdp.checkpoint import TrainerState, load_checkpoint, save_checkpoint
 from inflight_fsdp.config import WorkerConfig
+from inflight_fsdp.devices import device_of
 from inflight_fsdp.layout import Layout, ShardedTensor
 from inflight_fsdp.optimizer import ShardedAdamW, clip, global_norm, learning_rate_at
 from inflight_fsdp.rounding import lost_share, spread_sample
 from inflight_fsdp.sharding import gather_on_first
 
+_SAVE_S = 1800.0
+"""Longest wait for a save of a small model."""
 _TOLD_STEPS = 3
 """Steps after which a worker with bfloat16 masters reports how many updates were lost."""
 Worker = TypeVar("Worker", bound="ShardedWorker")
@@ -104,6 +108,9 @@ class ShardedWorker(TrainerWorker, PartialWeightSource, BackgroundSaver):
         self._parameter_of = {stored: name for name, layout in self._layouts.items() for stored in layout.shapes}
         self._split: tuple[str, dict[str, torch.Tensor]] = ("", {})
         self._version = 0
+        size_bytes = sum(math.prod(shape) for layout in layouts.values() for shape in layout.shapes.values())
+        size_bytes *= 3 * getattr(torch, config.stored_dtype).itemsize  # with both moments
+        self._longest_save_s = with_transfer_s(_SAVE_S, size_bytes)
         self._save_groups: SaveGroups | None = None
         self._begun_save: BackgroundSave | None = None
         self._lost_shares: list[float] = []
@@ -210,18 +217,18 @@ class ShardedWorker(TrainerWorker, PartialWeightSource, BackgroundSaver):
         self._split = ("", {})
 
     def save(self, path: Path) -> None:
-        """Rank 0 writes. A directory that is not a checkpoint of a worker is not replaced.
+        """Every rank writes its shards. A directory that is not a checkpoint of a worker is not replaced.
 
         Waits for a save in the background; if that fails, its error is raised and nothing is written.
         """
-        self.finish_save(LONGEST_WAIT_S)
+        self.finish_save(self._longest_save_s)
         save_checkpoint(path, self._state(self._optimizer.states))
 
     def begin_save(self, path: Path) -> None:
         """The copy takes as much host memory as the shards and their moments."""
-        self.finish_save(LONGEST_WAIT_S)
+        self.finish_save(self._longest_save_s)
         if self._save_groups is None:
-            self._save_groups = make_save_groups(self._mesh)
+            self._save_groups = make_save_groups(self._mesh, self._longest_save_s)
         state = copy_to_host(self._state(self._optimizer.states), self._save_groups)
         write = partial(save_checkpoint, path.absolute(), state, self._save_groups.everyone)
         self._begun_save = BackgroundSave(path, write)
@@ -271,7 +278,7 @@ class ShardedWorker(TrainerWorker, PartialWeightSource, BackgroundSaver):
 
     def _wait_for_save(self) -> None:
         if self._begun_save is not None:
-            self._begun_save.wait(LONGEST_WAIT_S)
+            self._begun_save.wait(self._longest_save_s)
 
     def _state(self, states: Mapping[str, Mapping[str, DTensor]]) -> TrainerState:
         weights = [ShardedTensor(self._parameters[name], layout) for name, layout in self._layouts.items()]
@@ -352,7 +359,7 @@ def make_worker(kind: Callable[..., Worker], config: WorkerConfig) -> Worker:
 
     Called with the settings, the device and ``owns_group``. A group of one uses no network.
     """
-    device = _device_of(config)
+    device = device_of(config.device)
     owns_group = not dist.is_initialized()
     if owns_group:
         if (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
@@ -371,16 +378,3 @@ def make_worker(kind: Callable[..., Worker], config: WorkerConfig) -> Worker:
         if owns_group:
             dist.destroy_process_group()
         raise
-
-
-def _device_of(config: WorkerConfig) -> torch.device:
-    """Return the device of this rank. Raises `ConfigError` if there is none of the configured kind."""
-    kind = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ConfigError("device is 'cuda' but torch sees no GPU; set device = 'cpu' or install torch with CUDA")
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device("cuda", local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import get_args
 
 from inflight.contracts import InferenceEndpoint
 from inflight.engines.checkpoint_specs import config_number, config_of
-from inflight.engines.kinds import EngineKind, EngineOptions, has_gpu
+from inflight.engines.kinds import EngineKind, EngineOptions, GpuUse, has_gpu, integer_in, number_in
 from inflight.errors import ConfigError
 from inflight.wire import DTYPE_SIZES
 from inflight_sglang import flags
@@ -29,6 +29,12 @@ _CPU_SEQUENCES = 64
 """How many run at a time on a CPU, unless the options say so or the cache holds fewer at full length."""
 _CPU_CACHE_BYTES = 2 << 30
 """Most bytes of keys and values on a CPU, unless the options imply more."""
+
+_MEMORY_SHARE = 0.95
+"""Taken to be what SGLang fills by itself: it computes ``--mem-fraction-static`` so that the rest holds activations and
+CUDA graphs."""
+_BESIDE_STATIC = 0.1
+"""Taken to be the share that activations and CUDA graphs need beside ``--mem-fraction-static``."""
 
 
 class SglangKind(EngineKind):
@@ -62,6 +68,20 @@ class SglangKind(EngineKind):
         # How long SGLang takes to notice that a request's caller has left; the default is 4 s.
         words = {"SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1"}
         return words if options.threads is None else {**words, "OMP_NUM_THREADS": str(options.threads)}
+
+    def gpu_use(self, arguments: Sequence[str]) -> GpuUse:
+        num = integer_in(arguments, "--tp-size", "--tp", "--tensor-parallel-size") or 1
+        num *= integer_in(arguments, "--pp-size", "--pipeline-parallel-size") or 1
+        copies = integer_in(arguments, "--dp-size", "--dp", "--data-parallel-size") or 1
+        if "--enable-dp-attention" in arguments:  # its data-parallel ranks are the tensor-parallel ones
+            copies = 1
+        share = number_in(arguments, "--mem-fraction-static")
+        return GpuUse(
+            num_gpus=num * copies,
+            num_copies=copies,
+            context=integer_in(arguments, "--context-length"),
+            memory_share=_MEMORY_SHARE if share is None else min(1.0, share + _BESIDE_STATIC),
+        )
 
     def connect(
         self, url: str, *, token: str | None, control_timeout_s: float, generate_timeout_s: float

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 
 from inflight.contracts import InferenceEndpoint
-from inflight.engines.kinds import EngineKind, EngineOptions, has_gpu
+from inflight.engines.kinds import EngineKind, EngineOptions, GpuUse, has_gpu, integer_in, number_in
 from inflight_vllm import flags
 from inflight_vllm.endpoint import VllmEndpoint
 
 _SEVERAL_RANKS = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp", "--distributed-executor-backend")
+
+_MEMORY_SHARE = 0.92
+"""vLLM's own default, ``CacheConfig.gpu_memory_utilization`` in 0.32."""
 
 
 class VllmKind(EngineKind):
@@ -47,6 +51,20 @@ class VllmKind(EngineKind):
         if options.threads is not None:
             variables |= {"OMP_NUM_THREADS": str(options.threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         return variables
+
+    def gpu_use(self, arguments: Sequence[str]) -> GpuUse:
+        sharding = (
+            integer_in(arguments, "--tensor-parallel-size", "-tp"),
+            integer_in(arguments, "--pipeline-parallel-size", "-pp"),
+        )
+        copies = integer_in(arguments, "--data-parallel-size", "-dp") or 1
+        return GpuUse(
+            num_gpus=copies * math.prod(size or 1 for size in sharding),
+            num_copies=copies,
+            memory_share=number_in(arguments, "--gpu-memory-utilization") or _MEMORY_SHARE,
+            context=integer_in(arguments, "--max-model-len"),
+            stages_on_gpu=True,
+        )
 
     def connect(
         self, url: str, *, token: str | None, control_timeout_s: float, generate_timeout_s: float

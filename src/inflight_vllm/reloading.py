@@ -19,6 +19,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 
 from inflight.errors import UnsupportedError
+from inflight.weights.streams import finish
 
 
 class ReloadedModel:
@@ -34,7 +35,10 @@ class ReloadedModel:
 
     @torch.no_grad()
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load checkpoint tensors; layers that take none of them keep theirs. After any error the model is torn."""
+        """Load checkpoint tensors; layers that take none of them keep theirs. After any error the model is torn.
+
+        On return the device has read them: their memory may be used again.
+        """
         if self.is_dirty:
             self._put_back()
         self.is_dirty = True
@@ -42,6 +46,7 @@ class ReloadedModel:
         self._model.load_weights((name, tensor.to(self._device)) for name, tensor in tensors)
         self._finish()
         self._pack_tied_head()
+        finish(self._device)
         self.is_dirty = False
 
     def companions(self, names: Iterable[str], shapes: Mapping[str, Sequence[int]]) -> list[str]:

@@ -2,7 +2,8 @@
 
     join -> start_weight_update -> update_weights: begin, then once for each bucket -> finish_weight_update
 
-A bucket is received in a thread and staged in host memory. So the worker keeps answering, a receive can be ended, and
+A bucket is received in a thread and staged where its transport brings it: in host memory, or on the worker's GPU, where
+a stream of its own keeps it from waiting for the model. So the worker keeps answering, a receive can be ended, and
 only ``finish_weight_update`` touches the model: any failure before it leaves the old weights serving.
 ``Worker.inflight_status`` reports progress through vLLM's ``collective_rpc``, since vLLM's own calls cannot return it.
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -29,6 +30,7 @@ from inflight.transports import receivable, spec_type
 from inflight.weights.base_weights import AdaptedLoad, AdaptedWeights, BaseWeights, Named
 from inflight.weights.lora import changed_names, lora_difference
 from inflight.weights.staging import KeptWeights, Staging
+from inflight.weights.streams import beside
 from inflight.weights.transports import make_receiver
 from inflight.wire import BucketTransfer, Manifest, WeightUpdate
 from inflight_vllm.flags import BACKEND
@@ -165,7 +167,7 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):  # typ
         return {
             "protocol": PLUGIN_PROTOCOL,
             "backend": BACKEND,
-            "transports": list(receivable(on_gpu=False)),
+            "transports": list(receivable(on_gpu=self.device.type == "cuda")),
             "phase": self._phase,
             "problem": self._problem,
             "group": self._group,
@@ -234,13 +236,18 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):  # typ
             prepared: AdaptedLoad | None = None
             companions: Named = []
             if transfer.bucket_index == len(update.buckets) - 1:
-                prepared = self._adapted.prepare(update.manifest, staging.tensors(), self._base.tensor)
-                companions = [(name, self._base.tensor(name)) for name in completing]
+                with beside(self.device):  # before the pause
+                    load = self._adapted.prepare(update.manifest, staging.tensors(), self._base.tensor)
+                    prepared = replace(load, tensors=self._on_device(load.tensors))
+                    companions = self._on_device([(name, self._base.tensor(name)) for name in completing])
             if staging is self._staging:
                 self._num_staged += 1
                 self._prepared, self._companions = prepared, companions
 
         self._begin(receive)
+
+    def _on_device(self, tensors: Named) -> Named:
+        return [(name, tensor.to(self.device, non_blocking=True)) for name, tensor in tensors]
 
     def _forget(self) -> None:
         staging, self._staging, self._num_staged = self._staging, None, 0

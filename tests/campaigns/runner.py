@@ -207,6 +207,7 @@ class Disturbed:
             "run.keep_checkpoints": str(KEEPS),
             "run.start_timeout_s": f"{START_TIMEOUT_S:g}",
             "run.step_timeout_s": f"{STEP_TIMEOUT_S:g}",
+            "run.save_timeout_s": f"{STEP_TIMEOUT_S:g}",
             "model.path": str(self._model),
             "task.name": "tests.campaigns.task:letters",
             "task.params.control": str(self._place / "control"),

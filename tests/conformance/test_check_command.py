@@ -126,7 +126,7 @@ def test_a_transport_is_a_known_name_or_a_factory() -> None:
         (["worker", "m:f", "--option", "=1"], "'=1' is not KEY=VALUE"),
         (["worker", "m:f", "--option", "a=1", "--option", "a=2"], "--option a is given twice"),
         (["transport"], "say which transport"),
-        (["transport", "pigeon"], "unknown transport 'pigeon'; known: file, gloo, http, nccl, shm"),
+        (["transport", "pigeon"], "unknown transport 'pigeon'; known: file, gloo, http, ipc, nccl, shm"),
         (["worker", "m:f", "--json", "absent-directory/c.json"], "its directory does not exist"),
         (["worker", "m:f", "--json", "c", "--html", "c"], "names the same file"),
         ([], "say what to check"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from inflight.errors import TransferError
 from inflight.types import WeightBucket
 from inflight.weights.packing import pack
 from inflight.weights.transports.installed import ProcessGroupTransport
-from inflight.wire import ProcessGroupSpec, TransportSpec, UpdateRef
+from inflight.wire import ProcessGroupSpec, TensorSpec, TransportSpec, UpdateRef
 
 Fault = Callable[[Any], None]
 LEFT_LISTENING: list[socket.socket] = []
@@ -265,9 +265,29 @@ def zero_on_rank_three(receiver: Any, tensors: list[torch.Tensor]) -> list[torch
     return [torch.zeros_like(tensor) for tensor in tensors] if receiver._spec.rank == 3 else tensors
 
 
-def recycled_at_once(receiver: Any, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    receiver.begin(UpdateRef(run_id="check", version=1))
-    return tensors
+def where_the_last_one_lay(receiver: Any, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    place = receiver.__dict__.setdefault("place", {})
+    return [place.setdefault((i, t.shape, t.dtype), torch.empty_like(t)).copy_(t) for i, t in enumerate(tensors)]
+
+
+def recycles_at_the_next_update(receiver: Any) -> None:
+    """What arrives first after a begin lies where what arrived last before it lay."""
+    begin, receive = receiver.begin, receiver.receive
+    last: list[torch.Tensor] = []
+    places: list[torch.Tensor] = []
+
+    def begun(ref: UpdateRef) -> None:
+        begin(ref)
+        places[:] = last
+
+    def spoiled(specs: Sequence[TensorSpec], timeout_s: float) -> list[torch.Tensor]:
+        last[:] = receive(specs, timeout_s)
+        if [(t.shape, t.dtype) for t in places] == [(t.shape, t.dtype) for t in last]:
+            last[:] = [place.copy_(tensor) for place, tensor in zip(places, last, strict=True)]
+        places.clear()
+        return list(last)
+
+    receiver.begin, receiver.receive = begun, spoiled
 
 
 def sends_bucket_50_from_the_old_buffer(sender: Any) -> None:
@@ -417,7 +437,12 @@ MUTANTS = {
     "old buffer": Mutant("T-13", "one bucket holds the one before it", sends_bucket_50_from_the_old_buffer),
     "rank three gets zeros": Mutant("T-14", "the last receiver is left out", receiver=received(zero_on_rank_three)),
     "hands tensors over": Mutant("T-15", "sender and receiver share memory", both=hands_the_tensors_over),
-    "recycles at once": Mutant("T-16", "a bucket lies where the last one lay", receiver=received(recycled_at_once)),
+    "recycles at once": Mutant(
+        "T-16", "a bucket lies where the last one lay", receiver=received(where_the_last_one_lay)
+    ),
+    "recycles at the next update": Mutant(
+        "T-16", "begin takes memory back that is still in use", receiver=recycles_at_the_next_update
+    ),
     "lays tensors out anew": Mutant("T-17", "strided tensors change in place", resent(made_contiguous_in_place)),
     "wrong error of a join": Mutant(
         "T-18",

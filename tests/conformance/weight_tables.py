@@ -76,6 +76,26 @@ def weights_targets_table() -> str:
     return "\n".join(lines)
 
 
+def pauses_table() -> str:
+    """Return how long updates paused the embedded engine when it copied weights, and now that it exchanges them."""
+    lines = [
+        "| transport | weights | paused before | paused now | while sampling, before | now | one copy |",
+        "|---|---|---|---|---|---|---|",
+    ]
+
+    def cell(spread: Any) -> str:
+        return f"{1000 * spread['median']:.1f} ms"
+
+    for row in kept("pauses")["rows"]["rows"]:
+        before, after = row["before"], row["after"]
+        lines.append(
+            f"| {row['transport'].replace('+', ' + ')} | {row['size_bytes'] / 1e6:,.0f} MB "
+            f"| {cell(before['idle']['paused'])} | {cell(after['idle']['paused'])} "
+            f"| {cell(before['busy']['paused'])} | {cell(after['busy']['paused'])} | {cell(row['copy_s'])} |"
+        )
+    return "\n".join(lines)
+
+
 def weights_engines_table() -> str:
     """Return how long the real engines take for new weights, by our publish and by their own ways."""
     lines = ["| engine | how | weights | until they are served | sampling paused |", "|---|---|---|---|---|"]
@@ -164,6 +184,7 @@ def fleet_table() -> str:
 WEIGHT_TABLES = {
     "weights_spans": weights_spans_table,
     "weights_targets": weights_targets_table,
+    "pauses": pauses_table,
     "weights_engines": weights_engines_table,
     "weights_repeat": weights_repeat_table,
     "chaos": chaos_table,

@@ -165,7 +165,7 @@ def test_sequences_that_wait_to_be_recomputed_count_as_running(model_dir: Path, 
 
         def two_updates_at_once() -> None:
             engine.pause(InFlightPolicy.KEEP, lambda: None)
-            engine.load((), 1, InFlightPolicy.RECOMPUTE)
+            engine.load([], 1, InFlightPolicy.RECOMPUTE)
             engine.resume()
             engine.pause(policy, paused.set)
 

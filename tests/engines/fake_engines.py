@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from inflight.contracts import InferenceEndpoint
-from inflight.engines.kinds import EngineOptions
+from inflight.engines.kinds import EngineOptions, GpuUse
 from inflight.http.client import HttpEndpoint
 from inflight.http.tokens import TOKEN_VARIABLE
 
@@ -35,6 +35,9 @@ class FakeKind:
 
     def environment(self, options: EngineOptions) -> Mapping[str, str]:
         return {"OF_THE_KIND": "yes"} if self.program else {TOKEN_VARIABLE: ENGINE_TOKEN}
+
+    def gpu_use(self, arguments: Sequence[str]) -> GpuUse:
+        return GpuUse()
 
     def connect(
         self, url: str, *, token: str | None, control_timeout_s: float, generate_timeout_s: float

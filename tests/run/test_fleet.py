@@ -103,7 +103,7 @@ def test_a_mixed_fleet_is_started_side_by_side_and_every_member_samples(start_ru
         ),
         (
             {"transport": "ftp"},
-            "servers.transport: unknown transport 'ftp'; known: file, gloo, http, nccl, shm",
+            "servers.transport: unknown transport 'ftp'; known: file, gloo, http, ipc, nccl, shm",
         ),
         (
             {"updates": "pull"},

@@ -152,6 +152,7 @@ LEVELS = {
     "types": 0,
     "wire": 0,
     "progress": 0,
+    "transfer_time": 0,
     "extensions": 1,
     "contracts": 1,
     "transports": 2,

@@ -21,7 +21,6 @@ from inflight.local.endpoint import LocalEndpoint
 from inflight.local.engine import Engine
 from inflight.local.sequences import Sequence
 from inflight.types import PublishReport
-from inflight.weights.intakes import StagedIntake
 from inflight.weights.module import tensor_spec
 from inflight.weights.packing import decode, encode, pack, unpack
 from inflight.weights.session import UpdateSession
@@ -156,8 +155,8 @@ def skip_the_checksum(patch: pytest.MonkeyPatch) -> None:
 
 
 def apply_before_all_buckets_arrived(patch: pytest.MonkeyPatch) -> None:
-    take = StagedIntake.take
-    patch.setattr(StagedIntake, "take", lambda self: take(self)[:-4])
+    prepare = LocalEndpoint._prepare
+    patch.setattr(LocalEndpoint, "_prepare", lambda self, update, arrived: prepare(self, update, arrived[:-4]))
 
 
 def report_a_commit_that_was_not_applied(patch: pytest.MonkeyPatch) -> None:

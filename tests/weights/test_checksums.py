@@ -6,7 +6,7 @@ import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast, get_args
+from typing import cast
 
 import pytest
 import torch
@@ -15,12 +15,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import TransferError
 from inflight.weights import outgoing
+from inflight.weights.device_checksum import words64
 from inflight.weights.packing import Rounding, checksum, encode, pack
 from inflight.weights.publish import WeightPublisher, publish_weights
 from inflight.weights.publish_session import PublishSession
 from inflight.weights.transports import make_sender
-from inflight.wire import EndpointState, TransportName
+from inflight.weights.transports.process_group import ProcessGroupSender
+from inflight.wire import EndpointState
 from tests.servers import ServerProcess
+from tests.weights.polled import KIND
 from tests.weights.stored import make_buckets, make_update
 from tests.weights.workers import PlainWorker, assert_serves, checkpoint, weight_version
 
@@ -104,20 +107,19 @@ def test_a_publish_of_weights_without_bytes_ends_and_the_old_weights_serve(
     assert_serves(server, 1)
 
 
-@pytest.mark.parametrize("transport", get_args(TransportName))
+@pytest.mark.parametrize("is_on_device", [False, True])
 @pytest.mark.parametrize("encoding", ["raw", "bfloat16"])
 def test_every_bucket_on_a_device_is_announced_with_the_checksum_of_its_bytes(
-    transport: TransportName, encoding: Rounding, monkeypatch: pytest.MonkeyPatch
+    is_on_device: bool, encoding: Rounding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outgoing, "encode", lambda *bucket: encode(*bucket).as_subclass(OnDevice))
+    if not is_on_device:
+        monkeypatch.setattr(outgoing, "encode", lambda *bucket: encode(*bucket).as_subclass(OnDevice))
     update = make_update()
     nobody = cast("InferenceEndpoint", SimpleNamespace(name="nobody"))
-    publisher = WeightPublisher([nobody], make_sender("gloo"), run_id="run", encoding=encoding)
-    publisher._transport = transport
-    session = PublishSession(publisher, {}, update, 5.0, 1)
+    sender = ProcessGroupSender(kind=KIND) if is_on_device else make_sender("gloo")
+    session = PublishSession(WeightPublisher([nobody], sender, run_id="run", encoding=encoding), {}, update, 5.0, 1)
     for bucket in make_buckets(update)[:2]:
         sent = session.parcel(bucket)
         expected = pack(bucket.tensors) if encoding == "raw" else encode(bucket.tensors, bucket.specs, encoding)
-        assert sent.checksum == checksum(expected)
-        # NCCL sends from the device, the others from the copy that was made for the checksum.
-        assert sent.tensors[0].is_cuda == (transport == "nccl")
+        assert sent.checksum == (words64(expected) if is_on_device else checksum(expected))
+        assert not sent.tensors[0].is_cuda  # senders that do not send from the device get the copy of the checksum

@@ -1,4 +1,4 @@
-"""Deltas: bits travel exactly, damage is refused before anything is written, and what was written is put back."""
+"""Deltas: bits travel exactly, and damage is refused before anything is written."""
 
 from __future__ import annotations
 
@@ -79,19 +79,14 @@ def test_the_elements_found_are_those_whose_bits_differ(runs: tuple[ElementRun, 
 
 @given(runs=RUNS, share=SHARES, seed=st.integers(0, 2**32))
 @settings(deadline=None)
-def test_a_delta_makes_the_base_new_and_its_undo_makes_it_old_again(
-    runs: tuple[ElementRun, ...], share: float, seed: int
-) -> None:
+def test_a_delta_makes_the_base_new(runs: tuple[ElementRun, ...], share: float, seed: int) -> None:
     new, base = buckets(runs, share, seed)
     old = base.clone()
     payload = encode_delta(whole_patch(new, base, runs))
     assert torch.equal(base, old), "neither finding nor encoding writes"
     patch = decode_delta(payload, runs)
-    undo = patch.write(base)
+    patch.write(base)
     assert torch.equal(base, new)
-    redo = undo.write(base)
-    assert torch.equal(base, old)
-    redo.write(base)
     patch.write(base)
     assert torch.equal(base, new), "twice is once"
 
@@ -379,8 +374,9 @@ def test_random_damage_is_refused_or_gives_a_patch_that_fits_and_comes_off(
     except TransferError:
         assert torch.equal(base, old)
         return
-    patch.write(base).write(base)
     assert torch.equal(base, old)
+    assert patch.size_bytes == base.numel()
+    patch.write(base)
 
 
 BOMB = frame(bytes(1 << 26))

@@ -25,7 +25,7 @@ from inflight.weights.transports import make_sender, named_transport
 from tests.servers import TOKEN, ServerProcess
 
 REFERENCE = "examples.own_transport:TCP"
-OURS = ["file", "gloo", "http", "nccl", "shm"]
+OURS = ["file", "gloo", "http", "ipc", "nccl", "shm"]
 
 
 def install(directory: Path, name: str = "tcp", reference: str = REFERENCE, package: str = "outside") -> Path:
@@ -71,7 +71,7 @@ def test_a_server_declares_an_installed_transport_and_a_publish_goes_over_it(
 
 def test_a_spec_chooses_among_what_is_installed_and_is_read_as_its_transport_says(server: ServerProcess) -> None:
     refused = {
-        "pigeon": "the pigeon transport is not installed here; installed: file, gloo, http, nccl, shm, tcp",
+        "pigeon": "the pigeon transport is not installed here; installed: file, gloo, http, ipc, nccl, shm, tcp",
         "examples.own_transport:TCP": "transport: String should match pattern",
         "tcp": "port: Input should be less than or equal to 65535",
         "nccl": "group_name: Field required",
@@ -92,7 +92,7 @@ def test_a_transport_is_named_by_its_entry_point_or_by_module_and_attribute(inst
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("pigeon", "unknown transport 'pigeon'; known: file, gloo, http, nccl, shm"),
+        ("pigeon", "unknown transport 'pigeon'; known: file, gloo, http, ipc, nccl, shm"),
         ("examples.own_transport:nothing", "cannot be imported"),
         ("examples.own_transport:TcpSpec", "is a .*, not a Transport"),
     ],

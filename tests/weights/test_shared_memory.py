@@ -99,14 +99,16 @@ def test_memory_is_used_again_once_everybody_is_done(sender: SharedMemorySender)
     assert arenas(directory) == list(used)
 
 
-@pytest.mark.parametrize("ending", ["not done", "not ended", "given up"])
+@pytest.mark.parametrize("ending", ["done", "not done", "not ended", "given up"])
 def test_a_laggard_keeps_its_bytes_while_the_next_update_is_written(sender: SharedMemorySender, ending: str) -> None:
     receiver, directory = joined(sender)
     first = plain_update(1)
     buckets = make_buckets(first)
     publish(sender, first, buckets)
     received = receive(receiver, first, buckets)
-    if ending == "not done":
+    if ending == "done":
+        sender.end(is_done=True)
+    elif ending == "not done":
         sender.end(is_done=False)
         assert arenas(directory) == []
     elif ending == "given up":
@@ -115,6 +117,24 @@ def test_a_laggard_keeps_its_bytes_while_the_next_update_is_written(sender: Shar
     second = plain_update(2)
     publish(sender, second, make_buckets(second))
     assert_same(received, buckets)
+
+
+def test_an_endpoint_that_serves_from_what_arrived_makes_the_sender_alternate(sender: SharedMemorySender) -> None:
+    receiver, directory = joined(sender)
+    served: list[torch.Tensor] = []
+    used = []
+    for version in range(1, 7):
+        update = plain_update(version)
+        buckets = make_buckets(update)
+        publish(sender, update, buckets)
+        arrived = receive(receiver, update, buckets)
+        sender.end(is_done=True)
+        served = arrived
+        used.append(arenas(directory))
+        assert_same(served, buckets)
+    assert used == [["arena-1"], *[["arena-1", "arena-2"]] * 5]
+    del served, arrived
+    sender.end(is_done=True)
 
 
 def test_memory_that_one_large_update_took_is_returned_when_small_ones_follow(sender: SharedMemorySender) -> None:

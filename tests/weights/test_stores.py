@@ -1,4 +1,4 @@
-"""What the three transports that store buckets have in common."""
+"""What the four transports that store buckets have in common."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from inflight.errors import TransferError
 from inflight.types import WeightBucket
 from inflight.weights.packing import unpack
 from inflight.weights.transports import make_receiver, make_sender
+from inflight.weights.transports.device_memory import HostMemory
+from inflight.weights.transports.ipc import IpcReceiver, IpcSender
+from inflight.wire import IpcSpec, TransportSpec
 from tests.threads import wait_for_call
 from tests.weights.stored import (
     MIXED,
@@ -33,10 +36,17 @@ from tests.weights.stored import (
 Group = tuple[WeightSender, WeightReceiver]
 
 
-@pytest.fixture(params=["shm", "file", "http"])
+def receiver_of(spec: TransportSpec) -> WeightReceiver:
+    return IpcReceiver(spec, HostMemory()) if isinstance(spec, IpcSpec) else make_receiver(spec)
+
+
+@pytest.fixture(params=["shm", "ipc", "file", "http"])
 def sender(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[WeightSender]:
-    (tmp_path / "store").mkdir()
-    sender = make_sender(request.param, directory=tmp_path / "store")
+    """``ipc`` shares the host's memory here."""
+    store = tmp_path / "store"
+    store.mkdir()
+    is_ipc = request.param == "ipc"
+    sender = IpcSender(store, HostMemory()) if is_ipc else make_sender(request.param, directory=store)
     yield sender
     sender.abort()
 
@@ -47,7 +57,7 @@ def join(sender: WeightSender) -> Iterator[Callable[..., list[WeightReceiver]]]:
     receivers: list[WeightReceiver] = []
 
     def join(num_endpoints: int = 1, run_id: str = "run") -> list[WeightReceiver]:
-        joined = [make_receiver(spec) for spec in sender.specs(run_id, [1] * num_endpoints, 5.0)]
+        joined = [receiver_of(spec) for spec in sender.specs(run_id, [1] * num_endpoints, 5.0)]
         receivers.extend(joined)
         sender.join()
         for receiver in joined:

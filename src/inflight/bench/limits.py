@@ -38,7 +38,7 @@ def broadcast_s(sizes: Sequence[int], num_rounds: int) -> list[float]:
     (spec,) = sender.specs("limit", [1], TIMEOUT_S)
     told = {"what": "broadcast", "spec": spec.model_dump(), "sizes": list(sizes), "num_rounds": num_rounds + 1}
     with _peer(told):
-        group: Any = join_group(spec, 0, spec.master_address)
+        group: Any = join_group(spec, 0, spec.master_address).raw
         tensors = [torch.ones(size, dtype=torch.uint8) for size in sizes]
 
         def once() -> None:

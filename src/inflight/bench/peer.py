@@ -21,7 +21,7 @@ TIMEOUT_S = 60.0
 
 def receive_broadcasts(spec: ProcessGroupSpec, sizes: list[int], num_rounds: int) -> None:
     """Join as rank 1 and receive broadcasts of tensors of these sizes, ``num_rounds`` times."""
-    group: Any = join_group(spec, 1, spec.master_address)
+    group: Any = join_group(spec, 1, spec.master_address).raw
     tensors = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
     for _ in range(num_rounds):
         for tensor in tensors:

@@ -10,6 +10,7 @@ from typing import Any
 from inflight.errors import ConfigError
 from inflight.wire import DTYPE_SIZES, TensorSpec
 
+_INDEX = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000  # the bound that safetensors itself keeps
 
 
@@ -50,9 +51,12 @@ def checkpoint_of(url: str, directory: Path, dtype: str) -> tuple[int, tuple[Ten
 def tensor_specs_of(directory: Path, dtype: str) -> tuple[TensorSpec, ...]:
     """Return the names and shapes of a checkpoint's tensors as they travel in ``dtype``, a wire dtype.
 
-    Raises `ConfigError` if the directory has no safetensors, or if a file's header cannot be read.
+    Files that an index does not list are left out. Raises `ConfigError` if the directory has no safetensors, or if a
+    file's header cannot be read.
     """
     files = sorted(directory.glob("*.safetensors"))
+    if listed := _listed_in_the_index(directory):
+        files = [directory / name for name in sorted(listed)]
     if not files:
         raise ConfigError(f"model directory {str(directory)!r} has no *.safetensors; other weight formats are not read")
     shapes = {name: entry["shape"] for file in files for name, entry in _header(file).items() if name != "__metadata__"}
@@ -60,6 +64,16 @@ def tensor_specs_of(directory: Path, dtype: str) -> tuple[TensorSpec, ...]:
         TensorSpec.model_validate({"name": name, "dtype": dtype, "shape": tuple(shape)})
         for name, shape in shapes.items()
     )
+
+
+def _listed_in_the_index(directory: Path) -> set[str]:
+    """Return the names of the files in a checkpoint's index, empty if it has none."""
+    try:
+        return {str(name) for name in json.loads((directory / _INDEX).read_text())["weight_map"].values()}
+    except FileNotFoundError:
+        return set()
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(f"{str(directory / _INDEX)!r} cannot be read: {error}") from error
 
 
 def _header(file: Path) -> dict[str, Any]:

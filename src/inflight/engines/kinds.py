@@ -39,9 +39,51 @@ class EngineOptions:
     """Further arguments of the engine's own command line, after ours."""
 
 
+@dataclass(frozen=True, slots=True)
+class GpuUse:
+    """What one server takes of GPUs."""
+
+    num_gpus: int = 1
+    num_copies: int = 1
+    """Copies of the model among these GPUs, each sharded over as many of them as the others."""
+    memory_share: float = 0.9
+    """Share of each GPU's memory that the engine fills with weights, KV cache and activations."""
+    context: int | None = None
+    """Tokens of the longest sequence; None: what the model allows."""
+    stages_on_gpu: bool = False
+    """Whether an update that arrives over NCCL or CUDA IPC waits in GPU memory, whole on each GPU, for its commit."""
+
+
 def has_gpu(device: str | None) -> bool:
     """Return whether an engine started for ``device`` finds a GPU. None asks whether this machine has one."""
     return device.startswith("cuda") if device is not None else Path("/dev/nvidiactl").exists()
+
+
+def integer_in(arguments: Sequence[str], *flags: str) -> int | None:
+    """Return what `number_in` returns, as an integer."""
+    number = number_in(arguments, *flags)
+    return None if number is None else int(number)
+
+
+def number_in(arguments: Sequence[str], *flags: str) -> float | None:
+    """Return the number that an engine's arguments give a flag, whose names are ``flags``; None if they give none.
+
+    Understands ``--flag N``, ``--flag=N`` and underscores in place of dashes; the last one counts. Raises `ConfigError`
+    if it is not a number.
+    """
+    found: float | None = None
+    for i, argument in enumerate(arguments):
+        name, has_value, value = argument.partition("=")
+        if name.startswith("--"):
+            name = name.replace("_", "-")
+        if name not in flags:
+            continue
+        text = value if has_value else next(iter(arguments[i + 1 : i + 2]), "")
+        try:
+            found = float(text)
+        except ValueError as error:
+            raise ConfigError(f"engine argument {argument!r} needs a number, not {text!r}") from error
+    return found
 
 
 class EngineKind(Protocol):
@@ -59,6 +101,10 @@ class EngineKind(Protocol):
     @abstractmethod
     def environment(self, options: EngineOptions) -> Mapping[str, str]:
         """Return the environment variables that the server needs besides the inherited ones."""
+
+    def gpu_use(self, arguments: Sequence[str]) -> GpuUse:
+        """Return what a server takes of GPUs, given the further arguments of its command line."""
+        return GpuUse()
 
     @property
     @abstractmethod

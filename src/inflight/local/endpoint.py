@@ -19,13 +19,15 @@ from inflight.errors import InflightError, InvalidRequestError, NonFiniteError
 from inflight.http.chat import chat_completion_of, check_chat
 from inflight.local.chat import ChatChunkWriter, ChatFormat
 from inflight.local.engine import Engine
+from inflight.local.parameters import made_ready
 from inflight.local.sequences import Sequence
 from inflight.transports import receivable
 from inflight.types import EngineStats
-from inflight.weights.base_weights import AdaptedWeights
+from inflight.weights.base_weights import AdaptedLoad, AdaptedWeights, Named
 from inflight.weights.intakes import StagedIntake
 from inflight.weights.module import tensor_spec
 from inflight.weights.receiving import PausableEngine, ReceivingEndpoint, UpdateReceiver
+from inflight.weights.streams import beside
 from inflight.weights.threads import run_abandonable
 from inflight.weights.transports import make_receiver
 from inflight.wire import (
@@ -58,10 +60,10 @@ class LocalEndpoint(ReceivingEndpoint, StreamingEndpoint, PausableEngine):
         self._name = name
         self._chat = chat
         parameter = next(model.parameters())
-        self._parameters = dict(model.named_parameters())
-        specs = tuple(tensor_spec(name, parameter, None) for name, parameter in self._parameters.items())
+        specs = tuple(tensor_spec(name, parameter, None) for name, parameter in engine.parameters.items())
+        self._device: Any = parameter.device
         self._adapted = AdaptedWeights()
-        self._intake = StagedIntake(lambda spec: make_receiver(spec, parameter.device))
+        self._intake = StagedIntake(lambda spec: make_receiver(spec, parameter.device), self._prepare)
         self._manifest = Manifest(tensors=specs)
         self._capabilities = self._declared(parameter)
         self._updates = UpdateReceiver(self, self._intake, specs, self._capabilities)
@@ -135,13 +137,19 @@ class LocalEndpoint(ReceivingEndpoint, StreamingEndpoint, PausableEngine):
             self._engine.call(self._engine.resume)  # the engine runs this after the pause, which may not have begun yet
             raise
 
+    def _prepare(self, update: WeightUpdate, arrived: Named) -> tuple[AdaptedLoad, Named]:
+        """Return what the commit exchanges. Runs in the receiving thread, while tokens are sampled."""
+        parameters = self._engine.parameters
+        with beside(self._device):
+            load = self._adapted.prepare(update.manifest, arrived, lambda name: parameters[name].detach())
+            return load, made_ready(parameters, load.tensors)
+
     async def apply(self, update: WeightUpdate) -> None:
-        arrived = self._intake.take()
+        load, ready = self._intake.prepared()
 
         def apply() -> UpdateTimings:
             started = time.monotonic()
-            load = self._adapted.prepare(update.manifest, arrived, lambda name: self._parameters[name].detach().clone())
-            self._engine.load(load.tensors, update.version, update.in_flight)
+            self._engine.load(ready, update.version, update.in_flight)
             self._adapted.loaded(load)
             load_s = time.monotonic() - started
             return UpdateTimings(load_s=load_s, paused_s=self._engine.resume())

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from inflight.errors import EndpointError, InflightError, InvalidRequestError
+from inflight.local.parameters import exchange
 from inflight.local.sampler import sample
 from inflight.local.sequences import Request, Sequence
 from inflight.local.slots import Slot, SlotStore, StepPlan, token_bytes_of
@@ -52,6 +53,7 @@ class Engine:
     ) -> None:
         parameter = next(model.parameters())
         self._model = model.eval()
+        self.parameters = dict(model.named_parameters())
         self._head = model.get_output_embeddings()
         self._device = parameter.device
         config = model.config.get_text_config()
@@ -227,12 +229,12 @@ class Engine:
         else:
             stop_sampling()
 
-    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int, policy: InFlightPolicy) -> None:
-        """Replace the weights. Engine's thread only, while paused. If it raises, the model is torn."""
-        parameters = dict(self._model.named_parameters())
-        with torch.no_grad():
-            for name, tensor in tensors:
-                parameters[name].copy_(tensor)
+    def load(self, ready: Iterable[tuple[str, torch.Tensor]], version: int, policy: InFlightPolicy) -> None:
+        """Exchange weights for others that `made_ready` returned. Engine's thread only, while paused.
+
+        If it raises, the model is torn.
+        """
+        exchange(self.parameters, ready)
         self._version = version
         self._num_updates += 1
         if policy is InFlightPolicy.RECOMPUTE:

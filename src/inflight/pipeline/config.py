@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 import pydantic
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
 
 from inflight.errors import ConfigError
 from inflight.losses import Kl, PolicyLoss, preset
@@ -43,8 +43,11 @@ class RunSection(Section):
     """Keep training while a checkpoint is written. Workers first copy their state, which takes host memory."""
     start_timeout_s: float = Field(default=300.0, gt=0)
     """Longest wait for the servers to start, and for one to come back once none is left."""
-    step_timeout_s: float = Field(default=900.0, gt=0)
-    """Longest wait for one batch of finished completions, or for one optimizer step."""
+    step_timeout_s: float | None = Field(default=None, gt=0)
+    """Longest wait for one batch of finished completions, or for one optimizer step and its publish. None: 900 s, and
+    for a step what moving the weights may take besides, at 0.5 GB/s."""
+    save_timeout_s: float | None = Field(default=None, gt=0)
+    """Longest wait for a checkpoint. None: 900 s, and what writing its bytes may take besides, at 0.5 GB/s."""
 
 
 class ModelSection(Section):
@@ -71,7 +74,7 @@ class SamplingSection(Section):
     max_tokens: int = Field(default=128, ge=1)
 
 
-_OF_ONE_KIND = ("engine", "count", "python", "engine_arguments")
+_OF_ONE_KIND = ("engine", "count", "python", "engine_arguments", "devices")
 """Fields of the servers section that say what to start when all servers are alike."""
 
 
@@ -85,6 +88,8 @@ class FleetMember(Section):
     """Interpreter of the engine's virtual environment. None: the present one."""
     engine_arguments: tuple[str, ...] = ()
     """Further arguments for the engine's own command line."""
+    devices: tuple[NonNegativeInt, ...] | None = None
+    """GPUs of these servers, one after the other: ``count`` times as many as each runs on. None: any that are free."""
     max_concurrent: int = Field(default=64, ge=1)
 
     @model_validator(mode="after")
@@ -100,7 +105,7 @@ class ServersSection(FleetMember):
     """The fleet: servers that the run starts (``count`` of one engine or a mixed ``fleet``), or running ones by URL."""
 
     fleet: tuple[FleetMember, ...] = ()
-    """Tables of a mixed fleet, instead of ``engine``, ``count``, ``python`` and ``engine_arguments``."""
+    """Tables of a mixed fleet, instead of ``engine``, ``count``, ``python``, ``engine_arguments`` and ``devices``."""
     urls: tuple[str, ...] = ()
     """Servers to attach to; the run then starts none. The control token is read from INFLIGHT_TOKEN.
 
@@ -113,12 +118,18 @@ class ServersSection(FleetMember):
     """
     threads: int = Field(default=1, ge=1)
     device: str | None = None
+    """Of all servers that the run starts: ``cpu`` or ``cuda``. None: GPUs if there are any."""
+    colocated: bool = False
+    """Let servers share GPUs with trainers and each other. Each keeps its part of the memory all the time."""
     in_flight: InFlightPolicy = InFlightPolicy.KEEP
-    publish_deadline_s: float = Field(default=60.0, gt=0)
+    publish_deadline_s: float | None = Field(default=None, gt=0)
+    """Longest that a publish may take. None: 60 s, and what moving the weights may take besides, at 0.5 GB/s."""
     transport: TransportName = "gloo"
-    """Broadcast (``gloo``, ``nccl``), stored (``shm``, ``file``, ``http``), or an installed transport."""
+    """Broadcast (``gloo``, ``nccl``), stored (``shm``, ``ipc``, ``file``, ``http``), or an installed transport."""
     updates: Literal["push", "pull"] = "push"
     """``push``: each publish waits for the servers. ``pull``: versions are stored and servers load the newest one."""
+    address: str = "127.0.0.1"
+    """This machine's address as the servers see it: ``gloo``, ``nccl`` and ``http`` listen there for them."""
     directory: Path | None = None
     """Where ``file`` stores weights: a path that the trainer and every server can read."""
     quorum: int | None = Field(default=None, ge=1)
@@ -150,7 +161,7 @@ class ServersSection(FleetMember):
         alike = [name for name in _OF_ONE_KIND if name in self.model_fields_set]
         if self.fleet and alike:
             raise ValueError(f"servers.fleet replaces servers.{alike[0]}: write it in the fleet's tables")
-        started = [name for name in ("fleet", "engine") if name in self.model_fields_set]
+        started = [name for name in ("fleet", "engine", "devices") if name in self.model_fields_set]
         if self.urls and started:
             raise ValueError(
                 f"servers.urls attaches to running servers and starts none: leave out servers.{started[0]} or the urls"
@@ -199,6 +210,10 @@ class TrainSection(Section):
     trainer_options: dict[str, Any] = {}
     """Further settings of the workers, such as ``{ cpu_offload = true }``: see `inflight_fsdp.WorkerConfig`."""
     num_ranks: int = Field(default=1, ge=1)
+    device: Literal["cpu", "cuda"] | None = None
+    """None: a GPU for each rank if there are any."""
+    devices: tuple[NonNegativeInt, ...] | None = None
+    """The GPU of each rank. None: any that are free."""
     threads: int = Field(default=1, ge=1)
     master_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the trained parameters and the optimizer's moments, independent of ``model.dtype``.

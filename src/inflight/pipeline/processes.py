@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 from inflight.errors import ConfigError
 from inflight.pipeline.channel import RunChannel
 from inflight.pipeline.config import FleetMember, RunConfig
+from inflight.pipeline.placement import Place
 from inflight.pipeline.run_directory import RunDirectory
 
 _POLL_S = 0.05
@@ -115,7 +116,9 @@ class Rank(Process):
         return f"while {self.doing}: {what}" if self.doing else what
 
 
-async def start_servers(config: RunConfig, directory: RunDirectory, token: str) -> list[Server]:
+async def start_servers(
+    config: RunConfig, directory: RunDirectory, token: str, places: Sequence[Place]
+) -> list[Server]:
     """Start all servers together and wait until they are ready. With updates ``pull`` they follow the run's store.
 
     Raises `ConfigError` with the end of a server's log; no server is left running then.
@@ -124,7 +127,8 @@ async def start_servers(config: RunConfig, directory: RunDirectory, token: str) 
     try:
         for member in config.servers.members:
             for _ in range(member.count):
-                servers.append(await _start_server(config, member, directory, token, len(servers)))
+                place = places[len(servers)]
+                servers.append(await _start_server(config, member, directory, token, place))
         async with asyncio.timeout(config.run.start_timeout_s):
             await asyncio.gather(*(_wait_until_ready(server) for server in servers))
     except BaseException as error:
@@ -140,10 +144,9 @@ async def start_servers(config: RunConfig, directory: RunDirectory, token: str) 
 
 
 async def _start_server(
-    config: RunConfig, member: FleetMember, directory: RunDirectory, token: str, index: int
+    config: RunConfig, member: FleetMember, directory: RunDirectory, token: str, place: Place
 ) -> Server:
-    is_embedded = member.engine == "local"
-    name = f"server-{index}" if is_embedded else f"server-{index}-{member.engine}"
+    is_embedded, name = member.engine == "local", place.name
     ready_file = directory.logs / f"{name}.json"
     ready_file.unlink(missing_ok=True)
     command = [sys.executable, "-m", "inflight", "serve", str(config.model.path), "--port", "0"]
@@ -161,6 +164,7 @@ async def _start_server(
         command += [] if member.python is None else ["--python", str(member.python)]
     log = directory.logs / f"{name}.log"
     environment = {**os.environ, "INFLIGHT_TOKEN": token, "OMP_NUM_THREADS": str(config.servers.threads)}
+    environment |= place.environment
     return Server(
         name,
         await _spawn(command, log, environment, keep=(directory.lock,)),
@@ -182,7 +186,9 @@ async def _wait_until_ready(server: Server) -> None:
     server.url = json.loads(server.ready_file.read_text())["url"]
 
 
-async def start_ranks(config: RunConfig, logs: Path, token: str, lock: int | None = None) -> list[Rank]:
+async def start_ranks(
+    config: RunConfig, logs: Path, token: str, lock: int | None, places: Sequence[Place]
+) -> list[Rank]:
     """Start the trainer ranks, which wait for their first request."""
     ranks: list[Rank] = []
     rendezvous = logs / "rendezvous"
@@ -195,15 +201,16 @@ async def start_ranks(config: RunConfig, logs: Path, token: str, lock: int | Non
         "INFLIGHT_RENDEZVOUS": str(rendezvous),
     }
     try:
-        for rank in range(config.train.num_ranks):
-            name, log = f"trainer-{rank}", logs / f"trainer-{rank}.log"
+        for rank, place in enumerate(places):
+            log = logs / f"{place.name}.log"
             ours, theirs = socket.socketpair()
             with theirs:
                 command = [sys.executable, "-m", "inflight.pipeline.trainer", str(theirs.fileno())]
                 keep = (theirs.fileno(), *(() if lock is None else (lock,)))
-                numbered = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                process = await _spawn(command, log, numbered, keep)
-            ranks.append(Rank(name, process, log, await RunChannel.open(rank, ours)))
+                # A rank that sees only its own GPU is the first one there.
+                numbered = environment | {"RANK": str(rank), "LOCAL_RANK": "0" if place.devices else str(rank)}
+                process = await _spawn(command, log, numbered | place.environment, keep)
+            ranks.append(Rank(place.name, process, log, await RunChannel.open(rank, ours)))
     except BaseException:
         await asyncio.gather(*(rank.stop() for rank in ranks))
         raise

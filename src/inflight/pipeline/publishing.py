@@ -37,19 +37,21 @@ class Publishing(Protocol):
 class Push(Publishing):
     """Publishes to the servers of the fleet that can be reached, and waits for them."""
 
-    def __init__(self, servers: ServersSection, urls: Sequence[str], run_id: str) -> None:
+    def __init__(self, servers: ServersSection, urls: Sequence[str], run_id: str, deadline_s: float) -> None:
         self._servers = servers
+        self._deadline_s = deadline_s
         token = os.environ.get("INFLIGHT_TOKEN")
         publisher = WeightPublisher.connect(
             urls,
             run_id=run_id,
             token=token,
             transport=servers.transport,
+            address=servers.address,
             directory=None if servers.directory is None else servers.directory.absolute(),
             encoding=servers.encoding,
             delta=servers.delta,
             staged=servers.staged,
-            connect_timeout_s=servers.publish_deadline_s,
+            connect_timeout_s=deadline_s,
         )
         self._fleet = Fleet(publisher, quorum=servers.quorum, token=token)
 
@@ -58,9 +60,7 @@ class Push(Publishing):
         self._fleet.set_members(members.urls)
         if members.ask_all:
             self._fleet.ask_all()
-        report = self._fleet.publish(
-            worker, in_flight=self._servers.in_flight, deadline_s=self._servers.publish_deadline_s
-        )
+        report = self._fleet.publish(worker, in_flight=self._servers.in_flight, deadline_s=self._deadline_s)
         return Served(
             span=(started, time.time()),
             facts=_facts(report) if self._fleet.healthy else None,
@@ -76,10 +76,11 @@ class Push(Publishing):
 class Pull(Publishing):
     """Stores each version without waiting for any server."""
 
-    def __init__(self, servers: ServersSection, run_id: str) -> None:
+    def __init__(self, servers: ServersSection, run_id: str, deadline_s: float) -> None:
         assert servers.directory is not None
         self._directory = servers.directory.absolute()
         self._servers = servers
+        self._deadline_s = deadline_s
         self._run_id = run_id
         self._store = FileSender(self._directory)
         self._incarnation = newest_incarnation(self._directory, run_id) + 1
@@ -94,7 +95,7 @@ class Pull(Publishing):
             run_id=self._run_id,
             incarnation=self._incarnation,
             encoding=self._servers.encoding,
-            deadline_s=self._servers.publish_deadline_s,
+            deadline_s=self._deadline_s,
         )
         if newest > self._incarnation:  # raised only now that every rank has gathered
             raise FencedError(

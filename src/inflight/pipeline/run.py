@@ -20,11 +20,13 @@ from inflight.errors import CheckpointError, ConfigError, FencedError, InflightE
 from inflight.pipeline.batches import StepBatch, frames_of
 from inflight.pipeline.config import RunConfig
 from inflight.pipeline.delivery import Delivery, PullDelivery, PushDelivery
+from inflight.pipeline.devices import devices_here
 from inflight.pipeline.fleet import check_servers
 from inflight.pipeline.interrupt import Interrupt, Interrupted
 from inflight.pipeline.journal import Journal
 from inflight.pipeline.messages import Members, Trained
 from inflight.pipeline.notes import Notes
+from inflight.pipeline.placement import place, uses_gpus
 from inflight.pipeline.progress import Progress
 from inflight.pipeline.run_directory import claim
 from inflight.pipeline.sampling import Sampling
@@ -96,6 +98,7 @@ class _Run:
     def __init__(self, config: RunConfig, *, resume: bool, tensorboard: bool) -> None:
         self.config = config
         check_servers(config.servers)
+        placement = place(config, devices_here() if uses_gpus(config) else ())
         config.loss.policy_loss()  # raises before anything is written
         task = load_task(config.task.name, config.task.params, config.run.seed)
         policies = config.policies
@@ -118,11 +121,14 @@ class _Run:
         token = os.environ.get("INFLIGHT_TOKEN") or secrets.token_urlsafe(24)
 
         self.journal = journal
+        if placement.placed:
+            note("; ".join(map(str, placement.placed)))
         self.interrupt = Interrupt(note, self._kill)
         self.sampling = Sampling(config, task, staleness, composer, tokenizer, ledger, journal, note)
         self.notes = Notes(config, path, self.sampling, journal, self.progress)
-        self.trainers = TrainerGroup(config, self.directory.logs, token, note, self.directory.lock)
-        self.servers = Servers(config, token, vocab_size, self.sampling.actor, journal, note)
+        logs, lock = self.directory.logs, self.directory.lock
+        self.trainers = TrainerGroup(config, logs, token, note, lock, placement.trainers)
+        self.servers = Servers(config, token, vocab_size, self.sampling.actor, journal, note, placement.servers)
         is_pulled = config.servers.updates == "pull"
         self.delivery: Delivery = PullDelivery(self.servers) if is_pulled else PushDelivery(self.servers, self.trainers)
         self.saving = Saving(self.trainers, path, config.run, self._state, version)

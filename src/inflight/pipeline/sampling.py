@@ -17,6 +17,7 @@ from inflight.pipeline.actor import Actor, DroppedItem
 from inflight.pipeline.batches import StepBatch, make_batch, split_evenly
 from inflight.pipeline.config import RunConfig
 from inflight.pipeline.journal import Journal
+from inflight.pipeline.time_limits import STEP_S
 from inflight.rollouts import Ledger, WaitingGroups, has_signal
 from inflight.types import Group
 from inflight.wire import SamplingParams
@@ -211,7 +212,7 @@ class Sampling:
         self._journal.event("drop", reason=item.reason, item=item.index, what=item.what_happened)
 
     async def _until(self, condition: Callable[[], bool], begun: float) -> None:
-        timeout_s = self._config.run.step_timeout_s
+        timeout_s = self._config.run.step_timeout_s or STEP_S
         try:
             async with asyncio.timeout_at(begun + timeout_s):
                 while not condition():

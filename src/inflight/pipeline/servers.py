@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from inflight.pipeline.config import RunConfig
 from inflight.pipeline.fleet import read_server_list, sequence_limit
 from inflight.pipeline.journal import Journal
 from inflight.pipeline.messages import Members
+from inflight.pipeline.placement import Place
 from inflight.pipeline.processes import Server, start_servers
 from inflight.pipeline.run_directory import RunDirectory
 from inflight.weights.backoff import Backoff
@@ -57,6 +58,8 @@ class Servers:
     actor: Actor
     journal: Journal
     note: Callable[[str], None]
+    places: Sequence[Place]
+    """Name and GPUs of each server that the run starts."""
     own: list[Server] = field(default_factory=list)
     taking_part: dict[InferenceEndpoint, str] = field(default_factory=dict)
     """URLs of the endpoints that versions are published to."""
@@ -76,7 +79,7 @@ class Servers:
         """Start the run's own servers, or attach to others. Raises `ConfigError` if one cannot take part."""
         servers = self.config.servers
         if not servers.urls:
-            self.own = await start_servers(self.config, directory, self.token)
+            self.own = await start_servers(self.config, directory, self.token, self.places)
         limits = {server.url: server.max_concurrent for server in self.own}
         limits |= dict.fromkeys(servers.urls, servers.max_concurrent)
         self.taking_part = {self._connect(url): url for url in limits}

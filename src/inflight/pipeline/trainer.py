@@ -16,6 +16,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ from inflight.pipeline.messages import (
     micro_batches_of,
 )
 from inflight.pipeline.publishing import Publishing, Pull, Push
+from inflight.pipeline.time_limits import time_limits
 from inflight.types import MicroBatch
 from inflight.weights.fleet import take_part
 from inflight.weights.outgoing import gather_only
@@ -74,6 +76,7 @@ class TrainerRank:
         self._begin = begin
         torch.set_num_threads(config.train.threads)
         settings = _worker_settings(config)
+        limits = time_limits(config)
         if int(os.environ["WORLD_SIZE"]) > 1:
             self._begin("forming the trainer's process group")
             device = settings.get("device") or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -82,6 +85,7 @@ class TrainerRank:
                 init_method=f"file://{Path(os.environ['INFLIGHT_RENDEZVOUS']).absolute()}",
                 rank=int(os.environ["RANK"]),
                 world_size=int(os.environ["WORLD_SIZE"]),
+                timeout=timedelta(seconds=limits.collective_s),
             )
         self._begin("loading the model")
         name = config.train.trainer
@@ -99,7 +103,7 @@ class TrainerRank:
             self._saver = self._worker
         self._saving: int | None = None
         """Version that is being saved, until the run has been told that it is complete."""
-        self._save_timeout_s = config.run.step_timeout_s
+        self._save_timeout_s = limits.save_s
         self._loss = config.loss.policy_loss()
         self._reference = factory(settings) if "reference_logprobs" in self._loss.needs else None
         if start.checkpoint is not None:
@@ -111,10 +115,10 @@ class TrainerRank:
         self._publishing: Publishing | None = None
         """On rank 0 only."""
         if self._worker.rank == 0 and is_pulled:
-            self._publishing = Pull(config.servers, start.run_id)
+            self._publishing = Pull(config.servers, start.run_id, limits.publish_s)
         elif self._worker.rank == 0:
             self._begin("connecting to the servers")
-            self._publishing = Push(config.servers, start.members.urls, start.run_id)
+            self._publishing = Push(config.servers, start.members.urls, start.run_id, limits.publish_s)
 
     def close(self) -> None:
         if self._publishing is not None:
@@ -243,6 +247,7 @@ def _worker_settings(config: RunConfig) -> dict[str, Any]:
         "dtype": config.model.dtype,
         "wire_dtype": config.model.dtype,
         "total_steps": config.run.num_steps,
+        **({} if config.train.device is None else {"device": config.train.device}),
         **config.train.model_dump(include=_OF_THE_OPTIMIZER),
         **config.train.trainer_options,
     }

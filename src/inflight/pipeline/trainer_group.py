@@ -28,7 +28,9 @@ from inflight.pipeline.messages import (
     Start,
     Trained,
 )
+from inflight.pipeline.placement import Place, place
 from inflight.pipeline.processes import NUM_LINES, STOP_S, Rank, start_ranks
+from inflight.pipeline.time_limits import TimeLimits, time_limits
 from inflight.weights.transports.private_directory import remove_left_behind
 from inflight.weights.transports.shared_memory import memory_directory
 
@@ -55,15 +57,23 @@ class TrainerGroup:
     """Called once with each different warning."""
     lock: int | None = None
     """Inherited by the ranks' processes."""
+    places: Sequence[Place] = ()
+    """Name and GPUs of each rank; none: as `place` names them on a machine without GPUs."""
     ranks: Sequence[Rank] = ()
 
     def __post_init__(self) -> None:
         self._warn_once = functools.cache(self.on_warning)
         self._asking = asyncio.Lock()
 
+    @functools.cached_property
+    def limits(self) -> TimeLimits:
+        """How long the ranks may take for what they are asked."""
+        return time_limits(self.config)
+
     async def spawn(self) -> None:
         """Start the processes, which load nothing yet."""
-        self.ranks = await start_ranks(self.config, self.logs, self.token, self.lock)
+        places = self.places or place(self.config, ()).trainers
+        self.ranks = await start_ranks(self.config, self.logs, self.token, self.lock, places)
 
     async def load_and_connect(self, members: Members, run_id: str, checkpoint: Path | None) -> Done:
         """Load the model or a checkpoint, connect to the servers, and bring them to these weights.
@@ -71,12 +81,12 @@ class TrainerGroup:
         Returns rank 0's answer.
         """
         start = Start(config=self.config, run_id=run_id, members=members, checkpoint=checkpoint)
-        timeout_s = self.config.run.start_timeout_s + self.config.servers.publish_deadline_s
+        timeout_s = self.config.run.start_timeout_s + self.limits.publish_s
         return (await self._ask_alike(start, timeout_s))[0]
 
     async def train(self, frames: Sequence[bytes]) -> list[Trained]:
         """Take one optimizer step on each rank's frame; return every rank's answer."""
-        return await self._ask(frames, Trained, self.config.run.step_timeout_s)
+        return await self._ask(frames, Trained, self.limits.step_s)
 
     async def publish(self, members: Members) -> Done:
         """Publish the present version again, once the ranks are free; return rank 0's answer.
@@ -84,7 +94,7 @@ class TrainerGroup:
         It asks every server that was left out, without waiting for its next turn.
         """
         request = Publish(members=members.model_copy(update={"ask_all": True}))
-        return (await self._ask_alike(request, self.config.run.step_timeout_s))[0]
+        return (await self._ask_alike(request, self.limits.step_s))[0]
 
     async def save(self, path: Path) -> list[Done]:
         """Write a checkpoint of the workers; return every rank's answer.
@@ -92,11 +102,11 @@ class TrainerGroup:
         If the run saves in the background, the workers wait for an earlier save, copy their state and start writing it.
         """
         waits_for_another = self.config.run.background_saves
-        return await self._ask_alike(Save(path=path), self.config.run.step_timeout_s * (1 + waits_for_another))
+        return await self._ask_alike(Save(path=path), self.limits.save_s * (1 + waits_for_another))
 
     async def finish_save(self) -> list[Done]:
         """Wait until every rank has completed the pending save; return every rank's answer."""
-        return await self._ask_alike(FinishSave(), self.config.run.step_timeout_s + _ANSWER_S)
+        return await self._ask_alike(FinishSave(), self.limits.save_s + _ANSWER_S)
 
     async def watch(self) -> None:
         """Wait for a rank to end, and for a request in progress. Raises `WorkerDiedError` with the end of its log."""

@@ -108,8 +108,8 @@ class AdaptedWeights:
     def prepare(self, manifest: Manifest, arrived: Named, present: Callable[[str], torch.Tensor]) -> AdaptedLoad:
         """Return what to load for an update that has arrived. Changes nothing.
 
-        ``present`` returns a tensor of the model that no LoRA has changed, in memory of its own. If the current LoRA
-        has changed a tensor and this update does not, the tensor is loaded as it is without the LoRA.
+        ``present`` returns a tensor of the model that no LoRA has changed, and that loading does not write to. If the
+        current LoRA has changed a tensor and this update does not, the tensor is loaded as it is without the LoRA.
         """
         base: dict[str, torch.Tensor] = {}
         loads = arrived

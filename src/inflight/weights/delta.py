@@ -86,25 +86,21 @@ class Patch:
     def num_changed(self) -> int:
         return sum(part.indices.size for part in self.parts)
 
-    def write(self, flat: torch.Tensor) -> Patch:
-        """Overwrite the elements in place, and return the patch that puts the old ones back; it shares the indices.
+    def write(self, flat: torch.Tensor) -> None:
+        """Overwrite the elements in place.
 
         ``flat`` is uint8 [size of the bucket], contiguous, on the CPU. Another size raises `ValueError` and writes
         nothing.
         """
         if flat.numel() != self.size_bytes:
             raise ValueError(f"the patch is for {self.size_bytes} bytes, not for {flat.numel()}")
-        old_parts, offset = [], 0
+        offset = 0
         for part in self.parts:
             elements = _elements(flat, part.run, offset)
-            old = np.empty_like(part.values)
             for start in range(0, part.indices.size, _BLOCK_CHANGES):
                 block = slice(start, start + _BLOCK_CHANGES)
-                old[block] = elements[part.indices[block]]
                 elements[part.indices[block]] = part.values[block]
-            old_parts.append(RunChanges(part.run, part.indices, old))
             offset += part.run.size_bytes
-        return Patch(tuple(old_parts))
 
 
 def element_runs(specs: Sequence[TensorSpec]) -> tuple[ElementRun, ...]:

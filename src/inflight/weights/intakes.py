@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from inflight.contracts import WeightReceiver
 from inflight.errors import TransferError
@@ -14,6 +14,7 @@ from inflight.wire import BucketSpec, BucketTransfer, TensorSpec, TransportSpec,
 if TYPE_CHECKING:
     import torch
 
+    from inflight.weights.base_weights import Named
     from inflight.weights.staging import KeptWeights, Staging
 
 
@@ -52,10 +53,20 @@ class WeightIntake(Protocol):
 
 
 class StagedIntake(WeightIntake):
-    """An intake in this process, over a transport's receiver. ``make_receiver`` makes a receiver for each group."""
+    """An intake in this process, over a transport's receiver. ``make_receiver`` makes a receiver for each group.
 
-    def __init__(self, make_receiver: Callable[[TransportSpec], WeightReceiver]) -> None:
+    ``prepare`` is called with everything that arrived, in the thread that received the last bucket, so that its work is
+    done before sampling is paused. If it raises, so does the receive.
+    """
+
+    def __init__(
+        self,
+        make_receiver: Callable[[TransportSpec], WeightReceiver],
+        prepare: Callable[[WeightUpdate, Named], Any] | None = None,
+    ) -> None:
         self._make_receiver = make_receiver
+        self._prepare = prepare
+        self._prepared: tuple[Staging, Any] | None = None
         self._receiver: WeightReceiver | None = None
         self._staging: Staging | None = None
         self._kept: KeptWeights | None = None
@@ -69,12 +80,20 @@ class StagedIntake(WeightIntake):
     def kept(self) -> UpdateRef | None:
         return None if self._kept is None else self._kept.ref
 
-    def take(self) -> list[tuple[str, torch.Tensor]]:
-        """Return what arrived, in order, valid until the update is over. Raises `TransferError` after that."""
+    def take(self) -> Named:
+        """Return what arrived, in order; nothing writes to it again. Raises `TransferError` once the update is over."""
         return self._arrived().tensors()
 
+    def prepared(self) -> Any:
+        """Return what ``prepare`` made of what arrived. Raises `TransferError` once the update is over."""
+        staging = self._arrived()
+        if self._prepared is None or self._prepared[0] is not staging:  # an update without buckets
+            assert self._prepare is not None
+            self._prepared = staging, self._prepare(staging.update, staging.tensors())
+        return self._prepared[1]
+
     def flat(self, index: int) -> torch.Tensor:
-        """Return the bytes of a bucket that arrived, uint8; valid as long as `take`'s. Raises `TransferError`."""
+        """Return the bytes of a bucket that arrived, uint8. Raises `TransferError` as `take`."""
         return self._arrived().flat(index)
 
     async def join(self, spec: TransportSpec) -> None:
@@ -103,10 +122,16 @@ class StagedIntake(WeightIntake):
         receiver, staging = self._receiver, self._staging
         if receiver is None or staging is None:
             raise TransferError("no weight group is formed")
-        await run_abandonable(lambda: staging.receive(receiver, transfer, bucket, tensors), "inflight-receive")
+
+        def receive() -> None:
+            staging.receive(receiver, transfer, bucket, tensors)
+            if self._prepare is not None and bucket.index == len(staging.update.buckets) - 1:
+                self._prepared = staging, self._prepare(staging.update, staging.tensors())
+
+        await run_abandonable(receive, "inflight-receive")
 
     def committed(self) -> None:
-        staging, self._staging = self._staging, None
+        staging, self._staging, self._prepared = self._staging, None, None
         if staging is not None:
             self._kept = staging.keep()
 
@@ -116,7 +141,7 @@ class StagedIntake(WeightIntake):
         return self._staging
 
     def _drop(self) -> None:
-        """Forget what arrived for an update that was not committed, restoring its base."""
-        staging, self._staging = self._staging, None
+        """Forget what arrived for an update that was not committed."""
+        staging, self._staging, self._prepared = self._staging, None, None
         if staging is not None:
             staging.drop()

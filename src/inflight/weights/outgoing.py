@@ -14,8 +14,10 @@ from inflight.contracts import LoraSource, PartialWeightSource, WeightSource
 from inflight.errors import TrainerError
 from inflight.types import WeightBucket
 from inflight.weights.buckets import DEFAULT_BUCKET_BYTES, plan_buckets
+from inflight.weights.device_checksum import words64
 from inflight.weights.packing import Rounding, checksum, encode, on_host, unpack
 from inflight.weights.staging import payload_spec
+from inflight.weights.streams import recorded
 from inflight.wire import BucketTransfer, Encoding, InFlightPolicy, Manifest, UpdateRef, WeightUpdate
 
 _LEASE_SLACK_S = 5.0
@@ -101,17 +103,18 @@ def outgoing_bucket(
     """Return a bucket as it travels: packed, encoded, and with the checksum of its bytes.
 
     ``payload`` (uint8 [size]) holds bytes that are encoded already, such as a delta's. The bytes move to the host,
-    unless ``on_device`` leaves them where they are. Raises `TransferError` for tensors without bytes.
+    unless ``on_device`` leaves them where they are, and their checksum is then computed there. Raises `TransferError`
+    for tensors without bytes.
     """
     if payload is None:
         assert encoding != "delta"  # only the publisher knows a delta's base
         payload = encode(bucket.tensors, bucket.specs, encoding)
-    host = on_host(payload)  # one copy serves the checksum and the transports that send from the host
-    flat = payload if on_device else host
+    flat = payload if on_device else on_host(payload)  # one copy serves the checksum and the transport
+    found = words64(flat) if on_device else checksum(flat)
     is_raw = encoding == "raw"
     specs = bucket.specs if is_raw else (payload_spec(flat.numel()),)
     tensors: Sequence[torch.Tensor] = unpack(flat, specs) if is_raw else (flat,)
-    return WeightBucket(bucket.index, specs, tuple(tensors), encoding, checksum(host), ref)
+    return WeightBucket(bucket.index, specs, tuple(tensors), encoding, found, ref, recorded(flat.device))
 
 
 def transfer_of(bucket: WeightBucket, ref: UpdateRef, timeout_s: float) -> BucketTransfer:

@@ -172,8 +172,16 @@ def on_host(flat: torch.Tensor) -> torch.Tensor:
     """
     host = flat if flat.is_meta else flat.cpu()
     if host.is_meta or type(host) is not torch.Tensor:
-        what = f"{type(flat).__name__} on {flat.device}"
-        raise TransferError(
-            f"a bucket's {flat.numel()} bytes cannot be read: a {what} holds no data; gather real tensors"
-        )
+        raise _unreadable(flat)
     return host
+
+
+def require_bytes(flat: torch.Tensor) -> None:
+    """Raise `TransferError` for a tensor without bytes, as `on_host` does, without a copy."""
+    if flat.is_meta or type(flat) is not torch.Tensor:
+        raise _unreadable(flat)
+
+
+def _unreadable(flat: torch.Tensor) -> TransferError:
+    what = f"{type(flat).__name__} on {flat.device}"
+    return TransferError(f"a bucket's {flat.numel()} bytes cannot be read: a {what} holds no data; gather real tensors")

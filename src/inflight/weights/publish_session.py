@@ -21,7 +21,7 @@ from typing import Any
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from inflight.contracts import InferenceEndpoint
+from inflight.contracts import InferenceEndpoint, SendsFromDevice
 from inflight.errors import ConfigError, FencedError, InflightError, UnsupportedError, UpdateAbortedError
 from inflight.types import EndpointOutcome, EndpointReport, PublishReport, PublishSpans, WeightBucket
 from inflight.weights.bringing import ANSWER_S, bring, repeated, resumed, serves
@@ -119,7 +119,8 @@ class PublishSession:
         publisher, snapshot, ref = self._publisher, self._publisher.snapshot, self._update.ref
         if snapshot is None:
             packed = publisher.packer.packed(bucket)
-            on_device = publisher.transport == "nccl"
+            sender = publisher.sender
+            on_device = isinstance(sender, SendsFromDevice) and sender.sends_from_device
             return outgoing_bucket(packed, ref, encoding=publisher.encoding, on_device=on_device)
         delta = snapshot.encode(bucket.index, bucket.tensors, bucket.specs)
         if delta is None or self._update.base is None:

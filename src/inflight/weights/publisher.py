@@ -19,6 +19,7 @@ import anyio.from_thread
 from inflight.contracts import InferenceEndpoint, WeightSender
 from inflight.engines.kinds import connect_endpoint
 from inflight.errors import ConfigError, DeadlineError, InflightError, TransferError, UnsupportedError
+from inflight.transports import refusal
 from inflight.weights.bringing import declared
 from inflight.weights.delta import Snapshot
 from inflight.weights.packing import Packer, Rounding
@@ -252,7 +253,7 @@ class WeightPublisher:
             for endpoint, spec in zip(endpoints, opened, strict=True)
         }
         for endpoint, spec in specs.items():
-            if lack := endpoints[endpoint].lacks(transport=spec.transport):
+            if lack := refusal(endpoints[endpoint], spec.transport):
                 self.sender.abort()
                 raise UnsupportedError(f"{endpoint.name} does not declare {lack}")
             self._transport = spec.transport

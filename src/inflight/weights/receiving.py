@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from typing import Protocol
 
 from inflight.errors import PoisonedError, TransferError, UnsupportedError, UpdateAbortedError, UpdateRefusedError
+from inflight.transports import refusal
 from inflight.weights.intakes import WeightIntake
 from inflight.weights.session import OpenUpdate, UpdateSession
 from inflight.wire import (
@@ -157,7 +158,7 @@ class UpdateReceiver:
 
     async def join(self, spec: TransportSpec) -> None:
         """Aborts an open update first."""
-        if lack := self._declared.lacks(transport=spec.transport):
+        if lack := refusal(self._declared, spec.transport):
             raise UnsupportedError(f"this endpoint does not declare {lack}")
         self._session.fence(spec.run_id, spec.incarnation)
         while True:  # another call may interleave
@@ -246,12 +247,11 @@ class UpdateReceiver:
 
     def _refuse_undeclared(self, update: WeightUpdate) -> None:
         """Raise if an update asks for something undeclared, or for a base that was not kept."""
-        manifest = update.manifest
         if lack := self._declared.lacks(
             in_flight=update.in_flight,
             encodings=update.encodings,
-            partial_updates=bool(manifest.frozen),
-            lora=manifest.lora is not None,
+            partial_updates=bool(update.manifest.frozen),
+            lora=update.manifest.lora is not None,
         ):
             raise UnsupportedError(f"this endpoint does not declare {lack}")
         if update.staged and not self._declared.staging:

@@ -1,7 +1,7 @@
 """What has arrived of one update, held beside the model: received, compared, decoded, and ready to load.
 
-Weights kept after the commit are the base of the next delta. The delta is patched into them in place, and taken out
-again if its update is not committed. Knows nothing of endpoints and sessions.
+What has arrived is never written again: an engine may serve from it, and weights kept after the commit are the base of
+the next delta, which is patched into a copy. Knows nothing of endpoints and sessions.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ import torch
 
 from inflight.contracts import ReceivesAhead, WeightReceiver
 from inflight.errors import TransferError, UpdateRefusedError
-from inflight.weights.delta import Patch, decode_delta, element_runs
-from inflight.weights.packing import checksum, decode, unpack
+from inflight.weights.delta import decode_delta, element_runs
+from inflight.weights.device_checksum import checksum_as
+from inflight.weights.memory import ReusedMemory
+from inflight.weights.packing import decode, unpack
+from inflight.weights.streams import beside
 from inflight.wire import BucketSpec, BucketTransfer, TensorSpec, UpdateRef, WeightUpdate
 
 
@@ -27,13 +30,14 @@ class KeptWeights:
     buckets: tuple[BucketSpec, ...]
     tensors: tuple[TensorSpec, ...]
     flats: list[torch.Tensor]
+    memory: ReusedMemory
 
 
 class Staging:
     """One update as it arrives. ``kept`` is its possible base, and changes while the update is open."""
 
     def __init__(self, update: WeightUpdate, kept: KeptWeights | None) -> None:
-        self._update = update
+        self.update = update
         is_base = kept is not None and update.base == kept.ref
         same_plan = kept is not None and (update.buckets, update.manifest.tensors) == (kept.buckets, kept.tensors)
         if is_base and not same_plan:
@@ -41,8 +45,9 @@ class Staging:
                 f"version {update.version} is split into different buckets than its base; send all weights"
             )
         self._base = kept if is_base else None
+        self._memory = ReusedMemory() if kept is None else kept.memory
+        self._memory.begin()
         self._flats: list[torch.Tensor] = []
-        self._undos: list[tuple[torch.Tensor, Patch]] = []
         self._lock = threading.Lock()
         self._is_dropped = False
 
@@ -59,19 +64,24 @@ class Staging:
             )
         (payload,) = receiver.receive((payload_spec(size_bytes),), transfer.timeout_s)
         self._receive_ahead(receiver, bucket.index + 1, transfer.timeout_s)
-        if transfer.checksum is not None and (found := checksum(payload)) != transfer.checksum:
-            raise TransferError(
-                f"bucket {bucket.index} was damaged on its way: its XXH3-128 is {found}, but {transfer.checksum} was "
-                "announced; none of it was loaded"
-            )
+        with beside(payload.device):
+            if (
+                transfer.checksum is not None
+                and (found := checksum_as(transfer.checksum, payload)) != transfer.checksum
+            ):
+                raise TransferError(
+                    f"bucket {bucket.index} was damaged on its way: its checksum is {found}, but {transfer.checksum} "
+                    "was announced; none of it was loaded"
+                )
+            flat = self._decoded(transfer, bucket, tensors, payload)
         with self._lock:
-            if self._is_dropped:  # given up meanwhile: another update may use its base already
+            if self._is_dropped:
                 raise TransferError("the update ended meanwhile")
-            self._flats.append(self._decoded(transfer, bucket, tensors, payload))
+            self._flats.append(flat)
 
     def _receive_ahead(self, receiver: WeightReceiver, index: int, timeout_s: float) -> None:
         """Let the next bucket travel while this one is compared, if its size is known before it is announced."""
-        update = self._update
+        update = self.update
         if not isinstance(receiver, ReceivesAhead) or update.encodings or index == len(update.buckets):
             return
         # The publisher may take until the lease ends to go on.
@@ -82,21 +92,20 @@ class Staging:
     ) -> torch.Tensor:
         if transfer.encoding == "delta":
             assert self._base is not None  # the session refuses unannounced encodings
-            flat = self._base.flats[bucket.index]
-            self._undos.append((flat, decode_delta(payload.cpu(), element_runs(tensors)).write(flat)))
+            patch = decode_delta(payload.cpu(), element_runs(tensors))
+            flat = self._memory.take(bucket.size_bytes).copy_(self._base.flats[bucket.index])
+            patch.write(flat)
             return flat
         flat = decode(transfer.encoding, payload, tensors)
-        if self._update.keep and flat.is_cuda:
+        if self.update.keep and flat.is_cuda:
             return flat.cpu()  # deltas are patched in on the CPU
-        if self._update.keep and flat.data_ptr() == payload.data_ptr():
-            return flat.clone()  # the transport reclaims its memory
         return flat
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Return the tensors that have arrived, in manifest order, as views of what is staged."""
         named = []
-        for bucket, flat in zip(self._update.buckets, self._flats, strict=False):
-            specs = self._update.manifest.tensors[bucket.start : bucket.stop]
+        for bucket, flat in zip(self.update.buckets, self._flats, strict=False):
+            specs = self.update.manifest.tensors[bucket.start : bucket.stop]
             named += [(spec.name, tensor) for spec, tensor in zip(specs, unpack(flat, specs), strict=True)]
         return named
 
@@ -109,18 +118,17 @@ class Staging:
 
     def keep(self) -> KeptWeights | None:
         """Return what was loaded as the base of a later delta, if the update asked for that."""
-        if not self._update.keep:
+        if not self.update.keep:
             return None
-        return KeptWeights(self._update.ref, self._update.buckets, self._update.manifest.tensors, self._flats)
+        return KeptWeights(
+            self.update.ref, self.update.buckets, self.update.manifest.tensors, self._flats, self._memory
+        )
 
     def drop(self) -> None:
-        """Forget what arrived, and restore the base."""
+        """Forget what arrived."""
         with self._lock:
             self._is_dropped = True
             self._flats = []
-            for flat, undo in reversed(self._undos):
-                undo.write(flat)
-            self._undos = []
 
 
 def payload_spec(size_bytes: int) -> TensorSpec:

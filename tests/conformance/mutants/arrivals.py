@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 import inflight.weights.float8
+import inflight.weights.transports.shared_memory
 from inflight.local.endpoint import LocalEndpoint
 from inflight.weights.float8 import decode_float8, payload_size
 from inflight.weights.packing import pack, unpack
@@ -104,7 +107,9 @@ def passes_over_deltas(staging: Any, own: Any, transfer: BucketTransfer, bucket:
 
 def leaves_aborted_deltas(staging: Any, own: Any, *arguments: Any) -> torch.Tensor:
     arrived: torch.Tensor = own(*arguments)
-    staging._undos.clear()
+    transfer, bucket, *_ = arguments
+    if transfer.encoding == "delta":
+        staging._base.flats[bucket.index] = arrived
     return arrived
 
 
@@ -119,21 +124,6 @@ def takes_any_base(endpoint: LocalEndpoint) -> LocalEndpoint:
         await LocalEndpoint.request_weight_update(endpoint, update)
 
     faulty.request_weight_update = request
-    return endpoint
-
-
-def serves_from_the_store(endpoint: LocalEndpoint) -> LocalEndpoint:
-    engine: Any = endpoint._engine
-    own = engine.load
-
-    def load(tensors: Any, *others: Any) -> None:
-        arrived = list(tensors)
-        own(arrived, *others)
-        parameters = dict(engine._model.named_parameters())
-        for name, tensor in arrived:
-            parameters[name].data = tensor
-
-    engine.load = load
     return endpoint
 
 
@@ -177,6 +167,18 @@ def always_the_first_update(receiver: Any) -> None:
     receiver.begin = faulty
 
 
+def without_a_lock(endpoint: LocalEndpoint) -> LocalEndpoint:
+    """Memory that the model computes with is not locked, so that the sender uses it again."""
+    names: Any = {name: getattr(fcntl, name) for name in ("LOCK_SH", "LOCK_EX", "LOCK_NB", "LOCK_UN")}
+
+    def flock(fd: int, how: int) -> None:
+        if not how & fcntl.LOCK_SH:
+            fcntl.flock(fd, how)
+
+    inflight.weights.transports.shared_memory.fcntl = SimpleNamespace(flock=flock, **names)  # type: ignore[assignment]
+    return endpoint
+
+
 def without_the_token(endpoint: LocalEndpoint) -> LocalEndpoint:
     faulty: Any = endpoint
 
@@ -208,8 +210,8 @@ MUTANTS = (
     Mutant(
         "served from the store",
         "U-60",
-        "The model computes with the memory that weights arrived in.",
-        serves_from_the_store,
+        "The model computes with memory that the sender uses again.",
+        without_a_lock,
     ),
     Mutant("first file only", "U-61", "Every bucket is read from the first file.", receiving(always_the_first_file)),
     Mutant(

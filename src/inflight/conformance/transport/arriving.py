@@ -8,8 +8,9 @@ import torch
 
 from inflight.conformance.calls import SLACK_S, results
 from inflight.conformance.checks import check, require
-from inflight.conformance.transport.subject import FORM_S, TransportSubject, bucket_of, bytes_of
+from inflight.conformance.transport.subject import FORM_S, RUN_ID, TransportSubject, bucket_of, bytes_of
 from inflight.types import WeightBucket
+from inflight.wire import UpdateRef
 
 LEVEL = "bytes"
 _PATTERNS = {
@@ -119,12 +120,16 @@ def a_sent_tensor_may_change(t: TransportSubject) -> None:
     require(not any(wrong.values()), f"bytes that followed the sender's tensor, by size of the bucket: {wrong}")
 
 
-@check("T-16", look_at="receive: buffers that are used again before the endpoint gave them back")
+@check("T-16", look_at="receive and begin: buffers that are used again while tensors in them are still referred to")
 def received_tensors_stay(t: TransportSubject) -> None:
-    """Received tensors do not change when later buckets arrive."""
+    """Received tensors do not change when later buckets or later updates arrive."""
     (receiver,) = t.form()
     sent = [torch.full((4096,), float(index)) for index in range(10)]
-    arrived = [t.transfer([receiver], bucket_of(tensor, index=i))[0][0] for i, tensor in enumerate(sent)]
+    arrived = []
+    for index, tensor in enumerate(sent):
+        if index % 5 == 0:
+            receiver.begin(UpdateRef(run_id=RUN_ID, version=1 + index // 5))
+        arrived.append(t.transfer([receiver], bucket_of(tensor, index=index))[0][0])
     wrong = [_num_wrong(*pair) for pair in zip(arrived, sent, strict=True)]
     t.note(wrong_bytes_per_bucket=wrong)
     require(not any(wrong), f"bytes that later buckets changed, per bucket: {wrong}")

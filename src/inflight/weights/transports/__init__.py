@@ -31,7 +31,8 @@ def make_sender(transport: TransportName, *, address: str = "127.0.0.1", directo
     """Return the trainer's end of a transport, by its name or ``module:attribute``.
 
     ``address`` is this machine's address as the endpoints see it (gloo, nccl, http). ``directory`` is where buckets are
-    stored: file needs a directory that the endpoints see; http and shm make their own by default. Raises `ConfigError`.
+    stored: file needs a directory that the endpoints see; http, shm and ipc make their own by default. Raises
+    `ConfigError`.
     """
     return named_transport(transport).sender(address=address, directory=directory)
 

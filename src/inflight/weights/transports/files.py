@@ -13,6 +13,7 @@ import torch
 from inflight.contracts import WeightSender
 from inflight.errors import ConfigError, TransferError
 from inflight.types import WeightBucket
+from inflight.weights.memory import ReusedMemory
 from inflight.weights.session import transfer_failed
 from inflight.weights.transports.bucket_files import (
     LATEST,
@@ -29,7 +30,6 @@ from inflight.weights.transports.bucket_files import (
 )
 from inflight.weights.transports.store import (
     Attempt,
-    LentBuffers,
     StoredReceiver,
     bytes_of,
     give_up,
@@ -95,22 +95,24 @@ class FileSender(WeightSender):
 
 
 class FilesReceiver(StoredReceiver):
-    """What the receivers of stored files share. Those that follow a run call `latest`, `lease` and `read_manifest`."""
+    """What the receivers of stored files share. Those that follow a run call `latest`, `lease` and `read_manifest`.
 
-    def __init__(self, spec: DirectorySpec | PullSpec) -> None:
+    Tensors arrive on the host, in pinned memory if ``device`` is a GPU.
+    """
+
+    def __init__(self, spec: DirectorySpec | PullSpec, device: torch.device | None = None) -> None:
         super().__init__()
         self._run_id = spec.run_id
         self._join_s = spec.timeout_s
-        self._buffers = LentBuffers()
+        self._memory = ReusedMemory(device)
 
     def begin(self, ref: UpdateRef) -> None:
         super().begin(ref)
-        self._buffers.take_back()
+        self._memory.begin()
 
     def _received(self, ref: UpdateRef, index: int, size_bytes: int, attempt: Attempt) -> torch.Tensor:
-        flat = self._buffers.take(size_bytes)
+        flat = self._memory.take(size_bytes)
         attempt.run(lambda: self._fill((*_place(ref), bucket_name(index)), ref, index, flat, attempt))
-        self._buffers.lend(flat)
         return flat
 
     def latest(self, timeout_s: float, what: str = "asking for the latest version") -> UpdateRef | None:
@@ -168,8 +170,8 @@ class FilesReceiver(StoredReceiver):
 class FileReceiver(FilesReceiver):
     """One endpoint rank's end."""
 
-    def __init__(self, spec: DirectorySpec) -> None:
-        super().__init__(spec)
+    def __init__(self, spec: DirectorySpec, device: torch.device | None = None) -> None:
+        super().__init__(spec, device)
         self._directory = Path(spec.directory)
 
     def join(self) -> None:

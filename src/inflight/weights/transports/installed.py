@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from inflight.contracts import Transport
-from inflight.wire import DirectorySpec, ProcessGroupSpec, PullSpec, TransportSpec
+from inflight.wire import DirectorySpec, IpcSpec, ProcessGroupSpec, PullSpec, TransportSpec
 
 if TYPE_CHECKING:
     import torch
@@ -61,6 +61,25 @@ class SharedMemoryTransport(Transport):
         return SharedMemoryReceiver(spec)
 
 
+class IpcTransport(Transport):
+    """Buckets in memory of the trainer's GPU, which engines on that GPU map."""
+
+    name = "ipc"
+    spec_type = IpcSpec
+    needs_gpu = True
+
+    def sender(self, *, address: str, directory: Path | None) -> WeightSender:
+        from inflight.weights.transports.ipc import IpcSender
+
+        return IpcSender(directory)
+
+    def receiver(self, spec: TransportSpec, *, rank: int, device: torch.device | None) -> WeightReceiver:
+        from inflight.weights.transports.ipc import IpcReceiver
+
+        assert isinstance(spec, IpcSpec)
+        return IpcReceiver(spec)
+
+
 class FileTransport(Transport):
     """Buckets as files of a directory that every endpoint sees."""
 
@@ -77,7 +96,7 @@ class FileTransport(Transport):
         from inflight.weights.transports.files import FileReceiver
 
         assert isinstance(spec, DirectorySpec)
-        return FileReceiver(spec)
+        return FileReceiver(spec, device)
 
 
 class HttpTransport(Transport):
@@ -96,11 +115,12 @@ class HttpTransport(Transport):
         from inflight.weights.transports.pull import PullReceiver
 
         assert isinstance(spec, PullSpec)
-        return PullReceiver(spec)
+        return PullReceiver(spec, device)
 
 
 GLOO = ProcessGroupTransport("gloo")
 NCCL = ProcessGroupTransport("nccl")
 SHM = SharedMemoryTransport()
+IPC = IpcTransport()
 FILE = FileTransport()
 HTTP = HttpTransport()

@@ -1,61 +1,74 @@
 """Weights by one broadcast per bucket over a private gloo or NCCL group; torch's default group is never touched.
 
-The sender is rank 0 and hosts the store, which binds to the given address only. Taking the store down ends every
-pending join, on either side. Gloo cannot interrupt a pending operation: callers that give up a group abandon the
-operation (see `inflight.weights.threads`), and it ends by its own timeout. Aborting the group ends NCCL operations.
+The sender is rank 0 and hosts the store in which the ranks meet. Sender and receiver are the same code for both
+backends; `inflight.weights.transports.groups` has what differs.
 """
 
 from __future__ import annotations
 
-import os
-import socket
 import threading
-import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 import torch.distributed
 
-from inflight.contracts import ReceivesAhead, WeightReceiver, WeightSender
-from inflight.errors import TransferError
+from inflight.contracts import ReceivesAhead, SendsFromDevice, WeightReceiver, WeightSender
+from inflight.errors import ConfigError, TransferError
 from inflight.types import WeightBucket
+from inflight.weights.memory import ReusedMemory
 from inflight.weights.packing import pack, unpack
 from inflight.weights.session import refuse_stray, transfer_failed
+from inflight.weights.streams import queued_beside
 from inflight.weights.threads import result_unless, run_unless, started
-from inflight.weights.transports.store import GIVEN_UP, LentBuffers, give_up
+from inflight.weights.transports.groups import GLOO, NCCL, Group, GroupKind
+from inflight.weights.transports.rendezvous import (
+    GRACE_S,
+    JOINING,
+    address_towards,
+    announce_send,
+    host_store,
+    meet,
+)
+from inflight.weights.transports.store import GIVEN_UP, give_up
 from inflight.wire import ProcessGroupSpec, TensorSpec, UpdateRef, WeightUpdate
 
-dist: Any = torch.distributed  # its stubs leave out the stores and Gloo's options
+dist: Any = torch.distributed  # its stubs leave out the stores
 GroupTransport = Literal["gloo", "nccl"]
-_JOINING = "joining the weight group"
-_GRACE_S = 0.5
-"""How much longer a call may take than its timeout. torch's store may retry for twice the timeout, and is cut off; else
-its own error says more."""
+_KINDS: Mapping[GroupTransport, GroupKind] = {"gloo": GLOO, "nccl": NCCL}
 
 
-class ProcessGroupSender(WeightSender):
-    """Trainer rank 0's end. Endpoints connect to ``address``."""
+class ProcessGroupSender(WeightSender, SendsFromDevice):
+    """Trainer rank 0's end. Endpoints connect to ``address``. ``kind`` replaces the groups of the transport's backend.
 
-    def __init__(self, transport: GroupTransport = "gloo", address: str = "127.0.0.1") -> None:
+    Raises `ConfigError` if the transport needs a GPU and torch sees none.
+    """
+
+    def __init__(
+        self, transport: GroupTransport = "gloo", address: str = "127.0.0.1", kind: GroupKind | None = None
+    ) -> None:
         self._transport: GroupTransport = transport
         self._address = address
-        self._device = torch.device("cuda", torch.cuda.current_device()) if transport == "nccl" else torch.device("cpu")
+        self._kind = kind or _KINDS[transport]
+        self._device = torch.device("cpu")
+        if self._kind.device_type == "cuda":
+            if not torch.cuda.is_available():
+                raise ConfigError(f"{transport} sends from a GPU, and torch sees none here; use the gloo transport")
+            self._device = torch.device("cuda", torch.cuda.current_device())
         self._lock = threading.Lock()
         self._hosted: Any = None
         self._opened: ProcessGroupSpec | None = None
         self._given_up: Future[str] = Future()
-        self._group: Any = None
+        self._group: Group | None = None
         self._ref: UpdateRef | None = None
         self._num_sent = 0
 
     def specs(self, run_id: str, num_ranks: Sequence[int], timeout_s: float) -> list[ProcessGroupSpec]:
         """Raises `TransferError` if the address cannot be bound."""
         self.abort()
-        hosted, port = _host_store(self._address, timeout_s)
+        hosted, port = host_store(self._address, timeout_s)
         group_name = f"inflight-{uuid.uuid4().hex[:12]}"
         specs = [
             ProcessGroupSpec(
@@ -78,6 +91,10 @@ class ProcessGroupSender(WeightSender):
     def is_collective(self) -> bool:
         return True
 
+    @property
+    def sends_from_device(self) -> bool:
+        return self._kind.sends_from_device
+
     def begin(self, update: WeightUpdate) -> None:
         """Receivers tell buckets apart by their order."""
         with self._lock:
@@ -91,10 +108,10 @@ class ProcessGroupSender(WeightSender):
             opened, given_up = self._opened, self._given_up
         if opened is None:
             raise TransferError("no weight group is open")
-        run_unless(given_up, lambda: self._form(opened), _JOINING, opened.timeout_s + _GRACE_S)
+        run_unless(given_up, lambda: self._form(opened), JOINING, opened.timeout_s + GRACE_S)
 
     def _form(self, opened: ProcessGroupSpec) -> None:
-        group = join_group(opened, 0, self._address)
+        group = join_group(opened, 0, self._address, self._kind)
         with self._lock:
             if self._opened is opened:
                 self._group = group
@@ -110,10 +127,11 @@ class ProcessGroupSender(WeightSender):
             index, self._num_sent = self._num_sent, self._num_sent + 1
         if group is None or opened is None:
             raise TransferError("no weight group is formed")
-        flat = pack(bucket.tensors).to(self._device)
         what = f"sending bucket {bucket.index}"
+        with queued_beside(self._device, after=bucket.ready):
+            flat = pack(bucket.tensors).to(self._device)
         try:
-            dist.PrefixStore(opened.group_name, hosted).set(_sending(index), "")
+            announce_send(hosted, opened.group_name, index)
         except RuntimeError as error:
             raise transfer_failed(error, what) from error
         _broadcast(group, flat, timeout_s, given_up, what)
@@ -127,29 +145,33 @@ class ProcessGroupSender(WeightSender):
 
 
 class ProcessGroupReceiver(WeightReceiver, ReceivesAhead):
-    """One endpoint rank's end. Tensors arrive on the CPU (gloo) or on ``device`` (NCCL)."""
+    """One endpoint rank's end. Tensors arrive on the CPU (gloo) or on ``device`` (NCCL); ``kind`` as for the sender."""
 
-    def __init__(self, spec: ProcessGroupSpec, device: torch.device | None = None) -> None:
+    def __init__(
+        self, spec: ProcessGroupSpec, device: torch.device | None = None, kind: GroupKind | None = None
+    ) -> None:
         self._spec = spec
-        self._device = torch.device("cpu") if spec.transport == "gloo" else (device or torch.device("cuda"))
+        self._kind = kind or _KINDS[spec.transport]
+        is_cpu = self._kind.device_type == "cpu"
+        self._device = torch.device("cpu") if is_cpu else device or torch.device("cuda", torch.cuda.current_device())
         self._lock = threading.Lock()
         self._given_up: Future[str] = Future()
-        self._group: Any = None
-        self._buffers = LentBuffers()
+        self._group: Group | None = None
+        self._memory = ReusedMemory(device)
         self._ahead: tuple[torch.Tensor, Future[None]] | None = None
 
     def join(self) -> None:
         spec = self._spec
-        what = f"{_JOINING} through its store at {spec.master_address}:{spec.master_port}"
-        run_unless(self._given_up, self._form, what, spec.timeout_s + _GRACE_S)
+        what = f"{JOINING} through its store at {spec.master_address}:{spec.master_port}"
+        run_unless(self._given_up, self._form, what, spec.timeout_s + GRACE_S)
 
     def _form(self) -> None:
         spec = self._spec
         try:
-            local_address = _address_towards(spec.master_address, spec.master_port)
+            local_address = address_towards(spec.master_address, spec.master_port)
         except OSError as error:
             raise transfer_failed(error, f"finding a route to {spec.master_address}") from error
-        group = join_group(spec, spec.rank, local_address)
+        group = join_group(spec, spec.rank, local_address, self._kind)
         with self._lock:
             if not self._given_up.done():
                 self._group = group
@@ -179,23 +201,25 @@ class ProcessGroupReceiver(WeightReceiver, ReceivesAhead):
         return unpack(flat, specs)
 
     def receive_ahead(self, specs: Sequence[TensorSpec], timeout_s: float) -> None:
-        """Does nothing over NCCL."""
+        """Does nothing over NCCL: a kernel that waits for its sender takes the device's processors from sampling."""
         group = self._group
-        if group is None or self._spec.transport != "gloo":
+        if group is None or self._kind.sends_from_device:
             return
         flat = self._buffer(sum(spec.size_bytes for spec in specs))
-        self._ahead = flat, started(_broadcasting(group, flat, timeout_s), "receiving a bucket ahead")
+        self._ahead = flat, started(group.broadcasting(flat, timeout_s), "receiving a bucket ahead")
 
     def begin(self, ref: UpdateRef) -> None:
-        self._buffers.take_back()
+        self._memory.begin()
         self._ahead = None
 
     def _buffer(self, size_bytes: int) -> torch.Tensor:
         if self._device.type == "cuda":  # torch caches its memory already
-            return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
-        flat = self._buffers.take(size_bytes)
-        self._buffers.lend(flat)
-        return flat
+            try:
+                with queued_beside(self._device):
+                    return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
+            except torch.OutOfMemoryError as error:
+                raise transfer_failed(error, f"staging a bucket of {size_bytes} bytes beside the model") from error
+        return self._memory.take(size_bytes)
 
     def abort(self) -> None:
         with self._lock:
@@ -205,135 +229,19 @@ class ProcessGroupReceiver(WeightReceiver, ReceivesAhead):
             group.abort()
 
 
-class AnnouncedRanks:
-    """Ranks of an engine that joins and receives by itself, whose own waits have no deadline and cannot be ended.
-
-    Announces ``spec.rank`` and the ranks after it on the engine's behalf. Once `meet` returns, every other rank is
-    there and joining; once `await_send` returns, the sender is sending. Calling `give_up` from another thread ends both
-    early, with `TransferError`.
-    """
-
-    def __init__(self, spec: ProcessGroupSpec, num_ranks: int) -> None:
-        self._spec = spec
-        self._ranks = range(spec.rank, spec.rank + num_ranks)
-        self._given_up: Future[str] = Future()
-        self._store: Any = None
-
-    def meet(self) -> None:
-        """Block until all ranks have come. Raises `TransferError` after ``spec.timeout_s``."""
-        spec = self._spec
-        what = f"{_JOINING} through its store at {spec.master_address}:{spec.master_port}"
-        self._store = run_unless(self._given_up, lambda: _meet(spec, self._ranks), what, spec.timeout_s + _GRACE_S)
-
-    def await_send(self, index: int, timeout_s: float) -> None:
-        """Block until the sender sends bucket ``index`` of this group, counted from 0."""
-        store, what = self._store, "waiting for the sender"
-        if store is None:
-            raise TransferError("no weight group is formed")
-        try:
-            run_unless(
-                self._given_up,
-                lambda: store.wait([_sending(index)], _timeout_of(timeout_s)),
-                what,
-                timeout_s + _GRACE_S,
-            )
-        except RuntimeError as error:
-            raise transfer_failed(error, what) from error
-
-    def give_up(self) -> None:
-        """End what is pending. Returns at once. Idempotent."""
-        give_up(self._given_up)
-
-
-def _sending(index: int) -> str:
-    return f"sending/{index}"
-
-
-def _broadcast(group: Any, flat: torch.Tensor, timeout_s: float, given_up: Future[str], what: str) -> None:
+def _broadcast(group: Group, flat: torch.Tensor, timeout_s: float, given_up: Future[str], what: str) -> None:
     try:
-        if flat.is_cuda:
-            group.broadcast(flat, 0, _timeout_of(timeout_s)).wait()
-            torch.cuda.current_stream(flat.device).synchronize()
-        else:
-            run_unless(given_up, _broadcasting(group, flat, timeout_s), what)
+        run_unless(given_up, group.broadcasting(flat, timeout_s), what, timeout_s + GRACE_S)
     except RuntimeError as error:
         raise transfer_failed(error, what) from error
 
 
-def _broadcasting(group: Any, flat: torch.Tensor, timeout_s: float) -> Callable[[], None]:
-    """Return a call that broadcasts. It holds the group, because dropping the group would wait for the operation."""
-    return lambda: group.broadcast(flat, 0, _timeout_of(timeout_s)).wait()
-
-
-def _host_store(address: str, timeout_s: float) -> tuple[Any, int]:
-    """Return a store that listens on ``address``, and its port. Raises `TransferError` if it cannot be bound."""
-    try:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        with socket.socket(family) as listener:
-            listener.bind((address, 0))
-            listener.listen(128)
-            port = listener.getsockname()[1]
-            hosted = dist.TCPStore(
-                address,
-                port,
-                is_master=True,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=timeout_s),
-                master_listen_fd=os.dup(listener.fileno()),
-            )
-    except (OSError, RuntimeError) as error:
-        raise transfer_failed(error, f"hosting the weight group's store on {address}") from error
-    return hosted, port
-
-
-def _meet(spec: ProcessGroupSpec, ranks: Sequence[int]) -> Any:
-    """Announce ``ranks`` in the group's store, and return the store once all ranks are announced."""
-    deadline = time.monotonic() + spec.timeout_s
-    timeout = _timeout_of(spec.timeout_s)
-    where = f"{spec.master_address}:{spec.master_port}"
-    try:
-        store = dist.TCPStore(spec.master_address, spec.master_port, is_master=False, timeout=timeout)
-    except (OSError, RuntimeError) as error:
-        raise transfer_failed(error, f"reaching the weight group's store at {where}") from error
-    prefixed = dist.PrefixStore(spec.group_name, store)
-    try:
-        for rank in ranks:
-            prefixed.set(f"here/{rank}", "")  # NCCL waits for no rank before its first operation
-        here = [f"here/{other}" for other in range(spec.world_size)]
-        prefixed.wait(here, _timeout_of(deadline - time.monotonic()))
-    except RuntimeError as error:
-        raise transfer_failed(error, f"rank {ranks[0]} joining the weight group of {spec.world_size} ranks") from error
-    return prefixed
-
-
-def join_group(spec: ProcessGroupSpec, rank: int, address: str) -> Any:
+def join_group(spec: ProcessGroupSpec, rank: int, address: str, kind: GroupKind = GLOO) -> Group:
     """Return the group that ``spec`` describes, joined as ``rank`` from local ``address`` once all ranks have come."""
-    prefixed = _meet(spec, [rank])
-    timeout = _timeout_of(spec.timeout_s)
+    prefixed = meet(spec, [rank])
     # The prefix that torch's own groups use, so that ranks that torch joins (SGLang's) meet ours.
-    device = "cuda" if spec.transport == "nccl" else "cpu"
-    keys = dist.PrefixStore(f"{device}/", dist.PrefixStore(f"{spec.group_name}/", prefixed))
+    keys = dist.PrefixStore(f"{kind.device_type}/", dist.PrefixStore(f"{spec.group_name}/", prefixed))
     try:
-        if spec.transport == "nccl":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            return dist.ProcessGroupNCCL(keys, rank, spec.world_size, options)
-        gloo_options = dist.ProcessGroupGloo._Options()
-        gloo_options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-        gloo_options._timeout = timeout
-        return dist.ProcessGroupGloo(keys, rank, spec.world_size, gloo_options)
+        return kind.make(keys, rank, spec.world_size, address, spec.timeout_s)
     except RuntimeError as error:
         raise transfer_failed(error, f"rank {rank} joining the weight group of {spec.world_size} ranks") from error
-
-
-def _timeout_of(timeout_s: float) -> timedelta:
-    """Return a timeout of at least a millisecond: Gloo counts whole milliseconds, and takes 0 for no timeout."""
-    return timedelta(seconds=max(timeout_s, 0.001))
-
-
-def _address_towards(address: str, port: int) -> str:
-    """Return the local address from which packets to ``address`` leave, so that nothing wider is bound."""
-    family, kind, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(target)
-        return str(probe.getsockname()[0])

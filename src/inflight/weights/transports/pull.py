@@ -101,8 +101,8 @@ class PullSender(WeightSender):
 class PullReceiver(FilesReceiver):
     """One endpoint rank's end."""
 
-    def __init__(self, spec: PullSpec) -> None:
-        super().__init__(spec)
+    def __init__(self, spec: PullSpec, device: torch.device | None = None) -> None:
+        super().__init__(spec, device)
         self._client = RangeClient(spec.url, spec.token)
 
     def join(self) -> None:

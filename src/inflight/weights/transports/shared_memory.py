@@ -4,29 +4,32 @@ The file (arena) lies in a directory of its own below /dev/shm, which only this 
 record for each bucket of the update: where in the arena the bucket is, and which update it belongs to. A receiver
 copies nothing: its tensors are views of its mapping, and all endpoints of the host share one set of pages.
 
-The sender writes an arena again only after every endpoint said that it needs nothing of it any more. Otherwise it
-unlinks the arena, and existing mappings of it stay unchanged. An arena never shrinks, so no mapping loses its pages.
+A mapping holds a shared lock on its arena for as long as it exists, so an endpoint may serve from it. The sender writes
+an arena again only if nobody holds a lock, and takes another one otherwise. Unlinking an arena leaves its mappings as
+they are. It never shrinks, so no mapping loses its pages.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
 import tempfile
 import threading
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
 import torch
-from pydantic import Field
 
 from inflight.contracts import WeightSender
 from inflight.errors import TransferError
 from inflight.types import WeightBucket
 from inflight.weights.packing import pack
 from inflight.weights.session import refuse_stray, transfer_failed
+from inflight.weights.transports.bucket_records import PAGE, BucketRecord, aligned, await_record, write_record
 from inflight.weights.transports.private_directory import PrivateDirectory
 from inflight.weights.transports.store import (
     PIECE_BYTES,
@@ -34,27 +37,13 @@ from inflight.weights.transports.store import (
     StoredReceiver,
     bytes_of,
     give_up,
-    parsed,
-    read_text,
     regular_file,
-    session_name,
     write_all,
 )
-from inflight.wire import DirectorySpec, UpdateRef, WeightUpdate, WireModel
+from inflight.wire import DirectorySpec, UpdateRef, WeightUpdate
 
-_PAGE = mmap.ALLOCATIONGRANULARITY
-_MAX_RECORD_BYTES = 1 << 16
 _MOST_UNUSED = 4  # an arena this many times larger than the last update is not kept
-
-
-class _Record(WireModel):
-    """Where one bucket lies, and the update it belongs to."""
-
-    ref: UpdateRef
-    index: int = Field(ge=0)
-    arena: str = Field(pattern=r"^arena-[0-9]{1,20}$")
-    offset: int = Field(ge=0, multiple_of=_PAGE)
-    size_bytes: int = Field(ge=0)
+_NUM_ARENAS = 2  # endpoints serve from one while the next update arrives in the other
 
 
 class SharedMemorySender(WeightSender):
@@ -65,8 +54,10 @@ class SharedMemorySender(WeightSender):
         self._lock = threading.Lock()
         self._given_up: Future[str] = Future()
         self._home: PrivateDirectory | None = None
+        self._arenas: list[_Arena] = []
         self._arena: _Arena | None = None
-        self._num_arenas = 0
+        """The arena of the open update, one of ``_arenas``."""
+        self._num_made = 0
         self._update: WeightUpdate | None = None
         self._records: list[Path] = []
 
@@ -97,19 +88,17 @@ class SharedMemorySender(WeightSender):
     def begin(self, update: WeightUpdate) -> None:
         """An earlier update that was not ended counts as not done."""
         self.end(is_done=False)
-        size_bytes = max(_PAGE, sum(_aligned(bucket.size_bytes) for bucket in update.buckets))
+        size_bytes = max(PAGE, sum(aligned(bucket.size_bytes) for bucket in update.buckets))
         with self._lock:
             if self._home is None:
                 raise TransferError("no weight group is open")
-            if self._arena is not None and (self._arena.size_bytes < size_bytes or self._arena.is_too_large):
-                self._drop_arena()
+            for arena in [a for a in self._arenas if a.size_bytes < size_bytes or a.is_too_large]:
+                self._drop(arena)
+            self._arena = next((arena for arena in self._arenas if arena.is_free()), None)
             if self._arena is None:
-                self._num_arenas += 1
-                path = self._home.path / f"arena-{self._num_arenas}"
-                try:
-                    self._arena = _Arena(path, size_bytes)
-                except OSError as error:
-                    raise transfer_failed(error, f"making {path} of {size_bytes} bytes") from error
+                for arena in self._arenas[: 1 - _NUM_ARENAS]:
+                    self._drop(arena)
+                self._arena = self._made(self._home.path, size_bytes)
             self._arena.used_bytes = 0
             self._update = update
 
@@ -124,46 +113,53 @@ class SharedMemorySender(WeightSender):
             refuse_stray(bucket, self._update.ref)
             try:
                 offset = self._arena.write(flat, attempt)
-                record = _Record(
+                record = BucketRecord(
                     ref=self._update.ref,
                     index=bucket.index,
                     arena=self._arena.path.name,
                     offset=offset,
                     size_bytes=flat.numel(),
                 )
-                path = self._home.path / _record_name(self._update.ref, bucket.index)
-                partial = path.with_suffix(".part")
-                partial.write_text(record.model_dump_json())
-                self._records.append(path)
-                partial.replace(path)
+                self._records.append(write_record(self._home.path, record))
             except OSError as error:
                 advice = "; give it more memory, or use another directory" if error.errno == errno.ENOSPC else ""
                 raise attempt.failed(f"{error.strerror} in {self._home.path}{advice}") from error
 
     def end(self, *, is_done: bool) -> None:
-        """The memory is reused if the update is done, and left to its readers if not."""
+        """The memory is used again if the update is done, and left to its readers if not."""
         with self._lock:
             update, self._update = self._update, None
             records, self._records = self._records, []
             for path in records:
                 path.unlink(missing_ok=True)
-            if update is not None and not is_done:
-                self._drop_arena()
+            arena, self._arena = self._arena, None
+            if arena is not None and update is not None and not is_done:
+                self._drop(arena)
 
     def abort(self) -> None:
         """Removes the directory. A new group makes another."""
         give_up(self._given_up)  # a pending send holds the lock for at most one more piece
         with self._lock:
             home, self._home = self._home, None
-            self._update, self._records = None, []
-            self._drop_arena()
+            self._update, self._arena, self._records = None, None, []
+            for arena in list(self._arenas):
+                self._drop(arena)
             if home is not None:
                 home.remove()
 
-    def _drop_arena(self) -> None:
-        arena, self._arena = self._arena, None
-        if arena is not None:
-            arena.close()
+    def _made(self, home: Path, size_bytes: int) -> _Arena:
+        self._num_made += 1
+        path = home / f"arena-{self._num_made}"
+        try:
+            arena = _Arena(path, size_bytes)
+        except OSError as error:
+            raise transfer_failed(error, f"making {path} of {size_bytes} bytes") from error
+        self._arenas.append(arena)
+        return arena
+
+    def _drop(self, arena: _Arena) -> None:
+        self._arenas.remove(arena)
+        arena.close()
 
 
 class _Arena:
@@ -188,7 +184,16 @@ class _Arena:
 
     @property
     def is_too_large(self) -> bool:
-        return self._written_bytes > _MOST_UNUSED * max(self.used_bytes, _PAGE)
+        return self._written_bytes > _MOST_UNUSED * max(self.used_bytes, PAGE)
+
+    def is_free(self) -> bool:
+        """Return whether no mapping of an endpoint exists."""
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+        except OSError:
+            return False
+        return True
 
     def write(self, flat: torch.Tensor, attempt: Attempt) -> int:
         """Append bytes, uint8; return where they begin. Raises `OSError`, `TransferError`."""
@@ -203,7 +208,7 @@ class _Arena:
         else:
             write_all(self._fd, bytes_of(flat.cpu()), attempt, start)
             self._written_bytes = end
-        self.used_bytes = _aligned(end)
+        self.used_bytes = aligned(end)
         return start
 
     def close(self) -> None:
@@ -219,16 +224,13 @@ class _Arena:
 
 
 class SharedMemoryReceiver(StoredReceiver):
-    """One endpoint rank's end. Tensors are views of a mapping, and only to be read.
-
-    Writing to one changes it for this process alone, and only until the next update.
-    """
+    """One endpoint rank's end. Tensors are views of a mapping. Writing to one changes it for this process alone."""
 
     def __init__(self, spec: DirectorySpec) -> None:
         super().__init__()
         self._spec = spec
         self._directory = Path(spec.directory)
-        self._mapped: tuple[str, torch.Tensor] | None = None
+        self._mapped: tuple[str, weakref.ref[mmap.mmap]] | None = None
 
     def join(self) -> None:
         if self._given_up.done():
@@ -247,57 +249,40 @@ class SharedMemoryReceiver(StoredReceiver):
         self._mapped = None
 
     def _received(self, ref: UpdateRef, index: int, size_bytes: int, attempt: Attempt) -> torch.Tensor:
-        name = _record_name(ref, index)
-        attempt.reason = f"{self._directory / name} does not exist"
-        while True:
-            attempt.remaining_s()
-            try:
-                return self._flat(name, ref, index, size_bytes, attempt)
-            except FileNotFoundError:
-                attempt.pause()
-            except (OSError, ValueError) as error:  # mapping failed
-                raise attempt.failed(error) from error
+        record = await_record(self._directory, ref, index, size_bytes, attempt)
+        try:
+            return self._flat(record, attempt)
+        except (OSError, ValueError) as error:  # mapping failed
+            raise attempt.failed(error) from error
 
     def abort(self) -> None:
         super().abort()
         self._mapped = None
 
-    def _flat(self, name: str, ref: UpdateRef, index: int, size_bytes: int, attempt: Attempt) -> torch.Tensor:
-        """Return the bytes of a bucket, uint8. Raises `FileNotFoundError` if it is not there."""
-        path = self._directory / name
-        record = parsed(
-            _Record, read_text(self._directory, name, max_bytes=_MAX_RECORD_BYTES, is_private=True), where=path
-        )
-        if (record.ref, record.index) != (ref, index):
-            raise attempt.failed(f"{path} belongs to bucket {record.index} of another update: {record.ref}")
-        if record.size_bytes != size_bytes:
-            raise attempt.failed(f"{record.size_bytes} bytes are stored, but {size_bytes} were announced")
+    def _flat(self, record: BucketRecord, attempt: Attempt) -> torch.Tensor:
+        """Return the bytes of a bucket, uint8."""
+        size_bytes = record.size_bytes
         if size_bytes == 0:
             return torch.empty(0, dtype=torch.uint8)
-        if self._mapped is None or self._mapped[0] != record.arena:
-            self._mapped = (record.arena, self._mapping(record, attempt))
-        mapped = self._mapped[1]
-        if mapped.numel() < record.offset + size_bytes:
-            raise attempt.failed(f"{self._directory / record.arena} is truncated: it has {mapped.numel()} bytes")
-        return mapped[record.offset : record.offset + size_bytes]
+        mapping = self._mapping(record, attempt)
+        if len(mapping) < record.offset + size_bytes:
+            raise attempt.failed(f"{self._directory / record.arena} is truncated: it has {len(mapping)} bytes")
+        return torch.frombuffer(mapping, dtype=torch.uint8)[record.offset : record.offset + size_bytes]
 
-    def _mapping(self, record: _Record, attempt: Attempt) -> torch.Tensor:
-        """Return the arena, mapped so that writes here do not reach it."""
+    def _mapping(self, record: BucketRecord, attempt: Attempt) -> mmap.mmap:
+        """Return the arena, locked and mapped so that writes here do not reach it. It ends with its last tensor."""
+        if self._mapped is not None and self._mapped[0] == record.arena and (mapping := self._mapped[1]()) is not None:
+            return mapping
         with regular_file(self._directory, record.arena, is_private=True) as (fd, file_bytes):
             if file_bytes < record.offset + record.size_bytes:
                 raise attempt.failed(f"{self._directory / record.arena} is truncated: it has {file_bytes} bytes")
-            return torch.frombuffer(mmap.mmap(fd, file_bytes, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            mapping = mmap.mmap(fd, file_bytes, access=mmap.ACCESS_COPY)  # it keeps the locked descriptor open
+        self._mapped = record.arena, weakref.ref(mapping)
+        return mapping
 
 
 def memory_directory() -> Path:
     """Return the directory whose files are memory of this host, or the next best one."""
     shm = Path("/dev/shm")
     return shm if os.access(shm, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
-
-
-def _record_name(ref: UpdateRef, index: int) -> str:
-    return f"{session_name(ref)}.{index:05d}.json"
-
-
-def _aligned(size_bytes: int) -> int:
-    return -(-size_bytes // _PAGE) * _PAGE

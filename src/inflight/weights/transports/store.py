@@ -1,4 +1,4 @@
-"""What the transports that store buckets share: file names, careful opening, deadlines, and lent memory.
+"""What the transports that store buckets share: file names, careful opening, and deadlines.
 
 Knows nothing of formats, and nothing of how the bytes get there.
 """
@@ -182,33 +182,6 @@ def read_all(fd: int, data: memoryview, attempt: Attempt, offset: int = 0) -> No
 def bytes_of(flat: torch.Tensor) -> memoryview:
     """Return the memory of a uint8 tensor on the CPU."""
     return flat.numpy().data
-
-
-class LentBuffers:
-    """Memory into which tensors are received, kept from one update to the next.
-
-    Pages that the system hands out anew cost more time than the copy itself: over gloo, they would lengthen the pause
-    by more than half.
-    """
-
-    def __init__(self) -> None:
-        self._free: list[torch.Tensor] = []
-        self._lent: list[torch.Tensor] = []
-
-    def take(self, size_bytes: int) -> torch.Tensor:
-        """Return unused memory of that size, uint8. It does not come back unless it is lent."""
-        for i, buffer in enumerate(self._free):
-            if buffer.numel() == size_bytes:
-                return self._free.pop(i)
-        return torch.empty(size_bytes, dtype=torch.uint8)
-
-    def lend(self, flat: torch.Tensor) -> None:
-        """Note that ``flat`` was filled and is in use until `take_back`."""
-        self._lent.append(flat)
-
-    def take_back(self) -> None:
-        """Take back lent memory. Memory not needed since the last call returns to the system."""
-        self._free, self._lent = self._lent, []
 
 
 class StoredReceiver(WeightReceiver):

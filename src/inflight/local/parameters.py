@@ -1,0 +1,43 @@
+"""New memory for the parameters of a model: made ready beside the model, then exchanged for the old at once.
+
+Knows nothing of updates and engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+Parameters = Mapping[str, torch.nn.Parameter]
+
+_ALIGNMENT_BYTES = 64
+"""What torch aligns its own memory to."""
+
+
+def made_ready(parameters: Parameters, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    """Return tensors in the dtype and layout of the parameters of these names, on their device.
+
+    A tensor that fits already is taken as it is: nothing may write to it from now on. The others are copied. Changes
+    nothing, and may run in any thread. Raises `ValueError` for a tensor of another shape.
+    """
+    return [(name, _fitted(tensor, parameters[name], name)) for name, tensor in tensors]
+
+
+def exchange(parameters: Parameters, ready: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Make tensors that are ready the memory of the parameters of these names.
+
+    Copies nothing. Modules that share a parameter share its new memory. The old memory is free once nothing else refers
+    to it.
+    """
+    for name, tensor in ready:
+        parameters[name].data = tensor
+
+
+def _fitted(tensor: torch.Tensor, parameter: torch.nn.Parameter, name: str) -> torch.Tensor:
+    if tensor.shape != parameter.shape:
+        raise ValueError(f"{name} has the shape {tuple(parameter.shape)}, not {tuple(tensor.shape)}")
+    fitted = tensor.detach().to(parameter.device, parameter.dtype)
+    if fitted.stride() != parameter.stride() or fitted.data_ptr() % _ALIGNMENT_BYTES:
+        return torch.empty_like(parameter, requires_grad=False).copy_(fitted)
+    return fitted

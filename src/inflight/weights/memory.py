@@ -1,0 +1,61 @@
+"""Memory of this host for weights that arrive, used again from one update to the next. Knows nothing of transports."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+
+
+class ReusedMemory:
+    """Memory into which tensors are received, used again once nothing refers to the tensors in it.
+
+    Pages that the system hands out anew cost more time than the copy itself. If ``device`` is a GPU, the memory is
+    pinned, so that it is copied there at full speed.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._pinned = device is not None and device.type == "cuda"
+        self._blocks: list[_Block] = []
+
+    def take(self, size_bytes: int) -> torch.Tensor:
+        """Return memory that nothing refers to, uint8 [size_bytes] on the CPU."""
+        if size_bytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        block = next((it for it in self._blocks if it.size_bytes == size_bytes and it.is_free), None)
+        if block is None:
+            block = _Block(size_bytes, self._pinned)
+            self._blocks.append(block)
+        return block.lend()
+
+    def begin(self) -> None:
+        """Return to the system what was neither taken nor referred to since the last call."""
+        self._blocks = [block for block in self._blocks if block.was_needed()]
+
+
+class _Block:
+    """Memory lent to one tensor and its views at a time.
+
+    The tensor's storage holds a numpy array that is a view of the memory, and ends with it.
+    """
+
+    def __init__(self, size_bytes: int, pinned: bool) -> None:
+        self.size_bytes = size_bytes
+        self._memory = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pinned).numpy()  # aligned by torch
+        self._loan: Callable[[], object] = lambda: None
+        self._was_taken = False
+
+    @property
+    def is_free(self) -> bool:
+        return self._loan() is None
+
+    def lend(self) -> torch.Tensor:
+        view = self._memory[:]
+        self._loan, self._was_taken = weakref.ref(view), True
+        return torch.from_numpy(view)
+
+    def was_needed(self) -> bool:
+        """Return whether it is referred to, or was taken since the last call."""
+        was_taken, self._was_taken = self._was_taken, False
+        return was_taken or not self.is_free

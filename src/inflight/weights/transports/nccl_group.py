@@ -1,0 +1,64 @@
+"""Making a group of NCCL in which nothing that goes wrong ends the process.
+
+torch's ProcessGroupNCCL starts two threads of its own. Its watchdog ends the process when an operation fails or takes
+longer than the group's timeout, unless told to clean up only; even then it asks every monitor of the process to dump
+and exit. Its monitor ends the process when the watchdog hangs, as it may while it aborts a communicator. Here the
+caller of an operation watches it (`inflight.weights.transports.groups.PolledGroup`), and no such thread is needed. All
+of this is set by environment variables only, which the group reads while it is constructed.
+
+The source of these facts: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed
+
+from inflight.errors import TransferError
+
+dist: Any = torch.distributed  # its stubs leave out NCCL's options where torch was built without it
+
+QUIET: Mapping[str, str] = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",  # CleanUpOnly: 1 is TearDown, 3, the default, SkipCleanUp, which tears down
+    "TORCH_NCCL_BLOCKING_WAIT": "1",  # starts neither the watchdog nor its monitor
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # a monitor that is started all the same ends nothing
+}
+_OPERATION_TIMEOUT = timedelta(days=14)
+"""Longer than any deadline or lease that the wire takes: our own deadlines always come first."""
+
+_constructing = threading.Lock()
+
+
+def new_nccl_group(keys: Any, rank: int, world_size: int) -> Any:
+    """Return torch's group of NCCL. Raises `RuntimeError`, and `TransferError` if torch was built without NCCL.
+
+    No communicator exists before the first operation: ranks that torch itself joined (SGLang's) make theirs then.
+    """
+    if not dist.is_nccl_available():
+        raise TransferError("this build of torch has no NCCL; use the gloo transport")
+    with environment(QUIET):
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = _OPERATION_TIMEOUT
+        return dist.ProcessGroupNCCL(keys, rank, world_size, options)
+
+
+@contextlib.contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables, and restore the user's values on the way out. One thread at a time is inside."""
+    with _constructing:
+        before = {name: os.environ.get(name) for name in variables}
+        os.environ.update(variables)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value

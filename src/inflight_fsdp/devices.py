@@ -1,0 +1,32 @@
+"""Which device a rank computes on."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from inflight.errors import ConfigError
+
+
+def device_of(kind: str | None) -> torch.device:
+    """Return the device of this rank: of a kind, or a GPU if there is one. Raises `ConfigError` if there is none."""
+    kind = kind or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("device is 'cuda' but torch sees no GPU; set device = 'cpu' or install torch with CUDA")
+    index = device_index(int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count())
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    return device
+
+
+def device_index(local_rank: int, num_devices: int) -> int:
+    """Return the GPU of a rank, of those that its process sees. Raises `ConfigError` if ranks would share one."""
+    if local_rank >= num_devices:
+        raise ConfigError(
+            f"LOCAL_RANK is {local_rank}, but torch sees {num_devices} GPUs, so two ranks would share one, which NCCL "
+            "refuses: start one rank for each GPU, or set LOCAL_RANK=0 where each rank sees only its own"
+        )
+    return local_rank

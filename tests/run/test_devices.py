@@ -1,0 +1,55 @@
+"""A run on a machine that says it has two GPUs: every process is started with its own. Torch uses none of them here."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.run.runs import RunProcess
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Environment of a run that finds a management tool which lists three GPUs, and may use two of them."""
+    if torch.cuda.is_available():
+        pytest.skip("the run would use the GPUs of this machine")
+    monkeypatch.setenv("INFLIGHT_TESTS_FORK", "0")  # a forked process does not show its environment
+    tool = tmp_path / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text('#!/bin/sh\nfor i in 0 1 2; do echo "$i, GPU-$i, 81559"; done\n')
+    tool.chmod(0o755)
+    return {"PATH": f"{tool.parent}{os.pathsep}{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": "2,0"}
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return dict(word.decode().partition("=")[::2] for word in words if word)
+
+
+def test_each_process_is_started_with_its_own_gpus(tmp_path: Path, model_dir: Path, machine: dict[str, str]) -> None:
+    run = RunProcess(tmp_path, model_dir, "--run.num_steps", "100000", environment=machine)
+    try:
+        run.wait_for_steps(1)
+        assert "trainer-0 on GPU 0; server-0 on GPU 1" in run.output()
+        environments = {name: environment_of(pid) for name, pid in run.processes().items()}
+        seen = {name: found["CUDA_VISIBLE_DEVICES"] for name, found in environments.items()}
+        assert seen == {"controller": "2,0", "trainer-0": "2", "server-0": "0"}
+        assert environments["trainer-0"]["LOCAL_RANK"] == "0"
+    finally:
+        run.kill()
+
+
+def test_a_run_that_needs_more_gpus_is_refused_before_anything_is_written(
+    tmp_path: Path, model_dir: Path, machine: dict[str, str]
+) -> None:
+    run = RunProcess(tmp_path, model_dir, "--train.num_ranks", "2", environment=machine)
+    assert run.wait() == 1
+    assert (
+        "the run needs 3 GPUs (2 for trainer ranks, 1 for server-0) but sees 2: lower train.num_ranks" in run.output()
+    )
+    assert not run.directory.exists()

@@ -1,0 +1,167 @@
+"""``inflight train --dry-run``: what it prints of described machines, what it refuses, and that it does nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inflight.cli import main
+from tests.headers import LLAMA_70B, QWEN2_7B, write_headers
+from tests.servers import ServerProcess
+
+ROOT = Path(__file__).parents[2]
+QWEN2_14B = QWEN2_7B | {
+    "hidden_size": 5120,
+    "intermediate_size": 13824,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+}
+GIB = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Models of which only the headers exist, by the names of the examples."""
+    directory = tmp_path_factory.mktemp("models")
+    known = {"Qwen2.5-7B": QWEN2_7B, "Qwen2.5-14B": QWEN2_14B, "Llama-70B": LLAMA_70B}
+    return {name: write_headers(directory / name, config) for name, config in known.items()}
+
+
+@pytest.fixture
+def dry_run(
+    models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[int, str, str]]:
+    monkeypatch.chdir(tmp_path)
+
+    def run(example: str, *arguments: str, model: str = "Qwen2.5-7B") -> tuple[int, str, str]:
+        path = ROOT / "examples" / f"{example}.toml"
+        status = main(["train", str(path), "--dry-run", "--model.path", str(models[model]), *arguments])
+        assert list(tmp_path.iterdir()) == []  # nothing was written
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def test_the_split_layout_fits_eight_gpus(dry_run: Callable[..., tuple[int, str, str]]) -> None:
+    status, printed, _ = dry_run("gpus-split", "--devices", "8x80GiB", "--json")
+    assert status == 0
+    plan = json.loads(printed)
+    placed = {it["name"]: it["devices"] for it in plan["processes"] if it["devices"]}
+    assert placed == {f"trainer-{i}": [i] for i in range(4)} | {f"server-{i}-vllm": [4 + i] for i in range(4)}
+    size_bytes = plan["update"]["size_bytes"]
+    assert size_bytes == 2 * 7_615_616_512
+    assert plan["update"]["deadline_s"] == 60 + size_bytes / 0.5e9
+    assert [use["index"] for use in plan["devices"]] == list(range(8))
+    assert all(0.3 * 80 * GIB < use["needed_bytes"] < 80 * GIB for use in plan["devices"])
+    (staged,) = [term for term in plan["processes"][-1]["memory"] if term["name"] == "staged update"]
+    assert staged["size_bytes"] == size_bytes
+
+
+def test_the_colocated_layout_shares_every_gpu(dry_run: Callable[..., tuple[int, str, str]]) -> None:
+    status, printed, _ = dry_run("gpus-colocated", "--devices", "8x80GiB", "--json")
+    assert status == 0
+    uses = json.loads(printed)["devices"]
+    assert [use["processes"] for use in uses] == [[f"trainer-{i}", f"server-{i}-vllm"] for i in range(8)]
+    assert all(use["needed_bytes"] < use["memory_bytes"] for use in uses)
+
+
+def test_a_colocated_layout_that_needs_the_engine_to_give_up_its_memory_is_refused(
+    dry_run: Callable[..., tuple[int, str, str]],
+) -> None:
+    arguments = '["--gpu-memory-utilization", "0.9"]'
+    status, printed, said = dry_run("gpus-colocated", "--devices", "8x80GiB", "--servers.engine_arguments", arguments)
+    assert (status, printed) == (2, "")
+    assert re.search(r"GPU 0 needs \d+\.\d GiB but has 80\.0 GiB, \d+\.\d GiB too little", said)
+    assert "the memory of an engine is not released while the trainer works" in said
+
+
+def test_two_nodes_need_an_address_that_the_other_one_reaches(dry_run: Callable[..., tuple[int, str, str]]) -> None:
+    here = ("--devices", "8x80GiB")
+    status, printed, _ = dry_run("gpus-two-nodes", *here, model="Qwen2.5-14B")
+    assert status == 0
+    for url in ("http://203.0.113.2:8000", "http://203.0.113.2:8001"):
+        assert f"{url} cannot take part now" in printed  # there is no such machine here
+    status, _, said = dry_run("gpus-two-nodes", *here, "--servers.address", "127.0.0.1", model="Qwen2.5-14B")
+    assert status == 2
+    assert "http://203.0.113.2:8000 is on another machine" in said
+    assert "set servers.address" in said
+    status, _, said = dry_run("gpus-two-nodes", *here, "--servers.transport", "shm", model="Qwen2.5-14B")
+    assert status == 2
+    assert "choose 'gloo', 'nccl', 'http' or 'file'" in said
+
+
+@pytest.mark.parametrize(
+    ("example", "model"),
+    [("gpus-split", "Qwen2.5-7B"), ("gpus-colocated", "Qwen2.5-7B"), ("gpus-two-nodes", "Qwen2.5-14B")],
+)
+def test_the_page_shows_what_the_command_prints(
+    dry_run: Callable[..., tuple[int, str, str]], example: str, model: str
+) -> None:
+    _, printed, _ = dry_run(example, "--devices", "8x80GiB", model=model)
+    page = (ROOT / "docs" / "gpus.md").read_text()
+    (shown,) = re.findall(rf"<!-- dry run: {example} -->\n```\n(.*?)```\n<!-- end -->", page, re.DOTALL)
+    assert shown == printed[printed.index("one update:") :]
+
+
+def test_what_does_not_fit_is_refused_with_how_much_is_missing_and_what_to_change(
+    dry_run: Callable[..., tuple[int, str, str]],
+) -> None:
+    status, printed, said = dry_run("gpus-split", "--devices", "8x80GiB", model="Llama-70B")
+    assert (status, printed) == (2, "")
+    assert "the vllm servers fill 0.75 of each GPU, 60.0 GiB, but weights (131.4 GiB)" in said
+    assert "raise the engine's tensor-parallel size" in said
+    more = ("--servers.count", "1", "--servers.engine_arguments", '["-tp", "4", "--max-model-len", "8192"]')
+    status, _, said = dry_run("gpus-split", "--devices", "8x80GiB", *more, model="Llama-70B")
+    assert status == 2
+    # Parameters, gradients and two moments in float32 take 16 bytes each, of a quarter of the 70.6 B parameters.
+    assert "GPU 0 needs" in said
+    assert "optimizer states 131.4 GiB" in said
+    assert "raise train.num_ranks" in said
+
+
+def test_too_few_gpus_are_counted(dry_run: Callable[..., tuple[int, str, str]]) -> None:
+    status, _, said = dry_run("gpus-split", "--devices", "7x80GiB")
+    assert status == 2
+    assert "the run needs 8 GPUs (4 for trainer ranks, 1 for server-0-vllm" in said
+    assert "but sees 7" in said
+
+
+def test_a_machine_without_gpus_gets_a_plan_too(dry_run: Callable[..., tuple[int, str, str]]) -> None:
+    status, printed, _ = dry_run("quickstart", "--devices", "0x80GiB")
+    assert status == 0
+    assert "trainer-0: fsdp worker, rank 0 of 1; no GPU" in printed
+    assert "every process computes on the CPU" in printed
+
+
+def test_memory_of_unknown_workers_is_left_out_and_said_to_be(dry_run: Callable[..., tuple[int, str, str]]) -> None:
+    trainer = ("--train.trainer", "somewhere:make_worker")
+    status, printed, _ = dry_run("gpus-split", "--devices", "8x80GiB", *trainer)
+    assert status == 0
+    assert "memory of 'somewhere:make_worker' workers is not known" in printed
+
+
+def test_a_running_server_is_asked_whether_it_can_take_part(
+    dry_run: Callable[..., tuple[int, str, str]],
+    shared_server: ServerProcess,
+    model_dir: Path,
+) -> None:
+    urls = ("--servers.urls", json.dumps([shared_server.url]), "--devices", "0x80GiB")
+    status, printed, _ = dry_run("quickstart", *urls)
+    assert status == 0
+    assert "with a vocabulary of 258 tokens, but model.path" in printed
+    fitting = ("--model.path", str(model_dir))
+    status, printed, _ = dry_run("quickstart", *urls, *fitting)
+    assert status == 0
+    assert f"{shared_server.url} answers, and runs up to" in printed
+
+
+@pytest.mark.parametrize("arguments", [("--json",), ("--devices", "8x80GiB")])
+def test_options_of_the_dry_run_do_not_start_a_run(capsys: pytest.CaptureFixture[str], arguments: Any) -> None:
+    assert main(["train", str(ROOT / "examples" / "quickstart.toml"), *arguments]) == 1
+    assert "--json and --devices apply only to --dry-run" in capsys.readouterr().err

@@ -1,0 +1,102 @@
+"""Streams: nothing on the CPU; on a GPU, in what order torch is asked, which a recorder of its calls shows."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from inflight.weights import streams
+from inflight.weights.streams import beside, finish, queued_beside, recorded
+
+GPU = torch.device("cuda", 0)
+
+
+class Recorder:
+    """Stands for torch's streams and events, on a machine without a GPU."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.current = Stream(self, "theirs")
+
+    @contextlib.contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+
+class Stream:
+    def __init__(self, recorder: Recorder, name: str) -> None:
+        self._recorder = recorder
+        self._name = name
+
+    def record_event(self) -> Any:
+        self._recorder.calls.append(f"event on {self._name}")
+        return Event(self._recorder, self._name)
+
+    def wait_event(self, event: Event) -> None:
+        self._recorder.calls.append(f"{self._name} waits for {event.name}")
+
+
+class Event:
+    def __init__(self, recorder: Recorder, name: str) -> None:
+        self._recorder = recorder
+        self.name = name
+
+    def synchronize(self) -> None:
+        self._recorder.calls.append(f"the host waits for {self.name}")
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
+    recorder = Recorder()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(recorder, "ours"))
+    monkeypatch.setattr(torch.cuda, "stream", recorder.stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: recorder.current)
+    streams._stream.cache_clear()
+    yield recorder
+    streams._stream.cache_clear()
+
+
+def test_the_host_waits_for_our_stream_which_waits_for_the_event_and_never_for_theirs(recorder: Recorder) -> None:
+    packed = recorded(GPU)
+    with beside(GPU, after=packed):
+        recorder.calls.append("receive")
+    assert recorder.calls == [
+        "event on theirs",
+        "ours waits for theirs",
+        "receive",
+        "event on ours",
+        "the host waits for ours",
+    ]
+    assert recorder.current._name == "theirs"
+
+
+def test_what_is_only_queued_is_not_waited_for(recorder: Recorder) -> None:
+    with queued_beside(GPU):
+        recorder.calls.append("receive")
+    assert recorder.calls == ["receive"]
+
+
+def test_after_an_error_nothing_is_waited_for(recorder: Recorder) -> None:
+    with pytest.raises(RuntimeError), beside(GPU):
+        raise RuntimeError("the group was given up")
+    assert recorder.calls == []
+
+
+def test_a_load_is_finished_on_the_stream_of_whoever_loads(recorder: Recorder) -> None:
+    finish(GPU)
+    assert recorder.calls == ["event on theirs", "the host waits for theirs"]
+
+
+def test_on_the_cpu_nothing_is_done(recorder: Recorder) -> None:
+    cpu = torch.device("cpu")
+    assert recorded(cpu) is None
+    finish(cpu)
+    with beside(cpu), queued_beside(cpu):
+        pass
+    assert recorder.calls == []
