@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
-import shutil
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -20,6 +19,7 @@ from typing import Any
 
 import torch
 from anyio.from_thread import start_blocking_portal
+from benchmarks.gpu.broadcast import broadcast_s
 from benchmarks.gpu.models import MAX_MODEL_LEN, NUM_SERVED, config_of_size, random_model
 from benchmarks.gpu.settings import Settings
 from benchmarks.gpu.timing import in_words, seconds_of, spread
@@ -80,9 +80,9 @@ def _limits(size_bytes: int, settings: Settings) -> dict[str, dict[str, Any]]:
 
     note(("ipc",), "one copy on the device", copied)
     if _has_two_gpus(settings):
-        note(("nccl",), "one broadcast over NCCL", lambda: limits.broadcast_s([size_bytes], num_rounds, "nccl"))
+        note(("nccl",), "one broadcast over NCCL", lambda: broadcast_s("nccl", size_bytes, num_rounds))
     note(("shm",), "one copy in host memory", lambda: limits.copy_s(size_bytes, num_rounds))
-    note(("gloo",), "one broadcast over gloo", lambda: limits.broadcast_s([size_bytes], num_rounds))
+    note(("gloo",), "one broadcast over gloo", lambda: broadcast_s("gloo", size_bytes, num_rounds))
     note(("http",), "one socket", lambda: limits.socket_s(size_bytes, num_rounds))
     note(("file",), "one file, written and read", lambda: limits.file_s(size_bytes, num_rounds, settings.place))
     return found
@@ -234,15 +234,15 @@ def _has_two_gpus(settings: Settings) -> bool:
 
 
 def _does_not_fit(size_bytes: int, settings: Settings) -> str | None:
-    """Return why a model of this size cannot be measured: trainer, server and the staged update, in device memory."""
-    needed_bytes = int(3.3 * size_bytes)
+    """Return why a model of this size cannot be measured.
+
+    Over IPC, the device holds it four times: in the trainer, in memory that both see, staged, and in the server.
+    """
     if settings.on_gpu:
         gc.collect()
         torch.cuda.empty_cache()
-        needed_bytes += 4_000_000_000  # keys and values, buckets, two contexts
+        needed_bytes = int(4.2 * size_bytes) + 5_000_000_000  # keys and values, buckets, two contexts
         free_bytes = torch.cuda.mem_get_info()[0]
-    else:
-        free_bytes = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else needed_bytes
-    if free_bytes < needed_bytes:
-        return f"it takes {needed_bytes / 1e9:.0f} GB of memory, and {free_bytes / 1e9:.0f} GB are free"
+        if free_bytes < needed_bytes:
+            return f"it takes {needed_bytes / 1e9:.0f} GB of the GPU, and {free_bytes / 1e9:.0f} GB are free"
     return None

@@ -15,11 +15,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import torch
 from benchmarks.gpu.models import half_billion, save_random_model
 from benchmarks.gpu.settings import Settings
 from benchmarks.gpu.timing import spread
-
-from inflight.transports import installed_transports
 
 CONFIG = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 OWN_TASK = "examples.own_parts:CountLetters"
@@ -27,29 +26,10 @@ OWN_TASK = "examples.own_parts:CountLetters"
 
 def measure(settings: Settings) -> dict[str, Any]:
     """Return the figures of this section."""
-    model = save_random_model(half_billion(settings), settings)
+    num_gpus = torch.cuda.device_count() if settings.on_gpu else 0
     directory = settings.place / "run"
-    num_steps = 2 if settings.quick else 5
-    has_task = importlib.util.find_spec("reasoning_gym") is not None
-    transport = "ipc" if settings.on_gpu and "ipc" in {it.name for it in installed_transports()} else "shm"
-    changes = {
-        "run.directory": directory,
-        "run.num_steps": num_steps,
-        "model.path": model,
-        "model.dtype": "bfloat16",
-        "sampling.max_tokens": 16 if settings.quick else 64,
-        "servers.transport": transport,
-        "train.tokens_per_worker": 512 if settings.quick else 8192,
-        "train.learning_rate": "1e-6",
-        "train.train_on_equal_rewards": "true",  # a random model answers nothing right
-    }
-    if not has_task:
-        changes["task.name"] = OWN_TASK
-    if not settings.on_gpu:
-        changes |= {"servers.device": "cpu", "train.trainer_options": '{device = "cpu"}'}
-    command = [sys.executable, "-m", "inflight", "train", str(CONFIG)]
-    for key, value in changes.items():
-        command += [f"--{key}", str(value)]
+    changes = changes_of(settings, save_random_model(half_billion(settings), settings), directory, num_gpus)
+    command = [sys.executable, "-m", "inflight", "train", str(CONFIG), *changes]
     started = time.monotonic()
     answer = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=settings.left_s
@@ -61,8 +41,8 @@ def measure(settings: Settings) -> dict[str, Any]:
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     publishes = [row["publish"] for row in rows if row["publish"] is not None]
     return {
-        "task": "the quickstart's" if has_task else f"{OWN_TASK}, since reasoning-gym is not installed",
-        "transport": transport,
+        "task": OWN_TASK if OWN_TASK in changes else "the quickstart's",
+        "transport": changes[changes.index("--servers.transport") + 1],
         "num_steps": len(rows),
         "seconds": seconds,
         "first_step_s": rows[0]["time_s"],
@@ -71,3 +51,26 @@ def measure(settings: Settings) -> dict[str, Any]:
         "lag_max": max(row["lag_max"] for row in rows),
         "publishes": publishes,
     }
+
+
+def changes_of(settings: Settings, model: Path, directory: Path, num_gpus: int) -> list[str]:
+    """Return what is changed in the quickstart's configuration, as arguments of ``inflight train``."""
+    changes = {
+        "run.directory": directory,
+        "run.num_steps": 2 if settings.quick else 5,
+        "model.path": model,
+        "model.dtype": "bfloat16",
+        "sampling.max_tokens": 16 if settings.quick else 64,
+        # On one GPU trainer and server share it; of several each has its own, and IPC reaches no other.
+        "servers.transport": ("shm", "ipc", "nccl")[min(num_gpus, 2)],
+        "train.tokens_per_worker": 512 if settings.quick else 8192,
+        "train.learning_rate": "1e-6",
+        "train.train_on_equal_rewards": "true",  # a random model answers nothing right
+    }
+    if num_gpus == 0:
+        changes |= {"servers.device": "cpu", "train.device": "cpu"}
+    if num_gpus == 1:
+        changes["servers.colocated"] = "true"
+    if importlib.util.find_spec("reasoning_gym") is None:
+        changes["task.name"] = OWN_TASK
+    return [word for key, value in changes.items() for word in (f"--{key}", str(value))]

@@ -13,10 +13,14 @@ from typing import Any
 import benchmarks.gpu.__main__ as command
 import pytest
 import torch
-from benchmarks.gpu.settings import SECTIONS, Section
+from benchmarks.gpu.distribution import write_metadata
+from benchmarks.gpu.quickstart import CONFIG, changes_of
+from benchmarks.gpu.settings import SECTIONS, Section, Settings
 from benchmarks.gpu.tables import NONE_YET, page
 from benchmarks.gpu.targets import kits_are_passed, targets_of
 from benchmarks.results import DIRECTORY, read_results
+
+from inflight.cli import main
 
 pytestmark = [pytest.mark.usefixtures("forks"), pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]
@@ -106,6 +110,23 @@ def test_the_quickstart_took_its_steps_in_bfloat16(record: dict[str, Any]) -> No
     found = figures(record, "quickstart")
     assert found["num_steps"] == 2
     assert found["step_s"]["median"] > 0 and found["publishes"][-1]["version"] == 2
+
+
+@pytest.mark.parametrize(("num_gpus", "transport"), [(1, "ipc"), (2, "nccl")])
+def test_the_quickstart_fits_on_gpus_by_the_dry_run(
+    num_gpus: int,
+    transport: str,
+    model_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_metadata(tmp_path / "distribution")  # as the benchmark does, so that every transport is found
+    monkeypatch.syspath_prepend(tmp_path / "distribution")
+    settings = Settings("cuda", quick=False, place=tmp_path, deadline=0.0)
+    changes = changes_of(settings, model_dir, tmp_path / "run", num_gpus)
+    assert main(["train", str(CONFIG), *changes, "--dry-run", "--devices", f"{num_gpus}x80GiB"]) == 0
+    assert transport in capsys.readouterr().out
 
 
 def test_the_page_shows_every_section_of_a_full_run_on_a_gpu_and_of_no_other(record: dict[str, Any]) -> None:

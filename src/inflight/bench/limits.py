@@ -14,14 +14,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from inflight.bench.peer import TIMEOUT_S, broadcast_all, device_of
+from inflight.bench.peer import TIMEOUT_S
 from inflight.errors import TransferError
-from inflight.weights.transports.process_group import GroupTransport, ProcessGroupSender, join_group
+from inflight.weights.transports.process_group import ProcessGroupSender, join_group
 
 
 def copy_s(size_bytes: int, num_rounds: int) -> list[float]:
@@ -31,21 +32,19 @@ def copy_s(size_bytes: int, num_rounds: int) -> list[float]:
     return _timed(lambda: target.copy_(source), num_rounds)
 
 
-def broadcast_s(sizes: Sequence[int], num_rounds: int, transport: GroupTransport = "gloo") -> list[float]:
-    """Broadcast tensors of these sizes to one other process, one after another, then a barrier.
-
-    Over NCCL from the first GPU to the second.
-    """
-    sender = ProcessGroupSender(transport)
+def broadcast_s(sizes: Sequence[int], num_rounds: int) -> list[float]:
+    """Broadcast tensors of these sizes over gloo to one other process, one after another, then a barrier."""
+    sender = ProcessGroupSender()
     (spec,) = sender.specs("limit", [1], TIMEOUT_S)
     told = {"what": "broadcast", "spec": spec.model_dump(), "sizes": list(sizes), "num_rounds": num_rounds + 1}
     with _peer(told):
         group: Any = join_group(spec, 0, spec.master_address).raw
-        device = device_of(spec, 0)
-        tensors = [torch.ones(size, dtype=torch.uint8, device=device) for size in sizes]
+        tensors = [torch.ones(size, dtype=torch.uint8) for size in sizes]
 
         def once() -> None:
-            broadcast_all(group, tensors)
+            for tensor in tensors:
+                group.broadcast(tensor, 0, timedelta(seconds=TIMEOUT_S)).wait()
+            group.barrier().wait()
 
         seconds = _timed(once, num_rounds)
     sender.abort()

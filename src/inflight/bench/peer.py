@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import socket
 import sys
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -22,29 +21,12 @@ TIMEOUT_S = 60.0
 
 def receive_broadcasts(spec: ProcessGroupSpec, sizes: list[int], num_rounds: int) -> None:
     """Join as rank 1 and receive broadcasts of tensors of these sizes, ``num_rounds`` times."""
-    device = device_of(spec, 1)
     group: Any = join_group(spec, 1, spec.master_address).raw
-    tensors = [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
+    tensors = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
     for _ in range(num_rounds):
-        broadcast_all(group, tensors)
-
-
-def device_of(spec: ProcessGroupSpec, rank: int) -> torch.device:
-    """Return the device of a rank: for NCCL a GPU of its own, which becomes this process's current one."""
-    if spec.transport != "nccl":
-        return torch.device("cpu")
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    return device
-
-
-def broadcast_all(group: Any, tensors: Sequence[torch.Tensor]) -> None:
-    """Broadcast tensors from rank 0, and wait until they have arrived everywhere."""
-    for tensor in tensors:
-        group.broadcast(tensor, 0, timedelta(seconds=TIMEOUT_S)).wait()
-    if tensors[0].is_cuda:
-        torch.cuda.synchronize(tensors[0].device)  # a wait for NCCL only orders the streams
-    group.barrier().wait()
+        for tensor in tensors:
+            group.broadcast(tensor, 0, timedelta(seconds=TIMEOUT_S)).wait()
+        group.barrier().wait()
 
 
 def receive_stream(port: int, size_bytes: int, num_rounds: int) -> None:

@@ -24,16 +24,18 @@ def importable_anchors() -> Iterator[None]:
     """Make the packages importable inside of the block, after everything else that is.
 
     Afterwards the path, the environment and the handlers and level of the root logger are what they were: verl sets
-    both on import. Raises `FileNotFoundError` if the packages are not installed.
+    both on import. Raises `FileNotFoundError` if the packages are installed neither there nor with the others.
     """
     folder = anchors_folder()
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is missing: make installs the frameworks to compare with there")
     environment, root = dict(os.environ), logging.getLogger()
     handlers, level = root.handlers[:], root.level
     sys.path.append(str(folder))
     try:
         yield
+    except ModuleNotFoundError as error:
+        if folder.is_dir():
+            raise
+        raise FileNotFoundError(f"{folder} is missing: make installs the frameworks to compare with there") from error
     finally:
         sys.path.remove(str(folder))
         root.handlers[:] = handlers
