@@ -276,6 +276,7 @@ def test_a_server_stops_by_signals_and_with_its_standard_input_while_it_generate
             logs[name] = (tmp_path / name / "log").read_text()
             assert "Traceback" not in logs[name], logs[name]
             assert f"serving {model_dir.name} at {found['url']}" in logs[name]
+            assert "inflight: attention while decoding in float32 on cpu: torch's" in logs[name]
         assert early.wait(timeout=60) == 0
         assert "Traceback" not in (tmp_path / "early" / "log").read_text()
     finally:

@@ -70,7 +70,7 @@ class Ranks:
     def __init__(self, directory: Path, model: Path) -> None:
         self.directory = directory
         self._model = model
-        self.warned: list[str] = []
+        self.told: list[str] = []
         self.seconds_failing = 0.0
         self.seconds_stopping = 0.0
 
@@ -86,7 +86,7 @@ class Ranks:
         return asyncio.run(self._train(config, num_steps))
 
     async def _train(self, config: RunConfig, num_steps: int) -> list[list[Trained]]:
-        group = TrainerGroup(config, self.directory, "token", self.warned.append)
+        group = TrainerGroup(config, self.directory, "token", self.told.append)
         await group.spawn()
         started = time.monotonic()
         try:
@@ -194,9 +194,16 @@ def test_the_run_is_told_which_share_of_updates_masters_in_bfloat16_lose(group: 
     answers = group.train(group.config("--train.num_ranks", "2", *overrides), 4)
     values = [metric_values(decode_metrics(answer[0].metrics))["rounded_away"] for answer in answers]
     assert min(values) > 0.95
-    assert len(group.warned) == 2
-    assert "an update smaller than 1/512 of its weight is rounded away" in group.warned[0]
-    assert re.match(r"9\d\.\d% of the updates of 3 steps were rounded away", group.warned[1])
+    attention, at_start, later = group.told
+    assert attention.startswith("trainer's attention in bfloat16 on cpu: torch's")
+    assert "an update smaller than 1/512 of its weight is rounded away" in at_start
+    assert re.match(r"9\d\.\d% of the updates of 3 steps were rounded away", later)
+
+
+def test_the_run_is_told_once_which_kernel_computes_the_trainer_s_attention(group: Ranks) -> None:
+    group.train(group.config(), 1)
+    (told,) = group.told
+    assert told.startswith("trainer's attention in float32 on cpu: torch's")
 
 
 @pytest.mark.parametrize(

@@ -281,6 +281,10 @@ def test_what_torchtitan_does_not_have_is_refused_by_name(tmp_path, model_path):
         create_worker(options(qwen2))
     with pytest.raises(ConfigError, match=r"float64.*float32 or bfloat16"):
         create_worker(options(model_path, dtype="float64"))
+    with pytest.raises(ConfigError, match="TorchTitan sums gradients in float32"):
+        create_worker({"model_path": str(model_path), "reduce_dtype": "bfloat16"})
+    with pytest.raises(ConfigError, match="float8 is for the worker 'fsdp' only"):
+        create_worker({"model_path": str(model_path), "float8": True})
     with pytest.raises(ConfigError, match="the TorchTitan worker trains every parameter"):
         create_worker(options(model_path, frozen=["*.k_proj.*"]))
     with pytest.raises(ConfigError, match=r"TorchTitan worker: learning_rat: .*Known keys: .*optimizer_implementation"):
