@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend
 
 from inflight.errors import UnsupportedError
 
@@ -40,6 +41,13 @@ _SOFT_CAPS = (
     "attn_logit_softcapping",
     "attention_logit_cap",
 )
+_KERNELS = {
+    SDPBackend.MATH: "torch's math kernel, which holds the scores of all pairs of tokens",
+    SDPBackend.FLASH_ATTENTION: "torch's flash kernel",
+    SDPBackend.EFFICIENT_ATTENTION: "torch's memory-efficient kernel",
+    SDPBackend.CUDNN_ATTENTION: "cuDNN's kernel",
+}
+
 _RECURRENT_FIELDS = ("layers_block_type", "block_types", "hybrid_override_pattern", "attn_layer_period", "state_size")
 
 
@@ -102,14 +110,48 @@ def segment_attention(
 
     ``query`` is [1, A, T, D]; ``key`` and ``value`` may have fewer heads. ``scaling`` None is 1 / sqrt(D).
     """
-    # Grouped heads need no copy of keys and values, which is a tenth quicker in float32 on a CPU.
-    grouped = key.shape[1] != query.shape[1]
     padded = [_to_padded(x[0].transpose(0, 1), plan) for x in (query, key, value)]
-    outputs = [
-        F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=grouped)
-        for q, k, v in zip(*padded, strict=True)
-    ]
+    outputs = [_attend(q, k, v, scaling, dropout) for q, k, v in zip(*padded, strict=True)]
     return _to_packed(outputs, plan).unsqueeze(0)
+
+
+def repeats_heads(device_type: str, dtype: torch.dtype, *, grouped: bool) -> bool:
+    """Return whether key-value heads are repeated for their query heads, or left to the kernel as groups.
+
+    On CUDA only the flash kernel and cuDNN's take groups (torch 2.13, aten's ``cuda/sdp_utils.cpp``), and both are for
+    16 bits. In float32, groups would leave the math kernel, which holds all scores: 120 GB for 28 heads and 32,768
+    tokens. The memory-efficient kernel takes repeated heads. Elsewhere groups save a copy of keys and values, which is
+    a tenth quicker in float32 on a CPU.
+    """
+    return grouped and device_type == "cuda" and dtype.itemsize > 2
+
+
+def kernel_in_words(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None, *, is_causal: bool
+) -> str:
+    """Return which kernel torch takes for attention of such tensors; their contents are not read."""
+    grouped = key.shape[1] != query.shape[1]
+    choice = torch._fused_sdp_choice(query, key, value, mask, 0.0, is_causal, enable_gqa=grouped)
+    return _KERNELS.get(SDPBackend(choice), "a kernel of the device's own")
+
+
+def segment_kernel_in_words(config: Any, dtype: torch.dtype, device: torch.device) -> str:
+    """Return how `segment_attention` computes in training for a model of transformers' configuration."""
+    num_heads, num_kv_heads, head_dim = heads_of(config)
+    options: dict[str, Any] = {"dtype": dtype, "device": device, "requires_grad": True}
+    repeated = repeats_heads(device.type, dtype, grouped=num_heads != num_kv_heads)
+    query = torch.empty(1, num_heads, 64, head_dim, **options)
+    key = query if repeated else torch.empty(1, num_kv_heads, 64, head_dim, **options)
+    groups = f", its {num_kv_heads} key-value heads repeated for {num_heads} query heads" if repeated else ""
+    return kernel_in_words(query, key, key, is_causal=True) + groups
+
+
+def heads_of(config: Any) -> tuple[int, int, int]:
+    """Return the numbers of query heads and of key-value heads, and the dimension of a head."""
+    config = getattr(config, "text_config", None) or config
+    num_heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    return num_heads, getattr(config, "num_key_value_heads", None) or num_heads, head_dim
 
 
 def register_segment_attention(*, in_graphs: bool = True) -> str:
@@ -200,6 +242,19 @@ def _attention_of_layer(
             f"{segment_plan.num_tokens} tokens, without a cache"
         )
     return segment_attention(query, key, value, segment_plan, scaling, dropout), None
+
+
+def _attend(
+    query_NALD: torch.Tensor, key_NALD: torch.Tensor, value_NALD: torch.Tensor, scaling: float | None, dropout: float
+) -> torch.Tensor:
+    groups = query_NALD.shape[1] // key_NALD.shape[1]
+    grouped = groups > 1
+    if repeats_heads(query_NALD.device.type, query_NALD.dtype, grouped=grouped):
+        key_NALD, value_NALD = (x.repeat_interleave(groups, dim=1) for x in (key_NALD, value_NALD))
+        grouped = False
+    return F.scaled_dot_product_attention(
+        query_NALD, key_NALD, value_NALD, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=grouped
+    )
 
 
 def _length_classes(lengths_descending: Sequence[int]) -> _Classes:

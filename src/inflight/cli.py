@@ -240,6 +240,7 @@ def _serve_local(
 
     from inflight.http.serving import bind, serve
     from inflight.local.loading import load_endpoint
+    from inflight.progress import say_what_is_logged
 
     if arguments.python is not None or arguments.engine_arg or arguments.engine_port or arguments.log is not None:
         raise ConfigError(
@@ -247,6 +248,7 @@ def _serve_local(
         )
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
+    say_what_is_logged(_say)
     with bind(arguments.host, arguments.port) as listener:
         endpoint = load_endpoint(
             arguments.model,

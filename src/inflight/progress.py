@@ -1,7 +1,8 @@
-"""Progress of long work as lines in a log: how much is done, and how much time is left."""
+"""Lines for the user: how much of long work is done, how much time is left, and what the library logs."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 
@@ -31,3 +32,12 @@ class ProgressLines:
         if more:
             parts.append(more)
         self._say(", ".join(parts))
+
+
+def say_what_is_logged(say: Callable[[str], None]) -> None:
+    """Pass on what the loggers below ``inflight`` report, from level INFO, for as long as this process lives."""
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: say(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("inflight")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)

@@ -29,8 +29,15 @@ class WorkerConfig(BaseModel):
     """Of parameters, summed gradients and optimizer states; None: float32, or float64 if ``dtype`` is. If it is wider
     than ``dtype``, parameters are cast when a layer is gathered. bfloat16 takes half the memory, but rounds away most
     updates of a small learning rate: the worker warns, and measures how many."""
+    reduce_dtype: Literal["float32", "bfloat16"] | None = None
+    """In which ranks sum their gradients; None: as they are stored. bfloat16 sends half the bytes, and rounds each
+    rank's part and each sum. What is summed over micro-batches stays in the stored dtype."""
     activation_checkpointing: bool = False
     """Keep only each layer's input, and compute the layer again in the backward: less memory, a third more compute."""
+    float8: bool = False
+    """Multiply the inputs of the linear layers of each decoder layer in 8 bits, with a scale for each token (torchao);
+    attention, norms, embedding, head and the gradients of weights stay in ``dtype``. On a CPU it is emulated. Not yet
+    run on a GPU."""
     compile: bool = False
     """Compile the parts of each layer, except attention. The first steps are slower while graphs are made. Needs a C++
     compiler on a CPU, triton on a GPU."""
@@ -75,8 +82,14 @@ class WorkerConfig(BaseModel):
                 f"master_dtype {self.master_dtype!r} is narrower than dtype {self.dtype!r}: layers would compute "
                 "with more digits than the weights have; leave master_dtype out"
             )
+        if self.reduce_dtype is not None and self.dtype == "float64":
+            raise ValueError(
+                f"reduce_dtype {self.reduce_dtype!r} would round gradients of dtype 'float64': leave it out"
+            )
         if self.optimizer == "adamw8bit" and self.dtype == "float64":
             raise ValueError("optimizer 'adamw8bit' needs dtype 'float32' or 'bfloat16', not 'float64'")
+        if self.float8 and self.dtype == "float64":
+            raise ValueError("float8 needs dtype 'float32' or 'bfloat16', not 'float64'")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must be at least 0 and below 1, not {self.betas}")
         return self

@@ -23,6 +23,7 @@ from inflight.checkpoints import empty_causal_lm, fitting_tensors, stored_tensor
 from inflight.errors import ConfigError, UnsupportedError
 from inflight_fsdp.compiled import check_compiler, compile_layers
 from inflight_fsdp.config import WorkerConfig
+from inflight_fsdp.float8 import multiply_in_float8
 from inflight_fsdp.layout import Layout, ShardedTensor, experts_apart
 from inflight_fsdp.sharded import HeadTargets, sum_gradients_over_ranks
 from inflight_fsdp.sharding import read_shards
@@ -74,6 +75,9 @@ def empty_policy(config: WorkerConfig, device: torch.device) -> PolicyModel:
     ignored = tuple(causal_lm._keys_to_ignore_on_load_unexpected or ())
     fitting_tensors(config.model_path, wanted, known=known, ignored=ignored)
     policy = PolicyModel(causal_lm.eval())
+    if config.float8:
+        for layer in _layers(policy):
+            multiply_in_float8(layer, device)
     if config.compile:
         compile_layers(_layers(policy))
     _freeze(causal_lm, config.frozen)
@@ -147,13 +151,14 @@ def _recompute_layers(policy: PolicyModel) -> None:
 def shard_policy(policy: PolicyModel, mesh: DeviceMesh, config: WorkerConfig) -> None:
     """Shard each decoder layer and the rest over the mesh's last dimension, gradients summed over all of its ranks.
 
-    Gathered parameters are cast to the configured dtype; gradients are summed in the dtype that is stored. Shards in
+    Gathered parameters are cast to the configured dtype, and gradients to the one that they are summed in. Shards in
     host memory are pinned if the mesh is of GPUs.
     """
+    summed_dtype = config.reduce_dtype or config.stored_dtype
     precision = MixedPrecisionPolicy()
-    if config.dtype != config.stored_dtype:
-        computed, own = getattr(torch, config.dtype), getattr(torch, config.stored_dtype)
-        precision = MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=own, cast_forward_inputs=False)
+    if {config.dtype, summed_dtype} != {config.stored_dtype}:
+        computed, summed = getattr(torch, config.dtype), getattr(torch, summed_dtype)
+        precision = MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=summed, cast_forward_inputs=False)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if config.cpu_offload else OffloadPolicy()
     for layer in _layers(policy):
         fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=offload)

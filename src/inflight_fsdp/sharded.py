@@ -7,6 +7,7 @@ Shape suffixes: T packed tokens, N targets, H hidden, V vocabulary.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import warnings
@@ -23,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from inflight.attention import SegmentPlan
+from inflight.attention import SegmentPlan, segment_kernel_in_words
 from inflight.checkpoints import max_model_len_of
 from inflight.contracts import BackgroundSaver, PartialWeightSource, TrainerWorker
 from inflight.errors import CheckpointError, ConfigError, NonFiniteError, PrecisionWarning, TrainerError
@@ -42,6 +43,7 @@ from inflight_fsdp.sharding import gather_on_first
 
 _SAVE_S = 1800.0
 """Longest wait for a save of a small model."""
+_LOG = logging.getLogger("inflight.worker")
 _TOLD_STEPS = 3
 """Steps after which a worker with bfloat16 masters reports how many updates were lost."""
 Worker = TypeVar("Worker", bound="ShardedWorker")
@@ -115,6 +117,9 @@ class ShardedWorker(TrainerWorker, PartialWeightSource, BackgroundSaver):
         self._begun_save: BackgroundSave | None = None
         self._lost_shares: list[float] = []
         """Of the first steps, until they are reported."""
+        if self.rank == 0:
+            kernel = segment_kernel_in_words(hf_config, getattr(torch, config.dtype), device)
+            _LOG.info("trainer's attention in %s on %s: %s", config.dtype, device, kernel)
         if config.stored_dtype == "bfloat16":
             self._warn(
                 "master_dtype 'bfloat16': weights and moments have 8 significant bits, so an update smaller than 1/512 "

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, cast
 
 import torch
+from pydantic import model_validator
 from torch import nn
 from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear, RMSNorm, RoPE
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
@@ -45,6 +46,14 @@ class TorchTitanConfig(WorkerConfig):
 
     optimizer_implementation: Literal["for-loop", "foreach", "fused"] = "fused"
     """Of TorchTitan's optimizer container."""
+
+    @model_validator(mode="after")
+    def _has_no_settings_of_fsdp(self) -> TorchTitanConfig:
+        if self.reduce_dtype == "bfloat16":
+            raise ValueError("reduce_dtype 'bfloat16': TorchTitan sums gradients in float32; leave it out")
+        if self.float8:
+            raise ValueError("float8 is for the worker 'fsdp' only; leave it out")
+        return self
 
 
 class TitanPolicy(nn.Module):

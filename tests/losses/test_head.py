@@ -7,6 +7,9 @@ import torch
 
 from inflight.errors import InvalidRequestError
 from inflight.losses import KeptTokens, chunked_logprobs, chunked_logprobs_and_entropy, one_pass
+from inflight.losses.head import _Head, _OnePass
+from inflight.losses.products import halves, is_narrow
+from tests.devices.gpu_on_paper import paper_gpu
 from tests.losses.ledger import LiveBytes
 
 N, H, V = 13, 6, 17
@@ -121,6 +124,82 @@ def test_gradients_of_bfloat16_are_accumulated_in_float32():
         assert left.dtype == torch.bfloat16
         # One rounding to bfloat16 is 2^-9 relative; adding 512 chunks in bfloat16 would be off by more than 1.
         torch.testing.assert_close(left.double(), right, rtol=2**-8, atol=1e-4)
+
+
+# ---- products of 16-bit inputs, as on a GPU
+
+
+def narrow_logprobs(hidden_NH, weight_VH, targets_N, temperature_N, bias_V, chunk_size=4, vocab_chunk_size=5):
+    """The head's logprobs and entropies with the products of a GPU, whose arithmetic is emulated on a CPU."""
+    sizes = (chunk_size, vocab_chunk_size)
+    return _Head.apply(hidden_NH, weight_VH, bias_V, targets_N, temperature_N, None, *sizes, True, True)
+
+
+def narrow_one_pass(hidden_NH, weight_VH, targets_N, temperature_N, bias_V, loss_of):
+    origin = (hidden_NH[:0].sum() + weight_VH[:0].sum()).float()
+    return _OnePass.apply(hidden_NH, weight_VH, bias_V, targets_N, temperature_N, loss_of, 4, origin, True)
+
+
+def test_products_of_16_bits_give_logprobs_and_entropies_as_exact_as_those_of_float32():
+    given = inputs(torch.bfloat16)
+    expected_N, entropy_N = naive_and_entropy(**given)
+    found_N, found_entropy_N = narrow_logprobs(**given)
+    # The bound of inputs that are cast to float32: products of bfloat16 numbers are exact in it.
+    torch.testing.assert_close(found_N.double(), expected_N, rtol=0, atol=5e-6)
+    torch.testing.assert_close(found_entropy_N.double(), entropy_N, rtol=0, atol=5e-6)
+
+
+def exact_and_found(found_of, weighs_entropy=0.0):
+    """Gradients of 512 targets in float64, and as found for bfloat16 inputs."""
+    given = inputs(torch.bfloat16, num_targets=512)
+    wide = {name: x.detach().double().requires_grad_() if x.requires_grad else x for name, x in given.items()}
+    expected_N, entropy_N = naive_and_entropy(**wide)
+    leaves = [wide[name] for name in ("hidden_NH", "weight_VH", "bias_V")]
+    expected = torch.autograd.grad((expected_N + weighs_entropy * entropy_N).sum(), leaves)
+    found = torch.autograd.grad(found_of(given), [given[name] for name in ("hidden_NH", "weight_VH", "bias_V")])
+    return zip(found, expected, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("found_of", "weighs_entropy"),
+    [
+        (lambda given: narrow_logprobs(**given, chunk_size=1)[0].sum(), 0.0),
+        (lambda given: sum(part.sum() * w for part, w in zip(narrow_logprobs(**given), (1, 0.5), strict=True)), 0.5),
+        (lambda given: narrow_one_pass(**given, loss_of=lambda logprobs_C, rows: logprobs_C.sum()), 0.0),
+    ],
+    ids=["logprobs", "with entropy", "one pass"],
+)
+def test_gradients_through_products_of_16_bits_keep_the_bounds_of_float32(found_of, weighs_entropy):
+    for left, right in exact_and_found(found_of, weighs_entropy):
+        assert left.dtype == torch.bfloat16
+        # Those of test_gradients_of_bfloat16_are_accumulated_in_float32: one rounding of the result, 2^-9 relative.
+        torch.testing.assert_close(left.double(), right, rtol=2**-8, atol=1e-4)
+
+
+def test_halves_add_up_to_a_float32_tensor_within_two_to_the_minus_17():
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.randn(10_000, generator=generator) * 10.0 ** torch.randint(-30, 30, (10_000,), generator=generator)
+    high, low = halves(wide.clone())
+    assert high.dtype == low.dtype == torch.bfloat16
+    error = (high.double() + low.double() - wide.double()).abs()
+    assert (error <= 2**-17 * wide.double().abs()).all()
+    assert ((high.double() - wide.double()).abs() > 2**-12 * wide.double().abs()).any()  # one of them would not do
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "device", "narrow"),
+    [
+        ((torch.bfloat16, torch.bfloat16), "cuda", True),
+        ((torch.bfloat16, torch.bfloat16), "cpu", False),
+        ((torch.float32, torch.float32), "cuda", False),
+        ((torch.bfloat16, torch.float32), "cuda", False),
+        ((torch.float16, torch.float16), "cuda", False),
+    ],
+)
+def test_products_are_of_16_bits_only_for_bfloat16_on_a_gpu(dtypes, device, narrow):
+    with paper_gpu():
+        hidden_NH, weight_VH = (torch.zeros(2, 3, dtype=dtype, device=device) for dtype in dtypes)
+        assert is_narrow(hidden_NH, weight_VH) is narrow
 
 
 def test_autocast_lowers_the_precision_neither_forward_nor_backward():

@@ -162,7 +162,7 @@ def test_buckets_of_another_session_are_not_taken_for_this_ones(sender: WeightSe
     for other in (plain_update(1, session_id="two"), plain_update(2, session_id="one"), plain_update(1, session_id="")):
         receiver.begin(other.ref)
         with pytest.raises(TransferError, match="does not exist"):
-            receiver.receive((payload(1 << 16),), 0.3)
+            receiver.receive((payload(1 << 16),), 1.0)
 
 
 def test_a_bucket_of_another_size_is_refused(sender: WeightSender, join: Join) -> None:

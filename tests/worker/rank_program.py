@@ -28,6 +28,8 @@ FROZEN = ("model.embed_tokens.*", "*.self_attn.k_proj.*")
 NARROWER = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
+    "summed in bfloat16": {"dtype": "float32", "reduce_dtype": "bfloat16"},
+    "summed in float32": {"dtype": "bfloat16", "reduce_dtype": "float32"},
     "all bfloat16": {"dtype": "bfloat16", "master_dtype": "bfloat16", "learning_rate": 1e-4},
 }
 ADAM = {"betas": (0.9, 0.99), "max_gradient_norm": 0.5, "weight_decay": 0.1}

@@ -80,13 +80,30 @@ def test_two_ranks_give_the_gradient_of_one(directory, whole_gradients, case):
 
 @pytest.mark.parametrize(
     ("case", "dtype", "tolerance"),
-    [("float32", "float32", 1e-5), ("bfloat16", "float32", 0.1), ("all bfloat16", "bfloat16", 0.1)],
+    [
+        ("float32", "float32", 1e-5),
+        ("summed in bfloat16", "float32", 0.02),
+        ("bfloat16", "float32", 0.1),
+        ("all bfloat16", "bfloat16", 0.1),
+    ],
 )
 def test_ranks_sum_gradients_of_narrower_dtypes_too(directory, whole_gradients, case, dtype, tolerance):
     # Rounding of parameters and activations, 24 or 8 bits; an average would be off by half.
     gradients = saved_gradients(directory / "gradients" / case)
     assert {gradient.dtype for gradient in gradients.values()} == {getattr(torch, dtype)}
     assert_close({name: gradient.double() for name, gradient in gradients.items()}, whole_gradients, tolerance)
+
+
+def test_ranks_sum_gradients_in_the_dtype_that_is_asked_for(directory):
+    def is_bfloat16(case):
+        gradients = saved_gradients(directory / "gradients" / case).values()
+        return all(bool((gradient == gradient.bfloat16()).all()) for gradient in gradients)
+
+    assert is_bfloat16("summed in bfloat16")
+    assert not is_bfloat16("float32")
+    assert not is_bfloat16("bfloat16")
+    same = (saved_gradients(directory / "gradients" / case) for case in ("bfloat16", "summed in float32"))
+    assert_close(*same, tolerance=1e-12)  # float32 is what it is unless asked for
 
 
 def test_ranks_agree_how_many_updates_round_away(directory):

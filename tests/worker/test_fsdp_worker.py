@@ -3,13 +3,10 @@
 import dataclasses
 import importlib.metadata
 import itertools
-import json
 import math
-import os
 import re
 import shutil
 import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -37,6 +34,7 @@ from inflight.weights.buckets import plan_buckets
 from inflight_fsdp import FsdpWorker, WorkerConfig, create_worker
 from inflight_fsdp.optimizer import as_sharded, learning_rate_at
 from tests.models import FAMILIES, TRAINED_FAMILIES, make_model
+from tests.worker.with_torchao import seen_with_torchao
 from tests.worker.worker_cases import (
     VOCAB,
     accumulate,
@@ -48,7 +46,6 @@ from tests.worker.worker_cases import (
     saved_gradients,
     settings,
 )
-from tests.zygote import python
 
 LENGTHS = (9, 4, 17, 1, 6, 40)
 
@@ -241,15 +238,7 @@ def test_three_steps_equal_plain_adamw(tmp_path, make_worker, model_path):
 def test_moments_of_8_bits_step_nearly_as_those_of_32_and_are_resumed(tmp_path, make_worker):
     """In a process of its own, which finds torchao: the others need not load it."""
     make_model(tmp_path / "model", hidden_size=64, tokenizer=False)
-    torchao = Path(sys.prefix) / "torchao"
-    assert torchao.is_dir(), f"{torchao} is missing: make installs torchao there"
-    environment = {**os.environ, "PYTHONPATH": f"{torchao}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    command = [python(), "-m", "tests.worker.eight_bit_program", str(tmp_path)]
-    run = subprocess.run(
-        command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=100
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    seen = json.loads((tmp_path / "seen.json").read_text())
+    seen = seen_with_torchao("eight_bit_program", tmp_path)
     assert "torch.uint8" in seen["dtypes"]
     assert 0 < seen["apart"] < 0.2 * seen["moved"]  # rounded to 8 bits
     for found, expected in seen["norms"]:
@@ -261,6 +250,24 @@ def test_moments_of_8_bits_step_nearly_as_those_of_32_and_are_resumed(tmp_path, 
         make_worker(tmp_path / "model", optimizer="adamw8bit")
     with pytest.raises(ConfigError, match=r"needs torchao.*pip install torchao"):
         make_worker(tmp_path / "model", optimizer="adamw8bit", dtype="float32")
+
+
+def test_float8_layers_give_nearly_the_logprobs_and_gradients_of_float32_whatever_is_packed_together(
+    tmp_path, make_worker
+):
+    """Emulated on a CPU, in a process of its own, which finds torchao."""
+    seen = seen_with_torchao("float8_program", tmp_path)
+    assert seen["same names"]
+    assert seen["same weights"]  # what is published is not rounded
+    assert 1e-3 * seen["spread"] < seen["apart"] < 0.2 * seen["spread"]  # 3 bits after the leading one, over two layers
+    assert 1e-3 < seen["gradient apart"] < 0.3
+    assert seen["packing"] < 1e-4  # float32; a scale for a whole micro-batch would show
+    assert seen["gradient of parts"] < 1e-4
+    assert re.search(r"multiples of 16, but self_attn.q_proj is \(24, 24\)", seen["refused"])
+    with pytest.raises(ConfigError, match=r"float8 needs torchao.*pip install torchao"):
+        make_worker(tmp_path / "model", float8=True, dtype="float32")
+    with pytest.raises(ConfigError, match="float8 needs dtype"):
+        make_worker(tmp_path / "model", float8=True)
 
 
 @pytest.mark.parametrize(

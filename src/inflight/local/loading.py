@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from inflight.errors import ConfigError
 from inflight.local.chat import ChatFormat
 from inflight.local.endpoint import LocalEndpoint
 from inflight.local.engine import Engine
-from inflight.local.slots import ATTENTION_NAME, register_slot_attention, token_bytes_of
+from inflight.local.slots import ATTENTION_NAME, decode_kernel_in_words, register_slot_attention, token_bytes_of
+
+_LOG = logging.getLogger(__name__)
 
 
 def load_endpoint(
@@ -31,7 +34,7 @@ def load_endpoint(
     ``dtype`` None keeps the stored dtype, ``device`` None takes a GPU if there is one, ``max_model_len`` None takes
     what the model allows. Keys and values take at most ``kv_cache_bytes``; None allows ``max_concurrent`` sequences of
     ``max_model_len``, or half of all memory if that is less. If that holds fewer tokens than the model allows, the
-    context is shortened. Raises `ConfigError` if the directory cannot be served.
+    context is shortened. Logs which attention kernel decodes. Raises `ConfigError` if the directory cannot be served.
     """
     register_slot_attention()
     chosen = _usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -43,7 +46,8 @@ def load_endpoint(
     if max_concurrent < 1:
         raise ConfigError(f"max_concurrent must be at least 1, not {max_concurrent}")
     longest = max_model_len or allowed
-    sequence_bytes = longest * token_bytes_of(model.config.get_text_config(), next(model.parameters()).dtype)
+    config, own_dtype = model.config.get_text_config(), next(model.parameters()).dtype
+    sequence_bytes = longest * token_bytes_of(config, own_dtype)
     if kv_cache_bytes is None:
         kv_cache_bytes = min(max_concurrent * sequence_bytes, max(sequence_bytes, _memory_bytes(chosen) // 2))
     elif kv_cache_bytes < (sequence_bytes if max_model_len else 2 * sequence_bytes // longest):
@@ -51,6 +55,8 @@ def load_endpoint(
             f"kv_cache_bytes {kv_cache_bytes} does not hold one sequence of max_model_len {longest}, which takes "
             f"{sequence_bytes} bytes of keys and values; allow more, or set a smaller max_model_len"
         )
+    kernel = decode_kernel_in_words(config, own_dtype, chosen)
+    _LOG.info("attention while decoding in %s on %s: %s", str(own_dtype).removeprefix("torch."), chosen, kernel)
     engine = Engine(
         model,
         max_model_len=longest,

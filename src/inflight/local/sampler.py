@@ -43,7 +43,9 @@ def sample(
         if any(greedy):
             tokens_B = torch.where(torch.tensor(greedy, device=logits_BV.device), logits_BV.argmax(dim=-1), tokens_B)
     drawn_B = logprobs_BV.gather(1, tokens_B[:, None])[:, 0]
-    return tokens_B.tolist(), drawn_B.tolist()
+    # Both in one transfer, for which a GPU is waited for; float64 holds every token id exactly.
+    tokens, logprobs = torch.stack([tokens_B.double(), drawn_B.double()]).tolist()
+    return [int(token) for token in tokens], logprobs
 
 
 def _filters(params: SamplingParams) -> bool:
@@ -58,14 +60,15 @@ def _filtered(logits_BV: torch.Tensor, params: Sequence[SamplingParams]) -> torc
             continue
         logits_V = logits_BV[row]
         if 0 < p.top_k < logits_V.numel():
-            logits_V[logits_V < logits_V.topk(p.top_k).values[-1]] = -torch.inf
+            logits_V.masked_fill_(logits_V < logits_V.topk(p.top_k).values[-1], -torch.inf)
         if p.top_p < 1.0:
             sorted_V, order_V = logits_V.sort(descending=True)
             probabilities_V = sorted_V.softmax(dim=-1)
-            before_V = probabilities_V.cumsum(dim=-1) - probabilities_V
-            # From the second token on: a top_p too small for float32 is 0, like the mass before the first token.
-            logits_V[order_V[1:][before_V[1:] >= p.top_p]] = -torch.inf
+            is_outside_V = probabilities_V.cumsum(dim=-1) - probabilities_V >= p.top_p
+            # The first token stays: a top_p too small for float32 is 0, like the mass before it.
+            is_outside_V[0] = False
+            logits_V.masked_fill_(torch.empty_like(is_outside_V).scatter_(0, order_V, is_outside_V), -torch.inf)
         if p.min_p > 0.0:
             probabilities_V = logits_V.softmax(dim=-1)
-            logits_V[probabilities_V < p.min_p * probabilities_V.max()] = -torch.inf
+            logits_V.masked_fill_(probabilities_V < p.min_p * probabilities_V.max(), -torch.inf)
     return logits_BV

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
-from inflight.attention import SegmentPlan, segment_attention
+from inflight.attention import SegmentPlan, heads_of, kernel_in_words, segment_attention
 
 ATTENTION_NAME = "inflight_slots"
 
@@ -107,13 +107,17 @@ def token_bytes(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.
 
 def token_bytes_of(config: Any, dtype: torch.dtype) -> int:
     """Return the bytes of one token's keys and values in a model of this configuration."""
-    return token_bytes(config.num_hidden_layers, *_heads(config), dtype)
+    return token_bytes(config.num_hidden_layers, *heads_of(config)[1:], dtype)
 
 
-def _heads(config: Any) -> tuple[int, int]:
-    """Return the number of key-value heads and the dimension of a head."""
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads, head_dim
+def decode_kernel_in_words(config: Any, dtype: torch.dtype, device: torch.device) -> str:
+    """Return which kernel torch takes to decode sequences of different lengths with a model of this configuration."""
+    num_heads, num_kv_heads, head_dim = heads_of(config)
+    options: dict[str, Any] = {"dtype": dtype, "device": device}
+    query_BKGD = torch.empty(2, num_kv_heads, num_heads // num_kv_heads, head_dim, **options)
+    keys_BKCD = torch.empty(2, num_kv_heads, _SMALLEST_CAPACITY, head_dim, **options)
+    visible_B11C = torch.ones(2, 1, 1, _SMALLEST_CAPACITY, dtype=torch.bool, device=device)
+    return kernel_in_words(query_BKGD, keys_BKCD, keys_BKCD, visible_B11C, is_causal=False)
 
 
 class SlotStore:
@@ -126,7 +130,7 @@ class SlotStore:
     def __init__(
         self, config: Any, max_model_len: int, dtype: torch.dtype, device: torch.device, limit_bytes: int
     ) -> None:
-        num_kv_heads, head_dim = _heads(config)
+        _, num_kv_heads, head_dim = heads_of(config)
         options = {"dtype": dtype, "device": device}
         capacities = []
         capacity = _SMALLEST_CAPACITY

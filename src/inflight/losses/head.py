@@ -2,21 +2,23 @@
 
 Logits are computed in tiles of some targets by part of the vocabulary, in the forward and again in the backward (two
 passes, for any loss). `one_pass` computes the logits of a few targets once and differentiates at once, for losses that
-allow it. Knows nothing of losses, models or packing.
+allow it. `inflight.losses.products` decides how tiles are multiplied. Knows nothing of losses, models or packing.
 
 Shape suffixes: N targets, C targets of one tile, H hidden, V vocabulary, W the tile's part of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from inflight.errors import InvalidRequestError
-from inflight.losses.head_arguments import KeptTokens, check_arguments, check_kept, dtype_of, keep_mask, kept_of
+from inflight.losses.head_arguments import KeptTokens, check_arguments, check_kept, dtype_of, kept_of
+from inflight.losses.products import add_product, halves, is_narrow
 from inflight.losses.second_derivatives import only_once
+from inflight.losses.tiles import Tiles, columns_of
 
 CHUNK_SIZE = 1024
 VOCAB_CHUNK_SIZE = 4096
@@ -35,7 +37,8 @@ def chunked_logprobs(
 ) -> torch.Tensor:
     """Return log softmax((hidden weight^T + bias) / temperature) at the targets, [N], differentiable once.
 
-    Computed in float32, or in float64 if the hidden states are float64, with autocast or without. Logits of at most
+    Computed in float32, or in float64 if the hidden states are float64, with autocast or without. On NVIDIA GPUs
+    bfloat16 inputs are multiplied as they are, with float32 sums, to the same accuracy. Logits of at most
     ``chunk_size`` targets and ``vocab_chunk_size`` tokens exist at a time; the backward computes them again, only for
     targets with a gradient other than 0. Gradients go to hidden states, weight and bias; they are accumulated in the
     dtype of the computation and rounded once. With ``kept``, the softmax is over those tokens.
@@ -47,7 +50,16 @@ def chunked_logprobs(
     check_arguments(hidden_NH, weight_VH, targets_N, temperature_N, bias_V, chunk_size, vocab_chunk_size)
     check_kept(kept, targets_N, len(weight_VH))
     return _Head.apply(  # type: ignore[no-any-return, no-untyped-call]
-        hidden_NH, weight_VH, bias_V, targets_N, temperature_N, kept, chunk_size, vocab_chunk_size, False
+        hidden_NH,
+        weight_VH,
+        bias_V,
+        targets_N,
+        temperature_N,
+        kept,
+        chunk_size,
+        vocab_chunk_size,
+        False,
+        is_narrow(hidden_NH, weight_VH),
     )[0]
 
 
@@ -66,7 +78,16 @@ def chunked_logprobs_and_entropy(
     check_arguments(hidden_NH, weight_VH, targets_N, temperature_N, bias_V, chunk_size, vocab_chunk_size)
     check_kept(kept, targets_N, len(weight_VH))
     return _Head.apply(  # type: ignore[no-any-return, no-untyped-call]
-        hidden_NH, weight_VH, bias_V, targets_N, temperature_N, kept, chunk_size, vocab_chunk_size, True
+        hidden_NH,
+        weight_VH,
+        bias_V,
+        targets_N,
+        temperature_N,
+        kept,
+        chunk_size,
+        vocab_chunk_size,
+        True,
+        is_narrow(hidden_NH, weight_VH),
     )
 
 
@@ -92,7 +113,15 @@ def one_pass(
     # Without elements, but in the graph of the inputs: keeping it alive does not keep them alive.
     origin = sum(tensor[:0].sum() for tensor in (hidden_NH, weight_VH, bias_V) if tensor is not None)
     return _OnePass.apply(  # type: ignore[no-any-return, no-untyped-call]
-        hidden_NH, weight_VH, bias_V, targets_N, temperature_N, loss_of, chunk_size, origin
+        hidden_NH,
+        weight_VH,
+        bias_V,
+        targets_N,
+        temperature_N,
+        loss_of,
+        chunk_size,
+        origin,
+        is_narrow(hidden_NH, weight_VH),
     )
 
 
@@ -109,17 +138,20 @@ class _Head(torch.autograd.Function):
         chunk_size: int,
         vocab_chunk_size: int,
         with_entropy: bool,
+        narrow: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        ctx.set_materialize_grads(False)
         dtype = dtype_of(hidden_NH)
         largest_N = torch.full(targets_N.shape, torch.finfo(dtype).min, dtype=dtype, device=hidden_NH.device)
         total_N, weighted_N = torch.zeros_like(largest_N), torch.zeros_like(largest_N)
         target_logits_N = torch.full_like(largest_N, -torch.inf)
-        tiles = _Tiles(hidden_NH, weight_VH, bias_V, temperature_N, kept, chunk_size, vocab_chunk_size)
+        tiles = Tiles(hidden_NH, weight_VH, bias_V, temperature_N, kept, chunk_size, vocab_chunk_size, narrow)
         with torch.autocast(hidden_NH.device.type, enabled=False):
             for columns, weight_WH in tiles.columns():
                 for rows, logits_CW in tiles.logits(columns, weight_WH):
-                    hit_C, column_C = _hits(targets_N[rows], columns)
-                    target_logits_N[rows][hit_C] = logits_CW[hit_C, column_C]
+                    is_here_C, column_C1 = columns_of(targets_N[rows], columns)
+                    found_C = logits_CW.gather(1, column_C1).squeeze(1)
+                    target_logits_N[rows] = torch.where(is_here_C, found_C, target_logits_N[rows])
                     before_C = largest_N[rows].clone()
                     shift_C = torch.maximum(before_C, logits_CW.amax(1))
                     # Sums so far are relative to the largest logit so far.
@@ -141,7 +173,7 @@ class _Head(torch.autograd.Function):
         # Entropy: log of the sum minus the mean logit, both relative to the largest.
         entropy_N = total_N.log() - weighted_N / total_N if with_entropy else None
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, temperature_N, normaliser_N, entropy_N)
-        ctx.kept, ctx.sizes = kept, (chunk_size, vocab_chunk_size)
+        ctx.kept, ctx.sizes, ctx.narrow = kept, (chunk_size, vocab_chunk_size), narrow
         return logprobs_N, entropy_N
 
     @staticmethod
@@ -155,63 +187,78 @@ class _Head(torch.autograd.Function):
         if grad_logprobs_N is None:
             grad_logprobs_N = torch.zeros_like(normaliser_N)
         active_N = grad_logprobs_N != 0
-        if entropy_N is None or grad_entropy_N is None or not grad_entropy_N.any():
-            grad_entropy_N = None
-        else:
+        if grad_entropy_N is not None:
             active_N |= grad_entropy_N != 0
-        # From here on N counts only targets with a gradient.
+        # From here on N counts only targets with a gradient. Their number is all that a GPU is waited for.
         rows_N = active_N.nonzero().squeeze(1)
         everything = len(rows_N) == len(active_N)
 
         def select(values_N: torch.Tensor) -> torch.Tensor:
             return values_N if everything else values_N[rows_N]
 
-        targets_N, normaliser_N, inverse_N = (
-            select(targets_N),
-            select(normaliser_N),
-            1 / select(temperature_N).to(dtype),
-        )
-        gradient_N = select(grad_logprobs_N).to(dtype)
+        targets_N, normaliser_N = select(targets_N), select(normaliser_N)
+        # Gradients of the logits before the division by the temperature.
+        inverse_N = 1 / select(temperature_N).to(dtype)
+        gradient_N = select(grad_logprobs_N).to(dtype) * inverse_N
+        weight_N = None
+        if grad_entropy_N is not None:
+            weight_N, entropy_N = select(grad_entropy_N).to(dtype) * inverse_N, select(entropy_N)
         kept = None if ctx.kept is None else kept_of(ctx.kept, rows_N)
-        tiles = _Tiles(select(hidden_NH), weight_VH, bias_V, select(temperature_N), kept, *ctx.sizes)
+        narrow = ctx.narrow
+        hidden_NH, temperature_N = select(hidden_NH), select(temperature_N)
+        tiles = Tiles(hidden_NH, weight_VH, bias_V, temperature_N, kept, ctx.sizes[0], ctx.sizes[1], narrow)
         pulled_NH = torch.zeros(tiles.hidden_NH.shape, dtype=dtype, device=hidden_NH.device) if needs_hidden else None
         grad_weight_VH = torch.zeros_like(weight_VH) if needs_weight else None
         grad_bias_V = torch.zeros_like(bias_V, dtype=dtype) if needs_bias else None
         with torch.autocast(hidden_NH.device.type, enabled=False):
             for columns, weight_WH in tiles.columns():
-                wide_WH = torch.zeros_like(weight_WH) if needs_weight and weight_VH.dtype != dtype else None
-                if grad_weight_VH is not None and wide_WH is None:
-                    wide_WH = grad_weight_VH[columns]
+                wide_WH = None
+                if grad_weight_VH is not None:
+                    is_wide = weight_VH.dtype == dtype
+                    wide_WH = grad_weight_VH[columns] if is_wide else torch.zeros_like(weight_WH, dtype=dtype)
                 for rows, logits_CW in tiles.logits(columns, weight_WH):
                     # d logprob / d logit = 1[token = target] - p, d entropy / d logit = -p (log p + entropy)
                     logprobs_CW = logits_CW.sub_(normaliser_N[rows].unsqueeze(1))
-                    if grad_entropy_N is None:
+                    if weight_N is None:
                         pull_CW = logprobs_CW.exp_().mul_(-gradient_N[rows].unsqueeze(1))
                     else:
-                        entropy_C, weight_C = select(entropy_N)[rows], select(grad_entropy_N)[rows].to(dtype)
                         probabilities_CW = logprobs_CW.exp()
-                        pull_CW = logprobs_CW.nan_to_num_(neginf=0.0).add_(entropy_C.unsqueeze(1))
-                        pull_CW.mul_(weight_C.unsqueeze(1)).add_(gradient_N[rows].unsqueeze(1))
+                        pull_CW = logprobs_CW.nan_to_num_(neginf=0.0).add_(entropy_N[rows].unsqueeze(1))
+                        pull_CW.mul_(weight_N[rows].unsqueeze(1)).add_(gradient_N[rows].unsqueeze(1))
                         pull_CW.mul_(probabilities_CW).neg_()
-                    hit_C, column_C = _hits(targets_N[rows], columns)
-                    pull_CW[hit_C, column_C] += gradient_N[rows][hit_C]
-                    if pulled_NH is not None:
-                        pulled_NH[rows].addmm_(pull_CW, weight_WH)
-                    if wide_WH is not None:
-                        wide_WH.addmm_(pull_CW.t(), tiles.scaled(rows))
+                    is_here_C, column_C1 = columns_of(targets_N[rows], columns)
+                    pull_CW.scatter_add_(1, column_C1, torch.where(is_here_C, gradient_N[rows], 0.0).unsqueeze(1))
                     if grad_bias_V is not None:
-                        grad_bias_V[columns].addmv_(pull_CW.t(), inverse_N[rows])
-                if grad_weight_VH is not None and weight_VH.dtype != dtype:
-                    assert wide_WH is not None
+                        grad_bias_V[columns] += pull_CW.sum(0)
+                    grad_rows_CH = None if pulled_NH is None else pulled_NH[rows]
+                    _pull(pull_CW, tiles.hidden_NH[rows], weight_WH, grad_rows_CH, wide_WH, narrow=narrow)
+                if grad_weight_VH is not None and wide_WH is not None and weight_VH.dtype != dtype:
                     grad_weight_VH[columns] = wide_WH.to(weight_VH.dtype)
         grad_hidden_NH = None
         if pulled_NH is not None:
-            pulled_NH *= inverse_N.unsqueeze(1)
             grad_hidden_NH = pulled_NH.to(hidden_NH.dtype)
             if not everything:
-                grad_hidden_NH = torch.zeros_like(hidden_NH).index_copy_(0, rows_N, grad_hidden_NH)
+                everyone_NH = grad_hidden_NH.new_zeros(len(active_N), grad_hidden_NH.shape[1])
+                grad_hidden_NH = everyone_NH.index_copy_(0, rows_N, grad_hidden_NH)
         narrow_bias_V = None if grad_bias_V is None else grad_bias_V.to(bias_V.dtype)
-        return grad_hidden_NH, grad_weight_VH, narrow_bias_V, *[None] * 6
+        return grad_hidden_NH, grad_weight_VH, narrow_bias_V, *[None] * 7
+
+
+def _pull(
+    pull_CW: torch.Tensor,
+    hidden_CH: torch.Tensor,
+    weight_WH: torch.Tensor,
+    grad_hidden_CH: torch.Tensor | None,
+    grad_weight_WH: torch.Tensor | None,
+    *,
+    narrow: bool,
+) -> None:
+    """Add what the gradient of a tile's logits means for hidden states and weight; may overwrite ``pull_CW``."""
+    for part_CW in halves(pull_CW) if narrow else (pull_CW,):
+        if grad_hidden_CH is not None:
+            add_product(grad_hidden_CH, part_CW, weight_WH)
+        if grad_weight_WH is not None:
+            add_product(grad_weight_WH, part_CW.t(), hidden_CH)
 
 
 class _OnePass(torch.autograd.Function):
@@ -226,18 +273,19 @@ class _OnePass(torch.autograd.Function):
         loss_of: Callable[[torch.Tensor, slice], torch.Tensor],
         chunk_size: int,
         origin: torch.Tensor,
+        narrow: bool,
     ) -> torch.Tensor:
         dtype = dtype_of(hidden_NH)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        wide_VH = weight_VH.to(dtype)
         total = torch.zeros((), dtype=dtype, device=hidden_NH.device)
         grad_hidden_NH = torch.zeros_like(hidden_NH) if needs_hidden else None
-        grad_weight_VH = torch.zeros_like(wide_VH) if needs_weight else None
+        grad_weight_VH = torch.zeros_like(weight_VH, dtype=dtype) if needs_weight else None
         grad_bias_V = torch.zeros_like(bias_V, dtype=dtype) if needs_bias and bias_V is not None else None
         size = len(weight_VH)
-        tiles = _Tiles(hidden_NH, wide_VH, bias_V, temperature_N, None, chunk_size, size)
+        tiles = Tiles(hidden_NH, weight_VH, bias_V, temperature_N, None, chunk_size, size, narrow)
         with torch.autocast(hidden_NH.device.type, enabled=False):
-            for rows, logits_CV in tiles.logits(slice(0, size), wide_VH):
+            ((columns, whole_VH),) = tiles.columns()
+            for rows, logits_CV in tiles.logits(columns, whole_VH):
                 targets_C = targets_N[rows].unsqueeze(1)
                 chosen_C = logits_CV.gather(1, targets_C).squeeze(1)
                 shift_C = logits_CV.amax(1)
@@ -248,25 +296,26 @@ class _OnePass(torch.autograd.Function):
                     part = _scalar(loss_of(leaf_C, rows), rows)
                     (gradient_C,) = torch.autograd.grad(part, leaf_C, allow_unused=True, materialize_grads=True)
                 total += part.detach()
-                active_C = gradient_C.nonzero().squeeze(1)
-                if len(active_C) == 0:
-                    continue
-                inverse_C = 1 / temperature_N[rows].to(dtype)
-                scaled_CH = tiles.scaled(rows)
-                if len(active_C) < _DENSE * len(gradient_C):
-                    powers_CV, sums_C, scaled_CH = powers_CV[active_C], sums_C[active_C], scaled_CH[active_C]
-                    targets_C, inverse_C, gradient_C = targets_C[active_C], inverse_C[active_C], gradient_C[active_C]
-                else:
-                    active_C = torch.arange(len(gradient_C), device=hidden_NH.device)
+                gradient_C = gradient_C / temperature_N[rows].to(dtype)
+                hidden_CH, active_C = hidden_NH[rows], None
+                if hidden_NH.device.type == "cpu":
+                    active_C = gradient_C.nonzero().squeeze(1)
+                    if len(active_C) == 0:
+                        continue
+                    if len(active_C) < _DENSE * len(gradient_C):
+                        powers_CV, sums_C, hidden_CH = powers_CV[active_C], sums_C[active_C], hidden_CH[active_C]
+                        targets_C, gradient_C = targets_C[active_C], gradient_C[active_C]
+                    else:
+                        active_C = None
                 pull_CV = powers_CV.mul_((-gradient_C / sums_C).unsqueeze(1))
                 pull_CV.scatter_add_(1, targets_C, gradient_C.unsqueeze(1))
-                if grad_hidden_NH is not None:
-                    pulled_CH = (pull_CV @ wide_VH).mul_(inverse_C.unsqueeze(1))
-                    grad_hidden_NH[rows.start + active_C] = pulled_CH.to(hidden_NH.dtype)
-                if grad_weight_VH is not None:
-                    grad_weight_VH.addmm_(pull_CV.t(), scaled_CH)
                 if grad_bias_V is not None:
-                    grad_bias_V.addmv_(pull_CV.t(), inverse_C)
+                    grad_bias_V += pull_CV.sum(0)
+                pulled_CH = torch.zeros_like(hidden_CH, dtype=dtype) if needs_hidden else None
+                _pull(pull_CV, hidden_CH, whole_VH, pulled_CH, grad_weight_VH, narrow=narrow)
+                if grad_hidden_NH is not None and pulled_CH is not None:
+                    where = rows if active_C is None else rows.start + active_C
+                    grad_hidden_NH[where] = pulled_CH.to(hidden_NH.dtype)
         ctx.save_for_backward(
             grad_hidden_NH,
             None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype),
@@ -278,65 +327,19 @@ class _OnePass(torch.autograd.Function):
     @staticmethod
     @only_once
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # Scaled in place, since a copy of the weight's gradient would be as large as the first.
+        # Scaled in place, since a copy of the weight's gradient would be as large as the first; read once, since to
+        # wait for the number costs a GPU less than to pass over that gradient.
+        factor = upstream.item()
         scaled = [
-            gradient if gradient is None or upstream.item() == 1.0 else gradient.mul_(upstream)
+            gradient if gradient is None or factor == 1.0 else gradient.mul_(upstream)
             for gradient in ctx.saved_tensors[:3]
         ]
-        return *scaled, *[None] * 5
+        return *scaled, *[None] * 6
 
 
 _DENSE = 0.75
-"""Share of targets with a gradient above which it costs more to leave the others out than it saves."""
-
-
-class _Tiles:
-    """The logits of some targets, tile by tile, in one buffer that every tile overwrites."""
-
-    def __init__(
-        self,
-        hidden_NH: torch.Tensor,
-        weight_VH: torch.Tensor,
-        bias_V: torch.Tensor | None,
-        temperature_N: torch.Tensor,
-        kept: KeptTokens | None,
-        chunk_size: int,
-        vocab_chunk_size: int,
-    ) -> None:
-        self.hidden_NH = hidden_NH
-        self._weight_VH = weight_VH
-        self._bias_V = bias_V
-        self._kept = kept
-        self._dtype = dtype_of(hidden_NH)
-        self._inverse_N = 1 / temperature_N.to(self._dtype)
-        self._is_scaled = bool((self._inverse_N != 1).any())
-        self._chunk_size, self._vocab_chunk_size = chunk_size, vocab_chunk_size
-        size = min(chunk_size, len(hidden_NH)) * min(vocab_chunk_size, len(weight_VH))
-        self._buffer = torch.empty(size, dtype=self._dtype, device=hidden_NH.device)
-
-    def columns(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield parts of the vocabulary with their weight in the dtype of the computation."""
-        for start in range(0, len(self._weight_VH), self._vocab_chunk_size):
-            columns = slice(start, min(start + self._vocab_chunk_size, len(self._weight_VH)))
-            yield columns, self._weight_VH[columns].to(self._dtype)
-
-    def logits(self, columns: slice, weight_WH: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield the logits of each part of the targets over a part of the vocabulary; the caller may overwrite them."""
-        for start in range(0, len(self.hidden_NH), self._chunk_size):
-            rows = slice(start, min(start + self._chunk_size, len(self.hidden_NH)))
-            shape = (rows.stop - rows.start, len(weight_WH))
-            logits_CW = self._buffer[: shape[0] * shape[1]].view(shape)
-            torch.mm(self.scaled(rows), weight_WH.t(), out=logits_CW)
-            if self._bias_V is not None:
-                logits_CW.addr_(self._inverse_N[rows], self._bias_V[columns].to(self._dtype))
-            if self._kept is not None:
-                logits_CW.masked_fill_(~keep_mask(self._kept, rows, columns), -torch.inf)
-            yield rows, logits_CW
-
-    def scaled(self, rows: slice) -> torch.Tensor:
-        """Return hidden states divided by their temperature, [C, H]; logits would be more to divide."""
-        hidden_CH = self.hidden_NH[rows].to(self._dtype)
-        return hidden_CH * self._inverse_N[rows].unsqueeze(1) if self._is_scaled else hidden_CH
+"""Share of targets with a gradient above which it costs more to leave the others out than it saves. On a GPU none are
+left out in one pass: to learn their number, every tile would wait for the one before."""
 
 
 def _scalar(part: torch.Tensor, rows: slice) -> torch.Tensor:
@@ -348,9 +351,3 @@ def _scalar(part: torch.Tensor, rows: slice) -> torch.Tensor:
             "of the loss as a scalar"
         )
     return part if part.requires_grad else part.detach().requires_grad_()
-
-
-def _hits(targets_C: torch.Tensor, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which targets lie in a part of the vocabulary, as row indices, and in which of its columns."""
-    hit_C = ((targets_C >= columns.start) & (targets_C < columns.stop)).nonzero().squeeze(1)
-    return hit_C, targets_C[hit_C] - columns.start

@@ -5,6 +5,7 @@ Shape suffixes: N targets, C targets of one tile, H hidden, V vocabulary, W the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,22 +60,23 @@ def check_arguments(
     for size in chunk_sizes:
         if not isinstance(size, int) or size < 1:
             raise InvalidRequestError(f"a chunk must hold at least 1 target and 1 token of the vocabulary, not {size}")
-    wrong_N = (targets_N < 0) | (targets_N >= len(weight_VH))
-    if wrong_N.any():
-        first = int(wrong_N.nonzero()[0])
+    # Logits are multiplied by the inverse, which must neither overflow nor vanish.
+    inverse_N = 1 / temperature_N.to(dtype_of(hidden_NH))
+    is_outside_N = (targets_N < 0) | (targets_N >= len(weight_VH))
+    is_unusable_N = ~((inverse_N > 0) & inverse_N.isfinite())
+    if not (is_outside_N | is_unusable_N).any():  # one question, since a GPU is waited for
+        return
+    if is_outside_N.any():
+        first = int(is_outside_N.nonzero()[0])
         raise InvalidRequestError(
             f"target {first} is token {int(targets_N[first])}, but the vocabulary has {len(weight_VH)}: select "
             "hidden states, targets and temperatures at the same positions"
         )
-    # Logits are multiplied by the inverse, which must neither overflow nor vanish.
-    inverse_N = 1 / temperature_N.to(dtype_of(hidden_NH))
-    wrong_N = ~((inverse_N > 0) & inverse_N.isfinite())
-    if wrong_N.any():
-        first = int(wrong_N.nonzero()[0])
-        raise InvalidRequestError(
-            f"the temperature of target {first} is {temperature_N[first].item()}: it must be above 0 and finite; "
-            "use 1 for greedy tokens"
-        )
+    first = int(is_unusable_N.nonzero()[0])
+    raise InvalidRequestError(
+        f"the temperature of target {first} is {temperature_N[first].item()}: it must be above 0 and finite; "
+        "use 1 for greedy tokens"
+    )
 
 
 def check_kept(kept: KeptTokens | None, targets_N: torch.Tensor, vocab_size: int) -> None:
@@ -108,15 +110,20 @@ def check_kept(kept: KeptTokens | None, targets_N: torch.Tensor, vocab_size: int
         raise InvalidRequestError(f"target {lost} (token {int(targets_N[lost])}) is not among its kept tokens")
 
 
-def keep_mask(kept: KeptTokens, rows: slice, columns: slice) -> torch.Tensor:
-    """Return which tokens of a tile were kept, bool [C, W]."""
+def keep_mask(kept: KeptTokens, rows: slice, columns: slice, host_offsets: Sequence[int]) -> torch.Tensor:
+    """Return which tokens of a tile were kept, bool [C, W]; ``host_offsets`` are the offsets as numbers."""
+    num_rows, width = rows.stop - rows.start, columns.stop - columns.start
     offsets = kept.offsets[rows.start : rows.stop + 1]
-    token_ids_K = kept.token_ids_K[int(offsets[0]) : int(offsets[-1])]
-    row_K = torch.repeat_interleave(torch.arange(len(offsets) - 1, device=offsets.device), offsets.diff())
-    inside_K = (token_ids_K >= columns.start) & (token_ids_K < columns.stop)
-    mask_CW = torch.zeros(rows.stop - rows.start, columns.stop - columns.start, dtype=torch.bool, device=offsets.device)
-    mask_CW[row_K[inside_K], token_ids_K[inside_K] - columns.start] = True
-    return mask_CW
+    first, last = host_offsets[rows.start], host_offsets[rows.stop]
+    column_K = kept.token_ids_K[first:last] - columns.start
+    row_K = torch.repeat_interleave(
+        torch.arange(num_rows, device=offsets.device), offsets.diff(), output_size=last - first
+    )
+    # Tokens outside of the tile go to a column beside it.
+    column_K = torch.where((column_K >= 0) & (column_K < width), column_K, width)
+    mask_CW = torch.zeros(num_rows, width + 1, dtype=torch.bool, device=offsets.device)
+    mask_CW[row_K, column_K] = True
+    return mask_CW[:, :width]
 
 
 def kept_of(kept: KeptTokens, rows_N: torch.Tensor) -> KeptTokens:

@@ -134,10 +134,10 @@ def staleness_metrics(
     as in `ratio_metrics`, over targets of lag 0 alone: the difference in numerics, without staleness.
     ``stale_k1`` and ``stale_k3`` are those of the other targets.
     """
-    fresh_N = lag_N == 0
-    parts = {"mismatch": fresh_N, "stale": ~fresh_N}
+    parts = {"mismatch": (lag_N == 0).nonzero().squeeze(1), "stale": (lag_N != 0).nonzero().squeeze(1)}
     kl = {
-        name: ratio_metrics(trainer_logprobs_N[part_N], behaviour_logprobs_N[part_N]) for name, part_N in parts.items()
+        name: ratio_metrics(trainer_logprobs_N.index_select(0, rows), behaviour_logprobs_N.index_select(0, rows))
+        for name, rows in parts.items()
     }
     return {
         **mean_metrics({"lag": lag_N}),
@@ -154,11 +154,12 @@ def pull_metrics(targets: Targets, pull_N: torch.Tensor) -> dict[str, Metric | M
     denominator; ``sequence_pull`` those of each sequence's mean pull; ``sequence_ratio`` those of exp(sum of log
     ratios) of each sequence, its log clamped to +-300.
     """
-    has_targets_S = targets.segment_sum(torch.ones_like(targets.behaviour_N)) > 0
-    log_ratio_S = targets.segment_sum(targets.log_ratio("trainer/behaviour"))[has_targets_S]
+    counts_S = targets.segment_sum(torch.ones_like(targets.behaviour_N))
+    with_targets = counts_S.nonzero().squeeze(1)
+    log_ratio_S = targets.segment_sum(targets.log_ratio("trainer/behaviour")).index_select(0, with_targets)
     weights = {
         "pull": pull_N,
-        "sequence_pull": targets.segment_mean(pull_N)[has_targets_S],
+        "sequence_pull": targets.segment_mean(pull_N).index_select(0, with_targets),
         "sequence_ratio": log_ratio_S.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp(),
     }
     powers = [{name: weight, f"{name}_squared": weight.square()} for name, weight in weights.items()]

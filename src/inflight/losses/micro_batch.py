@@ -133,25 +133,28 @@ def check_micro_batch(batch: MicroBatch, **of_trainer_T: torch.Tensor | None) ->
         if tensor.device != device:
             raise InvalidRequestError(f"{name} is on {tensor.device}, loss_mask_T on {device}: move one of them")
     ids_T = batch.segment_ids_T
-    if ids_T.numel() and not 0 <= ids_T.min() <= ids_T.max() < num_segments:
+    if ((ids_T < 0) | (ids_T >= num_segments)).any():
         raise InvalidRequestError(
             f"segment_ids_T go from {int(ids_T.min())} to {int(ids_T.max())}, but the micro-batch has {num_segments} "
             "segments"
         )
 
 
-def finite_targets(values_T: torch.Tensor, loss_mask_T: torch.Tensor, name: str) -> torch.Tensor:
-    """Return the values [N] of the targets. Raises `NonFiniteError` if one of them is not finite."""
-    values_N = values_T[loss_mask_T]
-    wrong_N = ~values_N.isfinite()
-    if wrong_N.any():
-        first = int(wrong_N.nonzero()[0])
-        index = int(loss_mask_T.nonzero()[first])
-        raise NonFiniteError(
-            f"{int(wrong_N.sum())} of {len(values_N)} {name} at targets are not finite; the first is "
-            f"{values_N[first].item()} at packed token {index}: mask such tokens, or drop their samples"
-        )
-    return values_N
+def check_finite(rows_N: torch.Tensor, **values: torch.Tensor | None) -> None:
+    """Raise `NonFiniteError` if a value [N] at a target is not finite; ``rows_N`` are their packed tokens."""
+    named = {name: values_N for name, values_N in values.items() if values_N is not None}
+    # One question for all, since a GPU is waited for.
+    if not named or torch.stack([values_N.isfinite().all() for values_N in named.values()]).all():
+        return
+    for name, values_N in named.items():
+        wrong_N = ~values_N.isfinite()
+        if wrong_N.any():
+            first = int(wrong_N.nonzero()[0])
+            raise NonFiniteError(
+                f"{int(wrong_N.sum())} of {len(values_N)} {name} at targets are not finite; the first is "
+                f"{values_N[first].item()} at packed token {int(rows_N[first])}: mask such tokens, or drop their "
+                "samples"
+            )
 
 
 def _check(sample: Sample, index: int) -> None:

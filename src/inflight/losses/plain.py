@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from inflight.errors import InvalidRequestError
 from inflight.losses.gates import Gate, PpoClip, Score
 from inflight.losses.metrics import LossOutput, mean_metrics, pull_metrics
-from inflight.losses.micro_batch import finite_targets
+from inflight.losses.micro_batch import check_finite
 from inflight.losses.targets import Targets
 
 
@@ -103,20 +103,24 @@ def _summed(
     sizes = list(per_target.shape)
     if len(sizes) != len(shape) or any(size not in (1, full) for size, full in zip(sizes, shape, strict=True)):
         raise InvalidRequestError(f"advantages {list(advantages.shape)} do not fit trainer_logprobs {list(shape)}")
-    mask_T = loss_mask.flatten() != 0
-    length = shape[-1] if shape else 1
-    rows_T = torch.arange(mask_T.numel(), device=mask_T.device) // max(length, 1)
-    trainer_N = trainer_logprobs.flatten()[mask_T].double()
+    rows_N = (loss_mask.flatten() != 0).nonzero().squeeze(1)
+    length = max(shape[-1] if shape else 1, 1)
+    given_N = {
+        "behaviour_logprobs": behaviour_logprobs.flatten().index_select(0, rows_N),
+        "advantages": per_target.expand(shape).flatten().index_select(0, rows_N),
+    }
+    check_finite(rows_N, **given_N)
+    trainer_N = trainer_logprobs.flatten().index_select(0, rows_N).double()
     targets = Targets(
         trainer_N=trainer_N,
-        behaviour_N=finite_targets(behaviour_logprobs.flatten(), mask_T, "behaviour_logprobs").double(),
+        behaviour_N=given_N["behaviour_logprobs"].double(),
         proximal_N=trainer_N.detach(),
-        advantages_N=finite_targets(per_target.expand(shape).flatten(), mask_T, "advantages").double(),
-        segments_N=rows_T[mask_T],
-        num_segments=mask_T.numel() // max(length, 1),
+        advantages_N=given_N["advantages"].double(),
+        segments_N=rows_N // length,
+        num_segments=loss_mask.numel() // length,
     )
     gated = gate(targets, targets.log_ratio("trainer/behaviour"), targets.advantages_N != 0)
     # A call without targets has a loss of 0, not 0 / 0.
-    loss = gated.loss_N.sum() / (mask_T.sum().clamp(min=1) if denominator is None else denominator)
+    loss = gated.loss_N.sum() / (max(len(rows_N), 1) if denominator is None else denominator)
     metrics = pull_metrics(targets, gated.pull_N) | mean_metrics(gated.fractions)
     return LossOutput(loss.to(trainer_logprobs.dtype), metrics)

@@ -32,7 +32,7 @@ from inflight.losses.metrics import (
     pull_metrics,
     staleness_metrics,
 )
-from inflight.losses.micro_batch import NO_GROUP, check_micro_batch, finite_targets
+from inflight.losses.micro_batch import NO_GROUP, check_finite, check_micro_batch
 from inflight.losses.penalties import Distillation, Entropy, Kl, Penalty, SquaredLogRatio
 from inflight.losses.pieces import Piece
 from inflight.losses.targets import Level, Targets
@@ -256,14 +256,28 @@ class PolicyLoss(Piece):
         entropy_T: torch.Tensor | None = None,
     ) -> Targets:
         """Return the targets of a micro-batch."""
-        mask_T = self._mask(batch)
-        behaviour_T = batch.behaviour_logprobs_T
-        if self.non_finite == "on_policy":
-            behaviour_T = torch.where(behaviour_T.isfinite(), behaviour_T, trainer_logprobs_T.detach())
-        trainer_N = trainer_logprobs_T[mask_T].double()
-        behaviour_N = finite_targets(behaviour_T, mask_T, "behaviour_logprobs").double()
-        lag_N = None if current_version is None else current_version - batch.versions_T[mask_T]
+        rows_N = self._mask(batch).nonzero().squeeze(1)  # once, since a GPU is waited for
+
+        def take(values_T: torch.Tensor) -> torch.Tensor:
+            return values_T.index_select(0, rows_N)
+
+        trainer_N, behaviour_N = take(trainer_logprobs_T).double(), take(batch.behaviour_logprobs_T).double()
         detached_N = trainer_N.detach()
+        if self.non_finite == "on_policy":
+            behaviour_N = torch.where(behaviour_N.isfinite(), behaviour_N, detached_N)
+        advantages_N = take(batch.advantages_T).double()
+        given_T = None if self.proximal == "interpolated" else batch.proximal_logprobs_T
+        given_N = None if given_T is None else take(given_T).double()
+        reference_T = batch.reference_logprobs_T if "reference_logprobs" in self.needs else None
+        reference_N = None if reference_T is None else take(reference_T).double()
+        check_finite(
+            rows_N,
+            behaviour_logprobs=behaviour_N,
+            proximal_logprobs=given_N,
+            reference_logprobs=reference_N,
+            advantages=advantages_N,
+        )
+        lag_N = None if current_version is None else current_version - take(batch.versions_T)
         if self.proximal == "interpolated":
             if lag_N is None:
                 raise InvalidRequestError(
@@ -271,22 +285,18 @@ class PolicyLoss(Piece):
                 )
             share_N = torch.where(lag_N > 0, (lag_N - 1).double() / lag_N.clamp(min=1).double(), 0.0)
             proximal_N = behaviour_N + share_N * (detached_N - behaviour_N)
-        elif batch.proximal_logprobs_T is not None:
-            proximal_N = finite_targets(batch.proximal_logprobs_T, mask_T, "proximal_logprobs").double()
         else:
-            proximal_N = detached_N
-        reference_T = batch.reference_logprobs_T if "reference_logprobs" in self.needs else None
-        reference_N = None if reference_T is None else finite_targets(reference_T, mask_T, "reference_logprobs")
+            proximal_N = detached_N if given_N is None else given_N
         return Targets(
             trainer_N=trainer_N,
             behaviour_N=behaviour_N,
             proximal_N=proximal_N,
-            advantages_N=finite_targets(batch.advantages_T, mask_T, "advantages").double(),
-            segments_N=batch.segment_ids_T[mask_T],
+            advantages_N=advantages_N,
+            segments_N=take(batch.segment_ids_T),
             num_segments=len(batch.segment_lengths),
             lag_N=lag_N,
-            reference_N=None if reference_N is None else reference_N.double(),
-            entropy_N=None if entropy_T is None else entropy_T[mask_T].double(),
+            reference_N=reference_N,
+            entropy_N=None if entropy_T is None else take(entropy_T).double(),
         )
 
     def _correct(self, targets: Targets, thresholds: Sequence[float | None]) -> tuple[torch.Tensor, torch.Tensor]:

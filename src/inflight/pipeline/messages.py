@@ -160,8 +160,8 @@ class RankAnswer(Message):
     """Rank 0's account of a publish, if there was one; None on the other ranks."""
     saved: int | None = None
     """Version whose checkpoint this rank has completed since the last answer."""
-    warnings: tuple[str, ...] = ()
-    """Warnings of lost precision since the last answer."""
+    notes: tuple[str, ...] = ()
+    """What the user should know since the last answer: warnings of lost precision, and what the worker logged."""
 
 
 class Done(RankAnswer):

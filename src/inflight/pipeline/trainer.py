@@ -47,6 +47,7 @@ from inflight.pipeline.messages import (
 )
 from inflight.pipeline.publishing import Publishing, Pull, Push
 from inflight.pipeline.time_limits import time_limits
+from inflight.progress import say_what_is_logged
 from inflight.types import MicroBatch
 from inflight.weights.fleet import take_part
 from inflight.weights.outgoing import gather_only
@@ -254,7 +255,7 @@ def _worker_settings(config: RunConfig) -> dict[str, Any]:
 
 
 def answer_requests(channel: WorkerChannel, told: list[str]) -> None:
-    """Answer requests until the run ends. Each answer carries the warnings in ``told``, which is then cleared.
+    """Answer requests until the run ends. Each answer carries the notes in ``told``, which is then cleared.
 
     An error is reported to the run and ends the loop; anything but an `InflightError` is raised as well.
     """
@@ -265,7 +266,7 @@ def answer_requests(channel: WorkerChannel, told: list[str]) -> None:
                 assert isinstance(request, Start), "the first request says what to load"
                 trainer = TrainerRank(request, lambda what: channel.send(Doing(what=what)))
             answer = trainer.answer(request, tensors)
-            channel.send(answer.model_copy(update={"warnings": tuple(told)}))
+            channel.send(answer.model_copy(update={"notes": tuple(told)}))
             told.clear()
     except Exception as error:
         code = error.code if isinstance(error, InflightError) else None
@@ -292,6 +293,7 @@ def main() -> None:
             told.append(str(message))
 
     warnings.showwarning = show_and_tell
+    say_what_is_logged(told.append)
     answer_requests(WorkerChannel(socket.socket(fileno=int(sys.argv[1]))), told)
 
 

@@ -53,8 +53,8 @@ class TrainerGroup:
     config: RunConfig
     logs: Path
     token: str
-    on_warning: Callable[[str], None]
-    """Called once with each different warning."""
+    on_note: Callable[[str], None]
+    """Called once with each different note of a rank."""
     lock: int | None = None
     """Inherited by the ranks' processes."""
     places: Sequence[Place] = ()
@@ -62,7 +62,7 @@ class TrainerGroup:
     ranks: Sequence[Rank] = ()
 
     def __post_init__(self) -> None:
-        self._warn_once = functools.cache(self.on_warning)
+        self._note_once = functools.cache(self.on_note)
         self._asking = asyncio.Lock()
 
     @functools.cached_property
@@ -140,8 +140,8 @@ class TrainerGroup:
                 rank.stop_s = _STOP_AFTER_FAILURE_S
             raise
         for answer in answers:
-            for text in answer.warnings:
-                self._warn_once(text)
+            for text in answer.notes:
+                self._note_once(text)
         return answers
 
 

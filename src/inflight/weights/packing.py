@@ -78,14 +78,16 @@ def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """Return the tensors' bytes as one view, None if they are not adjacent in one storage."""
     if not tensors:
         return None
+    if len(tensors) == 1:
+        return _flats(tensors)[0] if tensors[0].is_contiguous() else None
     storage = tensors[0].untyped_storage()
     end = start = tensors[0].data_ptr()
     for tensor in tensors:
-        if tensor.data_ptr() != end or tensor.untyped_storage().data_ptr() != storage.data_ptr():
-            return None
-        if not tensor.is_contiguous():
+        if tensor.data_ptr() != end or not tensor.is_contiguous():
             return None
         end += tensor.nbytes
+    if any(tensor.untyped_storage().data_ptr() != storage.data_ptr() for tensor in tensors):
+        return None
     flat = torch.empty(0, dtype=torch.uint8, device=tensors[0].device)
     return flat.set_(storage, start - storage.data_ptr(), (end - start,), (1,))
 
