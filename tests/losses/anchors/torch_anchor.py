@@ -7,10 +7,10 @@ N rows, V vocabulary, H hidden.
 
 from __future__ import annotations
 
+import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.functional import linear_cross_entropy
 
 
 def torch_logprobs(hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, temperature: float = 1.0) -> Tensor:
     """Logprobs [N] in the dtype of the inputs; the temperature divides the hidden states."""
-    return -linear_cross_entropy(hidden_NH / temperature, weight_VH, targets_N, reduction="none")
+    return -F.linear_cross_entropy(hidden_NH / temperature, weight_VH, targets_N, reduction="none")
