@@ -73,10 +73,24 @@ def test_memory_is_used_again_only_once_nothing_refers_to_it() -> None:
     assert memory.take(4096).data_ptr() == place
 
 
+def test_an_engine_that_serves_from_what_arrived_alternates_between_two_pieces_of_memory() -> None:
+    memory = ReusedMemory()
+    places, served = [], None
+    for _ in range(6):
+        memory.begin()
+        arrived = memory.take(4096)
+        places.append(arrived.data_ptr())
+        served = arrived  # the memory served before is free from here on
+    assert served is not None
+    assert places[2:] == [places[0], places[1]] * 2 and places[0] != places[1]
+
+
 def test_memory_that_two_updates_did_not_need_goes_back_to_the_system() -> None:
     memory = ReusedMemory()
     memory.take(4096)
     memory.begin()
+    memory.begin()
+    assert len(memory._blocks) == 1
     memory.begin()
     assert memory._blocks == []
 

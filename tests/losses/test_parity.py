@@ -9,6 +9,7 @@ Shape suffixes: B rows, T padded columns or packed tokens, N targets, H hidden, 
 
 from __future__ import annotations
 
+import importlib
 import logging
 import math
 import os
@@ -489,4 +490,4 @@ def test_the_anchors_leave_nothing_behind_but_their_modules(liger, verl):
 def test_anchors_that_are_not_installed_are_an_error_that_says_so(monkeypatch, tmp_path):
     monkeypatch.setenv("INFLIGHT_ANCHORS", str(tmp_path / "nowhere"))
     with pytest.raises(FileNotFoundError, match=r"nowhere is missing: make installs"), importable_anchors():
-        pass
+        importlib.import_module("framework_that_is_not_installed")

@@ -148,11 +148,11 @@ def test_a_bucket_that_is_not_there_is_named_after_the_timeout(sender: WeightSen
     receive(receiver, update, make_buckets(update)[:1])
     began, busy = time.monotonic(), time.thread_time()
     with pytest.raises(
-        TransferError, match=r"receiving bucket 1 of version 7 failed: .*00001.* does not exist after 0.3"
+        TransferError, match=r"receiving bucket 1 of version 7 failed: .*00001.* does not exist after 1 s"
     ):
-        receiver.receive((payload(1 << 16),), 0.3)
-    assert 0.25 < time.monotonic() - began < 2.0
-    assert time.thread_time() - busy < 0.15
+        receiver.receive((payload(1 << 16),), 1.0)
+    assert 0.9 < time.monotonic() - began < 4.0
+    assert time.thread_time() - busy < 0.5
 
 
 def test_buckets_of_another_session_are_not_taken_for_this_ones(sender: WeightSender, join: Join) -> None:

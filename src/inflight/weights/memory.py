@@ -30,8 +30,11 @@ class ReusedMemory:
         return block.lend()
 
     def begin(self) -> None:
-        """Return to the system what was neither taken nor referred to since the last call."""
-        self._blocks = [block for block in self._blocks if block.was_needed()]
+        """Call before each update. Returns to the system what the last two updates did not need.
+
+        An engine that serves from what arrived gives the memory of one update back when it commits the next.
+        """
+        self._blocks = [block for block in self._blocks if block.is_needed()]
 
 
 class _Block:
@@ -44,7 +47,7 @@ class _Block:
         self.size_bytes = size_bytes
         self._memory = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pinned).numpy()  # aligned by torch
         self._loan: Callable[[], object] = lambda: None
-        self._was_taken = False
+        self._was_taken = self._was_needed = False
 
     @property
     def is_free(self) -> bool:
@@ -55,7 +58,8 @@ class _Block:
         self._loan, self._was_taken = weakref.ref(view), True
         return torch.from_numpy(view)
 
-    def was_needed(self) -> bool:
-        """Return whether it is referred to, or was taken since the last call."""
-        was_taken, self._was_taken = self._was_taken, False
-        return was_taken or not self.is_free
+    def is_needed(self) -> bool:
+        """Return whether it was taken since the last call, is referred to, or was so at the last call."""
+        before, self._was_needed = self._was_needed, self._was_taken or not self.is_free
+        self._was_taken = False
+        return before or self._was_needed

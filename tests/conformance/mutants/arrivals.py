@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import fcntl
+import mmap
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import inflight.weights.float8
-import inflight.weights.transports.shared_memory
 from inflight.local.endpoint import LocalEndpoint
 from inflight.weights.float8 import decode_float8, payload_size
 from inflight.weights.packing import pack, unpack
+from inflight.weights.transports.bucket_records import BucketRecord
+from inflight.weights.transports.shared_memory import SharedMemoryReceiver
+from inflight.weights.transports.store import Attempt, regular_file
 from inflight.wire import BucketTransfer, TensorSpec, TransportSpec, UpdateRef, WeightUpdate
 from tests.conformance.mutants.mutant import Mutant
 
@@ -167,16 +169,17 @@ def always_the_first_update(receiver: Any) -> None:
     receiver.begin = faulty
 
 
-def without_a_lock(endpoint: LocalEndpoint) -> LocalEndpoint:
+def without_a_lock(receiver: Any) -> None:
     """Memory that the model computes with is not locked, so that the sender uses it again."""
-    names: Any = {name: getattr(fcntl, name) for name in ("LOCK_SH", "LOCK_EX", "LOCK_NB", "LOCK_UN")}
+    if not isinstance(receiver, SharedMemoryReceiver):
+        return
+    faulty: Any = receiver
 
-    def flock(fd: int, how: int) -> None:
-        if not how & fcntl.LOCK_SH:
-            fcntl.flock(fd, how)
+    def mapping(record: BucketRecord, attempt: Attempt) -> mmap.mmap:
+        with regular_file(Path(faulty._spec.directory), record.arena, is_private=True) as (fd, size_bytes):
+            return mmap.mmap(fd, size_bytes, access=mmap.ACCESS_COPY)
 
-    inflight.weights.transports.shared_memory.fcntl = SimpleNamespace(flock=flock, **names)  # type: ignore[assignment]
-    return endpoint
+    faulty._mapping = mapping
 
 
 def without_the_token(endpoint: LocalEndpoint) -> LocalEndpoint:
@@ -211,7 +214,7 @@ MUTANTS = (
         "served from the store",
         "U-60",
         "The model computes with memory that the sender uses again.",
-        without_a_lock,
+        receiving(without_a_lock),
     ),
     Mutant("first file only", "U-61", "Every bucket is read from the first file.", receiving(always_the_first_file)),
     Mutant(
