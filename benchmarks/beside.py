@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gpu.distribution import write_metadata
 from quickstart import mean_reward, quickstart_model
 from results import write_results
 
@@ -74,6 +75,7 @@ def checkouts(directory: Path, revisions: Mapping[str, str]) -> tuple[dict[str, 
         subprocess.run(["git", "checkout", "--quiet", "--detach", revision], cwd=tree, check=True)
         short = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=tree, stdout=subprocess.PIPE, check=True)
         commits[label] = short.stdout.decode().strip()
+        write_metadata(tree / "src", tree)  # its own entry points, and not those of what is installed
     return trees, commits
 
 

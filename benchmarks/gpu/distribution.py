@@ -17,15 +17,15 @@ NOT_NEEDED = ("reasoning-gym", "tensorboard")
 """Packages of the extra ``local`` that the benchmark can do without."""
 
 
-def project() -> dict[str, Any]:
-    """Return the table ``project`` of pyproject.toml."""
-    found: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+def project(root: Path = ROOT) -> dict[str, Any]:
+    """Return the table ``project`` of a checkout's pyproject.toml."""
+    found: dict[str, Any] = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     return found
 
 
-def write_metadata(directory: Path) -> None:
+def write_metadata(directory: Path, root: Path = ROOT) -> None:
     """Write the distribution's metadata into a directory, which then has to be on the path before others."""
-    about = project()
+    about = project(root)
     info = directory / f"{about['name']}-{about['version']}.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {about['name']}\nVersion: {about['version']}\n")
