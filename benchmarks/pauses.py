@@ -18,16 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from beside import checkouts, spread
-from results import write_results
+from results import read_results, write_results
 
-TRANSPORTS = ("gloo", "shm", "file", "http", "gloo+delta", "shm+delta")
+TRANSPORTS = "gloo,shm,file,http,gloo+delta,shm+delta"
 SPANS = ("paused", "load", "wire", "total")
 
 
-def rows_of(tree: Path, json_file: Path, num_publishes: int) -> list[dict[str, Any]]:
+def rows_of(tree: Path, json_file: Path, transports: str, num_publishes: int) -> list[dict[str, Any]]:
     """Run the benchmark of a checkout, and return a row for each transport and size."""
     command = [sys.executable, "-m", "inflight", "bench", "weights", "--sizes", "64MB,1GB", "--json", str(json_file)]
-    command += ["--transports", ",".join(TRANSPORTS), "--rounds", str(num_publishes)]
+    command += ["--transports", transports, "--rounds", str(num_publishes)]
     environment = {**os.environ, "PYTHONPATH": str(tree / "src")}
     subprocess.run(command, cwd=tree, env=environment, check=True, stdout=subprocess.DEVNULL, timeout=1800)
     rows: list[dict[str, Any]] = json.loads(json_file.read_text())
@@ -43,21 +43,24 @@ def main() -> None:
     parser.add_argument("revision")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--publishes", type=int, default=7, help="idle and busy publishes of each round")
+    parser.add_argument("--transports", default=TRANSPORTS, help="the rows of others are kept")
     arguments = parser.parse_args()
     measured: dict[tuple[str, int], dict[str, list[dict[str, Any]]]] = {}
     with tempfile.TemporaryDirectory() as directory:
         trees, commits = checkouts(Path(directory), {"before": arguments.revision, "after": "HEAD"})
         for number in range(arguments.rounds):
             for label in ("before", "after") if number % 2 == 0 else ("after", "before"):
-                for row in rows_of(trees[label], Path(directory) / "rows.json", arguments.publishes):
+                for row in rows_of(trees[label], Path(directory) / "rows.json", arguments.transports, arguments.publishes):
                     place = measured.setdefault((row["transport"], row["size_bytes"]), {})
                     place.setdefault(label, []).append(row)
                 print(f"round {number + 1} of {arguments.rounds}: {label}", flush=True)
+    kept = read_results("pauses")["rows"]["rows"] if arguments.transports != TRANSPORTS else []
     write_results(
         "pauses",
         {
             "commits": commits,
             "rows": [
+                *(row for row in kept if (row["transport"], row["size_bytes"]) not in measured),
                 {
                     "transport": transport,
                     "size_bytes": size_bytes,

@@ -161,6 +161,12 @@ def test_partial_updates_and_loras_leave_the_rest_as_it_is(served: Served, model
     served.assert_holds({**whole, **sent})
 
 
+def test_memory_that_was_replaced_is_let_go(served: Served, model_dir: Path) -> None:
+    for version in (1, 2):
+        served.publish(PlainWorker(scaled(checkpoint(model_dir), 1.0 + version), version))
+        assert served.endpoint._engine.replaced == []
+
+
 def test_tied_parameters_share_what_arrived(tmp_path: Path) -> None:
     path = make_model(tmp_path / "tied", tied=True)
     served = Served(path, "gloo", tmp_path, run_id="tied")

@@ -155,6 +155,7 @@ class LocalEndpoint(ReceivingEndpoint, StreamingEndpoint, PausableEngine):
             return UpdateTimings(load_s=load_s, paused_s=self._engine.resume())
 
         self._last_timings = await self._in_engine(apply)
+        await asyncio.to_thread(self._engine.replaced.clear)
 
     async def resume(self) -> None:
         await self._in_engine(self._engine.resume)

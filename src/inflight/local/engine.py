@@ -54,6 +54,7 @@ class Engine:
         parameter = next(model.parameters())
         self._model = model.eval()
         self.parameters = dict(model.named_parameters())
+        self.replaced: list[torch.Tensor] = []
         self._head = model.get_output_embeddings()
         self._device = parameter.device
         config = model.config.get_text_config()
@@ -232,9 +233,9 @@ class Engine:
     def load(self, ready: Iterable[tuple[str, torch.Tensor]], version: int, policy: InFlightPolicy) -> None:
         """Exchange weights for others that `made_ready` returned. Engine's thread only, while paused.
 
-        If it raises, the model is torn.
+        The weights before are in ``replaced`` until the caller clears it. If it raises, the model is torn.
         """
-        exchange(self.parameters, ready)
+        self.replaced += exchange(self.parameters, ready)
         self._version = version
         self._num_updates += 1
         if policy is InFlightPolicy.RECOMPUTE:

@@ -24,14 +24,17 @@ def made_ready(parameters: Parameters, tensors: Iterable[tuple[str, torch.Tensor
     return [(name, _fitted(tensor, parameters[name], name)) for name, tensor in tensors]
 
 
-def exchange(parameters: Parameters, ready: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Make tensors that are ready the memory of the parameters of these names.
+def exchange(parameters: Parameters, ready: Iterable[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
+    """Make tensors that are ready the memory of the parameters of these names; return the memory before.
 
-    Copies nothing. Modules that share a parameter share its new memory. The old memory is free once nothing else refers
-    to it.
+    Copies nothing. Modules that share a parameter share its new memory. Freeing gigabytes takes a while, so the caller
+    lets the old memory go when sampling has resumed.
     """
+    replaced = []
     for name, tensor in ready:
+        replaced.append(parameters[name].data)
         parameters[name].data = tensor
+    return replaced
 
 
 def _fitted(tensor: torch.Tensor, parameter: torch.nn.Parameter, name: str) -> torch.Tensor:
