@@ -50,33 +50,30 @@ def main() -> None:
         trees, commits = checkouts(Path(directory), {"before": arguments.revision, "after": "HEAD"})
         for number in range(arguments.rounds):
             for label in ("before", "after") if number % 2 == 0 else ("after", "before"):
-                for row in rows_of(trees[label], Path(directory) / "rows.json", arguments.transports, arguments.publishes):
+                json_file = Path(directory) / "rows.json"
+                for row in rows_of(trees[label], json_file, arguments.transports, arguments.publishes):
                     place = measured.setdefault((row["transport"], row["size_bytes"]), {})
                     place.setdefault(label, []).append(row)
                 print(f"round {number + 1} of {arguments.rounds}: {label}", flush=True)
-    kept = read_results("pauses")["rows"]["rows"] if arguments.transports != TRANSPORTS else []
-    write_results(
-        "pauses",
+    rows = [
         {
-            "commits": commits,
-            "rows": [
-                *(row for row in kept if (row["transport"], row["size_bytes"]) not in measured),
-                {
-                    "transport": transport,
-                    "size_bytes": size_bytes,
-                    **{
-                        label: {
-                            "idle": {name: medians(rows, "spans", name) for name in SPANS},
-                            "busy": {name: medians(rows, "busy", name) for name in SPANS},
-                        }
-                        for label, rows in sides.items()
-                    },
-                    "copy_s": spread([row["copy_s"]["median"] for rows in sides.values() for row in rows]),
+            "transport": transport,
+            "size_bytes": size_bytes,
+            **{
+                label: {
+                    "idle": {name: medians(rows, "spans", name) for name in SPANS},
+                    "busy": {name: medians(rows, "busy", name) for name in SPANS},
                 }
-                for (transport, size_bytes), sides in measured.items()
-            ],
-        },
-    )
+                for label, rows in sides.items()
+            },
+            "copy_s": spread([row["copy_s"]["median"] for rows in sides.values() for row in rows]),
+        }
+        for (transport, size_bytes), sides in measured.items()
+    ]
+    if arguments.transports != TRANSPORTS:
+        before = read_results("pauses")["rows"]["rows"]
+        rows = [row for row in before if (row["transport"], row["size_bytes"]) not in measured] + rows
+    write_results("pauses", {"commits": commits, "rows": sorted(rows, key=lambda row: row["size_bytes"])})
 
 
 if __name__ == "__main__":
