@@ -9,7 +9,7 @@ SGLANG ?= 0.5.23
 # More arguments for pytest, as PYTEST="-k publish".
 PYTEST ?=
 # Tests at a time: most of the time of one is a process waiting for another.
-WORKERS ?= 2
+WORKERS ?= 3
 STAMP_VLLM   := .engines/vllm-$(VLLM)/.installed
 STAMP_SGLANG := .engines/sglang-$(SGLANG)/.installed
 CERTIFICATES := docs/certificates
