@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,9 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Environment of a run that finds a management tool which lists three GPUs, and may use two of them."""
     if torch.cuda.is_available():
         pytest.skip("the run would use the GPUs of this machine")
-    monkeypatch.setenv("INFLIGHT_TESTS_FORK", "0")  # a forked process does not show its environment
+    monkeypatch.setattr(
+        "tests.run.runs.python", lambda: sys.executable
+    )  # forked processes do not show their environment
     tool = tmp_path / "bin" / "nvidia-smi"
     tool.parent.mkdir()
     tool.write_text('#!/bin/sh\nfor i in 0 1 2; do echo "$i, GPU-$i, 81559"; done\n')
