@@ -19,9 +19,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Environment of a run that finds a management tool which lists three GPUs, and may use two of them."""
     if torch.cuda.is_available():
         pytest.skip("the run would use the GPUs of this machine")
-    monkeypatch.setattr(
-        "tests.run.runs.python", lambda: sys.executable
-    )  # forked processes do not show their environment
+    # Forked processes do not show their environment.
+    monkeypatch.setattr("tests.run.runs.python", lambda: sys.executable)
     tool = tmp_path / "bin" / "nvidia-smi"
     tool.parent.mkdir()
     tool.write_text('#!/bin/sh\nfor i in 0 1 2; do echo "$i, GPU-$i, 81559"; done\n')
