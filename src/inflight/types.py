@@ -144,7 +144,7 @@ class WeightBucket:
     ref: UpdateRef | None = None
     """The update that it belongs to; senders refuse a bucket of another update, and do not check None"""
     ready: torch.cuda.Event | None = None
-    """Comes after its bytes are there: whoever reads them on another stream waits for it. None: they are there"""
+    """Comes after its bytes are there. Readers on another stream wait for it. None: they are there already"""
 
 
 class EndpointOutcome(StrEnum):

@@ -20,7 +20,7 @@ def multiply_in_float8(module: nn.Module, device: torch.device) -> None:
     The forward and the gradient of the inputs are in float8, with a scale for each token; the gradient of the weight is
     not. So neither depends on the tokens that others are packed with, and a product over T tokens, which need be no
     multiple of 16, stays out of float8. Raises `ConfigError` if torchao is missing, the device has no such kernel, or a
-    side of a weight is no multiple of 16.
+    side of a weight is not a multiple of 16.
     """
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training

@@ -1,7 +1,7 @@
 """A trainer rank's forward, backward and step with its model on a GPU on paper, beside the FSDP worker on the CPU.
 
-One rank without ``fully_shard``, whose collectives and streams need a real device: what is walked is the worker's own
-code and the model's arithmetic, not how shards are gathered.
+There is one rank, without ``fully_shard``, which needs a real device for its collectives and streams. So this walks the
+worker's own code and the model's arithmetic. It does not walk how shards are gathered.
 """
 
 from __future__ import annotations

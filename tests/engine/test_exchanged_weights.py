@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from inflight.local.endpoint import LocalEndpoint
 from inflight.local.engine import Engine
 from inflight.local.parameters import exchange, made_ready
 from inflight.local.slots import ATTENTION_NAME, register_slot_attention
-from inflight.weights.memory import ReusedMemory
+from inflight.weights.memory import ReusedMemory, _Block
 from inflight.weights.publish import WeightPublisher, publish_weights
 from inflight.weights.transports import make_sender
 from tests.models import make_model
@@ -83,6 +85,26 @@ def test_an_engine_that_serves_from_what_arrived_alternates_between_two_pieces_o
         served = arrived  # the memory served before is free from here on
     assert served is not None
     assert places[2:] == [places[0], places[1]] * 2 and places[0] != places[1]
+
+
+def test_threads_that_take_memory_at_the_same_moment_never_get_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = ReusedMemory()
+    memory.take(4096)
+    is_free: Any = _Block.is_free.fget
+
+    def slowly(block: _Block) -> bool:
+        found = bool(is_free(block))
+        time.sleep(0.05)  # long enough for the other thread to look too
+        return found
+
+    monkeypatch.setattr(_Block, "is_free", property(slowly))
+    taken: list[torch.Tensor] = []
+    threads = [threading.Thread(target=lambda: taken.append(memory.take(4096))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10.0)
+    assert len({tensor.data_ptr() for tensor in taken}) == 2
 
 
 def test_memory_that_two_updates_did_not_need_goes_back_to_the_system() -> None:

@@ -1,4 +1,4 @@
-"""Weights through a device's memory, here the host's: no copy, no pickle, nothing overwritten that is still read."""
+"""Weights through a device's memory, here the host's: handles are JSON, and memory that is read stays as it is."""
 
 from __future__ import annotations
 

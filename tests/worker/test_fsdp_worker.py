@@ -258,7 +258,7 @@ def test_float8_layers_give_nearly_the_logprobs_and_gradients_of_float32_whateve
     """Emulated on a CPU, in a process of its own, which finds torchao."""
     seen = seen_with_torchao("float8_program", tmp_path)
     assert seen["same names"]
-    assert seen["same weights"]  # what is published is not rounded
+    assert seen["same weights"]  # publishing does not round them
     assert 1e-3 * seen["spread"] < seen["apart"] < 0.2 * seen["spread"]  # 3 bits after the leading one, over two layers
     assert 1e-3 < seen["gradient apart"] < 0.3
     assert seen["packing"] < 1e-4  # float32; a scale for a whole micro-batch would show

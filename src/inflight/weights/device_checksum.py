@@ -6,8 +6,8 @@ lane's G is added to each.
 
 Any change within one word is found: G is odd. So is any exchange of two words among 2^31: since G is 5 modulo 8, 2 to
 the power of 2 + k divides G^a - G^b exactly if 2^k divides a - b exactly (lifting the exponent), and one of the lanes
-has terms that differ by no more than 31 twos. Other damage is missed with a probability of about 2^-128. It is no proof
-of who sent the bytes.
+has terms that differ by no more than 31 twos. Other damage is missed with a probability of about 2^-128. It does
+not prove who sent the bytes.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 
@@ -12,29 +13,33 @@ class ReusedMemory:
     """Memory into which tensors are received, used again once nothing refers to the tensors in it.
 
     Pages that the system hands out anew cost more time than the copy itself. If ``device`` is a GPU, the memory is
-    pinned, so that it is copied there at full speed.
+    pinned, so that it is copied there at full speed. Any thread may call: one that was abandoned in an update that has
+    ended may still be receiving when the next update begins.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._pinned = device is not None and device.type == "cuda"
         self._blocks: list[_Block] = []
+        self._lock = threading.Lock()
 
     def take(self, size_bytes: int) -> torch.Tensor:
         """Return memory that nothing refers to, uint8 [size_bytes] on the CPU."""
         if size_bytes == 0:
             return torch.empty(0, dtype=torch.uint8)
-        block = next((it for it in self._blocks if it.size_bytes == size_bytes and it.is_free), None)
-        if block is None:
-            block = _Block(size_bytes, self._pinned)
-            self._blocks.append(block)
-        return block.lend()
+        with self._lock:
+            block = next((it for it in self._blocks if it.size_bytes == size_bytes and it.is_free), None)
+            if block is None:
+                block = _Block(size_bytes, self._pinned)
+                self._blocks.append(block)
+            return block.lend()
 
     def begin(self) -> None:
         """Call before each update. Returns to the system what the last two updates did not need.
 
         An engine that serves from what arrived gives the memory of one update back when it commits the next.
         """
-        self._blocks = [block for block in self._blocks if block.is_needed()]
+        with self._lock:
+            self._blocks = [block for block in self._blocks if block.is_needed()]
 
 
 class _Block:

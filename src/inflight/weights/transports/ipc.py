@@ -4,8 +4,8 @@ The bytes are copied on the device only: by the sender into the memory that endp
 memory of its own. Records of buckets and the handle of the memory lie in a directory that only this user can enter, as
 those of `shm`.
 
-The sender writes memory again only after every endpoint said that it needs nothing of it any more. Memory of an update
-that ended otherwise is kept, unchanged, until none of those who might read it is left.
+The sender writes memory again after an update that every endpoint committed. After any other end the memory is kept
+unchanged until every receiver that might still read it has left.
 """
 
 from __future__ import annotations
