@@ -1,12 +1,15 @@
-"""A task, a staleness policy and a batch composer, for the run in examples/own_parts.toml."""
+"""A task, a scheduler, a staleness policy and a batch composer, for the run in examples/own_parts.toml."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from inflight.contracts import BatchComposer, StalenessPolicy, Task
+from inflight.contracts import BatchComposer, Scheduler, StalenessPolicy, Task
+from inflight.rollouts.board import Board
+from inflight.scheduling import Decision, Event, Issue
 from inflight.types import Group, TaskItem
 
 
@@ -52,3 +55,35 @@ class FixedNumber(BatchComposer):
 
     def compose(self, groups: Sequence[Group], num_tokens: Sequence[int]) -> Sequence[int]:
         return range(self.num_groups) if len(groups) >= self.num_groups else ()
+
+
+class FillInOrder(Scheduler):
+    """Gives work to the first endpoint that has room, so that the last ones stay free."""
+
+    def __init__(self, group_size: int, seed: int = 0) -> None:
+        self._board = Board()
+        self._group_size = group_size
+
+    def tell(self, event: Event) -> None:
+        self._board.tell(event)
+
+    def num_wanted(self) -> int:
+        return 1 if self._first_with_room() and not self._board.unissued() else 0
+
+    def decide(self, time_s: float) -> Sequence[Decision]:
+        decisions = []
+        for item in self._board.unissued():
+            if name := self._first_with_room():
+                decisions.append(Issue(name, item.index, item.unissued))
+                self._board.decided(decisions[-1], time_s)
+        return decisions
+
+    def _first_with_room(self) -> str | None:
+        rooms = {name: place.room for name, place in sorted(self._board.places.items())}
+        return next((name for name, room in rooms.items() if room >= self._group_size), None)
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        pass

@@ -8,10 +8,11 @@ Protocols and the sentences of docs/contract.md work together.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from inflight.scheduling import Decision, Event
 from inflight.types import Group, MicroBatch, StepResult, TaskItem, WeightBucket
 from inflight.wire import (
     BucketSpec,
@@ -418,6 +419,45 @@ class StalenessPolicy(Protocol):
 
         ``groups_per_step`` is an average. One more group is admitted where none is in flight and no step is ready.
         """
+
+
+@runtime_checkable
+class Scheduler(Protocol):
+    """Which completions run where and when. Deterministic, without I/O: no clock, thread, file or randomness.
+
+    `inflight.scheduling` has the events that it is told and the decisions that it answers. The live run and a simulator
+    drive the same objects. It is constructed with ``group_size`` (completions per item), ``seed`` and parameters of its
+    own.
+    """
+
+    needs_progress: bool = False
+    """Whether it is told how far running completions are. Endpoints then stream, where they can."""
+    aborts: bool = False
+    """Whether it aborts completions and continues them. Endpoints that cannot keep partial completions are refused."""
+
+    @abstractmethod
+    def tell(self, event: Event) -> None:
+        """Take note of an event. Events come in the order of their times."""
+
+    @abstractmethod
+    def num_wanted(self) -> int:
+        """Return how many more items to offer now; the staleness policy may allow fewer."""
+
+    @abstractmethod
+    def decide(self, time_s: float) -> Sequence[Decision]:
+        """Return what to do now; empty: nothing until the next event. Each decision counts as carried out."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """Return, as JSON values, what a later `restore` needs: neither items nor endpoints, which are told again."""
+
+    @abstractmethod
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state that `state` returned. Called before anything is told."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return figures of its own for the row of the last step, and begin anew; none by default."""
+        return {}
 
 
 @runtime_checkable

@@ -13,7 +13,9 @@ from inflight.checkpoints import load_tokenizer
 from inflight.errors import CheckpointError, DeadlineError, EndpointError, InflightError, TaskError
 from inflight.http.client import HttpEndpoint
 from inflight.pipeline.actor import Actor, DroppedItem
+from inflight.pipeline.scoring import Scoring
 from inflight.rollouts import Ledger, load_task
+from inflight.rollouts.schedulers import LeastLoaded
 from inflight.types import Group
 from inflight.wire import GenerateRequest, GenerateResponse, SamplingParams, WeightVersion
 from tests.servers import ServerProcess
@@ -78,12 +80,11 @@ def act(
 
     async def run() -> None:
         actor = Actor(
-            load_task("tests.run.tasks:count_letters", task or {}, 0),
-            load_tokenizer(model),
+            Scoring(load_task("tests.run.tasks:count_letters", task or {}, 0), load_tokenizer(model), 10.0),
             SamplingParams(n=2, max_tokens=4),
             outcome.ledger,
+            LeastLoaded(group_size=2),
             seed=0,
-            reward_timeout_s=10.0,
             max_sequence_tokens=max_sequence_tokens,
             may_issue=lambda: True,
             on_end=outcome.note,
@@ -153,12 +154,11 @@ def test_an_item_that_fails_wherever_it_goes_is_given_up(shared_server: ServerPr
         groups: list[Group] = []
         ledger = Ledger()
         actor = Actor(
-            load_task("tests.run.tasks:count_letters", {}, 0),
-            load_tokenizer(model_dir),
+            Scoring(load_task("tests.run.tasks:count_letters", {}, 0), load_tokenizer(model_dir), 10.0),
             SamplingParams(n=2, max_tokens=4),
             ledger,
+            LeastLoaded(group_size=2),
             seed=0,
-            reward_timeout_s=10.0,
             max_sequence_tokens=4096,
             may_issue=lambda: True,
             on_end=lambda ended: groups.append(ended) if isinstance(ended, Group) else None,
@@ -236,14 +236,15 @@ def test_nothing_runs_any_more_when_the_end_of_the_last_group_is_told(
     async def run() -> None:
         actor: Actor
         actor = Actor(
-            load_task("tests.run.tasks:count_letters", {"overlong_every": 2}, 0),
-            load_tokenizer(model_dir),
+            Scoring(
+                load_task("tests.run.tasks:count_letters", {"overlong_every": 2}, 0), load_tokenizer(model_dir), 10.0
+            ),
             SamplingParams(n=2, max_tokens=4),
             Ledger(),
+            LeastLoaded(group_size=2),
             seed=0,
-            reward_timeout_s=10.0,
             max_sequence_tokens=4096,
-            may_issue=lambda: True,
+            may_issue=lambda: actor.num_running == 0,
             on_end=lambda ended: running_at_end.append(actor.num_running),
         )
         actor.add(endpoint, 2)

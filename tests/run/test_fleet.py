@@ -22,8 +22,10 @@ from inflight.pipeline.actor import Actor
 from inflight.pipeline.config import load_config
 from inflight.pipeline.fleet import check_servers, sequence_limit
 from inflight.pipeline.messages import Members, Served
+from inflight.pipeline.scoring import Scoring
 from inflight.pipeline.trainer_group import TrainerGroup
 from inflight.rollouts import Ledger, load_task
+from inflight.rollouts.schedulers import LeastLoaded
 from inflight.types import Group
 from inflight.wire import Capabilities, SamplingParams, WeightVersion
 from tests.models import make_model
@@ -438,12 +440,11 @@ def test_tokens_older_than_what_was_published_give_a_replaced_server_away(
         ledger = Ledger()
         endpoint = HttpEndpoint(shared_server.url)
         actor = Actor(
-            load_task("tests.run.tasks:count_letters", {}, 0),
-            load_tokenizer(model_dir),
+            Scoring(load_task("tests.run.tasks:count_letters", {}, 0), load_tokenizer(model_dir), 10.0),
             SamplingParams(n=2, max_tokens=4),
             ledger,
+            LeastLoaded(group_size=2),
             seed=0,
-            reward_timeout_s=10.0,
             max_sequence_tokens=4096,
             may_issue=lambda: True,
             on_end=lambda ended: groups.append(ended) if isinstance(ended, Group) else None,

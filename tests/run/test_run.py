@@ -323,7 +323,7 @@ def test_full_disk_ends_the_run_with_what_could_not_be_written(start_run: Callab
 @pytest.mark.parametrize("policy", first_of_each(["recompute", "drain", "abort"], lambda _: "any"))
 def test_every_in_flight_policy_trains(start_run: Callable[..., RunProcess], policy: str) -> None:
     # So much may be outstanding that no server is ever idle: requests run whenever an update comes.
-    settings = ("--sampling.max_tokens", "200", "--loss.max_lag", "1000")
+    settings = ("--sampling.max_tokens", "200", "--rollouts.max_lag", "1000")
     run = start_run("--servers.in_flight", policy, "--run.num_steps", "4", *settings)
     assert run.wait() == 0, run.output()
     rows, summary = run.rows(), run.summary()
@@ -371,8 +371,9 @@ def test_a_run_takes_its_task_and_its_policies_from_outside(start_run: Callable[
     parts = tomllib.loads((ROOT / "examples" / "own_parts.toml").read_text())
     run = start_run(
         *("--task.name", parts["task"]["name"], "--task.params", '{ letter = "a" }'),
-        *("--policies.staleness", parts["policies"]["staleness"], "--policies.composer", parts["policies"]["composer"]),
-        *("--policies.composer_params", "{ num_groups = 3 }", "--run.num_steps", "2"),
+        *("--rollouts.staleness", parts["rollouts"]["staleness"], "--rollouts.composer", parts["rollouts"]["composer"]),
+        *("--rollouts.composer_params", "{ num_groups = 3 }", "--run.num_steps", "2"),
+        *("--rollouts.scheduler", parts["rollouts"]["scheduler"]),
         environment={"PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("src", "examples"))},
     )
     assert run.wait() == 0, run.output()

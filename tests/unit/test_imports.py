@@ -134,6 +134,7 @@ PUBLIC_NAMES = {
         "group_advantages",
         "has_signal",
         "load_composer",
+        "load_scheduler",
         "load_staleness",
         "load_task",
         "overlong_penalty",
@@ -153,6 +154,7 @@ LEVELS = {
     "wire": 0,
     "progress": 0,
     "transfer_time": 0,
+    "scheduling": 0,
     "extensions": 1,
     "contracts": 1,
     "transports": 2,
@@ -174,6 +176,7 @@ LEVELS = {
 
 TORCH_FREE = (
     "errors",
+    "scheduling",
     "types",
     "wire",
     "contracts",

@@ -233,7 +233,7 @@ class TrainSection(Section):
 
 
 class LossSection(Section):
-    """Policy loss, advantages and staleness."""
+    """Policy loss and advantages."""
 
     preset: str = "pipelinerl_paper"
     """A name that ``inflight losses`` lists."""
@@ -243,8 +243,6 @@ class LossSection(Section):
     """None: the preset's, or ``leave_one_out`` with a ``policy``."""
     reference_kl: float = Field(default=0.0, ge=0)
     """If above 0: coefficient of a KL penalty towards the initial model, which replaces the loss's own KL penalty."""
-    max_lag: int = Field(default=8, ge=0)
-    """Largest lag, in versions, of a trained token."""
 
     @model_validator(mode="after")
     def _names_one_loss(self) -> LossSection:
@@ -269,15 +267,20 @@ class LossSection(Section):
         return "leave_one_out" if self.policy is not None else preset(self.preset).advantages
 
 
-class PoliciesSection(Section):
-    """Which tokens are too old, and which groups make up an optimizer step.
+class RolloutsSection(Section):
+    """Which completions run where and when, which tokens are too old, and which groups make up an optimizer step.
 
-    Other policies are entry points in the groups ``inflight.staleness`` and ``inflight.composers``, or
-    ``module:attribute``.
+    Other policies than those that ``inflight policies`` lists are entry points in the groups ``inflight.schedulers``,
+    ``inflight.staleness`` and ``inflight.composers``, or ``module:attribute``.
     """
 
+    max_lag: int = Field(default=8, ge=0)
+    """Largest lag, in versions, of a trained token."""
+    scheduler: str = "least_loaded"
+    """Constructed with ``sampling.group_size``, ``run.seed`` and ``scheduler_params``."""
+    scheduler_params: dict[str, Any] = {}
     staleness: str = "max_lag"
-    """Constructed with ``loss.max_lag`` and ``staleness_params``."""
+    """Constructed with ``max_lag`` and ``staleness_params``."""
     staleness_params: dict[str, Any] = {}
     composer: str = "token_budget"
     """Constructed with the tokens of a step over all workers, and ``composer_params``."""
@@ -294,7 +297,7 @@ class RunConfig(Section):
     servers: ServersSection = ServersSection()
     train: TrainSection = TrainSection()
     loss: LossSection = LossSection()
-    policies: PoliciesSection = PoliciesSection()
+    rollouts: RolloutsSection = RolloutsSection()
 
     @model_validator(mode="after")
     def _transport_is_installed(self) -> RunConfig:
@@ -320,10 +323,10 @@ class RunConfig(Section):
                 f"train.max_tokens_per_micro_batch {self.train.max_tokens_per_micro_batch}: lower the first or "
                 "raise the second"
             )
-        if self.run.mode == "conventional" and self.run.conventional_steps - 1 > self.loss.max_lag:
+        if self.run.mode == "conventional" and self.run.conventional_steps - 1 > self.rollouts.max_lag:
             raise ValueError(
                 f"run.conventional_steps {self.run.conventional_steps} trains on tokens of lag "
-                f"{self.run.conventional_steps - 1}, but loss.max_lag {self.loss.max_lag} masks them: raise it"
+                f"{self.run.conventional_steps - 1}, but rollouts.max_lag {self.rollouts.max_lag} masks them: raise it"
             )
         return self
 

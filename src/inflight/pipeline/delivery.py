@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from inflight.pipeline.actor import version_of
 from inflight.pipeline.journal import Journal
 from inflight.pipeline.messages import Served
+from inflight.pipeline.seats import version_of
 from inflight.pipeline.servers import REAP_S, Servers, nobody_left
 from inflight.pipeline.trainer_group import TrainerGroup
 from inflight.weights.fleet import MemberState

@@ -33,7 +33,7 @@ from inflight.pipeline.memory_check import (
 )
 from inflight.pipeline.placement import Place, place
 from inflight.pipeline.time_limits import time_limits
-from inflight.rollouts import load_composer, load_staleness, load_task
+from inflight.rollouts import load_composer, load_scheduler, load_staleness, load_task
 from inflight.weights.buckets import plan_buckets
 from inflight.weights.packing import encoded_size
 
@@ -98,8 +98,15 @@ def plan_run(config: RunConfig, devices: Sequence[Device]) -> Plan:
     check_servers(config.servers)
     config.loss.policy_loss()
     load_task(config.task.name, config.task.params, config.run.seed)
-    load_staleness(config.policies.staleness, config.policies.staleness_params, config.loss.max_lag)
-    load_composer(config.policies.composer, config.policies.composer_params, config.tokens_per_step)
+    policies = config.rollouts
+    load_staleness(policies.staleness, policies.staleness_params, policies.max_lag)
+    load_composer(policies.composer, policies.composer_params, config.tokens_per_step)
+    load_scheduler(
+        policies.scheduler,
+        policies.scheduler_params,
+        group_size=config.sampling.group_size,
+        seed=config.run.seed,
+    )
     placement = place(config, devices)
     model = model_shape(config.model.path)
     memory = memory_of(config, model, placement)

@@ -79,7 +79,7 @@ class Notes:
             {
                 "version": self.journal.version,
                 "mode": self.config.run.mode,
-                "task": self.sampling.actor.task.name,
+                "task": self.sampling.actor.scoring.task.name,
                 "interrupted": interrupted,
                 "failure": failure,
                 "ledger": self._ledger_counts(),

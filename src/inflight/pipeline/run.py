@@ -35,7 +35,7 @@ from inflight.pipeline.sampling import Sampling
 from inflight.pipeline.saving import Saving
 from inflight.pipeline.servers import Servers, nobody_left
 from inflight.pipeline.trainer_group import TrainerGroup
-from inflight.rollouts import Ledger, load_composer, load_staleness, load_task
+from inflight.rollouts import Ledger, load_composer, load_scheduler, load_staleness, load_task
 
 
 def train(config: RunConfig, *, resume: bool = False, tensorboard: bool = False) -> int:
@@ -107,9 +107,15 @@ class _Run:
             check_fits(device_uses(devices, placement, memory), memory)
         config.loss.policy_loss()  # raises before anything is written
         task = load_task(config.task.name, config.task.params, config.run.seed)
-        policies = config.policies
-        staleness = load_staleness(policies.staleness, policies.staleness_params, config.loss.max_lag)
+        policies = config.rollouts
+        staleness = load_staleness(policies.staleness, policies.staleness_params, policies.max_lag)
         composer = load_composer(policies.composer, policies.composer_params, config.tokens_per_step)
+        scheduler = load_scheduler(
+            policies.scheduler,
+            policies.scheduler_params,
+            group_size=config.sampling.group_size,
+            seed=config.run.seed,
+        )
         check_weights(config.model.path)
         vocab_size = int(load_config(config.model.path).get_text_config().vocab_size)
         tokenizer = load_tokenizer(config.model.path)
@@ -130,7 +136,7 @@ class _Run:
         if placement.placed:
             note("; ".join(map(str, placement.placed)))
         self.interrupt = Interrupt(note, self._kill)
-        self.sampling = Sampling(config, task, staleness, composer, tokenizer, ledger, journal, note)
+        self.sampling = Sampling(config, task, staleness, composer, scheduler, tokenizer, ledger, journal, note)
         self.notes = Notes(config, path, self.sampling, journal, self.progress)
         logs, lock = self.directory.logs, self.directory.lock
         self.trainers = TrainerGroup(config, logs, token, note, lock, placement.trainers)

@@ -11,12 +11,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from inflight.contracts import BatchComposer, StalenessPolicy, Task
+from inflight.contracts import BatchComposer, Scheduler, StalenessPolicy, Task
 from inflight.errors import TrainerError
 from inflight.pipeline.actor import Actor, DroppedItem
 from inflight.pipeline.batches import StepBatch, make_batch, split_evenly
 from inflight.pipeline.config import RunConfig
 from inflight.pipeline.journal import Journal
+from inflight.pipeline.scoring import Scoring
 from inflight.pipeline.time_limits import STEP_S
 from inflight.rollouts import Ledger, WaitingGroups, has_signal
 from inflight.types import Group
@@ -38,6 +39,7 @@ class Sampling:
         task: Task,
         staleness: StalenessPolicy,
         composer: BatchComposer,
+        scheduler: Scheduler,
         tokenizer: Any,
         ledger: Ledger,
         journal: Journal,
@@ -68,16 +70,15 @@ class Sampling:
         self.is_training = False
         """Whether a batch has been handed out and not settled yet."""
         self.actor = Actor(
-            task,
-            tokenizer,
+            Scoring(task, tokenizer, config.task.reward_timeout_s),
             SamplingParams(
                 n=config.sampling.group_size,
                 temperature=config.sampling.temperature,
                 max_tokens=config.sampling.max_tokens,
             ),
             ledger,
+            scheduler,
             seed=config.run.seed,
-            reward_timeout_s=config.task.reward_timeout_s,
             max_sequence_tokens=config.train.max_tokens_per_micro_batch,
             may_issue=self._may_issue,
             on_end=self._group_ended,
@@ -133,6 +134,7 @@ class Sampling:
         self.is_training = False
         for group in batch.groups:
             self.ledger.train(group.item_index)
+            self.actor.settled(group.item_index, is_trained=True)
         self.actor.wake()
 
     def _may_issue(self) -> bool:
@@ -189,10 +191,11 @@ class Sampling:
     def _drop(self, group: Group, reason: str) -> None:
         """Settle a finished group that no step will use; warn if that happens many times in a row."""
         self.ledger.drop(group.item_index, reason)
+        self.actor.settled(group.item_index, is_trained=False)
         self._num_dropped_in_a_row += 1
         num_doublings, rest = divmod(self._num_dropped_in_a_row, _NUM_DROPPED)
         if rest == 0 and num_doublings.bit_count() == 1:
-            why = "Their tokens are older than loss.max_lag allows: are the servers behind the trainer?"
+            why = "Their tokens are older than rollouts.max_lag allows: are the servers behind the trainer?"
             if reason == "equal rewards":
                 rewards = sorted({round(rollout.reward, 3) for rollout in group.rollouts})
                 why = (

@@ -7,6 +7,7 @@ from inflight.rollouts.advantages import AdvantageEstimator, batch_advantages, g
 from inflight.rollouts.batching import TokenBudget, WaitingGroups, load_composer
 from inflight.rollouts.ledger import Ledger
 from inflight.rollouts.packing import pack
+from inflight.rollouts.schedulers import load_scheduler
 from inflight.rollouts.shaping import has_signal, overlong_penalty, sample_pairs, shuffle_batch, within_budget
 from inflight.rollouts.staleness import MaxLag, load_staleness
 from inflight.rollouts.tasks import load_task
@@ -21,6 +22,7 @@ __all__ = [
     "group_advantages",
     "has_signal",
     "load_composer",
+    "load_scheduler",
     "load_staleness",
     "load_task",
     "overlong_penalty",

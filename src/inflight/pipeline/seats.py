@@ -1,0 +1,121 @@
+"""One endpoint as the actor sees it, and one request on it: whose fault a failure is.
+
+Knows nothing of items, schedulers or the ledger.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import pydantic
+
+from inflight.contracts import InferenceEndpoint
+from inflight.errors import DeadlineError, EndpointError, InflightError, InvalidRequestError, ProtocolError
+from inflight.wire import (
+    Capabilities,
+    Completion,
+    EndpointState,
+    GenerateRequest,
+    SamplingParams,
+    WeightVersion,
+)
+
+_WELL_S = 5.0
+"""How long an endpoint may take to report that it is healthy."""
+
+
+class UnusableItem(Exception):  # noqa: N818 - an outcome, not an error
+    """No endpoint will sample this item; the message says why."""
+
+
+class SlowRequest(Exception):  # noqa: N818 - an outcome, not an error
+    """The request took too long on a healthy endpoint."""
+
+
+@dataclass(slots=True, eq=False)
+class Seat:
+    """One endpoint, how many completions it may run, and the version that was last published to it."""
+
+    endpoint: InferenceEndpoint
+    capacity: int
+    version: int | None = None
+    """None while the endpoint gets no work."""
+    on_idle: Callable[[], None] | None = None
+    """Set once the seat is retired; called when nothing runs there any more."""
+    running: set[asyncio.Task[Any]] = field(default_factory=set)
+    declared: Capabilities | None = None
+    """None until it has been asked."""
+
+    @property
+    def name(self) -> str:
+        return self.endpoint.name
+
+    @property
+    def takes_work(self) -> bool:
+        """Whether it may be given requests."""
+        return self.version is not None and self.on_idle is None
+
+    async def capabilities(self) -> Capabilities:
+        """Return what the endpoint declares; it is asked once."""
+        if self.declared is None:
+            self.declared = await self.endpoint.capabilities()
+        return self.declared
+
+    async def sample(
+        self, request_id: str, prompt_token_ids: tuple[int, ...], sampling: SamplingParams
+    ) -> tuple[Completion, ...]:
+        """Return the completions of one request. The seed is left out if the endpoint takes none.
+
+        Raises `UnusableItem` if the request is refused, `SlowRequest` if it is late and the endpoint is healthy, and
+        `EndpointError` for anything else.
+        """
+        version = self.version
+        try:
+            if not (await self.capabilities()).seeds:
+                sampling = sampling.model_copy(update={"seed": None})
+            request = _request(request_id, prompt_token_ids, sampling)
+            completions = (await self.endpoint.generate(request)).completions
+        except InvalidRequestError as error:
+            raise UnusableItem(f"the request was refused: {error}") from error
+        except DeadlineError as error:
+            answer = await version_of(self.endpoint, _WELL_S)
+            if answer is not None and answer.state is not EndpointState.POISONED:
+                raise SlowRequest(str(error)) from error
+            raise
+        except (EndpointError, UnusableItem):
+            raise
+        except Exception as error:  # endpoints may be anybody's code
+            raise EndpointError(f"generate failed: {type(error).__name__}: {error}", self.name) from error
+        _check_versions(self.name, version, completions)
+        return completions
+
+
+def _request(request_id: str, prompt_token_ids: tuple[int, ...], sampling: SamplingParams) -> GenerateRequest:
+    try:
+        return GenerateRequest(request_id=request_id, prompt_token_ids=prompt_token_ids, sampling=sampling)
+    except pydantic.ValidationError as error:
+        problem = error.errors(include_url=False, include_input=False)[0]
+        raise UnusableItem(f"its prompt does not make a valid request: {problem['loc']}: {problem['msg']}") from error
+
+
+def _check_versions(name: str, version: int | None, completions: Collection[Completion]) -> None:
+    """Raise `ProtocolError` if a token is older than the version published before the request."""
+    oldest = min((span.version for completion in completions for span in completion.version_spans), default=version)
+    if version is not None and oldest is not None and oldest < version:
+        raise ProtocolError(
+            f"version {version} was published to it, but it sampled from version {oldest}: another server took its "
+            "place",
+            name,
+        )
+
+
+async def version_of(endpoint: InferenceEndpoint, timeout_s: float) -> WeightVersion | None:
+    """Return which version an endpoint serves; None if it does not answer in time."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await endpoint.weight_version()
+    except (TimeoutError, InflightError):
+        return None

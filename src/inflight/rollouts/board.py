@@ -1,0 +1,164 @@
+"""What most schedulers know: endpoints and their room, items and what has become of their completions."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from inflight.scheduling import (
+    Abort,
+    Decision,
+    Event,
+    Finished,
+    Issue,
+    Joined,
+    Left,
+    Offered,
+    Progressed,
+    Returned,
+    Scored,
+    Withdrawn,
+)
+
+
+@dataclass(slots=True)
+class Place:
+    """One endpoint, and how many completions run there."""
+
+    name: str
+    capacity: int
+    keeps_partials: bool
+    is_open: bool = True
+    """Whether it may be given work."""
+    num_running: int = 0
+
+    @property
+    def room(self) -> int:
+        """Completions that may be issued to it now."""
+        return self.capacity - self.num_running if self.is_open else 0
+
+    @property
+    def load(self) -> float:
+        """Share of its capacity in use."""
+        return self.num_running / self.capacity
+
+
+@dataclass(slots=True)
+class Item:
+    """An item that was offered and is not scored yet. Lists have one entry per completion."""
+
+    index: int
+    prompt: str
+    num_prompt_tokens: int
+    num_tokens: list[int]
+    """Tokens that are known to be there."""
+    running_on: list[str | None]
+    is_finished: list[bool]
+    started_s: list[float]
+    """When it was issued last."""
+    offered_s: float = 0.0
+
+    @property
+    def unissued(self) -> tuple[int, ...]:
+        """Completions that neither run nor have finished."""
+        return tuple(
+            i
+            for i, (where, is_finished) in enumerate(zip(self.running_on, self.is_finished, strict=True))
+            if where is None and not is_finished
+        )
+
+    @property
+    def running(self) -> tuple[int, ...]:
+        """Completions that run."""
+        return tuple(i for i, where in enumerate(self.running_on) if where is not None)
+
+
+@dataclass(slots=True)
+class Board:
+    """Follows events and decisions. A scheduler tells it everything, and reads it to decide."""
+
+    places: dict[str, Place] = field(default_factory=dict)
+    items: dict[int, Item] = field(default_factory=dict)
+    """In the order in which they were offered."""
+    recent_lengths: deque[int] = field(default_factory=lambda: deque(maxlen=512))
+    """Lengths of the completions that finished last."""
+
+    def tell(self, event: Event) -> None:
+        match event:
+            case Joined(_, endpoint, capacity, keeps_partials):
+                old = self.places.get(endpoint)
+                num_running = 0 if old is None else old.num_running
+                self.places[endpoint] = Place(endpoint, capacity, keeps_partials, num_running=num_running)
+            case Left(_, endpoint):
+                if (place := self.places.get(endpoint)) is not None:
+                    place.is_open = False
+                    self._forget_if_idle(place)
+            case Offered(time_s, item, prompt, num_prompt_tokens, num_tokens):
+                size = len(num_tokens)
+                self.items[item] = Item(
+                    item,
+                    prompt,
+                    num_prompt_tokens,
+                    [*num_tokens],
+                    [None] * size,
+                    [False] * size,
+                    [time_s] * size,
+                    time_s,
+                )
+            case Progressed(_, item, completion, num_tokens):
+                if item in self.items:
+                    self.items[item].num_tokens[completion] = num_tokens
+            case Finished(_, item, completion, num_tokens) | Returned(_, item, completion, num_tokens):
+                if item in self.items:
+                    self._stopped(self.items[item], completion, num_tokens)
+                    self.items[item].is_finished[completion] = isinstance(event, Finished)
+                if isinstance(event, Finished):
+                    self.recent_lengths.append(num_tokens)
+            case Withdrawn(_, item) | Scored(_, item):
+                if (gone := self.items.pop(item, None)) is not None:
+                    for completion in gone.running:
+                        self._stopped(gone, completion, 0)
+            case _:
+                pass
+
+    def decided(self, decision: Decision, time_s: float) -> None:
+        """Take note of a decision as carried out. An `Abort` shows once its completions are returned."""
+        match decision:
+            case Issue(endpoint, index, completions):
+                item = self.items[index]
+                for completion in completions:
+                    item.running_on[completion] = endpoint
+                    item.started_s[completion] = time_s
+                self.places[endpoint].num_running += len(completions)
+            case Abort():
+                pass
+
+    @property
+    def num_running(self) -> int:
+        """Completions that run."""
+        return sum(place.num_running for place in self.places.values())
+
+    @property
+    def capacity(self) -> int:
+        """Completions that may run at a time."""
+        return sum(place.capacity for place in self.places.values() if place.is_open)
+
+    def unissued(self) -> list[Item]:
+        """Return the items with completions to issue, oldest first."""
+        return [item for item in self.items.values() if item.unissued]
+
+    def least_loaded(self, num_completions: int) -> Place | None:
+        """Return the endpoint with the smallest share in use, of those with room for so many completions."""
+        free = [place for place in self.places.values() if place.room >= num_completions]
+        return min(free, key=lambda place: place.load, default=None)
+
+    def _stopped(self, item: Item, completion: int, num_tokens: int) -> None:
+        where, item.running_on[completion] = item.running_on[completion], None
+        item.num_tokens[completion] = num_tokens
+        if where is not None and where in self.places:
+            self.places[where].num_running -= 1
+            self._forget_if_idle(self.places[where])
+
+    def _forget_if_idle(self, place: Place) -> None:
+        if not place.is_open and place.num_running == 0:
+            del self.places[place.name]

@@ -1,0 +1,45 @@
+"""The default: keep every endpoint full with whole groups, each where there is most room (PipelineRL)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from inflight.contracts import Scheduler
+from inflight.rollouts.board import Board
+from inflight.scheduling import Decision, Event, Issue
+
+
+class LeastLoaded(Scheduler):
+    """Issues each item as a whole, as soon as an endpoint has room, to the one with the smallest share in use.
+
+    PipelineRL (arXiv 2509.19128) keeps as many sequences in progress as an endpoint takes, and refills as they finish.
+    """
+
+    def __init__(self, group_size: int, seed: int = 0) -> None:
+        self._board = Board()
+        self._group_size = group_size
+
+    def tell(self, event: Event) -> None:
+        self._board.tell(event)
+
+    def num_wanted(self) -> int:
+        has_room = self._board.least_loaded(self._group_size) is not None
+        return 1 if has_room and not self._board.unissued() else 0
+
+    def decide(self, time_s: float) -> Sequence[Decision]:
+        decisions: list[Decision] = []
+        for item in self._board.unissued():
+            place = self._board.least_loaded(len(item.unissued))
+            if place is None:
+                break
+            issue = Issue(place.name, item.index, item.unissued)
+            self._board.decided(issue, time_s)
+            decisions.append(issue)
+        return decisions
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        pass
