@@ -430,10 +430,8 @@ class Scheduler(Protocol):
     own.
     """
 
-    needs_progress: bool = False
-    """Whether it is told how far running completions are. Endpoints then stream, where they can."""
-    aborts: bool = False
-    """Whether it aborts completions and continues them. Endpoints that cannot keep partial completions are refused."""
+    surplus: float = 1.0
+    """How many times as many groups as a step needs it may be offered in conventional mode."""
 
     @abstractmethod
     def tell(self, event: Event) -> None:
@@ -458,6 +456,19 @@ class Scheduler(Protocol):
     def metrics(self) -> Mapping[str, float]:
         """Return figures of its own for the row of the last step, and begin anew; none by default."""
         return {}
+
+
+@runtime_checkable
+class LengthPredictor(Protocol):
+    """How long the completions of a prompt will be. Deterministic, without I/O."""
+
+    @abstractmethod
+    def predict(self, prompt: str, finished: Sequence[int]) -> float | None:
+        """Return the expected length in tokens; None if nothing is known.
+
+        ``prompt`` identifies the prompt as in `inflight.scheduling.Offered`; ``finished`` are the lengths of those of
+        its group that have finished.
+        """
 
 
 @runtime_checkable

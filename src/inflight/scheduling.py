@@ -27,7 +27,7 @@ class Joined:
     endpoint: str
     capacity: int
     keeps_partials: bool = False
-    """Whether a completion that is aborted there can be continued."""
+    """Whether what was sampled of an aborted completion is kept. Elsewhere it begins anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +49,6 @@ class Offered:
     num_prompt_tokens: int
     num_tokens: tuple[int, ...]
     """Tokens that each of its completions already has from an earlier life of the run; one entry per completion."""
-
-
-@dataclass(frozen=True, slots=True)
-class Progressed:
-    """A running completion has ``num_tokens`` tokens. Told only to schedulers that need it, and not for every token."""
-
-    time_s: float
-    item: int
-    completion: int
-    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +101,22 @@ class Settled:
 
 @dataclass(frozen=True, slots=True)
 class StepWanted:
-    """The run collects a batch of ``num_tokens`` training tokens, for the step that starts from ``version``."""
+    """The run collects groups for the step that starts from ``version``: by its estimate, ``num_groups`` of them.
+
+    In conventional mode these are the groups of a whole phase.
+    """
 
     time_s: float
     version: int
-    num_tokens: int
+    num_groups: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepReady:
+    """The run has enough groups for the step that it wanted. In conventional mode sampling must come to an end now."""
+
+    time_s: float
+    version: int
 
 
 @dataclass(frozen=True, slots=True)

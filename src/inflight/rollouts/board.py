@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -14,7 +15,6 @@ from inflight.scheduling import (
     Joined,
     Left,
     Offered,
-    Progressed,
     Returned,
     Scored,
     Withdrawn,
@@ -82,6 +82,8 @@ class Board:
     """In the order in which they were offered."""
     recent_lengths: deque[int] = field(default_factory=lambda: deque(maxlen=512))
     """Lengths of the completions that finished last."""
+    token_s: float | None = None
+    """Seconds per token of a running completion, a moving average; None before the first has finished."""
 
     def tell(self, event: Event) -> None:
         match event:
@@ -105,15 +107,15 @@ class Board:
                     [time_s] * size,
                     time_s,
                 )
-            case Progressed(_, item, completion, num_tokens):
+            case Finished(time_s, item, completion, num_tokens):
+                self.recent_lengths.append(num_tokens)
                 if item in self.items:
-                    self.items[item].num_tokens[completion] = num_tokens
-            case Finished(_, item, completion, num_tokens) | Returned(_, item, completion, num_tokens):
+                    self._note_pace(self.items[item], completion, num_tokens, time_s)
+                    self._stopped(self.items[item], completion, num_tokens)
+                    self.items[item].is_finished[completion] = True
+            case Returned(_, item, completion, num_tokens):
                 if item in self.items:
                     self._stopped(self.items[item], completion, num_tokens)
-                    self.items[item].is_finished[completion] = isinstance(event, Finished)
-                if isinstance(event, Finished):
-                    self.recent_lengths.append(num_tokens)
             case Withdrawn(_, item) | Scored(_, item):
                 if (gone := self.items.pop(item, None)) is not None:
                     for completion in gone.running:
@@ -147,10 +149,26 @@ class Board:
         """Return the items with completions to issue, oldest first."""
         return [item for item in self.items.values() if item.unissued]
 
+    def median_length(self, otherwise: float = 1.0) -> float:
+        """Return the median of the recent lengths."""
+        return statistics.median(self.recent_lengths) if self.recent_lengths else otherwise
+
+    def tokens_so_far(self, item: Item, completion: int, time_s: float) -> float:
+        """Return an estimate of how many tokens a running completion has, by the pace of those that finished."""
+        if self.token_s is None:
+            return item.num_tokens[completion]
+        return item.num_tokens[completion] + (time_s - item.started_s[completion]) / self.token_s
+
     def least_loaded(self, num_completions: int) -> Place | None:
         """Return the endpoint with the smallest share in use, of those with room for so many completions."""
         free = [place for place in self.places.values() if place.room >= num_completions]
         return min(free, key=lambda place: place.load, default=None)
+
+    def _note_pace(self, item: Item, completion: int, num_tokens: int, time_s: float) -> None:
+        num_new, elapsed_s = num_tokens - item.num_tokens[completion], time_s - item.started_s[completion]
+        if num_new > 0 and elapsed_s > 0:
+            pace = elapsed_s / num_new
+            self.token_s = pace if self.token_s is None else 0.98 * self.token_s + 0.02 * pace
 
     def _stopped(self, item: Item, completion: int, num_tokens: int) -> None:
         where, item.running_on[completion] = item.running_on[completion], None

@@ -7,14 +7,33 @@ from typing import Any
 
 from inflight.contracts import Scheduler
 from inflight.extensions import make
+from inflight.rollouts.history import HistoryStore
+from inflight.rollouts.schedulers.dispatch import SkewAware
+from inflight.rollouts.schedulers.histopipe import HistoPipe
 from inflight.rollouts.schedulers.least_loaded import LeastLoaded
+from inflight.rollouts.schedulers.probing import ProbeFirst
+from inflight.rollouts.schedulers.racing import OverProvision, TailRounds
+from inflight.rollouts.schedulers.shortest_first import ShortestFirst
 
-SCHEDULERS = {"least_loaded": LeastLoaded}
+SCHEDULERS = {
+    "least_loaded": LeastLoaded,
+    "histopipe": HistoPipe,
+    "skew_aware": SkewAware,
+    "probe_first": ProbeFirst,
+    "tail_rounds": TailRounds,
+    "over_provision": OverProvision,
+    "shortest_first": ShortestFirst,
+}
 """Those that are built in, by name."""
 
 
-def load_scheduler(name: str, params: Mapping[str, Any], *, group_size: int, seed: int) -> Scheduler:
-    """Return a scheduler by name, made with ``group_size``, ``seed`` and ``params``. Raises `ConfigError`."""
-    arguments = {"group_size": group_size, "seed": seed}
+def load_scheduler(
+    name: str, params: Mapping[str, Any], *, group_size: int, history: HistoryStore, seed: int
+) -> Scheduler:
+    """Return a scheduler by name, made with ``group_size``, ``history``, ``seed`` and ``params``.
+
+    Raises `ConfigError`.
+    """
+    arguments = {"group_size": group_size, "history": history, "seed": seed}
     scheduler: Scheduler = make(Scheduler, "scheduler", "schedulers", name, arguments, params, SCHEDULERS)
     return scheduler

@@ -7,6 +7,7 @@ from typing import Any
 
 from inflight.contracts import Scheduler
 from inflight.rollouts.board import Board
+from inflight.rollouts.history import HistoryStore
 from inflight.scheduling import Decision, Event, Issue
 
 
@@ -16,7 +17,7 @@ class LeastLoaded(Scheduler):
     PipelineRL (arXiv 2509.19128) keeps as many sequences in progress as an endpoint takes, and refills as they finish.
     """
 
-    def __init__(self, group_size: int, seed: int = 0) -> None:
+    def __init__(self, group_size: int, history: HistoryStore | None = None, seed: int = 0) -> None:
         self._board = Board()
         self._group_size = group_size
 

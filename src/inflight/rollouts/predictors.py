@@ -1,0 +1,82 @@
+"""How long completions will be: predictions from history or from other completions of the same group.
+
+A prediction is for ranking and for cost estimates. Every predictor reports how well it ranked: recall of the longest
+fifth, as StreamRL measures its own (arXiv 2504.15930, 87%).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+
+from inflight.contracts import LengthPredictor
+from inflight.rollouts.board import Item
+from inflight.rollouts.history import HistoryStore
+
+
+class HistoryMean(LengthPredictor):
+    """The mean length of the prompt's earlier completions (RhymeRL, arXiv 2508.18588); None for a new prompt."""
+
+    def __init__(self, history: HistoryStore) -> None:
+        self._history = history
+
+    def predict(self, prompt: str, finished: Sequence[int]) -> float | None:
+        record = self._history.of(prompt)
+        return None if record is None else record.mean_length
+
+
+class Siblings(LengthPredictor):
+    """The longest of the group's finished completions, as Seer's probe gives it (arXiv 2511.14617); None before one."""
+
+    def __init__(self, history: HistoryStore) -> None:
+        pass
+
+    def predict(self, prompt: str, finished: Sequence[int]) -> float | None:
+        return float(max(finished)) if finished else None
+
+
+class SiblingsThenHistory(LengthPredictor):
+    """`Siblings` once one of the group has finished, and `HistoryMean` until then."""
+
+    def __init__(self, history: HistoryStore) -> None:
+        self._history = HistoryMean(history)
+        self._siblings = Siblings(history)
+
+    def predict(self, prompt: str, finished: Sequence[int]) -> float | None:
+        of_group = self._siblings.predict(prompt, finished)
+        return of_group if of_group is not None else self._history.predict(prompt, finished)
+
+
+PREDICTORS = {"history": HistoryMean, "siblings": Siblings, "both": SiblingsThenHistory}
+
+
+def predicted(predictor: LengthPredictor, item: Item, otherwise: float) -> float:
+    """Return the predicted length of an item's completions, ``otherwise`` if there is no prediction."""
+    finished = [n for n, is_finished in zip(item.num_tokens, item.is_finished, strict=True) if is_finished]
+    length = predictor.predict(item.prompt, finished)
+    return otherwise if length is None else length
+
+
+class TailRecall:
+    """Recall of the longest ``share`` of the last ``window`` groups: how many of them were predicted to be among it."""
+
+    def __init__(self, share: float = 0.2, window: int = 256) -> None:
+        self._share = share
+        self._pairs: deque[tuple[float, float]] = deque(maxlen=window)
+
+    def note(self, predicted: float, actual: float) -> None:
+        self._pairs.append((predicted, actual))
+
+    def value(self) -> float | None:
+        """Return the recall, None before ten groups. A predictor that says the same of all gets what chance gives."""
+        if len(self._pairs) < 10:
+            return None
+        size = math.ceil(self._share * len(self._pairs))
+        longest = sorted(range(len(self._pairs)), key=lambda i: -self._pairs[i][1])[:size]
+        smallest_chosen = sorted((said for said, _ in self._pairs), reverse=True)[size - 1]
+        surely = sum(self._pairs[i][0] > smallest_chosen for i in longest)
+        tied = [i for i, (said, _) in enumerate(self._pairs) if said == smallest_chosen]
+        num_above = sum(said > smallest_chosen for said, _ in self._pairs)
+        chance = (size - num_above) / len(tied)
+        return (surely + chance * sum(i in tied for i in longest)) / size
