@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from inflight import errors, types, wire
 from inflight.contracts import (
+    AbortingEndpoint,
     BackgroundSaver,
     InferenceEndpoint,
     StreamingEndpoint,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AbortingEndpoint",
     "BackgroundSaver",
     "Fleet",
     "GenerateRequest",

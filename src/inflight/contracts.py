@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from inflight.scheduling import Decision, Event
 from inflight.types import Group, MicroBatch, StepResult, TaskItem, WeightBucket
 from inflight.wire import (
+    AbortRequests,
     BucketSpec,
     BucketTransfer,
     Capabilities,
@@ -134,6 +135,20 @@ class StreamingEndpoint(InferenceEndpoint, Protocol):
     @abstractmethod
     def chat_completion_stream(self, request: ChatCompletionRequest) -> AsyncIterator[ChatCompletionChunk]:
         """Yield text as it is sampled, in the OpenAI format. Raises `UnsupportedError` if chat is not declared."""
+
+
+@runtime_checkable
+class AbortingEndpoint(InferenceEndpoint, Protocol):
+    """An endpoint that declares ``partial_rollouts``."""
+
+    @abstractmethod
+    async def abort_requests(self, requests: AbortRequests) -> None:
+        """End these requests: each `generate` returns what it has sampled so far.
+
+        Completions that had not finished get the finish reason ``abort``; without a token, they have no span. Ids that
+        are not running are ignored. Returns once no further token of these requests will be sampled, which an engine
+        may delay until the pause of an update ends.
+        """
 
 
 @runtime_checkable
@@ -407,7 +422,7 @@ class Task(Protocol):
 
 @runtime_checkable
 class StalenessPolicy(Protocol):
-    """Which tokens are too old to be trained on, and how much may be under way. Deterministic, without I/O."""
+    """Which tokens and groups are too old to be trained on, and how much may be under way. Deterministic, without I/O."""
 
     @abstractmethod
     def mask(self, token_versions: Sequence[int], trainer_version: int) -> Sequence[bool]:
@@ -419,6 +434,28 @@ class StalenessPolicy(Protocol):
 
         ``groups_per_step`` is an average. One more group is admitted where none is in flight and no step is ready.
         """
+
+    def trainable(self, waiting: Sequence[int], oldest: int, groups_per_step: float) -> Sequence[bool]:
+        """Return which of the waiting groups a step may be made of; by default all of them.
+
+        Groups are given by the order in which they were offered; ``oldest`` is the first one that is neither trained
+        nor dropped.
+        """
+        return [True] * len(waiting)
+
+    def after_step(self, version: int, effective_sample_size: float | None) -> None:
+        """Take note of a step that led to ``version``; nothing by default. Raises `TrainerError` to stop the run.
+
+        ``effective_sample_size`` is that of the step's importance ratios, as a share between 0 and 1; None: the loss
+        has no ratios.
+        """
+
+    def state(self) -> dict[str, Any]:
+        """Return, as JSON values, what a later `restore` needs; nothing by default."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state that `state` returned. Called before anything else."""
 
 
 @runtime_checkable

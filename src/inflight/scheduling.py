@@ -128,7 +128,7 @@ class Published:
 
 
 Event = (
-    Joined | Left | Offered | Progressed | Finished | Returned | Withdrawn | Scored | Settled | StepWanted | Published
+    Joined | Left | Offered | Finished | Returned | Withdrawn | Scored | Settled | StepWanted | StepReady | Published
 )
 
 

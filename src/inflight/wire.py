@@ -53,6 +53,7 @@ Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
 
 FinishReason = Literal["stop", "length", "abort"]
 
+RequestId = Annotated[str, Field(min_length=1, max_length=256)]
 RunId = Annotated[str, Field(min_length=1, max_length=1024)]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 
@@ -440,7 +441,7 @@ class VersionSpan(WireModel):
 class GenerateRequest(WireModel):
     """Token ids in. The caller chooses ``request_id``, unique among its running requests."""
 
-    request_id: str = Field(min_length=1, max_length=256)
+    request_id: RequestId
     prompt_token_ids: Items[TokenId] = Field(min_length=1)
     sampling: SamplingParams = SamplingParams()
     stream: bool = False
@@ -467,6 +468,12 @@ class Completion(WireModel):
             raise ValueError(f"{len(self.token_ids)} tokens but {len(self.logprobs)} logprobs")
         check_spans(self.version_spans, len(self.token_ids))
         return self
+
+
+class AbortRequests(WireModel):
+    """Names running requests that are to end with what they have."""
+
+    request_ids: Items[RequestId] = Field(min_length=1, max_length=1024)
 
 
 class GenerateResponse(WireModel):
@@ -643,6 +650,8 @@ class Capabilities(WireModel):
     """Whether an update may leave tensors out, see `Manifest.frozen`."""
     lora: bool = False
     """Whether an update may be a LoRA, see `Manifest.lora`."""
+    partial_rollouts: bool = False
+    """Whether requests can be aborted with what they have, see `inflight.contracts.AbortingEndpoint`."""
     version_binding: Literal["spans", "first_token", "admission"]
     logprob_kind: Literal["processed", "raw"]
     num_ranks: int = Field(ge=1, le=65535)

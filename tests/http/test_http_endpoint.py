@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from inflight import errors
-from inflight.contracts import InferenceEndpoint, StreamingEndpoint
+from inflight.contracts import AbortingEndpoint, InferenceEndpoint, StreamingEndpoint
 from inflight.errors import (
     DeadlineError,
     EndpointError,
@@ -29,6 +29,7 @@ from inflight.errors import (
 from inflight.http.client import HttpEndpoint
 from inflight.types import EndpointOutcome, EndpointReport, PublishReport, PublishSpans
 from inflight.wire import (
+    AbortRequests,
     BucketSpec,
     BucketTransfer,
     ChatCompletionRequest,
@@ -37,6 +38,7 @@ from inflight.wire import (
     ErrorBody,
     ErrorDetail,
     GenerateRequest,
+    GenerateResponse,
     Health,
     Manifest,
     ProcessGroupSpec,
@@ -90,6 +92,7 @@ CALLS: dict[str, Callable[[HttpEndpoint], Awaitable[Any]]] = {
     ),
     "commit_weight_update": lambda e: e.commit_weight_update(UpdateRef(run_id="run", version=1)),
     "abort_weight_update": lambda e: e.abort_weight_update(UpdateRef(run_id="run", version=1)),
+    "abort_requests": lambda e: e.abort_requests(AbortRequests(request_ids=("r",))),
     "generate": lambda e: e.generate(REQUEST),
     "chat_completion": lambda e: e.chat_completion(CHAT),
     "generate_stream": lambda e: exhaust(e.generate_stream(REQUEST)),
@@ -151,10 +154,11 @@ def kinds_raised(content: bytes, *names: str) -> set[type[InflightError]]:
 # With a real server
 
 
-def test_the_client_is_a_streaming_endpoint() -> None:
+def test_the_client_is_a_streaming_and_an_aborting_endpoint() -> None:
     endpoint = HttpEndpoint("http://127.0.0.1:1/")
     assert isinstance(endpoint, InferenceEndpoint)
     assert isinstance(endpoint, StreamingEndpoint)
+    assert isinstance(endpoint, AbortingEndpoint)
     assert endpoint.name == "http://127.0.0.1:1"
 
 
@@ -178,6 +182,21 @@ def test_every_call_of_generation_and_discovery_works_over_http(shared_server: S
             assert "".join(part.choices[0].delta.content for part in parts) == text
 
     asyncio.run(run())
+
+
+def test_a_request_that_another_client_aborts_returns_what_it_has(shared_server: ServerProcess) -> None:
+    long = make_request("aborted", [72, 105], n=2, ignore_eos=True)
+
+    async def run() -> GenerateResponse:
+        async with connected(shared_server.url) as endpoint, connected(shared_server.url, token=TOKEN) as another:
+            answer = asyncio.ensure_future(endpoint.generate(long))
+            await wait_until(lambda: runs(another, 2))
+            await another.abort_requests(AbortRequests(request_ids=("never seen", "aborted")))
+            return await answer
+
+    for completion in asyncio.run(run()).completions:
+        assert completion.finish_reason == "abort"
+        assert len(completion.token_ids) == completion.version_spans[-1].end
 
 
 @pytest.mark.parametrize("stream", [False, True])

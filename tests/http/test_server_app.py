@@ -39,3 +39,19 @@ def test_a_server_whose_engine_died_is_not_healthy(model_dir: Path) -> None:
     response = asyncio.run(run())
     assert response.status_code == 500
     assert "the engine failed" in ErrorBody.model_validate_json(response.content).error.message
+
+
+def test_a_route_whose_capability_is_not_declared_is_refused(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> httpx.Response:
+        async with serving(model_dir) as endpoint:
+            declared = (await endpoint.capabilities()).model_copy(update={"partial_rollouts": False})
+            monkeypatch.setattr(endpoint, "_capabilities", declared)
+            transport = httpx.ASGITransport(create_app(endpoint, token="secret"))
+            headers = {"authorization": "Bearer secret"}
+            async with httpx.AsyncClient(transport=transport, base_url="http://app", headers=headers) as client:
+                return await client.post("/abort_requests", content=b'{"request_ids": ["a"]}')
+
+    response = asyncio.run(run())
+    assert response.status_code == 400
+    error = ErrorBody.model_validate_json(response.content).error
+    assert (error.code, error.message[-33:]) == ("unsupported", "does not declare partial_rollouts")

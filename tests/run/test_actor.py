@@ -14,7 +14,7 @@ from inflight.errors import CheckpointError, DeadlineError, EndpointError, Infli
 from inflight.http.client import HttpEndpoint
 from inflight.pipeline.actor import Actor, DroppedItem
 from inflight.pipeline.scoring import Scoring
-from inflight.rollouts import Ledger, load_task
+from inflight.rollouts import HistoryStore, Ledger, load_task
 from inflight.rollouts.schedulers import LeastLoaded
 from inflight.types import Group
 from inflight.wire import GenerateRequest, GenerateResponse, SamplingParams, WeightVersion
@@ -84,6 +84,7 @@ def act(
             SamplingParams(n=2, max_tokens=4),
             outcome.ledger,
             LeastLoaded(group_size=2),
+            HistoryStore(),
             seed=0,
             max_sequence_tokens=max_sequence_tokens,
             may_issue=lambda: True,
@@ -158,6 +159,7 @@ def test_an_item_that_fails_wherever_it_goes_is_given_up(shared_server: ServerPr
             SamplingParams(n=2, max_tokens=4),
             ledger,
             LeastLoaded(group_size=2),
+            HistoryStore(),
             seed=0,
             max_sequence_tokens=4096,
             may_issue=lambda: True,
@@ -242,6 +244,7 @@ def test_nothing_runs_any_more_when_the_end_of_the_last_group_is_told(
             SamplingParams(n=2, max_tokens=4),
             Ledger(),
             LeastLoaded(group_size=2),
+            HistoryStore(),
             seed=0,
             max_sequence_tokens=4096,
             may_issue=lambda: actor.num_running == 0,

@@ -20,11 +20,11 @@ from inflight.errors import ConfigError
 from inflight.http.client import HttpEndpoint
 from inflight.pipeline.actor import Actor
 from inflight.pipeline.config import load_config
-from inflight.pipeline.fleet import check_servers, sequence_limit
+from inflight.pipeline.fleet import check_servers, declared
 from inflight.pipeline.messages import Members, Served
 from inflight.pipeline.scoring import Scoring
 from inflight.pipeline.trainer_group import TrainerGroup
-from inflight.rollouts import Ledger, load_task
+from inflight.rollouts import HistoryStore, Ledger, load_task
 from inflight.rollouts.schedulers import LeastLoaded
 from inflight.types import Group
 from inflight.wire import Capabilities, SamplingParams, WeightVersion
@@ -444,6 +444,7 @@ def test_tokens_older_than_what_was_published_give_a_replaced_server_away(
             SamplingParams(n=2, max_tokens=4),
             ledger,
             LeastLoaded(group_size=2),
+            HistoryStore(),
             seed=0,
             max_sequence_tokens=4096,
             may_issue=lambda: True,
@@ -485,16 +486,16 @@ def test_raw_logprobs_are_refused_at_any_temperature_but_one(
         async def capabilities(self) -> Capabilities:
             return (await super().capabilities()).model_copy(update={"logprob_kind": "raw"})
 
-    async def limit() -> int:
+    async def ask() -> Capabilities:
         endpoint = RawEndpoint(shared_server.url)
         try:
-            return await sequence_limit(config, 258, endpoint, 4)
+            return await declared(config, 258, endpoint)
         finally:
             await endpoint.aclose()
 
     config = load_config(config_file, ["--sampling.temperature", temperature])
     if is_refused:
         with pytest.raises(ConfigError, match=r"declares raw logprobs.* sampling\.temperature is 0\.7"):
-            asyncio.run(limit())
+            asyncio.run(ask())
     else:
-        assert asyncio.run(limit()) == 4
+        assert asyncio.run(ask()).logprob_kind == "raw"

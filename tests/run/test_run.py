@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from inflight.rollouts.schedulers import SCHEDULERS
 from tests.models import make_model
 from tests.run.runs import ROOT, RunProcess, ends_within
 from tests.run.tasks import TEACHING_ITEMS
@@ -378,3 +379,18 @@ def test_a_run_takes_its_task_and_its_policies_from_outside(start_run: Callable[
     )
     assert run.wait() == 0, run.output()
     assert run.summary()["ledger"]["trained"] == 6
+
+
+@pytest.mark.parametrize("scheduler", [name for name in SCHEDULERS if name != "least_loaded"])
+def test_every_scheduler_trains_and_the_ledger_adds_up(start_run: Callable[..., RunProcess], scheduler: str) -> None:
+    settings = ("--servers.count", "2", "--servers.max_concurrent", "16", "--run.num_steps", "4")
+    run = start_run("--rollouts.scheduler", scheduler, *settings)
+    assert run.wait() == 0, run.output()
+    assert [row["version"] for row in run.rows()] == [1, 2, 3, 4]
+    ledger = run.summary()["ledger"]
+    state = json.loads(max((run.directory / "checkpoints").glob("version-*.json")).read_text())
+    assert state["ledger"]["next_new"] == ledger["trained"] + sum(ledger["dropped"].values()) + len(
+        state["ledger"]["unsettled"]
+    )
+    assert state["scheduler_name"] == scheduler
+    assert len(state["history"]) > 4

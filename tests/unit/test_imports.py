@@ -23,6 +23,7 @@ HEAVY = ("torch", "transformers", "starlette", "uvicorn", "safetensors", *ENGINE
 
 PUBLIC_NAMES = {
     "inflight": [
+        "AbortingEndpoint",
         "BackgroundSaver",
         "Fleet",
         "GenerateRequest",
@@ -126,13 +127,17 @@ PUBLIC_NAMES = {
     ],
     "inflight.rollouts": [
         "AdvantageEstimator",
+        "EssGuard",
+        "HistoryStore",
         "Ledger",
         "MaxLag",
         "TokenBudget",
         "WaitingGroups",
         "batch_advantages",
+        "continuation",
         "group_advantages",
         "has_signal",
+        "joined",
         "load_composer",
         "load_scheduler",
         "load_staleness",

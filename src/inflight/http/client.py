@@ -8,13 +8,14 @@ from typing import Any
 
 import pydantic
 
-from inflight.contracts import StreamingEndpoint
+from inflight.contracts import AbortingEndpoint, StreamingEndpoint
 from inflight.errors import InflightError, ProtocolError, error_from_code
 from inflight.http import routes
 from inflight.http.bodies import message_of
 from inflight.http.connection import MAX_RESPONSE_BYTES, HttpConnection
 from inflight.http.routes import Response, Route
 from inflight.wire import (
+    AbortRequests,
     BucketTransfer,
     Capabilities,
     ChatCompletion,
@@ -38,7 +39,7 @@ _SLACK_S = 5.0
 """How much longer than the server's deadline the client waits, so that the server's own error arrives."""
 
 
-class HttpEndpoint(StreamingEndpoint):
+class HttpEndpoint(StreamingEndpoint, AbortingEndpoint):
     """One inference server at ``url``.
 
     ``token`` is sent to control routes only. ``control_timeout_s`` bounds each control call without a deadline of its
@@ -88,6 +89,9 @@ class HttpEndpoint(StreamingEndpoint):
 
     async def abort_weight_update(self, ref: UpdateRef) -> WeightVersion:
         return await self._call(routes.ABORT_WEIGHT_UPDATE, ref, self._control_timeout_s)
+
+    async def abort_requests(self, requests: AbortRequests) -> None:
+        await self._call(routes.ABORT_REQUESTS, requests, self._control_timeout_s)
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
         num_tokens = _num_tokens(request.sampling)

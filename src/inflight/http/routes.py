@@ -41,6 +41,8 @@ class Route(Generic[Response]):
     request: type[wire.WireModel] | None
     response: type[Response] | None
     control: bool = False
+    capability: str | None = None
+    """Field of `wire.Capabilities` without which the route is refused."""
     request_size: Size = Size(0)
     response_size: Size = Size(MB)
 
@@ -51,8 +53,9 @@ def _control(
     request: type[wire.WireModel],
     response: type[Response],
     request_size: Size = Size(64 * KB),
+    capability: str | None = None,
 ) -> Route[Response]:
-    return Route("POST", f"/{operation}", operation, summary, request, response, True, request_size)
+    return Route("POST", f"/{operation}", operation, summary, request, response, True, capability, request_size)
 
 
 CAPABILITIES = Route("GET", "/capabilities", "capabilities", "What this server can do", None, wire.Capabilities)
@@ -80,6 +83,14 @@ COMMIT_WEIGHT_UPDATE = _control(
 )
 ABORT_WEIGHT_UPDATE = _control(
     "abort_weight_update", "End an update before it is committed", wire.UpdateRef, wire.WeightVersion
+)
+ABORT_REQUESTS = _control(
+    "abort_requests",
+    "End running requests with what they have sampled",
+    wire.AbortRequests,
+    wire.Acknowledgement,
+    Size(4 * MB),  # 1024 ids of 256 characters, of which JSON may write each in 12 bytes
+    capability="partial_rollouts",
 )
 GENERATE = Route(
     "POST",
@@ -113,6 +124,7 @@ ROUTES: tuple[Route[Any], ...] = (
     RECEIVE_WEIGHTS,
     COMMIT_WEIGHT_UPDATE,
     ABORT_WEIGHT_UPDATE,
+    ABORT_REQUESTS,
     GENERATE,
     CHAT_COMPLETIONS,
     MODELS,

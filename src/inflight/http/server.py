@@ -109,6 +109,8 @@ def create_app(
         return JSONResponse(openapi_document())
 
     async def control(request: Request, route: Route[Any]) -> Response:
+        if route.capability and not getattr(await endpoint.capabilities(), route.capability):
+            raise UnsupportedError(f"{endpoint.name} does not declare {route.capability}")
         call = getattr(endpoint, route.operation)
         if route.request is None:
             return _json(await call())

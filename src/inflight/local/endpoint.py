@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from inflight.contracts import StreamingEndpoint
+from inflight.contracts import AbortingEndpoint, StreamingEndpoint
 from inflight.errors import InflightError, InvalidRequestError, NonFiniteError
 from inflight.http.chat import chat_completion_of, check_chat
 from inflight.local.chat import ChatChunkWriter, ChatFormat
@@ -31,6 +31,7 @@ from inflight.weights.streams import beside
 from inflight.weights.threads import run_abandonable
 from inflight.weights.transports import make_receiver
 from inflight.wire import (
+    AbortRequests,
     Capabilities,
     ChatCompletion,
     ChatCompletionChunk,
@@ -49,7 +50,7 @@ from inflight.wire import (
 T = TypeVar("T")
 
 
-class LocalEndpoint(ReceivingEndpoint, StreamingEndpoint, PausableEngine):
+class LocalEndpoint(ReceivingEndpoint, StreamingEndpoint, AbortingEndpoint, PausableEngine):
     """An endpoint around an `Engine`, which it starts and closes.
 
     Belongs to the event loop that first uses it. ``chat`` is None if the model has no chat template.
@@ -96,6 +97,7 @@ class LocalEndpoint(ReceivingEndpoint, StreamingEndpoint, PausableEngine):
             encodings=("bfloat16", "float8", "delta"),
             partial_updates=True,
             lora=True,
+            partial_rollouts=True,
             version_binding="spans",
             logprob_kind="processed",
             num_ranks=1,
@@ -224,6 +226,10 @@ class LocalEndpoint(ReceivingEndpoint, StreamingEndpoint, PausableEngine):
                 yield chunk
         finally:
             self._engine.call(lambda: self._engine.cancel(admitted))
+
+    async def abort_requests(self, requests: AbortRequests) -> None:
+        """Ends them between two token steps; a sequence that waits for a slot ends without a token."""
+        await self._in_engine(lambda: self._engine.abort(requests.request_ids))
 
     async def chat_completion(self, request: ChatCompletionRequest) -> ChatCompletion:
         generate_request = self.chat_request(request)

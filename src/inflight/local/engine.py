@@ -204,10 +204,15 @@ class Engine:
             for sequence in request.sequences:
                 self._finish(sequence, "abort")
 
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """`cancel` the requests with these ids. Engine's thread only."""
+        for request_id in request_ids:
+            if (request := self._requests.get(request_id)) is not None:
+                self.cancel(request)
+
     def cancel_all(self) -> None:
         """End every request with its tokens so far. Engine's thread only."""
-        for request in list(self._requests.values()):
-            self.cancel(request)
+        self.abort(list(self._requests))
 
     def pause(self, policy: InFlightPolicy, on_paused: Callable[[], None]) -> None:
         """Stop sampling under a policy, and call ``on_paused`` once no further token will be sampled.

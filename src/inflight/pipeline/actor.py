@@ -10,15 +10,15 @@ import asyncio
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from inflight.contracts import InferenceEndpoint, Scheduler
-from inflight.errors import EndpointError, TaskError
+from inflight.errors import CheckpointError, EndpointError, InflightError, TaskError
 from inflight.pipeline.scoring import Scoring
-from inflight.pipeline.seats import Seat, SlowRequest, UnusableItem
-from inflight.rollouts import Ledger
+from inflight.pipeline.seats import Seat, SlowRequest, UnusableItem, request_of
+from inflight.rollouts import HistoryStore, Ledger, continuation, joined
 from inflight.scheduling import (
     Abort,
     Decision,
@@ -28,13 +28,18 @@ from inflight.scheduling import (
     Joined,
     Left,
     Offered,
+    Published,
     Returned,
     Scored,
     Settled,
+    StepReady,
+    StepWanted,
     Withdrawn,
 )
 from inflight.types import Group, Rollout, TaskItem
-from inflight.wire import Completion, SamplingParams
+from inflight.wire import Capabilities, Completion, SamplingParams
+
+T = TypeVar("T")
 
 _MAX_TRIES = 3
 """After this many failed requests an item is dropped."""
@@ -52,6 +57,15 @@ class DroppedItem:
     what_happened: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A request of some completions of a group."""
+
+    request_id: str
+    seat: Seat
+    completions: tuple[int, ...]
+
+
 @dataclass(slots=True, eq=False)
 class _OpenGroup:
     """An item that was offered and is not scored yet. Lists have one entry per completion."""
@@ -61,15 +75,21 @@ class _OpenGroup:
     prompt_token_ids: tuple[int, ...]
     prompt: str
     """Digest of the prompt, by which schedulers know it."""
-    done: list[Completion | None]
-    requests: dict[asyncio.Task[Any], tuple[int, ...]] = field(default_factory=dict)
+    sampled: list[Completion | None]
+    """What is there of each; its finish reason is ``abort`` until it is whole."""
+    requests: dict[asyncio.Task[Any], _Running] = field(default_factory=dict)
     endpoints: list[str] = field(default_factory=list)
     num_requests: int = 0
 
     @property
     def has_part(self) -> bool:
         """Whether something of it has been sampled or is being sampled."""
-        return bool(self.requests) or any(completion is not None for completion in self.done)
+        return bool(self.requests) or any(completion is not None for completion in self.sampled)
+
+    @property
+    def whole(self) -> list[Completion]:
+        """The completions that have finished."""
+        return [one for one in self.sampled if one is not None and one.finish_reason != "abort"]
 
 
 @dataclass(eq=False)
@@ -85,12 +105,17 @@ class Actor:
     sampling: SamplingParams
     ledger: Ledger
     scheduler: Scheduler
+    history: HistoryStore
     _: KW_ONLY
     seed: int
     max_sequence_tokens: int
     may_issue: Callable[[], bool]
     on_end: Callable[[Group | DroppedItem | None], None]
     clock: Callable[[], float] = time.monotonic
+    saved: dict[int, Sequence[Completion | None]] = field(default_factory=dict)
+    """Completions of unfinished groups, whole or in part, from an earlier life of the run; by item."""
+    num_resumed_tokens: int = field(default=0, init=False)
+    """Tokens of aborted completions that were continued."""
     lost: dict[str, str] = field(default_factory=dict, init=False)
     """Endpoints that get no work because they failed, with the reason."""
     unserved: asyncio.Event = field(default_factory=asyncio.Event, init=False)
@@ -98,14 +123,16 @@ class Actor:
     _seats: list[Seat] = field(default_factory=list, init=False)
     _open: dict[int, _OpenGroup] = field(default_factory=dict, init=False)
     """Groups that are being sampled or scored, by item."""
-    _scored: set[asyncio.Task[list[float]]] = field(default_factory=set, init=False)
-    """Calls that score a group."""
+    _beside: set[asyncio.Task[Any]] = field(default_factory=set, init=False)
+    """Calls that score a group, or abort a request."""
     _num_failures: Counter[int] = field(default_factory=Counter, init=False)
     """Failed requests of each item that is not settled yet."""
     _num_offered: int = field(default=0, init=False)
     _num_finished: int = field(default=0, init=False)
     _num_unusable: int = field(default=0, init=False)
     _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    quiet: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    """Set while nothing is sampled or scored, and nothing may be issued."""
     _failure: BaseException | None = field(default=None, init=False)
 
     @property
@@ -113,15 +140,32 @@ class Actor:
         """Groups that are being sampled or scored."""
         return len(self._open)
 
+    @property
+    def oldest(self) -> int:
+        """Number, in the order of offers, of the oldest group that is sampled or scored, or else of the next one."""
+        return min((group.serial for group in self._open.values()), default=self._num_offered + 1)
+
+    def partials(self) -> dict[str, Any]:
+        """Return what is there of unfinished groups, as JSON values, for `parse_partials`."""
+        open_groups = {index: group.sampled for index, group in self._open.items()} | self.saved
+        return {
+            str(index): [None if one is None else one.model_dump(mode="json") for one in sampled]
+            for index, sampled in open_groups.items()
+            if any(one is not None for one in sampled)
+        }
+
     def wake(self) -> None:
         """Look again what may be offered and issued."""
         self._changed.set()
+        self.quiet.clear()
 
     # ------------------------------------------------------------------------------------------------- endpoints
 
-    def add(self, endpoint: InferenceEndpoint, limit: int) -> None:
-        """Add an endpoint that runs ``limit`` sequences at a time; it gets work once `serve` names it."""
-        self._seats.append(Seat(endpoint, max(limit, self.sampling.n)))
+    def add(self, endpoint: InferenceEndpoint, limit: int, declared: Capabilities | None = None) -> None:
+        """Add an endpoint that runs up to ``limit`` sequences at a time; it gets work once `serve` names it."""
+        if declared is not None:
+            limit = min(limit, declared.max_concurrent_sequences)
+        self._seats.append(Seat(endpoint, max(limit, self.sampling.n), declared))
 
     def retire(self, name: str, on_idle: Callable[[], None]) -> None:
         """Give an endpoint no more work. Once its requests have ended, forget it and call ``on_idle``."""
@@ -138,9 +182,10 @@ class Actor:
                 took_work, seat.version = seat.takes_work, version
                 self.lost.pop(seat.name, None)
                 if seat.takes_work and not took_work:
-                    self.scheduler.tell(Joined(self.clock(), seat.name, seat.capacity))
+                    self.scheduler.tell(Joined(self.clock(), seat.name, seat.capacity, seat.keeps_partials))
             else:
                 self.lose(seat.name, f"it could not be brought to version {version}")
+        self.scheduler.tell(Published(self.clock(), version))
         self._note_whether_unserved()
 
     def lose(self, name: str, reason: str) -> None:
@@ -179,24 +224,26 @@ class Actor:
             while self._failure is None:
                 self._changed.clear()
                 await self._offer_and_issue()
+                if not (self._changed.is_set() or self._beside or any(seat.running for seat in self._seats)):
+                    self.quiet.set()
                 await self._changed.wait()
             raise self._failure
         finally:
-            running = [*self._scored, *(task for seat in self._seats for task in seat.running)]
+            running = [*self._beside, *(task for seat in self._seats for task in seat.running)]
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
     async def _offer_and_issue(self) -> None:
         while self._failure is None:
+            while self._failure is None and self.scheduler.num_wanted() > 0 and self.may_issue():
+                self._offer()
+                await asyncio.sleep(0)  # tasks make prompts, which may take long
             decisions = self.scheduler.decide(self.clock())
             for decision in decisions:
                 self._carry_out(decision)
-            if self.scheduler.num_wanted() > 0 and self.may_issue():
-                self._offer()
-            elif not decisions:
+            if not decisions:
                 return
-            await asyncio.sleep(0)  # prompts are made and rendered here
 
     def _fail(self, error: BaseException) -> None:
         self._failure = self._failure or error
@@ -209,6 +256,14 @@ class Actor:
     def settled(self, item: int, *, is_trained: bool) -> None:
         """Tell the scheduler what became of a finished group."""
         self._tell(Settled(self.clock(), item, is_trained))
+
+    def step_wanted(self, version: int, num_groups: int) -> None:
+        """Tell the scheduler that the run collects groups for the step that starts from ``version``."""
+        self._tell(StepWanted(self.clock(), version, num_groups))
+
+    def step_ready(self, version: int) -> None:
+        """Tell the scheduler that the step which starts from ``version`` has enough groups."""
+        self._tell(StepReady(self.clock(), version))
 
     def _offer(self) -> None:
         """Take the next item from the ledger, render its prompt, and offer it; drop it if it can never be trained."""
@@ -231,41 +286,89 @@ class Actor:
             )
             return
         prompt = hashlib.blake2b(repr(prompt_token_ids).encode(), digest_size=12).hexdigest()
-        nothing: list[Completion | None] = [None] * self.sampling.n
-        self._open[index] = _OpenGroup(item, self._num_offered, prompt_token_ids, prompt, nothing)
-        self._tell(Offered(self.clock(), index, prompt, len(prompt_token_ids), (0,) * self.sampling.n))
-
-    def _carry_out(self, decision: Decision) -> None:
-        match decision:
-            case Issue(endpoint, index, completions):
-                seat = next(seat for seat in self._seats if seat.name == endpoint)
-                self._issue(seat, self._open[index], completions)
-            case Abort():
-                raise NotImplementedError
+        sampled = list(self.saved.pop(index, (None,) * self.sampling.n))
+        group = self._open[index] = _OpenGroup(item, self._num_offered, prompt_token_ids, prompt, sampled)
+        num_tokens = tuple(0 if one is None else len(one.token_ids) for one in sampled)
+        self._tell(Offered(self.clock(), index, prompt, len(prompt_token_ids), num_tokens))
+        for one in group.whole:
+            self._tell(Finished(self.clock(), index, one.index, len(one.token_ids)))
+        self._score_if_whole(group)
 
     # ----------------------------------------------------------------------------------------------------- requests
 
-    def _issue(self, seat: Seat, group: _OpenGroup, completions: tuple[int, ...]) -> None:
+    def _carry_out(self, decision: Decision) -> None:
+        group = self._open[decision.item]
+        match decision:
+            case Issue(endpoint, _, completions):
+                seat = next(seat for seat in self._seats if seat.name == endpoint)
+                begun = [i for i in completions if group.sampled[i] is not None]
+                fresh = tuple(i for i in completions if i not in begun)
+                if fresh:
+                    self._issue(seat, group, fresh)
+                for i in begun:
+                    self._issue(seat, group, (i,), group.sampled[i])
+            case Abort(_, completions):
+                for request, running in group.requests.items():
+                    if {*running.completions} & {*completions}:
+                        self._abort(request, running)
+
+    def _issue(
+        self, seat: Seat, group: _OpenGroup, completions: tuple[int, ...], partial: Completion | None = None
+    ) -> None:
+        """Sample completions of a group in one request, or the rest of ``partial``."""
         group.num_requests += 1
         if seat.name not in group.endpoints:
             group.endpoints.append(seat.name)
         index = group.item.index
-        parts = () if len(completions) == self.sampling.n else (completions[0],)
-        sampling = self.sampling.model_copy(update={"n": len(completions), "seed": _seed(self.seed, index, *parts)})
         request_id = f"item-{index}-{group.serial}-{group.num_requests}"
-        request = asyncio.ensure_future(seat.sample(request_id, group.prompt_token_ids, sampling))
+        parts = () if len(completions) == self.sampling.n else (completions[0],)
+        update = {"n": len(completions), "seed": _seed(self.seed, index, *parts)}
+
+        async def sample() -> tuple[Completion, ...]:
+            request = request_of(request_id, group.prompt_token_ids, self.sampling.model_copy(update=update))
+            if partial is None:
+                return await seat.sample(request)
+            self.num_resumed_tokens += len(partial.token_ids)
+            (rest,) = await seat.sample(continuation(request, partial, request_id))
+            return (joined(partial, rest),)
+
+        request = asyncio.ensure_future(sample())
         seat.running.add(request)
-        group.requests[request] = completions
+        running = group.requests[request] = _Running(request_id, seat, completions)
 
         def ended(request: asyncio.Task[tuple[Completion, ...]]) -> None:
             seat.running.discard(request)
             del group.requests[request]
             if self._open.get(index) is group:  # not if the item has been settled meanwhile
-                self._settling(lambda: self._request_ended(seat, group, completions, request))
+                self._settling(lambda: self._request_ended(group, running, request))
             self._forget_if_idle(seat)
             self.wake()
 
         request.add_done_callback(ended)
+
+    def _abort(self, request: asyncio.Task[Any], running: _Running) -> None:
+        """End a request with what it has, or without that if the endpoint cannot do it."""
+
+        async def abort() -> None:
+            try:
+                await running.seat.abort(running.request_id)
+            except InflightError:
+                request.cancel()
+
+        if running.seat.keeps_partials:
+            self._run_beside(abort(), lambda _: None)
+        else:
+            request.cancel()
+
+    def _run_beside(self, call: Coroutine[Any, Any, T], on_end: Callable[[asyncio.Task[T]], None]) -> None:
+        task = asyncio.ensure_future(call)
+        self._beside.add(task)
+
+        def ended(task: asyncio.Task[T]) -> None:
+            self._beside.discard(task)
+            self._settling(lambda: on_end(task))
+
+        task.add_done_callback(ended)
 
     def _settling(self, settle: Callable[[], None]) -> None:
         try:
@@ -274,21 +377,13 @@ class Actor:
             self._fail(error)
 
     def _request_ended(
-        self,
-        seat: Seat,
-        group: _OpenGroup,
-        completions: tuple[int, ...],
-        request: asyncio.Task[tuple[Completion, ...]],
+        self, group: _OpenGroup, running: _Running, request: asyncio.Task[tuple[Completion, ...]]
     ) -> None:
         """Decide what the end of a request means for its item, its endpoint and the run."""
-        index = group.item.index
+        index, seat = group.item.index, running.seat
         error = None if request.cancelled() else request.exception()
         if error is None:
-            sampled = () if request.cancelled() else request.result()
-            if not sampled or any(completion.finish_reason == "abort" for completion in sampled):
-                self._give_back(group, completions)
-            else:
-                self._take(group, completions, sampled)
+            self._take(group, running, () if request.cancelled() else request.result())
         elif isinstance(error, UnusableItem):
             self._unusable(index, str(error))
         elif not isinstance(error, EndpointError | SlowRequest):
@@ -302,31 +397,39 @@ class Actor:
             if self._num_failures[index] >= _MAX_TRIES:
                 self._drop(index, "failed", f"{error} ({_MAX_TRIES} tries)")
             else:
-                self._give_back(group, completions)
+                self._take(group, running, ())
 
-    def _take(self, group: _OpenGroup, completions: tuple[int, ...], sampled: Sequence[Completion]) -> None:
-        index = group.item.index
-        for i, completion in zip(completions, sampled, strict=True):
-            group.done[i] = completion
-            self._tell(Finished(self.clock(), index, i, len(completion.token_ids)))
-        done = [completion for completion in group.done if completion is not None]
-        if len(done) == len(group.done):
-            scoring = asyncio.ensure_future(self.scoring.rewards(group.item, done))
-            self._scored.add(scoring)
-            scoring.add_done_callback(lambda scored: self._settling(lambda: self._group_scored(group, done, scored)))
+    def _take(self, group: _OpenGroup, running: _Running, sampled: Sequence[Completion]) -> None:
+        """Keep what a request has sampled; what is not whole may be issued again.
 
-    def _give_back(self, group: _OpenGroup, completions: tuple[int, ...]) -> None:
-        """Return lost completions to the scheduler, or the whole item to the ledger if nothing else is left of it."""
+        If nothing is left of the item, it goes back to the ledger.
+        """
+        if not running.seat.keeps_partials and any(one.finish_reason == "abort" for one in sampled):
+            sampled = ()  # the whole request begins anew: keeping what was short enough would prefer short completions
+        for i, new in zip(running.completions, sampled, strict=False):
+            if new.token_ids:
+                group.sampled[i] = new.model_copy(update={"index": i})
         if not group.has_part:
             self._requeue(group)
             return
-        for i in completions:
-            self._tell(Returned(self.clock(), group.item.index, i, 0))
+        now, index = self.clock(), group.item.index
+        for i in running.completions:
+            one = group.sampled[i]
+            num_tokens = 0 if one is None else len(one.token_ids)
+            is_whole = one is not None and one.finish_reason != "abort"
+            self._tell(Finished(now, index, i, num_tokens) if is_whole else Returned(now, index, i, num_tokens))
+        self._score_if_whole(group)
+
+    def _score_if_whole(self, group: _OpenGroup) -> None:
+        whole = group.whole
+        if len(whole) == self.sampling.n:
+            self._run_beside(
+                self.scoring.rewards(group.item, whole), lambda scored: self._group_scored(group, whole, scored)
+            )
 
     def _group_scored(
         self, group: _OpenGroup, completions: Sequence[Completion], scored: asyncio.Task[list[float]]
     ) -> None:
-        self._scored.discard(scored)
         index = group.item.index
         error = None if scored.cancelled() else scored.exception()
         if scored.cancelled() or error is not None:
@@ -340,6 +443,7 @@ class Actor:
         self.ledger.finish(index)
         del self._open[index]
         lengths = tuple(len(completion.token_ids) for completion in completions)
+        self.history.record(group.prompt, lengths, rewards, [completion.token_ids for completion in completions])
         self._tell(Scored(self.clock(), index, group.prompt, lengths, tuple(rewards)))
         rollouts = [
             Rollout(
@@ -381,6 +485,21 @@ class Actor:
             for request in group.requests:
                 request.cancel()
             self._tell(Withdrawn(self.clock(), index))
+
+
+def parse_partials(data: Mapping[str, Any], group_size: int) -> dict[int, Sequence[Completion | None]]:
+    """Return completions of unfinished groups as `Actor.partials` gave them; those of another group size are left out.
+
+    Raises `CheckpointError` if they cannot be read.
+    """
+    try:
+        parsed = {
+            int(index): [None if one is None else Completion.model_validate(one) for one in sampled]
+            for index, sampled in data.items()
+        }
+    except (TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"the unfinished groups in the checkpoint cannot be read: {error}") from error
+    return {index: sampled for index, sampled in parsed.items() if len(sampled) == group_size}
 
 
 def _seed(seed: int, index: int, *parts: int) -> int:

@@ -282,6 +282,10 @@ class RolloutsSection(Section):
     staleness: str = "max_lag"
     """Constructed with ``max_lag`` and ``staleness_params``."""
     staleness_params: dict[str, Any] = {}
+    min_ess: float | None = Field(default=None, gt=0, le=1)
+    """Least effective sample size of a step, as a share of its tokens. None: any."""
+    on_low_ess: Literal["wait", "stop"] = "wait"
+    """Below it, ``wait`` trains next only on tokens sampled since, and ``stop`` ends the run."""
     composer: str = "token_budget"
     """Constructed with the tokens of a step over all workers, and ``composer_params``."""
     composer_params: dict[str, Any] = {}

@@ -20,7 +20,7 @@ from inflight.engines.kinds import connect_endpoint
 from inflight.errors import ConfigError, InflightError
 from inflight.pipeline.config import RunConfig
 from inflight.pipeline.devices import Device
-from inflight.pipeline.fleet import check_servers, read_server_list, sequence_limit
+from inflight.pipeline.fleet import check_servers, declared, read_server_list
 from inflight.pipeline.memory import ON_THE_GPU, Term, gib, model_shape
 from inflight.pipeline.memory_check import (
     KNOWN_WORKERS,
@@ -33,7 +33,7 @@ from inflight.pipeline.memory_check import (
 )
 from inflight.pipeline.placement import Place, place
 from inflight.pipeline.time_limits import time_limits
-from inflight.rollouts import load_composer, load_scheduler, load_staleness, load_task
+from inflight.rollouts import HistoryStore, load_composer, load_scheduler, load_staleness, load_task
 from inflight.weights.buckets import plan_buckets
 from inflight.weights.packing import encoded_size
 
@@ -105,6 +105,7 @@ def plan_run(config: RunConfig, devices: Sequence[Device]) -> Plan:
         policies.scheduler,
         policies.scheduler_params,
         group_size=config.sampling.group_size,
+        history=HistoryStore(),
         seed=config.run.seed,
     )
     placement = place(config, devices)
@@ -190,7 +191,8 @@ async def _attached(config: RunConfig, urls: Sequence[str]) -> list[PlannedProce
         endpoint = connect_endpoint(url, token=os.environ.get("INFLIGHT_TOKEN"), control_timeout_s=_ASK_S)
         try:
             async with asyncio.timeout(_ASK_S):
-                limit = await sequence_limit(config, vocab_size, endpoint, config.servers.max_concurrent)
+                can = await declared(config, vocab_size, endpoint)
+                limit = min(can.max_concurrent_sequences, config.servers.max_concurrent)
             address = f"{url} answers, and runs up to {limit} sequences"
         except (TimeoutError, InflightError) as error:
             address = f"{url} cannot take part now: {str(error) or f'no answer within {_ASK_S:g} s'}"

@@ -62,15 +62,12 @@ def read_server_list(path: Path) -> tuple[dict[str, str] | None, list[str]]:
     return listed, problems
 
 
-async def sequence_limit(config: RunConfig, vocab_size: int, endpoint: InferenceEndpoint, wanted: int) -> int:
-    """Return how many sequences an endpoint runs at a time: ``wanted``, or fewer if it declares fewer.
-
-    Raises `ConfigError` if the endpoint cannot take part in this run.
-    """
+async def declared(config: RunConfig, vocab_size: int, endpoint: InferenceEndpoint) -> Capabilities:
+    """Return what an endpoint declares. Raises `ConfigError` if it cannot take part in this run."""
     can = await endpoint.capabilities()
     if problem := _problem(config, vocab_size, can):
         raise ConfigError(f"{endpoint.name} {problem}")
-    return min(can.max_concurrent_sequences, wanted)
+    return can
 
 
 def _problem(config: RunConfig, vocab_size: int, can: Capabilities) -> str | None:

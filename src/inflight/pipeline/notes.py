@@ -35,7 +35,8 @@ class Notes:
     doing: str = ""
     """Shown to the user while nothing else happens; empty while steps are made."""
 
-    def step(self, batch: StepBatch, answers: Sequence[Trained], serving: Mapping[str, int | None]) -> None:
+    def step(self, batch: StepBatch, answers: Sequence[Trained], serving: Mapping[str, int | None]) -> dict[str, Any]:
+        """Write the row of the last step, show it, and return it."""
         metrics: Metrics = {}
         for answer in answers:
             metrics = add_metrics(metrics, decode_metrics(answer.metrics))
@@ -55,10 +56,13 @@ class Notes:
                 "groups_waiting": self.sampling.num_waiting,
                 "publish": None if published is None else published.model_dump(),
                 **({"serving": serving} if serving else {}),
+                "resumed_tokens": self.sampling.actor.num_resumed_tokens,
+                "scheduler": self.sampling.actor.scheduler.metrics(),
                 "ledger": self._ledger_counts(),
             },
         )
         self.progress.step(row)
+        return row
 
     async def note_what_runs(self) -> None:
         """Record for the timeline how many groups are running, until cancelled."""

@@ -35,7 +35,7 @@ from inflight.pipeline.sampling import Sampling
 from inflight.pipeline.saving import Saving
 from inflight.pipeline.servers import Servers, nobody_left
 from inflight.pipeline.trainer_group import TrainerGroup
-from inflight.rollouts import Ledger, load_composer, load_scheduler, load_staleness, load_task
+from inflight.rollouts import EssGuard, HistoryStore, Ledger, load_composer, load_scheduler, load_staleness, load_task
 
 
 def train(config: RunConfig, *, resume: bool = False, tensorboard: bool = False) -> int:
@@ -87,7 +87,8 @@ def _note(run: _Run, batch: StepBatch, trained: Sequence[Trained]) -> None:
     run.journal.trained(trained[0].version, *trained[0].span)
     run.saving.note(trained)
     run.delivery.published(trained[0].served)
-    run.notes.step(batch, trained, run.delivery.serving)
+    row = run.notes.step(batch, trained, run.delivery.serving)
+    run.sampling.stepped(run.journal.version, row.get("effective_sample_size"))
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -109,11 +110,15 @@ class _Run:
         task = load_task(config.task.name, config.task.params, config.run.seed)
         policies = config.rollouts
         staleness = load_staleness(policies.staleness, policies.staleness_params, policies.max_lag)
+        if policies.min_ess is not None:
+            staleness = EssGuard(staleness, policies.min_ess, stops=policies.on_low_ess == "stop")
         composer = load_composer(policies.composer, policies.composer_params, config.tokens_per_step)
+        history = HistoryStore()
         scheduler = load_scheduler(
             policies.scheduler,
             policies.scheduler_params,
             group_size=config.sampling.group_size,
+            history=history,
             seed=config.run.seed,
         )
         check_weights(config.model.path)
@@ -136,7 +141,11 @@ class _Run:
         if placement.placed:
             note("; ".join(map(str, placement.placed)))
         self.interrupt = Interrupt(note, self._kill)
-        self.sampling = Sampling(config, task, staleness, composer, scheduler, tokenizer, ledger, journal, note)
+        self.sampling = Sampling(
+            config, task, staleness, composer, scheduler, tokenizer, ledger, history, journal, note
+        )
+        if state is not None:
+            self.sampling.restore(state)
         self.notes = Notes(config, path, self.sampling, journal, self.progress)
         logs, lock = self.directory.logs, self.directory.lock
         self.trainers = TrainerGroup(config, logs, token, note, lock, placement.trainers)
@@ -156,8 +165,7 @@ class _Run:
 
     def _state(self) -> dict[str, Any]:
         """Return the run's own state, which decides what is sampled next, for a checkpoint."""
-        ledger = self.sampling.ledger.to_json()
-        return {"version": self.journal.version, "ledger": ledger, "journal": self.journal.state()}
+        return {"version": self.journal.version, "journal": self.journal.state(), **self.sampling.state()}
 
     # ------------------------------------------------------------------------------------------------- start and stop
 

@@ -6,20 +6,22 @@ Knows nothing of trainers, and does not decide which endpoints get work.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from inflight.contracts import BatchComposer, Scheduler, StalenessPolicy, Task
 from inflight.errors import TrainerError
-from inflight.pipeline.actor import Actor, DroppedItem
+from inflight.pipeline.actor import Actor, DroppedItem, parse_partials
 from inflight.pipeline.batches import StepBatch, make_batch, split_evenly
 from inflight.pipeline.config import RunConfig
 from inflight.pipeline.journal import Journal
 from inflight.pipeline.scoring import Scoring
 from inflight.pipeline.time_limits import STEP_S
-from inflight.rollouts import Ledger, WaitingGroups, has_signal
+from inflight.rollouts import HistoryStore, Ledger, WaitingGroups, has_signal
 from inflight.types import Group
 from inflight.wire import SamplingParams
 
@@ -42,6 +44,7 @@ class Sampling:
         scheduler: Scheduler,
         tokenizer: Any,
         ledger: Ledger,
+        history: HistoryStore,
         journal: Journal,
         note: Callable[[str], None],
     ) -> None:
@@ -78,11 +81,36 @@ class Sampling:
             ),
             ledger,
             scheduler,
+            history,
             seed=config.run.seed,
             max_sequence_tokens=config.train.max_tokens_per_micro_batch,
             may_issue=self._may_issue,
             on_end=self._group_ended,
         )
+
+    def state(self) -> dict[str, Any]:
+        """Return, as JSON values, what decides what is sampled next, for `restore`."""
+        return {
+            "ledger": self.ledger.to_json(),
+            "scheduler_name": self._config.rollouts.scheduler,
+            "scheduler": self.actor.scheduler.state(),
+            "staleness_name": self._config.rollouts.staleness,
+            "staleness": self._staleness.state(),
+            "history": self.actor.history.to_json(),
+            "partials": self.actor.partials(),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state that `state` returned; the ledger is given to the constructor.
+
+        Raises `CheckpointError`. Another scheduler or staleness policy than then begins anew.
+        """
+        self.actor.history.restore(state.get("history", {}))
+        self.actor.saved = parse_partials(state.get("partials", {}), self.actor.sampling.n)
+        if state.get("scheduler_name") == self._config.rollouts.scheduler:
+            self.actor.scheduler.restore(state["scheduler"])
+        if state.get("staleness_name") == self._config.rollouts.staleness:
+            self._staleness.restore(state["staleness"])
 
     @property
     def num_waiting(self) -> int:
@@ -105,8 +133,8 @@ class Sampling:
         """Begin the batch of the step that starts from ``version``, and drop groups that are too old for it."""
         self._drop_stale(version)
         self._wanted, self._composed, self._begun = version, None, asyncio.get_running_loop().time()
+        self.actor.step_wanted(version, self._num_groups(self._config.tokens_per_step))
         self._compose_if_ready()
-        self.actor.wake()
 
     async def batch(self) -> StepBatch:
         """Return the batch that `compose` began. Raises `TrainerError` if it is not ready in time."""
@@ -119,10 +147,12 @@ class Sampling:
         """Sample only the groups of one phase of the conventional mode; return those of each step."""
         now = asyncio.get_running_loop().time
         self._is_in_phase = True
-        self.actor.wake()
+        self.actor.step_wanted(version, self._num_groups(self._tokens_per_phase))
         await self._until(lambda: self._waiting.num_tokens >= self._tokens_per_phase, now())
         self._is_in_phase = False
-        await self._until(lambda: self.actor.num_running == 0, now())
+        self.actor.step_ready(version)
+        async with self._in_time(now()):
+            await self.actor.quiet.wait()
         self._drop_stale(version)
         return split_evenly(self._waiting.take_all(), self._config.run.conventional_steps)
 
@@ -137,33 +167,52 @@ class Sampling:
             self.actor.settled(group.item_index, is_trained=True)
         self.actor.wake()
 
-    def _may_issue(self) -> bool:
-        """Return whether the actor may issue another group.
-
-        A conventional phase issues until running and finished groups together bring the tokens that it needs. In the
-        pipeline, the groups that are issued and not yet trained stay within what the lag bound allows. Where generation
-        is faster than training, that bound alone would let every token reach the largest lag, so nothing is issued
-        while a whole step is ready.
-        """
+    def _tokens_per_group(self) -> float:
+        """Return the training tokens of an average group."""
         if len(self._recent_tokens) < 4:  # a guess
-            tokens_per_group = self.actor.sampling.n * (64 + self._config.sampling.max_tokens / 2)
-        else:
-            tokens_per_group = max(1.0, statistics.fmean(self._recent_tokens))
+            return self.actor.sampling.n * (64 + self._config.sampling.max_tokens / 2)
+        return max(1.0, statistics.fmean(self._recent_tokens))
+
+    def _num_groups(self, num_tokens: int) -> int:
+        return max(1, math.ceil(num_tokens / self._tokens_per_group()))
+
+    def _may_issue(self) -> bool:
+        """Return whether the actor may offer another group.
+
+        A conventional phase offers until running and finished groups together bring the tokens that it needs, or the
+        scheduler's surplus of them. In the pipeline, the groups that are offered and not yet trained stay within what
+        the lag bound allows. Where generation is faster than training, that bound alone would let every token reach the
+        largest lag, so nothing is offered while a whole step is ready.
+        """
+        tokens_per_group = self._tokens_per_group()
         num_running = self.actor.num_running
         if self._config.run.mode == "conventional":
             num_tokens = self._waiting.num_tokens + num_running * tokens_per_group
-            return self._is_in_phase and num_tokens < self._tokens_per_phase
+            return self._is_in_phase and num_tokens < self.actor.scheduler.surplus * self._tokens_per_phase
         bound = self._staleness.max_outstanding_groups(self._config.tokens_per_step / tokens_per_group)
         is_idle = not self.is_training and num_running == 0
-        return not self._waiting.ready() and (self.ledger.outstanding < bound or is_idle)
+        return not self._is_ready() and (self.ledger.outstanding < bound or is_idle)
+
+    def _order(self) -> tuple[int, float]:
+        """Return the oldest group that is not settled, in the order of offers, and the groups of an average step."""
+        return self._waiting.oldest(self.actor.oldest), self._config.tokens_per_step / self._tokens_per_group()
+
+    def _is_ready(self) -> bool:
+        return self._waiting.ready(*self._order())
+
+    def stepped(self, version: int, effective_sample_size: float | None) -> None:
+        """Let the staleness policy look at a step. Raises `TrainerError` if it stops the run."""
+        self._staleness.after_step(version, effective_sample_size)
 
     def _drop_stale(self, version: int) -> None:
         for group in self._waiting.advance(version):
             self._drop(group, "stale")
 
     def _compose_if_ready(self) -> None:
-        if self._wanted is not None and self._waiting.ready():
-            self._composed = make_batch(self._waiting.take(), self._wanted, self._estimator, self._staleness)
+        if self._wanted is not None and self._is_ready():
+            groups = self._waiting.take(*self._order())
+            self._composed = make_batch(groups, self._wanted, self._estimator, self._staleness)
+            self.actor.step_ready(self._wanted)
             self._wanted = None
 
     def _group_ended(self, ended: Group | DroppedItem | None) -> None:
@@ -215,12 +264,18 @@ class Sampling:
         self._journal.event("drop", reason=item.reason, item=item.index, what=item.what_happened)
 
     async def _until(self, condition: Callable[[], bool], begun: float) -> None:
+        async with self._in_time(begun):
+            while not condition():
+                self._arrived.clear()
+                await self._arrived.wait()
+
+    @contextlib.asynccontextmanager
+    async def _in_time(self, begun: float) -> AsyncIterator[None]:
+        """Raise `TrainerError` if the body waits for too long for a batch that was begun at a time."""
         timeout_s = self._config.run.step_timeout_s or STEP_S
         try:
             async with asyncio.timeout_at(begun + timeout_s):
-                while not condition():
-                    self._arrived.clear()
-                    await self._arrived.wait()
+                yield
         except TimeoutError as error:
             raise TrainerError(
                 f"no batch of {self._config.tokens_per_step} tokens was ready within {timeout_s:g} s: "

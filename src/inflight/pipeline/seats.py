@@ -12,9 +12,17 @@ from typing import Any
 
 import pydantic
 
-from inflight.contracts import InferenceEndpoint
-from inflight.errors import DeadlineError, EndpointError, InflightError, InvalidRequestError, ProtocolError
+from inflight.contracts import AbortingEndpoint, InferenceEndpoint
+from inflight.errors import (
+    DeadlineError,
+    EndpointError,
+    InflightError,
+    InvalidRequestError,
+    ProtocolError,
+    UnsupportedError,
+)
 from inflight.wire import (
+    AbortRequests,
     Capabilities,
     Completion,
     EndpointState,
@@ -41,13 +49,13 @@ class Seat:
 
     endpoint: InferenceEndpoint
     capacity: int
+    declared: Capabilities | None = None
+    """None until it has been asked."""
     version: int | None = None
     """None while the endpoint gets no work."""
     on_idle: Callable[[], None] | None = None
     """Set once the seat is retired; called when nothing runs there any more."""
     running: set[asyncio.Task[Any]] = field(default_factory=set)
-    declared: Capabilities | None = None
-    """None until it has been asked."""
 
     @property
     def name(self) -> str:
@@ -64,9 +72,18 @@ class Seat:
             self.declared = await self.endpoint.capabilities()
         return self.declared
 
-    async def sample(
-        self, request_id: str, prompt_token_ids: tuple[int, ...], sampling: SamplingParams
-    ) -> tuple[Completion, ...]:
+    @property
+    def keeps_partials(self) -> bool:
+        """Whether what was sampled of an aborted completion is kept."""
+        return self.declared is not None and self.declared.partial_rollouts
+
+    async def abort(self, request_id: str) -> None:
+        """End a request with what it has, if the endpoint can do that. Raises `EndpointError`."""
+        if not isinstance(self.endpoint, AbortingEndpoint):
+            raise UnsupportedError(f"{self.name} declares partial_rollouts and has no abort_requests")
+        await self.endpoint.abort_requests(AbortRequests(request_ids=(request_id,)))
+
+    async def sample(self, request: GenerateRequest) -> tuple[Completion, ...]:
         """Return the completions of one request. The seed is left out if the endpoint takes none.
 
         Raises `UnusableItem` if the request is refused, `SlowRequest` if it is late and the endpoint is healthy, and
@@ -75,8 +92,8 @@ class Seat:
         version = self.version
         try:
             if not (await self.capabilities()).seeds:
-                sampling = sampling.model_copy(update={"seed": None})
-            request = _request(request_id, prompt_token_ids, sampling)
+                sampling = request.sampling.model_copy(update={"seed": None})
+                request = request.model_copy(update={"sampling": sampling})
             completions = (await self.endpoint.generate(request)).completions
         except InvalidRequestError as error:
             raise UnusableItem(f"the request was refused: {error}") from error
@@ -85,7 +102,7 @@ class Seat:
             if answer is not None and answer.state is not EndpointState.POISONED:
                 raise SlowRequest(str(error)) from error
             raise
-        except (EndpointError, UnusableItem):
+        except EndpointError:
             raise
         except Exception as error:  # endpoints may be anybody's code
             raise EndpointError(f"generate failed: {type(error).__name__}: {error}", self.name) from error
@@ -93,7 +110,8 @@ class Seat:
         return completions
 
 
-def _request(request_id: str, prompt_token_ids: tuple[int, ...], sampling: SamplingParams) -> GenerateRequest:
+def request_of(request_id: str, prompt_token_ids: tuple[int, ...], sampling: SamplingParams) -> GenerateRequest:
+    """Return a request. Raises `UnusableItem` if the prompt does not make a valid one."""
     try:
         return GenerateRequest(request_id=request_id, prompt_token_ids=prompt_token_ids, sampling=sampling)
     except pydantic.ValidationError as error:

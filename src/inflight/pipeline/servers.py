@@ -20,13 +20,14 @@ from inflight.engines.kinds import connect_endpoint
 from inflight.errors import ConfigError, EndpointError, InflightError
 from inflight.pipeline.actor import Actor
 from inflight.pipeline.config import RunConfig
-from inflight.pipeline.fleet import read_server_list, sequence_limit
+from inflight.pipeline.fleet import declared, read_server_list
 from inflight.pipeline.journal import Journal
 from inflight.pipeline.messages import Members
 from inflight.pipeline.placement import Place
 from inflight.pipeline.processes import Server, start_servers
 from inflight.pipeline.run_directory import RunDirectory
 from inflight.weights.backoff import Backoff
+from inflight.wire import Capabilities
 
 _LOOK_AGAIN_S = 0.5
 """How often the list of servers is read."""
@@ -83,11 +84,9 @@ class Servers:
         limits = {server.url: server.max_concurrent for server in self.own}
         limits |= dict.fromkeys(servers.urls, servers.max_concurrent)
         self.taking_part = {self._connect(url): url for url in limits}
-        declared = await asyncio.gather(
-            *(self._limit(endpoint, limits[url]) for endpoint, url in self.taking_part.items())
-        )
-        for endpoint, limit in zip(self.taking_part, declared, strict=True):
-            self.actor.add(endpoint, limit)
+        capabilities = await asyncio.gather(*map(self._declared, self.taking_part))
+        for (endpoint, url), can in zip(self.taking_part.items(), capabilities, strict=True):
+            self.actor.add(endpoint, limits[url], can)
         if servers.urls_file is not None:
             await self._wait_for_the_first(servers.urls_file)
 
@@ -127,8 +126,8 @@ class Servers:
         timeout_s = self.config.servers.generate_timeout_s
         return connect_endpoint(url, token=self.token, generate_timeout_s=timeout_s)
 
-    async def _limit(self, endpoint: InferenceEndpoint, wanted: int) -> int:
-        return await sequence_limit(self.config, self.vocab_size, endpoint, wanted)
+    async def _declared(self, endpoint: InferenceEndpoint) -> Capabilities:
+        return await declared(self.config, self.vocab_size, endpoint)
 
     async def _keep_running(self, server: Server) -> None:
         """Start a server again whenever its process ends, until it ends repeatedly without having held a version."""
@@ -208,7 +207,7 @@ class Servers:
         endpoint = self._connect(line.url)
         try:
             async with asyncio.timeout(_ASK_S):
-                limit = await self._limit(endpoint, self.config.servers.max_concurrent)
+                can = await self._declared(endpoint)
         except (TimeoutError, InflightError) as error:
             await endpoint.aclose()
             why = str(error) or f"{endpoint.name}: did not answer within {_ASK_S:g} s"
@@ -217,7 +216,7 @@ class Servers:
             return None
         line.takes_part = self.has_somebody_come = True
         self.taking_part[endpoint] = line.url
-        self.actor.add(endpoint, limit)
+        self.actor.add(endpoint, self.config.servers.max_concurrent, can)
         return endpoint.name
 
     def _left(self, name: str) -> None:

@@ -5,22 +5,28 @@ Nothing here loads torch.
 
 from inflight.rollouts.advantages import AdvantageEstimator, batch_advantages, group_advantages
 from inflight.rollouts.batching import TokenBudget, WaitingGroups, load_composer
+from inflight.rollouts.history import HistoryStore
 from inflight.rollouts.ledger import Ledger
 from inflight.rollouts.packing import pack
+from inflight.rollouts.partials import continuation, joined
 from inflight.rollouts.schedulers import load_scheduler
 from inflight.rollouts.shaping import has_signal, overlong_penalty, sample_pairs, shuffle_batch, within_budget
-from inflight.rollouts.staleness import MaxLag, load_staleness
+from inflight.rollouts.staleness import EssGuard, MaxLag, load_staleness
 from inflight.rollouts.tasks import load_task
 
 __all__ = [
     "AdvantageEstimator",
+    "EssGuard",
+    "HistoryStore",
     "Ledger",
     "MaxLag",
     "TokenBudget",
     "WaitingGroups",
     "batch_advantages",
+    "continuation",
     "group_advantages",
     "has_signal",
+    "joined",
     "load_composer",
     "load_scheduler",
     "load_staleness",

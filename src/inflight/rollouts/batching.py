@@ -61,6 +61,10 @@ class WaitingGroups:
         """Groups that wait."""
         return len(self._waiting)
 
+    def oldest(self, otherwise: int) -> int:
+        """Return the first group in the order of offers: one that waits, or ``otherwise`` if that comes before."""
+        return min([otherwise, *(group.group_id for group, _ in self._waiting)])
+
     def advance(self, version: int) -> list[Group]:
         """Count for a step that starts from ``version`` from now on.
 
@@ -76,13 +80,16 @@ class WaitingGroups:
             self._waiting.append((group, num_tokens))
         return num_tokens > 0
 
-    def ready(self) -> bool:
-        """Return whether the composer makes a step of the groups that wait."""
-        return len(self._compose()) > 0
+    def ready(self, oldest: int = 0, groups_per_step: float = 1.0) -> bool:
+        """Return whether the composer makes a step of the groups that wait, as far as the staleness policy lets it.
 
-    def take(self) -> list[Group]:
+        ``oldest`` and ``groups_per_step`` are as in `StalenessPolicy.trainable`.
+        """
+        return len(self._compose(oldest, groups_per_step)) > 0
+
+    def take(self, oldest: int = 0, groups_per_step: float = 1.0) -> list[Group]:
         """Remove and return the groups of one step. Raises `InvalidRequestError` if there is none yet."""
-        chosen = self._compose()
+        chosen = self._compose(oldest, groups_per_step)
         if not chosen:
             raise InvalidRequestError(
                 f"the {self.num_tokens} waiting training tokens do not make a step: call ready() first"
@@ -97,12 +104,15 @@ class WaitingGroups:
         self._waiting = []
         return groups
 
-    def _compose(self) -> Sequence[int]:
-        groups, num_tokens = [group for group, _ in self._waiting], [num_tokens for _, num_tokens in self._waiting]
-        chosen = self._composer.compose(groups, num_tokens)
+    def _compose(self, oldest: int, groups_per_step: float) -> Sequence[int]:
+        ids = [group.group_id for group, _ in self._waiting]
+        allowed = self._staleness.trainable(ids, oldest, groups_per_step)
+        indices = [i for i, is_allowed in enumerate(allowed) if is_allowed]
+        groups = [self._waiting[i][0] for i in indices]
+        chosen = self._composer.compose(groups, [self._waiting[i][1] for i in indices])
         if len({*chosen} & {*range(len(groups))}) != len(chosen):
             raise InvalidRequestError(
                 f"the batch composer chose {list(chosen)} of {len(groups)} groups: it must choose valid indices, "
                 "each at most once"
             )
-        return chosen
+        return [indices[i] for i in chosen]

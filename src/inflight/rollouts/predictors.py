@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from inflight.contracts import LengthPredictor
+from inflight.errors import ConfigError
 from inflight.rollouts.board import Item
 from inflight.rollouts.history import HistoryStore
 
@@ -48,7 +49,18 @@ class SiblingsThenHistory(LengthPredictor):
         return of_group if of_group is not None else self._history.predict(prompt, finished)
 
 
-PREDICTORS = {"history": HistoryMean, "siblings": Siblings, "both": SiblingsThenHistory}
+PREDICTORS: dict[str, Callable[[HistoryStore], LengthPredictor]] = {
+    "history": HistoryMean,
+    "siblings": Siblings,
+    "both": SiblingsThenHistory,
+}
+
+
+def make_predictor(name: str, history: HistoryStore) -> LengthPredictor:
+    """Return the predictor of a name. Raises `ConfigError`."""
+    if name not in PREDICTORS:
+        raise ConfigError(f"unknown length predictor {name!r}; known: {', '.join(PREDICTORS)}")
+    return PREDICTORS[name](history)
 
 
 def predicted(predictor: LengthPredictor, item: Item, otherwise: float) -> float:

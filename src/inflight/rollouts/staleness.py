@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from inflight.contracts import StalenessPolicy
+from inflight.errors import TrainerError
 from inflight.extensions import make
 from inflight.types import Group
 
@@ -35,12 +36,133 @@ class MaxLag(StalenessPolicy):
         return max(1, math.ceil((self.max_lag + 1) * groups_per_step))
 
 
+@dataclass(frozen=True)
+class EtaGate(StalenessPolicy):
+    """No completion is trained on if its first token has a lag above ``max_lag``, AReaL's eta (arXiv 2505.24298).
+
+    AReaL admits a rollout while (eta + version + 1) B - (accepted + running) is positive, with B rollouts per step. The
+    accepted ones that are trained are version * B of them, so that is a bound on those that are not. It is kept in that
+    form here: counted from a ledger that survives a restart, it cannot admit a burst afterwards, as the sum of all
+    accepted ones did after AReaL's recovery until that was set to version * B.
+    """
+
+    max_lag: int
+
+    def mask(self, token_versions: Sequence[int], trainer_version: int) -> list[bool]:
+        return whole_if_young(token_versions, trainer_version, self.max_lag)
+
+    def max_outstanding_groups(self, groups_per_step: float) -> int:
+        return max(1, math.floor((self.max_lag + 1) * groups_per_step))
+
+
+@dataclass(frozen=True)
+class TrajectoryLag(StalenessPolicy):
+    """No completion is trained on if its first token has a lag above ``max_lag``: RollArt's bound per trajectory.
+
+    Completions that are too old by then are left out, and the rest of their group is trained. Admission is that of
+    `MaxLag`.
+    """
+
+    max_lag: int
+
+    def mask(self, token_versions: Sequence[int], trainer_version: int) -> list[bool]:
+        return whole_if_young(token_versions, trainer_version, self.max_lag)
+
+    def max_outstanding_groups(self, groups_per_step: float) -> int:
+        return MaxLag(self.max_lag).max_outstanding_groups(groups_per_step)
+
+
+@dataclass(frozen=True)
+class WindowedFifo(StalenessPolicy):
+    """Trains only on groups within a window behind the oldest one, so that short ones cannot overtake without bound.
+
+    The window is ``fraction`` (S + 1) P groups, with S = ``max_lag`` and P groups per step; 0.3 as in TitanRL, which
+    describes it after Magistral and Kimi-Researcher. At least one step fits, or nothing could be trained. Tokens beyond
+    ``max_lag`` are masked.
+    """
+
+    max_lag: int
+    fraction: float = 0.3
+
+    def mask(self, token_versions: Sequence[int], trainer_version: int) -> list[bool]:
+        return MaxLag(self.max_lag).mask(token_versions, trainer_version)
+
+    def max_outstanding_groups(self, groups_per_step: float) -> int:
+        return MaxLag(self.max_lag).max_outstanding_groups(groups_per_step)
+
+    def trainable(self, waiting: Sequence[int], oldest: int, groups_per_step: float) -> list[bool]:
+        return [group < oldest + self.window(groups_per_step) for group in waiting]
+
+    def window(self, groups_per_step: float) -> int:
+        """Return how many groups, from the oldest on, may be trained."""
+        return max(math.ceil(groups_per_step), math.ceil(self.fraction * (self.max_lag + 1) * groups_per_step))
+
+
+@dataclass
+class EssGuard(StalenessPolicy):
+    """Another policy, and what PipelineRL (arXiv 2509.19128) describes for a batch that is too far off-policy.
+
+    If the effective sample size of a step falls below ``threshold``, the next one is made only of tokens that were
+    sampled since: the run waits for on-policy data. With ``stops`` it ends the run.
+    """
+
+    policy: StalenessPolicy
+    threshold: float
+    stops: bool = False
+    floor: int = 0
+    """Tokens of earlier versions are masked."""
+
+    def mask(self, token_versions: Sequence[int], trainer_version: int) -> list[bool]:
+        masked = self.policy.mask(token_versions, trainer_version)
+        return [kept and version >= self.floor for kept, version in zip(masked, token_versions, strict=True)]
+
+    def max_outstanding_groups(self, groups_per_step: float) -> int:
+        return self.policy.max_outstanding_groups(groups_per_step)
+
+    def trainable(self, waiting: Sequence[int], oldest: int, groups_per_step: float) -> Sequence[bool]:
+        return self.policy.trainable(waiting, oldest, groups_per_step)
+
+    def after_step(self, version: int, effective_sample_size: float | None) -> None:
+        self.policy.after_step(version, effective_sample_size)
+        if effective_sample_size is None or effective_sample_size >= self.threshold:
+            return
+        if self.stops:
+            raise TrainerError(
+                f"the effective sample size of the step to version {version} is {effective_sample_size:.3f}, below "
+                f"rollouts.min_ess {self.threshold:g}: lower the learning rate or rollouts.max_lag, or set "
+                "rollouts.on_low_ess to 'wait'"
+            )
+        self.floor = version
+
+    def state(self) -> dict[str, Any]:
+        return {"floor": self.floor, "policy": self.policy.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.floor = int(state.get("floor", 0))
+        self.policy.restore(state.get("policy", {}))
+
+
+STALENESS: dict[str, Callable[..., StalenessPolicy]] = {
+    "max_lag": MaxLag,
+    "eta_gate": EtaGate,
+    "trajectory": TrajectoryLag,
+    "windowed_fifo": WindowedFifo,
+}
+"""Those that are built in, by name."""
+
+
 def load_staleness(name: str, params: Mapping[str, Any], max_lag: int) -> StalenessPolicy:
     """Return a staleness policy by name, made with ``max_lag`` and ``params``. Raises `ConfigError`."""
     policy: StalenessPolicy = make(
-        StalenessPolicy, "staleness policy", "staleness", name, {"max_lag": max_lag}, params, {"max_lag": MaxLag}
+        StalenessPolicy, "staleness policy", "staleness", name, {"max_lag": max_lag}, params, STALENESS
     )
     return policy
+
+
+def whole_if_young(token_versions: Sequence[int], trainer_version: int, max_lag: int) -> list[bool]:
+    """Return a mask that keeps all tokens of a completion, or none if its first one has a lag above ``max_lag``."""
+    is_young = trainer_version - min(token_versions, default=trainer_version) <= max_lag
+    return [is_young] * len(token_versions)
 
 
 def num_trained_tokens(group: Group, staleness: StalenessPolicy, trainer_version: int) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 from inflight.contracts import Scheduler
 from inflight.rollouts.board import Board, Item
 from inflight.rollouts.history import HistoryStore
-from inflight.rollouts.predictors import PREDICTORS, TailRecall, predicted
+from inflight.rollouts.predictors import TailRecall, make_predictor, predicted
 from inflight.rollouts.rounds import Queues, Rounds
 from inflight.scheduling import Decision, Event, Returned, Scored
 
@@ -41,7 +41,7 @@ class SkewAware(Scheduler):
         self._board = Board()
         self._rounds = Rounds(groups_per_round, max_open=2)
         self._queues = Queues()
-        self._predictor = PREDICTORS[predictor](history)
+        self._predictor = make_predictor(predictor, history)
         self._tail = tail
         self._knee = knee
         self._predicted: dict[int, float] = {}

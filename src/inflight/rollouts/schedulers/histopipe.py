@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from inflight.contracts import Scheduler
 from inflight.rollouts.board import Board, Item
 from inflight.rollouts.history import HistoryStore
-from inflight.rollouts.predictors import PREDICTORS, TailRecall, predicted
+from inflight.rollouts.predictors import TailRecall, make_predictor, predicted
 from inflight.rollouts.rounds import Queues, Rounds, carried_out, issue_in_order
 from inflight.scheduling import Abort, Decision, Event, Returned, Scored
 
@@ -42,13 +43,13 @@ class HistoPipe(Scheduler):
         self._board = Board()
         self._rounds = Rounds(groups_per_round, max_open=2)
         self._queues = Queues()
-        self._predictor = PREDICTORS[predictor](history)
+        self._predictor = make_predictor(predictor, history)
         self._linear = linear
         self._alternate = alternate
         self._outlier = outlier
         self._num_rounds = 0
         self._longest: dict[int, float] = {}
-        """By item, the longest prediction in its rank group."""
+        """By item, the longest prediction in its rank group; infinite for an item without history."""
         self._predicted: dict[int, float] = {}
         self._migrated: set[tuple[int, int]] = set()
         self._homeless: list[tuple[int, int]] = []
@@ -88,7 +89,8 @@ class HistoPipe(Scheduler):
     def _plan(self, items: list[Item]) -> None:
         """Give each endpoint its rank group of a round."""
         median = self._board.median_length()
-        lengths = {item.index: predicted(self._predictor, item, median) for item in items}
+        known = {item.index: predicted(self._predictor, item, math.inf) for item in items}
+        lengths = {index: median if length == math.inf else length for index, length in known.items()}
         items.sort(key=lambda item: lengths[item.index])
         places = sorted(place.name for place in self._board.places.values() if place.is_open)
         if self._alternate and self._num_rounds % 2:
@@ -100,7 +102,8 @@ class HistoPipe(Scheduler):
         for name, start, end in zip(places, [0, *cut], [*cut, len(items)], strict=True):
             for item in items[start:end]:
                 self._predicted[item.index] = lengths[item.index]
-                self._longest[item.index] = max(in_order[start:end])
+                is_known = known[item.index] < math.inf
+                self._longest[item.index] = max(in_order[start:end]) if is_known else math.inf
                 self._queues.put(name, item)
 
     def _outliers(self, time_s: float) -> list[Decision]:

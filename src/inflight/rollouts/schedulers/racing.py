@@ -15,8 +15,8 @@ from inflight.scheduling import Abort, Decision, Event, Scored, StepReady, StepW
 class OverProvision(Scheduler):
     """Offers ``surplus`` times as many groups as a step needs, and aborts the rest once the step is ready.
 
-    What was aborted is resumed first in the next step (APRIL, arXiv 2509.18521). What was sampled before an abort is kept where the endpoint keeps it. It gains where a step has to wait for its last
-    completion: in conventional mode.
+    What was aborted is resumed first in the next step (APRIL, arXiv 2509.18521), from where it was if its endpoint
+    keeps that. This gains where a step has to wait for its last completion: in conventional mode.
     """
 
     def __init__(

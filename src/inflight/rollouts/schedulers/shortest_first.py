@@ -8,7 +8,7 @@ from typing import Any
 from inflight.contracts import Scheduler
 from inflight.rollouts.board import Board, Item
 from inflight.rollouts.history import HistoryStore
-from inflight.rollouts.predictors import PREDICTORS, predicted
+from inflight.rollouts.predictors import make_predictor, predicted
 from inflight.rollouts.rounds import issue_in_order, unissued
 from inflight.scheduling import Decision, Event, StepWanted
 
@@ -32,7 +32,7 @@ class ShortestFirst(Scheduler):
     ) -> None:
         self._group_size = group_size
         self._board = Board()
-        self._predictor = PREDICTORS[predictor](history)
+        self._predictor = make_predictor(predictor, history)
         self._lookahead = lookahead
         self._max_wait = max_wait
         self._offered_at: dict[int, int] = {}

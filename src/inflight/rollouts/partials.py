@@ -1,0 +1,59 @@
+"""Partial rollouts: how a completion that was aborted is continued, on any endpoint, and put together again.
+
+Each part keeps its logprobs and spans. A continuation computes keys and values of the prompt and of the tokens so far
+under the weights that are served then. A stop string that begins in one part and ends in the next is not found.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from inflight.wire import Completion, GenerateRequest, VersionSpan
+
+
+def continuation(request: GenerateRequest, partial: Completion, request_id: str) -> GenerateRequest:
+    """Return the request for the rest of one aborted completion of ``request``.
+
+    It has a new seed, because the same one would draw the partial's random numbers again. Raises ``ValueError`` if the
+    completion was not aborted, or has as many tokens as it may have.
+    """
+    which = f"completion {partial.index} of {request.request_id!r}"
+    sampling, num_tokens = request.sampling, len(partial.token_ids)
+    if partial.finish_reason != "abort":
+        raise ValueError(f"{which} ended with {partial.finish_reason!r}")
+    left = None if sampling.max_tokens is None else sampling.max_tokens - num_tokens
+    if left is not None and left < 1:
+        raise ValueError(f"{which} was aborted with all of its {sampling.max_tokens} tokens")
+    seed = None if sampling.seed is None else _next_seed(sampling.seed, partial.index, num_tokens)
+    return request.model_copy(
+        update={
+            "request_id": request_id,
+            "prompt_token_ids": (*request.prompt_token_ids, *partial.token_ids),
+            "sampling": sampling.model_copy(update={"n": 1, "max_tokens": left, "seed": seed}),
+        }
+    )
+
+
+def joined(first: Completion, second: Completion) -> Completion:
+    """Return a completion and its continuation as one."""
+    num_tokens = len(first.token_ids)
+    spans, later = list(first.version_spans), [_shifted(span, num_tokens) for span in second.version_spans]
+    if spans and later and spans[-1].version == later[0].version:
+        later[0] = later[0].model_copy(update={"start": spans.pop().start})
+    return Completion(
+        index=first.index,
+        token_ids=(*first.token_ids, *second.token_ids),
+        logprobs=(*first.logprobs, *second.logprobs),
+        version_spans=(*spans, *later),
+        finish_reason=second.finish_reason,
+    )
+
+
+def _shifted(span: VersionSpan, num_tokens: int) -> VersionSpan:
+    return VersionSpan(version=span.version, start=span.start + num_tokens, end=span.end + num_tokens)
+
+
+def _next_seed(seed: int, index: int, num_tokens: int) -> int:
+    """Return another seed for each completion of a request, and for each place where it is cut."""
+    digest = hashlib.blake2b(f"{seed}:{index}:{num_tokens}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest)
