@@ -422,7 +422,7 @@ class Task(Protocol):
 
 @runtime_checkable
 class StalenessPolicy(Protocol):
-    """Which tokens and groups are too old to be trained on, and how much may be under way. Deterministic, without I/O."""
+    """Which tokens and groups are too old to train on, and how much may be under way. Deterministic, without I/O."""
 
     @abstractmethod
     def mask(self, token_versions: Sequence[int], trainer_version: int) -> Sequence[bool]:
@@ -449,6 +449,7 @@ class StalenessPolicy(Protocol):
         ``effective_sample_size`` is that of the step's importance ratios, as a share between 0 and 1; None: the loss
         has no ratios.
         """
+        return
 
     def state(self) -> dict[str, Any]:
         """Return, as JSON values, what a later `restore` needs; nothing by default."""
@@ -456,6 +457,7 @@ class StalenessPolicy(Protocol):
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a state that `state` returned. Called before anything else."""
+        return
 
 
 @runtime_checkable
