@@ -97,6 +97,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.set_defaults(call=_train)
 
+    policies = commands.add_parser("policies", help="list the schedulers, staleness policies and composers of a run")
+    policies.add_argument("name", nargs="?", help="describe this one")
+    policies.set_defaults(call=_policies)
     losses = commands.add_parser("losses", help="list the loss presets, or describe one")
     losses.add_argument(
         "name", nargs="?", metavar="PRESET", help="preset to describe (default: a table of all presets)"
@@ -106,6 +109,21 @@ def _parser() -> argparse.ArgumentParser:
     add_bench(commands)
     add_check(commands)
     return parser
+
+
+def _policies(arguments: argparse.Namespace, _: Sequence[str]) -> int:
+    """List the policies that are built in, or describe one."""
+    from inflight.rollouts.listing import KINDS, described, listed
+
+    if arguments.name is None:
+        print("\n".join(listed()))
+        return 0
+    text = described(arguments.name)
+    if text is None:
+        known = sorted({name for policies in KINDS.values() for name in policies})
+        raise ConfigError(f"unknown policy {arguments.name!r}; known: {', '.join(known)}")
+    print(text)
+    return 0
 
 
 def _losses(arguments: argparse.Namespace, _: Sequence[str]) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from inflight.scheduling import Decision, Event
-from inflight.types import Group, MicroBatch, StepResult, TaskItem, WeightBucket
+from inflight.types import Group, MicroBatch, Sample, StepResult, TaskItem, WeightBucket
 from inflight.wire import (
     AbortRequests,
     BucketSpec,
@@ -521,3 +521,18 @@ class BatchComposer(Protocol):
         ``groups`` are those that wait, oldest first, and ``num_tokens[i]`` counts the tokens of ``groups[i]`` that a
         step would train on. Called again whenever a group arrives; sampling pauses while a step is ready.
         """
+
+    def accepts(self, group: Group) -> bool:
+        """Return whether a finished group may be trained on; by default any.
+
+        Others are dropped, and further items are sampled.
+        """
+        return True
+
+    def shaped(self, samples: Sequence[Sample], version: int) -> Sequence[Sample]:
+        """Return what a step trains on, of the samples of the groups that it is made of; by default all of them.
+
+        ``version`` is that of the step. A sample may come back with more of its tokens masked, several times, or not at
+        all; denominators count the groups as they were.
+        """
+        return samples

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from inflight.rollouts.composers import COMPOSERS
 from inflight.rollouts.schedulers import SCHEDULERS
+from inflight.rollouts.staleness import STALENESS
 from tests.models import make_model
 from tests.run.runs import ROOT, RunProcess, ends_within
 from tests.run.tasks import TEACHING_ITEMS
@@ -394,3 +396,25 @@ def test_every_scheduler_trains_and_the_ledger_adds_up(start_run: Callable[..., 
     )
     assert state["scheduler_name"] == scheduler
     assert len(state["history"]) > 4
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        *(("staleness", name) for name in STALENESS if name != "max_lag"),
+        *(("composer", name) for name in COMPOSERS if name != "token_budget"),
+    ],
+)
+def test_every_policy_trains(start_run: Callable[..., RunProcess], key: str, name: str) -> None:
+    more = ("--rollouts.min_ess", "0.01") if key == "staleness" else ()
+    if name == "solvable_only":  # the rewards of the tests' task are small
+        more = ("--rollouts.composer_params", "{ success = 0.0 }")
+    run = start_run(f"--rollouts.{key}", name, "--run.num_steps", "3", *more)
+    assert run.wait() == 0, run.output()
+    assert [row["version"] for row in run.rows()] == [1, 2, 3]
+
+
+def test_a_run_whose_effective_sample_size_is_too_low_stops_if_told_to(start_run: Callable[..., RunProcess]) -> None:
+    run = start_run("--rollouts.min_ess", "1.0", "--rollouts.on_low_ess", "stop", "--train.learning_rate", "0.05")
+    assert run.wait() == 1, run.output()
+    assert "below rollouts.min_ess 1" in run.output()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from inflight.contracts import StalenessPolicy
+from inflight.contracts import BatchComposer, StalenessPolicy
 from inflight.losses import collate, empty_micro_batch
 from inflight.pipeline.channel import encode
 from inflight.pipeline.messages import Members, Train, tensors_of
@@ -33,13 +33,18 @@ class StepBatch:
 
 
 def make_batch(
-    groups: Sequence[Group], version: int, estimator: AdvantageEstimator, staleness: StalenessPolicy
+    groups: Sequence[Group],
+    version: int,
+    estimator: AdvantageEstimator,
+    staleness: StalenessPolicy,
+    composer: BatchComposer | None = None,
 ) -> StepBatch:
-    """Return the batch of finished groups, for a step that starts from ``version``.
+    """Return the batch of finished groups, for a step that starts from ``version``, shaped by ``composer`` if given.
 
     A completion whose tokens are all too old gives no sample, but denominators that count completions still count it.
     """
-    samples, lags, num_stale = [], [], 0
+    samples: list[Sample] = []
+    num_stale = 0
     rewards = [[rollout.reward for rollout in group.rollouts] for group in groups]
     lengths = [[len(rollout.completion_token_ids) for rollout in group.rollouts] for group in groups]
     advantages = batch_advantages(rewards, estimator, lengths)
@@ -47,11 +52,17 @@ def make_batch(
         for rollout, advantage in zip(group.rollouts, advantages[index], strict=True):
             versions = rollout.token_versions()
             loss_mask = staleness.mask(versions, version)
-            lags += [version - v for v, kept in zip(versions, loss_mask, strict=True) if kept]
             num_stale += len(loss_mask) - sum(loss_mask)
             if any(loss_mask):
                 samples.append(Sample(rollout, [advantage] * len(versions), loss_mask, group_index=index))
-    return StepBatch(groups, samples, version, lags, num_stale)
+    shaped = samples if composer is None else composer.shaped(samples, version)
+    lags = [
+        version - v
+        for sample in shaped
+        for v, is_kept in zip(sample.rollout.token_versions(), sample.loss_mask, strict=True)
+        if is_kept
+    ]
+    return StepBatch(groups, shaped, version, lags, num_stale)
 
 
 def split_evenly(groups: Sequence[Group], num_parts: int) -> list[list[Group]]:

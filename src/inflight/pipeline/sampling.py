@@ -56,6 +56,7 @@ class Sampling:
             config.train.train_on_equal_rewards or config.loss.policy_loss().has_terms_without_advantage
         )
         self._staleness = staleness
+        self._composer = composer
         self._waiting = WaitingGroups(staleness, composer)
         self._recent_tokens: deque[int] = deque(maxlen=64)
         """Training tokens of the groups that finished last; 0 for one that is not trained on."""
@@ -158,7 +159,7 @@ class Sampling:
 
     def batch_of(self, groups: Sequence[Group], version: int) -> StepBatch:
         self.is_training = True
-        return make_batch(groups, version, self._estimator, self._staleness)
+        return make_batch(groups, version, self._estimator, self._staleness, self._composer)
 
     def settle(self, batch: StepBatch) -> None:
         self.is_training = False
@@ -211,7 +212,7 @@ class Sampling:
     def _compose_if_ready(self) -> None:
         if self._wanted is not None and self._is_ready():
             groups = self._waiting.take(*self._order())
-            self._composed = make_batch(groups, self._wanted, self._estimator, self._staleness)
+            self._composed = make_batch(groups, self._wanted, self._estimator, self._staleness, self._composer)
             self.actor.step_ready(self._wanted)
             self._wanted = None
 
@@ -231,6 +232,9 @@ class Sampling:
         if not self._trains_on_equal_rewards and not has_signal([rollout.reward for rollout in group.rollouts]):
             self._recent_tokens.append(0)
             self._drop(group, "equal rewards")
+        elif not self._composer.accepts(group):
+            self._recent_tokens.append(0)
+            self._drop(group, "filtered")
         elif self._waiting.add(group):
             self._recent_tokens.append(group.num_tokens)
             self._num_dropped_in_a_row = 0
@@ -244,7 +248,9 @@ class Sampling:
         self._num_dropped_in_a_row += 1
         num_doublings, rest = divmod(self._num_dropped_in_a_row, _NUM_DROPPED)
         if rest == 0 and num_doublings.bit_count() == 1:
-            why = "Their tokens are older than rollouts.max_lag allows: are the servers behind the trainer?"
+            why = "The composer accepts none like the last one: see rollouts.composer."
+            if reason == "stale":
+                why = "Their tokens are older than rollouts.max_lag allows: are the servers behind the trainer?"
             if reason == "equal rewards":
                 rewards = sorted({round(rollout.reward, 3) for rollout in group.rollouts})
                 why = (

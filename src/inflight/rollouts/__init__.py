@@ -4,7 +4,8 @@ Nothing here loads torch.
 """
 
 from inflight.rollouts.advantages import AdvantageEstimator, batch_advantages, group_advantages
-from inflight.rollouts.batching import TokenBudget, WaitingGroups, load_composer
+from inflight.rollouts.batching import WaitingGroups, load_composer
+from inflight.rollouts.composers import TokenBudget
 from inflight.rollouts.history import HistoryStore
 from inflight.rollouts.ledger import Ledger
 from inflight.rollouts.packing import pack

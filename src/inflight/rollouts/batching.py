@@ -3,37 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from inflight.contracts import BatchComposer, StalenessPolicy
 from inflight.errors import InvalidRequestError
 from inflight.extensions import make
+from inflight.rollouts.composers import COMPOSERS
 from inflight.rollouts.staleness import num_trained_tokens
 from inflight.types import Group
-
-
-@dataclass(frozen=True)
-class TokenBudget(BatchComposer):
-    """A step is the shortest run of the oldest groups that reaches ``tokens_per_step``."""
-
-    tokens_per_step: int
-
-    def compose(self, groups: Sequence[Group], num_tokens: Sequence[int]) -> Sequence[int]:
-        total = 0
-        for i, num in enumerate(num_tokens):
-            total += num
-            if total >= self.tokens_per_step:
-                return range(i + 1)
-        return ()
 
 
 def load_composer(name: str, params: Mapping[str, Any], tokens_per_step: int) -> BatchComposer:
     """Return a batch composer by name, made with ``tokens_per_step`` and ``params``. Raises `ConfigError`."""
     arguments = {"tokens_per_step": tokens_per_step}
-    composer: BatchComposer = make(
-        BatchComposer, "batch composer", "composers", name, arguments, params, {"token_budget": TokenBudget}
-    )
+    composer: BatchComposer = make(BatchComposer, "batch composer", "composers", name, arguments, params, COMPOSERS)
     return composer
 
 

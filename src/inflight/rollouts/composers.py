@@ -1,0 +1,132 @@
+"""Composers of optimizer steps: which groups, which of their completions, and how many tokens of each."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from inflight.contracts import BatchComposer
+from inflight.errors import InvalidRequestError
+from inflight.rollouts.shaping import sample_pairs, shuffle_batch, within_budget
+from inflight.types import Group, Sample
+
+
+@dataclass(frozen=True)
+class TokenBudget(BatchComposer):
+    """A step is the shortest run of the oldest groups that reaches ``tokens_per_step``."""
+
+    tokens_per_step: int
+
+    def compose(self, groups: Sequence[Group], num_tokens: Sequence[int]) -> Sequence[int]:
+        total = 0
+        for i, num in enumerate(num_tokens):
+            total += num
+            if total >= self.tokens_per_step:
+                return range(i + 1)
+        return ()
+
+
+@dataclass(frozen=True)
+class ConstantTokens(BatchComposer):
+    """Every step trains on exactly ``budget`` completion tokens (C3PO of Ring-lite, arXiv 2506.14731).
+
+    Groups are taken, oldest first, until they have that many; the completion that crosses the budget is cut there, and
+    what is cut off is never trained on: advantages are those of whole completions. With a loss whose denominator is
+    `inflight.losses.Budget` of the same number, it is the same in every step. None: half of ``tokens_per_step``, the
+    rest being prompts.
+    """
+
+    tokens_per_step: int
+    budget: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Completion tokens of a step."""
+        return self.budget or self.tokens_per_step // 2
+
+    def compose(self, groups: Sequence[Group], num_tokens: Sequence[int]) -> Sequence[int]:
+        total = 0
+        for i, (group, num_training) in enumerate(zip(groups, num_tokens, strict=True)):
+            # Prompts count among training tokens only with a completion that has any.
+            total += max(0, num_training - sum(len(rollout.prompt_token_ids) for rollout in group.rollouts))
+            if total >= self.num_tokens:
+                return range(i + 1)
+        return ()
+
+    def shaped(self, samples: Sequence[Sample], version: int) -> Sequence[Sample]:
+        kept = within_budget([sum(sample.loss_mask) for sample in samples], self.num_tokens)
+        return [_first(sample, num) for sample, num in zip(samples, kept, strict=True) if num]
+
+
+@dataclass(frozen=True)
+class ShuffledPairs(BatchComposer):
+    """Trains on the completions of most contrast, drawn in rounds by their advantages (Shuffle-R1, arXiv 2508.05612).
+
+    Of each group the first ``keep`` of its pairs (largest with smallest advantage) stay; then ``num_rounds`` rounds
+    draw as many completions as there were, so a completion may be trained on several times. A step is made of groups as
+    by `TokenBudget`. Draws depend on ``seed`` and the step only.
+    """
+
+    tokens_per_step: int
+    keep: float = 0.5
+    num_rounds: int = 8
+    seed: int = 0
+
+    def compose(self, groups: Sequence[Group], num_tokens: Sequence[int]) -> Sequence[int]:
+        return TokenBudget(self.tokens_per_step).compose(groups, num_tokens)
+
+    def shaped(self, samples: Sequence[Sample], version: int) -> Sequence[Sample]:
+        pairs: list[tuple[Sample, Sample]] = []
+        for _, members in groupby(samples, key=lambda sample: sample.group_index):
+            group = list(members)
+            chosen = sample_pairs([sample.advantages[0] for sample in group], keep=self.keep)
+            pairs += [(group[better], group[worse]) for better, worse in chosen]
+        if not pairs:
+            return samples
+        weights = [abs(better.advantages[0]) + abs(worse.advantages[0]) for better, worse in pairs]
+        size = min(len(samples) // 2, self.num_rounds * len(pairs))
+        drawn = shuffle_batch(weights, size, num_rounds=self.num_rounds, seed=self.seed + version)
+        return [sample for i in drawn for sample in pairs[i]]
+
+
+@dataclass(frozen=True)
+class SolvableOnly(BatchComposer):
+    """Drops groups whose share of rewards above ``success`` is not between ``low`` and ``high`` (DAPO, 2503.14476).
+
+    DAPO drops those that are all right or all wrong and samples further prompts instead, which the run does. A step is
+    made of the others as by `TokenBudget`.
+    """
+
+    tokens_per_step: int
+    low: float = 0.0
+    high: float = 1.0
+    success: float = 0.5
+
+    def accepts(self, group: Group) -> bool:
+        share = sum(rollout.reward > self.success for rollout in group.rollouts) / len(group.rollouts)
+        return self.low < share < self.high
+
+    def compose(self, groups: Sequence[Group], num_tokens: Sequence[int]) -> Sequence[int]:
+        return TokenBudget(self.tokens_per_step).compose(groups, num_tokens)
+
+
+COMPOSERS: dict[str, Callable[..., BatchComposer]] = {
+    "token_budget": TokenBudget,
+    "constant_tokens": ConstantTokens,
+    "shuffled_pairs": ShuffledPairs,
+    "solvable_only": SolvableOnly,
+}
+"""Those that are built in, by name."""
+
+
+def _first(sample: Sample, num_tokens: int) -> Sample:
+    """Return a sample with only the first ``num_tokens`` of its unmasked tokens."""
+    if num_tokens < 0:
+        raise InvalidRequestError(f"num_tokens must be at least 0, not {num_tokens}")
+    mask, left = [], num_tokens
+    for is_kept in sample.loss_mask:
+        mask.append(is_kept and left > 0)
+        left -= mask[-1]
+    return dataclasses.replace(sample, loss_mask=mask)

@@ -1,0 +1,83 @@
+"""What composers make a step of: groups, completions of them, and tokens of those."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inflight.pipeline.batches import make_batch
+from inflight.rollouts import MaxLag, WaitingGroups, sample_pairs
+from inflight.rollouts.composers import COMPOSERS, ConstantTokens, ShuffledPairs, SolvableOnly, TokenBudget
+from inflight.types import Group, Rollout
+from inflight.wire import VersionSpan
+
+
+def group(number: int, lengths: list[int], rewards: list[float]) -> Group:
+    rollouts = [
+        Rollout([1, 2, 3], list(range(n)), [-1.0] * n, [VersionSpan(version=0, start=0, end=n)], "stop", reward, 1.0)
+        for n, reward in zip(lengths, rewards, strict=True)
+    ]
+    return Group(number, number, rollouts)
+
+
+LENGTHS = st.lists(st.lists(st.integers(1, 40), min_size=2, max_size=6), min_size=1, max_size=12)
+
+
+@given(LENGTHS, st.integers(1, 120))
+def test_constant_tokens_trains_on_exactly_its_budget_in_every_step(lengths: list[list[int]], budget: int) -> None:
+    composer = ConstantTokens(tokens_per_step=999, budget=budget)
+    waiting = WaitingGroups(MaxLag(2), composer)
+    for i, of_group in enumerate(lengths):
+        waiting.add(group(i, of_group, [float(j) for j in range(len(of_group))]))
+    while waiting.ready():
+        batch = make_batch(waiting.take(), 0, "mean", MaxLag(2), composer)
+        assert sum(sum(sample.loss_mask) for sample in batch.samples) == budget == len(batch.token_lags)
+        assert all(sample.loss_mask[0] for sample in batch.samples)
+    assert sum(n for of_group in lengths for n in of_group) < budget or waiting.num_groups < len(lengths)
+
+
+def test_the_number_of_trained_tokens_varies_less_than_with_a_budget_of_training_tokens() -> None:
+    lengths = [[10 + i, 12, 11 + 7 * (i % 5)] for i in range(60)]
+    spread = {}
+    for composer in (TokenBudget(200), ConstantTokens(200, 100)):
+        waiting = WaitingGroups(MaxLag(2), composer)
+        for i, of_group in enumerate(lengths):
+            waiting.add(group(i, of_group, [0.0, 1.0, 2.0]))
+        sizes = []
+        while waiting.ready():
+            batch = make_batch(waiting.take(), 0, "mean", MaxLag(2), composer)
+            sizes.append(sum(sum(sample.loss_mask) for sample in batch.samples))
+        spread[type(composer)] = statistics.pstdev(sizes) / statistics.fmean(sizes)
+    assert spread[ConstantTokens] == 0 < spread[TokenBudget]
+
+
+def test_shuffled_pairs_draws_completions_of_contrast_and_keeps_the_size_of_the_batch() -> None:
+    composer = ShuffledPairs(1, keep=0.5)
+    groups = [group(i, [5] * 4, [0.0, 0.05 + 0.1 * i, 0.9, 1.0]) for i in range(6)]
+    batch = make_batch(groups, 3, "mean", MaxLag(9), composer)
+    assert len(batch.samples) == sum(len(it.rollouts) for it in groups)
+    for i, it in enumerate(groups):
+        advantages = [reward.reward for reward in it.rollouts]
+        kept = {j for pair in sample_pairs(advantages, keep=0.5) for j in pair}
+        drawn = {it.rollouts.index(sample.rollout) for sample in batch.samples if sample.group_index == i}
+        assert drawn <= kept
+    again = make_batch(groups, 3, "mean", MaxLag(9), composer)
+    other = make_batch(groups, 4, "mean", MaxLag(9), composer)
+    assert [*batch.samples] == [*again.samples] != [*other.samples]
+
+
+def test_solvable_only_leaves_out_groups_that_are_all_right_or_all_wrong() -> None:
+    composer = SolvableOnly(100)
+    assert [composer.accepts(group(0, [3, 3], rewards)) for rewards in ([0, 0.2], [1, 0.9], [0, 1])] == [
+        False,
+        False,
+        True,
+    ]
+
+
+@pytest.mark.parametrize("name", COMPOSERS)
+def test_no_composer_makes_a_step_of_nothing(name: str) -> None:
+    assert not COMPOSERS[name](tokens_per_step=10).compose([], [])
