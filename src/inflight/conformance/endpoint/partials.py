@@ -33,6 +33,8 @@ _REPORTED_S = 1.0
 """For num_running, which an engine may count once in a while."""
 _MOST_PLACES = 256
 _LIMIT_S = 20.0
+_LEAST_S, _TIMES_SLOWER = 2.0, 5.0
+"""How long one more request may take beside those that fill the endpoint, at least and compared with before."""
 
 
 @check("E-67", "partial_rollouts updates", deadline_s=60)
@@ -107,6 +109,7 @@ async def only_those_requests_end(subject: EndpointSubject) -> None:
     _require_two_places(subject)
     if num_places > _MOST_PLACES:
         skip(f"{num_places} sequences run at a time, and the kit fills {_MOST_PLACES} places at most")
+    before_s = await fill_places(subject, "before any request was aborted", _LIMIT_S)
     ((other, answer),) = await subject.start_running(1, max_tokens=_length(subject))
     several = subject.request(n=2 * num_places, max_tokens=subject.room(), seed=1)
     alike = f"{several.request_id}0"  # begins with the other's id
@@ -122,7 +125,7 @@ async def only_those_requests_end(subject: EndpointSubject) -> None:
         (completion,) = (await within(_LIMIT_S, task, "a request beside one that was aborted")).completions
         require(completion.finish_reason == "length", f"a request that was not aborted: {completion.finish_reason}")
         subject.require_sampled_from(subject.reference.weights, request, completion, "a request that was not aborted")
-    await fill_places(subject, f"after {2 * num_places} completions were aborted", _LIMIT_S)
+    await fill_places(subject, f"after {2 * num_places} completions were aborted", _LEAST_S + _TIMES_SLOWER * before_s)
 
 
 def _require_two_places(subject: EndpointSubject) -> None:
