@@ -33,6 +33,8 @@ _REPORTED_S = 1.0
 """For num_running, which an engine may count once in a while."""
 _MOST_PLACES = 256
 _LIMIT_S = 20.0
+_WHOLE_S = 60.0
+"""For a whole request of `_NUM_TOKENS`, on any engine."""
 _LEAST_S, _TIMES_SLOWER = 2.0, 5.0
 """How long one more request may take beside those that fill the endpoint, at least and compared with before."""
 
@@ -122,7 +124,7 @@ async def only_those_requests_end(subject: EndpointSubject) -> None:
     await within(SLACK_S, subject.aborting.abort_requests(_named(several)), "abort_requests of what is over")
     await _until_at_most(subject, 2)
     for request, task in ((other, answer), (beside, answers[0])):
-        (completion,) = (await within(_LIMIT_S, task, "a request beside one that was aborted")).completions
+        (completion,) = (await within(_WHOLE_S, task, "a request beside one that was aborted")).completions
         require(completion.finish_reason == "length", f"a request that was not aborted: {completion.finish_reason}")
         subject.require_sampled_from(subject.reference.weights, request, completion, "a request that was not aborted")
     await fill_places(subject, f"after {2 * num_places} completions were aborted", _LEAST_S + _TIMES_SLOWER * before_s)
