@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from inflight.contracts import InferenceEndpoint
+from inflight.contracts import AbortingEndpoint
 from inflight.engines.attached import AttachedEndpoint
 from inflight.engines.labels import ServedVersion
+from inflight.engines.requests import Asked
 from inflight.engines.routes import EngineRoutes, words_of
 from inflight.errors import InvalidRequestError, TransferError, UpdateRefusedError
 from inflight.weights.intakes import WeightIntake
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 _CLOSE_S = 5.0
 
 
-class SglangEndpoint(AttachedEndpoint, ReceivingEndpoint, InferenceEndpoint):
+class SglangEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint):
     """One SGLang server at ``url``; nothing of inflight is installed there.
 
     The first call asks the server how it was started, and raises `ConfigError` with the command that starts it
@@ -138,21 +139,20 @@ class SglangEndpoint(AttachedEndpoint, ReceivingEndpoint, InferenceEndpoint):
     # ------------------------------------------------------------------------------------------------- generation
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
-        """Cancelling the call ends the request in the server, which sees its connection close.
-
-        The server is not told to abort it: an abort before the request has begun has no effect, and makes SGLang ignore
-        later aborts of it.
-        """
+        """Cancelling the call ends the request in the server, which sees its connection close."""
         await self.capabilities()
         limits = self._attached.limits
         check_request(request, limits)
 
-        async def send(cache_keys: Mapping[int, str]) -> list[Any]:
-            body = body_of(request, limits, cache_keys)
+        async def send(asked: Mapping[int, Asked]) -> list[Any]:
+            body = body_of(request, limits, asked)
             answer = await self._routes.request("/generate", body, self._generate_timeout_s)
-            return items_of(answer, len(cache_keys))
+            return items_of(answer, len(asked))
 
         return response_of(request, await self._gate.sample(request, self._label, send, labelled), limits)
+
+    async def _end(self, names: Sequence[str]) -> None:
+        await self._engine.end_requests(names)
 
     async def _rendered(self, request: ChatCompletionRequest) -> list[int]:
         body = request.model_dump(include={"model", "messages"})

@@ -1,11 +1,11 @@
-"""Stopping and resuming an SGLang server's sampling, and the label of its weights. Knows no updates."""
+"""Stopping an SGLang server's sampling, going on, ending requests, and the label of its weights. Knows no updates."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from inflight.engines.calls import quietly
 from inflight.engines.routes import EngineRoutes
@@ -13,6 +13,7 @@ from inflight.errors import InflightError, UpdateRefusedError
 from inflight.wire import InFlightPolicy
 
 _POLL_S = 0.01
+_CALLS_AT_ONCE = 16
 _ABORT_AGAIN_S = 0.1
 _FLUSHES = 20
 """Attempts to empty the cache once all requests are retracted."""
@@ -57,6 +58,17 @@ async def _stop_when_idle(routes: EngineRoutes, num_sent: Callable[[], int], *, 
                 return paused_since
             await go_on(routes)  # another client's request interleaved
         await asyncio.sleep(_POLL_S)
+
+
+async def abort(routes: EngineRoutes, rids: Sequence[str]) -> None:
+    """Ask for an end of the requests with these ids, with what they have. Ids that are not running are ignored."""
+    slots = asyncio.Semaphore(_CALLS_AT_ONCE)
+
+    async def end(rid: str) -> None:
+        async with slots:
+            await routes.post("/abort_request", {"rid": rid})
+
+    await asyncio.gather(*map(end, rids))
 
 
 async def go_on(routes: EngineRoutes) -> None:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import random
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from inflight.engines.labels import spans_of
-from inflight.engines.requests import check_fit, reading
+from inflight.engines.requests import Asked, check_fit, reading, unsampled
 from inflight.errors import NonFiniteError, ProtocolError, UnsupportedError
 from inflight.wire import DTYPE_SIZES, Completion, GenerateRequest, GenerateResponse, SamplingParams, WeightUpdate
 
@@ -70,29 +69,19 @@ def is_filtered(sampling: SamplingParams, limits: RequestLimits) -> bool:
     return sampling.temperature > 0 and (limits.has_top_k(sampling) or sampling.top_p < 1 or sampling.min_p > 0)
 
 
-def body_of(request: GenerateRequest, limits: RequestLimits, cache_keys: Mapping[int, str]) -> dict[str, Any]:
-    """Return the body of ``POST /generate`` for the completions whose indices have a cache key.
-
-    Completions with different keys share no cached prefix.
-    """
+def body_of(request: GenerateRequest, limits: RequestLimits, asked: Mapping[int, Asked]) -> dict[str, Any]:
+    """Return the body of ``POST /generate`` for completions, which are given by their index."""
     sampling, room = request.sampling, limits.max_model_len - len(request.prompt_token_ids)
     params = _sampling_params(sampling, room, limits)
-    rids = rids_of(request)
     body = {
-        "input_ids": [list(request.prompt_token_ids)] * len(cache_keys),
-        "rid": [rids[index] for index in cache_keys],
-        "sampling_params": [params | _seed(sampling, index, limits) for index in cache_keys],
+        "input_ids": [list(request.prompt_token_ids)] * len(asked),
+        "rid": [it.name for it in asked.values()],
+        "sampling_params": [params | _seed(sampling, index, limits) for index in asked],
         "return_logprob": True,
-        "extra_key": list(cache_keys.values()),
+        "extra_key": [it.cache_key for it in asked.values()],
     }
     # The plain logprobs are of the distribution before its filters; these are of the filtered one.
     return body | ({"return_sampling_mask": True} if is_filtered(sampling, limits) else {})
-
-
-def rids_of(request: GenerateRequest) -> list[str]:
-    """Return new ids for SGLang, which refuses the ids of a request whose caller has just left."""
-    start = f"{len(request.request_id)}:{request.request_id}/{uuid.uuid4().hex[:12]}/"
-    return [f"{start}{index}." for index in range(request.sampling.n)]
 
 
 def _sampling_params(sampling: SamplingParams, room: int, limits: RequestLimits) -> dict[str, Any]:
@@ -141,12 +130,15 @@ def labelled(item: Mapping[str, Any]) -> Any:
 
 
 def response_of(request: GenerateRequest, items: Sequence[Any], limits: RequestLimits) -> GenerateResponse:
-    """Return SGLang's answers for all completions as one response.
+    """Return SGLang's answers for all completions as one response; None stands for one that was not sampled.
 
     Raises `NonFiniteError` for broken weights, `ProtocolError` if the answers cannot be read.
     """
     with reading("/generate"):
-        completions = tuple(_completion(i, item, request.sampling, limits) for i, item in enumerate(items))
+        completions = tuple(
+            unsampled(i) if item is None else _completion(i, item, request.sampling, limits)
+            for i, item in enumerate(items)
+        )
     return GenerateResponse(request_id=request.request_id, completions=completions)
 
 
@@ -163,8 +155,11 @@ def _completion(index: int, item: Mapping[str, Any], sampling: SamplingParams, l
         logprobs = [entry[0] for entry in meta.get("output_token_logprobs", [])]
     if any(logprob is None for logprob in logprobs):  # how SGLang writes NaN and infinity
         raise NonFiniteError("sampled logprobs are not finite: the weights served are broken; publish whole ones")
-    # SGLang answers a request aborted in the queue with its last reports, which may differ in length.
-    num_tokens = min(len(token_ids), len(logprobs)) if reason == "abort" else len(token_ids)
+    num_tokens = len(token_ids)
+    if reason == "abort":
+        # SGLang samples one more token, without looking whether it ends the completion. A request that is aborted in
+        # the queue is answered with the last reports of it, which may differ in length.
+        num_tokens = max(0, min(num_tokens, len(logprobs)) - 1)
     if sampling.ignore_eos and sampling.stop_token_ids:
         num_tokens, reason = _up_to_stop(token_ids[:num_tokens], sampling, reason)
     return Completion(

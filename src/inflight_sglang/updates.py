@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from inflight.engines.routes import EngineRoutes, words_of
 from inflight.engines.timings import LastUpdate
 from inflight.errors import ProtocolError, TransferError, UpdateRefusedError
 from inflight.weights.receiving import PausableEngine
-from inflight.wire import TransportSpec, UpdateRef, UpdateTimings, WeightUpdate
+from inflight.wire import InFlightPolicy, TransportSpec, UpdateRef, UpdateTimings, WeightUpdate
 from inflight_sglang import pausing
 from inflight_sglang.checkpoint_files import CheckpointFiles
 
@@ -57,6 +57,7 @@ class SglangUpdates(PausableEngine):
         self._loading: asyncio.Future[None] | None = None
         self._settling: asyncio.Future[None] | None = None
         self._paused_since = 0.0
+        self._is_draining = False
         self.files: Callable[[], CheckpointFiles] | None = None
         self.is_torn = False
         self.has_loaded = False
@@ -112,6 +113,7 @@ class SglangUpdates(PausableEngine):
         try:
             async with self._alone():
                 try:
+                    self._is_draining = update.in_flight is InFlightPolicy.DRAIN
                     self._paused_since = await pausing.stop(self._routes, update.in_flight, lambda: self._gate.num_sent)
                     if self.files is not None:
                         await self._begin_session()
@@ -124,6 +126,8 @@ class SglangUpdates(PausableEngine):
             if self._update is ref:
                 self._gate.is_open.set()
             raise
+        finally:
+            self._is_draining = False
 
     async def apply(self, update: WeightUpdate) -> None:
         """The label changes while nothing is sampled, so that spans change with the weights."""
@@ -169,6 +173,20 @@ class SglangUpdates(PausableEngine):
         if not is_stuck:
             await asyncio.wait([self._settling])
         self._gate.is_open.set()  # waiting requests are now refused
+
+    async def end_requests(self, rids: Sequence[str]) -> None:
+        """Ask the engine to end these requests, unless it is paused; a drain pauses it once none of them runs.
+
+        A paused SGLang does not begin requests. It forgets the abort of a request that has not begun, and ignores
+        later ones.
+        """
+        if self._is_draining:
+            await pausing.abort(self._routes, rids)
+        elif self._gate.is_open.is_set():
+            async with self._alone():
+                status, _ = await self._routes.ask("GET", "/ready")
+                if self._gate.is_open.is_set() and status == 200:
+                    await pausing.abort(self._routes, rids)
 
     async def num_running(self) -> int:
         """Includes the requests of other clients."""

@@ -8,9 +8,10 @@ from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from inflight.contracts import InferenceEndpoint
+from inflight.contracts import AbortingEndpoint
 from inflight.engines.attached import AttachedEndpoint
 from inflight.engines.checkpoint_specs import checkpoint_of
+from inflight.engines.requests import Asked
 from inflight.engines.routes import EngineRoutes, words_of
 from inflight.errors import ConfigError, InvalidRequestError, ProtocolError, UnauthorizedError
 from inflight.weights.receiving import ReceivingEndpoint, UpdateReceiver
@@ -28,13 +29,13 @@ from inflight.wire import (
     WeightVersion,
 )
 from inflight_vllm import flags
-from inflight_vllm.requests import GENERATE, bodies_of, check_request, choices_of, labelled, response_of
+from inflight_vllm.requests import GENERATE, bodies_of, check_request, choices_of, ids_of, labelled, response_of
 from inflight_vllm.updates import PLUGIN_PROTOCOL, VllmUpdates, status_of
 
 _CLOSE_S = 30.0
 
 
-class VllmEndpoint(AttachedEndpoint, ReceivingEndpoint, InferenceEndpoint):
+class VllmEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint):
     """One vLLM server at ``url``, with inflight's plug-in installed.
 
     The first call asks the server how it was started, and raises `ConfigError` with the command that starts it
@@ -114,6 +115,7 @@ class VllmEndpoint(AttachedEndpoint, ReceivingEndpoint, InferenceEndpoint):
             encodings=("bfloat16", "float8", "delta"),
             partial_updates=True,
             lora=True,
+            partial_rollouts=flags.can_abort(paths),
             version_binding="spans",
             logprob_kind="processed",
             num_ranks=int((await self._routes.get("/get_world_size"))["world_size"]),
@@ -187,8 +189,8 @@ class VllmEndpoint(AttachedEndpoint, ReceivingEndpoint, InferenceEndpoint):
         can = await self.capabilities()
         check_request(request, can)
 
-        async def send(cache_keys: Mapping[int, str]) -> list[Any]:
-            bodies = bodies_of(request, can, cache_keys)
+        async def send(asked: Mapping[int, Asked]) -> list[Any]:
+            bodies = bodies_of(request, can, asked)
             return choices_of(
                 await _all(self._requests.request(GENERATE, body, self._generate_timeout_s) for body in bodies)
             )
@@ -204,8 +206,14 @@ class VllmEndpoint(AttachedEndpoint, ReceivingEndpoint, InferenceEndpoint):
             prompt_token_ids=(0,),
             sampling=SamplingParams(max_tokens=1, ignore_eos=True),
         )
-        (body,) = bodies_of(request, await self.capabilities(), {0: uuid.uuid4().hex})
+        asked = {0: Asked(request.request_id, cache_key=request.request_id)}
+        (body,) = bodies_of(request, await self.capabilities(), asked)
         await self._requests.request(GENERATE, body)
+
+    async def _end(self, names: Sequence[str]) -> None:
+        await self._routes.post("/abort_requests", {"request_ids": ids_of(names)})
+        # vLLM has answered them; the engine takes calls in turn, so that after this one it samples them no more.
+        await self._routes.get("/weight_info")
 
     async def _rendered(self, request: ChatCompletionRequest) -> list[int]:
         body = request.model_dump(include={"model", "messages"})

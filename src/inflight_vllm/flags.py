@@ -33,6 +33,7 @@ NEEDED_ROUTES = (
     "/get_world_size",
 )
 """Every route of vLLM that the endpoint calls."""
+_ABORT_ROUTE = "/abort_requests"
 _CHAT_ROUTE = "/v1/chat/completions/render"
 _DEV_ROUTES = frozenset({"/pause", "/weight_info", "/collective_rpc"})
 
@@ -64,6 +65,11 @@ def missing_routes(paths: Mapping[str, Any]) -> str | None:
 def is_without_dev_mode(paths: Mapping[str, Any]) -> bool:
     """Return whether the routes are missing that only vLLM's development mode has."""
     return not _DEV_ROUTES & set(paths)
+
+
+def can_abort(paths: Mapping[str, Any]) -> bool:
+    """Return whether the server ends requests by their ids."""
+    return _ABORT_ROUTE in paths
 
 
 def offers_chat(paths: Mapping[str, Any]) -> bool:

@@ -8,11 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from inflight.engines.labels import spans_of
-from inflight.engines.requests import check_fit, reading
+from inflight.engines.requests import Asked, check_fit, reading, unsampled
 from inflight.errors import NonFiniteError, UnsupportedError
 from inflight.wire import Capabilities, Completion, GenerateRequest, GenerateResponse, SamplingParams
 
 GENERATE = "/inference/v1/generate"
+_PREFIX = "generate-tokens-"
+"""What vLLM puts before the ids of requests that come by this route."""
 _FLOOR = -9999.0
 """What vLLM answers instead of a logprob that is NaN or minus infinity."""
 
@@ -36,27 +38,35 @@ def check_request(request: GenerateRequest, can: Capabilities) -> None:
         )
 
 
-def bodies_of(request: GenerateRequest, can: Capabilities, cache_keys: Mapping[int, str]) -> list[dict[str, Any]]:
-    """Return the bodies of ``POST /inference/v1/generate`` for the completions whose indices have a cache key.
+def bodies_of(request: GenerateRequest, can: Capabilities, asked: Mapping[int, Asked]) -> list[dict[str, Any]]:
+    """Return the bodies of ``POST /inference/v1/generate`` for completions, which are given by their index.
 
-    There are several bodies where vLLM does not take n completions at once. Completions with different keys share no
-    cached prefix.
+    There are several bodies where vLLM does not take n completions at once.
     """
     largest_n = can.max_concurrent_sequences
     bodies = []
-    for key, group in itertools.groupby(cache_keys, cache_keys.__getitem__):
+    for _, group in itertools.groupby(asked, lambda index: asked[index].cache_key):
         indices = list(group)
         for at in range(0, len(indices), largest_n):
-            bodies.append(_body(request, can, key, indices[at], len(indices[at : at + largest_n])))
+            start = indices[at]
+            bodies.append(_body(request, can, asked[start], start, len(indices[at : at + largest_n])))
     return bodies
 
 
-def _body(request: GenerateRequest, can: Capabilities, cache_key: str, start: int, num: int) -> dict[str, Any]:
+def ids_of(names: Sequence[str]) -> list[str]:
+    """Return what vLLM calls the requests that `bodies_of` makes of completions with these names, and more names.
+
+    A request for several completions has the name of the first.
+    """
+    return [f"{_PREFIX}{name}" for name in names]
+
+
+def _body(request: GenerateRequest, can: Capabilities, asked: Asked, start: int, num: int) -> dict[str, Any]:
     return {
         "model": can.model,
-        "request_id": f"{request.request_id}-{start}",
+        "request_id": asked.name,
         "token_ids": list(request.prompt_token_ids),
-        "cache_salt": hashlib.sha256(cache_key.encode()).hexdigest(),  # vLLM allows neither @ nor / in it
+        "cache_salt": hashlib.sha256(asked.cache_key.encode()).hexdigest(),  # vLLM allows neither @ nor / in it
         "sampling_params": _sampling(request.sampling, start, num, can.max_model_len - len(request.prompt_token_ids)),
     }
 
@@ -85,12 +95,14 @@ def labelled(choice: Mapping[str, Any]) -> Any:
 
 
 def response_of(request: GenerateRequest, choices: Sequence[Any]) -> GenerateResponse:
-    """Return vLLM's answers for all completions as one response.
+    """Return vLLM's answers for all completions as one response; None stands for one that was not sampled.
 
     Raises `NonFiniteError` for broken weights, `ProtocolError` if the answers cannot be read.
     """
     with reading(GENERATE):
-        completions = tuple(_completion(choice, index) for index, choice in enumerate(choices))
+        completions = tuple(
+            unsampled(index) if choice is None else _completion(choice, index) for index, choice in enumerate(choices)
+        )
     return GenerateResponse(request_id=request.request_id, completions=completions)
 
 

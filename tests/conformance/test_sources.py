@@ -36,6 +36,8 @@ def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("inflight/http/client.py", {TARGET, COMMAND}),
         ("inflight/conformance/endpoint/tokens.py", {TARGET, COMMAND}),
         ("inflight/local/tiny.py", {TARGET, COMMAND}),
+        ("inflight/rollouts/partials.py", {TARGET, COMMAND}),
+        ("inflight/rollouts/ledger.py", set()),
         ("inflight_fsdp/worker.py", {TARGET}),
         ("inflight_vllm/updates.py", {COMMAND}),
         ("inflight/local/engine.py", set()),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from inflight.engines.kinds import EngineOptions
+from inflight.engines.requests import Asked
 from inflight.errors import ConfigError, InvalidRequestError, NonFiniteError, ProtocolError, UnsupportedError
 from inflight.weights.buckets import plan_buckets
 from inflight.wire import GenerateRequest, Manifest, SamplingParams, TensorSpec, VersionSpan, WeightUpdate
@@ -22,7 +24,6 @@ from inflight_sglang.requests import (
     labelled,
     misaligned,
     response_of,
-    rids_of,
 )
 
 LIMITS = RequestLimits(vocab_size=100, max_model_len=50, largest_kept_set=4096, has_seeds=False)
@@ -36,6 +37,10 @@ def request(id: str = "a", num_prompt: int = 4, **sampling: Any) -> GenerateRequ
     )
 
 
+def asked(cache_keys: Mapping[int, str]) -> dict[int, Asked]:
+    return {index: Asked(f"name/{index}.", key) for index, key in cache_keys.items()}
+
+
 def item(token_ids: list[int], **meta: Any) -> dict[str, Any]:
     """One completion of SGLang's answer, as version 3 sampled it."""
     found = {
@@ -47,27 +52,22 @@ def item(token_ids: list[int], **meta: Any) -> dict[str, Any]:
 
 
 def test_a_request_for_n_completions_is_a_batch_of_n_with_ids_of_their_own() -> None:
-    body = body_of(request(n=3, max_tokens=5), LIMITS, dict.fromkeys(range(3), "key"))
+    body = body_of(request(n=3, max_tokens=5), LIMITS, asked(dict.fromkeys(range(3), "key")))
     assert body["input_ids"] == [[0, 1, 2, 3]] * 3
-    assert len(body["sampling_params"]) == len(set(body["rid"])) == 3
+    assert len(body["sampling_params"]) == 3
+    assert body["rid"] == ["name/0.", "name/1.", "name/2."]
     assert body["extra_key"] == ["key"] * 3
     assert all(params["max_new_tokens"] == 5 for params in body["sampling_params"])
 
 
 def test_without_max_tokens_the_rest_of_the_context_is_asked_for() -> None:
-    (params,) = body_of(request(num_prompt=30), LIMITS, {0: ""})["sampling_params"]
+    (params,) = body_of(request(num_prompt=30), LIMITS, asked({0: ""}))["sampling_params"]
     assert params["max_new_tokens"] == 20
-
-
-@pytest.mark.parametrize("ids", [("r-1", "r-10"), ("r", "r/0."), ("1:r", "r"), ("a/1", "a")])
-def test_no_id_is_the_beginning_of_another_one(ids: tuple[str, str]) -> None:
-    rids = [rid for id in ids for rid in rids_of(request(id, n=12))]
-    assert not [(one, other) for one in rids for other in rids if one is not other and other.startswith(one)]
 
 
 def test_seeds_are_sent_to_servers_that_honour_them_and_differ_by_completion() -> None:
     def seeds(limits: RequestLimits, **sampling: Any) -> list[int | None]:
-        body = body_of(request(**sampling), limits, dict.fromkeys(range(sampling.get("n", 1)), ""))
+        body = body_of(request(**sampling), limits, asked(dict.fromkeys(range(sampling.get("n", 1)), "")))
         return [params.get("sampling_seed") for params in body["sampling_params"]]
 
     assert seeds(LIMITS, n=2, seed=7) == [None, None]
@@ -93,7 +93,7 @@ def test_seeds_are_sent_to_servers_that_honour_them_and_differ_by_completion() -
 def test_logprobs_of_the_kept_set_are_asked_for_under_a_filter(
     sampling: dict[str, Any], has_mask: bool, top_k: int
 ) -> None:
-    body = body_of(request(**sampling), LIMITS, {0: ""})
+    body = body_of(request(**sampling), LIMITS, asked({0: ""}))
     assert body.get("return_sampling_mask", False) is has_mask
     assert body["sampling_params"][0]["top_k"] == top_k
 
@@ -162,6 +162,24 @@ def test_a_request_that_was_aborted_in_the_queue_has_no_tokens() -> None:
     assert (completion.token_ids, completion.version_spans, completion.finish_reason) == ((), (), "abort")
 
 
+@pytest.mark.parametrize(("num_logprobs", "num_tokens"), [(4, 3), (3, 2), (0, 0)])
+def test_the_last_token_before_an_abort_is_left_out_since_sglang_did_not_look_whether_it_ends_the_completion(
+    num_logprobs: int, num_tokens: int
+) -> None:
+    reported = [[-0.5 - i, token, None] for i, token in enumerate([5, 6, 7, 8][:num_logprobs])]
+    aborted = item([5, 6, 7, 8], finish_reason={"type": "abort", "message": "Aborted"}, output_token_logprobs=reported)
+    (completion,) = response_of(request(), [aborted], LIMITS).completions
+    assert completion.token_ids == (5, 6, 7)[:num_tokens]
+    assert completion.finish_reason == "abort"
+    assert sum(span.end - span.start for span in completion.version_spans) == num_tokens
+
+
+def test_a_completion_that_sglang_was_not_asked_for_is_aborted_without_a_token() -> None:
+    first, second = response_of(request(n=2), [None, item([5])], LIMITS).completions
+    assert (first.index, first.token_ids, first.version_spans, first.finish_reason) == (0, (), (), "abort")
+    assert (second.index, second.token_ids) == (1, (5,))
+
+
 def test_logprobs_that_are_not_finite_are_an_error() -> None:
     with pytest.raises(NonFiniteError):
         response_of(request(), [item([5], output_token_logprobs=[[None, 5, None]])], LIMITS)
@@ -182,10 +200,10 @@ def test_an_answer_that_was_ended_in_the_queue_has_no_labels() -> None:
 
 
 def test_completions_that_are_asked_for_again_have_keys_and_ids_of_their_own_and_the_seeds_that_they_had() -> None:
-    asked = request(n=4, seed=7)
-    together = body_of(asked, SEEDED, dict.fromkeys(range(4), "3@run"))
-    again = body_of(asked, SEEDED, {1: "one", 3: "other"})
-    assert not {*again["rid"]} & {*together["rid"]}  # SGLang refuses ids of a request whose caller has just left
+    wanted = request(n=4, seed=7)
+    together = body_of(wanted, SEEDED, asked(dict.fromkeys(range(4), "3@run")))
+    again = body_of(wanted, SEEDED, asked({1: "one", 3: "other"}))
+    assert again["rid"] == ["name/1.", "name/3."]
     for key in ("sampling_params", "input_ids"):
         assert again[key] == [together[key][1], together[key][3]]
     assert again["extra_key"] == ["one", "other"]

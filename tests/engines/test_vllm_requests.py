@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from inflight.engines.kinds import EngineOptions
+from inflight.engines.requests import Asked
 from inflight.errors import InvalidRequestError, NonFiniteError, ProtocolError, UnsupportedError
 from inflight.wire import Capabilities, GenerateRequest, InFlightPolicy, SamplingParams, VersionSpan
 from inflight_vllm import KIND, flags
-from inflight_vllm.requests import bodies_of, check_request, choices_of, labelled, response_of
+from inflight_vllm.requests import bodies_of, check_request, choices_of, ids_of, labelled, response_of
 
 CAN = Capabilities(
     engine="vllm",
@@ -46,6 +48,10 @@ def request(num_prompt: int = 4, **sampling: Any) -> GenerateRequest:
     )
 
 
+def asked(cache_keys: Mapping[int, str]) -> dict[int, Asked]:
+    return {index: Asked(f"name/{index}.", key) for index, key in cache_keys.items()}
+
+
 def choice(token_ids: list[int], index: int = 0, **changes: Any) -> dict[str, Any]:
     """One completion of vLLM's answer, as version 3 sampled it."""
     found = {
@@ -59,20 +65,21 @@ def choice(token_ids: list[int], index: int = 0, **changes: Any) -> dict[str, An
 
 
 def test_more_completions_than_run_at_a_time_are_asked_for_in_several_requests_with_seeds_that_go_on() -> None:
-    bodies = bodies_of(request(n=10, max_tokens=5, seed=7), CAN, dict.fromkeys(range(10), "key"))
+    bodies = bodies_of(request(n=10, max_tokens=5, seed=7), CAN, asked(dict.fromkeys(range(10), "key")))
     params = [body["sampling_params"] for body in bodies]
     assert [p["n"] for p in params] == [4, 4, 2]
     assert [p["seed"] - params[0]["seed"] for p in params] == [0, 4, 8]
-    assert len({body["request_id"] for body in bodies}) == 3
+    assert [body["request_id"] for body in bodies] == ["name/0.", "name/4.", "name/8."]
+    assert set(ids_of(["name/4.", "name/5."])) == {"generate-tokens-name/4.", "generate-tokens-name/5."}
 
 
 def test_neighbouring_seeds_share_no_completion() -> None:
-    (one,), (other,) = (bodies_of(request(n=4, seed=seed), CAN, dict.fromkeys(range(4), "")) for seed in (1, 2))
+    (one,), (other,) = (bodies_of(request(n=4, seed=seed), CAN, asked(dict.fromkeys(range(4), ""))) for seed in (1, 2))
     assert abs(one["sampling_params"]["seed"] - other["sampling_params"]["seed"]) > 4
 
 
 def test_without_max_tokens_the_rest_of_the_context_is_asked_for() -> None:
-    (body,) = bodies_of(request(num_prompt=30), CAN, {0: ""})
+    (body,) = bodies_of(request(num_prompt=30), CAN, asked({0: ""}))
     assert body["sampling_params"]["max_tokens"] == 20
 
 
@@ -119,6 +126,12 @@ def test_answers_of_several_requests_become_one_in_the_order_of_their_completion
     assert response.completions[2].version_spans == (VersionSpan(version=3, start=0, end=2),)
 
 
+def test_a_completion_that_vllm_was_not_asked_for_is_aborted_without_a_token() -> None:
+    first, second = response_of(request(n=2), [choice([1]), None]).completions
+    assert (first.index, first.token_ids) == (0, (1,))
+    assert (second.index, second.token_ids, second.version_spans, second.finish_reason) == (1, (), (), "abort")
+
+
 def test_logprobs_that_are_not_finite_are_told_as_broken_weights() -> None:
     broken = choice([1], logprobs={"content": [{"logprob": -9999.0}]})
     with pytest.raises(NonFiniteError, match="weights served are broken"):
@@ -139,9 +152,9 @@ def test_an_answer_without_completions_is_a_protocol_error(answer: Any) -> None:
 
 
 def test_completions_that_are_asked_for_again_have_keys_of_their_own_and_the_seeds_that_they_had() -> None:
-    asked = request(n=10, seed=7, max_tokens=5)
-    together = bodies_of(asked, CAN, dict.fromkeys(range(10), "3@run"))
-    one, other = bodies_of(asked, CAN, {6: "one", 7: "other"})
+    wanted = request(n=10, seed=7, max_tokens=5)
+    together = bodies_of(wanted, CAN, asked(dict.fromkeys(range(10), "3@run")))
+    one, other = bodies_of(wanted, CAN, asked({6: "one", 7: "other"}))
     assert one["sampling_params"]["seed"] == together[1]["sampling_params"]["seed"] + 2
     assert one["sampling_params"]["n"] == other["sampling_params"]["n"] == 1
     salts = {body["cache_salt"] for body in (*together, one, other)}
@@ -170,6 +183,8 @@ def test_a_missing_route_is_told_from_a_missing_mode() -> None:
     without = {"/inference/v1/generate": None, "/v1/models": None}
     assert flags.is_without_dev_mode(without)
     assert "VLLM_SERVER_DEV_MODE=1" in str(flags.missing_routes(without))
+    assert not flags.can_abort(every), "it is not needed for attaching"
+    assert flags.can_abort({**every, "/abort_requests": None})
 
 
 @pytest.mark.parametrize(

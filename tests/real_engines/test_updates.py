@@ -12,7 +12,7 @@ import pytest
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import InvalidRequestError, PublishError
 from inflight.types import EndpointOutcome
-from inflight.wire import EndpointState, GenerateResponse, InFlightPolicy, WeightVersion
+from inflight.wire import Completion, EndpointState, GenerateResponse, InFlightPolicy, WeightVersion
 from tests.real_engines.servers import RealEngine, is_uniform, logprobs, muted, publish, request, run
 
 NUM_REQUESTS = 32
@@ -27,9 +27,17 @@ def sampled(engine: RealEngine) -> list[float]:
     return logprobs(run(engine.endpoint(), lambda endpoint: endpoint.generate(request())))
 
 
-def test_spans_of_thirty_two_running_requests_are_true_over_four_versions(engine: RealEngine) -> None:
+def assert_spans_are_true(completion: Completion) -> None:
     """Every even version is the oracle: its tokens, and only its, have the logprob -ln V."""
+    for span in completion.version_spans:
+        uniform = [is_uniform(logprob, VOCAB_SIZE) for logprob in completion.logprobs[span.start : span.end]]
+        wrong = [span.start + i for i, is_oracle in enumerate(uniform) if is_oracle != (span.version % 2 == 0)]
+        # By chance, two of a million tokens of other weights have this logprob; a wrong label is at a span's end.
+        is_chance = len(wrong) == 1 and span.version % 2 == 1 and span.start < wrong[0] < span.end - 1
+        assert not wrong or is_chance, (span, wrong)
 
+
+def test_spans_of_thirty_two_running_requests_are_true_over_four_versions(engine: RealEngine) -> None:
     attached = threading.Event()
 
     async def sample(endpoint: InferenceEndpoint) -> list[GenerateResponse]:
@@ -52,12 +60,7 @@ def test_spans_of_thirty_two_running_requests_are_true_over_four_versions(engine
     for response in responses:
         (completion,) = response.completions
         num_spans.append(len(completion.version_spans))
-        for span in completion.version_spans:
-            uniform = [is_uniform(logprob, VOCAB_SIZE) for logprob in completion.logprobs[span.start : span.end]]
-            wrong = [span.start + i for i, is_oracle in enumerate(uniform) if is_oracle != (span.version % 2 == 0)]
-            # By chance, two of a million tokens of other weights have this logprob; a wrong label is at a span's end.
-            is_chance = len(wrong) == 1 and span.version % 2 == 1 and span.start < wrong[0] < span.end - 1
-            assert not wrong or is_chance, (span, wrong)
+        assert_spans_are_true(completion)
     assert min(num_spans) >= 3, num_spans
 
 

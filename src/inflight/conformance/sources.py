@@ -26,7 +26,9 @@ from inflight.wire import PROTOCOL_VERSION
 
 _INFLIGHT = Path(__file__).parents[1]
 _ELSEWHERE = ("bench", "conformance/fleet", "conformance/report", "local", "pipeline", "rollouts")
-"""Parts that adapters do not use. The kit uses ``tiny.py`` of ``local``."""
+"""Parts that adapters do not use, but for `_USED`."""
+_USED = ("local/tiny.py", "rollouts/partials.py")
+"""What the kit uses of them."""
 
 
 def digest(target: str, implementation: str) -> str:
@@ -85,7 +87,8 @@ def _is_text(part: ast.AST) -> bool:
 
 
 def _is_elsewhere(path: Path) -> bool:
-    return path.name != "tiny.py" and any(path.is_relative_to(_INFLIGHT / part) for part in _ELSEWHERE)
+    name = path.relative_to(_INFLIGHT).as_posix() if path.is_relative_to(_INFLIGHT) else ""
+    return name.startswith(tuple(f"{part}/" for part in _ELSEWHERE)) and name not in _USED
 
 
 def main(path: Path) -> int:

@@ -1,4 +1,4 @@
-"""What all endpoints over an engine's own server share: attaching once, the version in the server's label, and chat.
+"""What all endpoints over an engine's own server share: attaching, the version in the server's label, aborts and chat.
 
 Knows no engine.
 """
@@ -15,9 +15,10 @@ from inflight.engines.labels import ServedVersion, parse_label
 from inflight.engines.requests import RequestGate
 from inflight.engines.routes import EngineRoutes
 from inflight.engines.timings import LastUpdate
-from inflight.errors import InflightError
+from inflight.errors import InflightError, UnsupportedError
 from inflight.http.chat import chat_completion_of, check_chat, generate_request_of
 from inflight.wire import (
+    AbortRequests,
     Capabilities,
     ChatCompletion,
     ChatCompletionRequest,
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 class AttachedEndpoint(ABC):
     """One engine's server, asked over ``routes``; ``label_path`` is the route that says the label of its weights.
 
-    A subclass names `ReceivingEndpoint` and `InferenceEndpoint` as its further bases, after this class.
+    A subclass names `ReceivingEndpoint` and `AbortingEndpoint` as its further bases, after this class.
 
     An instance belongs to the event loop in which it is first used. Its state is the server's: another instance may
     publish, and a replaced server is recognised. Closing waits ``close_s`` seconds for calls under way.
@@ -98,6 +99,16 @@ class AttachedEndpoint(ABC):
 
     @abstractmethod
     async def generate(self, request: GenerateRequest) -> GenerateResponse: ...
+
+    async def abort_requests(self, requests: AbortRequests) -> None:
+        """Ends requests of this instance only: ids are unique among the requests of one caller."""
+        if not (await self.capabilities()).partial_rollouts:
+            raise UnsupportedError(f"{self.name} does not declare partial_rollouts")
+        await self._gate.abort(requests.request_ids, self._end)
+
+    @abstractmethod
+    async def _end(self, names: Sequence[str]) -> None:
+        """Ask the server to end completions of these names; see `inflight.engines.requests.Asked`."""
 
     @abstractmethod
     async def _rendered(self, request: ChatCompletionRequest) -> Sequence[int]:

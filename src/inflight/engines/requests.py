@@ -1,4 +1,5 @@
-"""Requests to an engine whose weights change while they run: what fits, when to send, and which prefixes to reuse.
+"""Requests to an engine whose weights change while they run: what fits, when to send, which prefixes to reuse, and how
+to end them.
 
 An engine's prefix cache outlives an update under ``keep``. Each request therefore carries the label of the weights as
 the key of its prefixes, so that it never continues a prefix that other weights computed. Knows no engine.
@@ -9,14 +10,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from inflight.engines.labels import began_under_another
 from inflight.errors import InvalidRequestError, ProtocolError
-from inflight.wire import GenerateRequest
+from inflight.wire import Completion, GenerateRequest
 
 Item = TypeVar("Item")
+
+_AGAIN_S = 0.05
+"""Seconds until an engine is asked again to end a request that it has not answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """How the engine is asked for one completion."""
+
+    name: str
+    """What the engine calls it: a new name each time, and the beginning of no other."""
+    cache_key: str
+    """Completions with different keys share no cached prefix."""
 
 
 def check_fit(request: GenerateRequest, *, max_model_len: int, vocab_size: int) -> None:
@@ -41,67 +56,129 @@ def reading(path: str) -> Iterator[None]:
         raise ProtocolError(f"{path} did not answer with a completion: {error!r}") from error
 
 
+@dataclass(eq=False, slots=True)
+class _Running:
+    """One request of this client."""
+
+    asked: Mapping[int, Asked] = field(default_factory=dict)
+    """The completions that the engine was asked for and has not answered, by their index."""
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+
 class RequestGate:
     """The requests of one client, which wait for ``is_open`` while it changes the engine's weights."""
 
     def __init__(self) -> None:
         self.is_open = asyncio.Event()
         self.is_open.set()
-        self.num_sent = 0
-        """Completions sent and not yet answered."""
-        self._ids: set[str] = set()
+        self._running: dict[str, _Running] = {}
 
     @property
     def has_requests(self) -> bool:
         """Whether requests run, or wait for the gate."""
-        return bool(self._ids)
+        return bool(self._running)
+
+    @property
+    def num_sent(self) -> int:
+        """Completions sent and not yet answered."""
+        return sum(len(running.asked) for running in self._running.values())
 
     async def sample(
         self,
         request: GenerateRequest,
         label: Callable[[], Awaitable[str]],
-        send: Callable[[Mapping[int, str]], Awaitable[list[Item]]],
+        send: Callable[[Mapping[int, Asked]], Awaitable[list[Item]]],
         labelled: Callable[[Item], Iterable[Mapping[str, Any]] | None],
-    ) -> list[Item]:
+    ) -> list[Item | None]:
         """Return what the engine samples for each completion, never behind a prefix that other weights computed.
 
-        ``label`` asks the engine for the label of its weights, and raises if they cannot be sampled from. ``send``
-        takes the cache key of each completion by its index, and samples those completions. ``labelled`` returns what
-        `began_under_another` takes. Raises `InvalidRequestError` for the id of a running request.
+        An item is None if its completion was aborted before anything was sampled for it. ``label`` asks the engine for
+        the label of its weights, and raises if they cannot be sampled from. ``send`` takes the completions by their
+        index, and samples them. ``labelled`` returns what `began_under_another` takes. Raises `InvalidRequestError` for
+        the id of a running request.
         """
-        if request.request_id in self._ids:
+        if request.request_id in self._running:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use by a running request")
-        self._ids.add(request.request_id)
+        running = self._running[request.request_id] = _Running()
+        items: list[Item | None] = [None] * request.sampling.n
         try:
-            current = await self._passed(label)
-            items = await self._sent(send, dict.fromkeys(range(request.sampling.n), current))
+            current = await self._passed(label, running)
+            if current is None:
+                return items
+            indices = range(request.sampling.n)
+            found = await _sent(send, running, _asked(request, dict.fromkeys(indices, current)))
             with reading("the engine"):
-                late = [i for i, item in enumerate(items) if began_under_another(labelled(item), current)]
-            if late:
-                await self._passed(label)  # an update under way goes first
-                again = await self._sent(send, {index: uuid.uuid4().hex for index in late})
+                late = [i for i in indices if began_under_another(labelled(found[i]), current)]
+            for index in set(indices) - set(late):
+                items[index] = found[index]
+            if late and await self._passed(label, running) is not None:  # an update under way goes first
+                again = await _sent(send, running, _asked(request, {index: uuid.uuid4().hex for index in late}))
                 for index, item in zip(late, again, strict=True):
                     items[index] = item
             return items
         finally:
-            self._ids.discard(request.request_id)
+            del self._running[request.request_id]
+            running.over.set()
 
-    async def _passed(self, label: Callable[[], Awaitable[str]]) -> str:
-        """Return the label of the engine's weights, once requests may be sent.
+    async def abort(self, request_ids: Iterable[str], end: Callable[[Sequence[str]], Awaitable[None]]) -> None:
+        """End requests, and return once they are over. ``end`` asks the engine to end the completions of these names.
+
+        It is repeated until the engine has answered, because an engine ignores names that have not arrived yet.
+        """
+        aborted = [running for i in request_ids if (running := self._running.get(i)) is not None]
+        for running in aborted:
+            running.aborted.set()
+        while aborted := [running for running in aborted if not running.over.is_set()]:
+            if names := [asked.name for running in aborted for asked in running.asked.values()]:
+                await end(names)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_AGAIN_S):
+                    for running in aborted:
+                        await running.over.wait()
+
+    async def _passed(self, label: Callable[[], Awaitable[str]], running: _Running) -> str | None:
+        """Return the label of the engine's weights, once requests may be sent; None if ``running`` was aborted.
 
         Asks for each request, because any other client may have changed the weights.
         """
         while True:
-            await self.is_open.wait()
+            await _first_of(self.is_open, running.aborted)
+            if running.aborted.is_set():
+                return None
             current = await label()
             if self.is_open.is_set():
-                return current
+                return None if running.aborted.is_set() else current
 
-    async def _sent(
-        self, send: Callable[[Mapping[int, str]], Awaitable[list[Item]]], cache_keys: Mapping[int, str]
-    ) -> list[Item]:
-        self.num_sent += len(cache_keys)
-        try:
-            return await send(cache_keys)
-        finally:
-            self.num_sent -= len(cache_keys)
+
+def unsampled(index: int) -> Completion:
+    """Return a completion that was aborted before anything was sampled for it."""
+    return Completion(index=index, token_ids=(), logprobs=(), version_spans=(), finish_reason="abort")
+
+
+def _asked(request: GenerateRequest, cache_keys: Mapping[int, str]) -> dict[int, Asked]:
+    """Return how the engine is asked for the completions with these indices."""
+    name = f"{len(request.request_id)}:{request.request_id}/{uuid.uuid4().hex[:12]}/"
+    return {index: Asked(f"{name}{index}.", key) for index, key in cache_keys.items()}
+
+
+async def _sent(
+    send: Callable[[Mapping[int, Asked]], Awaitable[list[Item]]], running: _Running, asked: Mapping[int, Asked]
+) -> list[Item]:
+    running.asked = asked
+    try:
+        return await send(asked)
+    finally:
+        running.asked = {}
+
+
+async def _first_of(*events: asyncio.Event) -> None:
+    """Return once one of these events has happened."""
+    if any(event.is_set() for event in events):
+        return
+    waiting = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in waiting:
+            task.cancel()

@@ -22,6 +22,7 @@ from tests.conformance.mutants import (
     faults,
     http,
     parity,
+    partials,
     sampling,
     sessions,
     tokens,
@@ -32,7 +33,7 @@ from tests.conformance.mutants.mutant import Mutant
 
 LEVELS = (
     *(discovery, tokens, sampling, control, sessions),
-    *(weights, arrivals, versions, caches, clients, faults, http, parity),
+    *(weights, arrivals, versions, caches, partials, clients, faults, http, parity),
 )
 MUTANTS: dict[str, Mutant] = {mutant.name: mutant for level in LEVELS for mutant in level.MUTANTS}
 

@@ -50,7 +50,7 @@ def _cache_prompts(endpoint: LocalEndpoint, page: int) -> Cache:
     def faulty(sequence: Any, token: int, logprob: float) -> None:
         prompt, slot = sequence.request.prompt_token_ids, sequence.slot
         if not sequence.token_ids and (length := len(prompt) // page * page):
-            keys, values = _stored(slot, length)
+            keys, values = cached(slot, length)
             if prompt[:length] in cache:
                 keys.copy_(cache[prompt[:length]][0])
                 values.copy_(cache[prompt[:length]][1])
@@ -61,7 +61,7 @@ def _cache_prompts(endpoint: LocalEndpoint, page: int) -> Cache:
     return cache
 
 
-def _stored(slot: Any, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+def cached(slot: Any, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     return slot.arena.keys_LSKCD[:, slot.row, :, :length], slot.arena.values_LSKCD[:, slot.row, :, :length]
 
 
@@ -95,7 +95,7 @@ def keeping_chunks(endpoint: LocalEndpoint) -> LocalEndpoint:
         packed = torch.tensor([ids], device=engine._device)
         positions = torch.tensor([plan.positions()], device=engine._device)
         engine._model.base_model(input_ids=packed, position_ids=positions, use_cache=False, step_plan=plan)
-        keys, values = _stored(slot, len(ids))
+        keys, values = cached(slot, len(ids))
         chunks[sequence] = (keys.clone(), values.clone())
         engine._store.close(slot)
 
@@ -109,7 +109,7 @@ def keeping_chunks(endpoint: LocalEndpoint) -> LocalEndpoint:
     def faulty_append(sequence: Any, token: int, logprob: float) -> None:
         if not sequence.token_ids and sequence in chunks:
             chunk = chunks.pop(sequence)
-            for stored, kept in zip(_stored(sequence.slot, chunk[0].shape[2]), chunk, strict=True):
+            for stored, kept in zip(cached(sequence.slot, chunk[0].shape[2]), chunk, strict=True):
                 stored.copy_(kept)
         append(sequence, token, logprob)
 

@@ -14,6 +14,7 @@ from inflight.conformance.endpoint import (
     http,
     messages,
     parity,
+    partials,
     pauses,
     processes,
     races,
@@ -31,7 +32,7 @@ from inflight.conformance.endpoint import (
 _CHECKS = checks_in(
     *(discovery, tokens, sampling, whole, endings, forms),
     *(pauses, control, staging, sessions, weights, encodings, stores, versions, caches, recomputing),
-    *(faults, messages, processes, races, http, parity),
+    *(partials, faults, messages, processes, races, http, parity),
 )
 _LEVELS = list(dict.fromkeys(check.level for check in _CHECKS))
 

@@ -21,7 +21,7 @@ from inflight.conformance.endpoint.waiting import SLACK_S, cancel, within
 from inflight.conformance.models import make_tiny_model
 from inflight.conformance.reference import ReferenceCheckpoint, Weights
 from inflight.conformance.targets import EndpointTarget
-from inflight.contracts import InferenceEndpoint, StreamingEndpoint
+from inflight.contracts import AbortingEndpoint, InferenceEndpoint, StreamingEndpoint
 from inflight.errors import InflightError, UpdateRefusedError
 from inflight.wire import (
     Capabilities,
@@ -94,6 +94,7 @@ class EndpointSubject:
                 "it takes weights in another process, or not by an UpdateReceiver: no apply can be made to fail",
             ),
             "staging": (declared.staging, "staging is not declared"),
+            "partial_rollouts": (declared.partial_rollouts, "partial rollouts are not declared"),
             "partial_updates": (declared.partial_updates, "partial updates are not declared"),
         }
         for encoding in ENCODINGS:
@@ -115,6 +116,13 @@ class EndpointSubject:
         """The endpoint, if it declares streaming; fails the check if its streaming methods are not there."""
         if not isinstance(self.endpoint, StreamingEndpoint):
             fail(f"streaming is declared, but {type(self.endpoint).__name__} has no generate_stream")
+        return self.endpoint
+
+    @property
+    def aborting(self) -> AbortingEndpoint:
+        """The endpoint, if it declares partial rollouts; fails the check if its method is not there."""
+        if not isinstance(self.endpoint, AbortingEndpoint):
+            fail(f"partial_rollouts is declared, but {type(self.endpoint).__name__} has no abort_requests")
         return self.endpoint
 
     @property

@@ -167,18 +167,18 @@ async def places_come_back(subject: EndpointSubject) -> None:
     num_places = subject.capabilities.max_concurrent_sequences
     if num_places > _MOST_PLACES:
         skip(f"{num_places} sequences run at a time, and the kit fills {_MOST_PLACES} places at most")
-    before_s = await _fill(subject, "before any caller left", _FIRST_S)
+    before_s = await fill_places(subject, "before any caller left", _FIRST_S)
     limit_s = _GONE_S + _TIMES_SLOWER * before_s
     subject.note(**{"seconds until one more was answered, before": before_s, "limit": limit_s})
     num_left = 0
     for is_streamed in (False, *((True,) if subject.capabilities.streaming else ())):
         num_left += await _leave(subject, 2 * num_places, is_streamed)
         when = f"after the callers of {num_left} requests left"
-        after_s = await _fill(subject, when, limit_s)
+        after_s = await fill_places(subject, when, limit_s)
         subject.note(**{f"seconds until one more was answered, {when}": after_s})
 
 
-async def _fill(subject: EndpointSubject, when: str, limit_s: float) -> float:
+async def fill_places(subject: EndpointSubject, when: str, limit_s: float) -> float:
     """Fill all places but one, ask for one more, and require that it is answered while all the others run.
 
     Return how long that took.

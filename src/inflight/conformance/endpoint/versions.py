@@ -29,7 +29,7 @@ _DECISIVE = 5.0
 _LOOK_AT = "when the version of a token is noted: at its sampling, in the step that used the weights, not at admission"
 
 
-async def _publish_next(
+async def publish_next(
     subject: EndpointSubject, published: dict[int, Weights], policy: InFlightPolicy | None = None
 ) -> None:
     """Publish A and B in turn, whose logits are each other's negatives, and add the version to ``published``."""
@@ -76,12 +76,12 @@ async def spans_while_requests_go_on(subject: EndpointSubject, policy: InFlightP
     """Under {policy}, every token's span names the version whose weights it was sampled from, over any number of
     updates."""
     published: dict[int, Weights] = {}
-    await _publish_next(subject, published)
+    await publish_next(subject, published)
     running = await subject.start_running(4, max_tokens=min(_NUM_TOKENS, subject.capabilities.max_model_len // 2))
     for _ in range(_NUM_UPDATES):
         await asyncio.sleep(0.03)
         running += subject.start(4, 24)
-        await _publish_next(subject, published, policy)
+        await publish_next(subject, published, policy)
     seen = await _check_all(subject, running, published)
     require(len(seen) > 2, f"the running requests saw versions {sorted(seen)} only: nothing was in flight")
 
@@ -91,10 +91,10 @@ async def spans_while_requests_go_on(subject: EndpointSubject, policy: InFlightP
 async def spans_of_requests_that_end(subject: EndpointSubject, policy: InFlightPolicy) -> None:
     """Under {policy}, a completion has tokens of one version only, and names it."""
     published: dict[int, Weights] = {}
-    await _publish_next(subject, published)
+    await publish_next(subject, published)
     for _ in range(_NUM_UPDATES):
         running = await subject.start_running(4, max_tokens=200)
-        await _publish_next(subject, published, policy)
+        await publish_next(subject, published, policy)
         version = subject.publisher.version
         in_flight = 0
         for request, task in running:
@@ -112,7 +112,7 @@ async def spans_of_requests_that_end(subject: EndpointSubject, policy: InFlightP
 async def streamed_versions(subject: EndpointSubject) -> None:
     """Every chunk of a stream names the version that sampled its tokens."""
     published: dict[int, Weights] = {}
-    await _publish_next(subject, published)
+    await publish_next(subject, published)
     request = subject.request(max_tokens=min(_NUM_TOKENS, subject.capabilities.max_model_len // 2), stream=True)
     chunks: list[CompletionChunk] = []
 
@@ -125,7 +125,7 @@ async def streamed_versions(subject: EndpointSubject) -> None:
         seen = len(chunks)
         while len(chunks) < seen + 4 and not reading.done():  # noqa: ASYNC110 - it is the reader that ends
             await asyncio.sleep(0.002)
-        await _publish_next(subject, published)
+        await publish_next(subject, published)
     await reading
     completion = assembled(0, chunks)
     subject.note(chunks=len(chunks), spans=_short(completion.version_spans))
@@ -138,7 +138,7 @@ async def single_version(subject: EndpointSubject) -> None:
     """A completion that ran under one version names that version, whatever the version binding."""
     for _ in range(3):
         published: dict[int, Weights] = {}
-        await _publish_next(subject, published)
+        await publish_next(subject, published)
         await _check_all(subject, subject.start(4, 16), published)
 
 

@@ -1,0 +1,187 @@
+"""Level partials: requests that are aborted, and go on where they ended.
+
+How far a request is when it is aborted shows in a second one that began after it and has been answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from inflight.conformance.checks import check, fail, look_at, require, skip
+from inflight.conformance.endpoint.aftermath import until_running
+from inflight.conformance.endpoint.subject import EndpointSubject
+from inflight.conformance.endpoint.tokens import fill_places
+from inflight.conformance.endpoint.versions import check_spans, publish_next
+from inflight.conformance.endpoint.waiting import SLACK_S, within
+from inflight.conformance.reference import Weights
+from inflight.rollouts import continuation, joined
+from inflight.wire import AbortRequests, Completion, GenerateRequest, GenerateResponse, VersionSpan
+from inflight.wire import check_spans as spans_cover
+
+LEVEL = "partials"
+_NUM_TOKENS = 600
+"""Of a request that is aborted: more than it has then."""
+_SAMPLED = 64
+"""Tokens that it has by then."""
+_NUM_LATE = 8
+"""How many of them may be missing: sampled in steps whose outcome an engine drops when it aborts a request."""
+_BESIDE = 12
+"""Tokens that are sampled in the meantime where an update has to fall between tokens."""
+_REPORTED_S = 1.0
+"""For num_running, which an engine may count once in a while."""
+_MOST_PLACES = 256
+_LIMIT_S = 20.0
+_WHOLE_S = 60.0
+"""For a whole request of `_NUM_TOKENS`, on any engine."""
+_LEAST_S, _TIMES_SLOWER = 2.0, 5.0
+"""How long one more request may take beside those that fill the endpoint, at least and compared with before."""
+
+
+@check("E-67", "partial_rollouts updates", deadline_s=60)
+@look_at(
+    "what the engine reports of a request that it aborts, and whether the continuation finds its prompt in a prefix "
+    "cache that older weights filled"
+)
+async def goes_on_under_new_weights(subject: EndpointSubject) -> None:
+    """A request that is aborted gives back the tokens that it has, with their logprobs, and goes on after an update:
+    the continuation is sampled from the new weights, behind keys and values that they computed."""
+    _require_two_places(subject)
+    weights, other = subject.reference.weights, subject.reference.perturbed("B")
+    before = (await subject.endpoint.weight_version()).version
+    ((request, answer),) = await subject.start_running(1, max_tokens=_length(subject))
+    await subject.generate(max_tokens=_SAMPLED)
+    first = await _aborted(subject, request, answer)
+    num = len(first.token_ids)
+    words = f"beside {_SAMPLED} tokens of a request that began later, one that was aborted has {num} tokens"
+    require(num >= _SAMPLED - _NUM_LATE, words)
+    _require_version(first, before, "the first part")
+    subject.require_sampled_from(weights, request, first, "a request that was aborted")
+    await subject.publisher.publish(other)
+    rest = continuation(request, first, f"{request.request_id}-rest")
+    second = (await subject.endpoint.generate(rest)).completions[0]
+    _require_version(second, subject.publisher.version, "the continuation")
+    subject.require_sampled_from(other, rest, second, "its continuation")
+    whole = joined(first, second)
+    subject.note(tokens=(num, len(second.token_ids)), spans=_short(whole.version_spans))
+    require(
+        (whole.finish_reason, len(whole.token_ids)) == ("length", request.sampling.max_tokens),
+        f"both parts have {len(whole.token_ids)} of {request.sampling.max_tokens} tokens: {whole.finish_reason}",
+    )
+
+
+@check("E-68", "partial_rollouts updates spans", deadline_s=90)
+@look_at("whether the labels and logprobs of a request that is aborted are those noted at each token")
+async def spans_of_both_parts(subject: EndpointSubject) -> None:
+    """Each part of a request that was aborted and continued names the version that sampled each token, and has the
+    logprobs of that moment, whether weights change within a part or between the parts."""
+    _require_two_places(subject)
+    for policy in subject.pausing_policies():
+        published: dict[int, Weights] = {}
+        await publish_next(subject, published)
+        ((request, answer),) = await subject.start_running(1, max_tokens=_length(subject))
+        await subject.generate(max_tokens=_BESIDE)
+        await publish_next(subject, published, policy)
+        await subject.generate(max_tokens=_BESIDE)
+        first = await _aborted(subject, request, answer)
+        await publish_next(subject, published)
+        rest = continuation(request, first, f"{request.request_id}-rest")
+        going_on = subject.begin(subject.endpoint.generate(rest))
+        await subject.generate(max_tokens=_BESIDE)
+        await publish_next(subject, published, policy)
+        second = (await going_on).completions[0]
+        whole = joined(first, second)
+        subject.note(**{f"spans under {policy}": (_short(first.version_spans), _short(second.version_spans))})
+        for asked, part in ((request, first), (rest, second), (request, whole)):
+            check_spans(subject, asked, part, published)
+        num_spans = len(first.version_spans), len(second.version_spans)
+        require(min(num_spans) > 1, f"no update under {policy} fell into one of the parts: {num_spans} spans")
+
+
+@check("E-69", "partial_rollouts model", deadline_s=120)
+@look_at(
+    "whether requests are told apart by their whole id, and whether those that the engine has queued, or that have not "
+    "reached it yet, are ended too"
+)
+async def only_those_requests_end(subject: EndpointSubject) -> None:
+    """Once abort_requests has returned, nothing of these requests runs; completions that waited end without a token,
+    other requests go on, and ids that are not running are ignored."""
+    num_places = subject.capabilities.max_concurrent_sequences
+    _require_two_places(subject)
+    if num_places > _MOST_PLACES:
+        skip(f"{num_places} sequences run at a time, and the kit fills {_MOST_PLACES} places at most")
+    before_s = await fill_places(subject, "before any request was aborted", _LIMIT_S)
+    ((other, answer),) = await subject.start_running(1, max_tokens=_length(subject))
+    several = subject.request(n=2 * num_places, max_tokens=subject.room(), seed=1)
+    alike = f"{several.request_id}0"  # begins with the other's id
+    beside = subject.request(max_tokens=_length(subject)).model_copy(update={"request_id": alike})
+    answers = [subject.begin(subject.endpoint.generate(request)) for request in (beside, several)]
+    await until_running(subject, num_places, _LIMIT_S, f"fewer than {num_places} sequences ran")
+    for completion in (await _end(subject, several, answers[1], "never-asked-for")).completions:
+        reason = completion.finish_reason
+        require(reason == "abort", f"completion {completion.index} of a request that was aborted ended by {reason!r}")
+    await within(SLACK_S, subject.aborting.abort_requests(_named(several)), "abort_requests of what is over")
+    await _until_at_most(subject, 2)
+    for request, task in ((other, answer), (beside, answers[0])):
+        (completion,) = (await within(_WHOLE_S, task, "a request beside one that was aborted")).completions
+        require(completion.finish_reason == "length", f"a request that was not aborted: {completion.finish_reason}")
+        subject.require_sampled_from(subject.reference.weights, request, completion, "a request that was not aborted")
+    await fill_places(subject, f"after {2 * num_places} completions were aborted", _LEAST_S + _TIMES_SLOWER * before_s)
+
+
+def _require_two_places(subject: EndpointSubject) -> None:
+    if subject.capabilities.max_concurrent_sequences < 2:
+        skip("one sequence runs at a time")
+
+
+def _length(subject: EndpointSubject) -> int:
+    return min(_NUM_TOKENS, subject.room() // 2)
+
+
+def _named(request: GenerateRequest, *others: str) -> AbortRequests:
+    return AbortRequests(request_ids=(request.request_id, *others))
+
+
+async def _end(
+    subject: EndpointSubject, request: GenerateRequest, answer: asyncio.Task[GenerateResponse], *others: str
+) -> GenerateResponse:
+    """Abort a request, and ``others`` that do not run; return its answer, which is due at once."""
+    await within(_LIMIT_S, subject.aborting.abort_requests(_named(request, *others)), "abort_requests")
+    response = await within(SLACK_S, answer, "a request that was aborted")
+    for completion in response.completions:
+        try:
+            spans_cover(completion.version_spans, len(completion.token_ids))
+        except ValueError as error:
+            fail(f"a request that was aborted: {error}")
+        num_logprobs, num_tokens = len(completion.logprobs), len(completion.token_ids)
+        require(num_logprobs == num_tokens, f"{num_tokens} tokens came with {num_logprobs} logprobs")
+    return response
+
+
+async def _aborted(
+    subject: EndpointSubject, request: GenerateRequest, answer: asyncio.Task[GenerateResponse]
+) -> Completion:
+    """Return what a running request had sampled when it was aborted."""
+    (completion,) = (await _end(subject, request, answer)).completions
+    num, most = len(completion.token_ids), request.sampling.max_tokens
+    words = f"a request that was aborted ended by {completion.finish_reason!r} with {num} of {most} tokens"
+    require(completion.finish_reason == "abort" and num < (most or 0), words)
+    return completion
+
+
+def _require_version(completion: Completion, version: int, what: str) -> None:
+    named = [span.version for span in completion.version_spans]
+    require(named == [version], f"{what} was sampled under version {version} alone, and names {named}")
+
+
+async def _until_at_most(subject: EndpointSubject, num: int) -> None:
+    deadline = time.monotonic() + _REPORTED_S
+    while (found := (await subject.endpoint.weight_version()).num_running) > num:
+        words = f"{found} sequences run where {num} requests were not aborted"
+        require(time.monotonic() < deadline, words)
+        await asyncio.sleep(0.005)
+
+
+def _short(spans: Sequence[VersionSpan]) -> list[tuple[int, int, int]]:
+    return [(span.version, span.start, span.end) for span in spans]

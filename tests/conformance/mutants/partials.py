@@ -1,0 +1,183 @@
+"""Faults in what becomes of requests that are aborted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from inflight.errors import InvalidRequestError
+from inflight.local.endpoint import LocalEndpoint
+from inflight.local.slots import StepPlan
+from inflight.wire import AbortRequests
+from tests.conformance.mutants.caches import cached
+from tests.conformance.mutants.mutant import Mutant
+from tests.conformance.mutants.patches import answering, without_last
+
+
+def _at_abort(endpoint: LocalEndpoint, change: Any) -> LocalEndpoint:
+    """Change each sequence that is aborted with tokens; ``change`` takes the engine and the sequence."""
+    engine: Any = endpoint._engine
+    finish = engine._finish
+
+    def faulty(sequence: Any, reason: str) -> None:
+        if reason == "abort" and sequence.token_ids:
+            change(engine, sequence)
+        finish(sequence, reason)
+
+    engine._finish = faulty
+    return endpoint
+
+
+def goes_on_behind_old_keys(endpoint: LocalEndpoint) -> LocalEndpoint:
+    """Keep the keys and values of requests that are aborted, and go on behind them whatever the weights are."""
+    engine: Any = endpoint._engine
+    append = engine._append
+    kept: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def keep(engine: Any, sequence: Any) -> None:
+        ids = tuple(sequence.all_ids())[:-1]
+        keys, values = cached(sequence.slot, len(ids))
+        kept[ids] = keys.clone(), values.clone()
+
+    def faulty(sequence: Any, token: int, logprob: float) -> None:
+        if not sequence.token_ids:
+            for ids, (old_keys, old_values) in kept.items():
+                if sequence.request.prompt_token_ids[: len(ids)] == ids:
+                    keys, values = cached(sequence.slot, len(ids))
+                    keys.copy_(old_keys)
+                    values.copy_(old_values)
+        append(sequence, token, logprob)
+
+    engine._append = faulty
+    return _at_abort(endpoint, keep)
+
+
+def scored_at_the_end(endpoint: LocalEndpoint) -> LocalEndpoint:
+    def score(engine: Any, sequence: Any) -> None:
+        ids, num_tokens = sequence.all_ids(), len(sequence.token_ids)
+        slot = engine._store.open(len(ids), len(ids))
+        with torch.inference_mode():
+            hidden = engine._hidden(ids, StepPlan(engine._store, [slot], [len(ids)], engine._device, only=()))
+            logits = engine._head(hidden)[-num_tokens - 1 : -1] / sequence.request.sampling.temperature
+        engine._store.close(slot)
+        targets = torch.tensor(sequence.token_ids)[:, None]
+        sequence.logprobs = torch.log_softmax(logits, -1).gather(1, targets)[:, 0].tolist()
+
+    return _at_abort(endpoint, score)
+
+
+def labelled_at_the_end(endpoint: LocalEndpoint) -> LocalEndpoint:
+    def label(engine: Any, sequence: Any) -> None:
+        sequence.spans = [(engine._version, 0)]
+
+    return _at_abort(endpoint, label)
+
+
+def ignored(endpoint: LocalEndpoint) -> LocalEndpoint:
+    async def faulty(requests: AbortRequests) -> None:
+        """Lets every request finish."""
+
+    changed: Any = endpoint
+    changed.abort_requests = faulty
+    return endpoint
+
+
+def _aborting(endpoint: LocalEndpoint, abort: Any) -> LocalEndpoint:
+    """Another abort: ``abort`` takes the engine, its own abort, and the ids."""
+    engine: Any = endpoint._engine
+    own = engine.abort
+    engine.abort = lambda request_ids: abort(engine, own, request_ids)
+    return endpoint
+
+
+def everything_ends(endpoint: LocalEndpoint) -> LocalEndpoint:
+    return _aborting(endpoint, lambda engine, own, _: own(list(engine._requests)))
+
+
+def by_the_beginning(endpoint: LocalEndpoint) -> LocalEndpoint:
+    def abort(engine: Any, own: Any, request_ids: Iterable[str]) -> None:
+        own([it for it in engine._requests if it.startswith(tuple(request_ids))])
+
+    return _aborting(endpoint, abort)
+
+
+def strict_about_ids(endpoint: LocalEndpoint) -> LocalEndpoint:
+    def abort(engine: Any, own: Any, request_ids: Iterable[str]) -> None:
+        if unknown := [it for it in request_ids if it not in engine._requests]:
+            raise InvalidRequestError(f"no such requests: {unknown}")
+        own(request_ids)
+
+    return _aborting(endpoint, abort)
+
+
+def those_that_wait_stay(endpoint: LocalEndpoint) -> LocalEndpoint:
+    def abort(engine: Any, _: Any, request_ids: Iterable[str]) -> None:
+        for sequence in list(engine._running.values()):
+            if sequence.request.request_id in request_ids:
+                engine._finish(sequence, "abort")
+
+    return _aborting(endpoint, abort)
+
+
+def answered_and_sampled_on(endpoint: LocalEndpoint) -> LocalEndpoint:
+    """Answer a request that is aborted, and sample it to its end all the same, without counting it as running."""
+    engine: Any = endpoint._engine
+    stats = engine.stats
+    answered: set[Any] = set()
+
+    def abort(engine: Any, _: Any, request_ids: Iterable[str]) -> None:
+        for request in [engine._requests[it] for it in request_ids if it in engine._requests]:
+            if request not in answered:
+                answered.add(request)
+                so_far = [s if s.finish_reason else replace(s, finish_reason="abort") for s in request.sequences]
+                request.on_finished([sequence.completion() for sequence in so_far])
+                request.on_finished = lambda _: None
+
+    def without_those_that_were_answered() -> Any:
+        num_running = sum(sequence.request not in answered for sequence in list(engine._running.values()))
+        return replace(stats(), num_running=num_running)
+
+    engine.stats = without_those_that_were_answered
+    return _aborting(endpoint, abort)
+
+
+MUTANTS = (
+    Mutant(
+        "half of the part lost",
+        "E-67",
+        "A request that is aborted gives back the first half of its tokens.",
+        answering(lambda _, c: without_last(c, len(c.token_ids) // 2) if c.finish_reason == "abort" else {}),
+    ),
+    Mutant(
+        "goes on behind old keys",
+        "E-67",
+        "Keys and values of requests that are aborted are kept, and used again under any weights.",
+        goes_on_behind_old_keys,
+    ),
+    Mutant(
+        "scored at the end",
+        "E-68",
+        "All tokens of a request get the logprobs of the weights that are served when it is aborted.",
+        scored_at_the_end,
+    ),
+    Mutant(
+        "labelled at the end",
+        "E-68",
+        "All tokens of a request get the version that is served when it is aborted.",
+        labelled_at_the_end,
+    ),
+    Mutant("abort ignored", "E-69", "A request that is aborted goes on to its end.", ignored),
+    Mutant("abort of everything", "E-69", "Every request ends when one is aborted.", everything_ends),
+    Mutant("abort by the beginning", "E-69", "Ids that begin with the given one end too.", by_the_beginning),
+    Mutant("abort refused", "E-69", "An abort that names an id that is not running is refused.", strict_about_ids),
+    Mutant("waiting not aborted", "E-69", "Completions that wait are not aborted.", those_that_wait_stay),
+    Mutant(
+        "answered and sampled on",
+        "E-69",
+        "A request that is aborted is answered, and sampled to its end all the same.",
+        answered_and_sampled_on,
+    ),
+)

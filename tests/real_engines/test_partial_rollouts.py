@@ -1,0 +1,61 @@
+"""Requests of real engines that are aborted and continued again and again, while weights change all the time."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from inflight.contracts import AbortingEndpoint, InferenceEndpoint
+from inflight.rollouts import continuation, joined
+from inflight.wire import AbortRequests, Completion, GenerateRequest
+from tests.real_engines.servers import RealEngine, muted, publish, request, run
+from tests.real_engines.test_updates import assert_spans_are_true
+
+NUM_REQUESTS = 8
+PART_S = 1.0
+
+
+async def sampled_in_parts(endpoint: InferenceEndpoint, whole: GenerateRequest) -> tuple[Completion, int]:
+    """Return a completion that was aborted and continued every `PART_S` seconds, and the number of its parts."""
+    assert isinstance(endpoint, AbortingEndpoint)
+    found, asked, num_parts = None, whole, 0
+    while True:
+        answer = asyncio.ensure_future(endpoint.generate(asked))
+        await asyncio.wait({answer}, timeout=PART_S)
+        if not answer.done():
+            await endpoint.abort_requests(AbortRequests(request_ids=(asked.request_id,)))
+        (part,) = (await answer).completions
+        num_parts += 1
+        found = part if found is None else joined(found, part)
+        if part.finish_reason != "abort":
+            return found, num_parts
+        asked = continuation(asked, part, f"{whole.request_id}-{num_parts}")
+
+
+def test_spans_are_true_over_parts_and_over_updates_within_and_between_them(engine: RealEngine) -> None:
+    attached = threading.Event()
+
+    async def sample(endpoint: InferenceEndpoint) -> list[tuple[Completion, int]]:
+        await endpoint.capabilities()
+        attached.set()
+        requests = [request(300, temperature=1.0) for _ in range(NUM_REQUESTS)]
+        return await asyncio.gather(*(sampled_in_parts(endpoint, it) for it in requests))
+
+    with engine.publisher() as publisher, ThreadPoolExecutor() as threads:
+        publish(publisher, engine.tensors, 1)
+        sampling = threads.submit(run, engine.endpoint(generate_timeout_s=150.0), sample)
+        assert attached.wait(60)
+        version = 1
+        while not sampling.done() and version < 400:
+            time.sleep(0.2)
+            version += 1
+            publish(publisher, muted(engine.tensors) if version % 2 == 0 else engine.tensors, version)
+        found = sampling.result()
+        publish(publisher, engine.tensors, version + 1)
+    for completion, _ in found:
+        assert (completion.finish_reason, len(completion.token_ids)) == ("length", 300)
+        assert_spans_are_true(completion)
+    assert min(len(completion.version_spans) for completion, _ in found) >= 3
+    assert min(num_parts for _, num_parts in found) >= 2
