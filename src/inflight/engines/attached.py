@@ -93,7 +93,7 @@ class AttachedEndpoint(ABC):
     async def _label(self, timeout_s: float | None = None) -> str:
         """Return the server's label for its weights. Raises `PoisonedError` if they are torn."""
         label = await self._found(timeout_s)
-        self._updates.session.refuse_if_poisoned()
+        self._updates.session.refuse_to_sample()
         return label
 
     @abstractmethod

@@ -8,7 +8,7 @@ from typing import Any
 
 import pydantic
 
-from inflight.contracts import StreamingEndpoint
+from inflight.contracts import ReleasingEndpoint, StreamingEndpoint
 from inflight.errors import InflightError, ProtocolError, error_from_code
 from inflight.http import routes
 from inflight.http.bodies import message_of
@@ -36,9 +36,11 @@ from inflight.wire import (
 _MAX_EVENT_BYTES = 1024 * 1024
 _SLACK_S = 5.0
 """How much longer than the server's deadline the client waits, so that the server's own error arrives."""
+_MOVE_S = 300.0
+"""How long weights may take to or from the host's memory. Callers that know the model bound it themselves."""
 
 
-class HttpEndpoint(StreamingEndpoint):
+class HttpEndpoint(StreamingEndpoint, ReleasingEndpoint):
     """One inference server at ``url``.
 
     ``token`` is sent to control routes only. ``control_timeout_s`` bounds each control call without a deadline of its
@@ -88,6 +90,12 @@ class HttpEndpoint(StreamingEndpoint):
 
     async def abort_weight_update(self, ref: UpdateRef) -> WeightVersion:
         return await self._call(routes.ABORT_WEIGHT_UPDATE, ref, self._control_timeout_s)
+
+    async def release_memory(self) -> WeightVersion:
+        return await self._call(routes.RELEASE_MEMORY, None, _MOVE_S)
+
+    async def restore_memory(self) -> WeightVersion:
+        return await self._call(routes.RESTORE_MEMORY, None, _MOVE_S)
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
         num_tokens = _num_tokens(request.sampling)

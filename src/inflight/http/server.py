@@ -21,7 +21,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route as StarletteRoute
 
-from inflight.contracts import InferenceEndpoint, StreamingEndpoint
+from inflight.contracts import InferenceEndpoint, ReleasingEndpoint, StreamingEndpoint
 from inflight.errors import InflightError, InvalidRequestError, UnauthorizedError, UnsupportedError
 from inflight.http import routes
 from inflight.http.bodies import message_of
@@ -109,6 +109,8 @@ def create_app(
         return JSONResponse(openapi_document())
 
     async def control(request: Request, route: Route[Any]) -> Response:
+        if route in (routes.RELEASE_MEMORY, routes.RESTORE_MEMORY) and not isinstance(endpoint, ReleasingEndpoint):
+            raise UnsupportedError(f"{endpoint.name} does not declare releases_memory")
         call = getattr(endpoint, route.operation)
         if route.request is None:
             return _json(await call())

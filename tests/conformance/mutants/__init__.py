@@ -22,6 +22,7 @@ from tests.conformance.mutants import (
     faults,
     http,
     parity,
+    releasing,
     sampling,
     sessions,
     tokens,
@@ -31,7 +32,7 @@ from tests.conformance.mutants import (
 from tests.conformance.mutants.mutant import Mutant
 
 LEVELS = (
-    *(discovery, tokens, sampling, control, sessions),
+    *(discovery, tokens, sampling, control, sessions, releasing),
     *(weights, arrivals, versions, caches, clients, faults, http, parity),
 )
 MUTANTS: dict[str, Mutant] = {mutant.name: mutant for level in LEVELS for mutant in level.MUTANTS}
