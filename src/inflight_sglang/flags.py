@@ -12,6 +12,8 @@ from urllib.parse import urlsplit
 MODULE = "sglang.launch_server"
 NEEDED_ARGUMENTS = ("--disable-overlap-schedule",)
 """Arguments without which inflight refuses to attach."""
+RELEASE_ARGUMENTS = ("--enable-memory-saver", "--enable-weights-cpu-backup")
+"""Without these a server cannot release its memory, or would lose its weights. They need ``torch_memory_saver``."""
 NEEDED_ROUTES = (
     "/generate",
     "/abort_request",

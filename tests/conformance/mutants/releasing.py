@@ -71,9 +71,7 @@ MUTANTS = (
         "Memory is released by an endpoint that does not declare it.",
         declaring(releases_memory=False),
     ),
-    Mutant(
-        "samples while released", "E-65", "Requests are sampled while memory is released.", samples_while_released
-    ),
+    Mutant("samples while released", "E-65", "Requests are sampled while memory is released.", samples_while_released),
     Mutant("restores for an update", "E-65", "An update takes the memory back by itself.", restores_for_an_update),
     Mutant("released in secret", "E-65", "The state is ready while memory is released.", does_not_tell),
     Mutant(

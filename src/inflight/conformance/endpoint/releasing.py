@@ -44,9 +44,9 @@ async def refuses_while_released(subject: EndpointSubject) -> None:
     before = await subject.endpoint.weight_version()
     await subject.publisher.form_group()
     async with _restored(subject.releasing):
-        for call in ("the release", "a repeated release"):
-            answer = await within(_MOVE_S, subject.releasing.release_memory(), call)
-            require(answer.state is EndpointState.RELEASED, f"{call} was answered with the state {answer.state}")
+        for what in ("the release", "a repeated release"):
+            answer = await within(_MOVE_S, subject.releasing.release_memory(), what)
+            require(answer.state is EndpointState.RELEASED, f"{what} was answered with the state {answer.state}")
         for endpoint in (subject.endpoint, await subject.another_client()):
             found = await endpoint.weight_version()
             require(found.state is EndpointState.RELEASED, f"while memory is released, the state is {found.state}")
@@ -55,8 +55,9 @@ async def refuses_while_released(subject: EndpointSubject) -> None:
                 endpoint.generate(subject.request()), ReleasedError, "a request while memory is released"
             )
         update = subject.publisher.announcement(subject.reference.perturbed("B"))
-        call = subject.endpoint.request_weight_update(update)
-        await subject.require_refused(call, "an update while memory is released")
+        await subject.require_refused(
+            subject.endpoint.request_weight_update(update), "an update while memory is released"
+        )
 
 
 @check("E-66", "releases_memory updates", deadline_s=120)
