@@ -9,9 +9,9 @@ from inflight.local.endpoint import LocalEndpoint
 from inflight.local.loading import load_endpoint
 
 
-def without_memory_once(model: Path, **options: Any) -> LocalEndpoint:
+def without_memory_once(model: Path, *, name: str, **_: Any) -> LocalEndpoint:
     """Return an endpoint that finds no memory when it is to take its own back for the first time."""
-    endpoint = load_endpoint(model, **options)
+    endpoint = load_endpoint(model, name=name)
     take_memory = endpoint._engine.take_memory
 
     def none_left() -> None:
