@@ -31,6 +31,8 @@ NEEDED_ROUTES = (
     "/server_info",
     "/ready",
     "/v1/loads",
+    "/release_memory_occupation",
+    "/resume_memory_occupation",
 )
 """Every route of SGLang that the endpoint calls."""
 Updates = Literal["staged", "native"]

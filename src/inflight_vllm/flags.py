@@ -33,6 +33,8 @@ NEEDED_ROUTES = (
     "/update_weight_version",
     "/weight_info",
     "/get_world_size",
+    "/sleep",
+    "/wake_up",
 )
 """Every route of vLLM that the endpoint calls."""
 _CHAT_ROUTE = "/v1/chat/completions/render"

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from inflight.engines.labels import began_under_another
-from inflight.errors import InvalidRequestError, ProtocolError
+from inflight.errors import BusyError, InvalidRequestError, ProtocolError
 from inflight.wire import GenerateRequest
 
 Item = TypeVar("Item")
@@ -55,6 +55,11 @@ class RequestGate:
     def has_requests(self) -> bool:
         """Whether requests run, or wait for the gate."""
         return bool(self._ids)
+
+    def refuse_if_busy(self) -> None:
+        """Raise `BusyError` if requests run, or wait for the gate."""
+        if self._ids:
+            raise BusyError(f"{len(self._ids)} requests run or wait: memory can be released once they have ended")
 
     async def sample(
         self,

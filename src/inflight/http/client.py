@@ -14,6 +14,7 @@ from inflight.http import routes
 from inflight.http.bodies import message_of
 from inflight.http.connection import MAX_RESPONSE_BYTES, HttpConnection
 from inflight.http.routes import Response, Route
+from inflight.transfer_time import MOVE_S
 from inflight.wire import (
     BucketTransfer,
     Capabilities,
@@ -36,8 +37,6 @@ from inflight.wire import (
 _MAX_EVENT_BYTES = 1024 * 1024
 _SLACK_S = 5.0
 """How much longer than the server's deadline the client waits, so that the server's own error arrives."""
-_MOVE_S = 300.0
-"""How long weights may take to or from the host's memory. Callers that know the model bound it themselves."""
 
 
 class HttpEndpoint(StreamingEndpoint, ReleasingEndpoint):
@@ -92,10 +91,10 @@ class HttpEndpoint(StreamingEndpoint, ReleasingEndpoint):
         return await self._call(routes.ABORT_WEIGHT_UPDATE, ref, self._control_timeout_s)
 
     async def release_memory(self) -> WeightVersion:
-        return await self._call(routes.RELEASE_MEMORY, None, _MOVE_S)
+        return await self._call(routes.RELEASE_MEMORY, None, MOVE_S)
 
     async def restore_memory(self) -> WeightVersion:
-        return await self._call(routes.RESTORE_MEMORY, None, _MOVE_S)
+        return await self._call(routes.RESTORE_MEMORY, None, MOVE_S)
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
         num_tokens = _num_tokens(request.sampling)

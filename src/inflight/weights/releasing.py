@@ -11,6 +11,9 @@ from inflight.errors import BusyError
 from inflight.weights.session import UpdateSession
 from inflight.wire import EndpointState
 
+IDLE_S = 10.0
+"""How long the requests of an engine's other clients may take to end before a release is refused."""
+
 
 class ReleasableEngine(Protocol):
     """What a `MemoryRelease` asks of the engine. Nothing is sampled and no update is open while it asks."""
