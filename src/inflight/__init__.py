@@ -12,6 +12,7 @@ from inflight import errors, types, wire
 from inflight.contracts import (
     BackgroundSaver,
     InferenceEndpoint,
+    ReleasingEndpoint,
     StreamingEndpoint,
     Task,
     TrainerWorker,
@@ -47,6 +48,7 @@ __all__ = [
     "LoraWeights",
     "ModuleWeights",
     "PublishReport",
+    "ReleasingEndpoint",
     "SamplingParams",
     "StreamingEndpoint",
     "Task",

@@ -15,6 +15,7 @@ import pytest
 from inflight.contracts import ReleasingEndpoint
 from inflight.errors import BusyError, ReleasedError, UnsupportedError, UpdateError
 from inflight.wire import Capabilities, EndpointState
+from tests.engine.reference import wait_until
 from tests.real_engines.servers import RealEngine, is_uniform, logprobs, muted, publish, request, run
 
 VOCAB_SIZE = 258
@@ -42,7 +43,7 @@ def test_a_build_for_the_cpu_declares_nothing_and_says_why(engine: RealEngine) -
     async def release(endpoint: Any) -> None:
         assert isinstance(endpoint, ReleasingEndpoint)
         assert not (await endpoint.capabilities()).releases_memory
-        with pytest.raises(UnsupportedError, match="was started without --enable-.*, which need a GPU"):
+        with pytest.raises(UnsupportedError, match=r"was started without --enable-.*, which need a GPU"):
             await endpoint.release_memory()
         assert (await endpoint.weight_version()).state is EndpointState.READY
 
@@ -92,8 +93,7 @@ def test_a_release_is_refused_while_this_client_or_another_has_requests(
             await other.capabilities()
             await busy.capabilities()
             running = asyncio.ensure_future(busy.generate(request(900)))
-            while not busy._gate.num_sent:
-                await asyncio.sleep(0.01)
+            await wait_until(lambda: busy._gate.num_sent > 0)
             for endpoint, words in ((busy, "1 requests run or wait"), (other, "still ran after 1 s")):
                 assert not running.done()
                 with pytest.raises(BusyError, match=words):

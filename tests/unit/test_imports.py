@@ -32,6 +32,7 @@ PUBLIC_NAMES = {
         "LoraWeights",
         "ModuleWeights",
         "PublishReport",
+        "ReleasingEndpoint",
         "SamplingParams",
         "StreamingEndpoint",
         "Task",

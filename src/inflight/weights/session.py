@@ -326,6 +326,8 @@ class UpdateSession:
         self._refuse_torn()
         if self._open is not None:
             raise BusyError(f"the update to version {self._open.update.version} is open: memory cannot be released now")
+        if self._state is not EndpointState.READY:
+            raise BusyError(f"the endpoint is {self._state}: memory cannot be released now")
         self._take(Event.RELEASE)
         self._is_moving = True
 
