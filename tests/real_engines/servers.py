@@ -71,7 +71,7 @@ def running(engine: str, model: Path, *, port: int = 0, **options: Any) -> Itera
     """Yield a server in a process of its own."""
     kind = load_engine_kind(engine)
     chosen = EngineOptions(model=model, **{"dtype": "float32", "threads": 1, "max_concurrent": 64, **options})
-    with started(kind, chosen, python=python_of(engine), port=port, timeout_s=1200.0) as process:
+    with started(kind, chosen, python=python_of(engine), port=port, timeout_s=240.0) as process:
         yield RealEngine(kind, model, process)
 
 
