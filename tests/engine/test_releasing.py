@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from pathlib import Path
 
 import pytest
@@ -65,18 +64,25 @@ def test_a_restore_without_memory_leaves_it_released_and_may_be_repeated(
     asyncio.run(run())
 
 
-def test_a_release_goes_on_without_its_caller_and_a_restore_waits_for_it(model_dir: Path) -> None:
+def test_a_release_goes_on_without_its_caller_and_a_restore_waits_for_it(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def run() -> None:
         async with serving(model_dir) as endpoint:
-            go_on = threading.Event()
-            endpoint._engine.call(go_on.wait)
+            free_memory, go_on = endpoint.free_memory, asyncio.Event()
+
+            async def slowly() -> None:
+                await go_on.wait()
+                await free_memory()
+
+            monkeypatch.setattr(endpoint, "free_memory", slowly)
             releasing = asyncio.ensure_future(endpoint.release_memory())
             await wait_until(lambda: endpoint._updates.session.state is EndpointState.RELEASED)
             with pytest.raises(ReleasedError):  # from the call on, not only once the memory is free
                 await endpoint.generate(make_request("r", random_prompt(5, 1), max_tokens=2))
             releasing.cancel()
             restoring = asyncio.ensure_future(endpoint.restore_memory())
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.2)
             assert not restoring.done()
             go_on.set()
             assert (await restoring).state is EndpointState.READY
