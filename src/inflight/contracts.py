@@ -152,6 +152,27 @@ class AbortingEndpoint(InferenceEndpoint, Protocol):
 
 
 @runtime_checkable
+class ReleasingEndpoint(InferenceEndpoint, Protocol):
+    """An endpoint that declares ``releases_memory``. Both calls may be repeated, and then change nothing."""
+
+    @abstractmethod
+    async def release_memory(self) -> WeightVersion:
+        """Give up the memory of weights, keys and values; on return others may take it, and the state is RELEASED.
+
+        The endpoint keeps its weights elsewhere, under the same version, and forgets cached prefixes. Raises
+        `BusyError` if requests run or wait, or an update is open, and `PoisonedError` if the weights are torn: nothing
+        changed. After any other error the state may be RELEASED, and `restore_memory` leads out.
+        """
+
+    @abstractmethod
+    async def restore_memory(self) -> WeightVersion:
+        """Take the memory back; on return the same weights are served as before the release.
+
+        Raises `EndpointError` if the memory cannot be had: the state is still RELEASED.
+        """
+
+
+@runtime_checkable
 class WeightSource(Protocol):
     """The whole of what a publish needs from a trainer rank. All ranks make the same calls in the same order."""
 

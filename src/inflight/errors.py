@@ -9,7 +9,9 @@
     │   ├── UnreachableError         no answer: the endpoint's state is unknown
     │   ├── DeadlineError            no answer in time: the endpoint's state is unknown
     │   ├── ProtocolError            the answer breaks the contract: the endpoint's state is unknown
-    │   └── PoisonedError            weights are torn until a complete update or a restart
+    │   ├── PoisonedError            weights are torn until a complete update or a restart
+    │   ├── BusyError                its memory cannot be released now; nothing changed
+    │   └── ReleasedError            its memory is released; weights are whole, and serve once it is restored
     ├── UpdateError
     │   ├── UpdateRefusedError       before any byte was sent: the old weights serve on
     │   │   └── FencedError          another incarnation of this run's trainer has taken over; stop
@@ -99,6 +101,18 @@ class PoisonedError(EndpointError):
     """The endpoint's weights are torn and it refuses to generate until a complete update or a restart."""
 
     code = "poisoned"
+
+
+class BusyError(EndpointError):
+    """The endpoint's memory cannot be released, because requests run or an update is open; nothing changed."""
+
+    code = "busy"
+
+
+class ReleasedError(EndpointError):
+    """The endpoint's memory is released and it refuses to generate until that is restored; its weights are whole."""
+
+    code = "released"
 
 
 class UpdateError(InflightError):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 BYTES_PER_S = 0.5e9
 """Assumed at least, of disks and networks, with gathering and checksums."""
+MOVE_S = 300.0
+"""How long weights may take from a GPU to the host's memory, or back, where the model's size is not known."""
 
 
 def with_transfer_s(base_s: float, size_bytes: int) -> float:

@@ -115,6 +115,8 @@ class EndpointState(StrEnum):
     """An update arrives while sampling goes on from the old weights."""
     PAUSED = "paused"
     UPDATING = "updating"
+    RELEASED = "released"
+    """Its memory is given up until it is restored; it keeps its weights, and neither samples nor takes updates."""
     POISONED = "poisoned"
 
 
@@ -661,6 +663,8 @@ class Capabilities(WireModel):
     chat: bool
     seeds: bool = True
     """Whether a request may have a seed. If not, a request with a seed is refused."""
+    releases_memory: bool = False
+    """Whether the memory of weights, keys and values can be released, see `EndpointState.RELEASED`."""
     manifest_digest: str | None = None
     """`Manifest.digest` of the weights that the endpoint accepts, in its own order; None if unknown."""
 
@@ -672,6 +676,7 @@ class Capabilities(WireModel):
         encodings: Collection[Encoding] = (),
         partial_updates: bool = False,
         lora: bool = False,
+        releases_memory: bool = False,
     ) -> str | None:
         """Return the first of these needs that is not declared, in words that follow "does not declare"."""
         if in_flight is not None and in_flight not in self.in_flight_policies:
@@ -683,7 +688,9 @@ class Capabilities(WireModel):
                 return f"the encoding {encoding}; it declares {', '.join(('raw', *self.encodings))}"
         if partial_updates and not self.partial_updates:
             return "partial updates"
-        return "lora" if lora and not self.lora else None
+        if lora and not self.lora:
+            return "lora"
+        return "releases_memory" if releases_memory and not self.releases_memory else None
 
 
 class Health(WireModel):

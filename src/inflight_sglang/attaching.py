@@ -82,6 +82,7 @@ async def attach(routes: EngineRoutes, model_dir: Path | None, updates: Updates 
             streaming=False,
             chat=flags.offers_chat(paths, info),
             seeds=limits.has_seeds,
+            releases_memory=bool(info.get("enable_memory_saver") and info.get("enable_weights_cpu_backup")),
             manifest_digest=None if specs is None else Manifest(tensors=specs).digest(),
         )
     except (KeyError, TypeError, IndexError, ValueError) as error:

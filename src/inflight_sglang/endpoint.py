@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from inflight.contracts import AbortingEndpoint
+from inflight.contracts import AbortingEndpoint, ReleasingEndpoint
 from inflight.engines.attached import AttachedEndpoint
 from inflight.engines.labels import ServedVersion
 from inflight.engines.requests import Asked
@@ -15,6 +15,7 @@ from inflight.engines.routes import EngineRoutes, words_of
 from inflight.errors import InvalidRequestError, TransferError, UpdateRefusedError
 from inflight.weights.intakes import WeightIntake
 from inflight.weights.receiving import ReceivingEndpoint, UpdateReceiver
+from inflight.weights.releasing import MemoryRelease
 from inflight.wire import (
     Capabilities,
     ChatCompletionRequest,
@@ -25,6 +26,7 @@ from inflight.wire import (
     WeightUpdate,
     WeightVersion,
 )
+from inflight_sglang import flags
 from inflight_sglang.attaching import Attached, attach
 from inflight_sglang.checkpoint_files import CheckpointIntake
 from inflight_sglang.flags import Updates
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
 _CLOSE_S = 5.0
 
 
-class SglangEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint):
+class SglangEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, ReleasingEndpoint):
     """One SGLang server at ``url``; nothing of inflight is installed there.
 
     The first call asks the server how it was started, and raises `ConfigError` with the command that starts it
@@ -54,6 +56,8 @@ class SglangEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint):
     Only servers with ``--enable-deterministic-inference`` honour seeds; others ignore them. A drain waits for the
     requests of other clients too.
     """
+
+    _release_arguments = flags.RELEASE_ARGUMENTS
 
     def __init__(
         self,
@@ -87,6 +91,7 @@ class SglangEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint):
         else:
             intake = NativeIntake(self._routes, engine, self._background, can.num_ranks)
         self._updates = UpdateReceiver(engine, intake, attached.specs, can)
+        self._memory = MemoryRelease(engine, self._updates.session)
         await self._found()
         return can
 

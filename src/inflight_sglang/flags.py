@@ -12,6 +12,8 @@ from urllib.parse import urlsplit
 MODULE = "sglang.launch_server"
 NEEDED_ARGUMENTS = ("--disable-overlap-schedule",)
 """Arguments without which inflight refuses to attach."""
+RELEASE_ARGUMENTS = ("--enable-memory-saver", "--enable-weights-cpu-backup")
+"""Without these a server cannot release its memory, or would lose its weights. They need ``torch_memory_saver``."""
 NEEDED_ROUTES = (
     "/generate",
     "/abort_request",
@@ -29,6 +31,8 @@ NEEDED_ROUTES = (
     "/server_info",
     "/ready",
     "/v1/loads",
+    "/release_memory_occupation",
+    "/resume_memory_occupation",
 )
 """Every route of SGLang that the endpoint calls."""
 Updates = Literal["staged", "native"]

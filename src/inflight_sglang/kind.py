@@ -42,6 +42,7 @@ class SglangKind(EngineKind):
 
     name = "sglang"
     health_path = "/ready"  # ``/health`` takes a second, and samples a token
+    release_arguments = flags.RELEASE_ARGUMENTS
     liveness_path = None  # SGLang's server ends by itself a few seconds after a part of it has died
 
     def command(self, options: EngineOptions, host: str, port: int) -> list[str]:

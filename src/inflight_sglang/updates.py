@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from inflight.engines.calls import BackgroundCalls, quietly
-from inflight.engines.labels import ServedVersion, label_of, parse_label
+from inflight.engines.labels import ServedVersion, label_of, parse_label, released_label, restored_label
 from inflight.engines.requests import RequestGate
 from inflight.engines.routes import EngineRoutes, words_of
 from inflight.engines.timings import LastUpdate
-from inflight.errors import ProtocolError, TransferError, UpdateRefusedError
+from inflight.errors import BusyError, ProtocolError, TransferError, UpdateRefusedError
+from inflight.transfer_time import MOVE_S
 from inflight.weights.receiving import PausableEngine
+from inflight.weights.releasing import IDLE_S, ReleasableEngine
 from inflight.wire import InFlightPolicy, TransportSpec, UpdateRef, UpdateTimings, WeightUpdate
 from inflight_sglang import pausing
 from inflight_sglang.checkpoint_files import CheckpointFiles
@@ -32,7 +34,7 @@ _NO_FILES = "Failed to get weights iterator: Cannot find any model weights"
 """SGLang's answer for an empty directory that it sees; a directory that it does not see it looks up in the Hub."""
 
 
-class SglangUpdates(PausableEngine):
+class SglangUpdates(PausableEngine, ReleasableEngine):
     """The weights of one server. ``gate`` is closed while they change.
 
     With ``files``, those of the open update, updates are staged; without them they are native.
@@ -188,6 +190,28 @@ class SglangUpdates(PausableEngine):
                 if self._gate.is_open.is_set() and status == 200:
                     await pausing.abort(self._routes, rids)
 
+    async def free_memory(self) -> None:
+        """Waits for requests of other clients of the engine, but not for long: a release while one runs ends SGLang.
+
+        The label changes last: a resume without a release ends SGLang too.
+        """
+        self._gate.refuse_if_busy()
+        async with self._alone():
+            try:
+                async with asyncio.timeout(IDLE_S):
+                    await pausing.stop(self._routes, InFlightPolicy.DRAIN, lambda: self._gate.num_sent)
+            except TimeoutError as error:
+                await pausing.go_on(self._routes)
+                raise BusyError(f"requests of other clients still ran after {IDLE_S:g} s") from error
+            await self._routes.post("/release_memory_occupation", {}, MOVE_S)
+            await pausing.set_label(self._routes, released_label(await self._served_label()))
+
+    async def take_memory(self) -> None:
+        async with self._alone():
+            await self._routes.post("/resume_memory_occupation", {}, MOVE_S)
+            await pausing.set_label(self._routes, restored_label(await self._served_label()))
+            await pausing.go_on(self._routes)
+
     async def num_running(self) -> int:
         """Includes the requests of other clients."""
         loads = await self._routes.get("/v1/loads")
@@ -253,9 +277,14 @@ class SglangUpdates(PausableEngine):
             await pausing.poison(self._routes, label_of(self._update, torn=True))
 
     async def _clear(self) -> None:
-        """End what another client left open: its session, and its pause unless the weights are torn."""
-        served = parse_label(str((await self._routes.get("/model_info"))["weight_version"]))
+        """End what another client left open: its session, and its pause.
+
+        Torn weights stay paused, and so does an engine whose memory is released.
+        """
+        served = parse_label(await self._served_label())
         self.is_torn = served.torn
+        if served.released:
+            return
         status, _ = await self._routes.ask("GET", "/ready")
         if status == 200:  # not paused: do not look for a session, which would wait until nothing runs
             return
@@ -266,6 +295,9 @@ class SglangUpdates(PausableEngine):
             ref = UpdateRef(run_id=served.run_id or "checkpoint", version=served.version)
             await pausing.poison(self._routes, label_of(ref, torn=True))
         await self._go_on()
+
+    async def _served_label(self) -> str:
+        return str((await self._routes.get("/model_info"))["weight_version"])
 
     @contextlib.asynccontextmanager
     async def _alone(self) -> AsyncIterator[None]:

@@ -8,13 +8,14 @@ from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from inflight.contracts import AbortingEndpoint
+from inflight.contracts import AbortingEndpoint, ReleasingEndpoint
 from inflight.engines.attached import AttachedEndpoint
 from inflight.engines.checkpoint_specs import checkpoint_of
 from inflight.engines.requests import Asked
 from inflight.engines.routes import EngineRoutes, words_of
 from inflight.errors import ConfigError, InvalidRequestError, ProtocolError, UnauthorizedError
 from inflight.weights.receiving import ReceivingEndpoint, UpdateReceiver
+from inflight.weights.releasing import MemoryRelease
 from inflight.wire import (
     Capabilities,
     ChatCompletionRequest,
@@ -35,13 +36,15 @@ from inflight_vllm.updates import PLUGIN_PROTOCOL, VllmUpdates, status_of
 _CLOSE_S = 30.0
 
 
-class VllmEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint):
+class VllmEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, ReleasingEndpoint):
     """One vLLM server at ``url``, with inflight's plug-in installed.
 
     The first call asks the server how it was started, and raises `ConfigError` with the command that starts it
     correctly. ``api_key`` is the server's own. ``model_dir`` is the checkpoint as this process sees it, if that differs
     from the server's path: manifests are checked against it before anything is sent, and the vocabulary is read there.
     """
+
+    _release_arguments = flags.RELEASE_ARGUMENTS
 
     def __init__(
         self,
@@ -123,9 +126,11 @@ class VllmEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint):
             streaming=False,
             chat=flags.offers_chat(paths),
             seeds=flags.honours_seeds(settings),
+            releases_memory=bool(settings["model_config"].get("enable_sleep_mode")),
             manifest_digest=None if specs is None else Manifest(tensors=specs).digest(),
         )
         self._updates = UpdateReceiver(self._engine, self._engine, specs, can)
+        self._memory = MemoryRelease(self._engine, self._updates.session)
         await self._found()
         return can
 

@@ -10,6 +10,8 @@ from urllib.parse import urlsplit
 
 BACKEND = "inflight"
 """The weight transfer backend that `inflight_vllm.transfer_engine` registers."""
+RELEASE_ARGUMENTS = ("--enable-sleep-mode",)
+"""Without these a server cannot release its memory. vLLM refuses them on a CPU."""
 MODULE = "vllm.entrypoints.openai.api_server"
 DEV_MODE = "VLLM_SERVER_DEV_MODE"
 """Mounts the routes for pausing, resuming and updating; vLLM has no finer switch for them."""
@@ -31,6 +33,8 @@ NEEDED_ROUTES = (
     "/update_weight_version",
     "/weight_info",
     "/get_world_size",
+    "/sleep",
+    "/wake_up",
 )
 """Every route of vLLM that the endpoint calls."""
 _ABORT_ROUTE = "/abort_requests"

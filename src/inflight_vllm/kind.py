@@ -22,6 +22,7 @@ class VllmKind(EngineKind):
     name = "vllm"
     health_path = "/health"
     liveness_path = "/health"
+    release_arguments = flags.RELEASE_ARGUMENTS
 
     def command(self, options: EngineOptions, host: str, port: int) -> list[str]:
         """Runs the module, because the script ``vllm`` fails in builds for the CPU."""

@@ -13,13 +13,23 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from inflight.engines.calls import BackgroundCalls, quietly
-from inflight.engines.labels import label_of, parse_label
+from inflight.engines.labels import label_of, parse_label, released_label, restored_label
 from inflight.engines.requests import RequestGate
 from inflight.engines.routes import EngineRoutes
 from inflight.engines.timings import LastUpdate
-from inflight.errors import InflightError, ProtocolError, TransferError, UpdateRefusedError
+from inflight.errors import (
+    BusyError,
+    DeadlineError,
+    EndpointError,
+    InflightError,
+    ProtocolError,
+    TransferError,
+    UpdateRefusedError,
+)
+from inflight.transfer_time import MOVE_S
 from inflight.weights.intakes import WeightIntake
 from inflight.weights.receiving import PausableEngine
+from inflight.weights.releasing import IDLE_S, ReleasableEngine
 from inflight.wire import (
     BucketSpec,
     BucketTransfer,
@@ -45,7 +55,7 @@ _POLL_S = 0.01
 """Seconds between two status calls while tokens are sampled."""
 
 
-class VllmUpdates(PausableEngine, WeightIntake):
+class VllmUpdates(PausableEngine, ReleasableEngine, WeightIntake):
     """The weights of one server. ``gate`` is closed while they change; ``probe`` samples one token."""
 
     def __init__(
@@ -185,13 +195,38 @@ class VllmUpdates(PausableEngine, WeightIntake):
             async with self._lock:
                 self._is_torn = True
                 await self._end_session(force=True)
-                served = parse_label((await self._routes.get("/weight_info"))["weight_version"])
+                served = parse_label(await self._served_label())
                 if not served.torn:
-                    ref = f"torn:{served.version}@{served.run_id or 'checkpoint'}"
-                    await self._routes.post("/update_weight_version", {"new_version": ref})
+                    await self._set_label(f"torn:{served.version}@{served.run_id or 'checkpoint'}")
                 await self._routes.post("/pause?mode=abort&clear_cache=true")
         finally:
             self._gate.is_open.set()  # waiting requests are now refused
+
+    async def free_memory(self) -> None:
+        """Waits for requests of other clients of the engine, but not for long: vLLM would end them, or sleep later."""
+        self._gate.refuse_if_busy()
+        async with self._lock:
+            try:
+                await self._routes.post("/pause?mode=wait&clear_cache=true", timeout_s=IDLE_S)
+            except DeadlineError as error:
+                await self._resume()
+                raise BusyError(f"requests of other clients still ran after {IDLE_S:g} s") from error
+            await self._set_label(released_label(await self._served_label()))
+            await self._routes.post("/sleep?level=1&mode=keep", timeout_s=MOVE_S)  # level 2 would drop the weights
+
+    async def take_memory(self) -> None:
+        """Waking lets the engine sample; clients of inflight send nothing before they find the label."""
+        async with self._lock:
+            answer = await self._routes.post("/wake_up", timeout_s=MOVE_S)
+            if answer.get("status") != "awake":
+                raise EndpointError(f"POST /wake_up answered {answer!r}", self._routes.url)
+            await self._set_label(restored_label(await self._served_label()))
+
+    async def _served_label(self) -> str:
+        return str((await self._routes.get("/weight_info"))["weight_version"])
+
+    async def _set_label(self, label: str) -> None:
+        await self._routes.post("/update_weight_version", {"new_version": label})
 
     async def num_running(self) -> int:
         return self._gate.num_sent
@@ -243,11 +278,15 @@ class VllmUpdates(PausableEngine, WeightIntake):
                 await asyncio.sleep(_POLL_S)
 
     async def _clear(self) -> None:
-        """End what another client left open: its session, its group, and its pause unless the weights are torn."""
+        """End what another client left open: its session, its group, and its pause.
+
+        Torn weights stay paused, and so does an engine whose memory is released.
+        """
         await self._end_session(force=True)
         await quietly(self._routes.post("/shutdown_weight_transfer_engine"))
-        self._is_torn = parse_label((await self._routes.get("/weight_info"))["weight_version"]).torn
-        if not self._is_torn:
+        served = parse_label(await self._served_label())
+        self._is_torn = served.torn
+        if not (served.torn or served.released):
             await self._resume()
 
     async def _end_session(self, *, force: bool = False) -> None:

@@ -76,6 +76,7 @@ def paper_gpu() -> Iterator[OnPaper]:
     with (
         mock.patch.dict(fake_tensor._DISPATCH_META_HANDLERS, {torch.ops.prim.device.default: _device_in_cpp}),
         mock.patch.object(FakeTensor, "data_ptr", lambda tensor: values_of(tensor).data_ptr()),
+        mock.patch.object(FakeTensor, "data", property(torch.Tensor.data.__get__, _set_data), create=True),
         FakeTensorMode(allow_non_fake_inputs=True),
         OnPaper() as gpu,
     ):
@@ -113,6 +114,12 @@ def move_parameters(module: torch.nn.Module) -> torch.nn.Module:
         for name, buffer in list(part.named_buffers(recurse=False)):
             setattr(part, name, on_cuda(buffer))
     return module
+
+
+def _set_data(tensor: Any, other: Any) -> None:
+    """Give a tensor the memory of another one, on whatever device that is."""
+    torch.Tensor.data.__set__(tensor, other)  # type: ignore[attr-defined]
+    tensor.fake_device, tensor._value = other.fake_device, values_of(other)
 
 
 def _device_in_cpp(args: Any) -> torch.device:

@@ -41,8 +41,12 @@ def model_of(path: Path) -> Any:
 
 @torch.no_grad()
 def completions_of(model: Any) -> dict[str, list[Completion]]:
+    """What an engine of this model generates."""
+    return generated(Engine(model, max_model_len=256, max_concurrent=4))
+
+
+def generated(engine: Engine) -> dict[str, list[Completion]]:
     """What an engine generates, step by step in this thread: its own would not be on paper."""
-    engine = Engine(model, max_model_len=256, max_concurrent=4)
     finished: dict[str, list[Completion]] = {}
 
     def fail(error: Exception) -> None:
@@ -75,6 +79,26 @@ def test_the_engine_generates_the_tokens_of_the_cpu_on_a_gpu_on_paper(path):
     # A step waits for the device only to read tokens and logprobs, number by number on paper and in one transfer on a
     # GPU; nothing asks for indices.
     assert set(gpu.waits) == {"_local_scalar_dense"}, gpu.waits
+
+
+@torch.no_grad()
+def test_the_engine_leaves_nothing_on_a_gpu_on_paper_while_its_memory_is_released(path):
+    expected = completions_of(model_of(path))
+    model = model_of(path)
+    with paper_gpu():
+        engine = Engine(move_parameters(model), max_model_len=256, max_concurrent=4)
+        first = generated(engine)
+        engine.free_memory()
+        held = [*engine.parameters.values()]
+        held += [tensor for arena in engine._store.arenas for tensor in (arena.keys_LSKCD, arena.values_LSKCD)]
+        assert {tensor.device.type for tensor in held if tensor.numel()} == {"cpu"}
+        engine.take_memory()
+        assert {parameter.device for parameter in engine.parameters.values()} == {CUDA}
+        again = generated(engine)
+    assert first == again
+    assert {name: [it.token_ids for it in found] for name, found in again.items()} == {
+        name: [it.token_ids for it in found] for name, found in expected.items()
+    }
 
 
 def test_drawing_reads_tokens_and_logprobs_in_one_transfer_whatever_the_filters():

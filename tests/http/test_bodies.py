@@ -298,6 +298,8 @@ def calls_of(endpoint: HttpEndpoint) -> dict[str, Any]:
         ),
         "commit_weight_update": lambda: endpoint.commit_weight_update(ref),
         "abort_weight_update": lambda: endpoint.abort_weight_update(ref),
+        "release_memory": endpoint.release_memory,
+        "restore_memory": endpoint.restore_memory,
         "generate": lambda: endpoint.generate(request),
         "chat_completion": lambda: endpoint.chat_completion(chat),
         "health": endpoint.health,

@@ -78,7 +78,48 @@ def test_a_colocated_layout_that_needs_the_engine_to_give_up_its_memory_is_refus
     status, printed, said = dry_run("gpus-colocated", "--devices", "8x80GiB", "--servers.engine_arguments", arguments)
     assert (status, printed) == (2, "")
     assert re.search(r"GPU 0 needs \d+\.\d GiB but has 80\.0 GiB, \d+\.\d GiB too little", said)
-    assert "the memory of an engine is not released while the trainer works" in said
+    assert "set run.mode = 'conventional' and servers.release_memory = true, so that they take turns" in said
+
+
+def test_servers_that_release_their_memory_need_it_only_while_they_sample(
+    dry_run: Callable[..., tuple[int, str, str]],
+) -> None:
+    status, printed, _ = dry_run("gpus-turns", "--devices", "8x80GiB", "--json")
+    assert status == 0
+    plan = json.loads(printed)
+    memory = {it["name"]: it["memory"] for it in plan["processes"]}
+    terms = [*memory["trainer-0"], *memory["server-0-vllm"]]
+    always = ["parameters", "optimizer states", "context", "context"]
+    assert [term["name"] for term in terms if term["phase"] is None] == always
+    needed = {
+        phase: sum(term["size_bytes"] for term in terms if term["phase"] in (None, phase))
+        for phase in ("training", "sampling")
+    }
+    assert needed["training"] < needed["sampling"] < 80 * GIB < sum(term["size_bytes"] for term in terms)
+    assert {(use["phase"], use["needed_bytes"]) for use in plan["devices"]} == {("sampling", needed["sampling"])}
+    status, _, said = dry_run("gpus-turns", "--devices", "8x80GiB", "--servers.release_memory", "false")
+    assert status == 2
+    assert "GPU 0 needs" in said
+    status, _, said = dry_run("gpus-turns", "--devices", "8x48GiB")
+    assert status == 2
+    assert "while sampling but has 48.0 GiB" in said
+    assert "so that they take turns" not in said
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["--run.mode", "pipeline"], "servers.release_memory needs run.mode 'conventional'"),
+        (["--servers.device", "cpu"], "server-0-vllm computes on the CPU, but vllm releases memory on a GPU only"),
+        (["--servers.transport", "ipc", "--servers.delta", "true"], "servers.delta over 'ipc' keeps a copy"),
+    ],
+)
+def test_memory_is_not_released_where_it_is_needed_or_cannot_be(
+    dry_run: Callable[..., tuple[int, str, str]], overrides: list[str], expected: str
+) -> None:
+    status, printed, said = dry_run("gpus-turns", "--devices", "8x80GiB", *overrides)
+    assert (status, printed) == (2, "")
+    assert expected in said
 
 
 def test_two_nodes_need_an_address_that_the_other_one_reaches(dry_run: Callable[..., tuple[int, str, str]]) -> None:
@@ -98,7 +139,12 @@ def test_two_nodes_need_an_address_that_the_other_one_reaches(dry_run: Callable[
 
 @pytest.mark.parametrize(
     ("example", "model"),
-    [("gpus-split", "Qwen2.5-7B"), ("gpus-colocated", "Qwen2.5-7B"), ("gpus-two-nodes", "Qwen2.5-14B")],
+    [
+        ("gpus-split", "Qwen2.5-7B"),
+        ("gpus-colocated", "Qwen2.5-7B"),
+        ("gpus-turns", "Qwen2.5-7B"),
+        ("gpus-two-nodes", "Qwen2.5-14B"),
+    ],
 )
 def test_the_page_shows_what_the_command_prints(
     dry_run: Callable[..., tuple[int, str, str]], example: str, model: str

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from safetensors.torch import load_file
 
@@ -21,7 +22,7 @@ from tests.models import make_model
 from tests.run.runs import ROOT, RunProcess, ends_within
 from tests.run.tasks import TEACHING_ITEMS
 from tests.selection import first_of_each
-from tests.servers import ServerProcess
+from tests.servers import TOKEN, ServerProcess
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -74,6 +75,52 @@ def test_conventional_run_is_on_policy_at_one_step_and_lags_by_steps_otherwise(
     assert [(row["lag_mean"], row["lag_max"]) for row in run.rows()] == [(0, 0), (1, 1), (0, 0), (1, 1)]
     assert [row["publish"] is not None for row in run.rows()] == [False, True, False, True]
     assert set(run.summary()["completions_by_num_versions"]) == {"1"}
+
+
+RELEASING = ("--run.mode", "conventional", "--run.conventional_steps", "2", "--servers.release_memory", "true")
+
+
+def test_servers_release_their_memory_while_the_trainer_trains(start_run: Callable[..., RunProcess]) -> None:
+    run = start_run(*RELEASING, "--run.num_steps", "4", "--servers.count", "2")
+    assert run.wait() == 0, run.output()
+    assert [row["lag_max"] for row in run.rows()] == [0, 1, 0, 1]
+    assert [row["publish"] is not None for row in run.rows()] == [False, True, False, True]
+    turns = sorted(run.events("released", "restored", "train", "publish"), key=lambda event: event["start_s"])
+    phase = ["released", "train", "train", "restored", "publish"]
+    assert [event["kind"] for event in turns] == ["restored", "publish", *phase, *phase]
+    borders = run.events("released", "restored")
+    assert all(set(event["servers"]) == set(run.server_urls()) for event in borders)
+    for group in run.events("group"):
+        (*_, last) = (event["kind"] for event in borders if event["end_s"] <= group["end_s"])
+        assert last == "restored"
+    assert run.summary()["failure"] is None
+
+
+def test_a_server_that_finds_no_memory_to_restore_is_left_out_until_it_does(
+    start_run: Callable[..., RunProcess], model_dir: Path, tmp_path: Path
+) -> None:
+    failing = "tests.run.failing_servers:without_memory_once"
+    servers = [ServerProcess(model_dir, tmp_path / "a", "--engine", failing), ServerProcess(model_dir, tmp_path / "b")]
+    try:
+        for server in servers:
+            server.wait_until_ready()
+        urls = json.dumps([server.url for server in servers])
+        run = start_run(
+            *RELEASING, "--run.num_steps", "8", "--servers.urls", urls, environment={"INFLIGHT_TOKEN": TOKEN}
+        )
+        assert run.wait() == 0, run.output()
+        assert f"{servers[0].url} did not restore its memory and is left out: the memory could not be" in run.output()
+        assert [event["servers"] for event in run.events("restored")][1] == [servers[1].url]
+        (left_out, back) = run.events("fleet")
+        assert (left_out["removed"], back["restored"]) == ([servers[0].url], [servers[0].url])
+        assert {event["endpoint"] for event in run.events("group") if event["start_s"] > back["end_s"]} == {
+            server.url for server in servers
+        }
+        for server in servers:  # they go on after the run, with their memory
+            assert httpx.get(f"{server.url}/weight_version").json()["state"] == "ready"
+    finally:
+        for server in servers:
+            server.kill()
 
 
 def test_two_ranks_and_two_servers_train_together(start_run: Callable[..., RunProcess]) -> None:

@@ -33,6 +33,7 @@ PUBLIC_NAMES = {
         "LoraWeights",
         "ModuleWeights",
         "PublishReport",
+        "ReleasingEndpoint",
         "SamplingParams",
         "StreamingEndpoint",
         "Task",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from inflight.errors import UpdateRefusedError
+from inflight.errors import BusyError, PoisonedError, UpdateRefusedError
 from inflight.weights.buckets import plan_buckets
 from inflight.weights.session import TRANSITIONS, Event, UpdateSession
 from inflight.wire import BucketTransfer, EndpointState, InFlightPolicy, Manifest, TensorSpec, UpdateRef, WeightUpdate
@@ -62,6 +62,10 @@ CALLS: dict[str, Callable[[UpdateSession], object]] = {
     "find torn": lambda session: session.found(7, "other", torn=True),
     "find another": lambda session: session.found(3, "another", torn=False),
     "find another torn": lambda session: session.found(3, "another", torn=True),
+    "find released": lambda session: session.found(7, "other", torn=False, released=True),
+    "find another released": lambda session: session.found(3, "another", torn=False, released=True),
+    "release": lambda session: (session.begin_release(), session.released()),
+    "restore": lambda session: session.restored(),
 }
 WHOLE_OR_TORN = ("join", "join, find torn")
 UPDATES = {
@@ -78,6 +82,7 @@ UPDATES = {
 WAYS = {
     EndpointState.JOINING: [""],
     EndpointState.READY: ["join", "join, find torn, find", "join, stage, abort"],
+    EndpointState.RELEASED: ["join, release", "join, find released", "join, release, restore, release"],
     EndpointState.POISONED: ["join, find torn", "join, request, receive, receive, apply, abort"],
     **{state: [f"{below}, {way}" for below in WHOLE_OR_TORN for way in ways] for state, ways in UPDATES.items()},
 }
@@ -95,8 +100,11 @@ EVENTS = {
     Event.TORN: "abort torn",
     Event.FOUND: "find another",
     Event.FOUND_TORN: "find another torn",
+    Event.FOUND_RELEASED: "find another released",
+    Event.RELEASE: "release",
+    Event.RESTORED: "restore",
 }
-ASKED = (Event.REQUEST, Event.REQUEST_STAGED, Event.BUCKET, Event.PAUSE, Event.APPLY)
+ASKED = (Event.REQUEST, Event.REQUEST_STAGED, Event.BUCKET, Event.PAUSE, Event.APPLY, Event.RELEASE)
 """Publishers ask for these at any time, and are refused. The other events never come at a wrong time."""
 
 
@@ -132,7 +140,7 @@ def state_after(way: str, event: Event, call: str) -> EndpointState | None:
     before = facts(session)
     try:
         CALLS[call](session)
-    except UpdateRefusedError:
+    except (UpdateRefusedError, BusyError, PoisonedError):
         assert event in ASKED
         assert facts(session) == before
     except AssertionError:

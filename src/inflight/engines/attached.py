@@ -25,20 +25,25 @@ from inflight.wire import (
     GenerateRequest,
     GenerateResponse,
     TransportSpec,
+    WeightVersion,
 )
 
 if TYPE_CHECKING:
     from inflight.weights.receiving import UpdateReceiver
+    from inflight.weights.releasing import MemoryRelease
 
 
 class AttachedEndpoint(ABC):
     """One engine's server, asked over ``routes``; ``label_path`` is the route that says the label of its weights.
 
-    A subclass names `ReceivingEndpoint` and `AbortingEndpoint` as its further bases, after this class.
+    A subclass names `ReceivingEndpoint`, `AbortingEndpoint` and `ReleasingEndpoint` as further bases after this one.
 
     An instance belongs to the event loop in which it is first used. Its state is the server's: another instance may
     publish, and a replaced server is recognised. Closing waits ``close_s`` seconds for calls under way.
     """
+
+    _release_arguments: Sequence[str]
+    """As `EngineKind.release_arguments`."""
 
     def __init__(self, routes: EngineRoutes, *, label_path: str, close_s: float) -> None:
         self._routes = routes
@@ -49,7 +54,9 @@ class AttachedEndpoint(ABC):
         self._last = LastUpdate()
         self._attaching = Attaching(self._attach)
         self._was_replaced = False
-        self._updates: UpdateReceiver  # set by `_attach`
+        # Set by `_attach`:
+        self._updates: UpdateReceiver
+        self._memory: MemoryRelease
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"
@@ -88,14 +95,40 @@ class AttachedEndpoint(ABC):
         if session.update is None and num_changes == session.num_changes:
             if session.run_id is not None and served.run_id is None:  # a new process, with its checkpoint
                 self._was_replaced, self._last.timings = True, None
-            session.found(served.version, served.run_id, torn=self._is_torn(served), session_id=served.session_id)
+            session.found(
+                served.version,
+                served.run_id,
+                torn=self._is_torn(served),
+                released=served.released,
+                session_id=served.session_id,
+            )
         return label
 
     async def _label(self, timeout_s: float | None = None) -> str:
-        """Return the server's label for its weights. Raises `PoisonedError` if they are torn."""
+        """Return the server's label for its weights. Raises as `UpdateSession.refuse_to_sample` does."""
         label = await self._found(timeout_s)
-        self._updates.session.refuse_if_poisoned()
+        self._updates.session.refuse_to_sample()
         return label
+
+    async def release_memory(self) -> WeightVersion:
+        await (await self._releasing()).release()
+        return await self.weight_version()
+
+    async def restore_memory(self) -> WeightVersion:
+        await (await self._releasing()).restore()
+        return await self.weight_version()
+
+    async def _releasing(self) -> MemoryRelease:
+        if not (await self.capabilities()).releases_memory:
+            raise UnsupportedError(
+                f"{self.name} was started without {' '.join(self._release_arguments)}, which need a GPU: it does not "
+                "declare releases_memory"
+            )
+        await self._found()
+        return self._memory
+
+    @abstractmethod
+    async def weight_version(self) -> WeightVersion: ...
 
     @abstractmethod
     async def generate(self, request: GenerateRequest) -> GenerateResponse: ...

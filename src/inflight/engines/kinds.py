@@ -102,6 +102,11 @@ class EngineKind(Protocol):
     def environment(self, options: EngineOptions) -> Mapping[str, str]:
         """Return the environment variables that the server needs besides the inherited ones."""
 
+    @property
+    def release_arguments(self) -> Sequence[str]:
+        """Return the arguments with which a server on a GPU can release its memory; empty if it cannot."""
+        return ()
+
     def gpu_use(self, arguments: Sequence[str]) -> GpuUse:
         """Return what a server takes of GPUs, given the further arguments of its command line."""
         return GpuUse()

@@ -1,7 +1,8 @@
 """Version labels: the text by which an engine calls its weights, so that every client reads the same version from it.
 
 ``7/SESSION@RUN`` is version 7 of a run, sent in that session. ``default`` is the checkpoint that the engine started
-from. ``torn:8/SESSION@RUN`` says that an update to version 8 failed while it was applied.
+from. ``torn:8/SESSION@RUN`` says that an update to version 8 failed while it was applied, and ``released:`` before any
+of them that the engine's memory is released.
 
 The label lives in the engine: a client that attaches later, or after the engine was replaced, learns what it serves. No
 two updates of one engine have the same label, so the label can key the prefix cache: see `began_under_another`.
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from inflight.errors import ProtocolError
@@ -20,6 +21,7 @@ from inflight.wire import UpdateRef, VersionSpan
 CHECKPOINT_LABEL = "default"
 """What vLLM and SGLang call the weights that they were started with."""
 _TORN = "torn:"
+_RELEASED = "released:"
 _UNNAMED = "~"
 """First character of the part that replaces a missing session name; no name contains it."""
 
@@ -32,6 +34,7 @@ class ServedVersion:
     run_id: str | None
     torn: bool = False
     session_id: str = ""
+    released: bool = False
 
 
 def label_of(ref: UpdateRef, *, torn: bool = False) -> str:
@@ -40,8 +43,20 @@ def label_of(ref: UpdateRef, *, torn: bool = False) -> str:
     return f"{_TORN if torn else ''}{ref.version}/{session}@{ref.run_id}"
 
 
+def released_label(label: str) -> str:
+    """Return the label of the same weights while the engine's memory is released."""
+    return _RELEASED + restored_label(label)
+
+
+def restored_label(label: str) -> str:
+    """Return the label of the same weights once the engine has its memory again."""
+    return label.removeprefix(_RELEASED)
+
+
 def parse_label(label: str) -> ServedVersion:
     """Return what a label says. Raises `ProtocolError` for a label that inflight did not give."""
+    if label.startswith(_RELEASED):
+        return replace(parse_label(restored_label(label)), released=True)
     if label == CHECKPOINT_LABEL:
         return ServedVersion(0, None)
     text = label.removeprefix(_TORN)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from inflight.engines.labels import began_under_another
-from inflight.errors import InvalidRequestError, ProtocolError
+from inflight.errors import BusyError, InvalidRequestError, ProtocolError
 from inflight.wire import Completion, GenerateRequest
 
 Item = TypeVar("Item")
@@ -83,6 +83,11 @@ class RequestGate:
     def num_sent(self) -> int:
         """Completions sent and not yet answered."""
         return sum(len(running.asked) for running in self._running.values())
+
+    def refuse_if_busy(self) -> None:
+        """Raise `BusyError` if requests run, or wait for the gate."""
+        if self._running:
+            raise BusyError(f"{len(self._running)} requests run or wait: memory can be released once they have ended")
 
     async def sample(
         self,

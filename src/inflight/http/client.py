@@ -8,12 +8,13 @@ from typing import Any
 
 import pydantic
 
-from inflight.contracts import AbortingEndpoint, StreamingEndpoint
+from inflight.contracts import AbortingEndpoint, ReleasingEndpoint, StreamingEndpoint
 from inflight.errors import InflightError, ProtocolError, error_from_code
 from inflight.http import routes
 from inflight.http.bodies import message_of
 from inflight.http.connection import MAX_RESPONSE_BYTES, HttpConnection
 from inflight.http.routes import Response, Route
+from inflight.transfer_time import MOVE_S
 from inflight.wire import (
     AbortRequests,
     BucketTransfer,
@@ -39,7 +40,7 @@ _SLACK_S = 5.0
 """How much longer than the server's deadline the client waits, so that the server's own error arrives."""
 
 
-class HttpEndpoint(StreamingEndpoint, AbortingEndpoint):
+class HttpEndpoint(StreamingEndpoint, AbortingEndpoint, ReleasingEndpoint):
     """One inference server at ``url``.
 
     ``token`` is sent to control routes only. ``control_timeout_s`` bounds each control call without a deadline of its
@@ -92,6 +93,12 @@ class HttpEndpoint(StreamingEndpoint, AbortingEndpoint):
 
     async def abort_requests(self, requests: AbortRequests) -> None:
         await self._call(routes.ABORT_REQUESTS, requests, self._control_timeout_s)
+
+    async def release_memory(self) -> WeightVersion:
+        return await self._call(routes.RELEASE_MEMORY, None, MOVE_S)
+
+    async def restore_memory(self) -> WeightVersion:
+        return await self._call(routes.RESTORE_MEMORY, None, MOVE_S)
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
         num_tokens = _num_tokens(request.sampling)

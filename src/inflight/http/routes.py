@@ -92,6 +92,26 @@ ABORT_REQUESTS = _control(
     Size(4 * MB),  # 1024 ids of 256 characters, of which JSON may write each in 12 bytes
     capability="partial_rollouts",
 )
+RELEASE_MEMORY = Route(
+    "POST",
+    "/release_memory",
+    "release_memory",
+    "Give up the memory of weights, keys and values; refused while requests run",
+    None,
+    wire.WeightVersion,
+    True,
+    capability="releases_memory",
+)
+RESTORE_MEMORY = Route(
+    "POST",
+    "/restore_memory",
+    "restore_memory",
+    "Take that memory back, and serve the same weights again",
+    None,
+    wire.WeightVersion,
+    True,
+    capability="releases_memory",
+)
 GENERATE = Route(
     "POST",
     "/v1/generate",
@@ -113,7 +133,7 @@ CHAT_COMPLETIONS = Route(
     response_size=Size(MB, 4 * KB),  # logprobs list the text and the bytes of each token
 )
 MODELS = Route("GET", "/v1/models", "models", "The served model", None, wire.ModelList)
-HEALTH = Route("GET", "/health", "health", "200 while the server can generate or is being updated", None, wire.Health)
+HEALTH = Route("GET", "/health", "health", "200 unless the server is joining or poisoned", None, wire.Health)
 METRICS: Route[Any] = Route("GET", "/metrics", "metrics", "Prometheus metrics as text", None, None)
 
 ROUTES: tuple[Route[Any], ...] = (
@@ -125,6 +145,8 @@ ROUTES: tuple[Route[Any], ...] = (
     COMMIT_WEIGHT_UPDATE,
     ABORT_WEIGHT_UPDATE,
     ABORT_REQUESTS,
+    RELEASE_MEMORY,
+    RESTORE_MEMORY,
     GENERATE,
     CHAT_COMPLETIONS,
     MODELS,
@@ -139,8 +161,10 @@ STATUS_OF_CODE = {
     "update_refused": 409,
     "fenced": 409,
     "update_aborted": 409,
+    "busy": 409,
     "transfer_failed": 502,
     "poisoned": 503,
+    "released": 503,
     "unreachable": 503,
     "deadline": 504,
 }

@@ -14,12 +14,12 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from inflight.contracts import AbortingEndpoint, StreamingEndpoint
-from inflight.errors import InflightError, InvalidRequestError, NonFiniteError
+from inflight.contracts import AbortingEndpoint, ReleasingEndpoint, StreamingEndpoint
+from inflight.errors import EndpointError, InflightError, InvalidRequestError, NonFiniteError
 from inflight.http.chat import chat_completion_of, check_chat
 from inflight.local.chat import ChatChunkWriter, ChatFormat
 from inflight.local.engine import Engine
-from inflight.local.parameters import made_ready
+from inflight.local.parameters import HOST, made_ready
 from inflight.local.sequences import Sequence
 from inflight.transports import receivable
 from inflight.types import EngineStats
@@ -27,6 +27,7 @@ from inflight.weights.base_weights import AdaptedLoad, AdaptedWeights, Named
 from inflight.weights.intakes import StagedIntake
 from inflight.weights.module import tensor_spec
 from inflight.weights.receiving import PausableEngine, ReceivingEndpoint, UpdateReceiver
+from inflight.weights.releasing import MemoryRelease, ReleasableEngine
 from inflight.weights.streams import beside
 from inflight.weights.threads import run_abandonable
 from inflight.weights.transports import make_receiver
@@ -50,7 +51,9 @@ from inflight.wire import (
 T = TypeVar("T")
 
 
-class LocalEndpoint(ReceivingEndpoint, StreamingEndpoint, AbortingEndpoint, PausableEngine):
+class LocalEndpoint(
+    ReceivingEndpoint, StreamingEndpoint, AbortingEndpoint, ReleasingEndpoint, PausableEngine, ReleasableEngine
+):
     """An endpoint around an `Engine`, which it starts and closes.
 
     Belongs to the event loop that first uses it. ``chat`` is None if the model has no chat template.
@@ -68,6 +71,7 @@ class LocalEndpoint(ReceivingEndpoint, StreamingEndpoint, AbortingEndpoint, Paus
         self._manifest = Manifest(tensors=specs)
         self._capabilities = self._declared(parameter)
         self._updates = UpdateReceiver(self, self._intake, specs, self._capabilities)
+        self._memory = MemoryRelease(self, self._updates.session)
         self._last_timings: UpdateTimings | None = None
         engine.start()
 
@@ -104,6 +108,7 @@ class LocalEndpoint(ReceivingEndpoint, StreamingEndpoint, AbortingEndpoint, Paus
             max_concurrent_sequences=self._engine.max_concurrent,
             streaming=True,
             chat=self._chat is not None,
+            releases_memory=True,
             manifest_digest=self._manifest.digest(),
         )
 
@@ -165,6 +170,33 @@ class LocalEndpoint(ReceivingEndpoint, StreamingEndpoint, AbortingEndpoint, Paus
     async def give_up(self) -> None:
         await self._in_engine(self._engine.cancel_all)
 
+    async def release_memory(self) -> WeightVersion:
+        await self._memory.release()
+        return await self.weight_version()
+
+    async def restore_memory(self) -> WeightVersion:
+        await self._memory.restore()
+        return await self.weight_version()
+
+    async def free_memory(self) -> None:
+        def free() -> None:
+            self._engine.free_memory()
+            self._adapted.move(HOST)
+
+        await self._in_engine(free)
+
+    async def take_memory(self) -> None:
+        """Raises `EndpointError` if the memory cannot be had."""
+
+        def take() -> None:
+            self._adapted.move(self._device)
+            self._engine.take_memory()
+
+        try:
+            await self._in_engine(take)
+        except RuntimeError as error:  # torch's error for too little memory is one
+            raise EndpointError(f"the memory could not be taken back, and is still released: {error}") from error
+
     async def num_running(self) -> int:
         """Return the number of running sequences, of which a request may have several."""
         return self._engine.stats().num_running
@@ -177,7 +209,7 @@ class LocalEndpoint(ReceivingEndpoint, StreamingEndpoint, AbortingEndpoint, Paus
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
         """Cancelling the call ends the request between two token steps."""
-        self._updates.session.refuse_if_poisoned()
+        self._updates.session.refuse_to_sample()
         finished: Future[list[Completion]] = _outcome()
         admitted, submitted = self._engine.submit(request, finished.set_result, finished.set_exception)
         try:
@@ -192,7 +224,7 @@ class LocalEndpoint(ReceivingEndpoint, StreamingEndpoint, AbortingEndpoint, Paus
 
     async def generate_stream(self, request: GenerateRequest) -> AsyncIterator[CompletionChunk]:
         """Yields one chunk per token; closing the iterator ends the request."""
-        self._updates.session.refuse_if_poisoned()
+        self._updates.session.refuse_to_sample()
         loop = asyncio.get_running_loop()
         chunks: asyncio.Queue[CompletionChunk | InflightError | None] = asyncio.Queue()
         sent = [0] * request.sampling.n

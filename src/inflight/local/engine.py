@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from inflight.errors import EndpointError, InflightError, InvalidRequestError
-from inflight.local.parameters import exchange
+from inflight.errors import BusyError, EndpointError, InflightError, InvalidRequestError
+from inflight.local.parameters import HOST, exchange, move
 from inflight.local.sampler import sample
 from inflight.local.sequences import Request, Sequence
 from inflight.local.slots import Slot, SlotStore, StepPlan, token_bytes_of
@@ -250,6 +250,22 @@ class Engine:
                 sequence.slot = None
                 self._waiting.appendleft(sequence)  # in front, since `_may_admit` looks only at the first
             self._running.clear()
+
+    def free_memory(self) -> None:
+        """Give up the memory of keys and values, and move the parameters to the host. Engine's thread only.
+
+        Raises `BusyError` if there is a request, and changes nothing. Nothing may be submitted until `take_memory`.
+        """
+        if self._requests:
+            raise BusyError(f"{len(self._requests)} requests run or wait: memory can be released once they have ended")
+        self._store.free()
+        move(self.parameters, HOST)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # torch would keep what was freed for itself
+
+    def take_memory(self) -> None:
+        """Move the parameters back. Engine's thread only; after an error it may be called again."""
+        move(self.parameters, self._device)
 
     def resume(self) -> float:
         """Sample again, and return for how many seconds sampling was paused. Engine's thread only; idempotent."""

@@ -1,4 +1,4 @@
-"""New memory for the parameters of a model: made ready beside the model, then exchanged for the old at once.
+"""Other memory for the parameters of a model: made ready beside the model and exchanged at once, or moved to the host.
 
 Knows nothing of updates and engines.
 """
@@ -11,6 +11,7 @@ import torch
 
 Parameters = Mapping[str, torch.nn.Parameter]
 
+HOST = torch.device("cpu")
 _ALIGNMENT_BYTES = 64
 """What torch aligns its own memory to."""
 
@@ -35,6 +36,15 @@ def exchange(parameters: Parameters, ready: Iterable[tuple[str, torch.Tensor]]) 
         replaced.append(parameters[name].data)
         parameters[name].data = tensor
     return replaced
+
+
+def move(parameters: Parameters, device: torch.device) -> None:
+    """Put the memory of every parameter on a device, in the same layout; those that are there already stay.
+
+    If it raises, some have moved; calling it again with either device goes on from there.
+    """
+    for parameter in parameters.values():
+        parameter.data = parameter.data.to(device)
 
 
 def _fitted(tensor: torch.Tensor, parameter: torch.nn.Parameter, name: str) -> torch.Tensor:

@@ -181,6 +181,11 @@ class SlotStore:
         if slot.row >= 0:
             slot.arena.free(slot)
 
+    def free(self) -> None:
+        """Free every arena; no slot may be open. One that had no memory to shrink when its last slot closed is left."""
+        for arena in self.arenas:
+            arena.resize(0)
+
     def _take(self, arena: Arena, slot: Slot) -> None:
         """Give a slot a row; a full arena grows by a quarter, or less near the limit."""
         needed = len(arena.owners) + 1

@@ -120,7 +120,11 @@ class ServersSection(FleetMember):
     device: str | None = None
     """Of all servers that the run starts: ``cpu`` or ``cuda``. None: GPUs if there are any."""
     colocated: bool = False
-    """Let servers share GPUs with trainers and each other. Each keeps its part of the memory all the time."""
+    """Let servers share GPUs with trainers and each other. Each keeps its part of the memory all the time, unless
+    ``release_memory`` is set."""
+    release_memory: bool = False
+    """Let servers release their GPU memory while the trainers train, in ``run.mode = "conventional"``. They keep their
+    weights in host memory meanwhile."""
     in_flight: InFlightPolicy = InFlightPolicy.KEEP
     publish_deadline_s: float | None = Field(default=None, gt=0)
     """Longest that a publish may take. None: 60 s, and what moving the weights may take besides, at 0.5 GB/s."""
@@ -194,6 +198,16 @@ class ServersSection(FleetMember):
                     f"servers.updates 'pull' needs servers that load stored versions, but {foreign[0]} does not: "
                     "use engine 'local'"
                 )
+            if self.release_memory:
+                raise ValueError(
+                    "servers.updates 'pull' loads versions at any time, but servers.release_memory takes their memory "
+                    "away: set servers.updates to 'push'"
+                )
+        if self.release_memory and self.delta and find_transport(self.transport).needs_gpu:
+            raise ValueError(
+                f"servers.delta over {self.transport!r} keeps a copy of the weights in GPU memory, which "
+                "servers.release_memory does not free: leave out one of them, or choose transport 'shm'"
+            )
         if self.delta and self.encoding != "raw":
             raise ValueError(
                 "servers.delta sends changed elements unrounded, but servers.encoding is "
@@ -326,6 +340,11 @@ class RunConfig(Section):
                 f"sampling.max_tokens {self.sampling.max_tokens} and a prompt do not fit into "
                 f"train.max_tokens_per_micro_batch {self.train.max_tokens_per_micro_batch}: lower the first or "
                 "raise the second"
+            )
+        if self.servers.release_memory and self.run.mode != "conventional":
+            raise ValueError(
+                "servers.release_memory needs run.mode 'conventional', in which servers wait while the trainers train: "
+                f"in mode {self.run.mode!r} they sample all the time and need their memory"
             )
         if self.run.mode == "conventional" and self.run.conventional_steps - 1 > self.rollouts.max_lag:
             raise ValueError(

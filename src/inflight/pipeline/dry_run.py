@@ -29,7 +29,7 @@ from inflight.pipeline.memory_check import (
     device_uses,
     listed,
     memory_of,
-    total,
+    totals,
 )
 from inflight.pipeline.placement import Place, place
 from inflight.pipeline.time_limits import time_limits
@@ -241,9 +241,10 @@ def described(plan: Plan) -> str:
     for terms, group in alike:
         names = [it.name for it in group]
         who = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-        lines.append(f"  {who}: {gib(total(terms))} on each GPU ({listed(terms) or 'not known'})")
+        lines.append(f"  {who}: {totals(terms)} ({listed(terms) or 'not known'})")
     for use in plan.devices:
         has = gib(use.memory_bytes) if use.memory_bytes else "an unknown amount"
         who = ", ".join(use.processes) or "nobody"
-        lines.append(f"  GPU {use.index}: {gib(use.needed_bytes)} of {has} ({who})")
+        when = "" if use.phase is None else f" while {use.phase}"
+        lines.append(f"  GPU {use.index}: {gib(use.needed_bytes)} of {has}{when} ({who})")
     return "\n".join([*lines, *plan.notes])

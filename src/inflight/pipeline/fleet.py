@@ -23,7 +23,12 @@ def check_servers(servers: ServersSection) -> None:
     """Raise `ConfigError` for engines, interpreters and URLs that cannot be used. Starts and contacts nothing."""
     for member in servers.members:
         if member.engine != "local":
-            load_engine_kind(member.engine)
+            kind = load_engine_kind(member.engine)
+            if servers.release_memory and not kind.release_arguments:
+                raise ConfigError(
+                    f"servers.release_memory needs engines that can release their memory, but {member.engine} cannot: "
+                    "leave it out"
+                )
         if member.python is not None and not (member.python.is_file() and os.access(member.python, os.X_OK)):
             raise ConfigError(
                 f"servers.python {str(member.python)!r} is not an interpreter; give the path of python in the "
@@ -77,6 +82,7 @@ def _problem(config: RunConfig, vocab_size: int, can: Capabilities) -> str | Non
         ("in_flight", {"in_flight": servers.in_flight}),
         ("transport", {"transport": servers.transport}),
         ("delta" if servers.delta else "encoding", {"encodings": ["delta" if servers.delta else servers.encoding]}),
+        ("release_memory", {"releases_memory": servers.release_memory}),
     )
     for setting, need in needs:
         if lack := can.lacks(**need):

@@ -25,7 +25,12 @@ A server:
 - engine: of another engine, its share of each GPU, which holds weights, KV cache and activations
 - staged update: c times all elements, where an update waits in GPU memory for its commit
 
-Each process also has `CONTEXT_BYTES`. Nothing here was compared with a GPU. Knows nothing of processes and placement.
+With ``servers.release_memory`` trainers and servers take turns. While they sample, trainers hold parameters and
+optimizer states, and rank 0 publishes: three buckets of 64 MiB, or of the largest tensor, at c bytes per element, and
+that tensor once more at m. While they train, servers hold nothing.
+
+Each process also has `CONTEXT_BYTES`, all the time. Nothing here was compared with a GPU. Knows nothing of processes
+and placement.
 """
 
 from __future__ import annotations
@@ -36,11 +41,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Literal, get_args
 
 from inflight.engines.checkpoint_specs import config_number, config_of, tensor_specs_of
 from inflight.engines.kinds import GpuUse
 from inflight.errors import ConfigError
 from inflight.pipeline.config import FleetMember, RunConfig
+from inflight.weights.buckets import DEFAULT_BUCKET_BYTES
 from inflight.wire import DTYPE_SIZES
 
 CONTEXT_BYTES = 1 << 30
@@ -51,6 +58,8 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 ON_THE_GPU = ("nccl", "ipc")
 """Transports whose buckets arrive in GPU memory."""
+Phase = Literal["training", "sampling"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +95,8 @@ class Term:
     size_bytes: int
     remedy: str = ""
     """What makes it smaller."""
+    phase: Phase | None = None
+    """When the process needs it; None: all the time."""
 
 
 def model_shape(path: Path) -> ModelShape:
@@ -147,9 +158,10 @@ def trainer_terms(config: RunConfig, model: ModelShape) -> tuple[Term, ...]:
     num_copies = 1 + ("reference_logprobs" in config.loss.policy_loss().needs)
     moments = optimizer_bytes(trained, master, is_8bit=options.get("optimizer") == "adamw8bit")
     more_ranks = "raise train.num_ranks"
+    training: Phase | None = "training" if config.servers.release_memory else None
     sharded = (
         Term("parameters", num_copies * master * elements, f"{more_ranks}, or trainer_options.cpu_offload = true"),
-        Term("gradients", master * trained, more_ranks),
+        Term("gradients", master * trained, more_ranks, training),
         Term("optimizer states", moments, f"{more_ranks}, or trainer_options.optimizer = 'adamw8bit'"),
     )
     layers, outside = _layer_elements(model.tensors)
@@ -160,11 +172,18 @@ def trainer_terms(config: RunConfig, model: ModelShape) -> tuple[Term, ...]:
     fewer = "lower train.max_tokens_per_micro_batch"
     return (
         *(() if options.get("cpu_offload") else sharded),
-        Term("gathered layers", gathered, "set model.dtype to 'bfloat16'"),
-        Term("activations", kept, fewer if checkpointing else f"{fewer}, or activation_checkpointing = true"),
-        Term("head", head_bytes(model, config.model.dtype, tokens), fewer),
+        Term("gathered layers", gathered, "set model.dtype to 'bfloat16'", training),
+        Term("activations", kept, fewer if checkpointing else f"{fewer}, or activation_checkpointing = true", training),
+        Term("head", head_bytes(model, config.model.dtype, tokens), fewer, training),
+        *([] if training is None else [Term("publish", publish_bytes(model, compute, master), phase="sampling")]),
         Term("context", CONTEXT_BYTES),
     )
+
+
+def publish_bytes(model: ModelShape, compute_size: int, master_size: int) -> int:
+    """Return the bytes of what rank 0 gathers and has not sent yet."""
+    largest = max(map(prod, model.tensors.values()))
+    return 3 * max(DEFAULT_BUCKET_BYTES, compute_size * largest) + master_size * largest
 
 
 def shard_elements(tensors: Mapping[str, Sequence[int]], num_ranks: int) -> int:
@@ -226,14 +245,18 @@ def server_terms(
     context = use.context or model.context
     sequence = context * model.kv_bytes_per_token(dtype)
     others = []
+    sampling: Phase | None = "sampling" if config.servers.release_memory else None
     if use.stages_on_gpu and config.servers.transport in ON_THE_GPU:
-        others.append(Term("staged update", size_bytes, "choose a transport through host memory, such as 'shm'"))
+        remedy = "choose a transport through host memory, such as 'shm'"
+        others.append(Term("staged update", size_bytes, remedy, sampling))
     if member.engine == "local":
         half = max(sequence, (memory_bytes - weights) // 2)  # trainers load their model later
         cache = min(member.max_concurrent * sequence, half)
         return (
-            Term("weights", weights, "set model.dtype to 'bfloat16', or use an engine with tensor parallelism"),
-            Term("KV cache", cache, "lower servers.max_concurrent"),
+            Term(
+                "weights", weights, "set model.dtype to 'bfloat16', or use an engine with tensor parallelism", sampling
+            ),
+            Term("KV cache", cache, "lower servers.max_concurrent", sampling),
             *others,
             Term("context", CONTEXT_BYTES),
         )
@@ -246,7 +269,12 @@ def server_terms(
             "more: raise the engine's tensor-parallel size or its share of the memory"
         )
     return (
-        Term(f"engine ({use.memory_share:g} of the GPU)", share or needed, "lower the engine's share of the memory"),
+        Term(
+            f"engine ({use.memory_share:g} of the GPU)",
+            share or needed,
+            "lower the engine's share of the memory",
+            sampling,
+        ),
         *others,
         Term("context", CONTEXT_BYTES),
     )

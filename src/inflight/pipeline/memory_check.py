@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from inflight.errors import ConfigError
 from inflight.pipeline.config import RunConfig
 from inflight.pipeline.devices import Device
-from inflight.pipeline.memory import ModelShape, Term, gib, server_terms, trainer_terms
+from inflight.pipeline.memory import PHASES, ModelShape, Phase, Term, gib, server_terms, trainer_terms
 from inflight.pipeline.placement import Placement, gpu_use
 
 KNOWN_WORKERS = ("fsdp", "torchtitan")
@@ -24,7 +24,10 @@ class DeviceUse:
     index: int
     memory_bytes: int
     needed_bytes: int
+    """In the phase that needs more, where trainers and servers take turns."""
     processes: tuple[str, ...]
+    phase: Phase | None = None
+    """That phase; None if all of it is needed all the time."""
 
 
 def memory_of(config: RunConfig, model: ModelShape, placement: Placement) -> Memory:
@@ -44,8 +47,9 @@ def device_uses(devices: Sequence[Device], placement: Placement, memory: Memory)
     uses = []
     for device in devices:
         names = tuple(it.name for it in placement.placed if device in it.devices)
-        needed = sum(total(memory[name]) for name in names)
-        uses.append(DeviceUse(device.index, device.memory_bytes, needed, names))
+        terms = [term for name in names for term in memory[name]]
+        phase = max(PHASES, key=lambda phase: total(terms, phase)) if any(term.phase for term in terms) else None
+        uses.append(DeviceUse(device.index, device.memory_bytes, total(terms, phase), names, phase))
     return tuple(uses)
 
 
@@ -57,23 +61,33 @@ def check_fits(uses: Sequence[DeviceUse], memory: Memory) -> None:
 
 
 def _too_little(use: DeviceUse, memory: Memory) -> str:
-    parts = [f"{name}: {listed(memory[name])}" for name in use.processes]
-    terms = [term for name in use.processes for term in memory[name] if term.remedy]
+    needed = {name: [term for term in memory[name] if term.phase in (None, use.phase)] for name in use.processes}
+    parts = [f"{name}: {listed(terms)}" for name, terms in needed.items()]
+    terms = [term for it in needed.values() for term in it if term.remedy]
     largest = sorted(terms, key=lambda term: -term.size_bytes)[:3]
     remedies = list(dict.fromkeys(term.remedy for term in largest))
     if len(use.processes) > 1:
-        remedies.append(
-            "give the processes GPUs of their own (the memory of an engine is not released while the trainer works)"
-        )
+        remedies.append("give the processes GPUs of their own")
+        if use.phase is None:
+            remedies.append("set run.mode = 'conventional' and servers.release_memory = true, so that they take turns")
+    when = "" if use.phase is None else f" while {use.phase}"
     return (
-        f"by arithmetic, GPU {use.index} needs {gib(use.needed_bytes)} but has {gib(use.memory_bytes)}, "
+        f"by arithmetic, GPU {use.index} needs {gib(use.needed_bytes)}{when} but has {gib(use.memory_bytes)}, "
         f"{gib(use.needed_bytes - use.memory_bytes)} too little ({'; '.join(parts)}): {'; or '.join(remedies)}"
     )
 
 
-def total(terms: Sequence[Term]) -> int:
-    """Return the bytes of all terms."""
-    return sum(term.size_bytes for term in terms)
+def total(terms: Iterable[Term], phase: Phase | None) -> int:
+    """Return the bytes of the terms of a phase, with those that are needed all the time."""
+    return sum(term.size_bytes for term in terms if term.phase in (None, phase))
+
+
+def totals(terms: Sequence[Term]) -> str:
+    """Return what terms need together as people read it, by phases if it depends on them."""
+    if not any(term.phase for term in terms):
+        return f"{gib(total(terms, None))} on each GPU"
+    each = [f"{gib(total(terms, phase))} while {phase}" for phase in PHASES]
+    return f"on each GPU {', '.join(each)}"
 
 
 def listed(terms: Sequence[Term]) -> str:

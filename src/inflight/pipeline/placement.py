@@ -86,6 +86,8 @@ def place(config: RunConfig, devices: Sequence[Device]) -> Placement:
         wanted = [_Wanted(it.name, it.role, 0) for it in wanted]
     places = _filled(wanted, devices, shares=servers.colocated)
     _check_sharing(places, config)
+    if servers.release_memory:
+        _check_releases(places[config.train.num_ranks :], config)
     num_ranks = config.train.num_ranks
     return Placement(tuple(places[:num_ranks]), tuple(places[num_ranks:]))
 
@@ -196,6 +198,17 @@ def _too_few(wanted: Sequence[_Wanted], num_devices: int, *, shares: bool) -> st
     remedies += [] if shares else ["set servers.colocated = true to let servers share the trainers' GPUs"]
     remedies += ["set train.device or servers.device to 'cpu'"]
     return f"the run needs {needed} GPUs ({', '.join(parts)}) but sees {num_devices}: {', or '.join(remedies)}"
+
+
+def _check_releases(servers: Sequence[Place], config: RunConfig) -> None:
+    """Raise `ConfigError` if a server is to release its memory and computes on the CPU, where engines cannot."""
+    engines = [member.engine for member in config.servers.members for _ in range(member.count)]
+    for it, engine in zip(servers, engines, strict=True):
+        if engine != "local" and not it.devices:
+            raise ConfigError(
+                f"{it.name} computes on the CPU, but {engine} releases memory on a GPU only: leave out "
+                "servers.release_memory"
+            )
 
 
 def _check_sharing(places: Sequence[Place], config: RunConfig) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
+from inflight.engines.kinds import load_engine_kind
 from inflight.errors import ConfigError
 from inflight.pipeline.channel import RunChannel
 from inflight.pipeline.config import FleetMember, RunConfig
@@ -160,7 +161,8 @@ async def _start_server(
     if not is_embedded:
         command += ["--engine", member.engine, "--start-timeout", str(config.run.start_timeout_s)]
         command += ["--log", str(directory.logs / f"{name}.engine.log")]
-        command += [f"--engine-arg={argument}" for argument in member.engine_arguments]
+        released = load_engine_kind(member.engine).release_arguments if config.servers.release_memory else ()
+        command += [f"--engine-arg={argument}" for argument in (*released, *member.engine_arguments)]
         command += [] if member.python is None else ["--python", str(member.python)]
     log = directory.logs / f"{name}.log"
     environment = {**os.environ, "INFLIGHT_TOKEN": token, "OMP_NUM_THREADS": str(config.servers.threads)}

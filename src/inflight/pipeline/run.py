@@ -26,6 +26,7 @@ from inflight.pipeline.interrupt import Interrupt, Interrupted
 from inflight.pipeline.journal import Journal
 from inflight.pipeline.memory import model_shape
 from inflight.pipeline.memory_check import check_fits, device_uses, memory_of
+from inflight.pipeline.memory_turns import MemoryTurns
 from inflight.pipeline.messages import Members, Trained
 from inflight.pipeline.notes import Notes
 from inflight.pipeline.placement import place, uses_gpus
@@ -65,13 +66,25 @@ async def _conventional(run: _Run) -> None:
     """Sample the groups of G steps, wait for all of them, train G steps, and publish the last version."""
     while not run.is_over():
         steps = await run.interrupt.unless(run.sampling.phase(run.journal.version))
+        if run.memory is not None:
+            await run.memory.to_trainers()
         for i, groups in enumerate(steps, 1):
             batch = run.sampling.batch_of(groups, run.journal.version)
-            trained = await _train(run, batch, publish=run.servers.members() if i == len(steps) else None)
+            trained = await _train_last(run, batch) if i == len(steps) else await _train(run, batch, publish=None)
             _note(run, batch, trained)
             await run.saving.save_if_due(run.journal.version)
             if run.is_over():
                 break
+
+
+async def _train_last(run: _Run, batch: StepBatch) -> list[Trained]:
+    """Take the last step of a phase and publish it, once servers that released their memory have it back."""
+    if run.memory is None:
+        return await _train(run, batch, publish=run.servers.members())
+    first, *others = await _train(run, batch, publish=None)
+    await run.memory.to_servers()
+    published = await run.trainers.publish(run.servers.members())
+    return [first.model_copy(update={"served": published.served}), *others]
 
 
 async def _train(run: _Run, batch: StepBatch, *, publish: Members | None) -> list[Trained]:
@@ -150,6 +163,9 @@ class _Run:
         logs, lock = self.directory.logs, self.directory.lock
         self.trainers = TrainerGroup(config, logs, token, note, lock, placement.trainers)
         self.servers = Servers(config, token, vocab_size, self.sampling.actor, journal, note, placement.servers)
+        self.memory: MemoryTurns | None = None
+        if config.servers.release_memory:
+            self.memory = MemoryTurns(self.servers, self.trainers.limits.publish_s)
         is_pulled = config.servers.updates == "pull"
         self.delivery: Delivery = PullDelivery(self.servers) if is_pulled else PushDelivery(self.servers, self.trainers)
         self.saving = Saving(self.trainers, path, config.run, self._state, version)
@@ -201,6 +217,8 @@ class _Run:
         self.progress.note(self.notes.doing)
         await self.trainers.spawn()
         await self.servers.start(self.directory)
+        if self.memory is not None:
+            await self.memory.to_servers()  # an earlier run may have been killed when it was the trainers' turn
         started = await self.trainers.load_and_connect(
             self.servers.members(), self.directory.run_id, self.directory.checkpoint
         )
@@ -228,6 +246,9 @@ class _Run:
     async def _stop(self) -> None:
         self.notes.doing = "stopping servers and trainers"
         self.progress.close()
+        if self.memory is not None:
+            await self.trainers.stop()
+            await self.memory.end()
         await asyncio.gather(self.trainers.stop(), self.servers.stop())
 
     def _kill(self) -> None:

@@ -72,9 +72,12 @@ class Servers:
     """Whether a server has come, or come back, since the last publish."""
     num_given_up: int = 0
     """Own servers that will not be started again."""
+    may_start: asyncio.Event = field(default_factory=asyncio.Event)
+    """Cleared while trainers have the memory that a server would need to start."""
 
     def __post_init__(self) -> None:
         self._note_once = functools.cache(self.note)
+        self.may_start.set()
 
     async def start(self, directory: RunDirectory) -> None:
         """Start the run's own servers, or attach to others. Raises `ConfigError` if one cannot take part."""
@@ -146,6 +149,7 @@ class Servers:
             if num_failures >= _MAX_FAILURES:
                 break
             await asyncio.sleep(backoff.next(time.monotonic()))
+            await self.may_start.wait()
             with contextlib.suppress(ConfigError):  # its process has ended: the loop reports it
                 await server.restart(self.config.run.start_timeout_s)
                 self.note(f"{server.name} was restarted and takes part after the next update")

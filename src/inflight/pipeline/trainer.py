@@ -110,6 +110,7 @@ class TrainerRank:
         if start.checkpoint is not None:
             self._begin(f"loading {start.checkpoint}")
             self._worker.load(start.checkpoint)
+        self._shares_memory = config.servers.release_memory
         is_pulled = config.servers.updates == "pull"
         self._gather = gather_only if is_pulled else take_part
         """How the other ranks take part in rank 0's publish."""
@@ -127,6 +128,12 @@ class TrainerRank:
 
     def answer(self, request: Request, tensors: Mapping[str, torch.Tensor]) -> RankAnswer:
         """Fulfil a request of the run. After an error the rank must not be asked again."""
+        answer = self._answer(request, tensors)
+        if self._shares_memory:
+            torch.cuda.empty_cache()  # torch would keep what was freed for itself, and the servers take their turn
+        return answer
+
+    def _answer(self, request: Request, tensors: Mapping[str, torch.Tensor]) -> RankAnswer:
         version = self._worker.version
         match request:
             case Start() | Publish():  # the model is loaded already

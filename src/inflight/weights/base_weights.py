@@ -123,6 +123,10 @@ class AdaptedWeights:
         changed = {name for name, _ in loads}
         return AdaptedLoad([*loads, *((n, t) for n, t in self._base.items() if n not in changed)], base)
 
+    def move(self, device: torch.device) -> None:
+        """Put the base on a device. If it raises, nothing has changed."""
+        self._base = {name: tensor.to(device) for name, tensor in self._base.items()}
+
     def loaded(self, load: AdaptedLoad) -> None:
         """Note that the model holds the prepared load."""
         self._base = load.base

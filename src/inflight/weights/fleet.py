@@ -3,7 +3,8 @@
     JOINING -> HEALTHY            a publish was applied
     HEALTHY -> SUSPECT            no answer in time: left out, and asked once more before the next publish. The first
                                   question must be answered within two seconds, if enough others answer it
-    HEALTHY -> DEAD               gone, or a suspect that stays silent, or failed its only try to join
+    HEALTHY -> DEAD               gone, or a suspect that stays silent, or failed its only try to join, or its memory is
+                                  released
     SUSPECT, DEAD -> JOINING      it answers again: the next publish is its try
     HEALTHY -> JOINING            it missed a version, or its weights are torn: the next publish makes it whole
 
@@ -34,13 +35,14 @@ from inflight.weights.buckets import DEFAULT_BUCKET_BYTES
 from inflight.weights.outgoing import gather_only
 from inflight.weights.publish import publish_weights
 from inflight.weights.publisher import WeightPublisher, close_all
-from inflight.wire import Capabilities, InFlightPolicy, WeightVersion
+from inflight.wire import Capabilities, EndpointState, InFlightPolicy, WeightVersion
 
 _NUM_ATTEMPTS = 3
 """After losing a member, which may leave others torn, the fleet reaches the present version by publishing again."""
 _FIRST_PAUSE_S = 1.0
 """Pause before a dead member is asked again for the first time."""
 _MAX_PAUSE_S = 60.0
+_RELEASED = "has released its memory and takes no update until that is restored: left out of this publish"
 
 
 class MemberState(StrEnum):
@@ -200,7 +202,7 @@ class Fleet:
         num_failed = 0
         self._notes = []
         self._invite(in_flight)
-        self._leave_silent_out(deadline_s)
+        self._leave_some_out(deadline_s)
         verdict = _agreed(worker, self._is_possible())
         while verdict is _Verdict.AGAIN:
             failure: Exception | None = None
@@ -279,14 +281,18 @@ class Fleet:
                 member.bury(f"{name}: did not answer within {ANSWER_S:g} s")
             elif isinstance(answer, BaseException):
                 member.bury(str(answer) or repr(answer))
-            elif problem := self._problem(member, answer[0], in_flight):
+            elif problem := self._problem(member, *answer, in_flight):
                 member.bury(f"{name} {problem}")
                 self._notes.append(member.why)
             else:
                 member.capabilities, member.state, member.is_on_trial = answer[0], MemberState.JOINING, True
 
-    def _problem(self, member: _Member, can: Capabilities, in_flight: InFlightPolicy) -> str | None:
+    def _problem(
+        self, member: _Member, can: Capabilities, serves: WeightVersion, in_flight: InFlightPolicy
+    ) -> str | None:
         """Return why a member that answers cannot take part."""
+        if serves.state is EndpointState.RELEASED:
+            return _RELEASED
         before = member.capabilities or can
         if (can.dtype, can.vocab_size) != (before.dtype, before.vocab_size):
             return (
@@ -297,11 +303,20 @@ class Fleet:
         lack = can.lacks(in_flight=in_flight, transport=publisher.transport, encodings=publisher.encodings)
         return None if lack is None else f"does not declare {lack}"
 
-    def _leave_silent_out(self, deadline_s: float) -> None:
-        """Leave out members that do not answer at once, if enough others do; ask them again before the next publish."""
+    def _leave_some_out(self, deadline_s: float) -> None:
+        """Leave out members whose memory is released, and if enough others answer at once, those that do not.
+
+        They are asked again before the next publish.
+        """
         present = {name: member for name, member in self._members.items() if member.takes_part}
         calls = {name: member.endpoint.weight_version for name, member in present.items()}
-        found: Mapping[str, object] = self._publisher.run(answers, calls, self._quorum or 1, deadline_s)
+        found: Mapping[str, WeightVersion | BaseException] = self._publisher.run(
+            answers, calls, self._quorum or 1, deadline_s
+        )
+        for name, answer in found.items():
+            if isinstance(answer, WeightVersion) and answer.state is EndpointState.RELEASED:
+                present[name].bury(f"{name} {_RELEASED}")
+                self._notes.append(present[name].why)
         for name in present.keys() - found.keys():
             why = f"did not say within {ANSWER_S:g} s which version it serves: left out of this publish"
             present[name].leave_out(EndpointOutcome.TIMED_OUT, why)

@@ -67,7 +67,7 @@ class PausableEngine(Protocol):
         Either `apply` raised, or part of an update had arrived in the model, or the update that was to mend torn
         weights has ended early. Sampling stays paused until the `apply` of a complete update, which the receiver lets
         through after a `pause`. Callers of the ended requests get `PoisonedError`, as new requests do from
-        `UpdateSession.refuse_if_poisoned`.
+        `UpdateSession.refuse_to_sample`.
         """
 
     @abstractmethod

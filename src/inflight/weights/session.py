@@ -16,7 +16,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from inflight.errors import FencedError, PoisonedError, TransferError, UpdateRefusedError
+from inflight.errors import (
+    BusyError,
+    FencedError,
+    PoisonedError,
+    ReleasedError,
+    TransferError,
+    UpdateRefusedError,
+)
 from inflight.types import WeightBucket
 from inflight.weights.buckets import manifest_difference
 from inflight.weights.lora import changed_names
@@ -24,6 +31,7 @@ from inflight.wire import BucketSpec, BucketTransfer, EndpointState, TensorSpec,
 
 _NUM_REMEMBERED = 256
 """How many ended sessions and runs' incarnations are remembered, against calls that arrive late."""
+_RELEASED = "the endpoint's memory is released: restore_memory takes it back"
 
 
 class Event(Enum):
@@ -37,9 +45,12 @@ class Event(Enum):
     APPLY = "all buckets have arrived, sampling is paused, and the weights are being applied"
     COMMITTED = "the new weights are applied and served"
     ENDED = "the update ends by an abort, a failure or its lease, and the old weights are whole"
+    RELEASE = "the memory of weights, keys and values is being released"
+    RESTORED = "the memory was taken back, or could not be released"
     TORN = "the update ends in one of these ways, and the weights are torn, by it or by an update before it"
     FOUND = "an engine that others may change says that its weights are whole"
     FOUND_TORN = "an engine that others may change says that its weights are torn"
+    FOUND_RELEASED = "an engine that others may change says that its memory is released"
 
 
 TRANSITIONS: Mapping[tuple[EndpointState, Event], EndpointState] = {
@@ -48,6 +59,12 @@ TRANSITIONS: Mapping[tuple[EndpointState, Event], EndpointState] = {
     (EndpointState.READY, Event.REQUEST_STAGED): EndpointState.STAGING,
     (EndpointState.READY, Event.FOUND): EndpointState.READY,
     (EndpointState.READY, Event.FOUND_TORN): EndpointState.POISONED,
+    (EndpointState.READY, Event.FOUND_RELEASED): EndpointState.RELEASED,
+    (EndpointState.READY, Event.RELEASE): EndpointState.RELEASED,
+    (EndpointState.RELEASED, Event.RESTORED): EndpointState.READY,
+    (EndpointState.RELEASED, Event.FOUND): EndpointState.READY,
+    (EndpointState.RELEASED, Event.FOUND_TORN): EndpointState.POISONED,
+    (EndpointState.RELEASED, Event.FOUND_RELEASED): EndpointState.RELEASED,
     (EndpointState.STAGING, Event.BUCKET): EndpointState.STAGING,
     (EndpointState.STAGING, Event.PAUSE): EndpointState.PAUSED,
     (EndpointState.STAGING, Event.ENDED): EndpointState.READY,
@@ -65,6 +82,7 @@ TRANSITIONS: Mapping[tuple[EndpointState, Event], EndpointState] = {
     (EndpointState.POISONED, Event.REQUEST_STAGED): EndpointState.STAGING,
     (EndpointState.POISONED, Event.FOUND): EndpointState.READY,
     (EndpointState.POISONED, Event.FOUND_TORN): EndpointState.POISONED,
+    (EndpointState.POISONED, Event.FOUND_RELEASED): EndpointState.RELEASED,
 }
 """The state after each event. For a pair that is not listed, the call is refused or has no effect."""
 
@@ -100,6 +118,8 @@ class UpdateSession:
         self._over: deque[UpdateRef] = deque(maxlen=_NUM_REMEMBERED)
         self._torn_names: frozenset[str] | None = None
         self._open: OpenUpdate | None = None
+        self._is_moving = False
+        """Whether memory is being released or taken back."""
         self._num_changes = 0
 
     @property
@@ -137,7 +157,7 @@ class UpdateSession:
 
     @property
     def num_changes(self) -> int:
-        """Number of ended updates.
+        """Number of ended updates, releases and restores.
 
         If it grows while an engine is asked about its weights, the answer may be outdated.
         """
@@ -147,11 +167,13 @@ class UpdateSession:
         """Note that the endpoint holds version 0."""
         self._take(Event.JOINED)
 
-    def found(self, version: int, run_id: str | None, *, torn: bool, session_id: str = "") -> None:
+    def found(
+        self, version: int, run_id: str | None, *, torn: bool, released: bool = False, session_id: str = ""
+    ) -> None:
         """Adopt what an engine that others may change or restart says of its weights, unless an update is open."""
-        if self._open is not None:
+        if self._open is not None or self._is_moving:
             return
-        self._take(Event.FOUND_TORN if torn else Event.FOUND)
+        self._take(Event.FOUND_TORN if torn else Event.FOUND_RELEASED if released else Event.FOUND)
         if (version, run_id, session_id) != (self.version, self._run_id, self.session_id):
             self._served = UpdateRef(run_id=run_id or "checkpoint", version=version, session_id=session_id)
             self._served_incarnation = 0 if run_id is None else self._incarnations.get(run_id, 0)
@@ -296,6 +318,34 @@ class UpdateSession:
         if has_applied:
             self._torn_names = frozenset(changed_names(opened.update.manifest)) | (self._torn_names or frozenset())
 
+    def begin_release(self) -> None:
+        """Note that memory is being released. `released` or `restored` follows.
+
+        Raises `BusyError` if an update is open, `PoisonedError` if the weights are torn.
+        """
+        self._refuse_torn()
+        if self._open is not None:
+            raise BusyError(f"the update to version {self._open.update.version} is open: memory cannot be released now")
+        if self._state is not EndpointState.READY:
+            raise BusyError(f"the endpoint is {self._state}: memory cannot be released now")
+        self._take(Event.RELEASE)
+        self._is_moving = True
+
+    def begin_restore(self) -> None:
+        """Note that the memory is being taken back. `restored` follows, or `released` if it cannot be had."""
+        self._is_moving = True
+
+    def released(self) -> None:
+        """Note that the memory is released, or still is."""
+        self._is_moving = False
+        self._num_changes += 1
+
+    def restored(self) -> None:
+        """Note that the endpoint has its memory, whether it was taken back or could not be released."""
+        self._take(Event.RESTORED)
+        self._is_moving = False
+        self._num_changes += 1
+
     def never(self, ref: UpdateRef) -> None:
         """Refuse any request of this named session from now on: it was aborted, and a late request would reopen it."""
         if ref.session_id:
@@ -306,11 +356,16 @@ class UpdateSession:
         """Whether there are no whole weights: an update failed while being applied, and none has replaced it since."""
         return self._state is EndpointState.POISONED or (self._open is not None and self._open.was_torn)
 
-    def refuse_if_poisoned(self) -> None:
-        """Raise `PoisonedError` if there are no whole weights to sample from, now or when the pause ends.
+    def refuse_to_sample(self) -> None:
+        """Raise `PoisonedError` or `ReleasedError` if a request can be sampled neither now nor when a pause ends.
 
         Applying an update to whole weights does not count: a request that arrives meanwhile waits.
         """
+        self._refuse_torn()
+        if self._state is EndpointState.RELEASED:
+            raise ReleasedError(f"{_RELEASED}, and version {self.version} is served again")
+
+    def _refuse_torn(self) -> None:
         if self.is_torn:
             raise PoisonedError(
                 f"weights are torn: an update after version {self.version} failed while it was applied. "
@@ -351,6 +406,8 @@ class UpdateSession:
             return "the endpoint is still joining"
         if update.session_id and update.ref in self._over:
             return f"its session {update.session_id!r} is over"
+        if self._state is EndpointState.RELEASED:
+            return _RELEASED
         if self._open is not None:
             return f"the update to version {self._open.update.version} is still open"
         if self._group_run_id is None:

@@ -23,6 +23,7 @@ from tests.conformance.mutants import (
     http,
     parity,
     partials,
+    releasing,
     sampling,
     sessions,
     tokens,
@@ -32,7 +33,7 @@ from tests.conformance.mutants import (
 from tests.conformance.mutants.mutant import Mutant
 
 LEVELS = (
-    *(discovery, tokens, sampling, control, sessions),
+    *(discovery, tokens, sampling, control, sessions, releasing),
     *(weights, arrivals, versions, caches, partials, clients, faults, http, parity),
 )
 MUTANTS: dict[str, Mutant] = {mutant.name: mutant for level in LEVELS for mutant in level.MUTANTS}

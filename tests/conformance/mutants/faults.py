@@ -314,7 +314,7 @@ def poisoned_in_name_only(endpoint: LocalEndpoint) -> LocalEndpoint:
         await LocalEndpoint.give_up(endpoint)
         await LocalEndpoint.resume(endpoint)
 
-    faulty._updates.session.refuse_if_poisoned = lambda: None
+    faulty._updates.session.refuse_to_sample = lambda: None
     faulty.give_up = give_up
     return endpoint
 

@@ -56,7 +56,7 @@ class PlainEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
         for index in range(ask.n):
             seed = random.Random(None if ask.seed is None else f"{ask.seed}:{index}").getrandbits(40)
             async with self.slot:
-                self.updates.session.refuse_if_poisoned()
+                self.updates.session.refuse_to_sample()
                 self.running, version = 1, self.version
                 try:
                     answer = (await self.http.post("/generate", json={**options, "seed": seed})).json()

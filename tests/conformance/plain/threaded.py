@@ -174,7 +174,7 @@ class ThreadedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
         return min(len(self.sequences), self.max_concurrent)
 
     async def generate(self, request):
-        self.updates.session.refuse_if_poisoned()
+        self.updates.session.refuse_to_sample()
         ask, prompt = request.sampling, request.prompt_token_ids
         room = self.max_model_len - len(prompt)
         if room < 1 or (ask.max_tokens or 1) > room or max(prompt) >= self.config.vocab_size:

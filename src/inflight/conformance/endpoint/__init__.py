@@ -19,6 +19,7 @@ from inflight.conformance.endpoint import (
     processes,
     races,
     recomputing,
+    releasing,
     sampling,
     sessions,
     staging,
@@ -31,7 +32,7 @@ from inflight.conformance.endpoint import (
 
 _CHECKS = checks_in(
     *(discovery, tokens, sampling, whole, endings, forms),
-    *(pauses, control, staging, sessions, weights, encodings, stores, versions, caches, recomputing),
+    *(pauses, control, staging, sessions, releasing, weights, encodings, stores, versions, caches, recomputing),
     *(partials, faults, messages, processes, races, http, parity),
 )
 _LEVELS = list(dict.fromkeys(check.level for check in _CHECKS))

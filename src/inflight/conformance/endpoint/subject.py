@@ -21,7 +21,7 @@ from inflight.conformance.endpoint.waiting import SLACK_S, cancel, within
 from inflight.conformance.models import make_tiny_model
 from inflight.conformance.reference import ReferenceCheckpoint, Weights
 from inflight.conformance.targets import EndpointTarget
-from inflight.contracts import AbortingEndpoint, InferenceEndpoint, StreamingEndpoint
+from inflight.contracts import AbortingEndpoint, InferenceEndpoint, ReleasingEndpoint, StreamingEndpoint
 from inflight.errors import InflightError, UpdateRefusedError
 from inflight.wire import (
     Capabilities,
@@ -96,6 +96,7 @@ class EndpointSubject:
             "staging": (declared.staging, "staging is not declared"),
             "partial_rollouts": (declared.partial_rollouts, "partial rollouts are not declared"),
             "partial_updates": (declared.partial_updates, "partial updates are not declared"),
+            "releases_memory": (declared.releases_memory, "releases_memory is not declared"),
         }
         for encoding in ENCODINGS:
             offers[encoding] = (encoding in declared.encodings, f"encoding {encoding} is not declared")
@@ -123,6 +124,13 @@ class EndpointSubject:
         """The endpoint, if it declares partial rollouts; fails the check if its method is not there."""
         if not isinstance(self.endpoint, AbortingEndpoint):
             fail(f"partial_rollouts is declared, but {type(self.endpoint).__name__} has no abort_requests")
+        return self.endpoint
+
+    @property
+    def releasing(self) -> ReleasingEndpoint:
+        """The endpoint, if it declares that it releases memory; fails the check if the methods are not there."""
+        if not isinstance(self.endpoint, ReleasingEndpoint):
+            fail(f"releases_memory is declared, but {type(self.endpoint).__name__} has no release_memory")
         return self.endpoint
 
     @property

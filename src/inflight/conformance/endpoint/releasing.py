@@ -1,0 +1,95 @@
+"""Level memory: releasing the memory of weights, keys and values, and taking it back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+
+from inflight.conformance.checks import check, look_at, require
+from inflight.conformance.endpoint.subject import EndpointSubject
+from inflight.conformance.endpoint.waiting import within
+from inflight.contracts import ReleasingEndpoint
+from inflight.errors import BusyError, InflightError, ReleasedError, UnsupportedError
+from inflight.wire import EndpointState
+
+LEVEL = "memory"
+_MOVE_S = 60.0
+"""Taking weights to the host, or back."""
+
+
+@check("E-64")
+@look_at("whether release_memory counts running and waiting requests where no other can come in between")
+async def refused_while_busy(subject: EndpointSubject) -> None:
+    """Memory is not released while requests run or wait, nor where that is not declared: the call is refused and
+    disturbs nothing."""
+    endpoint = subject.endpoint
+    if not subject.capabilities.releases_memory:
+        if isinstance(endpoint, ReleasingEndpoint):
+            await subject.require_raises(endpoint.release_memory(), UnsupportedError, "an undeclared release")
+        return
+    running = await subject.start_running(2)
+    async with _restored(subject.releasing):
+        await subject.require_raises(subject.releasing.release_memory(), BusyError, "a release while requests run")
+        await subject.require_state(EndpointState.READY, "after a release was refused")
+        await subject.generate()
+        for request, task in running:
+            require(not task.done(), f"request {request.request_id} ended when a release was refused")
+
+
+@check("E-65", "releases_memory updates", deadline_s=120)
+@look_at("whether generate and request_weight_update ask for the state, and whether other clients can see it")
+async def refuses_while_released(subject: EndpointSubject) -> None:
+    """While memory is released every client learns that the state is released and the version as before; requests
+    raise ReleasedError, updates are refused, and a repeated release changes nothing."""
+    before = await subject.endpoint.weight_version()
+    await subject.publisher.form_group()
+    async with _restored(subject.releasing):
+        for what in ("the release", "a repeated release"):
+            answer = await within(_MOVE_S, subject.releasing.release_memory(), what)
+            require(answer.state is EndpointState.RELEASED, f"{what} was answered with the state {answer.state}")
+        for endpoint in (subject.endpoint, await subject.another_client()):
+            found = await endpoint.weight_version()
+            require(found.state is EndpointState.RELEASED, f"while memory is released, the state is {found.state}")
+            require(found.version == before.version, f"the release changed version {before.version} to {found.version}")
+            await subject.require_raises(
+                endpoint.generate(subject.request()), ReleasedError, "a request while memory is released"
+            )
+        update = subject.publisher.announcement(subject.reference.perturbed("B"))
+        await subject.require_refused(
+            subject.endpoint.request_weight_update(update), "an update while memory is released"
+        )
+
+
+@check("E-66", "releases_memory updates", deadline_s=120)
+@look_at("whether the weights are kept as they were last published, and cached prefixes are dropped")
+async def same_after_restore(subject: EndpointSubject) -> None:
+    """Once memory is restored, tokens and logprobs are those of before, from the weights that were published last, and
+    updates come as before; a repeated restore changes nothing."""
+    publisher, reference = subject.publisher, subject.reference
+    published = reference.perturbed("B")
+    await publisher.publish(published)
+    request, first = await subject.ask(temperature=0.0)
+    served = await subject.endpoint.weight_version()
+    async with _restored(subject.releasing):
+        await within(_MOVE_S, subject.releasing.release_memory(), "the release")
+        for call in ("the restore", "a repeated restore"):
+            answer = await within(_MOVE_S, subject.releasing.restore_memory(), call)
+            require(answer.state is EndpointState.READY, f"{call} was answered with the state {answer.state}")
+            now, then = (answer.version, answer.run_id), (served.version, served.run_id)
+            require(now == then, f"{call} was answered with version and run {now} after {then}")
+    again = await subject.generate(request.prompt_token_ids, temperature=0.0)
+    await subject.require_serves(published, "after memory was restored")
+    require(again.token_ids == first.token_ids, f"{first.token_ids} before the release, {again.token_ids} after it")
+    other = reference.with_final_norm(-1.0, "C")
+    await publisher.publish(other)
+    await subject.require_serves(other, "after an update that came once memory was restored")
+
+
+@contextlib.asynccontextmanager
+async def _restored(endpoint: ReleasingEndpoint) -> AsyncIterator[None]:
+    """Leave the endpoint with its memory, however the body ends."""
+    try:
+        yield
+    finally:
+        with contextlib.suppress(InflightError):
+            await endpoint.restore_memory()

@@ -1,0 +1,83 @@
+"""Faults of releasing memory and taking it back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from inflight.local.endpoint import LocalEndpoint
+from inflight.wire import EndpointState, WeightUpdate, WeightVersion
+from tests.conformance.mutants.mutant import Mutant
+from tests.conformance.mutants.patches import declaring
+
+
+def ends_requests(endpoint: LocalEndpoint) -> LocalEndpoint:
+    engine: Any = endpoint._engine
+    own = engine.free_memory
+
+    def free_memory() -> None:
+        engine.cancel_all()
+        own()
+
+    engine.free_memory = free_memory
+    return endpoint
+
+
+def samples_while_released(endpoint: LocalEndpoint) -> LocalEndpoint:
+    session: Any = endpoint._updates.session
+    session.refuse_to_sample = lambda: None
+    return endpoint
+
+
+def restores_for_an_update(endpoint: LocalEndpoint) -> LocalEndpoint:
+    faulty: Any = endpoint
+
+    async def request(update: WeightUpdate) -> None:
+        await endpoint.restore_memory()
+        await LocalEndpoint.request_weight_update(endpoint, update)
+
+    faulty.request_weight_update = request
+    return endpoint
+
+
+def does_not_tell(endpoint: LocalEndpoint) -> LocalEndpoint:
+    faulty: Any = endpoint
+
+    async def weight_version() -> WeightVersion:
+        version = await LocalEndpoint.weight_version(endpoint)
+        is_released = version.state is EndpointState.RELEASED
+        return version.model_copy(update={"state": EndpointState.READY}) if is_released else version
+
+    faulty.weight_version = weight_version
+    return endpoint
+
+
+def comes_back_with_the_checkpoint(endpoint: LocalEndpoint) -> LocalEndpoint:
+    engine: Any = endpoint._engine
+    stored = {name: parameter.detach().clone() for name, parameter in engine.parameters.items()}
+
+    def take_memory() -> None:
+        for name, parameter in engine.parameters.items():
+            parameter.data = stored[name]
+
+    engine.take_memory = take_memory
+    return endpoint
+
+
+MUTANTS = (
+    Mutant("release ends requests", "E-64", "A release ends the requests that run.", ends_requests),
+    Mutant(
+        "undeclared release",
+        "E-64",
+        "Memory is released by an endpoint that does not declare it.",
+        declaring(releases_memory=False),
+    ),
+    Mutant("samples while released", "E-65", "Requests are sampled while memory is released.", samples_while_released),
+    Mutant("restores for an update", "E-65", "An update takes the memory back by itself.", restores_for_an_update),
+    Mutant("released in secret", "E-65", "The state is ready while memory is released.", does_not_tell),
+    Mutant(
+        "checkpoint after a restore",
+        "E-66",
+        "A restore brings back the weights that the server was started with.",
+        comes_back_with_the_checkpoint,
+    ),
+)
