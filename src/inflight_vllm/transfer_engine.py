@@ -41,13 +41,16 @@ Phase = Literal["idle", "busy", "done", "failed"]
 
 
 def register() -> None:
-    """Register the backend and its status method in this vLLM process. vLLM calls it in each of its processes."""
+    """Register backend, status and commit in this vLLM process. vLLM calls it in each of its processes."""
     from vllm.v1.worker.worker_base import WorkerBase
+
+    from inflight_vllm import engine_core
 
     known = WeightTransferEngineFactory._registry if hasattr(WeightTransferEngineFactory, "_registry") else {}
     if BACKEND not in known:
         WeightTransferEngineFactory.register_engine(BACKEND, __name__, InflightTransferEngine.__name__)
     WorkerBase.inflight_status = _status  # collective_rpc can only call methods
+    engine_core.register()
 
 
 def _status(worker: Any, wait_s: float = 0.0) -> dict[str, Any]:
