@@ -117,7 +117,7 @@ def sampling(url: str) -> Iterator[None]:
 
 
 def pauses_of(events: Sequence[Event]) -> list[dict[str, float]]:
-    """Return the parts of each pause in seconds, by what vLLM did; the rest is waiting for calls to arrive."""
+    """Return the parts of each pause in seconds: how long a load took, and how long everything else waited for."""
     steps = sorted(event[1:] for event in events if event[0] == "step")
     found = []
     for (_, stopped), (went_on, _) in itertools.pairwise(steps):
@@ -129,21 +129,18 @@ def pauses_of(events: Sequence[Event]) -> list[dict[str, float]]:
         parts = {
             "paused": went_on - stopped,
             "load": load[1] - load[0],
-            "label": label[1] - load[1],
-            "resume": went_on - resume[0],
+            "until the label": label[1] - load[1],
+            "until the next step": went_on - resume[0],
         }
-        if "pause route" in ends:  # each step is a call of its own
-            asked_to_pause, asked_to_load, asked_to_resume = (
-                ends[f"{name} route"] for name in ("pause", "load", "resume")
-            )
+        if "pause route" in ends:  # each is a call of its own
+            answered = ends["pause route"][1]
             parts |= {
-                "answer to the pause": asked_to_pause[1] - stopped,
-                "until the load is asked for": load[0] - asked_to_pause[1],
-                "until the resume is asked for": resume[0] - label[1],
+                "answer to the pause": answered - stopped,
+                "until the load": load[0] - answered,
+                "until the resume": resume[0] - label[1],
             }
-            assert asked_to_load[0] <= asked_to_resume[0]
         else:
-            parts |= {"pause": load[0] - stopped}
+            parts |= {"until the load": load[0] - stopped}
         found.append(parts)
     return found
 

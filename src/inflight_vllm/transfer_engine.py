@@ -7,9 +7,9 @@ a stream of its own keeps it from waiting for the model. So the worker keeps ans
 only ``finish_weight_update`` touches the model: any failure before it leaves the old weights serving.
 ``Worker.inflight_status`` reports progress through vLLM's ``collective_rpc``, since vLLM's own calls cannot return it.
 
-That thread also completes a partial update with the tensors that vLLM keeps in the same layers, and merges a LoRA into
-its base. If those tensors are no longer known, the update is refused when it begins. vLLM needs no session to stage
-weights while it samples: staging asks for no pause, and only ``finish_weight_update`` needs one.
+That thread also prepares the load. It completes a partial update with the tensors that vLLM keeps in the same layers,
+and merges a LoRA into its base. If those tensors are no longer known, the update is refused when it begins. vLLM needs
+no session to stage weights while it samples: staging asks for no pause, and only ``finish_weight_update`` needs one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Weight updates over vLLM's routes: the pause, the group, the buckets and the commit of one server.
 
-The engine's half is `inflight_vllm.transfer_engine`. It stages what arrives, so that everything before
-``finish_weight_update`` leaves the old weights serving. Calls on the engine are made one after another.
+The engine's half is `inflight_vllm.transfer_engine`, which stages what arrives, and `inflight_vllm.engine_core`, which
+commits it. Everything before the commit leaves the old weights serving. Calls on the engine are made one after another.
 """
 
 from __future__ import annotations
@@ -169,9 +169,10 @@ class VllmUpdates(PausableEngine, WeightIntake):
             self._gate.is_open.set()
 
     def _pauses_in_commit(self, update: WeightUpdate) -> bool:
-        """Whether the commit pauses too. vLLM's own route also clears caches of its server, and waits for requests.
+        """Return whether the commit pauses by itself.
 
-        An engine that fails to load would not resume, for which its replicas would wait in vain.
+        For other policies than ``keep``, vLLM's route also clears caches of its server and waits for requests. Replicas
+        resume together, and would wait in vain for one that has failed to load.
         """
         return update.staged and update.in_flight is InFlightPolicy.KEEP and not self.has_replicas
 
