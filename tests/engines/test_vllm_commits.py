@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engines.labelled_servers import LabelledVllm
-from tests.engines.test_others_updates import announced, run, served_model
 
 from inflight.wire import InFlightPolicy
+from tests.engines.labelled_servers import LabelledVllm
+from tests.engines.test_others_updates import announced, run, served_model
 
 CALLS = {"/pause", "/collective_rpc", "/finish_weight_update", "/resume"}
 
