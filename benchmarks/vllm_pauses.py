@@ -130,6 +130,7 @@ def pauses_of(events: Sequence[Event]) -> list[dict[str, float]]:
             "paused": went_on - stopped,
             "load": load[1] - load[0],
             "until the label": label[1] - load[1],
+            "until the resume": resume[0] - label[1],
             "until the next step": went_on - resume[0],
         }
         if "pause route" in ends:  # each is a call of its own
@@ -137,7 +138,6 @@ def pauses_of(events: Sequence[Event]) -> list[dict[str, float]]:
             parts |= {
                 "answer to the pause": answered - stopped,
                 "until the load": load[0] - answered,
-                "until the resume": resume[0] - label[1],
             }
         else:
             parts |= {"until the load": load[0] - stopped}

@@ -25,6 +25,9 @@ SERVER = {
     "resume_generation": "resume route",
 }
 
+_NOTES: list[str] = []
+_NUM_HELD = 20
+
 
 def register() -> None:
     """Wrap what vLLM calls. vLLM calls this in each of its processes."""
@@ -40,9 +43,12 @@ def register() -> None:
 
 
 def _note(name: str, started: float) -> None:
-    line = json.dumps([name, started, time.monotonic()])
-    with open(os.environ["VLLM_STEPS"], "a") as file:
-        file.write(f"{line}\n")
+    _NOTES.append(json.dumps([name, started, time.monotonic()]))
+    # Writing lets other threads run, so it must not happen within a pause.
+    if name == "resume route" or (name == "step" and len(_NOTES) >= _NUM_HELD):
+        with open(os.environ["VLLM_STEPS"], "a") as file:
+            file.write("".join(f"{line}\n" for line in _NOTES))
+        _NOTES.clear()
 
 
 def _noted(call: Callable[..., Any], name: str) -> Callable[..., Any]:
