@@ -88,6 +88,7 @@ class VllmEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Releas
             dtype = str(settings["model_config"]["dtype"]).removeprefix("torch.")
             problem = flags.wrong_settings(settings)
             max_concurrent = int(settings["scheduler_config"]["max_num_seqs"])
+            self._engine.has_replicas = int(settings["parallel_config"]["data_parallel_size"]) > 1
             model, root, max_model_len = card["id"], card["root"], int(card["max_model_len"])
         except (KeyError, TypeError, IndexError) as error:
             raise ProtocolError(

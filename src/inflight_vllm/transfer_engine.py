@@ -7,16 +7,17 @@ a stream of its own keeps it from waiting for the model. So the worker keeps ans
 only ``finish_weight_update`` touches the model: any failure before it leaves the old weights serving.
 ``Worker.inflight_status`` reports progress through vLLM's ``collective_rpc``, since vLLM's own calls cannot return it.
 
-That thread also completes a partial update with the tensors that vLLM keeps in the same layers, and merges a LoRA into
-its base. If those tensors are no longer known, the update is refused when it begins. vLLM needs no session to stage
-weights while it samples: staging asks for no pause, and only ``finish_weight_update`` needs one.
+That thread also prepares the load. It completes a partial update with the tensors that vLLM keeps in the same layers,
+and merges a LoRA into its base. If those tensors are no longer known, the update is refused when it begins. vLLM needs
+no session to stage weights while it samples: staging asks for no pause, and only ``finish_weight_update`` needs one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -34,20 +35,23 @@ from inflight.weights.streams import beside
 from inflight.weights.transports import make_receiver
 from inflight.wire import BucketTransfer, Manifest, WeightUpdate
 from inflight_vllm.flags import BACKEND
-from inflight_vllm.reloading import ReloadedModel
+from inflight_vllm.reloading import PreparedLoad, ReloadedModel
 from inflight_vllm.updates import PLUGIN_PROTOCOL
 
 Phase = Literal["idle", "busy", "done", "failed"]
 
 
 def register() -> None:
-    """Register the backend and its status method in this vLLM process. vLLM calls it in each of its processes."""
+    """Register backend, status and commit in this vLLM process. vLLM calls it in each of its processes."""
     from vllm.v1.worker.worker_base import WorkerBase
+
+    from inflight_vllm import engine_core
 
     known = WeightTransferEngineFactory._registry if hasattr(WeightTransferEngineFactory, "_registry") else {}
     if BACKEND not in known:
         WeightTransferEngineFactory.register_engine(BACKEND, __name__, InflightTransferEngine.__name__)
     WorkerBase.inflight_status = _status  # collective_rpc can only call methods
+    engine_core.register()
 
 
 def _status(worker: Any, wait_s: float = 0.0) -> dict[str, Any]:
@@ -99,14 +103,15 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):  # typ
         self._base = BaseWeights(self.model_config.model, self.model_config.dtype)
         self._completing: list[str] = []
         self._adapted = AdaptedWeights()
-        self._prepared: AdaptedLoad | None = None
-        self._companions: Named = []
+        self._prepared: tuple[AdaptedLoad, PreparedLoad] | None = None
 
     # ------------------------------------------------------------------------------------------- what vLLM calls
 
     def init_transfer_engine(self, init_info: JoinInfo) -> None:
         """Leave an earlier group and begin to join; `status` says when that is done."""
         self._drop()
+        with contextlib.suppress(UpdateRefusedError):  # no checkpoint to read: vLLM's loaders load everything
+            self._reloaded.find_layers(self._base.shapes())
         spec = spec_type(init_info.spec["transport"]).model_validate(init_info.spec)
         parallel = self.parallel_config
         rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
@@ -141,14 +146,15 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):  # typ
         """Load what was staged, if all of it has arrived; if nothing has, change nothing."""
         if self._phase == "busy":
             raise RuntimeError("a bucket is still being received")
-        staging, update, load = self._staging, self._update, self._prepared
+        staging, update, prepared = self._staging, self._update, self._prepared
         if staging is None or update is None or self._num_staged == 0:
             self._forget()
             return
-        if load is None:
+        if prepared is None:
             raise RuntimeError(f"only {self._num_staged} of {len(update.buckets)} buckets have arrived")
-        self._reloaded.load([*load.tensors, *self._companions])
-        self._adapted.loaded(load)
+        adapted, load = prepared
+        self._reloaded.load(load)
+        self._adapted.loaded(adapted)
         if update.manifest.lora is None:
             self._base.loaded(staging.tensors(), keep=update.keep)
         self._kept, self._staging = staging.keep(), None
@@ -233,25 +239,29 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):  # typ
 
         def receive() -> None:
             staging.receive(receiver, transfer, bucket, tensors)
-            prepared: AdaptedLoad | None = None
-            companions: Named = []
-            if transfer.bucket_index == len(update.buckets) - 1:
-                with beside(self.device):  # before the pause
-                    load = self._adapted.prepare(update.manifest, staging.tensors(), self._base.tensor)
-                    prepared = replace(load, tensors=self._on_device(load.tensors))
-                    companions = self._on_device([(name, self._base.tensor(name)) for name in completing])
+            is_last = transfer.bucket_index == len(update.buckets) - 1
+            prepared = self._prepare(update.manifest, staging.tensors(), completing) if is_last else None
             if staging is self._staging:
                 self._num_staged += 1
-                self._prepared, self._companions = prepared, companions
+                self._prepared = prepared
 
         self._begin(receive)
+
+    def _prepare(
+        self, manifest: Manifest, arrived: Named, completing: Sequence[str]
+    ) -> tuple[AdaptedLoad, PreparedLoad]:
+        """Do everything that can be done before the pause."""
+        with beside(self.device):
+            adapted = self._adapted.prepare(manifest, arrived, self._base.tensor)
+            companions = [(name, self._base.tensor(name)) for name in completing]
+            return adapted, self._reloaded.prepare(self._on_device([*adapted.tensors, *companions]))
 
     def _on_device(self, tensors: Named) -> Named:
         return [(name, tensor.to(self.device, non_blocking=True)) for name, tensor in tensors]
 
     def _forget(self) -> None:
         staging, self._staging, self._num_staged = self._staging, None, 0
-        self._prepared, self._companions = None, []
+        self._prepared = None
         if staging is not None:
             staging.drop()
 

@@ -1,7 +1,7 @@
 """Weight updates over vLLM's routes: the pause, the group, the buckets and the commit of one server.
 
-The engine's half is `inflight_vllm.transfer_engine`. It stages what arrives, so that everything before
-``finish_weight_update`` leaves the old weights serving. Calls on the engine are made one after another.
+The engine's half is `inflight_vllm.transfer_engine`, which stages what arrives, and `inflight_vllm.engine_core`, which
+commits it. Everything before the commit leaves the old weights serving. Calls on the engine are made one after another.
 """
 
 from __future__ import annotations
@@ -41,8 +41,10 @@ from inflight.wire import (
     WeightUpdate,
 )
 
-PLUGIN_PROTOCOL = 4
+PLUGIN_PROTOCOL = 5
 """Grows when a client of the previous protocol would misread the engine's half. An attaching client compares it."""
+COMMIT = "inflight_commit"
+"""The method of ``/collective_rpc`` that loads, labels and resumes: see `inflight_vllm.engine_core`."""
 _PAUSES = {
     InFlightPolicy.KEEP: "mode=keep&clear_cache=false",  # with a cleared cache, vLLM would compute it all again
     InFlightPolicy.RECOMPUTE: "mode=keep&clear_cache=true",
@@ -80,6 +82,8 @@ class VllmUpdates(PausableEngine, ReleasableEngine, WeightIntake):
         self._session_is_open = False
         self._is_torn = False
         self._paused_since = 0.0
+        self.has_replicas = False
+        """Whether the server runs several engines (data parallel), which pause and resume together."""
 
     # ------------------------------------------------------------------------------------------------ the intake
 
@@ -143,7 +147,10 @@ class VllmUpdates(PausableEngine, ReleasableEngine, WeightIntake):
     # ----------------------------------------------------------------------------------------------- the engine
 
     async def pause(self, update: WeightUpdate) -> None:
+        """Leaves the pause to `apply` where the engine's half can pause by itself."""
         self._gate.is_open.clear()
+        if self._pauses_in_commit(update):
+            return
         try:
             async with self._lock:
                 await self._routes.post(
@@ -158,20 +165,34 @@ class VllmUpdates(PausableEngine, ReleasableEngine, WeightIntake):
 
     async def apply(self, update: WeightUpdate) -> None:
         async with self._lock:
-            started = time.monotonic()
-            self._session_is_open = False
-            await self._routes.post(
-                "/finish_weight_update", {"weight_version": label_of(update.ref)}, timeout_s=update.lease_s
-            )
-            loaded = time.monotonic()
-            probing = self._background.start(self._probe()) if self._gate.has_requests else None
-            await self._routes.post("/resume")
+            timings = await self._commit(update)
+            if self.has_replicas:
+                await self._routes.post("/resume")
+            resumed = time.monotonic()
+            if not self._pauses_in_commit(update):
+                timings = timings.model_copy(update={"paused_s": resumed - self._paused_since})
             self._is_torn = False
-            timings = UpdateTimings(load_s=loaded - started, paused_s=time.monotonic() - self._paused_since)
             self.last.timings = timings
-            if probing is not None:
-                self._background.start(self.last.note_first_token(timings, probing, loaded))
+            if self._gate.has_requests:
+                probing = self._background.start(self._probe())
+                self._background.start(self.last.note_first_token(timings, probing, resumed))
             self._gate.is_open.set()
+
+    def _pauses_in_commit(self, update: WeightUpdate) -> bool:
+        """Return whether the commit pauses by itself.
+
+        For other policies than ``keep``, vLLM's route also clears caches of its server and waits for requests. Replicas
+        resume together, and would wait in vain for one that has failed to load.
+        """
+        return update.staged and update.in_flight is InFlightPolicy.KEEP and not self.has_replicas
+
+    async def _commit(self, update: WeightUpdate) -> UpdateTimings:
+        self._session_is_open = False
+        pauses = self._pauses_in_commit(update)
+        method = {"label": label_of(update.ref), "pauses": pauses, "resumes": not self.has_replicas}
+        timeout_s = update.lease_s + (update.deadline_s if pauses else 0.0)
+        answer = await self._routes.post("/collective_rpc", {"method": COMMIT, "kwargs": method}, timeout_s)
+        return UpdateTimings.model_validate(answer["results"][0])
 
     async def resume(self) -> None:
         """Goes on in the background if the caller is cancelled."""

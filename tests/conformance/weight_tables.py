@@ -96,6 +96,31 @@ def pauses_table() -> str:
     return "\n".join(lines)
 
 
+def vllm_pauses_table() -> str:
+    """Return what an update's pause of vLLM consists of, before and after the commit became one call."""
+    sides = kept("vllm_pauses")["rows"]["sides"]
+    names = {
+        "paused": "from the last step with the old weights to the first with the new",
+        "answer to the pause": "until `/pause` has answered: it sleeps 20 ms",
+        "until the load": "until the load begins",
+        "load": "the load",
+        "until the label": "until the version's label is set",
+        "until the resume": "until the engine is resumed",
+        "until the next step": "until the next step begins",
+        "reported paused_s": "`paused_s`, as the endpoint reports it",
+    }
+
+    def cell(spread: Any) -> str:
+        return "" if spread is None else f"{1000 * spread['median']:.1f} ms"
+
+    lines = ["| span | before | now |", "|---|---|---|"]
+    lines += [
+        f"| {text} | {cell(sides['before'].get(name))} | {cell(sides['after'].get(name))} |"
+        for name, text in names.items()
+    ]
+    return "\n".join(lines)
+
+
 def weights_engines_table() -> str:
     """Return how long the real engines take for new weights, by our publish and by their own ways."""
     lines = ["| engine | how | weights | until they are served | sampling paused |", "|---|---|---|---|---|"]
@@ -185,6 +210,7 @@ WEIGHT_TABLES = {
     "weights_spans": weights_spans_table,
     "weights_targets": weights_targets_table,
     "pauses": pauses_table,
+    "vllm_pauses": vllm_pauses_table,
     "weights_engines": weights_engines_table,
     "weights_repeat": weights_repeat_table,
     "chaos": chaos_table,

@@ -26,7 +26,7 @@ from inflight_sglang import SglangEndpoint
 from inflight_sglang import flags as sglang_flags
 from inflight_vllm import VllmEndpoint
 from inflight_vllm import flags as vllm_flags
-from inflight_vllm.updates import PLUGIN_PROTOCOL
+from inflight_vllm.updates import COMMIT, PLUGIN_PROTOCOL
 
 FRESH, STALE = -0.5, -9.0
 
@@ -143,15 +143,25 @@ class LabelledVllm(LabelledServer):
 
     kept: UpdateRef | None = None
     group = "file of run"
+    num_replicas = 1
+
+    def __init__(self, model: Path) -> None:
+        super().__init__(model)
+        self.commits: list[Any] = []
+        """What each commit was asked to do."""
 
     def answer(self, path: str, body: Any) -> Any:
         if path == "/inference/v1/generate":
             return {"choices": self._choices(body)} if body["token_ids"] else 400
+        if path == "/collective_rpc" and body["method"] == COMMIT:
+            self.commits.append(body["kwargs"])
+            return {"results": [{"load_s": 0.5, "paused_s": 1.0}]}
         settings = {
             "model_config": {"logprobs_mode": "processed_logprobs", "dtype": "torch.float32"},
             "weight_transfer_config": {"backend": "inflight"},
             "device_config": {"device": "cpu"},
             "scheduler_config": {"enable_chunked_prefill": False, "max_num_seqs": 4},
+            "parallel_config": {"data_parallel_size": self.num_replicas},
         }
         kept = None if self.kept is None else self.kept.model_dump()
         status = {

@@ -40,6 +40,9 @@ class PausableEngine(Protocol):
     async def pause(self, update: WeightUpdate) -> None:
         """Return once no token is being sampled, as ``update.in_flight`` says.
 
+        For a staged update an engine may return at once, if its `apply` pauses, loads and resumes by itself. Then a
+        pause that fails is an `apply` that fails.
+
         If the update ends meanwhile, this is cancelled and nothing else is called: before ``CancelledError`` passes on,
         make sampling go on as if this had never been called. A pause sent to another thread or process may still be on
         its way there: send the undo after it, through the same queue. While the weights are torn, sampling is paused
