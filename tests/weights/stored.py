@@ -13,12 +13,16 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
 import torch
 
 from inflight.types import WeightBucket
 from inflight.weights.packing import encode, pack
+from inflight.weights.transports import device_memory
 from inflight.weights.transports.bucket_files import StoredUpdate
+from inflight.weights.transports.device_memory import HostMemory
 from inflight.weights.transports.files import FileReceiver
+from inflight.weights.transports.installed import IpcTransport
 from inflight.wire import (
     BucketSpec,
     DirectorySpec,
@@ -43,6 +47,12 @@ MIXED = (
 
 CUTS = (0, 2, 5, 6, 7)
 """Four buckets; the third holds nothing."""
+
+
+def share_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ``ipc`` share the host's memory, and servers on the CPU declare it."""
+    monkeypatch.setattr(device_memory, "CudaMemory", HostMemory)
+    monkeypatch.setattr(IpcTransport, "needs_gpu", False)
 
 
 def payload(size_bytes: int) -> TensorSpec:
