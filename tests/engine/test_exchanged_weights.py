@@ -146,7 +146,7 @@ def served(
     """``ipc`` shares the host's memory here."""
     transport, _, delta = request.param.partition(" and ")
     if transport == "ipc":
-        share_host_memory(monkeypatch)
+        share_host_memory(monkeypatch.setattr)
     made = Served(model_dir, transport, tmp_path, run_id="here", delta=bool(delta))
     with made.publisher:
         yield made

@@ -9,11 +9,11 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-import pytest
 import torch
 
 from inflight.types import WeightBucket
@@ -49,10 +49,10 @@ CUTS = (0, 2, 5, 6, 7)
 """Four buckets; the third holds nothing."""
 
 
-def share_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let ``ipc`` share the host's memory, and servers on the CPU declare it."""
-    monkeypatch.setattr(device_memory, "CudaMemory", HostMemory)
-    monkeypatch.setattr(IpcTransport, "needs_gpu", False)
+def share_host_memory(replace: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Let ``ipc`` share the host's memory in this process, and servers on the CPU declare it."""
+    replace(device_memory, "CudaMemory", HostMemory)
+    replace(IpcTransport, "needs_gpu", False)
 
 
 def payload(size_bytes: int) -> TensorSpec:
@@ -166,6 +166,7 @@ def doomed_sender(transport: str, directory: Path) -> subprocess.Popen[str]:
     code = f"""
 import sys, time
 from pathlib import Path
+from typing import Any
 import torch
 from inflight.weights.transports import make_sender
 from tests.weights.stored import make_buckets, plain_update

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import xxhash
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -119,6 +119,7 @@ def test_any_damage_within_a_row_s_length_is_found(start: int, length: int, shif
 
 
 @settings(max_examples=40)
+@example(0, ROW, 0)
 @given(st.integers(0, 2 * ROW), st.integers(1, ROW), st.integers(0, 5 * ROW))
 def test_two_blocks_of_the_same_words_in_another_order_are_found_exchanged(start: int, length: int, gap: int) -> None:
     """An identity matrix that is cut anywhere: sums of whole blocks alone would tell nothing."""

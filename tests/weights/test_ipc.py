@@ -350,7 +350,7 @@ def test_nothing_is_left_behind_once_all_are_done(tmp_path: Path) -> None:
 
 @pytest.fixture
 def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    share_host_memory(monkeypatch)
+    share_host_memory(monkeypatch.setattr)
 
 
 @pytest.mark.usefixtures("on_the_host")
