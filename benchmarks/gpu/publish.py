@@ -236,7 +236,8 @@ def _has_two_gpus(settings: Settings) -> bool:
 def _does_not_fit(size_bytes: int, settings: Settings) -> str | None:
     """Return why a model of this size cannot be measured.
 
-    Over IPC, the device holds it four times: in the trainer, in memory that both see, staged, and in the server.
+    Over IPC, the device holds it four times: in the trainer, twice in memory that both see, and in what the server's
+    allocator keeps of the weights that it began with.
     """
     if settings.on_gpu:
         gc.collect()

@@ -356,14 +356,14 @@ class BucketTransfer(_OfUpdate):
     """Asks the endpoint to receive one bucket now. The call is pending until the bucket has arrived and was compared.
 
     ``size_bytes`` counts the bytes that travel, None for the bucket's own size (``raw``). ``checksum`` is their
-    XXH3-128 in hexadecimal digits, or ``words64:`` and 32 hexadecimal digits for bytes that travel from GPU to GPU;
+    XXH3-128 in hexadecimal digits, or ``sums64:`` and 32 hexadecimal digits for bytes that travel from GPU to GPU;
     None for no comparison.
     """
 
     bucket_index: Natural
     encoding: Encoding = "raw"
     size_bytes: Natural | None = None
-    checksum: str | None = Field(default=None, pattern=r"^(words64:)?[0-9a-f]{32}$")
+    checksum: str | None = Field(default=None, pattern=r"^(sums64:)?[0-9a-f]{32}$")
     timeout_s: Seconds
 
 

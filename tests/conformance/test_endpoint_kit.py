@@ -8,23 +8,33 @@ import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import inflight.local.engine
 import inflight.weights.float8
 from inflight.conformance.endpoint import CHECKS
 from inflight.conformance.endpoint.judged import JudgedEndpoint
+from inflight.conformance.endpoint.publishing import SteppedPublisher
 from inflight.conformance.judge import judge
 from inflight.conformance.kit import Kit
 from inflight.conformance.targets import EndpointTarget
 from inflight.conformance.verdicts import CheckOutcome
+from inflight.weights.transports import device_memory
+from inflight.weights.transports.installed import IpcTransport
 from tests.conformance.mutants import MUTANTS, target_of
 from tests.conformance.mutants.mutant import Mutant
 from tests.selection import first_of_each
+from tests.weights.stored import share_host_memory
+from tests.weights.test_publisher_machine import DECLARED
 
 pytestmark = pytest.mark.usefixtures("forks")
-PATCHED = ((inflight.local.engine, "sample"), (inflight.weights.float8, "decode_float8"))
+PATCHED = (
+    *((inflight.local.engine, "sample"), (inflight.weights.float8, "decode_float8")),
+    *((device_memory, "CudaMemory"), (IpcTransport, "needs_gpu")),
+)
 """What mutants change for a whole process."""
 CHECK_OF_ID = {check.id: check for check in CHECKS}
 OF_A_SERVER = [check for check in CHECKS if {"url", "process"} & set(check.needs)]
@@ -50,9 +60,32 @@ def kit() -> Iterator[Kit]:
 def test_the_embedded_endpoint_passes(kit, check):
     verdict = kit.run(check)
     if verdict.outcome is CheckOutcome.SKIPPED:
-        assert {"url", "process"} & set(check.needs), verdict.message
+        assert {"url", "process", "ipc"} & set(check.needs), verdict.message
     else:
         assert verdict.outcome is CheckOutcome.PASSED, f"{verdict.message}\n{verdict.evidence}\n{verdict.stacks}"
+
+
+def test_the_embedded_endpoint_passes_over_memory_of_a_device_which_is_the_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share_host_memory(monkeypatch.setattr)
+    subject = JudgedEndpoint(EndpointTarget(factory="tests.conformance.mutants:make_over_ipc"), tmp_path, 60)
+    try:
+        verdict = judge(subject, CHECK_OF_ID["U-63"]).verdict
+    finally:
+        subject.close()
+    assert verdict.outcome is CheckOutcome.PASSED, f"{verdict.message}\n{verdict.evidence}\n{verdict.stacks}"
+
+
+@pytest.mark.parametrize(("num_gpus", "transport"), [(0, "gloo"), (1, "gloo"), (2, "nccl")])
+def test_nccl_is_taken_only_where_there_is_a_gpu_for_each_end(
+    num_gpus: int, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    declared = DECLARED.model_copy(update={"transports": ("gloo", "nccl")})
+    endpoint: Any = None  # it is not asked
+    assert SteppedPublisher(endpoint, declared).transport() == transport
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,9 @@ from inflight.conformance.transport.peer import Peer, PeerSetup
 from inflight.conformance.transport.sockets import is_loopback, is_wildcard
 from inflight.conformance.verdicts import CheckOutcome
 from inflight.errors import ConfigError
+from inflight.weights.transports import device_memory
+from inflight.weights.transports.device_memory import HostMemory
+from inflight.weights.transports.installed import ProcessGroupTransport
 from inflight.wire import ProcessGroupSpec
 from tests.conformance.transport_mutants import MUTANTS
 from tests.selection import first_of_each
@@ -78,10 +81,25 @@ def test_a_factory_that_returns_something_else_is_refused() -> None:
         open_pair(TransportTarget(factory="builtins:dict"))
 
 
-@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="there are GPUs for both ends")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_nccl_without_gpus_is_refused_with_the_reason() -> None:
-    with pytest.raises(ConfigError, match="nccl needs a GPU for each end and torch sees"):
+    with pytest.raises(ConfigError, match="nccl sends from a GPU, and torch sees none here"):
         open_pair(TransportTarget(factory="nccl"))
+
+
+def test_a_group_of_gpus_needs_one_for_each_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ProcessGroupTransport, "needs_gpu", True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match="gloo needs a GPU for each end and torch sees 1"):
+        open_pair(TransportTarget(factory="gloo"))
+
+
+def test_a_store_is_refused_as_such_however_many_gpus_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_memory, "CudaMemory", HostMemory)
+    for num_gpus in (0, 1, 2):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda num_gpus=num_gpus: num_gpus)
+        with pytest.raises(ConfigError, match="the ipc transport stores what it sends"):
+            open_pair(TransportTarget(factory="ipc"))
 
 
 def test_a_peer_ends_with_its_parent() -> None:

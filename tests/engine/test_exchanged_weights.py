@@ -22,6 +22,7 @@ from inflight.weights.publish import WeightPublisher, publish_weights
 from inflight.weights.transports import make_sender
 from tests.models import make_model
 from tests.weights.lora import lora_of, merged_with
+from tests.weights.stored import share_host_memory
 from tests.weights.workers import LORA, LoraWorker, PartialWorker, PlainWorker, checkpoint, scaled
 
 
@@ -138,9 +139,14 @@ class Served:
         assert [name for name in held if not torch.equal(held[name], tensors[name])] == []
 
 
-@pytest.fixture(params=["gloo", "shm", "file", "http", "gloo and delta", "shm and delta"])
-def served(request: pytest.FixtureRequest, model_dir: Path, tmp_path: Path) -> Iterator[Served]:
+@pytest.fixture(params=["gloo", "shm", "ipc", "file", "http", "gloo and delta", "shm and delta", "ipc and delta"])
+def served(
+    request: pytest.FixtureRequest, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Served]:
+    """``ipc`` shares the host's memory here."""
     transport, _, delta = request.param.partition(" and ")
+    if transport == "ipc":
+        share_host_memory(monkeypatch.setattr)
     made = Served(model_dir, transport, tmp_path, run_id="here", delta=bool(delta))
     with made.publisher:
         yield made

@@ -22,7 +22,6 @@ from inflight.types import EndpointOutcome
 from inflight.weights.buckets import plan_buckets
 from inflight.weights.publish import WeightPublisher
 from inflight.weights.transports import make_sender
-from inflight.weights.transports.shared_memory import SharedMemorySender
 from inflight.wire import (
     BucketTransfer,
     ChatCompletionRequest,
@@ -135,7 +134,7 @@ def test_an_update_whose_publisher_is_silent_is_ended_by_its_lease(sglang: RealE
         deadline_s=10.0,
         lease_s=1.0,
     )
-    sender = SharedMemorySender()
+    sender = make_sender("shm")
     (spec,) = sender.specs("silent", [1], 10.0)
     sender.begin(update)
     sender.send(next(iter(worker.gather_weights(buckets))), 10.0)

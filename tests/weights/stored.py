@@ -9,16 +9,20 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from inflight.types import WeightBucket
 from inflight.weights.packing import encode, pack
+from inflight.weights.transports import device_memory
 from inflight.weights.transports.bucket_files import StoredUpdate
+from inflight.weights.transports.device_memory import HostMemory
 from inflight.weights.transports.files import FileReceiver
+from inflight.weights.transports.installed import IpcTransport
 from inflight.wire import (
     BucketSpec,
     DirectorySpec,
@@ -43,6 +47,12 @@ MIXED = (
 
 CUTS = (0, 2, 5, 6, 7)
 """Four buckets; the third holds nothing."""
+
+
+def share_host_memory(replace: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Let ``ipc`` share the host's memory in this process, and servers on the CPU declare it."""
+    replace(device_memory, "CudaMemory", HostMemory)
+    replace(IpcTransport, "needs_gpu", False)
 
 
 def payload(size_bytes: int) -> TensorSpec:
@@ -156,6 +166,7 @@ def doomed_sender(transport: str, directory: Path) -> subprocess.Popen[str]:
     code = f"""
 import sys, time
 from pathlib import Path
+from typing import Any
 import torch
 from inflight.weights.transports import make_sender
 from tests.weights.stored import make_buckets, plain_update

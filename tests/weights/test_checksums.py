@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import TransferError
 from inflight.weights import outgoing
-from inflight.weights.device_checksum import words64
+from inflight.weights.device_checksum import sums64
 from inflight.weights.packing import Rounding, checksum, encode, pack
 from inflight.weights.publish import WeightPublisher, publish_weights
 from inflight.weights.publish_session import PublishSession
@@ -121,5 +121,5 @@ def test_every_bucket_on_a_device_is_announced_with_the_checksum_of_its_bytes(
     for bucket in make_buckets(update)[:2]:
         sent = session.parcel(bucket)
         expected = pack(bucket.tensors) if encoding == "raw" else encode(bucket.tensors, bucket.specs, encoding)
-        assert sent.checksum == (words64(expected) if is_on_device else checksum(expected))
+        assert sent.checksum == (sums64(expected) if is_on_device else checksum(expected))
         assert not sent.tensors[0].is_cuda  # senders that do not send from the device get the copy of the checksum

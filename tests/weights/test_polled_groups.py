@@ -247,9 +247,9 @@ def test_a_publish_compares_buckets_on_their_device_and_a_damaged_one_ends_it(
             publisher.encoding = encoding  # type: ignore[assignment]
             report = publish_weights(PlainWorker(local.tensors, 1 + len(announced)), publisher, bucket_bytes=30_000)
             assert report is not None and report.applied_everywhere
-        assert len(announced) > 4 and all(found is not None and found.startswith("words64:") for found in announced)
+        assert len(announced) > 4 and all(found is not None and found.startswith("sums64:") for found in announced)
         is_damaged = True
-        with pytest.raises(PublishError, match="damaged on its way: its checksum is words64:"):
+        with pytest.raises(PublishError, match="damaged on its way: its checksum is sums64:"):
             publish_weights(PlainWorker(local.tensors, 100), publisher, bucket_bytes=30_000, deadline_s=10)
 
 

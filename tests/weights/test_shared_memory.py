@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from inflight.errors import TransferError
+from inflight.weights.transports.arenas import ArenaReceiver, ArenaSender
 from inflight.weights.transports.private_directory import PrivateDirectory
-from inflight.weights.transports.shared_memory import SharedMemoryReceiver, SharedMemorySender
+from inflight.weights.transports.shared_memory import FileMemory
 from inflight.wire import DirectorySpec
 from tests.weights.stored import (
     assert_same,
@@ -32,15 +33,15 @@ from tests.weights.stored import (
 
 
 @pytest.fixture
-def sender(tmp_path: Path) -> Iterator[SharedMemorySender]:
-    sender = SharedMemorySender(tmp_path)
+def sender(tmp_path: Path) -> Iterator[ArenaSender]:
+    sender = ArenaSender(FileMemory(), tmp_path)
     yield sender
     sender.abort()
 
 
-def joined(sender: SharedMemorySender) -> tuple[SharedMemoryReceiver, Path]:
+def joined(sender: ArenaSender) -> tuple[ArenaReceiver, Path]:
     (spec,) = sender.specs("run", [1], 5.0)
-    receiver = SharedMemoryReceiver(spec)
+    receiver = ArenaReceiver(spec, FileMemory())
     receiver.join()
     return receiver, Path(spec.directory)
 
@@ -50,14 +51,14 @@ def arenas(directory: Path) -> list[str]:
 
 
 def test_by_default_the_memory_is_that_of_the_host_and_goes_with_the_group() -> None:
-    sender = SharedMemorySender()
+    sender = ArenaSender(FileMemory())
     (spec,) = sender.specs("run", [1], 5.0)
     assert spec.directory.startswith("/dev/shm/inflight-weights-") and Path(spec.directory).is_dir()
     sender.abort()
     assert not Path(spec.directory).exists()
 
 
-def test_only_this_user_can_reach_what_is_stored(sender: SharedMemorySender) -> None:
+def test_only_this_user_can_reach_what_is_stored(sender: ArenaSender) -> None:
     receiver, directory = joined(sender)
     update = plain_update()
     publish(sender, update, make_buckets(update))
@@ -67,7 +68,7 @@ def test_only_this_user_can_reach_what_is_stored(sender: SharedMemorySender) -> 
     receiver.abort()
 
 
-def test_received_tensors_are_views_of_the_senders_memory(sender: SharedMemorySender) -> None:
+def test_received_tensors_are_views_of_the_senders_memory(sender: ArenaSender) -> None:
     receiver, directory = joined(sender)
     update = plain_update()
     buckets = make_buckets(update)
@@ -83,7 +84,7 @@ def test_received_tensors_are_views_of_the_senders_memory(sender: SharedMemorySe
     assert torch.equal(again[1], buckets[1].tensors[0])
 
 
-def test_memory_is_used_again_once_everybody_is_done(sender: SharedMemorySender) -> None:
+def test_memory_is_used_again_once_everybody_is_done(sender: ArenaSender) -> None:
     receiver, directory = joined(sender)
     used = set()
     for version in range(1, 6):
@@ -100,7 +101,7 @@ def test_memory_is_used_again_once_everybody_is_done(sender: SharedMemorySender)
 
 
 @pytest.mark.parametrize("ending", ["done", "not done", "not ended", "given up"])
-def test_a_laggard_keeps_its_bytes_while_the_next_update_is_written(sender: SharedMemorySender, ending: str) -> None:
+def test_a_laggard_keeps_its_bytes_while_the_next_update_is_written(sender: ArenaSender, ending: str) -> None:
     receiver, directory = joined(sender)
     first = plain_update(1)
     buckets = make_buckets(first)
@@ -119,7 +120,7 @@ def test_a_laggard_keeps_its_bytes_while_the_next_update_is_written(sender: Shar
     assert_same(received, buckets)
 
 
-def test_an_endpoint_that_serves_from_what_arrived_makes_the_sender_alternate(sender: SharedMemorySender) -> None:
+def test_an_endpoint_that_serves_from_what_arrived_makes_the_sender_alternate(sender: ArenaSender) -> None:
     receiver, directory = joined(sender)
     served: list[torch.Tensor] = []
     used = []
@@ -137,7 +138,7 @@ def test_an_endpoint_that_serves_from_what_arrived_makes_the_sender_alternate(se
     sender.end(is_done=True)
 
 
-def test_memory_that_one_large_update_took_is_returned_when_small_ones_follow(sender: SharedMemorySender) -> None:
+def test_memory_that_one_large_update_took_is_returned_when_small_ones_follow(sender: ArenaSender) -> None:
     _, directory = joined(sender)
     update = plain_update(1, size_bytes=1 << 20)
     sender.begin(update)
@@ -199,7 +200,7 @@ def corrupted(directory: Path, what: str) -> None:
         ("open to others", "not private"),
     ],
 )
-def test_what_is_not_the_senders_is_refused_at_once(sender: SharedMemorySender, what: str, words: str) -> None:
+def test_what_is_not_the_senders_is_refused_at_once(sender: ArenaSender, what: str, words: str) -> None:
     receiver, directory = joined(sender)
     update = plain_update()
     publish(sender, update, make_buckets(update))
@@ -214,24 +215,25 @@ def test_what_is_not_the_senders_is_refused_at_once(sender: SharedMemorySender, 
 def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
     spec = DirectorySpec(run_id="run", transport="shm", directory=str(tmp_path / "none"), timeout_s=1.0)
     with pytest.raises(TransferError, match=r"none does not exist; .*one host"):
-        SharedMemoryReceiver(spec).join()
+        ArenaReceiver(spec, FileMemory()).join()
     with pytest.raises(TransferError, match="making a directory below"):
-        SharedMemorySender(tmp_path / "none").specs("run", [1], 1.0)
+        ArenaSender(FileMemory(), tmp_path / "none").specs("run", [1], 1.0)
 
 
 def test_what_a_killed_sender_left_is_removed_by_the_next_and_what_a_living_one_has_is_not(tmp_path: Path) -> None:
-    living = SharedMemorySender(tmp_path)
+    living = ArenaSender(FileMemory(), tmp_path)
     receiver, kept = joined(living)
     update = plain_update()
     publish(living, update, make_buckets(update))
     process = doomed_sender("shm", tmp_path)
     assert process.stdout is not None
     stale = Path(process.stdout.readline().strip())
-    other = SharedMemorySender(tmp_path)
+    other = ArenaSender(FileMemory(), tmp_path)
     other.specs("run", [1], 1.0)
     assert stale.is_dir()
 
-    laggard = SharedMemoryReceiver(DirectorySpec(run_id="run", transport="shm", directory=str(stale), timeout_s=1.0))
+    gone = DirectorySpec(run_id="run", transport="shm", directory=str(stale), timeout_s=1.0)
+    laggard = ArenaReceiver(gone, FileMemory())
     first = plain_update()
     received = receive(laggard, first, make_buckets(first)[:1])
     process.kill()
@@ -267,9 +269,7 @@ def test_directories_of_others_are_left_alone_and_empty_ones_of_ours_go(tmp_path
     assert open_handles() == handles
 
 
-def test_memory_that_is_used_up_is_an_error_and_not_the_end_of_the_process(
-    sender: SharedMemorySender, tmp_path: Path
-) -> None:
+def test_memory_that_is_used_up_is_an_error_and_not_the_end_of_the_process(sender: ArenaSender, tmp_path: Path) -> None:
     receiver, _ = joined(sender)
     update = plain_update(size_bytes=1 << 20)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -15,8 +15,9 @@ from inflight.errors import TransferError
 from inflight.types import WeightBucket
 from inflight.weights.packing import unpack
 from inflight.weights.transports import make_receiver, make_sender
+from inflight.weights.transports.arenas import ArenaReceiver, ArenaSender
 from inflight.weights.transports.device_memory import HostMemory
-from inflight.weights.transports.ipc import IpcReceiver, IpcSender
+from inflight.weights.transports.ipc import IpcMemory
 from inflight.wire import IpcSpec, TransportSpec
 from tests.threads import wait_for_call
 from tests.weights.stored import (
@@ -37,7 +38,7 @@ Group = tuple[WeightSender, WeightReceiver]
 
 
 def receiver_of(spec: TransportSpec) -> WeightReceiver:
-    return IpcReceiver(spec, HostMemory()) if isinstance(spec, IpcSpec) else make_receiver(spec)
+    return ArenaReceiver(spec, IpcMemory(HostMemory())) if isinstance(spec, IpcSpec) else make_receiver(spec)
 
 
 @pytest.fixture(params=["shm", "ipc", "file", "http"])
@@ -46,7 +47,7 @@ def sender(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[WeightSen
     store = tmp_path / "store"
     store.mkdir()
     is_ipc = request.param == "ipc"
-    sender = IpcSender(store, HostMemory()) if is_ipc else make_sender(request.param, directory=store)
+    sender = ArenaSender(IpcMemory(HostMemory()), store) if is_ipc else make_sender(request.param, directory=store)
     yield sender
     sender.abort()
 

@@ -31,8 +31,7 @@ from inflight.pipeline.messages import (
 from inflight.pipeline.placement import Place, place
 from inflight.pipeline.processes import NUM_LINES, STOP_S, Rank, start_ranks
 from inflight.pipeline.time_limits import TimeLimits, time_limits
-from inflight.weights.transports.private_directory import remove_left_behind
-from inflight.weights.transports.shared_memory import memory_directory
+from inflight.weights.transports.private_directory import memory_directory, remove_left_behind
 
 A = TypeVar("A", bound=RankAnswer)
 

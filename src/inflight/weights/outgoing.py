@@ -14,7 +14,7 @@ from inflight.contracts import LoraSource, PartialWeightSource, WeightSource
 from inflight.errors import TrainerError
 from inflight.types import WeightBucket
 from inflight.weights.buckets import DEFAULT_BUCKET_BYTES, plan_buckets
-from inflight.weights.device_checksum import words64
+from inflight.weights.device_checksum import sums64
 from inflight.weights.packing import Rounding, checksum, encode, on_host, unpack
 from inflight.weights.staging import payload_spec
 from inflight.weights.streams import recorded
@@ -110,7 +110,7 @@ def outgoing_bucket(
         assert encoding != "delta"  # only the publisher knows a delta's base
         payload = encode(bucket.tensors, bucket.specs, encoding)
     flat = payload if on_device else on_host(payload)  # one copy serves the checksum and the transport
-    found = words64(flat) if on_device else checksum(flat)
+    found = sums64(flat) if on_device else checksum(flat)
     is_raw = encoding == "raw"
     specs = bucket.specs if is_raw else (payload_spec(flat.numel()),)
     tensors: Sequence[torch.Tensor] = unpack(flat, specs) if is_raw else (flat,)

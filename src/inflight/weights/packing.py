@@ -31,6 +31,15 @@ def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat(_flats(tensors)) if joined is None else joined
 
 
+def pack_into(target: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Write the bytes of the tensors one after another to the beginning of ``target``, uint8: one copy."""
+    joined = _joined([tensor for tensor in tensors if tensor.nbytes])
+    start = 0
+    for flat in _flats(tensors) if joined is None else [joined]:
+        target[start : start + flat.numel()].copy_(flat)
+        start += flat.numel()
+
+
 def unpack(flat: torch.Tensor, specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
     """Return the tensors that `pack` joined: views, except where a mix of dtypes misaligned one."""
     tensors, offset = [], 0

@@ -30,6 +30,12 @@ def finish(device: torch.device) -> None:
         event.synchronize()
 
 
+def finish_all(device: torch.device) -> None:
+    """Return once everything that this process has queued on a device is done, on whatever stream."""
+    if device.type == "cuda":
+        cuda.synchronize(device)
+
+
 @contextlib.contextmanager
 def queued_beside(device: torch.device, after: torch.cuda.Event | None = None) -> Iterator[None]:
     """Queue what follows on the stream for weights, behind ``after``."""

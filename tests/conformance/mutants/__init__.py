@@ -31,6 +31,7 @@ from tests.conformance.mutants import (
     weights,
 )
 from tests.conformance.mutants.mutant import Mutant
+from tests.weights.stored import share_host_memory
 
 LEVELS = (
     *(discovery, tokens, sampling, control, sessions, releasing),
@@ -41,7 +42,16 @@ MUTANTS: dict[str, Mutant] = {mutant.name: mutant for level in LEVELS for mutant
 
 def make(model: Path, mutant: str) -> InferenceEndpoint:
     """Return the embedded endpoint with one fault."""
-    return MUTANTS[mutant].infect(load_endpoint(model, name="tiny"))
+    found = MUTANTS[mutant]
+    if found.over_ipc:
+        share_host_memory()
+    return found.infect(load_endpoint(model, name="tiny"))
+
+
+def make_over_ipc(model: Path) -> InferenceEndpoint:
+    """Return the embedded endpoint without a fault; ``ipc`` shares the host's memory."""
+    share_host_memory()
+    return load_endpoint(model, name="tiny")
 
 
 def target_of(mutant: Mutant) -> EndpointTarget:

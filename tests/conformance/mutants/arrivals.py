@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,8 @@ import inflight.weights.float8
 from inflight.local.endpoint import LocalEndpoint
 from inflight.weights.float8 import decode_float8, payload_size
 from inflight.weights.packing import pack, unpack
-from inflight.weights.transports.bucket_records import BucketRecord
-from inflight.weights.transports.shared_memory import SharedMemoryReceiver
-from inflight.weights.transports.store import Attempt, regular_file
+from inflight.weights.transports.arenas import ArenaReceiver
+from inflight.weights.transports.store import regular_file
 from inflight.wire import BucketTransfer, TensorSpec, TransportSpec, UpdateRef, WeightUpdate
 from tests.conformance.mutants.mutant import Mutant
 
@@ -171,15 +169,16 @@ def always_the_first_update(receiver: Any) -> None:
 
 def without_a_lock(receiver: Any) -> None:
     """Memory that the model computes with is not locked, so that the sender uses it again."""
-    if not isinstance(receiver, SharedMemoryReceiver):
+    if not isinstance(receiver, ArenaReceiver):
         return
     faulty: Any = receiver
 
-    def mapping(record: BucketRecord, attempt: Attempt) -> mmap.mmap:
-        with regular_file(Path(faulty._spec.directory), record.arena, is_private=True) as (fd, size_bytes):
-            return mmap.mmap(fd, size_bytes, access=mmap.ACCESS_COPY)
+    def arena(name: str) -> torch.Tensor:
+        with regular_file(Path(faulty._spec.directory), name, is_private=True) as (fd, size_bytes):
+            mapped: torch.Tensor = faulty._memory.mapped(fd, size_bytes, faulty._spec)
+            return mapped
 
-    faulty._mapping = mapping
+    faulty._arena = arena
 
 
 def without_the_token(endpoint: LocalEndpoint) -> LocalEndpoint:
@@ -215,6 +214,13 @@ MUTANTS = (
         "U-60",
         "The model computes with memory that the sender uses again.",
         receiving(without_a_lock),
+    ),
+    Mutant(
+        "served from the trainer",
+        "U-63",
+        "The model computes with memory of the trainer's device that the sender uses again.",
+        receiving(without_a_lock),
+        over_ipc=True,
     ),
     Mutant("first file only", "U-61", "Every bucket is read from the first file.", receiving(always_the_first_file)),
     Mutant(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from inflight.errors import InvalidRequestError, UnsupportedError
 from inflight.local.endpoint import LocalEndpoint
-from inflight.wire import GenerateRequest, GenerateResponse, InFlightPolicy, ProcessGroupSpec, WeightVersion
+from inflight.wire import GenerateRequest, GenerateResponse, InFlightPolicy, TransportSpec, WeightVersion
 from tests.conformance.mutants.mutant import Mutant
 from tests.conformance.mutants.patches import declaring
 
@@ -39,15 +40,21 @@ def shorter_context(endpoint: LocalEndpoint) -> LocalEndpoint:
     return declaring(max_model_len=endpoint._engine.max_model_len - 1)(endpoint)
 
 
-def takes_every_transport(endpoint: LocalEndpoint) -> LocalEndpoint:
-    join = endpoint.init_process_group
+def acknowledging(transport: str) -> Callable[[LocalEndpoint], LocalEndpoint]:
+    """Gloo is declared, and a group over another transport is not refused."""
 
-    async def faulty(spec: ProcessGroupSpec) -> None:
-        if spec.transport != "nccl":
-            await join(spec)
+    def infect(endpoint: LocalEndpoint) -> LocalEndpoint:
+        faulty: Any = endpoint
+        join = endpoint.init_process_group
 
-    endpoint.init_process_group = faulty
-    return declaring(transports=("gloo",))(endpoint)
+        async def acknowledge(spec: TransportSpec) -> None:
+            if spec.transport != transport:
+                await join(spec)
+
+        faulty.init_process_group = acknowledge
+        return declaring(transports=("gloo",))(endpoint)
+
+    return infect
 
 
 def declares_chat_in_vain(endpoint: LocalEndpoint) -> LocalEndpoint:
@@ -122,7 +129,13 @@ MUTANTS = (
         "undeclared transport accepted",
         "E-05",
         "A group over nccl is acknowledged by an engine that declares gloo.",
-        takes_every_transport,
+        acknowledging("nccl"),
+    ),
+    Mutant(
+        "undeclared device memory accepted",
+        "E-05",
+        "A group over ipc is acknowledged by an engine that declares gloo.",
+        acknowledging("ipc"),
     ),
     Mutant("undeclared chat answered", "E-06", "Chat is not declared, and is answered.", declaring(chat=False)),
     Mutant("undeclared stream", "E-06", "Streaming is not declared, and is done.", declaring(streaming=False)),

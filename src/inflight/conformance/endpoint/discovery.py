@@ -17,6 +17,7 @@ from inflight.wire import (
     EndpointState,
     GenerateResponse,
     InFlightPolicy,
+    IpcSpec,
     PullSpec,
     TransportSpec,
     UpdateRef,
@@ -110,6 +111,9 @@ async def undeclared_transports(subject: EndpointSubject) -> None:
         spec: TransportSpec
         if transport == "http":
             spec = PullSpec(run_id=run_id, transport="http", url="http://127.0.0.1:9", token="none", timeout_s=3.0)
+        elif transport == "ipc":
+            directory = str(subject.directory)
+            spec = IpcSpec(run_id=run_id, transport="ipc", directory=directory, place="none", timeout_s=3.0)
         elif transport in STORES:
             fields = {"run_id": run_id, "transport": transport, "directory": str(subject.directory), "timeout_s": 3.0}
             spec = DirectorySpec.model_validate(fields)

@@ -80,12 +80,12 @@ class SteppedPublisher:
 
     def transport(self) -> Literal["gloo", "nccl"]:
         """Return how the kit can send to this endpoint; skip the check if it cannot."""
-        if "nccl" in self._capabilities.transports and torch.cuda.is_available():
+        if "nccl" in self._capabilities.transports and torch.cuda.device_count() > 1:
             return "nccl"
         if "gloo" in self._capabilities.transports:
             return "gloo"
         declared = ", ".join(self._capabilities.transports) or "none"
-        skip(f"the kit can send over gloo, and over nccl where torch sees a GPU; declared are {declared}")
+        skip(f"the kit can send over gloo, and over nccl where torch sees two GPUs; declared are {declared}")
 
     async def form_group(self, timeout_s: float = GROUP_TIMEOUT_S) -> None:
         """Join the sender and the endpoint in a new group."""

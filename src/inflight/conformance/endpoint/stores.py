@@ -13,6 +13,7 @@ LEVEL = "stores"
 @check("U-60", "updates shm", deadline_s=40, store="shm", event="its memory is overwritten or removed")
 @check("U-61", "updates file", deadline_s=40, store="file", event="its files are replaced")
 @check("U-62", "updates http", deadline_s=40, store="http", event="the trainer's server is gone")
+@check("U-63", "updates ipc", deadline_s=40, store="ipc", event="its memory is overwritten or removed")
 @look_at(
     "where the transport's part of docs/contract.md puts a bucket, and whether it is copied before its memory is "
     "written again"

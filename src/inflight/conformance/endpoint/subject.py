@@ -23,6 +23,7 @@ from inflight.conformance.reference import ReferenceCheckpoint, Weights
 from inflight.conformance.targets import EndpointTarget
 from inflight.contracts import AbortingEndpoint, InferenceEndpoint, ReleasingEndpoint, StreamingEndpoint
 from inflight.errors import InflightError, UpdateRefusedError
+from inflight.transports import find_transport
 from inflight.wire import (
     Capabilities,
     ChatCompletionRequest,
@@ -42,7 +43,7 @@ Running = list[tuple[GenerateRequest, asyncio.Task[GenerateResponse]]]
 """Requests that were sent, each with the task that waits for its answer."""
 
 ENCODINGS: tuple[Encoding, ...] = ("bfloat16", "float8", "delta")
-STORES: tuple[TransportName, ...] = ("shm", "file", "http")
+STORES: tuple[TransportName, ...] = ("shm", "file", "http", "ipc")
 TOLERANCES = {"float64": 5e-4, "float32": 5e-4, "float16": 0.05, "bfloat16": 0.25}
 """Largest difference between equal logprobs, by the dtype an engine computes in: logits of about 10 have a resolution
 of 1e-6, 0.01 and 0.06, and pass through two layers of rounding. The reference computes in float32."""
@@ -104,6 +105,8 @@ class EndpointSubject:
             offers[policy.value] = (policy in declared.in_flight_policies, f"in-flight policy {policy} is not declared")
         for store in STORES:
             offers[store] = (is_near, f"the endpoint at {host} may not see what the kit stores on this host")
+            if find_transport(store).needs_gpu and not torch.cuda.is_available():
+                offers[store] = (False, f"{store} shares a GPU's memory, and torch sees no GPU in the kit's process")
             if store not in declared.transports:
                 offers[store] = (False, f"transport {store} is not declared")
         return next((reason for is_met, reason in map(offers.__getitem__, needs) if not is_met), None)

@@ -54,11 +54,6 @@ def open_pair(target: TransportTarget) -> TransportPair:
     transport = resolve(target.factory)(**target.options) if target.options else named_transport(target.factory)
     if not isinstance(transport, Transport):
         raise ConfigError(f"{target.factory} returned a {type(transport).__name__}, not a Transport")
-    num_devices = torch.cuda.device_count()
-    if transport.needs_gpu and num_devices < 2:
-        raise ConfigError(
-            f"{transport.name} needs a GPU for each end and torch sees {num_devices}; check gloo on this machine"
-        )
     sender = transport.sender(address=ADDRESS, directory=Path(tempfile.gettempdir()))
     if not isinstance(sender, WeightSender):
         raise ConfigError(f"the sender of {target.factory} lacks methods of WeightSender: {type(sender).__name__}")
@@ -66,5 +61,10 @@ def open_pair(target: TransportTarget) -> TransportPair:
         raise ConfigError(
             f"the {transport.name} transport stores what it sends, and the checks are of transports whose buckets are "
             "received while they are sent; `inflight check endpoint` publishes over the stores that a server declares"
+        )
+    num_devices = torch.cuda.device_count()
+    if transport.needs_gpu and num_devices < 2:
+        raise ConfigError(
+            f"{transport.name} needs a GPU for each end and torch sees {num_devices}; check gloo on this machine"
         )
     return TransportPair(transport, sender, num_devices - 1 if transport.needs_gpu else None)

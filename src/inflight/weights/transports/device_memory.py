@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Annotated, Any, Protocol
 
 import torch
+import torch.utils.dlpack
 from pydantic import Field
 
-from inflight.errors import ConfigError, TransferError
+from inflight.errors import ConfigError
 from inflight.weights.streams import queued_beside
 from inflight.wire import Natural, WireModel
 
 _Base64 = Annotated[str, Field(pattern=r"^[A-Za-z0-9+/]*={0,2}$", max_length=4096)]
+_dlpack: Any = torch.utils.dlpack  # not typed
 _Storage: Any = torch.UntypedStorage  # its stubs leave out the sharing of CUDA memory
 
 
@@ -36,7 +38,7 @@ class MemoryHandle(WireModel):
 
 
 class DeviceMemory(Protocol):
-    """Memory of one device, as the sender shares it."""
+    """Memory of one device: the sender shares it, and receivers map it."""
 
     @property
     @abstractmethod
@@ -59,24 +61,23 @@ class DeviceMemory(Protocol):
     def release(self, handle: MemoryHandle) -> None:
         """Note that no process maps the memory any more, and that the tensor is about to go."""
 
-
-class MappedMemory(Protocol):
-    """The same memory, as receivers map it."""
-
     @abstractmethod
     def why_not(self, place: str) -> str | None:
         """Return why memory of that place cannot be mapped here, None if it can."""
 
     @abstractmethod
     def mapped(self, handle: MemoryHandle, place: str) -> torch.Tensor:
-        """Return the memory, uint8 [size_bytes], only to be read. Raises `OSError`, `RuntimeError`."""
+        """Return the memory, uint8 [size_bytes], in a storage of its own, only to be read.
+
+        Raises `OSError`, `RuntimeError`.
+        """
 
 
 _of_this_process: weakref.WeakValueDictionary[tuple[str, int], torch.Tensor] = weakref.WeakValueDictionary()
 """CUDA does not let a process map its own memory, and an embedded engine may run in the trainer's."""
 
 
-class CudaMemory(DeviceMemory, MappedMemory):
+class CudaMemory(DeviceMemory):
     """Memory of this process's current GPU. Raises `ConfigError` if torch sees none."""
 
     def __init__(self) -> None:
@@ -122,7 +123,8 @@ class CudaMemory(DeviceMemory, MappedMemory):
 
     def mapped(self, handle: MemoryHandle, place: str) -> torch.Tensor:
         if (own := _of_this_process.get((handle.memory, handle.offset))) is not None:
-            return own
+            flat: torch.Tensor = _dlpack.from_dlpack(_dlpack.to_dlpack(own))
+            return flat
         index = next(index for index in range(torch.cuda.device_count()) if _uuid(index) == place)
         with torch.cuda.device(index), queued_beside(torch.device("cuda", index)):
             storage = _Storage._new_shared_cuda(
@@ -139,7 +141,7 @@ class CudaMemory(DeviceMemory, MappedMemory):
             return flat.set_(storage, 0, (handle.size_bytes,), (1,))
 
 
-class HostMemory(DeviceMemory, MappedMemory):
+class HostMemory(DeviceMemory):
     """Memory of this host, in files of the sender's directory: the same transport without a GPU."""
 
     device = torch.device("cpu")
@@ -167,8 +169,3 @@ def _uuid(index: int) -> str:
 
 def _text(data: bytes) -> str:
     return b64encode(data).decode()
-
-
-def unmappable(reason: str) -> TransferError:
-    """Return the error of a receiver that cannot map the sender's memory."""
-    return TransferError(f"joining the weight group failed: {reason}; use another transport, such as nccl")

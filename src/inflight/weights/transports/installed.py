@@ -50,15 +50,17 @@ class SharedMemoryTransport(Transport):
     needs_gpu = False
 
     def sender(self, *, address: str, directory: Path | None) -> WeightSender:
-        from inflight.weights.transports.shared_memory import SharedMemorySender
+        from inflight.weights.transports.arenas import ArenaSender
+        from inflight.weights.transports.shared_memory import FileMemory
 
-        return SharedMemorySender(directory)
+        return ArenaSender(FileMemory(), directory)
 
     def receiver(self, spec: TransportSpec, *, rank: int, device: torch.device | None) -> WeightReceiver:
-        from inflight.weights.transports.shared_memory import SharedMemoryReceiver
+        from inflight.weights.transports.arenas import ArenaReceiver
+        from inflight.weights.transports.shared_memory import FileMemory
 
         assert isinstance(spec, DirectorySpec)
-        return SharedMemoryReceiver(spec)
+        return ArenaReceiver(spec, FileMemory())
 
 
 class IpcTransport(Transport):
@@ -69,15 +71,19 @@ class IpcTransport(Transport):
     needs_gpu = True
 
     def sender(self, *, address: str, directory: Path | None) -> WeightSender:
-        from inflight.weights.transports.ipc import IpcSender
+        from inflight.weights.transports.arenas import ArenaSender
+        from inflight.weights.transports.device_memory import CudaMemory
+        from inflight.weights.transports.ipc import IpcMemory
 
-        return IpcSender(directory)
+        return ArenaSender(IpcMemory(CudaMemory()), directory)
 
     def receiver(self, spec: TransportSpec, *, rank: int, device: torch.device | None) -> WeightReceiver:
-        from inflight.weights.transports.ipc import IpcReceiver
+        from inflight.weights.transports.arenas import ArenaReceiver
+        from inflight.weights.transports.device_memory import CudaMemory
+        from inflight.weights.transports.ipc import IpcMemory
 
         assert isinstance(spec, IpcSpec)
-        return IpcReceiver(spec)
+        return ArenaReceiver(spec, IpcMemory(CudaMemory()))
 
 
 class FileTransport(Transport):

@@ -12,6 +12,7 @@ import re
 import secrets
 import shutil
 import stat
+import tempfile
 from pathlib import Path
 
 _PREFIX = "inflight-weights-"
@@ -72,3 +73,9 @@ def _locked(fd: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def memory_directory() -> Path:
+    """Return the directory whose files are memory of this host, or the next best one."""
+    shm = Path("/dev/shm")
+    return shm if os.access(shm, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())

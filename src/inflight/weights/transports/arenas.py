@@ -1,0 +1,343 @@
+"""Memory of one host that a trainer and its endpoints share: arenas, and locks that say who still uses one.
+
+The sender writes the buckets of an update into one arena. Each arena has a file, in a directory that only this user can
+enter. Beside it lies a small record for each bucket of the update: where in the arena the bucket is, and which update
+it belongs to. A receiver copies nothing: its tensors are views of the arena.
+
+The views hold a shared lock on the arena's file for as long as anything refers to them, so an endpoint may serve from
+them. The system releases the lock however the process ends. The sender writes an arena again only if nobody holds a
+lock, and takes another one otherwise: endpoints serve from one arena while the next update arrives in the other.
+
+This module does not know what kind of memory it is: see `ArenaMemory`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import threading
+import weakref
+from abc import abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from inflight.contracts import SendsFromDevice, WeightSender
+from inflight.errors import TransferError
+from inflight.types import WeightBucket
+from inflight.weights.session import refuse_stray, transfer_failed
+from inflight.weights.streams import finish_all
+from inflight.weights.transports.bucket_records import PAGE, BucketRecord, aligned, await_record, write_record
+from inflight.weights.transports.private_directory import PrivateDirectory, memory_directory
+from inflight.weights.transports.store import Attempt, StoredReceiver, give_up, regular_file
+from inflight.wire import DirectorySpec, IpcSpec, UpdateRef, WeightUpdate
+
+ArenaSpec = DirectorySpec | IpcSpec
+
+_MOST_UNUSED = 4  # an arena that takes this many times more memory than the last update is not kept
+_NUM_ARENAS = 2
+
+
+class Room(Protocol):
+    """The memory of one arena, as the sender has it. Methods raise `OSError`, `RuntimeError`."""
+
+    @property
+    @abstractmethod
+    def held_bytes(self) -> int:
+        """Return how much memory it takes."""
+
+    @abstractmethod
+    def write(self, start: int, bucket: WeightBucket, attempt: Attempt) -> None:
+        """Write the bytes of a bucket from ``start`` on. On return they can be mapped. Raises also `TransferError`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the memory back."""
+
+
+class ArenaMemory(Protocol):
+    """A kind of memory that processes of one host can share."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Return where it is."""
+
+    @property
+    @abstractmethod
+    def sends_from_device(self) -> bool:
+        """Return whether buckets are taken from where they were gathered."""
+
+    @property
+    @abstractmethod
+    def outlives_room(self) -> bool:
+        """Return whether what is mapped stays whole when its room is closed."""
+
+    @abstractmethod
+    def spec(self, run_id: str, directory: Path, timeout_s: float) -> ArenaSpec:
+        """Return where an endpoint finds the arenas."""
+
+    @abstractmethod
+    def room(self, fd: int, path: Path, size_bytes: int) -> Room:
+        """Return new memory that ``fd``, a new file at ``path``, describes. Raises `OSError`, `RuntimeError`."""
+
+    @abstractmethod
+    def why_not(self, spec: ArenaSpec) -> str | None:
+        """Return why memory of that spec cannot be mapped here, None if it can."""
+
+    @abstractmethod
+    def mapped(self, fd: int, size_bytes: int, spec: ArenaSpec) -> torch.Tensor:
+        """Return the memory that a file of ``size_bytes`` describes: uint8, a storage of its own, only to be read.
+
+        Raises `OSError`, `RuntimeError`, `ValueError`, `TransferError`.
+        """
+
+
+class ArenaSender(WeightSender, SendsFromDevice):
+    """Trainer rank 0's end. ``directory`` replaces /dev/shm."""
+
+    def __init__(self, memory: ArenaMemory, directory: Path | None = None) -> None:
+        self._memory = memory
+        self._parent = directory
+        self._lock = threading.Lock()
+        self._given_up: Future[str] = Future()
+        self._home: PrivateDirectory | None = None
+        self._arenas: list[_Arena] = []
+        self._arena: _Arena | None = None
+        """The arena of the open update, one of ``_arenas``."""
+        self._num_made = 0
+        self._update: WeightUpdate | None = None
+        self._records: list[Path] = []
+
+    @property
+    def is_collective(self) -> bool:
+        return False
+
+    @property
+    def sends_from_device(self) -> bool:
+        return self._memory.sends_from_device
+
+    def specs(self, run_id: str, num_ranks: Sequence[int], timeout_s: float) -> list[ArenaSpec]:
+        """Raises `TransferError` if the directory cannot be made."""
+        self.end(is_done=False)
+        parent = self._parent or memory_directory()
+        with self._lock:
+            give_up(self._given_up)
+            self._given_up = Future()
+            try:
+                self._home = self._home or PrivateDirectory(parent)
+            except OSError as error:
+                raise transfer_failed(error, f"making a directory below {parent}") from error
+            return [self._memory.spec(run_id, self._home.path, timeout_s)] * len(num_ranks)
+
+    def join(self) -> None:
+        """Waits for no endpoint."""
+        if self._home is None:
+            raise TransferError("no weight group is open")
+
+    def begin(self, update: WeightUpdate) -> None:
+        """An earlier update that was not ended counts as not done."""
+        self.end(is_done=False)
+        size_bytes = max(PAGE, sum(aligned(bucket.size_bytes) for bucket in update.buckets))
+        with self._lock:
+            if self._home is None:
+                raise TransferError("no weight group is open")
+            for arena in [a for a in self._arenas if a.size_bytes < size_bytes or a.is_too_large]:
+                self._drop(arena)
+            self._arena = next((arena for arena in self._arenas if arena.is_free()), None)
+            if self._arena is None:
+                for arena in self._arenas[: 1 - _NUM_ARENAS]:
+                    self._drop(arena)
+                self._arena = self._made(self._home.path, size_bytes)
+            self._arena.used_bytes = 0
+            self._update = update
+
+    def send(self, bucket: WeightBucket, timeout_s: float) -> None:
+        """On return the bucket can be mapped, and its device has written it."""
+        attempt = Attempt(f"storing bucket {bucket.index} in shared memory", timeout_s, self._given_up)
+        with self._lock:
+            attempt.remaining_s()
+            home, arena, update = self._home, self._arena, self._update
+            if home is None or arena is None or update is None:
+                raise attempt.failed("no update has begun")
+            refuse_stray(bucket, update.ref)
+            start, size_bytes = arena.used_bytes, sum(tensor.nbytes for tensor in bucket.tensors)
+            if start + size_bytes > arena.size_bytes:
+                raise attempt.failed(f"its {size_bytes} bytes are more than were announced")
+            record = BucketRecord(
+                ref=update.ref, index=bucket.index, arena=arena.path.name, offset=start, size_bytes=size_bytes
+            )
+            try:
+                arena.room.write(start, bucket, attempt)
+                arena.used_bytes = aligned(start + size_bytes)
+                self._records.append(write_record(home.path, record))
+            except OSError as error:
+                advice = "; give it more memory, or use another directory" if error.errno == errno.ENOSPC else ""
+                raise attempt.failed(f"{error.strerror} in {home.path}{advice}") from error
+            except RuntimeError as error:
+                raise attempt.failed(error) from error
+
+    def end(self, *, is_done: bool) -> None:
+        """The memory is used again if the update is done, and left to its readers if not."""
+        with self._lock:
+            update, self._update = self._update, None
+            records, self._records = self._records, []
+            for path in records:
+                path.unlink(missing_ok=True)
+            arena, self._arena = self._arena, None
+            if arena is not None and update is not None and not is_done:
+                self._drop(arena)
+        _close_unused()
+
+    def abort(self) -> None:
+        """Removes the directory. A new group makes another."""
+        give_up(self._given_up)  # a pending send holds the lock for at most one more piece
+        with self._lock:
+            home, self._home = self._home, None
+            self._update, self._arena, self._records = None, None, []
+            for arena in list(self._arenas):
+                self._drop(arena)
+            if home is not None:
+                home.remove()
+
+    def _made(self, home: Path, size_bytes: int) -> _Arena:
+        self._num_made += 1
+        path = home / f"arena-{self._num_made}"
+        try:
+            arena = _Arena(path, self._memory, size_bytes)
+        except (OSError, RuntimeError) as error:  # also when a device has no memory left
+            raise transfer_failed(error, f"making {path} of {size_bytes} bytes") from error
+        self._arenas.append(arena)
+        return arena
+
+    def _drop(self, arena: _Arena) -> None:
+        """Remove an arena. Its memory stays for as long as somebody holds a lock."""
+        self._arenas.remove(arena)
+        arena.path.unlink(missing_ok=True)  # before the test: a receiver that locks it from now on sees that it is gone
+        if self._memory.outlives_room or arena.is_free():
+            arena.close()
+        else:
+            _lent.append(arena)
+
+
+class _Arena:
+    """A file to lock, and the memory that it describes."""
+
+    def __init__(self, path: Path, memory: ArenaMemory, size_bytes: int) -> None:
+        self.path = path
+        self.size_bytes = size_bytes
+        self.used_bytes = 0
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            self.room = memory.room(self._fd, path, size_bytes)
+        except BaseException:
+            os.close(self._fd)
+            path.unlink(missing_ok=True)
+            raise
+
+    @property
+    def is_too_large(self) -> bool:
+        return self.room.held_bytes > _MOST_UNUSED * max(self.used_bytes, PAGE)
+
+    def is_free(self) -> bool:
+        """Return whether no receiver holds a lock."""
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+        except OSError:
+            return False
+        return True
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self.room.close()
+        os.close(self._fd)
+
+
+_lent: list[_Arena] = []
+"""Arenas that were removed while somebody held a lock. They outlast their senders, and any sender closes them."""
+
+
+def _close_unused() -> None:
+    for arena in list(_lent):
+        if arena.is_free():
+            with contextlib.suppress(ValueError):  # another sender was faster
+                _lent.remove(arena)
+                arena.close()
+
+
+class ArenaReceiver(StoredReceiver):
+    """One endpoint rank's end. Tensors are views of the arena, only to be read."""
+
+    def __init__(self, spec: ArenaSpec, memory: ArenaMemory) -> None:
+        super().__init__()
+        self._spec = spec
+        self._memory = memory
+        self._directory = Path(spec.directory)
+        self._mapped: tuple[str, weakref.ref[torch.UntypedStorage]] | None = None
+
+    def join(self) -> None:
+        if self._given_up.done():
+            raise TransferError(self._given_up.result())
+        if (reason := self._memory.why_not(self._spec)) is None:
+            try:
+                with regular_file(self._directory, "lock", is_private=True):
+                    return
+            except FileNotFoundError:
+                reason = (
+                    f"{self._directory} does not exist; the endpoint and the trainer must run on one host and share "
+                    "one /dev/shm"
+                )
+        raise TransferError(f"joining the weight group failed: {reason}, or use another transport")
+
+    def begin(self, ref: UpdateRef) -> None:
+        super().begin(ref)
+        self._mapped = None
+
+    def abort(self) -> None:
+        super().abort()
+        self._mapped = None
+
+    def _received(self, ref: UpdateRef, index: int, size_bytes: int, attempt: Attempt) -> torch.Tensor:
+        record = await_record(self._directory, ref, index, size_bytes, attempt)
+        if size_bytes == 0:
+            return torch.empty(0, dtype=torch.uint8, device=self._memory.device)
+        try:
+            flat = self._arena(record.arena)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise attempt.failed(error) from error
+        if flat.numel() < record.offset + size_bytes:
+            raise attempt.failed(f"{self._directory / record.arena} is truncated: it has {flat.numel()} bytes")
+        return flat[record.offset : record.offset + size_bytes]
+
+    def _arena(self, name: str) -> torch.Tensor:
+        """Return an arena. It is mapped and locked until the last tensor in it goes."""
+        if self._mapped is not None and self._mapped[0] == name and (storage := self._mapped[1]()) is not None:
+            whole = torch.empty(0, dtype=torch.uint8, device=storage.device)
+            return whole.set_(storage, 0, (storage.nbytes(),), (1,))
+        with regular_file(self._directory, name, is_private=True) as (fd, size_bytes):
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            if not os.fstat(fd).st_nlink:
+                raise FileNotFoundError(errno.ENOENT, "removed by the sender", name)
+            flat = self._memory.mapped(fd, size_bytes, self._spec)
+            keep_open(flat, fd)
+        self._mapped = name, weakref.ref(flat.untyped_storage())
+        return flat
+
+
+def keep_open(flat: torch.Tensor, fd: int) -> None:
+    """Keep the file of a descriptor open, and so its lock held, until nothing refers to the memory of a tensor."""
+    last = weakref.finalize(flat.untyped_storage(), _unlock, os.dup(fd), flat.device)
+    last.atexit = False  # the system closes it
+
+
+def _unlock(fd: int, device: torch.device) -> None:
+    try:
+        finish_all(device)  # it may still be reading
+    finally:
+        os.close(fd)
