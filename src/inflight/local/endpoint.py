@@ -138,10 +138,16 @@ class LocalEndpoint(ReceivingEndpoint, StreamingEndpoint, PausableEngine):
             raise
 
     def _prepare(self, update: WeightUpdate, arrived: Named) -> tuple[AdaptedLoad, Named]:
-        """Return what the commit exchanges. Runs in the receiving thread, while tokens are sampled."""
-        parameters = self._engine.parameters
+        """Return what the commit loads. Runs in the receiving thread, while tokens are sampled."""
+        parameters, copies = self._engine.parameters, self._engine.keeps_addresses
+
+        def present(name: str) -> Any:
+            """Return a parameter in memory that the commit does not write to."""
+            parameter = parameters[name].detach()
+            return parameter.clone() if copies else parameter
+
         with beside(self._device):
-            load = self._adapted.prepare(update.manifest, arrived, lambda name: parameters[name].detach())
+            load = self._adapted.prepare(update.manifest, arrived, present)
             return load, made_ready(parameters, load.tensors)
 
     async def apply(self, update: WeightUpdate) -> None:

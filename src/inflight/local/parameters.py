@@ -1,4 +1,4 @@
-"""New memory for the parameters of a model: made ready beside the model, then exchanged for the old at once.
+"""New weights for the parameters of a model: made ready beside the model, then exchanged for the old, or copied.
 
 Knows nothing of updates and engines.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import torch
+
+from inflight.weights.streams import finish
 
 Parameters = Mapping[str, torch.nn.Parameter]
 
@@ -35,6 +37,19 @@ def exchange(parameters: Parameters, ready: Iterable[tuple[str, torch.Tensor]]) 
         replaced.append(parameters[name].data)
         parameters[name].data = tensor
     return replaced
+
+
+def overwrite(parameters: Parameters, ready: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Copy tensors that are ready into the memory of the parameters of these names, whose addresses stay.
+
+    On return the device has copied them, and their memory may be used for something else.
+    """
+    devices = set()
+    for name, tensor in ready:
+        parameters[name].data.copy_(tensor)
+        devices.add(tensor.device)
+    for device in devices:
+        finish(device)
 
 
 def _fitted(tensor: torch.Tensor, parameter: torch.nn.Parameter, name: str) -> torch.Tensor:
