@@ -147,12 +147,7 @@ class RecorderOnGpu:
 class _WholeRows(AttentionPlan):
     """Each row of the packed batch is the row of the same number in an arena."""
 
-    def __init__(
-        self,
-        stored: tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]],
-        inputs_2B: torch.Tensor,
-        places_C: torch.Tensor,
-    ) -> None:
+    def __init__(self, keys: Layers, values: Layers, inputs_2B: torch.Tensor, places_C: torch.Tensor) -> None:
         self._keys, self._values = keys, values
         positions_B = inputs_2B[1]
         num, longest = positions_B.shape[0], places_C.shape[0]
