@@ -273,7 +273,6 @@ def test_a_step_that_cannot_be_compiled_is_said_before_anything_is_served(model_
         endpoint_of(model_dir, refuse)
 
 
-@pytest.mark.usefixtures("forks")
 @pytest.mark.parametrize("check", first_of_each(CHECKS, lambda check: check.level), ids=str)
 def test_the_kit_finds_nothing_where_the_step_is_captured(check: Any, tmp_path: Path) -> None:
     if {"url", "process"} & set(check.needs):
@@ -325,7 +324,6 @@ def test_a_compiled_engine_sees_each_update(tmp_path: Path, tied: bool) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(420)
-@pytest.mark.usefixtures("forks")
 @pytest.mark.parametrize("check", first_of_each(CHECKS, lambda check: check.level), ids=str)
 def test_the_kit_finds_nothing_where_the_step_is_compiled(check: Any, tmp_path: Path) -> None:
     if {"url", "process"} & set(check.needs):
