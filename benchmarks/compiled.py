@@ -16,21 +16,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from engine import CAP, NUM_SLOTS, PROMPT_TOKENS
-from results import write_results
 
+from engine import CAP, NUM_SLOTS, PROMPT_TOKENS
 from inflight.local.endpoint import LocalEndpoint
 from inflight.local.loading import load_endpoint
 from inflight.local.tiny import TinyShape, create_tiny_model, save_tiny_model
 from inflight.wire import GenerateRequest, SamplingParams
+from results import write_results
 
 MODELS = {"tiny (0.2 M)": TinyShape(max_model_len=1024), "small (3 M)": TinyShape("qwen3", 256, 4, 8, 1024)}
 
 
 def loads() -> dict[str, Sequence[int]]:
     rng, sigma = random.Random(0), 0.9
-    drawn = [min(CAP, max(1, round(rng.lognormvariate(4.159 - sigma**2 / 2, sigma)))) for _ in range(2 * NUM_SLOTS)]
-    return {"128, log-normal": drawn, "128, equal": [64] * 2 * NUM_SLOTS, "one alone": [256]}
+    drawn = [min(CAP, max(1, round(rng.lognormvariate(4.159 - sigma**2 / 2, sigma)))) for _ in range(96)]
+    return {"96, log-normal": drawn, "64, equal": [64] * NUM_SLOTS, "one alone": [128]}
 
 
 async def sampling_s(endpoint: LocalEndpoint, lengths: Sequence[int]) -> float:
@@ -68,7 +68,7 @@ async def measure(path: Path, num_rounds: int) -> tuple[float, dict[str, dict[bo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     num_rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
     rows = []
