@@ -101,6 +101,7 @@ format: $(STAMP)
 
 bench: $(STAMP) engines
 	$(BIN)/python benchmarks/engine.py
+	$(BIN)/python benchmarks/compiled.py
 	$(BIN)/python benchmarks/pipeline.py
 	$(BIN)/python benchmarks/engines.py
 	$(BIN)/python benchmarks/losses.py

@@ -77,6 +77,19 @@ def engine_table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def compiled_table(rows: Sequence[dict[str, Any]]) -> str:
+    lines = [
+        "| model | requests | compiled, tokens per CPU s | eager | ratio: median (min to max) |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {r['model']} | {r['load']} | {r['compiled_tokens_per_cpu_s']:,.0f} | {r['eager_tokens_per_cpu_s']:,.0f} | "
+        f"**{r['ratio_median']:.2f}** ({r['ratio_min']:.2f} to {r['ratio_max']:.2f}) |"
+        for r in rows
+    ]
+    return "\n".join(lines)
+
+
 def modes_table(result: dict[str, Any]) -> str:
     lines = [
         "| mode | trained tokens/s | pipeline over it: median (min to max) | share of time in the trainer "
@@ -110,16 +123,20 @@ def conditions(record: dict[str, Any]) -> str:
 
 def main() -> None:
     IMAGES.mkdir(exist_ok=True)
-    engine, pipeline = read_results("engine"), read_results("pipeline")
+    engine, compiled, pipeline = (read_results(name) for name in ("engine", "compiled", "pipeline"))
     result = pipeline["rows"]
     plot_learning(result["runs"])
     plot_quickstart(read_results("engines")["rows"]["learning"], "engine", "engines.png")
     plot_quickstart(read_results("workers")["rows"]["learning"], "trainer", "trainers.png")
     plot_quickstart(read_results("losses")["rows"]["learning"], "preset", "presets.png")
+    compile_s = dict.fromkeys(row["compile_cpu_s"] for row in compiled["rows"])
     template = (Path(__file__).parent / "performance.template.md").read_text()
     page = (
         template.replace("{{engine_table}}", engine_table(engine["rows"]))
         .replace("{{engine_conditions}}", conditions(engine))
+        .replace("{{compiled_table}}", compiled_table(compiled["rows"]))
+        .replace("{{compiled_conditions}}", conditions(compiled))
+        .replace("{{compile_s}}", " and ".join(f"{s:.0f} s" for s in compile_s))
         .replace("{{modes_table}}", modes_table(result))
         .replace("{{pipeline_conditions}}", conditions(pipeline))
         .replace("{{steps}}", str(result["steps"]))

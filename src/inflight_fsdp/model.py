@@ -20,8 +20,9 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from inflight.attention import SegmentPlan, register_segment_attention
 from inflight.checkpoints import empty_causal_lm, fitting_tensors, stored_tensors
+from inflight.compiler import check_compiler
 from inflight.errors import ConfigError, UnsupportedError
-from inflight_fsdp.compiled import check_compiler, compile_layers
+from inflight_fsdp.compiled import compile_layers
 from inflight_fsdp.config import WorkerConfig
 from inflight_fsdp.float8 import multiply_in_float8
 from inflight_fsdp.layout import Layout, ShardedTensor, experts_apart
@@ -60,7 +61,7 @@ def empty_policy(config: WorkerConfig, device: torch.device) -> PolicyModel:
     read.
     """
     if config.compile:
-        check_compiler(device)
+        check_compiler(device, "compile = true")
     attention = register_segment_attention(in_graphs=not config.compile)
     causal_lm: Any = empty_causal_lm(config.model_path, attention=attention, dtype=config.stored_dtype)
     kind = type(causal_lm).__name__

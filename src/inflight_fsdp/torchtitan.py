@@ -23,8 +23,9 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.tools.utils import set_default_dtype
 
 from inflight.checkpoints import fitting_tensors
+from inflight.compiler import check_compiler
 from inflight_fsdp.agreement import on_every_rank
-from inflight_fsdp.compiled import check_compiler, compile_layers
+from inflight_fsdp.compiled import compile_layers
 from inflight_fsdp.config import parse_config
 from inflight_fsdp.layout import ShardedTensor
 from inflight_fsdp.optimizer import ShardedAdamW
@@ -56,7 +57,7 @@ class TorchTitanWorker(ShardedWorker):
 
     def __init__(self, config: TorchTitanConfig, device: torch.device, *, owns_group: bool) -> None:
         if config.compile:
-            on_every_rank(lambda: check_compiler(device), device)
+            on_every_rank(lambda: check_compiler(device, "compile = true"), device)
         hf_config = on_every_rank(lambda: supported_config(config), device)
         family = FAMILIES[hf_config.model_type]
         model_config = on_every_rank(lambda: model_config_of(hf_config, config), device)

@@ -59,13 +59,13 @@ class Publishing:
         wait_in_thread(lambda: self.endpoint.stats().num_tokens >= until)
 
     def publish(self, tensors: Any, version: int, policy: str) -> None:
-        worker = CheckpointWorker.of_model(tensors, version) if isinstance(tensors, torch.nn.Module) else None
-        report = publish_weights(
-            worker or CheckpointWorker(tensors, version),  # type: ignore[arg-type]
-            self.publisher,
-            in_flight=policy,  # type: ignore[arg-type]
-            deadline_s=30.0,
+        is_model = isinstance(tensors, torch.nn.Module)
+        self.publish_from(
+            CheckpointWorker.of_model(tensors, version) if is_model else CheckpointWorker(tensors, version), policy
         )
+
+    def publish_from(self, worker: Any, policy: str = "keep") -> None:
+        report = publish_weights(worker, self.publisher, in_flight=policy, deadline_s=30.0)  # type: ignore[arg-type]
         assert report is not None
         assert report.applied_everywhere
 

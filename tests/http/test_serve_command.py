@@ -185,6 +185,7 @@ def test_a_port_that_is_taken_is_named(fails: Callable[..., str], model_dir: Pat
         (("--device", "toaster"), ("toaster",)),
         (("--device", "cuda:99"), ("cuda:99",)),
         (("--threads", "0"), ("threads", "0")),
+        (("--compile", "--engine", "vllm"), ("--compile", "only to the embedded engine")),
     ],
     ids=lambda value: " ".join(value) if value and value[0].startswith("--") else "",
 )
@@ -297,6 +298,17 @@ def test_a_server_stops_by_signals_and_with_its_standard_input_while_it_generate
     for name in ("sigterm", "stdin"):
         assert "token" not in logs[name]
         assert TOKEN not in logs[name]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(420)  # compiling takes half a minute of one core
+def test_a_server_with_a_compiled_decode_step_answers(
+    model_dir: Path, start_server: Callable[..., ServerProcess]
+) -> None:
+    server = start_server(model_dir, "--compile")
+    body = {"request_id": "r", "prompt_token_ids": [1] * 5, "sampling": {"max_tokens": 20, "ignore_eos": True}}
+    answer = httpx.post(f"{server.url}/v1/generate", json=body, trust_env=False, timeout=60.0)
+    assert len(answer.json()["completions"][0]["token_ids"]) == 20
 
 
 def test_a_server_with_little_memory_for_keys_and_values_says_how_long_a_sequence_may_be(

@@ -98,6 +98,8 @@ def test_a_mixed_fleet_is_started_side_by_side_and_every_member_samples(start_ru
         ({"fleet": "[{ max_concurrent = 2 }]"}, "sampling.group_size 4 exceeds servers.max_concurrent 2"),
         ({"python": "/bin/python3"}, "python and engine_arguments do not apply to engine 'local'"),
         ({"fleet": '[{ engine_arguments = ["--x"] }]'}, "python and engine_arguments do not apply to engine 'local'"),
+        ({"engine": "vllm", "compile": "true"}, "compile applies to engine 'local', not to 'vllm'"),
+        ({"fleet": '[{ engine = "local" }]', "compile": "true"}, "servers.fleet replaces servers.compile"),
         ({"transport": "file"}, "servers.transport 'file' needs servers.directory"),
         (
             {"transport": "shm", "directory": "/x"},

@@ -165,6 +165,7 @@ LEVELS = {
     "contracts": 1,
     "transports": 2,
     "attention": 2,
+    "compiler": 2,
     "checkpoints": 2,
     "http": 2,
     "engines": 2,

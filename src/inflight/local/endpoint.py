@@ -108,7 +108,7 @@ class LocalEndpoint(
             max_concurrent_sequences=self._engine.max_concurrent,
             streaming=True,
             chat=self._chat is not None,
-            releases_memory=True,
+            releases_memory=not self._engine.keeps_addresses,
             manifest_digest=self._manifest.digest(),
         )
 
@@ -145,10 +145,16 @@ class LocalEndpoint(
             raise
 
     def _prepare(self, update: WeightUpdate, arrived: Named) -> tuple[AdaptedLoad, Named]:
-        """Return what the commit exchanges. Runs in the receiving thread, while tokens are sampled."""
-        parameters = self._engine.parameters
+        """Return what the commit loads. Runs in the receiving thread, while tokens are sampled."""
+        parameters, copies = self._engine.parameters, self._engine.keeps_addresses
+
+        def present(name: str) -> Any:
+            """Return a parameter in memory that the commit does not write to."""
+            parameter = parameters[name].detach()
+            return parameter.clone() if copies else parameter
+
         with beside(self._device):
-            load = self._adapted.prepare(update.manifest, arrived, lambda name: parameters[name].detach())
+            load = self._adapted.prepare(update.manifest, arrived, present)
             return load, made_ready(parameters, load.tensors)
 
     async def apply(self, update: WeightUpdate) -> None:

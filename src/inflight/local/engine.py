@@ -19,10 +19,12 @@ from typing import Any, TypeVar
 import torch
 
 from inflight.errors import BusyError, EndpointError, InflightError, InvalidRequestError
-from inflight.local.parameters import HOST, exchange, move
+from inflight.local.decoding import Compiler, Decoder
+from inflight.local.forwards import Forwards, Prompt
+from inflight.local.parameters import HOST, exchange, move, overwrite
 from inflight.local.sampler import sample
 from inflight.local.sequences import Request, Sequence
-from inflight.local.slots import Slot, SlotStore, StepPlan, token_bytes_of
+from inflight.local.slots import Slot, SlotStore, token_bytes_of
 from inflight.types import EngineStats
 from inflight.wire import Completion, FinishReason, GenerateRequest, InFlightPolicy
 
@@ -39,6 +41,9 @@ class Engine:
     starts when there is room for its longest completion. If one sequence of ``max_model_len`` does not fit,
     ``max_model_len`` is lowered. ``decode`` turns token ids into text, for stop strings only. ``eos_token_ids`` end a
     completion.
+
+    With a ``compiler`` the decode step is compiled, and all memory of keys and values is allocated at once: each
+    sequence takes as much as one of ``max_model_len``. Parameters then keep their addresses.
     """
 
     def __init__(
@@ -50,6 +55,7 @@ class Engine:
         eos_token_ids: Iterable[int] = (),
         decode: Callable[[list[int]], str] | None = None,
         kv_cache_bytes: int | None = None,
+        compiler: Compiler | None = None,
     ) -> None:
         parameter = next(model.parameters())
         self._model = model.eval()
@@ -57,12 +63,16 @@ class Engine:
         self.replaced: list[torch.Tensor] = []
         self._head = model.get_output_embeddings()
         self._device = parameter.device
+        self.keeps_addresses = compiler is not None
         config = model.config.get_text_config()
         per_token = token_bytes_of(config, parameter.dtype)
         limit = max_concurrent * max_model_len * per_token if kv_cache_bytes is None else kv_cache_bytes
         self._shortened = limit // per_token < max_model_len
         max_model_len = min(max_model_len, limit // per_token)
-        self._store = SlotStore(config, max_model_len, parameter.dtype, parameter.device, limit)
+        num_fixed = min(max_concurrent, limit // (max_model_len * per_token)) if compiler is not None else 0
+        self._store = SlotStore(config, max_model_len, parameter.dtype, parameter.device, limit, num_fixed)
+        decoder = None if compiler is None else Decoder(model, self._store.arenas[0], compiler)
+        self._forwards = Forwards(model, self._store, parameter.device, decoder)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._decode = decode
         self.max_model_len = max_model_len
@@ -236,11 +246,15 @@ class Engine:
             stop_sampling()
 
     def load(self, ready: Iterable[tuple[str, torch.Tensor]], version: int, policy: InFlightPolicy) -> None:
-        """Exchange weights for others that `made_ready` returned. Engine's thread only, while paused.
+        """Load weights that `made_ready` returned. Engine's thread only, while paused.
 
-        The weights before are in ``replaced`` until the caller clears it. If it raises, the model is torn.
+        They become the parameters' memory, or are copied into it if addresses must stay. Memory that was replaced is in
+        ``replaced`` until the caller clears it. If it raises, the model is torn.
         """
-        self.replaced += exchange(self.parameters, ready)
+        if self.keeps_addresses:
+            overwrite(self.parameters, ready)
+        else:
+            self.replaced += exchange(self.parameters, ready)
         self._version = version
         self._num_updates += 1
         if policy is InFlightPolicy.RECOMPUTE:
@@ -381,26 +395,17 @@ class Engine:
 
     def _forward(self, groups: list[list[Sequence]]) -> list[tuple[Sequence, int, float]]:
         """Run one forward, which stores keys and values; return a token and its logprob for each sequence."""
-        slots = {sequence.slot: sequence for (sequence, *_) in groups if sequence.slot in self._running}
+        running = {s.slot: s for (s, *_) in groups if s.slot is not None and s.slot in self._running}
         new = [group for group in groups if group[0].slot not in self._running]
-        opened = [group[0].slot for group in new if group[0].slot is not None]
-        ids = [group[0].all_ids() for group in new]
-        only = None if len(slots) == len(self._running) else {slot for slot in slots if slot is not None}
-        plan = StepPlan(self._store, opened, [len(i) for i in ids], self._device, only)
-        decoding = [slots[slot] for slot in plan.decoding_slots]
-        packed = [sequence.token_ids[-1] for sequence in decoding] + [token for i in ids for token in i]
-        keep, position = list(range(len(decoding))), len(decoding)
-        for group, its_ids in zip(new, ids, strict=True):
-            position += len(its_ids)
-            keep += [position - 1] * len(group)
-        hidden = self._hidden(packed, plan)
-        if keep != list(range(len(packed))):
-            hidden = hidden[torch.tensor(keep, device=self._device)]
-        logits_BV = self._head(hidden)
-        drawing = decoding + [sequence for group in new for sequence in group]
+        prompts = [Prompt(group[0].slot, group[0].all_ids(), len(group)) for group in new if group[0].slot is not None]
+        slots, logits_BV = self._forwards.logits({slot: s.token_ids[-1] for slot, s in running.items()}, prompts)
+        drawing = [running[slot] for slot in slots] + [sequence for group in new for sequence in group]
         uniforms = [sequence.draw() for sequence in drawing]
         tokens, logprobs = sample(logits_BV, [s.request.sampling for s in drawing], uniforms)
-        plan.finish()
+        for slot in slots:
+            slot.length += 1
+        for prompt in prompts:
+            prompt.slot.length = len(prompt.token_ids)
         for leader, *followers in new:
             assert leader.slot is not None
             self._running[leader.slot] = leader
@@ -409,30 +414,20 @@ class Engine:
                 self._store.copy(leader.slot, follower.slot)
                 self._running[follower.slot] = follower
         self._num_steps += 1
-        self._num_prompt_tokens += len(packed) - len(decoding)
+        self._num_prompt_tokens += sum(len(prompt.token_ids) for prompt in prompts)
         self._num_tokens += len(drawing)
         if self._resumed_at is not None:
             self.first_token_s = time.monotonic() - self._resumed_at
             self._resumed_at = None
         return list(zip(drawing, tokens, logprobs, strict=True))
 
-    def _hidden(self, token_ids: list[int], plan: StepPlan) -> torch.Tensor:
-        """Return the last hidden state of each token, in the order in which ``plan`` packs them."""
-        hidden: torch.Tensor = self._model.base_model(
-            input_ids=torch.tensor([token_ids], device=self._device),
-            position_ids=torch.tensor([plan.positions()], device=self._device),
-            use_cache=False,
-            step_plan=plan,
-        ).last_hidden_state[0]
-        return hidden
-
     def _broken(self) -> Exception | None:
         """Return what a prompt of one token raises. None means that the requests, not the engine, caused a failure."""
         try:
             slot = self._store.open(1, 1)
             try:
-                hidden = self._hidden([0], StepPlan(self._store, [slot], [1], self._device, only=()))
-                hidden.cpu()  # a GPU reports its errors only now
+                _, logits_BV = self._forwards.logits({}, [Prompt(slot, [0])])
+                logits_BV.cpu()  # a GPU reports its errors only now
             finally:
                 self._store.close(slot)
         except Exception as error:

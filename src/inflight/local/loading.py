@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from inflight.checkpoints import load_causal_lm, load_tokenizer, max_model_len_of
+from inflight.compiler import check_compiler
 from inflight.errors import ConfigError
 from inflight.local.chat import ChatFormat
+from inflight.local.decoding import compiler_for
 from inflight.local.endpoint import LocalEndpoint
 from inflight.local.engine import Engine
 from inflight.local.slots import ATTENTION_NAME, decode_kernel_in_words, register_slot_attention, token_bytes_of
@@ -28,16 +30,20 @@ def load_endpoint(
     max_model_len: int | None = None,
     max_concurrent: int = 64,
     kv_cache_bytes: int | None = None,
+    compile: bool = False,
 ) -> LocalEndpoint:
     """Return an endpoint that serves the model in ``path``, its engine running.
 
     ``dtype`` None keeps the stored dtype, ``device`` None takes a GPU if there is one, ``max_model_len`` None takes
     what the model allows. Keys and values take at most ``kv_cache_bytes``; None allows ``max_concurrent`` sequences of
     ``max_model_len``, or half of all memory if that is less. If that holds fewer tokens than the model allows, the
-    context is shortened. Logs which attention kernel decodes. Raises `ConfigError` if the directory cannot be served.
+    context is shortened. ``compile`` compiles the decode step before this returns, and captures CUDA graphs on a GPU.
+    Logs which attention kernel decodes. Raises `ConfigError` if the directory cannot be served.
     """
     register_slot_attention()
     chosen = _usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if compile:
+        check_compiler(chosen, "compile")
     model: Any = load_causal_lm(path, attention=ATTENTION_NAME, dtype=dtype, device=chosen)
     tokenizer = load_tokenizer(path)
     allowed = max_model_len_of(model.config)
@@ -64,6 +70,7 @@ def load_endpoint(
         eos_token_ids=_eos_token_ids(model, tokenizer),
         decode=None if tokenizer is None else lambda ids: str(tokenizer.decode(ids)),
         kv_cache_bytes=kv_cache_bytes,
+        compiler=compiler_for(chosen) if compile else None,
     )
     chat = ChatFormat(tokenizer) if tokenizer is not None and tokenizer.chat_template else None
     return LocalEndpoint(engine, model, name=name or path.resolve().name, chat=chat)

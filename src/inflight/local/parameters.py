@@ -1,4 +1,4 @@
-"""Other memory for the parameters of a model: made ready beside the model and exchanged at once, or moved to the host.
+"""Other memory for the parameters of a model: made ready beside it, then exchanged or copied; or the host's.
 
 Knows nothing of updates and engines.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import torch
+
+from inflight.weights.streams import finish
 
 Parameters = Mapping[str, torch.nn.Parameter]
 
@@ -45,6 +47,19 @@ def move(parameters: Parameters, device: torch.device) -> None:
     """
     for parameter in parameters.values():
         parameter.data = parameter.data.to(device)
+
+
+def overwrite(parameters: Parameters, ready: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Copy tensors that are ready into the memory of the parameters of these names, whose addresses stay.
+
+    On return the device has copied them, and their memory may be used for something else.
+    """
+    devices = set()
+    for name, tensor in ready:
+        parameters[name].data.copy_(tensor)
+        devices.add(tensor.device)
+    for device in devices:
+        finish(device)
 
 
 def _fitted(tensor: torch.Tensor, parameter: torch.nn.Parameter, name: str) -> torch.Tensor:

@@ -3,7 +3,7 @@
 Each arena holds sequences of up to ``capacity`` tokens; a sequence that outgrows it moves to the next, twice as large.
 Decoding attends arena by arena, so a short sequence does not pay for the longest one. A sequence reserves the most it
 can need when it starts, so running sequences can always continue. Arenas grow and shrink with their sequences and never
-exceed the limit. Knows nothing of requests.
+exceed the limit. For code that keeps addresses there is one arena of a fixed size instead. Knows nothing of requests.
 
 Shape suffixes: L layers, S slots, K key-value heads, Q query heads, C capacity, D head dimension, B decoding rows,
 T packed tokens.
@@ -12,9 +12,11 @@ T packed tokens.
 from __future__ import annotations
 
 import contextlib
+import heapq
+from abc import abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -28,17 +30,29 @@ _SMALLEST_CAPACITY = 64
 
 
 class Arena:
-    """Slots of one capacity; the occupied ones are always the first ``len(owners)``."""
+    """Slots of one capacity.
+
+    The occupied ones are always the first ``len(owners)``, unless there is a fixed number, ``num_fixed``: memory and
+    slots then stay where they are.
+    """
 
     def __init__(
-        self, num_layers: int, num_kv_heads: int, capacity: int, head_dim: int, options: dict[str, Any]
+        self,
+        num_layers: int,
+        num_kv_heads: int,
+        capacity: int,
+        head_dim: int,
+        options: dict[str, Any],
+        num_fixed: int = 0,
     ) -> None:
         self.capacity = capacity
         self.owners: list[Slot] = []
-        self._shape = (num_layers, 0, num_kv_heads, capacity, head_dim)
+        self._is_fixed = num_fixed > 0
+        self._free_rows = list(range(num_fixed))
+        self._shape = (num_layers, num_fixed, num_kv_heads, capacity, head_dim)
         self._options = options
-        self.keys_LSKCD = torch.empty(self._shape, **options)
-        self.values_LSKCD = torch.empty(self._shape, **options)
+        self.keys_LSKCD = torch.zeros(self._shape, **options)
+        self.values_LSKCD = torch.zeros(self._shape, **options)
         self.slot_bytes = capacity * token_bytes(num_layers, num_kv_heads, head_dim, options["dtype"])
 
     @property
@@ -52,14 +66,25 @@ class Arena:
 
     def take(self, slot: Slot) -> None:
         """Give a slot the next row, zeroed: attention multiplies masked values by zero, which leaves NaN as it is."""
-        row = len(self.owners)
-        self.keys_LSKCD[:, row] = 0
-        self.values_LSKCD[:, row] = 0
+        if self._is_fixed:
+            row = heapq.heappop(self._free_rows)  # `free` has left it zeroed
+        else:
+            row = len(self.owners)
+            self.keys_LSKCD[:, row] = 0
+            self.values_LSKCD[:, row] = 0
         self.owners.append(slot)
         slot.arena, slot.row = self, row
 
     def free(self, slot: Slot) -> None:
         """Take a slot's row back. The last row moves into its place as a whole, with its zeros (see `take`)."""
+        if self._is_fixed:
+            written = slice(slot.length + 1)  # a step that failed may have stored one position more
+            self.keys_LSKCD[:, slot.row, :, written] = 0
+            self.values_LSKCD[:, slot.row, :, written] = 0
+            heapq.heappush(self._free_rows, slot.row)
+            self.owners.remove(slot)
+            slot.row = -1
+            return
         last = self.owners.pop()
         if last is not slot:
             self.keys_LSKCD[:, slot.row] = self.keys_LSKCD[:, last.row]
@@ -123,22 +148,30 @@ def decode_kernel_in_words(config: Any, dtype: torch.dtype, device: torch.device
 class SlotStore:
     """Keys and values of all running sequences of one model, in at most ``limit_bytes``.
 
-    If there is even less memory, torch's error passes through: `open` has then allocated nothing, `reserve` leaves a
-    slot that can only be closed, and other slots are unaffected.
+    With ``num_fixed`` there are that many slots of the longest sequence, allocated at once, and no memory moves. If
+    there is even less memory, torch's error passes through: `open` has then allocated nothing, `reserve` leaves a slot
+    that can only be closed, and other slots are unaffected.
     """
 
     def __init__(
-        self, config: Any, max_model_len: int, dtype: torch.dtype, device: torch.device, limit_bytes: int
+        self,
+        config: Any,
+        max_model_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        limit_bytes: int,
+        num_fixed: int = 0,
     ) -> None:
         _, num_kv_heads, head_dim = heads_of(config)
         options = {"dtype": dtype, "device": device}
         capacities = []
         capacity = _SMALLEST_CAPACITY
-        while capacity < max_model_len:
+        while capacity < max_model_len and not num_fixed:
             capacities.append(capacity)
             capacity *= 2
         capacities.append(max_model_len)
-        self.arenas = [Arena(config.num_hidden_layers, num_kv_heads, c, head_dim, options) for c in capacities]
+        shape = (config.num_hidden_layers, num_kv_heads)
+        self.arenas = [Arena(*shape, capacity, head_dim, options, num_fixed) for capacity in capacities]
         self.limit_bytes = limit_bytes
         self.reserved_bytes = 0
 
@@ -203,14 +236,28 @@ class SlotStore:
         return next((arena for arena in self.arenas if arena.capacity >= length), self.arenas[-1])
 
 
+class AttentionPlan(Protocol):
+    """How one forward attends; passed through the model as ``step_plan``."""
+
+    @abstractmethod
+    def attend(
+        self,
+        layer: int,
+        query_1QTD: torch.Tensor,
+        key_1KTD: torch.Tensor,
+        value_1KTD: torch.Tensor,
+        scale: float | None,
+    ) -> torch.Tensor:
+        """Store the keys and values of one layer and return the attention output [1, T, Q, D]."""
+
+
 @dataclass(frozen=True, slots=True)
-class _ArenaRows:
+class DecodingRows:
     """Decoding rows ``start <= b < stop`` of the packed batch, and their ``rows_B`` in one arena.
 
     ``is_all`` says that they are the arena's first rows in order, so that none has to be copied.
     """
 
-    arena: Arena
     start: int
     stop: int
     longest: int
@@ -220,7 +267,7 @@ class _ArenaRows:
     is_all: bool
 
 
-class StepPlan:
+class StepPlan(AttentionPlan):
     """How one forward attends: first one token for each decoding slot, then whole segments to prefill.
 
     Decoding rows come arena by arena, in the order of each arena's owners. ``only`` limits them to some slots.
@@ -234,7 +281,7 @@ class StepPlan:
         device: torch.device,
         only: Collection[Slot] | None = None,
     ) -> None:
-        self._decoding: list[_ArenaRows] = []
+        self._decoding: list[tuple[Arena, DecodingRows]] = []
         self.decoding_slots: list[Slot] = []
         for arena in store.arenas:
             owners = [slot for slot in arena.owners if slot.length and (only is None or slot in only)]
@@ -251,8 +298,9 @@ class StepPlan:
             rows = [slot.row for slot in owners]
             rows_B = torch.tensor(rows, device=device)
             is_all = rows == list(range(len(rows)))
+            stop = len(self.decoding_slots)
             self._decoding.append(
-                _ArenaRows(arena, start, len(self.decoding_slots), longest, positions_B, rows_B, visible_B11C, is_all)
+                (arena, DecodingRows(start, stop, longest, positions_B, rows_B, visible_B11C, is_all))
             )
         self._prefill = list(zip(prefill, lengths, strict=True))
         self._segments = SegmentPlan.build(tuple(lengths), device) if prefill else None
@@ -260,13 +308,6 @@ class StepPlan:
     def positions(self) -> list[int]:
         decoding = [slot.length for slot in self.decoding_slots]
         return decoding + [position for _, length in self._prefill for position in range(length)]
-
-    def finish(self) -> None:
-        """Count the new positions; call it after every layer has stored its keys and values."""
-        for slot in self.decoding_slots:
-            slot.length += 1
-        for slot, length in self._prefill:
-            slot.length = length
 
     def attend(
         self,
@@ -276,11 +317,11 @@ class StepPlan:
         value_1KTD: torch.Tensor,
         scale: float | None,
     ) -> torch.Tensor:
-        """Store the keys and values of one layer and return the attention output [1, T, Q, D]."""
         num_decoding = len(self.decoding_slots)
         outputs = []
-        for part in self._decoding:
-            outputs.append(_decode(layer, part, query_1QTD, key_1KTD, value_1KTD, scale))
+        for arena, rows in self._decoding:
+            stored = arena.keys_LSKCD[layer], arena.values_LSKCD[layer]
+            outputs.append(attend_rows(*stored, rows, query_1QTD, key_1KTD, value_1KTD, scale))
         if self._segments is not None:
             start = num_decoding
             for slot, length in self._prefill:
@@ -297,16 +338,17 @@ class StepPlan:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
-def _decode(
-    layer: int,
-    part: _ArenaRows,
+def attend_rows(
+    keys_SKCD: torch.Tensor,
+    values_SKCD: torch.Tensor,
+    part: DecodingRows,
     query_1QTD: torch.Tensor,
     key_1KTD: torch.Tensor,
     value_1KTD: torch.Tensor,
     scale: float | None,
 ) -> torch.Tensor:
+    """Store the keys and values of decoding rows in one layer of an arena; return the attention output [1, B, Q, D]."""
     rows = slice(part.start, part.stop)
-    keys_SKCD, values_SKCD = part.arena.keys_LSKCD[layer], part.arena.values_LSKCD[layer]
     keys_SKCD[part.rows_B, :, part.positions_B] = key_1KTD[0, :, rows].transpose(0, 1)
     values_SKCD[part.rows_B, :, part.positions_B] = value_1KTD[0, :, rows].transpose(0, 1)
     num_rows = part.stop - part.start
@@ -336,7 +378,7 @@ def _attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     *,
-    step_plan: StepPlan,
+    step_plan: AttentionPlan,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     layer: Any = module.layer_idx

@@ -74,7 +74,7 @@ class SamplingSection(Section):
     max_tokens: int = Field(default=128, ge=1)
 
 
-_OF_ONE_KIND = ("engine", "count", "python", "engine_arguments", "devices")
+_OF_ONE_KIND = ("engine", "count", "python", "engine_arguments", "devices", "compile")
 """Fields of the servers section that say what to start when all servers are alike."""
 
 
@@ -91,6 +91,14 @@ class FleetMember(Section):
     devices: tuple[NonNegativeInt, ...] | None = None
     """GPUs of these servers, one after the other: ``count`` times as many as each runs on. None: any that are free."""
     max_concurrent: int = Field(default=64, ge=1)
+    compile: bool = False
+    """Compile the decode step of the embedded engine, and capture CUDA graphs on a GPU."""
+
+    @model_validator(mode="after")
+    def _only_the_embedded_engine_compiles(self) -> Self:
+        if self.compile and self.engine != "local":
+            raise ValueError(f"compile applies to engine 'local', not to {self.engine!r}: use engine_arguments")
+        return self
 
     @model_validator(mode="after")
     def _embedded_engine_takes_none(self) -> Self:
@@ -105,7 +113,7 @@ class ServersSection(FleetMember):
     """The fleet: servers that the run starts (``count`` of one engine or a mixed ``fleet``), or running ones by URL."""
 
     fleet: tuple[FleetMember, ...] = ()
-    """Tables of a mixed fleet, instead of ``engine``, ``count``, ``python``, ``engine_arguments`` and ``devices``."""
+    """Tables of a mixed fleet, instead of ``engine``, ``count``, ``python`` and what else is of one kind."""
     urls: tuple[str, ...] = ()
     """Servers to attach to; the run then starts none. The control token is read from INFLIGHT_TOKEN.
 

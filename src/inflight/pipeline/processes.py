@@ -156,6 +156,8 @@ async def _start_server(
     command += ["--threads", str(config.servers.threads)]
     if config.servers.device is not None:
         command += ["--device", config.servers.device]
+    if member.compile:
+        command.append("--compile")
     if config.servers.updates == "pull":
         command += ["--follow", str(config.servers.directory), "--follow-run", directory.run_id]
     if not is_embedded:

@@ -1,0 +1,69 @@
+"""The forwards of one step of the engine: a token for each running sequence, and whole prompts. Knows no requests.
+
+Shape suffixes: B rows of logits, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from inflight.local.decoding import Decoder
+from inflight.local.slots import Slot, SlotStore, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Token ids that are computed into a slot."""
+
+    slot: Slot
+    token_ids: Sequence[int]
+    num_rows: int = 1
+    """Rows of logits after its last token, all alike: one for each sequence that begins with it."""
+
+
+class Forwards:
+    """Runs a model over the slots of a store. With a decoder, prompts have a forward of their own."""
+
+    def __init__(self, model: Any, store: SlotStore, device: torch.device, decoder: Decoder | None) -> None:
+        self._model = model
+        self._head = model.get_output_embeddings()
+        self._store = store
+        self._device = device
+        self._decoder = decoder
+
+    def logits(self, running: Mapping[Slot, int], prompts: Sequence[Prompt]) -> tuple[list[Slot], torch.Tensor]:
+        """Store the keys and values of each slot's last token and of prompts; return slots and logits [B, V].
+
+        Rows of logits are those of the slots returned, then those of the prompts. Lengths of slots stay as they are.
+        """
+        if self._decoder is None or not running:
+            return self._packed(running, prompts)
+        decoded_BV = self._decoder.logits(running)
+        if not prompts:
+            return list(running), decoded_BV
+        _, prefilled_BV = self._packed({}, prompts)
+        return list(running), torch.cat([decoded_BV, prefilled_BV])
+
+    def _packed(self, running: Mapping[Slot, int], prompts: Sequence[Prompt]) -> tuple[list[Slot], torch.Tensor]:
+        """Run everything as one packed row."""
+        plan = StepPlan(
+            self._store, [it.slot for it in prompts], [len(it.token_ids) for it in prompts], self._device, running
+        )
+        packed = [running[slot] for slot in plan.decoding_slots]
+        keep = list(range(len(packed)))
+        for prompt in prompts:
+            packed += prompt.token_ids
+            keep += [len(packed) - 1] * prompt.num_rows
+        hidden = self._model.base_model(
+            input_ids=torch.tensor([packed], device=self._device),
+            position_ids=torch.tensor([plan.positions()], device=self._device),
+            use_cache=False,
+            step_plan=plan,
+        ).last_hidden_state[0]
+        if keep != list(range(len(packed))):
+            hidden = hidden[torch.tensor(keep, device=self._device)]
+        return plan.decoding_slots, self._head(hidden)
