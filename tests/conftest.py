@@ -13,18 +13,26 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.models import make_model
 from tests.servers import ServerProcess
-from tests.zygote import python
+from tests.zygote import python, share_zygote
 
-torch.set_num_threads(1)
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Start the zygote of all workers from xdist's controller, which runs no test and so imports no torch."""
+    if config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput"):
+        share_zygote()
+        return
+    import torch
+
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random two-layer Qwen3 checkpoint with untied head and the byte tokenizer, float32, context 1024."""
+    from tests.models import make_model
+
     return make_model(tmp_path_factory.mktemp("model") / "tiny-qwen3")
 
 

@@ -31,7 +31,7 @@ from tests.run.runs import CONFIG, ROOT, RunProcess, ends_within
 from tests.selection import first_of_each
 from tests.servers import TOKEN, ServerProcess
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("forks")]
 
 Start = Callable[..., ServerProcess]
 

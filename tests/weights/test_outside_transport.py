@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from inflight.weights.publish import WeightPublisher, publish_weights
 from inflight.weights.transports import make_sender, named_transport
 from tests.servers import TOKEN, ServerProcess
 
+pytestmark = pytest.mark.usefixtures("forks")
 REFERENCE = "examples.own_transport:TCP"
 OURS = ["file", "gloo", "http", "ipc", "nccl", "shm"]
 
@@ -48,7 +48,6 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def server(
     installed: Path, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[ServerProcess]:
-    monkeypatch.setattr("tests.servers.python", lambda: sys.executable)  # no fork: it has to see what is installed
     monkeypatch.setenv("PYTHONPATH", str(installed), prepend=":")
     server = ServerProcess(model_dir, tmp_path / "server")
     server.wait_until_ready()
