@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 
@@ -23,9 +24,21 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput"):
         share_zygote()
         return
+    gc.disable()
     import torch
 
     torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is imported and collected out of later garbage collections: each would take half a second for it."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """Have everything collected at the end again: triton's bindings print what is left."""
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

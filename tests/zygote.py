@@ -95,7 +95,7 @@ SHARED = "INFLIGHT_TESTS_ZYGOTE"
 ROOT = Path(__file__).parents[1]
 _PATH = f"{ROOT / 'src'}{os.pathsep}{ROOT}"
 
-_PLAIN = {"inflight.conformance.doomed", "inflight.conformance.transport.peer", "pytest", "torch.distributed.run"}
+_PLAIN = {"inflight.conformance.doomed", "inflight.conformance.transport.peer", "torch.distributed.run"}
 """Programs that get an interpreter of their own: the kit stops its helpers with SIGSTOP."""
 _PROGRAMS = ("inflight.pipeline.trainer", "inflight.conformance.child", "tests.conformance.mutants.server")
 """Modules that are imported here and run as programs."""
@@ -362,6 +362,7 @@ def _run(argv: list[str], shim: Path) -> NoReturn:
 
 def main() -> Callable[[], None] | None:
     """Import, then serve."""
+    gc.disable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the campaign
     os.environ.update(
         {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
@@ -375,8 +376,8 @@ def main() -> Callable[[], None] | None:
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
         raise RuntimeError(f"the zygote has {threads} threads, and a fork would lose all but one")
-    gc.collect()
     gc.freeze()
+    gc.enable()
     return serve(Path(sys.argv[1]))
 
 

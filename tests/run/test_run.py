@@ -73,6 +73,7 @@ def test_conventional_run_is_on_policy_at_one_step_and_lags_by_steps_otherwise(
     assert set(run.summary()["completions_by_num_versions"]) == {"1"}
 
 
+@pytest.mark.exhaustive
 def test_two_ranks_and_two_servers_train_together(start_run: Callable[..., RunProcess]) -> None:
     options = "{ activation_checkpointing = true, shard_size = 1 }"
     run = start_run(
@@ -335,6 +336,7 @@ def test_every_in_flight_policy_trains(start_run: Callable[..., RunProcess], pol
         assert summary["ledger"]["requeued"] > 0
 
 
+@pytest.mark.exhaustive
 def test_reference_kl_is_zero_at_the_start_and_then_measured(start_run: Callable[..., RunProcess]) -> None:
     run = start_run("--loss.reference_kl", "0.05", "--run.num_steps", "3")
     assert run.wait() == 0, run.output()

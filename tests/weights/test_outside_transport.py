@@ -21,6 +21,7 @@ from inflight.transports import find_transport, installed_transports
 from inflight.weights.module import ModuleWeights
 from inflight.weights.publish import WeightPublisher, publish_weights
 from inflight.weights.transports import make_sender, named_transport
+from tests.selection import first_of_each
 from tests.servers import TOKEN, ServerProcess
 
 pytestmark = pytest.mark.usefixtures("forks")
@@ -123,7 +124,7 @@ def kit() -> Iterator[Kit]:
         yield kit
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=str)
+@pytest.mark.parametrize("check", first_of_each(CHECKS, lambda check: check.level), ids=str)
 def test_the_kit_checks_it(check: Check, kit: Kit) -> None:
     verdict = kit.run(check)
     of_torch = check.id in ("T-01", "T-02")
