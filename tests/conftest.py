@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 
@@ -13,18 +14,38 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.models import make_model
 from tests.servers import ServerProcess
-from tests.zygote import python
+from tests.zygote import python, share_zygote
 
-torch.set_num_threads(1)
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Start the zygote of all workers from xdist's controller, which runs no test and so imports no torch."""
+    if config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput"):
+        share_zygote()
+        return
+    gc.disable()
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is imported and collected out of later garbage collections: each would take half a second for it."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """Have everything collected at the end again: triton's bindings print what is left."""
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random two-layer Qwen3 checkpoint with untied head and the byte tokenizer, float32, context 1024."""
+    from tests.models import make_model
+
     return make_model(tmp_path_factory.mktemp("model") / "tiny-qwen3")
 
 

@@ -1,6 +1,6 @@
 """A process that has imported everything, and forks what would otherwise be a new interpreter.
 
-    python -m tests.zygote SOCKET
+    python -m tests.zygote SOCKET [MODULE ...]
 
 A run starts five processes, each of which imports torch and transformers for seconds. The zygote imports them once. A
 `shim` takes the place of ``sys.executable``: it hands its arguments, environment, directory and file descriptors to the
@@ -45,6 +45,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -89,10 +90,12 @@ if status < 0:
 os._exit(status)
 """
 
+SHARED = "INFLIGHT_TESTS_ZYGOTE"
+"""Environment variable: the socket of the zygote that xdist's workers share."""
 ROOT = Path(__file__).parents[1]
 _PATH = f"{ROOT / 'src'}{os.pathsep}{ROOT}"
 
-_PLAIN = {"inflight.conformance.doomed", "inflight.conformance.transport.peer", "pytest", "torch.distributed.run"}
+_PLAIN = {"inflight.conformance.doomed", "inflight.conformance.transport.peer", "torch.distributed.run"}
 """Programs that get an interpreter of their own: the kit stops its helpers with SIGSTOP."""
 _PROGRAMS = ("inflight.pipeline.trainer", "inflight.conformance.child", "tests.conformance.mutants.server")
 """Modules that are imported here and run as programs."""
@@ -131,14 +134,23 @@ def write_shim(path: Path, zygote: Path) -> Path:
 
 
 @contextlib.contextmanager
-def zygote(parent: Path) -> Iterator[str]:
-    """Start a zygote; yields what stands for ``python``."""
+def zygote(parent: Path, *modules: str) -> Iterator[str]:
+    """Start a zygote that has imported the modules, or else everything; yields what stands for ``python``."""
+    with _starting_zygote(parent, *modules) as (process, path):
+        assert process.stdout is not None
+        if process.stdout.readline() != b"ready\n":
+            raise RuntimeError(f"the zygote did not start: {_end_of_log(path)}")
+        yield str(write_shim(_shim_of(path), path))
+
+
+@contextlib.contextmanager
+def _starting_zygote(parent: Path, *modules: str) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    """Start a zygote that listens at the path; it ends on leaving."""
     path = parent / "zygote"
     path.unlink(missing_ok=True)
-    log = (parent / "zygote.log").open("wb")
-    with log:
+    with _log_of(path).open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.zygote", str(path)],
+            [sys.executable, "-m", "tests.zygote", str(path), *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
@@ -147,24 +159,61 @@ def zygote(parent: Path) -> Iterator[str]:
         )
     assert process.stdin is not None and process.stdout is not None
     try:
-        if process.stdout.readline() != b"ready\n":
-            raise RuntimeError(f"the zygote did not start: {(parent / 'zygote.log').read_text()[-2000:]}")
-        yield str(write_shim(path.with_suffix(".python"), path))
+        yield process, path
     finally:
         process.stdin.close()
         process.stdout.close()
         process.wait(30.0)
 
 
+def _shim_of(zygote: Path) -> Path:
+    return zygote.with_suffix(".python")
+
+
+def _log_of(zygote: Path) -> Path:
+    return zygote.with_suffix(".log")
+
+
+def _end_of_log(zygote: Path) -> str:
+    return _log_of(zygote).read_text()[-2000:]
+
+
+def share_zygote() -> None:
+    """Start the zygote that the processes started from here use, without waiting for it; it ends with this process."""
+    if os.environ.get("INFLIGHT_TESTS_FORK") == "0":
+        return
+    open_until_exit, parent = _temporary_until_exit()
+    _, path = open_until_exit.enter_context(_starting_zygote(parent))
+    write_shim(_shim_of(path), path)
+    os.environ[SHARED] = str(path)
+
+
 @functools.cache
 def python() -> str:
-    """Return what stands for ``python`` in this process: a zygote is started by the first call and ends with it."""
+    """Return what stands for ``python``: of a shared zygote, or of one that the first call starts for this process."""
     if os.environ.get("INFLIGHT_TESTS_FORK") == "0":
         return sys.executable
+    if shared := os.environ.get(SHARED):
+        return _shared_python(Path(shared))
+    open_until_exit, parent = _temporary_until_exit()
+    return open_until_exit.enter_context(zygote(parent))
+
+
+def _shared_python(zygote: Path, timeout_s: float = 120.0) -> str:
+    """Return what stands for ``python`` once the shared zygote listens."""
+    deadline = time.monotonic() + timeout_s
+    with socket.socket(socket.AF_UNIX) as asking:
+        while asking.connect_ex(str(zygote)):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the shared zygote did not start within {timeout_s:.0f} s: {_end_of_log(zygote)}")
+            time.sleep(0.05)
+    return str(_shim_of(zygote))
+
+
+def _temporary_until_exit() -> tuple[contextlib.ExitStack, Path]:
     open_until_exit = contextlib.ExitStack()
     atexit.register(open_until_exit.close)
-    parent = open_until_exit.enter_context(tempfile.TemporaryDirectory(prefix="inflight-zygote-"))
-    return open_until_exit.enter_context(zygote(Path(parent)))
+    return open_until_exit, Path(open_until_exit.enter_context(tempfile.TemporaryDirectory(prefix="inflight-zygote-")))
 
 
 @dataclass(slots=True, eq=False)
@@ -176,7 +225,7 @@ class _Child:
 
 def serve(path: Path) -> Callable[[], None] | None:
     """Fork what shims ask for until standard input ends; in the child, return what it is to run."""
-    shim = path.with_suffix(".python")
+    shim = _shim_of(path)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen(64)
@@ -287,7 +336,8 @@ def _run(argv: list[str], shim: Path) -> NoReturn:
     sys.path[:1] = [os.getcwd() if is_module else os.path.dirname(os.path.abspath(words[0])), *further]
     if further:
         site.execsitecustomize()
-    sys.modules["torch"].set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
     status: object = 0
     try:
         if is_module:
@@ -312,19 +362,22 @@ def _run(argv: list[str], shim: Path) -> NoReturn:
 
 def main() -> Callable[[], None] | None:
     """Import, then serve."""
+    gc.disable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the campaign
     os.environ.update(
         {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
     )
-    for name in _MODULES:
+    for name in sys.argv[2:] or _MODULES:
         importlib.import_module(name)
     for name in _PROGRAMS:
-        del sys.modules[name]
+        sys.modules.pop(name, None)
+    if mapping := sys.modules.get("transformers.conversion_mapping"):
+        mapping.get_checkpoint_conversion_mapping("qwen3")  # which the first model of a process makes for all families
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
         raise RuntimeError(f"the zygote has {threads} threads, and a fork would lose all but one")
-    gc.collect()
     gc.freeze()
+    gc.enable()
     return serve(Path(sys.argv[1]))
 
 

@@ -42,7 +42,7 @@ def check(seeds, directory):
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory):
-    with zygote(tmp_path_factory.mktemp("zygote")) as python:
+    with zygote(tmp_path_factory.mktemp("zygote"), "inflight.cli") as python:
         yield python
 
 
@@ -98,7 +98,7 @@ def test_a_process_gets_the_signals_of_what_stands_for_it(serving, number):
 
 def test_nothing_outlives_the_zygote(tmp_path):
     log = tmp_path / "server.log"
-    with zygote(tmp_path) as python, log.open("wb") as output:
+    with zygote(tmp_path, "inflight.cli") as python, log.open("wb") as output:
         shim = subprocess.Popen(
             [python, "-m", "http.server", "0"], stdin=subprocess.DEVNULL, stdout=output, stderr=output
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,8 +19,8 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def check_fleet(server: str, *words: str) -> subprocess.CompletedProcess[str]:
-    """Return what the command said, put to servers that the present interpreter runs."""
-    command = [sys.executable, "-m", "inflight", "check", "fleet", "--serve", f"{python()} {server}", *words]
+    """Return what the command said, put to servers that are forked as it is."""
+    command = [python(), "-m", "inflight", "check", "fleet", "--serve", f"{python()} {server}", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             out, err = process.communicate(timeout=LIMIT_S)

@@ -20,8 +20,18 @@ from tests.engine.reference import (
 )
 from tests.models import FAMILIES, make_model
 
+CHECKPOINTS = [(family, (i + j) % 2 == 1) for j in range(2) for i, family in enumerate(FAMILIES)]
+"""Every family with tied embeddings and without."""
 
-@pytest.fixture(scope="module", params=[(f, tied) for f in FAMILIES for tied in (False, True)], ids=str)
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        *CHECKPOINTS[: len(FAMILIES)],
+        *(pytest.param(it, marks=pytest.mark.exhaustive) for it in CHECKPOINTS[len(FAMILIES) :]),
+    ],
+    ids=str,
+)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     family, tied = request.param
     return make_model(tmp_path_factory.mktemp("checkpoint") / family, family, tied=tied)

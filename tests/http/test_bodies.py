@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -353,11 +354,14 @@ def test_an_answer_that_does_not_end_is_given_up(operation: str, status: str) ->
     assert asyncio.run(sent_by_a_flood(operation, status, b"1," * 50_000, limit)) < limit // 2
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_an_answer_that_is_packed_is_refused_before_it_is_unpacked(operation: str) -> None:
-    import gzip
+@pytest.fixture(scope="module")
+def packed() -> bytes:
+    """Sixty-four MiB in gzip."""
+    return gzip.compress(b" " * (64 << 20))
 
-    packed = gzip.compress(b" " * (64 << 20))
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_an_answer_that_is_packed_is_refused_before_it_is_unpacked(operation: str, packed: bytes) -> None:
     assert asyncio.run(sent_by_a_flood(operation, "200 OK\r\ncontent-encoding: gzip", packed, 24 << 20)) < 12 << 20
 
 

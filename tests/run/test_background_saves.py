@@ -97,6 +97,7 @@ def test_a_run_trains_on_while_the_disk_is_slow_and_resumes_on_fewer_ranks(
     assert load_file(run.directory / "checkpoints" / "version-000009" / "model.safetensors")
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_is_killed_while_it_saves_resumes_from_the_checkpoint_before(
     start_run: Callable[..., RunProcess], slow_disk: Path
 ) -> None:

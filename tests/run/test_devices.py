@@ -15,12 +15,10 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+def machine(tmp_path: Path) -> dict[str, str]:
     """Environment of a run that finds a management tool which lists three GPUs, and may use two of them."""
     if torch.cuda.is_available():
         pytest.skip("the run would use the GPUs of this machine")
-    # Forked processes do not show their environment.
-    monkeypatch.setattr("tests.run.runs.python", lambda: sys.executable)
     tool = tmp_path / "bin" / "nvidia-smi"
     tool.parent.mkdir()
     tool.write_text('#!/bin/sh\nfor i in 0 1 2; do echo "$i, GPU-$i, 81559"; done\n')
@@ -33,7 +31,11 @@ def environment_of(pid: int) -> dict[str, str]:
     return dict(word.decode().partition("=")[::2] for word in words if word)
 
 
-def test_each_process_is_started_with_its_own_gpus(tmp_path: Path, model_dir: Path, machine: dict[str, str]) -> None:
+def test_each_process_is_started_with_its_own_gpus(
+    tmp_path: Path, model_dir: Path, machine: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Forked processes do not show their environment.
+    monkeypatch.setattr("tests.run.runs.python", lambda: sys.executable)
     run = RunProcess(tmp_path, model_dir, "--run.num_steps", "100000", environment=machine)
     try:
         run.wait_for_steps(1)

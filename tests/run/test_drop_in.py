@@ -25,9 +25,9 @@ def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("drop-in") / "tiny", tied=True)
 
 
-def output_of(*arguments: str) -> str:
+def output_of(script: Path, *arguments: str) -> str:
     done = subprocess.run(
-        [python(), *arguments],
+        [python(), str(script), *arguments],
         capture_output=True,
         text=True,
         timeout=120,
@@ -45,7 +45,7 @@ def test_plain_grpo_is_short_and_publishes_every_step_while_completions_run(
     assert len(example.read_text().splitlines()) < 100
     # A queue: however slow the trainer is, some of the 32 completions are running when it publishes.
     server = start_server(tied_model, "--max-concurrent", "4")
-    printed = output_of(str(example), str(tied_model), server.url)
+    printed = output_of(example, str(tied_model), server.url)
     found = re.findall(r"version (\d+): reward 0\.\d+, paused \d+\.\d ms, (\d+) of 32 completions by more", printed)
     assert [version for version, _ in found] == STEPS, printed
     assert sum(int(num_mixed) for _, num_mixed in found) > 0, "no completion saw its weights change"
@@ -53,13 +53,14 @@ def test_plain_grpo_is_short_and_publishes_every_step_while_completions_run(
 
 
 def test_the_ten_lines_of_the_readme_print_a_completion_of_several_versions(
-    tied_model: Path, start_server: Callable[..., ServerProcess]
+    tied_model: Path, start_server: Callable[..., ServerProcess], tmp_path: Path
 ) -> None:
     server = start_server(tied_model)
     program = (ROOT / "examples" / "hello.py").read_text()
     for written, here in (("models/tiny", str(tied_model)), ("http://127.0.0.1:8000", server.url), ("secret", TOKEN)):
         program = program.replace(f'"{written}"', f"{here!r}")
-    spans = [[int(n) for n in re.findall(r"\d+", line)] for line in output_of("-c", program).splitlines()]
+    (script := tmp_path / "hello.py").write_text(program)
+    spans = [[int(n) for n in re.findall(r"\d+", line)] for line in output_of(script).splitlines()]
     assert [version for version, _, _ in spans][-1] >= 2, spans
     assert len(spans) >= 2 and spans[0][1] == 0 and spans[-1][2] == 400
 
@@ -68,13 +69,15 @@ def test_trl_trainer_samples_from_the_server_and_publishes_every_step(
     tied_model: Path, start_server: Callable[..., ServerProcess]
 ) -> None:
     server = start_server(tied_model)
-    printed = output_of(str(ROOT / "examples" / "trl_trainer.py"), str(tied_model), server.url)
+    printed = output_of(ROOT / "examples" / "trl_trainer.py", str(tied_model), server.url)
     assert re.findall(r"version (\d+): paused \d+\.\d ms", printed) == STEPS, printed
     assert len(re.findall(r"'reward': '\d", printed)) == 5, printed
     assert weight_version(server).version == 5
 
 
-def test_our_loss_in_a_trl_trainer_is_that_of_trl_with_the_behaviour_logprobs_as_the_old_ones(tied_model: Path) -> None:
+def test_our_loss_in_a_trl_trainer_is_that_of_trl_with_the_behaviour_logprobs_as_the_old_ones(
+    tied_model: Path, tmp_path: Path
+) -> None:
     # TRL's own compute_loss takes the ratio to whatever is called old_per_token_logps.
     program = f"""
 import sys, torch
@@ -116,4 +119,5 @@ torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 torch.testing.assert_close(our_gradient, their_gradient, rtol=0, atol=1e-5 * their_gradient.abs().max().item())
 print("equal")
 """
-    assert output_of("-c", program).endswith("equal\n")
+    (script := tmp_path / "losses.py").write_text(program)
+    assert output_of(script).endswith("equal\n")

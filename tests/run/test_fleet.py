@@ -33,7 +33,7 @@ from tests.run.runs import CONFIG, ROOT, RunProcess, ends_within
 from tests.selection import first_of_each
 from tests.servers import TOKEN, ServerProcess
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("forks")]
 
 Start = Callable[..., ServerProcess]
 
@@ -174,11 +174,14 @@ def test_a_file_of_urls_starts_no_server_unless_it_is_told_to(config_file: Path)
 
 @pytest.mark.parametrize(
     "how",
-    [
-        {"transport": "http", "encoding": "bfloat16", "staged": "false"},
-        {"transport": "file", "directory": "{directory}/weights", "delta": "true", "quorum": "1"},
-    ],
-    ids=["http", "file"],
+    first_of_each(
+        [
+            {"transport": "file", "directory": "{directory}/weights", "delta": "true", "quorum": "1"},
+            {"transport": "http", "encoding": "bfloat16", "staged": "false"},
+        ],
+        lambda _: "any",
+    ),
+    ids=["file", "http"],
 )
 def test_weights_travel_as_the_run_says(
     start_run: Callable[..., RunProcess], tmp_path: Path, how: dict[str, str]
@@ -286,6 +289,7 @@ def test_servers_join_leave_die_and_come_back_as_a_file_lists_them(
     assert min(group["oldest"] for group in groups) >= joined["version"] > 0
 
 
+@pytest.mark.exhaustive
 def test_a_run_whose_only_attached_server_comes_back_goes_on(
     start_run: Callable[..., RunProcess], start_server: Start, model_dir: Path
 ) -> None:

@@ -26,7 +26,7 @@ from tests.run.runs import CONFIG, RunProcess, ends_within
 from tests.selection import first_of_each
 from tests.worker.worker_cases import make_batch
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("forks")]
 TWO_RANKS = ("--train.num_ranks", "2", "--run.num_steps", "2")
 
 

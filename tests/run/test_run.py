@@ -123,6 +123,7 @@ def test_a_server_that_finds_no_memory_to_restore_is_left_out_until_it_does(
             server.kill()
 
 
+@pytest.mark.exhaustive
 def test_two_ranks_and_two_servers_train_together(start_run: Callable[..., RunProcess]) -> None:
     options = "{ activation_checkpointing = true, shard_size = 1 }"
     run = start_run(
@@ -385,6 +386,7 @@ def test_every_in_flight_policy_trains(start_run: Callable[..., RunProcess], pol
         assert summary["ledger"]["requeued"] > 0
 
 
+@pytest.mark.exhaustive
 def test_reference_kl_is_zero_at_the_start_and_then_measured(start_run: Callable[..., RunProcess]) -> None:
     run = start_run("--loss.reference_kl", "0.05", "--run.num_steps", "3")
     assert run.wait() == 0, run.output()

@@ -209,6 +209,7 @@ def test_a_run_that_is_killed_and_resumed_has_each_step_once(start_run: Callable
     assert (run.directory / "plots" / "timeline.png").exists()
 
 
+@pytest.mark.exhaustive
 def test_a_run_beside_a_live_one_is_refused_and_the_live_one_goes_on(start_run: Callable[..., RunProcess]) -> None:
     run = start_run("--run.num_steps", "100000")
     run.wait_for_steps(4)

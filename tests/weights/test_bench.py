@@ -9,6 +9,8 @@ import pytest
 
 from inflight.cli import main
 
+pytestmark = pytest.mark.usefixtures("forks")
+
 
 def test_bench_measures_the_transports_that_are_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figures = tmp_path / "figures.json"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,8 +21,10 @@ from inflight.transports import find_transport, installed_transports
 from inflight.weights.module import ModuleWeights
 from inflight.weights.publish import WeightPublisher, publish_weights
 from inflight.weights.transports import make_sender, named_transport
+from tests.selection import first_of_each
 from tests.servers import TOKEN, ServerProcess
 
+pytestmark = pytest.mark.usefixtures("forks")
 REFERENCE = "examples.own_transport:TCP"
 OURS = ["file", "gloo", "http", "ipc", "nccl", "shm"]
 
@@ -48,7 +49,6 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def server(
     installed: Path, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[ServerProcess]:
-    monkeypatch.setattr("tests.servers.python", lambda: sys.executable)  # no fork: it has to see what is installed
     monkeypatch.setenv("PYTHONPATH", str(installed), prepend=":")
     server = ServerProcess(model_dir, tmp_path / "server")
     server.wait_until_ready()
@@ -124,7 +124,7 @@ def kit() -> Iterator[Kit]:
         yield kit
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=str)
+@pytest.mark.parametrize("check", first_of_each(CHECKS, lambda check: check.level), ids=str)
 def test_the_kit_checks_it(check: Check, kit: Kit) -> None:
     verdict = kit.run(check)
     of_torch = check.id in ("T-01", "T-02")
