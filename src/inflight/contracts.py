@@ -23,6 +23,7 @@ from inflight.wire import (
     ChatCompletionChunk,
     ChatCompletionRequest,
     CompletionChunk,
+    DraftHistory,
     GenerateRequest,
     GenerateResponse,
     LoraSpec,
@@ -148,6 +149,18 @@ class AbortingEndpoint(InferenceEndpoint, Protocol):
         Completions that had not finished get the finish reason ``abort``; without a token, they have no span. Ids that
         are not running are ignored. Returns once no further token of these requests will be sampled, which an engine
         may delay until the pause of an update ends.
+        """
+
+
+@runtime_checkable
+class DraftingEndpoint(InferenceEndpoint, Protocol):
+    """An endpoint that declares ``drafts``."""
+
+    @abstractmethod
+    async def record_history(self, history: DraftHistory) -> None:
+        """Remember finished completions; later requests with one of these prompts take their drafts from them.
+
+        Replaces what was remembered of those prompts. Raises `UnsupportedError` if drafts are not declared.
         """
 
 

@@ -62,7 +62,7 @@ def metrics_of(client: httpx.Client) -> dict[str, float]:
 # Tokens
 
 
-def test_the_control_routes_are_those_that_change_weights_or_end_requests() -> None:
+def test_the_control_routes_are_those_that_change_weights_or_drafts_or_end_requests() -> None:
     assert {route.path for route in CONTROL_ROUTES} == {
         "/init_process_group",
         "/request_weight_update",
@@ -70,6 +70,7 @@ def test_the_control_routes_are_those_that_change_weights_or_end_requests() -> N
         "/commit_weight_update",
         "/abort_weight_update",
         "/abort_requests",
+        "/record_history",
     }
 
 

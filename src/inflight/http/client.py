@@ -8,7 +8,7 @@ from typing import Any
 
 import pydantic
 
-from inflight.contracts import AbortingEndpoint, StreamingEndpoint
+from inflight.contracts import AbortingEndpoint, DraftingEndpoint, StreamingEndpoint
 from inflight.errors import InflightError, ProtocolError, error_from_code
 from inflight.http import routes
 from inflight.http.bodies import message_of
@@ -22,6 +22,7 @@ from inflight.wire import (
     ChatCompletionChunk,
     ChatCompletionRequest,
     CompletionChunk,
+    DraftHistory,
     ErrorBody,
     GenerateRequest,
     GenerateResponse,
@@ -39,7 +40,7 @@ _SLACK_S = 5.0
 """How much longer than the server's deadline the client waits, so that the server's own error arrives."""
 
 
-class HttpEndpoint(StreamingEndpoint, AbortingEndpoint):
+class HttpEndpoint(StreamingEndpoint, AbortingEndpoint, DraftingEndpoint):
     """One inference server at ``url``.
 
     ``token`` is sent to control routes only. ``control_timeout_s`` bounds each control call without a deadline of its
@@ -92,6 +93,9 @@ class HttpEndpoint(StreamingEndpoint, AbortingEndpoint):
 
     async def abort_requests(self, requests: AbortRequests) -> None:
         await self._call(routes.ABORT_REQUESTS, requests, self._control_timeout_s)
+
+    async def record_history(self, history: DraftHistory) -> None:
+        await self._call(routes.RECORD_HISTORY, history, self._control_timeout_s)
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
         num_tokens = _num_tokens(request.sampling)

@@ -92,6 +92,14 @@ ABORT_REQUESTS = _control(
     Size(4 * MB),  # 1024 ids of 256 characters, of which JSON may write each in 12 bytes
     capability="partial_rollouts",
 )
+RECORD_HISTORY = _control(
+    "record_history",
+    "Remember finished completions, from which later requests with the same prompts take their drafts",
+    wire.DraftHistory,
+    wire.Acknowledgement,
+    Size(64 * MB),  # four million tokens
+    capability="drafts",
+)
 GENERATE = Route(
     "POST",
     "/v1/generate",
@@ -125,6 +133,7 @@ ROUTES: tuple[Route[Any], ...] = (
     COMMIT_WEIGHT_UPDATE,
     ABORT_WEIGHT_UPDATE,
     ABORT_REQUESTS,
+    RECORD_HISTORY,
     GENERATE,
     CHAT_COMPLETIONS,
     MODELS,

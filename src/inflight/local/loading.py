@@ -15,6 +15,7 @@ from inflight.local.chat import ChatFormat
 from inflight.local.endpoint import LocalEndpoint
 from inflight.local.engine import Engine
 from inflight.local.slots import ATTENTION_NAME, decode_kernel_in_words, register_slot_attention, token_bytes_of
+from inflight.rollouts.drafts import DraftProvider, DraftSource
 
 _LOG = logging.getLogger(__name__)
 
@@ -28,13 +29,15 @@ def load_endpoint(
     max_model_len: int | None = None,
     max_concurrent: int = 64,
     kv_cache_bytes: int | None = None,
+    drafts: DraftSource | DraftProvider | None = None,
 ) -> LocalEndpoint:
     """Return an endpoint that serves the model in ``path``, its engine running.
 
     ``dtype`` None keeps the stored dtype, ``device`` None takes a GPU if there is one, ``max_model_len`` None takes
     what the model allows. Keys and values take at most ``kv_cache_bytes``; None allows ``max_concurrent`` sequences of
     ``max_model_len``, or half of all memory if that is less. If that holds fewer tokens than the model allows, the
-    context is shortened. Logs which attention kernel decodes. Raises `ConfigError` if the directory cannot be served.
+    context is shortened. Completions are drafted from ``drafts``, if given. Logs which attention kernel decodes. Raises
+    `ConfigError` if the directory cannot be served.
     """
     register_slot_attention()
     chosen = _usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -64,6 +67,7 @@ def load_endpoint(
         eos_token_ids=_eos_token_ids(model, tokenizer),
         decode=None if tokenizer is None else lambda ids: str(tokenizer.decode(ids)),
         kv_cache_bytes=kv_cache_bytes,
+        drafts=DraftSource(drafts) if isinstance(drafts, str) else drafts,
     )
     chat = ChatFormat(tokenizer) if tokenizer is not None and tokenizer.chat_template else None
     return LocalEndpoint(engine, model, name=name or path.resolve().name, chat=chat)

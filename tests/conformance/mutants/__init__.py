@@ -19,6 +19,7 @@ from tests.conformance.mutants import (
     clients,
     control,
     discovery,
+    drafts,
     faults,
     http,
     parity,
@@ -32,7 +33,7 @@ from tests.conformance.mutants import (
 from tests.conformance.mutants.mutant import Mutant
 
 LEVELS = (
-    *(discovery, tokens, sampling, control, sessions),
+    *(discovery, tokens, sampling, drafts, control, sessions),
     *(weights, arrivals, versions, caches, partials, clients, faults, http, parity),
 )
 MUTANTS: dict[str, Mutant] = {mutant.name: mutant for level in LEVELS for mutant in level.MUTANTS}
@@ -40,7 +41,7 @@ MUTANTS: dict[str, Mutant] = {mutant.name: mutant for level in LEVELS for mutant
 
 def make(model: Path, mutant: str) -> InferenceEndpoint:
     """Return the embedded endpoint with one fault."""
-    return MUTANTS[mutant].infect(load_endpoint(model, name="tiny"))
+    return MUTANTS[mutant].infect(load_endpoint(model, name="tiny", drafts="both"))
 
 
 def target_of(mutant: Mutant) -> EndpointTarget:
