@@ -76,7 +76,7 @@ def start_server(tmp_path: Path) -> Iterator[Callable[..., ServerProcess]]:
 @pytest.fixture(scope="session")
 def shared_server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """One real server for tests that leave it as they found it (no weight updates, no kills)."""
-    server = ServerProcess(model_dir, tmp_path_factory.mktemp("shared-server"))
+    server = ServerProcess(model_dir, tmp_path_factory.mktemp("shared-server"), "--drafts", "both")
     server.wait_until_ready()
     yield server
     server.kill()

@@ -9,6 +9,7 @@ Shape suffixes: T packed tokens, P padded slots, N segments of one class, L toke
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -59,6 +60,16 @@ class SlotIndex:
     """int64 [P]. Padding repeats the last token of its segment."""
     slot_of_token_T: torch.Tensor
     """int64 [T]"""
+
+    @staticmethod
+    def padded(lengths: Sequence[int], width: int, device: torch.device) -> SlotIndex:
+        """Return the index for one batch [len(lengths), width]."""
+        starts = [0, *itertools.accumulate(lengths)]
+        token_of_slot = [
+            start + min(i, length - 1) for start, length in zip(starts, lengths, strict=False) for i in range(width)
+        ]
+        slot_of_token = [row * width + i for row, length in enumerate(lengths) for i in range(length)]
+        return SlotIndex(torch.tensor(token_of_slot, device=device), torch.tensor(slot_of_token, device=device))
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,6 +162,13 @@ def _add_serve(commands: Any) -> None:
         action="store_true",
         help="compile the decode step before serving, and capture CUDA graphs on a GPU (embedded engine only)",
     )
+    serve.add_argument(
+        "--drafts",
+        choices=("off", "history", "siblings", "both"),
+        default="off",
+        help="draft completions from recorded completions of the same prompt, from others of this server, or from both "
+        "(default: off; embedded engine only)",
+    )
     serve.add_argument("--threads", type=int, help="CPU threads of the engine (default: the engine's choice)")
     serve.add_argument(
         "--token-file", type=Path, help=f"file with the control token (default: ${TOKEN_VARIABLE}, or a new one)"
@@ -220,6 +227,8 @@ def _serve(arguments: argparse.Namespace, _: Sequence[str]) -> int:
         raise ConfigError("--kv-cache applies only to the embedded engine; configure another engine with --engine-arg")
     if arguments.compile:
         raise ConfigError("--compile applies only to the embedded engine; configure another engine with --engine-arg")
+    if arguments.drafts != "off":
+        raise ConfigError("--drafts applies only to the embedded engine; leave it out with another --engine")
     if not arguments.start_timeout > 0:
         raise ConfigError(f"--start-timeout must be above 0, not {arguments.start_timeout:g}")
     serving = {
@@ -284,6 +293,7 @@ def _serve_local(
             max_concurrent=arguments.max_concurrent,
             kv_cache_bytes=None if arguments.kv_cache is None else bytes_of(arguments.kv_cache),
             compile=arguments.compile,
+            drafts=None if arguments.drafts == "off" else arguments.drafts,
         )
         asyncio.run(
             serve(

@@ -23,6 +23,7 @@ from inflight.wire import (
     ChatCompletionChunk,
     ChatCompletionRequest,
     CompletionChunk,
+    DraftHistory,
     GenerateRequest,
     GenerateResponse,
     LoraSpec,
@@ -169,6 +170,18 @@ class ReleasingEndpoint(InferenceEndpoint, Protocol):
         """Take the memory back; on return the same weights are served as before the release.
 
         Raises `EndpointError` if the memory cannot be had: the state is still RELEASED.
+        """
+
+
+@runtime_checkable
+class DraftingEndpoint(InferenceEndpoint, Protocol):
+    """An endpoint that declares ``drafts``."""
+
+    @abstractmethod
+    async def record_history(self, history: DraftHistory) -> None:
+        """Remember finished completions; later requests with one of these prompts take their drafts from them.
+
+        Replaces what was remembered of those prompts. Raises `UnsupportedError` if drafts are not declared.
         """
 
 

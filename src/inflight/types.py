@@ -234,6 +234,12 @@ class EngineStats:
     num_finished: int
     num_updates: int
     paused_s: float
+    num_drafted: int = 0
+    """Tokens of all drafts."""
+    num_accepted: int = 0
+    """Tokens of drafts that were also drawn."""
+    num_verifications: int = 0
+    """Drafts. Each brought the tokens accepted of it, and one more."""
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -497,6 +497,26 @@ class CompletionChunk(WireModel):
     finish_reason: FinishReason | None = None
 
 
+class PromptHistory(WireModel):
+    """Finished completions of one prompt and the reward of each."""
+
+    prompt_token_ids: Items[TokenId] = Field(min_length=1)
+    completions: Items[Items[TokenId]] = Field(max_length=1024)
+    rewards: Items[Annotated[float, Field(allow_inf_nan=False)]]
+
+    @model_validator(mode="after")
+    def _lengths_agree(self) -> PromptHistory:
+        if len(self.rewards) != len(self.completions):
+            raise ValueError(f"{len(self.completions)} completions but {len(self.rewards)} rewards")
+        return self
+
+
+class DraftHistory(WireModel):
+    """What an endpoint with `Capabilities.drafts` drafts from. A draft never changes what is sampled, only how fast."""
+
+    entries: Items[PromptHistory] = Field(min_length=1, max_length=1024)
+
+
 def check_spans(spans: tuple[VersionSpan, ...], num_tokens: int) -> None:
     """Raise ``ValueError`` unless the spans cover ``num_tokens`` tokens in order, without gap or overlap."""
     edges = [0, *(span.end for span in spans)]
@@ -665,6 +685,8 @@ class Capabilities(WireModel):
     """Whether a request may have a seed. If not, a request with a seed is refused."""
     releases_memory: bool = False
     """Whether the memory of weights, keys and values can be released, see `EndpointState.RELEASED`."""
+    drafts: bool = False
+    """Whether completions of a prompt may be drafted from the `DraftHistory` that was recorded for it."""
     manifest_digest: str | None = None
     """`Manifest.digest` of the weights that the endpoint accepts, in its own order; None if unknown."""
 

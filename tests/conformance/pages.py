@@ -27,6 +27,7 @@ PAGES = (
             "compatibility",
             "trainers",
             "losses",
+            "rollouts",
             "weights",
             "inference-adapter",
             "trainer-adapter",

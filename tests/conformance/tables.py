@@ -304,6 +304,24 @@ def _share(ratio: float) -> str:
     return f"1/{1 / ratio:,.0f}" if ratio < 0.5 else f"{ratio:.2f}"
 
 
+def drafts_table() -> str:
+    """Return tokens per verification and speed with each kind of drafts, by epoch."""
+    kinds = {kind: rows for kind, rows in kept("drafts")["rows"]["kinds"].items() if kind != "off"}
+    lines = [
+        "| epoch | reward | " + " | ".join(f"{kind}: tokens per verification, speed" for kind in kinds) + " |",
+        "|---|---|" + "---|" * len(kinds),
+    ]
+    for epoch in zip(*kinds.values(), strict=True):
+        cells = [
+            f"{row['tokens_per_verification']:.2f}, {row['speed_up']:.2f}x"
+            if "tokens_per_verification" in row
+            else f"none, {row['speed_up']:.2f}x"
+            for row in epoch
+        ]
+        lines.append(f"| {epoch[0]['epoch']} | {epoch[0]['reward']:.2f} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 TABLES = {
     **WEIGHT_TABLES,
     "campaign": campaign_table,
@@ -324,6 +342,7 @@ TABLES = {
     "publish": publish_table,
     "house": house_table,
     "beside": beside_table,
+    "drafts": drafts_table,
 }
 
 

@@ -56,7 +56,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def kit() -> Iterator[Kit]:
-    with Kit(EndpointTarget(factory="inflight.local.loading:load_endpoint")) as kit:
+    with Kit(EndpointTarget(factory="inflight.local.loading:load_endpoint", options={"drafts": "both"})) as kit:
         yield kit
 
 

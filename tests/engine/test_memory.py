@@ -138,9 +138,9 @@ def test_requests_that_do_not_fit_now_wait_and_are_answered_as_if_they_had(model
             store, most = endpoint._engine._store, 0
             reserve = store.reserve
 
-            def noting(slot: Slot) -> None:
+            def noting(slot: Slot, num: int) -> None:
                 nonlocal most
-                reserve(slot)
+                reserve(slot, num)
                 most = max(most, held_bytes(store))
 
             store.reserve = noting  # type: ignore[method-assign]

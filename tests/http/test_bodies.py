@@ -282,12 +282,22 @@ def test_a_long_body_is_parsed_beside_the_loop_which_answers_meanwhile(
 
 def calls_of(endpoint: HttpEndpoint) -> dict[str, Any]:
     """Every call of a client, by the route's operation."""
-    from inflight.wire import BucketTransfer, ChatCompletionRequest, ChatMessage, PullSpec, UpdateRef
+    from inflight.wire import (
+        BucketTransfer,
+        ChatCompletionRequest,
+        ChatMessage,
+        DraftHistory,
+        PromptHistory,
+        PullSpec,
+        UpdateRef,
+    )
     from tests.unit.test_wire import update
 
     ref = UpdateRef(run_id="run", version=1)
     request = GenerateRequest(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams(max_tokens=3, n=2))
     chat = ChatCompletionRequest(model="m", messages=(ChatMessage(role="user", content="x"),), max_tokens=3)
+    entry = PromptHistory(prompt_token_ids=(1,), completions=((2, 3),), rewards=(0.5,))
+    history = DraftHistory(entries=(entry,))
     spec = PullSpec(run_id="run", transport="http", url="http://127.0.0.1:9", token="t", timeout_s=1)
     return {
         "capabilities": endpoint.capabilities,
@@ -301,6 +311,7 @@ def calls_of(endpoint: HttpEndpoint) -> dict[str, Any]:
         "abort_weight_update": lambda: endpoint.abort_weight_update(ref),
         "release_memory": endpoint.release_memory,
         "restore_memory": endpoint.restore_memory,
+        "record_history": lambda: endpoint.record_history(history),
         "generate": lambda: endpoint.generate(request),
         "chat_completion": lambda: endpoint.chat_completion(chat),
         "health": endpoint.health,

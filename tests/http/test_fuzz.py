@@ -36,7 +36,7 @@ class Server:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        self.endpoint: LocalEndpoint = load_endpoint(path, device="cpu", max_model_len=MAX_MODEL_LEN)
+        self.endpoint: LocalEndpoint = load_endpoint(path, device="cpu", max_model_len=MAX_MODEL_LEN, drafts="both")
         self._app = create_app(self.endpoint, token=TOKEN)
         self.bodies = valid_bodies(self.endpoint, directory)
 
@@ -90,6 +90,7 @@ def valid_bodies(endpoint: LocalEndpoint, directory: Path) -> dict[str, list[dic
         "/receive_weights": [transfer, {**transfer, "encoding": "float8", "size_bytes": 100}],
         "/commit_weight_update": [ref],
         "/abort_weight_update": [ref],
+        "/record_history": [{"entries": [{"prompt_token_ids": [1], "completions": [[2], []], "rewards": [0.5, -1]}]}],
         "/v1/generate": [
             {"request_id": "r", "prompt_token_ids": [1, 2], "sampling": {**sampling, "stop": ["x"]}, "stream": False},
             {"request_id": "r", "prompt_token_ids": [1], "sampling": {**sampling, "stop_token_ids": [5]}},

@@ -34,6 +34,7 @@ from inflight.wire import (
     BucketTransfer,
     ChatCompletionRequest,
     ChatMessage,
+    DraftHistory,
     EndpointState,
     ErrorBody,
     ErrorDetail,
@@ -42,6 +43,7 @@ from inflight.wire import (
     Health,
     Manifest,
     ProcessGroupSpec,
+    PromptHistory,
     SamplingParams,
     TensorSpec,
     UpdateRef,
@@ -70,6 +72,7 @@ UPDATE = WeightUpdate(
     deadline_s=0.5,
     lease_s=5.0,
 )
+HISTORY = DraftHistory(entries=(PromptHistory(prompt_token_ids=(1,), completions=((2,),), rewards=(1.0,)),))
 CHAT = ChatCompletionRequest(model="tiny", messages=(ChatMessage(role="user", content="x"),), max_tokens=3)
 
 
@@ -93,6 +96,7 @@ CALLS: dict[str, Callable[[HttpEndpoint], Awaitable[Any]]] = {
     "commit_weight_update": lambda e: e.commit_weight_update(UpdateRef(run_id="run", version=1)),
     "abort_weight_update": lambda e: e.abort_weight_update(UpdateRef(run_id="run", version=1)),
     "abort_requests": lambda e: e.abort_requests(AbortRequests(request_ids=("r",))),
+    "record_history": lambda e: e.record_history(HISTORY),
     "generate": lambda e: e.generate(REQUEST),
     "chat_completion": lambda e: e.chat_completion(CHAT),
     "generate_stream": lambda e: exhaust(e.generate_stream(REQUEST)),

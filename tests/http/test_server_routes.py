@@ -62,7 +62,7 @@ def metrics_of(client: httpx.Client) -> dict[str, float]:
 # Tokens
 
 
-def test_the_control_routes_are_those_that_change_weights_or_memory_or_end_requests() -> None:
+def test_the_control_routes_are_those_that_change_what_is_served_or_end_requests() -> None:
     assert {route.path for route in CONTROL_ROUTES} == {
         "/init_process_group",
         "/request_weight_update",
@@ -72,6 +72,7 @@ def test_the_control_routes_are_those_that_change_weights_or_memory_or_end_reque
         "/abort_requests",
         "/release_memory",
         "/restore_memory",
+        "/record_history",
     }
 
 

@@ -64,6 +64,7 @@ def test_an_entropy_bonus_is_refused_in_a_run(config_file: Path) -> None:
         (["--run.directory.name", "x"], "'directory' is a value, not a section"),
         (["--servers.transport", "pigeon"], "servers.transport: unknown transport 'pigeon'; known: file, gloo, http"),
         (["--servers.max_concurrent", "4"], "a group would never run as a whole"),
+        (["--servers.drafts", "history", "--servers.compile", "true"], "servers.drafts and servers.compile exclude"),
         (["--run.mode", "conventional", "--run.conventional_steps", "16"], "rollouts.max_lag 8 masks them"),
         (
             ["--loss.preset", "dapo", "--loss.policy", '{ gate = { kind = "score" } }'],

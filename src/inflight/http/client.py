@@ -8,7 +8,7 @@ from typing import Any
 
 import pydantic
 
-from inflight.contracts import AbortingEndpoint, ReleasingEndpoint, StreamingEndpoint
+from inflight.contracts import AbortingEndpoint, DraftingEndpoint, ReleasingEndpoint, StreamingEndpoint
 from inflight.errors import InflightError, ProtocolError, error_from_code
 from inflight.http import routes
 from inflight.http.bodies import message_of
@@ -23,6 +23,7 @@ from inflight.wire import (
     ChatCompletionChunk,
     ChatCompletionRequest,
     CompletionChunk,
+    DraftHistory,
     ErrorBody,
     GenerateRequest,
     GenerateResponse,
@@ -40,7 +41,7 @@ _SLACK_S = 5.0
 """How much longer than the server's deadline the client waits, so that the server's own error arrives."""
 
 
-class HttpEndpoint(StreamingEndpoint, AbortingEndpoint, ReleasingEndpoint):
+class HttpEndpoint(StreamingEndpoint, AbortingEndpoint, ReleasingEndpoint, DraftingEndpoint):
     """One inference server at ``url``.
 
     ``token`` is sent to control routes only. ``control_timeout_s`` bounds each control call without a deadline of its
@@ -99,6 +100,9 @@ class HttpEndpoint(StreamingEndpoint, AbortingEndpoint, ReleasingEndpoint):
 
     async def restore_memory(self) -> WeightVersion:
         return await self._call(routes.RESTORE_MEMORY, None, MOVE_S)
+
+    async def record_history(self, history: DraftHistory) -> None:
+        await self._call(routes.RECORD_HISTORY, history, self._control_timeout_s)
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
         num_tokens = _num_tokens(request.sampling)

@@ -112,6 +112,14 @@ RESTORE_MEMORY = Route(
     True,
     capability="releases_memory",
 )
+RECORD_HISTORY = _control(
+    "record_history",
+    "Remember finished completions, from which later requests with the same prompts take their drafts",
+    wire.DraftHistory,
+    wire.Acknowledgement,
+    Size(64 * MB),  # four million tokens
+    capability="drafts",
+)
 GENERATE = Route(
     "POST",
     "/v1/generate",
@@ -147,6 +155,7 @@ ROUTES: tuple[Route[Any], ...] = (
     ABORT_REQUESTS,
     RELEASE_MEMORY,
     RESTORE_MEMORY,
+    RECORD_HISTORY,
     GENERATE,
     CHAT_COMPLETIONS,
     MODELS,

@@ -284,6 +284,9 @@ class _Collected:
                 ("inflight_prompt_tokens", "Prompt tokens prefilled", stats.num_prompt_tokens),
                 ("inflight_finished_sequences", "Sequences finished", stats.num_finished),
                 ("inflight_weight_updates", "Weight updates applied", stats.num_updates),
+                ("inflight_drafted_tokens", "Tokens of drafts that were verified", stats.num_drafted),
+                ("inflight_accepted_tokens", "Tokens of drafts that were sampled", stats.num_accepted),
+                ("inflight_verifications", "Drafts that were verified", stats.num_verifications),
                 ("inflight_paused_seconds", "Time in which sampling was paused for updates", stats.paused_s),
             ]
         return [*(GaugeMetricFamily(*it) for it in gauges), *(CounterMetricFamily(*it) for it in counters)]

@@ -153,7 +153,7 @@ class _WholeRows(AttentionPlan):
         num, longest = positions_B.shape[0], places_C.shape[0]
         visible_B11C = (places_C <= positions_B[:, None])[:, None, None]
         rows_B = torch.arange(num, device=positions_B.device)
-        self._rows = DecodingRows(0, num, longest, positions_B, rows_B, visible_B11C, True)
+        self._rows = DecodingRows(0, num, longest, positions_B, rows_B, rows_B, None, visible_B11C, True)
 
     def attend(
         self,

@@ -14,8 +14,8 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from inflight.contracts import AbortingEndpoint, ReleasingEndpoint, StreamingEndpoint
-from inflight.errors import EndpointError, InflightError, InvalidRequestError, NonFiniteError
+from inflight.contracts import AbortingEndpoint, DraftingEndpoint, ReleasingEndpoint, StreamingEndpoint
+from inflight.errors import EndpointError, InflightError, InvalidRequestError, NonFiniteError, UnsupportedError
 from inflight.http.chat import chat_completion_of, check_chat
 from inflight.local.chat import ChatChunkWriter, ChatFormat
 from inflight.local.engine import Engine
@@ -39,6 +39,7 @@ from inflight.wire import (
     ChatCompletionRequest,
     Completion,
     CompletionChunk,
+    DraftHistory,
     GenerateRequest,
     GenerateResponse,
     InFlightPolicy,
@@ -52,7 +53,13 @@ T = TypeVar("T")
 
 
 class LocalEndpoint(
-    ReceivingEndpoint, StreamingEndpoint, AbortingEndpoint, ReleasingEndpoint, PausableEngine, ReleasableEngine
+    ReceivingEndpoint,
+    StreamingEndpoint,
+    AbortingEndpoint,
+    ReleasingEndpoint,
+    DraftingEndpoint,
+    PausableEngine,
+    ReleasableEngine,
 ):
     """An endpoint around an `Engine`, which it starts and closes.
 
@@ -109,6 +116,7 @@ class LocalEndpoint(
             streaming=True,
             chat=self._chat is not None,
             releases_memory=not self._engine.keeps_addresses,
+            drafts=self._engine.speculation.takes_history,
             manifest_digest=self._manifest.digest(),
         )
 
@@ -213,6 +221,17 @@ class LocalEndpoint(
 
     # ------------------------------------------------------------------------------------------------- generation
 
+    async def record_history(self, history: DraftHistory) -> None:
+        speculation = self._engine.speculation
+        if not speculation.takes_history:
+            raise UnsupportedError(f"{self._name} does not declare drafts; serve it with --drafts history or both")
+        largest = max(token for entry in history.entries for ids in (*entry.completions, (0,)) for token in ids)
+        if largest >= self._engine.vocab_size:
+            raise InvalidRequestError(
+                f"token id {largest} of the history is outside the vocabulary of {self._engine.vocab_size} tokens"
+            )
+        await self._in_engine(lambda: speculation.record(history))
+
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
         """Cancelling the call ends the request between two token steps."""
         self._updates.session.refuse_to_sample()
@@ -229,7 +248,7 @@ class LocalEndpoint(
         return GenerateResponse.model_construct(request_id=request.request_id, completions=tuple(completions))
 
     async def generate_stream(self, request: GenerateRequest) -> AsyncIterator[CompletionChunk]:
-        """Yields one chunk per token; closing the iterator ends the request."""
+        """Yields one chunk per step: one token, or several with drafts. Closing the iterator ends the request."""
         self._updates.session.refuse_to_sample()
         loop = asyncio.get_running_loop()
         chunks: asyncio.Queue[CompletionChunk | InflightError | None] = asyncio.Queue()

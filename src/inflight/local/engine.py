@@ -25,6 +25,8 @@ from inflight.local.parameters import HOST, exchange, move, overwrite
 from inflight.local.sampler import sample
 from inflight.local.sequences import Request, Sequence
 from inflight.local.slots import Slot, SlotStore, token_bytes_of
+from inflight.local.speculation import Drawn, Speculation
+from inflight.rollouts.drafts import DraftSource
 from inflight.types import EngineStats
 from inflight.wire import Completion, FinishReason, GenerateRequest, InFlightPolicy
 
@@ -40,7 +42,8 @@ class Engine:
     Keys and values take at most ``kv_cache_bytes``; None allows ``max_concurrent`` sequences of full length. A sequence
     starts when there is room for its longest completion. If one sequence of ``max_model_len`` does not fit,
     ``max_model_len`` is lowered. ``decode`` turns token ids into text, for stop strings only. ``eos_token_ids`` end a
-    completion.
+    completion. Completions are drafted from ``drafts``, if given; a draft changes how many steps they take, and nothing
+    else.
 
     With a ``compiler`` the decode step is compiled, and all memory of keys and values is allocated at once: each
     sequence takes as much as one of ``max_model_len``. Parameters then keep their addresses.
@@ -56,6 +59,7 @@ class Engine:
         decode: Callable[[list[int]], str] | None = None,
         kv_cache_bytes: int | None = None,
         compiler: Compiler | None = None,
+        drafts: DraftSource | None = None,
     ) -> None:
         parameter = next(model.parameters())
         self._model = model.eval()
@@ -75,6 +79,7 @@ class Engine:
         self._forwards = Forwards(model, self._store, parameter.device, decoder)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._decode = decode
+        self.speculation = Speculation(drafts)
         self.max_model_len = max_model_len
         self.max_concurrent = max_concurrent
         self.vocab_size = int(self._head.weight.shape[0])
@@ -171,6 +176,9 @@ class Engine:
             num_finished=self._num_finished,
             num_updates=self._num_updates,
             paused_s=self._paused_s + (time.monotonic() - paused_since if paused_since is not None else 0.0),
+            num_drafted=self.speculation.num_drafted,
+            num_accepted=self.speculation.num_accepted,
+            num_verifications=self.speculation.num_verifications,
         )
 
     def _max_tokens(self, request: GenerateRequest) -> int:
@@ -204,6 +212,7 @@ class Engine:
         for index in range(params.n):
             seed = f"{params.seed}:{index}" if params.seed is not None else None
             request.sequences.append(Sequence(request, index, random.Random(seed).random))
+            self.speculation.begin(request.sequences[-1])
         self._requests[request.request_id] = request
         self._waiting.extend(request.sequences)
 
@@ -340,12 +349,15 @@ class Engine:
         return bool(self._waiting) and (self._admitting or bool(self._waiting[0].token_ids))
 
     def _step(self) -> None:
-        """Sample one token for every sequence that runs or can start; end the requests that fail."""
+        """Sample for every sequence that runs or can start: a token, and those of its draft that are accepted.
+
+        Requests that fail end.
+        """
         failed: list[tuple[Request, Exception]] = []
         for slot, sequence in list(self._running.items()):
             if sequence.slot is slot:  # not if another sequence of its request has failed
                 try:
-                    self._store.reserve(slot)
+                    self._store.reserve(slot, 1 + self.speculation.propose(sequence))
                 except Exception as error:  # such as too little memory
                     failed.append((self._removed(sequence.request), error))
         new = self._admit(failed)
@@ -359,7 +371,7 @@ class Engine:
             raise broken from failed[0][1]
 
     def _advance(self, groups: list[list[Sequence]], failed: list[tuple[Request, Exception]]) -> None:
-        """Sample a token for each sequence of these groups. Requests that fail alone are removed and put in ``failed``.
+        """Sample for each sequence of these groups. Requests that fail alone are removed and put in ``failed``.
 
         A group is one running sequence, or new sequences with the same ids. A failed step can be repeated in halves,
         because it changes nothing before its tokens are drawn.
@@ -379,31 +391,32 @@ class Engine:
             self._advance(groups[: len(groups) // 2], failed)
             self._advance(groups[len(groups) // 2 :], failed)
             return
-        for sequence, token, logprob in drawn:
-            if sequence.slot is None:
+        for it in drawn:
+            if it.sequence.slot is None:
                 continue  # another sequence of its request has failed
-            self._append(sequence, token, logprob)
             try:
-                reason = self._end_of(sequence)
+                reason = self._append(it)
             except Exception as error:  # a tokenizer that cannot decode these tokens
-                failed.append((self._removed(sequence.request), error))
+                failed.append((self._removed(it.sequence.request), error))
                 continue
             if reason is not None:
-                self._finish(sequence, reason)
-            elif sequence.request.on_token is not None:
-                sequence.request.on_token(sequence)
+                self._finish(it.sequence, reason)
+            elif it.sequence.request.on_token is not None:
+                it.sequence.request.on_token(it.sequence)
 
-    def _forward(self, groups: list[list[Sequence]]) -> list[tuple[Sequence, int, float]]:
-        """Run one forward, which stores keys and values; return a token and its logprob for each sequence."""
+    def _forward(self, groups: list[list[Sequence]]) -> list[Drawn]:
+        """Run one forward, which stores keys and values; return what it brings each sequence."""
         running = {s.slot: s for (s, *_) in groups if s.slot is not None and s.slot in self._running}
         new = [group for group in groups if group[0].slot not in self._running]
         prompts = [Prompt(group[0].slot, group[0].all_ids(), len(group)) for group in new if group[0].slot is not None]
-        slots, logits_BV = self._forwards.logits({slot: s.token_ids[-1] for slot, s in running.items()}, prompts)
+        decoded = {slot: (s.token_ids[-1], *s.draft) for slot, s in running.items()}
+        slots, logits_BV = self._forwards.logits(decoded, prompts)
         drawing = [running[slot] for slot in slots] + [sequence for group in new for sequence in group]
-        uniforms = [sequence.draw() for sequence in drawing]
-        tokens, logprobs = sample(logits_BV, [s.request.sampling for s in drawing], uniforms)
-        for slot in slots:
-            slot.length += 1
+        rows = [sequence for sequence in drawing for _ in range(1 + len(sequence.draft))]
+        uniforms = [number for sequence in drawing for number in sequence.draw(1 + len(sequence.draft))]
+        drawn = self.speculation.verify(drawing, *sample(logits_BV, [s.request.sampling for s in rows], uniforms))
+        for slot, it in zip(slots, drawn, strict=False):
+            slot.length += len(it.token_ids)
         for prompt in prompts:
             prompt.slot.length = len(prompt.token_ids)
         for leader, *followers in new:
@@ -415,11 +428,10 @@ class Engine:
                 self._running[follower.slot] = follower
         self._num_steps += 1
         self._num_prompt_tokens += sum(len(prompt.token_ids) for prompt in prompts)
-        self._num_tokens += len(drawing)
         if self._resumed_at is not None:
             self.first_token_s = time.monotonic() - self._resumed_at
             self._resumed_at = None
-        return list(zip(drawing, tokens, logprobs, strict=True))
+        return drawn
 
     def _broken(self) -> Exception | None:
         """Return what a prompt of one token raises. None means that the requests, not the engine, caused a failure."""
@@ -463,7 +475,7 @@ class Engine:
         del self._requests[request.request_id]
         self._waiting = deque(s for s in self._waiting if s.request is not request)
         for sequence in request.sequences:
-            sequence.finish_reason = sequence.finish_reason or "abort"
+            sequence.end(sequence.finish_reason or "abort")
             self._close_slot(sequence)
         return request
 
@@ -483,12 +495,17 @@ class Engine:
             self._store.close(sequence.slot)
             sequence.slot = None
 
-    def _append(self, sequence: Sequence, token: int, logprob: float) -> None:
+    def _append(self, drawn: Drawn) -> FinishReason | None:
+        """Add tokens to a sequence until one ends it; return why it ends, or None if it goes on."""
+        sequence = drawn.sequence
         if not sequence.spans or sequence.spans[-1][0] != self._version:
             sequence.spans.append((self._version, len(sequence.token_ids)))
-        sequence.token_ids.append(token)
-        sequence.logprobs.append(logprob)
-        sequence.drawn = None
+        for token, logprob in zip(drawn.token_ids, drawn.logprobs, strict=True):
+            sequence.append(token, logprob)
+            self._num_tokens += 1
+            if (reason := self._end_of(sequence)) is not None:
+                return reason
+        return None
 
     def _end_of(self, sequence: Sequence) -> FinishReason | None:
         """Return why a sequence ends with its last token, or None if it goes on."""
@@ -511,7 +528,7 @@ class Engine:
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         if sequence.finish_reason is not None:
             return
-        sequence.finish_reason = reason
+        sequence.end(reason)
         self._close_slot(sequence)
         request = sequence.request
         if request.on_token is not None:

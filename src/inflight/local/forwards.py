@@ -35,25 +35,31 @@ class Forwards:
         self._device = device
         self._decoder = decoder
 
-    def logits(self, running: Mapping[Slot, int], prompts: Sequence[Prompt]) -> tuple[list[Slot], torch.Tensor]:
-        """Store the keys and values of each slot's last token and of prompts; return slots and logits [B, V].
+    def logits(
+        self, running: Mapping[Slot, Sequence[int]], prompts: Sequence[Prompt]
+    ) -> tuple[list[Slot], torch.Tensor]:
+        """Store the keys and values of each slot's next tokens and of prompts; return slots and logits [B, V].
 
-        Rows of logits are those of the slots returned, then those of the prompts. Lengths of slots stay as they are.
+        The next tokens are the last one that was sampled and, without a decoder, drafts after it. There is a row of
+        logits for each of them, in the order of the slots returned, and then those of the prompts. Lengths of slots
+        stay as they are.
         """
         if self._decoder is None or not running:
             return self._packed(running, prompts)
-        decoded_BV = self._decoder.logits(running)
+        decoded_BV = self._decoder.logits({slot: token_ids[0] for slot, token_ids in running.items()})
         if not prompts:
             return list(running), decoded_BV
         _, prefilled_BV = self._packed({}, prompts)
         return list(running), torch.cat([decoded_BV, prefilled_BV])
 
-    def _packed(self, running: Mapping[Slot, int], prompts: Sequence[Prompt]) -> tuple[list[Slot], torch.Tensor]:
+    def _packed(
+        self, running: Mapping[Slot, Sequence[int]], prompts: Sequence[Prompt]
+    ) -> tuple[list[Slot], torch.Tensor]:
         """Run everything as one packed row."""
-        plan = StepPlan(
-            self._store, [it.slot for it in prompts], [len(it.token_ids) for it in prompts], self._device, running
-        )
-        packed = [running[slot] for slot in plan.decoding_slots]
+        ahead = {slot: len(token_ids) - 1 for slot, token_ids in running.items() if len(token_ids) > 1}
+        lengths = [len(it.token_ids) for it in prompts]
+        plan = StepPlan(self._store, [it.slot for it in prompts], lengths, self._device, running, ahead)
+        packed = [token for slot in plan.decoding_slots for token in running[slot]]
         keep = list(range(len(packed)))
         for prompt in prompts:
             packed += prompt.token_ids

@@ -17,6 +17,7 @@ from inflight.local.decoding import compiler_for
 from inflight.local.endpoint import LocalEndpoint
 from inflight.local.engine import Engine
 from inflight.local.slots import ATTENTION_NAME, decode_kernel_in_words, register_slot_attention, token_bytes_of
+from inflight.rollouts.drafts import DraftProvider, DraftSource
 
 _LOG = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ def load_endpoint(
     max_concurrent: int = 64,
     kv_cache_bytes: int | None = None,
     compile: bool = False,
+    drafts: DraftSource | DraftProvider | None = None,
 ) -> LocalEndpoint:
     """Return an endpoint that serves the model in ``path``, its engine running.
 
@@ -38,10 +40,13 @@ def load_endpoint(
     what the model allows. Keys and values take at most ``kv_cache_bytes``; None allows ``max_concurrent`` sequences of
     ``max_model_len``, or half of all memory if that is less. If that holds fewer tokens than the model allows, the
     context is shortened. ``compile`` compiles the decode step before this returns, and captures CUDA graphs on a GPU.
-    Logs which attention kernel decodes. Raises `ConfigError` if the directory cannot be served.
+    Completions are drafted from ``drafts``, if given. Logs which attention kernel decodes. Raises `ConfigError` if the
+    directory cannot be served, or if both are asked for.
     """
     register_slot_attention()
     chosen = _usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if compile and drafts is not None:
+        raise ConfigError("drafts and a compiled decode step exclude each other: leave one of them out")
     if compile:
         check_compiler(chosen, "compile")
     model: Any = load_causal_lm(path, attention=ATTENTION_NAME, dtype=dtype, device=chosen)
@@ -71,6 +76,7 @@ def load_endpoint(
         decode=None if tokenizer is None else lambda ids: str(tokenizer.decode(ids)),
         kv_cache_bytes=kv_cache_bytes,
         compiler=compiler_for(chosen) if compile else None,
+        drafts=DraftSource(drafts) if isinstance(drafts, str) else drafts,
     )
     chat = ChatFormat(tokenizer) if tokenizer is not None and tokenizer.chat_template else None
     return LocalEndpoint(engine, model, name=name or path.resolve().name, chat=chat)

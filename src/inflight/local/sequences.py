@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from inflight.errors import InflightError
 from inflight.local.slots import Slot
+from inflight.rollouts.drafts import Drafter
 from inflight.wire import Completion, FinishReason, SamplingParams, VersionSpan
 
 
@@ -22,14 +23,31 @@ class Sequence:
     spans: list[tuple[int, int]] = field(default_factory=list)
     """(version, index of its first token), one per version."""
     slot: Slot | None = None
-    drawn: float | None = None
-    """Random number of the next token, kept until the token is sampled so that a repeated step draws the same."""
+    drawn: list[float] = field(default_factory=list)
+    """Random numbers of the next tokens. Each is kept until its token is sampled, so that a repeated step, or a step
+    after a rejected draft, draws with the same."""
+    drafter: Drafter | None = None
+    draft: list[int] = field(default_factory=list)
+    """Tokens that the next step verifies."""
     finish_reason: FinishReason | None = None
 
-    def draw(self) -> float:
-        if self.drawn is None:
-            self.drawn = self.uniform()
-        return self.drawn
+    def draw(self, num: int) -> list[float]:
+        """Return the random numbers of the next ``num`` tokens."""
+        while len(self.drawn) < num:
+            self.drawn.append(self.uniform())
+        return self.drawn[:num]
+
+    def append(self, token: int, logprob: float) -> None:
+        self.token_ids.append(token)
+        self.logprobs.append(logprob)
+        del self.drawn[0]
+        if self.drafter is not None:
+            self.drafter.sampled(token)
+
+    def end(self, reason: FinishReason) -> None:
+        self.finish_reason = reason
+        if self.drafter is not None:
+            self.drafter.finish()
 
     def all_ids(self) -> list[int]:
         return [*self.request.prompt_token_ids, *self.token_ids]

@@ -6,7 +6,7 @@ can need when it starts, so running sequences can always continue. Arenas grow a
 exceed the limit. For code that keeps addresses there is one arena of a fixed size instead. Knows nothing of requests.
 
 Shape suffixes: L layers, S slots, K key-value heads, Q query heads, C capacity, D head dimension, B decoding rows,
-T packed tokens.
+W tokens of one row (at most), T packed tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 from abc import abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
-from inflight.attention import SegmentPlan, heads_of, kernel_in_words, segment_attention
+from inflight.attention import SegmentPlan, SlotIndex, heads_of, kernel_in_words, segment_attention
 
 ATTENTION_NAME = "inflight_slots"
 
@@ -162,7 +162,7 @@ class SlotStore:
         limit_bytes: int,
         num_fixed: int = 0,
     ) -> None:
-        _, num_kv_heads, head_dim = heads_of(config)
+        num_heads, num_kv_heads, head_dim = heads_of(config)
         options = {"dtype": dtype, "device": device}
         capacities = []
         capacity = _SMALLEST_CAPACITY
@@ -172,6 +172,7 @@ class SlotStore:
         capacities.append(max_model_len)
         shape = (config.num_hidden_layers, num_kv_heads)
         self.arenas = [Arena(*shape, capacity, head_dim, options, num_fixed) for capacity in capacities]
+        self.groups = num_heads // num_kv_heads
         self.limit_bytes = limit_bytes
         self.reserved_bytes = 0
 
@@ -190,15 +191,15 @@ class SlotStore:
         self.reserved_bytes += slot.reserved_bytes
         return slot
 
-    def reserve(self, slot: Slot) -> None:
-        """Make room for one more position; the slot may move to a larger arena."""
-        if slot.length < slot.arena.capacity:
+    def reserve(self, slot: Slot, num: int = 1) -> None:
+        """Make room for ``num`` more positions; the slot may move to a larger arena."""
+        if slot.length + num <= slot.arena.capacity:
             return
         old, row, length = slot.arena, slot.row, slot.length
         keys_LKCD = old.keys_LSKCD[:, row, :, :length].clone()
         values_LKCD = old.values_LSKCD[:, row, :, :length].clone()
         old.free(slot)
-        self._take(self._arena_for(length + 1), slot)
+        self._take(self._arena_for(length + num), slot)
         slot.arena.keys_LSKCD[:, slot.row, :, :length] = keys_LKCD
         slot.arena.values_LSKCD[:, slot.row, :, :length] = values_LKCD
 
@@ -253,24 +254,54 @@ class AttentionPlan(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DecodingRows:
-    """Decoding rows ``start <= b < stop`` of the packed batch, and their ``rows_B`` in one arena.
+    """Decoding tokens ``start <= t < stop`` of the packed batch, which belong to rows of one arena.
 
-    ``is_all`` says that they are the arena's first rows in order, so that none has to be copied.
+    ``rows_T`` and ``positions_T`` say where the keys and values of each go. ``index`` is None if each row has one
+    token. ``is_all`` says that the rows are the arena's first ones in order, so that none has to be copied.
     """
 
     start: int
     stop: int
     longest: int
-    positions_B: torch.Tensor
+    positions_T: torch.Tensor
+    rows_T: torch.Tensor
     rows_B: torch.Tensor
-    visible_B11C: torch.Tensor | None
+    index: SlotIndex | None
+    visible_B1WC: torch.Tensor | None
     is_all: bool
 
 
-class StepPlan(AttentionPlan):
-    """How one forward attends: first one token for each decoding slot, then whole segments to prefill.
+def _decoding_rows(
+    owners: Sequence[Slot], counts: Sequence[int], start: int, groups: int, device: torch.device
+) -> DecodingRows:
+    """Return the part of a step in which slot i of ``owners`` decodes ``counts[i]`` tokens.
 
-    Decoding rows come arena by arena, in the order of each arena's owners. ``only`` limits them to some slots.
+    ``groups`` queries share a key-value head.
+    """
+    width = max(counts)
+    rows = [slot.row for slot in owners]
+    rows_B = rows_T = torch.tensor(rows, device=device)
+    positions = [slot.length + i for slot, count in zip(owners, counts, strict=True) for i in range(count)]
+    positions_T = positions_BW = torch.tensor(positions, device=device)
+    index = None
+    if width > 1:
+        rows_T = torch.tensor([r for r, count in zip(rows, counts, strict=True) for _ in range(count)], device=device)
+        index = SlotIndex.padded(counts, width, device)
+        positions_BW = positions_T[index.token_of_slot_P]
+    longest, visible_B1WC = max(positions) + 1, None
+    if width > 1 or min(positions) + 1 < longest:
+        seen_BWC = torch.arange(longest, device=device) <= positions_BW.view(len(rows), width, 1)
+        visible_B1WC = seen_BWC.repeat(1, groups if width > 1 else 1, 1)[:, None]
+    is_all = rows == list(range(len(rows)))
+    stop = start + len(positions)
+    return DecodingRows(start, stop, longest, positions_T, rows_T, rows_B, index, visible_B1WC, is_all)
+
+
+class StepPlan(AttentionPlan):
+    """How one forward attends: first the tokens of each decoding slot, then whole segments to prefill.
+
+    A slot decodes one token and those that ``ahead`` says for it. Decoding slots come arena by arena, in the order of
+    each arena's owners. ``only`` limits them to some slots.
     """
 
     def __init__(
@@ -280,33 +311,26 @@ class StepPlan(AttentionPlan):
         lengths: Sequence[int],
         device: torch.device,
         only: Collection[Slot] | None = None,
+        ahead: Mapping[Slot, int] | None = None,
     ) -> None:
         self._decoding: list[tuple[Arena, DecodingRows]] = []
         self.decoding_slots: list[Slot] = []
+        self._counts: list[int] = []
         for arena in store.arenas:
             owners = [slot for slot in arena.owners if slot.length and (only is None or slot in only)]
             if not owners:
                 continue
-            start = len(self.decoding_slots)
+            counts = [1 + ahead.get(slot, 0) for slot in owners] if ahead else [1] * len(owners)
+            rows = _decoding_rows(owners, counts, sum(self._counts), store.groups, device)
+            self._decoding.append((arena, rows))
             self.decoding_slots += owners
-            positions = [slot.length for slot in owners]
-            positions_B = torch.tensor(positions, device=device)
-            longest = max(positions) + 1
-            visible_B11C = None
-            if min(positions) + 1 < longest:
-                visible_B11C = (torch.arange(longest, device=device) <= positions_B[:, None])[:, None, None]
-            rows = [slot.row for slot in owners]
-            rows_B = torch.tensor(rows, device=device)
-            is_all = rows == list(range(len(rows)))
-            stop = len(self.decoding_slots)
-            self._decoding.append(
-                (arena, DecodingRows(start, stop, longest, positions_B, rows_B, visible_B11C, is_all))
-            )
+            self._counts += counts
         self._prefill = list(zip(prefill, lengths, strict=True))
         self._segments = SegmentPlan.build(tuple(lengths), device) if prefill else None
 
     def positions(self) -> list[int]:
-        decoding = [slot.length for slot in self.decoding_slots]
+        counted = zip(self.decoding_slots, self._counts, strict=True)
+        decoding = [slot.length + i for slot, count in counted for i in range(count)]
         return decoding + [position for _, length in self._prefill for position in range(length)]
 
     def attend(
@@ -317,7 +341,7 @@ class StepPlan(AttentionPlan):
         value_1KTD: torch.Tensor,
         scale: float | None,
     ) -> torch.Tensor:
-        num_decoding = len(self.decoding_slots)
+        num_decoding = sum(self._counts)
         outputs = []
         for arena, rows in self._decoding:
             stored = arena.keys_LSKCD[layer], arena.values_LSKCD[layer]
@@ -347,22 +371,32 @@ def attend_rows(
     value_1KTD: torch.Tensor,
     scale: float | None,
 ) -> torch.Tensor:
-    """Store the keys and values of decoding rows in one layer of an arena; return the attention output [1, B, Q, D]."""
-    rows = slice(part.start, part.stop)
-    keys_SKCD[part.rows_B, :, part.positions_B] = key_1KTD[0, :, rows].transpose(0, 1)
-    values_SKCD[part.rows_B, :, part.positions_B] = value_1KTD[0, :, rows].transpose(0, 1)
-    num_rows = part.stop - part.start
+    """Store the keys and values of decoding rows in one layer of an arena; return the attention output [1, T, Q, D]."""
+    tokens = slice(part.start, part.stop)
+    keys_SKCD[part.rows_T, :, part.positions_T] = key_1KTD[0, :, tokens].transpose(0, 1)
+    values_SKCD[part.rows_T, :, part.positions_T] = value_1KTD[0, :, tokens].transpose(0, 1)
+    num_rows = len(part.rows_B)
     if part.is_all:
         keys_BKCD, values_BKCD = keys_SKCD[:num_rows, :, : part.longest], values_SKCD[:num_rows, :, : part.longest]
     else:
         keys_BKCD, values_BKCD = (it[part.rows_B, :, : part.longest] for it in (keys_SKCD, values_SKCD))
-    num_kv_heads, head_dim = keys_SKCD.shape[1], keys_SKCD.shape[3]
+    query_TQD = query_1QTD[0, :, tokens].transpose(0, 1)
+    if part.index is not None:
+        query_TQD = query_TQD[part.index.token_of_slot_P]
+    num_heads, head_dim = query_TQD.shape[1:]
     # Queries that share a key-value head become query positions of that head, so keys are not repeated in memory.
-    query_BKGD = query_1QTD[0, :, rows].transpose(0, 1).reshape(num_rows, num_kv_heads, -1, head_dim)
-    output_BKGD = F.scaled_dot_product_attention(
-        query_BKGD, keys_BKCD, values_BKCD, attn_mask=part.visible_B11C, scale=scale
+    query_BQWD = query_TQD.view(num_rows, -1, num_heads, head_dim).transpose(1, 2)
+    output_BKXD = F.scaled_dot_product_attention(
+        query_BQWD.reshape(num_rows, keys_SKCD.shape[1], -1, head_dim),
+        keys_BKCD,
+        values_BKCD,
+        attn_mask=part.visible_B1WC,
+        scale=scale,
     )
-    return output_BKGD.reshape(1, num_rows, -1, head_dim)
+    output_TQD = output_BKXD.reshape(query_BQWD.shape).transpose(1, 2).reshape(-1, num_heads, head_dim)
+    if part.index is not None:
+        output_TQD = output_TQD[part.index.slot_of_token_T]
+    return output_TQD[None]
 
 
 def register_slot_attention() -> None:

@@ -153,6 +153,9 @@ class ServersSection(FleetMember):
     staged: bool = True
     """Keep sampling while weights arrive, on servers that can. They hold a second copy of the weights meanwhile."""
     generate_timeout_s: float = Field(default=600.0, gt=0)
+    drafts: Literal["off", "history", "siblings", "both"] = "off"
+    """What the servers that the run starts draft completions from: earlier groups of the same prompt, completions of
+    the same group, or both. Drafts do not change what is sampled."""
 
     @property
     def members(self) -> tuple[FleetMember, ...]:
@@ -178,6 +181,18 @@ class ServersSection(FleetMember):
             raise ValueError(
                 f"servers.urls attaches to running servers and starts none: leave out servers.{started[0]} or the urls"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _drafts_in_the_embedded_engine(self) -> ServersSection:
+        others = [member.engine for member in self.members if member.engine != "local"]
+        if self.drafts != "off" and others:
+            raise ValueError(
+                f"servers.drafts applies only to the embedded engine, but a server has engine {others[0]!r}: leave one "
+                "of them out"
+            )
+        if self.drafts != "off" and any(member.compile for member in self.members):
+            raise ValueError("servers.drafts and servers.compile exclude each other: leave one of them out")
         return self
 
     @model_validator(mode="after")

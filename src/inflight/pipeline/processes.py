@@ -160,6 +160,8 @@ async def _start_server(
         command.append("--compile")
     if config.servers.updates == "pull":
         command += ["--follow", str(config.servers.directory), "--follow-run", directory.run_id]
+    if config.servers.drafts != "off":
+        command += ["--drafts", config.servers.drafts]
     if not is_embedded:
         command += ["--engine", member.engine, "--start-timeout", str(config.run.start_timeout_s)]
         command += ["--log", str(directory.logs / f"{name}.engine.log")]

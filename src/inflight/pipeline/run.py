@@ -237,6 +237,7 @@ class _Run:
             self.notes.note_what_runs(),
             self.trainers.watch(),
             self.delivery.watch(),
+            self.sampling.history.send(self.servers.taking_part.keys()),
             *self.servers.watching(),
         ):
             with contextlib.suppress(Interrupted):  # earlier steps are kept

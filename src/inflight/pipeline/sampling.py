@@ -18,6 +18,7 @@ from inflight.errors import TrainerError
 from inflight.pipeline.actor import Actor, DroppedItem, parse_partials
 from inflight.pipeline.batches import StepBatch, make_batch, split_evenly
 from inflight.pipeline.config import RunConfig
+from inflight.pipeline.drafts import FinishedGroups
 from inflight.pipeline.journal import Journal
 from inflight.pipeline.scoring import Scoring
 from inflight.pipeline.time_limits import STEP_S
@@ -70,6 +71,7 @@ class Sampling:
         self._composed: StepBatch | None = None
         self._begun = 0.0
         self._arrived = asyncio.Event()
+        self.history = FinishedGroups()
         self.ledger = ledger
         self.is_training = False
         """Whether a batch has been handed out and not settled yet."""
@@ -229,6 +231,7 @@ class Sampling:
         oldest, newest = min(versions, default=None), max(versions, default=None)
         self._journal.event("group", endpoint=group.endpoint, item=group.item_index, oldest=oldest, newest=newest)
         self._journal.group_finished(group)
+        self.history.finished(group)
         if not self._trains_on_equal_rewards and not has_signal([rollout.reward for rollout in group.rollouts]):
             self._recent_tokens.append(0)
             self._drop(group, "equal rewards")

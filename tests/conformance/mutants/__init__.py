@@ -19,6 +19,7 @@ from tests.conformance.mutants import (
     clients,
     control,
     discovery,
+    drafts,
     faults,
     http,
     parity,
@@ -34,7 +35,7 @@ from tests.conformance.mutants.mutant import Mutant
 from tests.weights.stored import share_host_memory
 
 LEVELS = (
-    *(discovery, tokens, sampling, control, sessions, releasing),
+    *(discovery, tokens, sampling, drafts, control, sessions, releasing),
     *(weights, arrivals, versions, caches, partials, clients, faults, http, parity),
 )
 MUTANTS: dict[str, Mutant] = {mutant.name: mutant for level in LEVELS for mutant in level.MUTANTS}
@@ -45,7 +46,7 @@ def make(model: Path, mutant: str) -> InferenceEndpoint:
     found = MUTANTS[mutant]
     if found.over_ipc:
         share_host_memory()
-    return found.infect(load_endpoint(model, name="tiny"))
+    return found.infect(load_endpoint(model, name="tiny", drafts="both"))
 
 
 def make_over_ipc(model: Path) -> InferenceEndpoint:

@@ -7,6 +7,7 @@ from inflight.conformance.endpoint import (
     caches,
     control,
     discovery,
+    drafts,
     encodings,
     endings,
     faults,
@@ -31,7 +32,7 @@ from inflight.conformance.endpoint import (
 )
 
 _CHECKS = checks_in(
-    *(discovery, tokens, sampling, whole, endings, forms),
+    *(discovery, tokens, sampling, drafts, whole, endings, forms),
     *(pauses, control, staging, sessions, releasing, weights, encodings, stores, versions, caches, recomputing),
     *(partials, faults, messages, processes, races, http, parity),
 )

@@ -20,7 +20,7 @@ from inflight.errors import UnsupportedError
 from inflight.wire import Completion, GenerateRequest, SamplingParams
 
 LEVEL = "tokens"
-_DRAW_TEMPERATURE = 0.7
+DRAW_TEMPERATURE = 0.7
 _NUM_DRAWS = 1024
 _DRAWS_PER_REQUEST = 64
 _FEWEST_DRAWS, _DRAW_S = 256, 20.0
@@ -65,7 +65,7 @@ async def draws(subject: EndpointSubject) -> None:
     pairs: list[tuple[int, ...]] = []
     started = time.monotonic()
     for i in range(_NUM_DRAWS // _DRAWS_PER_REQUEST):
-        drawn: dict[str, Any] = {"temperature": _DRAW_TEMPERATURE, "seed": i if i % 4 else None}
+        drawn: dict[str, Any] = {"temperature": DRAW_TEMPERATURE, "seed": i if i % 4 else None}
         response = await subject.endpoint.generate(subject.request(prompt, n=_DRAWS_PER_REQUEST, max_tokens=2, **drawn))
         pairs += [completion.token_ids for completion in response.completions]
         if len(pairs) >= _FEWEST_DRAWS and time.monotonic() - started > _DRAW_S:
@@ -74,12 +74,7 @@ async def draws(subject: EndpointSubject) -> None:
     require(all(len(pair) == 2 for pair in pairs), "a completion of max_tokens=2 does not have two tokens")
     first = _expected(subject, prompt, len(pairs))
     _require_drawn(subject, "first tokens", Counter(pair[0] for pair in pairs), first)
-    joint = {
-        (token, other): mean_of_pair
-        for token, mean in first.items()
-        for other, mean_of_pair in _expected(subject, (*prompt, token), mean).items()
-    }
-    _require_drawn(subject, "pairs of tokens", Counter(pairs), joint)
+    require_pairs_drawn(subject, "pairs of tokens", prompt, Counter(pairs))
 
 
 @check("E-16", "model", deadline_s=60)
@@ -194,8 +189,20 @@ def _differences(
 def _expected(subject: EndpointSubject, prompt: Sequence[int], num_draws: float) -> dict[int, float]:
     """Return how often this many draws give each token on average, for tokens that get a bin of their own."""
     logits_TV = subject.reference.logits(subject.reference.weights, prompt, (0,))
-    mean_V = num_draws * distribution(logits_TV, SamplingParams(temperature=_DRAW_TEMPERATURE))[0].exp()
+    mean_V = num_draws * distribution(logits_TV, SamplingParams(temperature=DRAW_TEMPERATURE))[0].exp()
     return {token: float(mean_V[token]) for token in (mean_V >= _LEAST_EXPECTED).nonzero()[:, 0].tolist()}
+
+
+def require_pairs_drawn(
+    subject: EndpointSubject, what: str, prompt: Sequence[int], pairs: Counter[tuple[int, ...]]
+) -> None:
+    """Require that the first two tokens of completions are draws at `DRAW_TEMPERATURE`."""
+    joint = {
+        (token, other): mean_of_pair
+        for token, mean in _expected(subject, prompt, pairs.total()).items()
+        for other, mean_of_pair in _expected(subject, (*prompt, token), mean).items()
+    }
+    _require_drawn(subject, what, pairs, joint)
 
 
 def _require_drawn(subject: EndpointSubject, what: str, counts: Counter[Any], expected: Mapping[Any, float]) -> None:
@@ -207,13 +214,13 @@ def _require_drawn(subject: EndpointSubject, what: str, counts: Counter[Any], ex
         bins.append(rest)
     require(len(bins) > 1, f"{what} are nearly certain here: nothing could be told")
     # Logits off by e move the statistic by the mean of e squared per draw; e is about a quarter of the tolerance.
-    rounding = num_draws * (subject.tolerance / 4 / _DRAW_TEMPERATURE) ** 2
+    rounding = num_draws * (subject.tolerance / 4 / DRAW_TEMPERATURE) ** 2
     statistic = sum((count - mean) ** 2 / mean for count, mean in bins)
     halves = torch.tensor([len(bins) - 1, max(0.0, statistic - rounding)], dtype=torch.float64) / 2
     p = float(torch.special.gammaincc(halves[0], halves[1]))  # of a larger statistic
     subject.note(**{what: f"{num_draws} draws in {len(bins)} bins, chi-square {statistic:.1f}, p {p:.2g}"})
     require(
         p > _LEAST_P,
-        f"{num_draws} {what} are not draws from the reference's distribution at temperature {_DRAW_TEMPERATURE}: "
+        f"{num_draws} {what} are not draws from the reference's distribution at temperature {DRAW_TEMPERATURE}: "
         f"chi-square {statistic:.1f} in {len(bins)} bins, p {p:.2g}",
     )

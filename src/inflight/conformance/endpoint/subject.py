@@ -86,6 +86,7 @@ class EndpointSubject:
             "streaming": (declared.streaming, "streaming is not declared"),
             "chat": (declared.chat, "chat is not declared"),
             "seeds": (declared.seeds, "seeds are not declared"),
+            "drafts": (declared.drafts, "drafts are not declared"),
             "spans": (declared.version_binding == "spans", f"version binding is {declared.version_binding}"),
             "fresh": (opened.is_ours, "the kit cannot start another server of a URL; see --serve"),
             "url": (opened.url is not None, "not a server that speaks HTTP"),

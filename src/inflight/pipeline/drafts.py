@@ -1,0 +1,73 @@
+"""Finished groups on their way to the endpoints that draft later completions of the same prompts from them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Collection, Iterator
+
+from inflight.contracts import DraftingEndpoint, InferenceEndpoint
+from inflight.errors import InflightError
+from inflight.types import Group
+from inflight.wire import DraftHistory, PromptHistory
+
+_MAX_WAITING = 1024
+"""Groups that wait to be sent; more push out the oldest."""
+_MAX_TOKENS = 1 << 20
+"""Tokens of one message, unless a single group has more."""
+
+
+class FinishedGroups:
+    """Collects finished groups, and sends them while `send` runs."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[tuple[int, ...], PromptHistory] = {}
+        self._arrived = asyncio.Event()
+        self._drafting: dict[InferenceEndpoint, bool] = {}
+
+    def finished(self, group: Group) -> None:
+        """Have a group sent, instead of an earlier one of the same prompt that still waits."""
+        prompt = tuple(group.rollouts[0].prompt_token_ids)
+        self._waiting[prompt] = PromptHistory(
+            prompt_token_ids=prompt,
+            completions=tuple(tuple(rollout.completion_token_ids) for rollout in group.rollouts),
+            rewards=tuple(rollout.reward for rollout in group.rollouts),
+        )
+        if len(self._waiting) > _MAX_WAITING:
+            del self._waiting[next(iter(self._waiting))]
+        self._arrived.set()
+
+    async def send(self, endpoints: Collection[InferenceEndpoint]) -> None:
+        """Send groups as they finish to those of ``endpoints`` that declare drafts, until cancelled.
+
+        ``endpoints`` may change meanwhile. An endpoint that fails misses what it was sent: it drafts less.
+        """
+        while True:
+            await self._arrived.wait()
+            self._arrived.clear()
+            messages = list(_messages([*self._waiting.values()]))
+            self._waiting.clear()
+            await asyncio.gather(*(self._record(endpoint, messages) for endpoint in tuple(endpoints)))
+
+    async def _record(self, endpoint: InferenceEndpoint, messages: list[DraftHistory]) -> None:
+        with contextlib.suppress(InflightError):  # requests to the endpoint tell whether it can still be used
+            if endpoint not in self._drafting:
+                self._drafting[endpoint] = (await endpoint.capabilities()).drafts
+            if self._drafting[endpoint] and isinstance(endpoint, DraftingEndpoint):
+                for history in messages:
+                    await endpoint.record_history(history)
+
+
+def _messages(entries: list[PromptHistory]) -> Iterator[DraftHistory]:
+    """Divide entries into messages that are short enough."""
+    part: list[PromptHistory] = []
+    num_tokens = 0
+    for entry in entries:
+        size = len(entry.prompt_token_ids) + sum(map(len, entry.completions))
+        if part and num_tokens + size > _MAX_TOKENS:
+            yield DraftHistory(entries=tuple(part))
+            part, num_tokens = [], 0
+        part.append(entry)
+        num_tokens += size
+    if part:
+        yield DraftHistory(entries=tuple(part))

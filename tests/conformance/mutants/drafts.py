@@ -1,0 +1,92 @@
+"""Faults in how drafts are verified."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+import inflight.local.engine
+from inflight.local.endpoint import LocalEndpoint
+from inflight.local.sampler import sample
+from inflight.local.speculation import Drawn, num_accepted
+from inflight.wire import SamplingParams
+from tests.conformance.mutants import patches
+from tests.conformance.mutants.mutant import Mutant
+
+
+def accepting_everything(endpoint: LocalEndpoint) -> LocalEndpoint:
+    speculation: Any = endpoint._engine.speculation
+    verify = speculation.verify
+
+    def faulty(sequences: Any, token_ids: list[int], logprobs: list[float]) -> list[Drawn]:
+        start = 0
+        for sequence in sequences:
+            token_ids[start : start + len(sequence.draft)] = sequence.draft
+            start += len(sequence.draft) + 1
+        return verify(sequences, token_ids, logprobs)
+
+    speculation.verify = faulty
+    return endpoint
+
+
+def reporting_the_drafts(endpoint: LocalEndpoint) -> LocalEndpoint:
+    speculation: Any = endpoint._engine.speculation
+    verify = speculation.verify
+
+    def faulty(sequences: Any, token_ids: list[int], logprobs: list[float]) -> list[Drawn]:
+        return [
+            it._replace(logprobs=[0.0] * (len(it.logprobs) - 1) + it.logprobs[-1:])
+            for it in verify(sequences, token_ids, logprobs)
+        ]
+
+    speculation.verify = faulty
+    return endpoint
+
+
+def drawing_again_after_a_rejection(endpoint: LocalEndpoint) -> LocalEndpoint:
+    speculation: Any = endpoint._engine.speculation
+    verify = speculation.verify
+    step: list[Any] = []
+
+    def draw(logits: torch.Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> patches.Drawn:
+        step[:] = [logits, params]
+        return sample(logits, params, uniforms)
+
+    def faulty(sequences: Any, token_ids: list[int], logprobs: list[float]) -> list[Drawn]:
+        rejected, start = [], 0
+        for sequence in sequences:
+            accepted = num_accepted(sequence.draft, token_ids[start:])
+            rejected.append(start + accepted if accepted < len(sequence.draft) else None)
+            start += len(sequence.draft) + 1
+        kept = []
+        logits, params = step
+        for it, row in zip(verify(sequences, token_ids, logprobs), rejected, strict=True):
+            if row is not None:
+                (token,), (logprob,) = sample(logits[row : row + 1], params[row : row + 1], [random.random()])
+                it.token_ids[-1], it.logprobs[-1] = token, logprob
+            kept.append(it)
+        return kept
+
+    speculation.verify = faulty
+    inflight.local.engine.sample = draw
+    return endpoint
+
+
+MUTANTS = (
+    Mutant("every draft accepted", "E-70", "Every drafted token is accepted.", accepting_everything),
+    Mutant(
+        "logprobs of the draft",
+        "E-70",
+        "Accepted tokens have logprob 0, their logprob under the draft.",
+        reporting_the_drafts,
+    ),
+    Mutant(
+        "drawn again after a rejection",
+        "E-70",
+        "After a rejection a token is drawn from the whole distribution, which may be the rejected one.",
+        drawing_again_after_a_rejection,
+    ),
+)

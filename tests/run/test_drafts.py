@@ -1,0 +1,87 @@
+"""Finished groups reach the servers that draft from them, and no others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from inflight.http.client import HttpEndpoint
+from inflight.local.loading import load_endpoint
+from inflight.pipeline.config import RunConfig
+from inflight.pipeline.drafts import FinishedGroups, _messages
+from inflight.types import Group, Rollout
+from inflight.wire import Completion, GenerateRequest, PromptHistory, SamplingParams
+from tests.servers import TOKEN, ServerProcess
+
+PROMPT = tuple(range(40, 52))
+SAMPLING = SamplingParams(n=2, max_tokens=40, ignore_eos=True, seed=1)
+
+
+def metrics_of(server: ServerProcess) -> dict[str, float]:
+    text = httpx.get(f"{server.url}/metrics").raise_for_status().text
+    return {s.name: s.value for family in text_string_to_metric_families(text) for s in family.samples}
+
+
+def group_of(completions: tuple[Completion, ...]) -> Group:
+    return Group(
+        0,
+        0,
+        [Rollout(PROMPT, c.token_ids, c.logprobs, c.version_spans, c.finish_reason, 1.0, 1.0) for c in completions],
+    )
+
+
+def test_a_server_drafts_from_the_groups_that_a_run_has_finished(
+    model_dir: Path, start_server: Callable[..., ServerProcess]
+) -> None:
+    server = start_server(model_dir, "--drafts", "history")
+
+    async def run() -> tuple[list[Completion], list[Completion], float]:
+        endpoint = HttpEndpoint(server.url, token=TOKEN)
+        other = load_endpoint(model_dir, device="cpu")  # does not declare drafts
+        assert (await endpoint.capabilities()).drafts
+        groups = FinishedGroups()
+        endpoints = [other, endpoint]
+        sending = asyncio.ensure_future(groups.send(endpoints))
+        first = (
+            await endpoint.generate(GenerateRequest(request_id="a", prompt_token_ids=PROMPT, sampling=SAMPLING))
+        ).completions
+        assert metrics_of(server)["inflight_verifications_total"] == 0
+        groups.finished(group_of(first))
+        for i in range(50):
+            request = GenerateRequest(request_id=f"b{i}", prompt_token_ids=PROMPT, sampling=SAMPLING)
+            again = (await endpoint.generate(request)).completions
+            if accepted := metrics_of(server)["inflight_accepted_tokens_total"]:
+                break
+            await asyncio.sleep(0.1)
+        assert not sending.done()
+        sending.cancel()
+        await endpoint.aclose()
+        await other.aclose()
+        return list(first), list(again), accepted
+
+    first, again, accepted = asyncio.run(run())
+    assert [c.token_ids for c in again] == [c.token_ids for c in first]
+    assert accepted > 50
+
+
+def test_messages_are_divided_before_they_are_too_long() -> None:
+    entries = [PromptHistory(prompt_token_ids=(i,), completions=((7,) * 400_000,), rewards=(0.0,)) for i in range(5)]
+    assert [[entry.prompt_token_ids[0] for entry in message.entries] for message in _messages(entries)] == [
+        [0, 1],
+        [2, 3],
+        [4],
+    ]
+
+
+def test_drafts_are_for_the_embedded_engine_only() -> None:
+    sections = {"model": {"path": "m"}, "task": {"name": "t"}, "run": {"directory": "r"}}
+    config = RunConfig.model_validate_json(json.dumps({**sections, "servers": {"drafts": "both"}}))
+    assert config.servers.drafts == "both"
+    with pytest.raises(ValueError, match=r"servers\.drafts applies only to the embedded engine"):
+        RunConfig.model_validate_json(json.dumps({**sections, "servers": {"drafts": "both", "engine": "vllm"}}))
