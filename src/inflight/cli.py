@@ -167,7 +167,7 @@ def _add_serve(commands: Any) -> None:
         choices=("off", "history", "siblings", "both"),
         default="off",
         help="draft completions from recorded completions of the same prompt, from others of this server, or from both "
-        "(default: off; embedded engine only)",
+        "(default: off; vLLM only drafts from history, SGLang not at all)",
     )
     serve.add_argument("--threads", type=int, help="CPU threads of the engine (default: the engine's choice)")
     serve.add_argument(
@@ -227,8 +227,8 @@ def _serve(arguments: argparse.Namespace, _: Sequence[str]) -> int:
         raise ConfigError("--kv-cache applies only to the embedded engine; configure another engine with --engine-arg")
     if arguments.compile:
         raise ConfigError("--compile applies only to the embedded engine; configure another engine with --engine-arg")
-    if arguments.drafts != "off":
-        raise ConfigError("--drafts applies only to the embedded engine; leave it out with another --engine")
+    if is_factory and arguments.drafts != "off":
+        raise ConfigError(f"--drafts does not apply to {arguments.engine}; pass it what it takes with --engine-arg")
     if not arguments.start_timeout > 0:
         raise ConfigError(f"--start-timeout must be above 0, not {arguments.start_timeout:g}")
     serving = {
@@ -349,6 +349,7 @@ def _serve_engine(arguments: argparse.Namespace, serving: dict[str, Any], say_re
         max_model_len=arguments.max_model_len,
         max_concurrent=arguments.max_concurrent,
         threads=arguments.threads,
+        drafts=None if arguments.drafts == "off" else arguments.drafts,
         arguments=tuple(arguments.engine_arg),
     )
     serve_engine(

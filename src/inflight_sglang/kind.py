@@ -9,6 +9,7 @@ from inflight.contracts import InferenceEndpoint
 from inflight.engines.checkpoint_specs import config_number, config_of
 from inflight.engines.kinds import EngineKind, EngineOptions, GpuUse, has_gpu, integer_in, number_in
 from inflight.errors import ConfigError
+from inflight.rollouts.drafts import DraftProvider
 from inflight.wire import DTYPE_SIZES
 from inflight_sglang import flags
 from inflight_sglang.endpoint import SglangEndpoint
@@ -29,6 +30,11 @@ _CPU_SEQUENCES = 64
 """How many run at a time on a CPU, unless the options say so or the cache holds fewer at full length."""
 _CPU_CACHE_BYTES = 2 << 30
 """Most bytes of keys and values on a CPU, unless the options imply more."""
+
+_NO_DRAFTS = (
+    "SGLang drafts every request from one corpus, which it takes as text only, not from completions of its prompt; and "
+    "on a CPU it answers the likeliest token at any temperature while it verifies drafts"
+)
 
 _MEMORY_SHARE = 0.95
 """Taken to be what SGLang fills by itself: it computes ``--mem-fraction-static`` so that the rest holds activations and
@@ -69,6 +75,9 @@ class SglangKind(EngineKind):
         # How long SGLang takes to notice that a request's caller has left; the default is 4 s.
         words = {"SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1"}
         return words if options.threads is None else {**words, "OMP_NUM_THREADS": str(options.threads)}
+
+    def drafts_problem(self, provider: DraftProvider) -> str | None:
+        return _NO_DRAFTS
 
     def gpu_use(self, arguments: Sequence[str]) -> GpuUse:
         num = integer_in(arguments, "--tp-size", "--tp", "--tensor-parallel-size") or 1

@@ -8,17 +8,19 @@ from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from inflight.contracts import AbortingEndpoint, ReleasingEndpoint
+from inflight.contracts import AbortingEndpoint, DraftingEndpoint, ReleasingEndpoint
 from inflight.engines.attached import AttachedEndpoint
 from inflight.engines.checkpoint_specs import checkpoint_of
 from inflight.engines.requests import Asked
 from inflight.engines.routes import EngineRoutes, words_of
-from inflight.errors import ConfigError, InvalidRequestError, ProtocolError, UnauthorizedError
+from inflight.errors import ConfigError, InvalidRequestError, ProtocolError, UnauthorizedError, UnsupportedError
+from inflight.rollouts.drafts import divided
 from inflight.weights.receiving import ReceivingEndpoint, UpdateReceiver
 from inflight.weights.releasing import MemoryRelease
 from inflight.wire import (
     Capabilities,
     ChatCompletionRequest,
+    DraftHistory,
     EndpointState,
     GenerateRequest,
     GenerateResponse,
@@ -34,9 +36,11 @@ from inflight_vllm.requests import GENERATE, bodies_of, check_request, choices_o
 from inflight_vllm.updates import PLUGIN_PROTOCOL, VllmUpdates, status_of
 
 _CLOSE_S = 30.0
+_PART_TOKENS = 1 << 15
+"""Tokens of history in one call. A worker samples nothing while it takes them up."""
 
 
-class VllmEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, ReleasingEndpoint):
+class VllmEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, ReleasingEndpoint, DraftingEndpoint):
     """One vLLM server at ``url``, with inflight's plug-in installed.
 
     The first call asks the server how it was started, and raises `ConfigError` with the command that starts it
@@ -62,6 +66,7 @@ class VllmEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Releas
         )
         super().__init__(routes, label_path="/weight_info", close_s=_CLOSE_S)
         self._model_dir = model_dir
+        self._speculates = False  # as `_attach` finds
         self._generate_timeout_s = generate_timeout_s
         self._requests = EngineRoutes(url, api_key=api_key, control_timeout_s=control_timeout_s)
         self._engine = VllmUpdates(routes, self._gate, self._background, self._last, self._probe)
@@ -103,6 +108,7 @@ class VllmEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Releas
                     f"{self.name}: the server's plug-in speaks protocol {status.get('protocol')}, "
                     f"but this client speaks {PLUGIN_PROTOCOL}: install the same release of inflight beside vLLM"
                 )
+        self._speculates = flags.speculates(settings)
         vocab_size, specs = checkpoint_of(self.name, self._model_dir or Path(root), dtype)
         can = Capabilities(
             engine="vllm",
@@ -128,6 +134,7 @@ class VllmEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Releas
             chat=flags.offers_chat(paths),
             seeds=flags.honours_seeds(settings),
             releases_memory=bool(settings["model_config"].get("enable_sleep_mode")),
+            drafts=flags.drafts_from_history(settings),
             manifest_digest=None if specs is None else Manifest(tensors=specs).digest(),
         )
         self._updates = UpdateReceiver(self._engine, self._engine, specs, can)
@@ -190,10 +197,18 @@ class VllmEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Releas
 
     # ------------------------------------------------------------------------------------------------ generation
 
+    async def record_history(self, history: DraftHistory) -> None:
+        """Sends the history in parts, between which the server samples. They stay recorded if a later one fails."""
+        if not (await self.capabilities()).drafts:
+            raise UnsupportedError(f"{self.name} does not declare drafts; start the server with --drafts history")
+        for part in divided(history.entries, _PART_TOKENS):
+            body = {"method": "inflight_record_history", "kwargs": {"history": part.model_dump(mode="json")}}
+            await self._routes.post("/collective_rpc", body)
+
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
         """Cancelling the call closes its connection, which ends the request in vLLM."""
         can = await self.capabilities()
-        check_request(request, can)
+        check_request(request, can, speculates=self._speculates)
 
         async def send(asked: Mapping[int, Asked]) -> list[Any]:
             bodies = bodies_of(request, can, asked)

@@ -8,10 +8,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
+from inflight.rollouts.drafts import LARGEST_WINDOW
+
 BACKEND = "inflight"
 """The weight transfer backend that `inflight_vllm.transfer_engine` registers."""
 RELEASE_ARGUMENTS = ("--enable-sleep-mode",)
 """Without these a server cannot release its memory. vLLM refuses them on a CPU."""
+PROPOSER = "inflight_vllm.drafting.HistoryProposer"
+"""What vLLM imports in each worker to draft from recorded completions."""
 MODULE = "vllm.entrypoints.openai.api_server"
 DEV_MODE = "VLLM_SERVER_DEV_MODE"
 """Mounts the routes for pausing, resuming and updating; vLLM has no finer switch for them."""
@@ -46,6 +50,22 @@ def needed_arguments() -> list[str]:
     """Return the arguments without which inflight refuses to attach."""
     transfer = json.dumps({"backend": BACKEND}, separators=(",", ":"))
     return ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--weight-transfer-config", transfer]
+
+
+def drafting_arguments() -> list[str]:
+    """Return the arguments that make a server draft from recorded completions."""
+    config = {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": LARGEST_WINDOW}
+    return ["--speculative-config", json.dumps(config, separators=(",", ":"))]
+
+
+def speculates(config: Mapping[str, Any]) -> bool:
+    """Return whether a server with these settings verifies drafts, wherever they come from."""
+    return bool(config.get("speculative_config"))
+
+
+def drafts_from_history(config: Mapping[str, Any]) -> bool:
+    """Return whether a server with these settings drafts from completions that are recorded in it."""
+    return (config.get("speculative_config") or {}).get("model") == PROPOSER
 
 
 def restart_command(url: str, model: str, further: Sequence[str] = ()) -> str:
@@ -98,8 +118,10 @@ def wrong_settings(config: Mapping[str, Any]) -> str | None:
 def honours_seeds(config: Mapping[str, Any]) -> bool:
     """Return whether a server with these settings accepts requests with seeds.
 
-    On a CPU, a seed ends vLLM 0.32 if the prompt does not fit into one step: vLLM then turns back the seed's generator,
-    which CPU generators cannot do.
+    None does that verifies drafts: a seed then gives other tokens with other drafts. On a CPU, a seed ends vLLM 0.32 if
+    the prompt does not fit into one step: vLLM then turns back the seed's generator, which CPU generators cannot do.
     """
+    if speculates(config):
+        return False
     on_cpu = str(config.get("device_config", {}).get("device", "")).startswith("cpu")
     return not (on_cpu and config["scheduler_config"].get("enable_chunked_prefill", True))

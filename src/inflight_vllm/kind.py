@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from inflight.contracts import InferenceEndpoint
 from inflight.engines.kinds import EngineKind, EngineOptions, GpuUse, has_gpu, integer_in, number_in
+from inflight.rollouts.drafts import DraftProvider
 from inflight_vllm import flags
 from inflight_vllm.endpoint import VllmEndpoint
 
@@ -41,7 +42,10 @@ class VllmKind(EngineKind):
             if not any(word.startswith(_SEVERAL_RANKS) for word in options.arguments):
                 # One process less, and no spinning for messages, which starves all other processes for seconds.
                 words += ["--distributed-executor-backend", "uni"]
-        return [*words, *flags.needed_arguments(), *options.arguments]
+        words += flags.needed_arguments()
+        if options.drafts is not None:
+            words += flags.drafting_arguments()
+        return [*words, *options.arguments]
 
     def environment(self, options: EngineOptions) -> Mapping[str, str]:
         variables = {flags.DEV_MODE: "1", "VLLM_NO_USAGE_STATS": "1"}
@@ -52,6 +56,9 @@ class VllmKind(EngineKind):
         if options.threads is not None:
             variables |= {"OMP_NUM_THREADS": str(options.threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         return variables
+
+    def drafts_problem(self, provider: DraftProvider) -> str | None:
+        return None if provider == "history" else "vLLM drafts from recorded completions only; choose 'history'"
 
     def gpu_use(self, arguments: Sequence[str]) -> GpuUse:
         sharding = (

@@ -19,13 +19,23 @@ _FLOOR = -9999.0
 """What vLLM answers instead of a logprob that is NaN or minus infinity."""
 
 
-def check_request(request: GenerateRequest, can: Capabilities) -> None:
+def check_request(request: GenerateRequest, can: Capabilities, *, speculates: bool = False) -> None:
     """Raise `InvalidRequestError` if the request does not fit.
 
-    Raises `UnsupportedError` for filters in another order, and for seeds that the server does not honour.
+    Raises `UnsupportedError` for filters in another order, for seeds that the server does not honour, and for min-p if
+    it ``speculates``, that is, verifies drafts.
     """
     check_fit(request, max_model_len=can.max_model_len, vocab_size=can.vocab_size)
     sampling = request.sampling
+    if speculates and sampling.min_p > 0:
+        raise UnsupportedError(
+            f"min_p {sampling.min_p:g}: vLLM ignores min-p while it verifies drafts; start the server without drafts"
+        )
+    if speculates and sampling.seed is not None:
+        raise UnsupportedError(
+            f"seed {sampling.seed}: vLLM draws other tokens for a seed where it verifies a draft, so they would depend "
+            "on the drafts; start the server without drafts"
+        )
     if sampling.seed is not None and not can.seeds:
         raise UnsupportedError(
             f"seed {sampling.seed}: a seed crashes this vLLM server if a prompt does not fit into one step; on a CPU "

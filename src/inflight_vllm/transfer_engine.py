@@ -34,6 +34,7 @@ from inflight.weights.staging import KeptWeights, Staging
 from inflight.weights.streams import beside
 from inflight.weights.transports import make_receiver
 from inflight.wire import BucketTransfer, Manifest, WeightUpdate
+from inflight_vllm.drafting import record_history
 from inflight_vllm.flags import BACKEND
 from inflight_vllm.reloading import PreparedLoad, ReloadedModel
 from inflight_vllm.updates import PLUGIN_PROTOCOL
@@ -52,6 +53,7 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(BACKEND, __name__, InflightTransferEngine.__name__)
     WorkerBase.inflight_status = _status  # collective_rpc can only call methods
     engine_core.register()
+    WorkerBase.inflight_record_history = record_history
 
 
 def _status(worker: Any, wait_s: float = 0.0) -> dict[str, Any]:
@@ -90,6 +92,10 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):  # typ
 
     def __init__(self, config: WeightTransferConfig, vllm_config: Any, device: torch.device, model: Any) -> None:
         super().__init__(config, vllm_config, device, model)
+        if vllm_config.speculative_config is not None:
+            from inflight_vllm.verification import repair_verification  # which loads vLLM's sampler
+
+            repair_verification(device)
         self._receiver: WeightReceiver | None = None
         self._group: str | None = None
         self._update: WeightUpdate | None = None

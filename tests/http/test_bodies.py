@@ -32,7 +32,7 @@ with_a_body = pytest.mark.parametrize("route", [r for r in ROUTES if r.request],
 
 @asynccontextmanager
 async def application(path: Path) -> AsyncIterator[Any]:
-    async with serving(path, max_model_len=MAX_MODEL_LEN) as endpoint:
+    async with serving(path, max_model_len=MAX_MODEL_LEN, drafts="history") as endpoint:
         yield create_app(endpoint, token=TOKEN)
 
 

@@ -16,6 +16,7 @@ from inflight.contracts import InferenceEndpoint
 from inflight.errors import ConfigError
 from inflight.extensions import load_installed
 from inflight.http.client import HttpEndpoint
+from inflight.rollouts.drafts import DraftProvider
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,8 @@ class EngineOptions:
     """Sequences decoded at a time."""
     threads: int | None = None
     """CPU threads of the engine's process."""
+    drafts: DraftProvider | None = None
+    """Where drafts come from, None for none."""
     arguments: Sequence[str] = field(default=())
     """Further arguments of the engine's own command line, after ours."""
 
@@ -106,6 +109,10 @@ class EngineKind(Protocol):
     def release_arguments(self) -> Sequence[str]:
         """Return the arguments with which a server on a GPU can release its memory; empty if it cannot."""
         return ()
+
+    def drafts_problem(self, provider: DraftProvider) -> str | None:
+        """Return why no server of this kind drafts from ``provider``, None if one can."""
+        return f"the adapter of {self.name} does not know drafts"
 
     def gpu_use(self, arguments: Sequence[str]) -> GpuUse:
         """Return what a server takes of GPUs, given the further arguments of its command line."""

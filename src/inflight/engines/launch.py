@@ -186,6 +186,8 @@ def start_engine(
     ``python`` is the interpreter of the environment in which the engine is installed (None: this one). ``port`` 0 is
     any free port. Raises `ConfigError`, in which case nothing was started.
     """
+    if options.drafts is not None and (problem := kind.drafts_problem(options.drafts)) is not None:
+        raise ConfigError(f"drafts from {options.drafts!r}: {problem}")
     interpreter = _interpreter(python)
     port = _free_port(port)
     if log is None:

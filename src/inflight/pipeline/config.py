@@ -11,6 +11,7 @@ from typing import Any, Literal, Self, get_args
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
 
+from inflight.engines.kinds import load_engine_kind
 from inflight.errors import ConfigError
 from inflight.losses import Kl, PolicyLoss, preset
 from inflight.rollouts import AdvantageEstimator
@@ -184,13 +185,13 @@ class ServersSection(FleetMember):
         return self
 
     @model_validator(mode="after")
-    def _drafts_in_the_embedded_engine(self) -> ServersSection:
-        others = [member.engine for member in self.members if member.engine != "local"]
-        if self.drafts != "off" and others:
-            raise ValueError(
-                f"servers.drafts applies only to the embedded engine, but a server has engine {others[0]!r}: leave one "
-                "of them out"
-            )
+    def _every_engine_can_draft(self) -> ServersSection:
+        if self.drafts != "off":
+            for engine in {member.engine for member in self.members} - {"local"}:
+                if (problem := load_engine_kind(engine).drafts_problem(self.drafts)) is not None:
+                    raise ValueError(
+                        f"servers.drafts is {self.drafts!r}, but a server has engine {engine!r}: {problem}"
+                    )
         if self.drafts != "off" and any(member.compile for member in self.members):
             raise ValueError("servers.drafts and servers.compile exclude each other: leave one of them out")
         return self

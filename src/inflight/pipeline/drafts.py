@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
 from inflight.contracts import DraftingEndpoint, InferenceEndpoint
 from inflight.errors import InflightError
+from inflight.rollouts.drafts import divided
 from inflight.types import Group
 from inflight.wire import DraftHistory, PromptHistory
 
@@ -45,7 +46,7 @@ class FinishedGroups:
         while True:
             await self._arrived.wait()
             self._arrived.clear()
-            messages = list(_messages([*self._waiting.values()]))
+            messages = list(divided(self._waiting.values(), _MAX_TOKENS))
             self._waiting.clear()
             await asyncio.gather(*(self._record(endpoint, messages) for endpoint in tuple(endpoints)))
 
@@ -56,18 +57,3 @@ class FinishedGroups:
             if self._drafting[endpoint] and isinstance(endpoint, DraftingEndpoint):
                 for history in messages:
                     await endpoint.record_history(history)
-
-
-def _messages(entries: list[PromptHistory]) -> Iterator[DraftHistory]:
-    """Divide entries into messages that are short enough."""
-    part: list[PromptHistory] = []
-    num_tokens = 0
-    for entry in entries:
-        size = len(entry.prompt_token_ids) + sum(map(len, entry.completions))
-        if part and num_tokens + size > _MAX_TOKENS:
-            yield DraftHistory(entries=tuple(part))
-            part, num_tokens = [], 0
-        part.append(entry)
-        num_tokens += size
-    if part:
-        yield DraftHistory(entries=tuple(part))

@@ -11,10 +11,11 @@ Algorithm and constants are those of RhymeRL's HistoSpec (arXiv:2508.18588, sect
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from inflight.wire import DraftHistory
+from inflight.wire import DraftHistory, PromptHistory
 
 DraftProvider = Literal["history", "siblings", "both"]
 """Where drafts come from: recorded completions of the prompt, those of this engine, or both."""
@@ -256,3 +257,18 @@ class Drafter:
         texts, self._texts = self._texts, None
         if texts is not None and self._source.takes_siblings:
             self._source.add_finished(self._prompt_token_ids, texts, self._text)
+
+
+def divided(entries: Iterable[PromptHistory], max_tokens: int) -> Iterator[DraftHistory]:
+    """Yield the entries as histories of at most ``max_tokens`` tokens each, unless one entry alone has more."""
+    part: list[PromptHistory] = []
+    num_tokens = 0
+    for entry in entries:
+        size = len(entry.prompt_token_ids) + sum(map(len, entry.completions))
+        if part and num_tokens + size > max_tokens:
+            yield DraftHistory(entries=tuple(part))
+            part, num_tokens = [], 0
+        part.append(entry)
+        num_tokens += size
+    if part:
+        yield DraftHistory(entries=tuple(part))

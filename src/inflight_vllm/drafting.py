@@ -1,0 +1,109 @@
+"""The drafts of one vLLM worker: a proposer that vLLM's ``--speculative-config`` names, of method ``custom_class``.
+
+vLLM makes it in the worker and asks it for drafts after every step. The completions that it drafts from arrive through
+``collective_rpc``, as everything else that the endpoint tells the engine's half: it works over any distance, and no
+worker reads a file that another process writes. They live in the worker's memory, so a new process starts without any.
+Never imports vLLM.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from inflight.rollouts.drafts import Drafter, DraftSource
+from inflight.wire import DraftHistory
+
+_LOG = logging.getLogger("vllm.inflight")  # vLLM shows what is logged below its own name
+
+
+@dataclass(slots=True)
+class _Row:
+    """One running completion."""
+
+    drafter: Drafter
+    num_tokens: int
+    """Tokens that the drafter knows, the prompt's included."""
+    draft: list[int] = field(default_factory=list)
+    """Proposed behind these tokens."""
+
+
+class HistoryProposer:
+    """Drafts from recorded completions of the same prompt, for the requests of one worker."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        self._source = DraftSource("history")
+        self._max_model_len = int(vllm_config.model_config.max_model_len)
+        self._longest = int(vllm_config.speculative_config.num_speculative_tokens)
+        self._runner: Any = None
+        self._rows: dict[str, _Row] = {}
+        _LOG.info("Drafts come from recorded completions; this process starts without any")
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts with recorded completions."""
+        return self._source.num_prompts
+
+    def load_model(self, *_: object) -> None:
+        """There is no drafting model."""
+
+    def record(self, history: DraftHistory, runner: Any) -> None:
+        """Replace the recorded completions of these prompts. ``runner`` is the worker's, which knows its requests."""
+        self._source.record(history)
+        self._runner = runner
+
+    def propose(
+        self,
+        sampled_token_ids: Sequence[Sequence[int]],
+        num_tokens_no_spec: Sequence[int],
+        token_ids_cpu: Any,
+        **_: object,
+    ) -> list[list[int]]:
+        """Return a draft, which may be empty, for each request of the step; ``token_ids_cpu`` holds all its tokens."""
+        if self._runner is None:  # nothing has been recorded
+            return [[] for _ in sampled_token_ids]
+        batch = self._runner.input_batch
+        request_ids = batch.req_ids[: len(sampled_token_ids)]
+        for gone in self._rows.keys() - set(request_ids):
+            del self._rows[gone]
+        return [
+            self._propose(request_id, token_ids_cpu[i], int(batch.num_prompt_tokens[i]), int(num_tokens_no_spec[i]))
+            if sampled_token_ids[i]  # otherwise its prompt is not yet complete
+            else []
+            for i, request_id in enumerate(request_ids)
+        ]
+
+    def _propose(self, request_id: str, token_ids: Any, num_prompt_tokens: int, num_tokens: int) -> list[int]:
+        row = self._rows.get(request_id)
+        if row is None:
+            drafter = self._source.drafter(tuple(token_ids[:num_prompt_tokens].tolist()))
+            row = self._rows[request_id] = _Row(drafter, num_prompt_tokens)
+        sampled = token_ids[row.num_tokens : num_tokens].tolist()
+        if row.draft:
+            row.drafter.verified(len(row.draft), _num_equal(row.draft, sampled))
+        for token in sampled:
+            row.drafter.sampled(token)
+        row.num_tokens = num_tokens
+        row.draft = row.drafter.draft(min(self._longest, self._max_model_len - num_tokens - 1))
+        return row.draft.copy()
+
+
+def _num_equal(draft: Sequence[int], sampled: Sequence[int]) -> int:
+    """Return how many tokens are equal before the first that differs."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(draft, sampled, strict=False)))
+
+
+def record_history(worker: Any, history: Mapping[str, Any]) -> dict[str, Any]:
+    """Record the body of a `DraftHistory` in one worker, and return how many prompts it remembers.
+
+    A worker that proposes nothing, such as all but the last stage of a pipeline, remembers nothing.
+    """
+    runner = worker.model_runner
+    proposer = getattr(runner, "drafter", None)
+    if not isinstance(proposer, HistoryProposer):
+        return {"num_prompts": 0}
+    proposer.record(DraftHistory.model_validate(history), runner)
+    return {"num_prompts": proposer.num_prompts}

@@ -1,0 +1,150 @@
+"""Drafts on vLLM and SGLang: what is proposed, asked for and refused. No engine: tests/real_engines has that."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import inflight_sglang
+from inflight.engines.kinds import EngineKind, EngineOptions
+from inflight.engines.launch import start_engine
+from inflight.errors import ConfigError, UnsupportedError
+from inflight.rollouts.drafts import LARGEST_WINDOW, SMALLEST_WINDOW, divided
+from inflight.wire import DraftHistory, PromptHistory
+from inflight_vllm import KIND, flags
+from inflight_vllm.drafting import HistoryProposer, record_history
+from inflight_vllm.requests import check_request
+from tests.engines.test_vllm_requests import CAN, SETTINGS, request
+
+MAX_MODEL_LEN = 100
+PROMPT = (1, 2, 3, 4, 5)
+RECORDED = tuple(range(10, 60))
+SPECULATING = SETTINGS | {"speculative_config": {"method": "custom_class", "model": flags.PROPOSER}}
+
+
+class Batch:
+    """A worker of vLLM as far as the proposer sees it: rows of token ids, and which request has which row."""
+
+    def __init__(self, longest: int = LARGEST_WINDOW) -> None:
+        config = SimpleNamespace(
+            model_config=SimpleNamespace(max_model_len=MAX_MODEL_LEN),
+            speculative_config=SimpleNamespace(num_speculative_tokens=longest),
+        )
+        self.proposer = HistoryProposer(config)
+        self.rows: dict[str, tuple[tuple[int, ...], list[int]]] = {}
+        self.worker = SimpleNamespace(model_runner=SimpleNamespace(drafter=self.proposer))
+
+    def record(self, *completions: tuple[int, ...], prompt: tuple[int, ...] = PROMPT) -> dict[str, Any]:
+        entry = PromptHistory(prompt_token_ids=prompt, completions=completions, rewards=(0.0,) * len(completions))
+        return record_history(self.worker, DraftHistory(entries=(entry,)).model_dump(mode="json"))
+
+    def start(self, name: str, prompt: tuple[int, ...] = PROMPT) -> None:
+        self.rows[name] = (prompt, [])
+
+    def step(self, **sampled: tuple[int, ...]) -> dict[str, list[int]]:
+        """Add what was sampled, and return the drafts behind it. Rows are in the order of the names."""
+        tokens = np.zeros((len(sampled), MAX_MODEL_LEN), dtype=np.int32)
+        lengths = np.zeros(len(sampled), dtype=np.int32)
+        for i, (name, ids) in enumerate(sampled.items()):
+            prompt, completion = self.rows[name]
+            completion += ids
+            row = [*prompt, *completion]
+            tokens[i, : len(row)], lengths[i] = row, len(row)
+        num_prompt_tokens = np.array([len(self.rows[name][0]) for name in sampled])
+        # vLLM's own list of names may be longer than the step.
+        self.worker.model_runner.input_batch = SimpleNamespace(
+            req_ids=[*sampled], num_prompt_tokens=num_prompt_tokens, token_ids_cpu=tokens
+        )
+        drafts = self.proposer.propose([list(ids) for ids in sampled.values()], lengths, tokens, slot_mappings=None)
+        return dict(zip(sampled, drafts, strict=True))
+
+
+def test_a_completion_is_drafted_from_a_recorded_one_of_its_prompt_and_the_window_follows_what_is_accepted() -> None:
+    batch = Batch()
+    assert batch.record(RECORDED) == {"num_prompts": 1}
+    batch.start("a")
+    batch.start("other", prompt=(1, 2, 3, 4, 6))
+    drafts = batch.step(a=RECORDED[:1], other=RECORDED[:1])
+    assert drafts == {"a": list(RECORDED[1 : 1 + SMALLEST_WINDOW]), "other": []}
+    assert batch.step(a=RECORDED[1:4])["a"] == list(RECORDED[4:8])
+    assert batch.step(a=RECORDED[4:9])["a"] == list(RECORDED[9:17])
+    assert batch.step(a=(RECORDED[9], 99))["a"] == []  # no suffix of this occurs
+    assert batch.step(a=RECORDED[9:13])["a"] == list(RECORDED[13:17])
+
+
+def test_a_row_that_moves_keeps_its_window_and_a_request_that_left_is_forgotten() -> None:
+    batch = Batch()
+    batch.record(RECORDED)
+    for name in "ab":
+        batch.start(name)
+    batch.step(a=RECORDED[:1], b=RECORDED[:1])
+    drafts = batch.step(b=(RECORDED[1], 99), a=RECORDED[1:4])
+    assert len(drafts["a"]) == 2 * SMALLEST_WINDOW
+    batch.step(a=RECORDED[4:9])
+    assert batch.proposer._rows.keys() == {"a"}
+
+
+def test_nothing_is_proposed_before_a_history_for_an_unfinished_prompt_or_beyond_the_context() -> None:
+    batch = Batch()
+    batch.start("a")
+    assert batch.step(a=RECORDED[:4]) == {"a": []}
+    batch.record(RECORDED)
+    assert batch.step(a=()) == {"a": []}
+    long = tuple(i % 7 for i in range(MAX_MODEL_LEN))
+    batch.record(long, prompt=(1,))
+    batch.start("long", prompt=(1,))
+    assert batch.step(long=long[: MAX_MODEL_LEN - 4])["long"] == list(long[MAX_MODEL_LEN - 4 : MAX_MODEL_LEN - 2])
+    assert batch.step(long=long[MAX_MODEL_LEN - 4 : MAX_MODEL_LEN - 2])["long"] == []
+
+
+def test_a_worker_that_proposes_nothing_records_nothing() -> None:
+    worker = SimpleNamespace(model_runner=SimpleNamespace())
+    history = DraftHistory(entries=(PromptHistory(prompt_token_ids=PROMPT, completions=(), rewards=()),))
+    assert record_history(worker, history.model_dump(mode="json")) == {"num_prompts": 0}
+
+
+def test_a_history_is_divided_between_its_entries() -> None:
+    entries = [PromptHistory(prompt_token_ids=(i,), completions=((1,) * i,), rewards=(0.0,)) for i in range(1, 6)]
+    parts = [[len(entry.completions[0]) for entry in part.entries] for part in divided(entries, 5)]
+    assert parts == [[1, 2], [3], [4], [5]]
+    assert list(divided([], 5)) == []
+
+
+def test_a_server_that_drafts_is_started_with_the_proposer_and_says_so() -> None:
+    words = KIND.command(EngineOptions(model=Path("M"), device="cpu", drafts="history"), "127.0.0.1", 7000)
+    config = words[words.index("--speculative-config") + 1]
+    assert flags.PROPOSER in config and str(LARGEST_WINDOW) in config
+    module, _, name = flags.PROPOSER.rpartition(".")
+    assert (module, name) == (HistoryProposer.__module__, HistoryProposer.__name__)
+    assert "--speculative-config" not in KIND.command(EngineOptions(model=Path("M"), device="cpu"), "127.0.0.1", 7000)
+    assert flags.drafts_from_history(SPECULATING) and not flags.drafts_from_history(SETTINGS)
+    assert not flags.drafts_from_history(SETTINGS | {"speculative_config": {"method": "ngram", "model": None}})
+
+
+@pytest.mark.parametrize(
+    ("kind", "drafts", "words"),
+    [
+        (KIND, "siblings", "recorded completions only"),
+        (KIND, "both", "recorded completions only"),
+        (inflight_sglang.KIND, "history", "as text only"),
+    ],
+)
+def test_drafts_that_an_engine_cannot_take_are_refused_before_it_starts(
+    kind: EngineKind, drafts: Any, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        start_engine(kind, EngineOptions(model=Path("M"), drafts=drafts))
+
+
+def test_what_vllm_ignores_or_changes_while_it_verifies_drafts_is_refused() -> None:
+    assert flags.speculates(SPECULATING) and not flags.speculates(SETTINGS)
+    assert flags.honours_seeds(SETTINGS) and not flags.honours_seeds(SPECULATING)
+    check_request(request(top_k=5, top_p=0.5), CAN, speculates=True)
+    with pytest.raises(UnsupportedError, match="ignores min-p"):
+        check_request(request(min_p=0.1), CAN, speculates=True)
+    with pytest.raises(UnsupportedError, match="depend on the drafts"):
+        check_request(request(seed=1), CAN, speculates=True)
