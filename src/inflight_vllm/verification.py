@@ -1,33 +1,41 @@
-"""Two repairs of how vLLM 0.32 verifies drafts. Each is made where vLLM is seen to be wrong, and nowhere else.
+"""Repairs of how vLLM 0.32 verifies drafts. Each is made only in a worker in which a test finds the fault.
 
 On a CPU, `expand_batch_to_tokens` writes into a copy of its result, so that drafted tokens are judged at a temperature,
-top-k and top-p of uninitialised memory (vLLM's issue 55005). And in a step without any draft, top-k asks for the
-largest element of an empty tensor, which ends the engine. Both concern every method of speculation.
+top-k and top-p of uninitialised memory (vLLM's issue 55005). There, the token -1, with which vLLM pads the drafts of a
+new request, is accepted with the probability that memory in front of the right row holds. And in a step without any
+draft, top-k asks for the largest element of an empty tensor, which ends the engine. All concern every method of
+speculation.
 
 Shape suffixes: B requests, T drafted tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from vllm.triton_utils.dispatcher import register_kernels
 from vllm.v1.sample import rejection_sampler
 
-_KERNEL = "vllm.v1.sample.rejection_sampler.expand_kernel"
+_MODULE = "vllm.v1.sample.rejection_sampler"
 
 
 def repair_verification(device: torch.device) -> None:
     """Make vLLM verify drafts on ``device`` as it should. Raises `RuntimeError` if it still does not."""
-    if not _expands(device):
-        from vllm.triton_utils.dispatcher import register_kernels
+    for is_right, repair in (
+        (_expands, _repair_expansion),
+        (_rejects_padding, _repair_padding),
+        (_filters_nothing, _repair_filters),
+    ):
+        if not is_right(device):
+            repair()
+            if not is_right(device):
+                raise RuntimeError(f"this vLLM verifies drafts wrongly ({is_right.__name__}), and inflight has no cure")
 
-        register_kernels({_KERNEL: _expand})
-    if not _filters_nothing(device):
-        rejection_sampler.apply_top_k_top_p = _filtering(rejection_sampler.apply_top_k_top_p)
-    if not (_expands(device) and _filters_nothing(device)):
-        raise RuntimeError("this release of vLLM verifies drafts wrongly, and inflight cannot repair it")
+
+# --------------------------------------------------------------------------------------------------------- expansion
 
 
 def _expands(device: torch.device) -> bool:
@@ -41,6 +49,10 @@ def _expands(device: torch.device) -> bool:
     return True
 
 
+def _repair_expansion() -> None:
+    register_kernels({f"{_MODULE}.expand_kernel": _expand})
+
+
 def _expand(
     expanded_T: torch.Tensor,
     values_B: torch.Tensor,
@@ -50,8 +62,63 @@ def _expand(
     max_num_tokens: int | None = None,
 ) -> None:
     """Write ``values_B``, replaced where equal to ``replace_from``, for each token up to the ends of the requests."""
-    num_B = torch.diff(ends_B, prepend=ends_B.new_zeros(1))
-    expanded_T.copy_(values_B.masked_fill(values_B == replace_from, replace_to).repeat_interleave(num_B))
+    values_B = values_B.masked_fill(values_B == replace_from, replace_to)
+    expanded_T.copy_(values_B.repeat_interleave(_num_drafted(ends_B)))
+
+
+def _num_drafted(ends_B: torch.Tensor) -> torch.Tensor:
+    return torch.diff(ends_B, prepend=ends_B.new_zeros(1))
+
+
+# ----------------------------------------------------------------------------------------------------------- padding
+
+
+def _rejects_padding(device: torch.device) -> bool:
+    """Return whether the token -1 is rejected; the last probability of the row in front of its own is 1."""
+    vocab_size, recovered = 4, 2
+    answers_BT = torch.full((2, 2), -1, dtype=torch.int32, device=device)
+    rejection_sampler._rejection_random_sample(
+        answers_BT,
+        torch.tensor([1, 2], dtype=torch.int32, device=device),
+        torch.tensor([vocab_size - 1, -1], dtype=torch.int32, device=device),
+        None,
+        torch.eye(vocab_size, device=device)[[-1, recovered]].contiguous(),
+        torch.ones(2, 1, dtype=torch.int64, device=device),
+        torch.full((2,), recovered, dtype=torch.int32, device=device),
+        torch.full((2,), 0.5, dtype=torch.float64, device=device),
+        torch.zeros(2, dtype=torch.bool, device=device),
+        1,
+        None,
+    )
+    return bool(answers_BT[1].tolist() == [recovered, -1])
+
+
+def _repair_padding() -> None:
+    accept: Callable[..., None] = rejection_sampler.rejection_random_sample_kernel
+    recover: Callable[..., None] = rejection_sampler.sample_recovered_tokens_kernel
+
+    def accepting(*arguments: Any) -> None:
+        answers_BT, ends_B, drafted_T, draft_TV, target_TV, bonus_B1, recovered_T, uniform_T, *others = arguments
+        uniform_T = uniform_T.masked_fill(drafted_T < 0, math.inf)  # never accepted
+        drafted_T = drafted_T.clamp(min=0)
+        accept(answers_BT, ends_B, drafted_T, draft_TV, target_TV, bonus_B1, recovered_T, uniform_T, *others)
+
+    def recovering(*arguments: Any) -> None:
+        recovered_T, ends_B, drafted_T, draft_TV, target_TV, noise_BV, *others = arguments
+        recover(recovered_T, ends_B, drafted_T.clamp(min=0), draft_TV, target_TV, noise_BV, *others)
+        if bool((padded_T := drafted_T < 0).any()):  # nothing is left out of the distribution behind them
+            noise_TV = noise_BV.repeat_interleave(_num_drafted(ends_B), dim=0)
+            recovered_T[padded_T] = (target_TV * noise_TV)[padded_T].argmax(dim=-1).to(recovered_T.dtype)
+
+    register_kernels(
+        {
+            f"{_MODULE}.rejection_random_sample_kernel": accepting,
+            f"{_MODULE}.sample_recovered_tokens_kernel": recovering,
+        }
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------- filters
 
 
 def _filters_nothing(device: torch.device) -> bool:
@@ -64,8 +131,10 @@ def _filters_nothing(device: torch.device) -> bool:
     return True
 
 
-def _filtering(apply: Callable[..., Any]) -> Callable[..., Any]:
-    def apply_top_k_top_p(logits_TV: torch.Tensor, *filters: Any, **options: Any) -> Any:
+def _repair_filters() -> None:
+    apply = rejection_sampler.apply_top_k_top_p
+
+    def apply_top_k_top_p(logits_TV: torch.Tensor, *filters: Any, **options: Any) -> torch.Tensor:
         return apply(logits_TV, *filters, **options) if len(logits_TV) else logits_TV
 
-    return apply_top_k_top_p
+    rejection_sampler.apply_top_k_top_p = apply_top_k_top_p
