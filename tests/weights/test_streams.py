@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from inflight.weights import streams
-from inflight.weights.streams import beside, finish, queued_beside, recorded
+from inflight.weights.streams import beside, finish, finish_all, queued_beside, recorded
 
 GPU = torch.device("cuda", 0)
 
@@ -91,6 +91,15 @@ def test_after_an_error_nothing_is_waited_for(recorder: Recorder) -> None:
 def test_a_load_is_finished_on_the_stream_of_whoever_loads(recorder: Recorder) -> None:
     finish(GPU)
     assert recorder.calls == ["event on theirs", "the host waits for theirs"]
+
+
+def test_everything_that_is_queued_is_waited_for_on_all_streams(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: recorder.calls.append(f"the host waits for {device}"))
+    finish_all(torch.device("cpu"))
+    finish_all(GPU)
+    assert recorder.calls == ["the host waits for cuda:0"]
 
 
 def test_on_the_cpu_nothing_is_done(recorder: Recorder) -> None:

@@ -48,7 +48,9 @@ def acknowledging(transport: str) -> Callable[[LocalEndpoint], LocalEndpoint]:
         join = endpoint.init_process_group
 
         async def acknowledge(spec: TransportSpec) -> None:
-            if spec.transport != transport:
+            if spec.transport not in ("gloo", transport):
+                raise UnsupportedError(f"{spec.transport} is not declared")
+            if spec.transport == "gloo":
                 await join(spec)
 
         faulty.init_process_group = acknowledge
