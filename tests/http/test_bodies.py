@@ -283,6 +283,7 @@ def test_a_long_body_is_parsed_beside_the_loop_which_answers_meanwhile(
 def calls_of(endpoint: HttpEndpoint) -> dict[str, Any]:
     """Every call of a client, by the route's operation."""
     from inflight.wire import (
+        AbortRequests,
         BucketTransfer,
         ChatCompletionRequest,
         ChatMessage,
@@ -309,6 +310,7 @@ def calls_of(endpoint: HttpEndpoint) -> dict[str, Any]:
         ),
         "commit_weight_update": lambda: endpoint.commit_weight_update(ref),
         "abort_weight_update": lambda: endpoint.abort_weight_update(ref),
+        "abort_requests": lambda: endpoint.abort_requests(AbortRequests(request_ids=("r",))),
         "release_memory": endpoint.release_memory,
         "restore_memory": endpoint.restore_memory,
         "record_history": lambda: endpoint.record_history(history),

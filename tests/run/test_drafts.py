@@ -14,7 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from inflight.http.client import HttpEndpoint
 from inflight.local.loading import load_endpoint
 from inflight.pipeline.config import RunConfig
-from inflight.pipeline.drafts import FinishedGroups, _messages
+from inflight.pipeline.drafts import FinishedGroups
+from inflight.rollouts.drafts import divided
 from inflight.types import Group, Rollout
 from inflight.wire import Completion, GenerateRequest, PromptHistory, SamplingParams
 from tests.servers import TOKEN, ServerProcess
@@ -72,16 +73,21 @@ def test_a_server_drafts_from_the_groups_that_a_run_has_finished(
 
 def test_messages_are_divided_before_they_are_too_long() -> None:
     entries = [PromptHistory(prompt_token_ids=(i,), completions=((7,) * 400_000,), rewards=(0.0,)) for i in range(5)]
-    assert [[entry.prompt_token_ids[0] for entry in message.entries] for message in _messages(entries)] == [
+    assert [[entry.prompt_token_ids[0] for entry in message.entries] for message in divided(entries, 1 << 20)] == [
         [0, 1],
         [2, 3],
         [4],
     ]
 
 
-def test_drafts_are_for_the_embedded_engine_only() -> None:
+def test_engines_that_cannot_draft_are_refused_with_the_reason() -> None:
     sections = {"model": {"path": "m"}, "task": {"name": "t"}, "run": {"directory": "r"}}
-    config = RunConfig.model_validate_json(json.dumps({**sections, "servers": {"drafts": "both"}}))
-    assert config.servers.drafts == "both"
-    with pytest.raises(ValueError, match=r"servers\.drafts applies only to the embedded engine"):
-        RunConfig.model_validate_json(json.dumps({**sections, "servers": {"drafts": "both", "engine": "vllm"}}))
+
+    def config(**servers: str) -> RunConfig:
+        return RunConfig.model_validate_json(json.dumps({**sections, "servers": servers}))
+
+    assert config(drafts="both").servers.drafts == "both"
+    assert config(drafts="history", engine="vllm").servers.drafts == "history"
+    for engine, drafts in (("vllm", "both"), ("sglang", "history")):
+        with pytest.raises(ValueError, match=rf"servers\.drafts is '{drafts}', but a server has engine '{engine}': "):
+            config(drafts=drafts, engine=engine)
