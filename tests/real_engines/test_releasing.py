@@ -23,7 +23,7 @@ VOCAB_SIZE = 258
 
 def as_on_a_gpu(engine: RealEngine) -> Any:
     """Return a client that believes that the server can release its memory."""
-    endpoint: Any = engine.endpoint()
+    endpoint: Any = engine.endpoint(generate_timeout_s=150.0)
     own = endpoint.capabilities
 
     async def declared() -> Capabilities:
@@ -92,7 +92,7 @@ def test_a_release_is_refused_while_this_client_or_another_has_requests(
         try:
             await other.capabilities()
             await busy.capabilities()
-            running = asyncio.ensure_future(busy.generate(request(900)))
+            running = asyncio.ensure_future(busy.generate(request(600)))
             await wait_until(lambda: busy._gate.num_sent > 0)
             for endpoint, words in ((busy, "1 requests run or wait"), (other, "still ran after 1 s")):
                 assert not running.done()
@@ -101,7 +101,7 @@ def test_a_release_is_refused_while_this_client_or_another_has_requests(
                 assert (await endpoint.weight_version()).state is EndpointState.READY
             assert not running.done()
             response = await running
-            assert (len(response.completions[0].token_ids), response.completions[0].finish_reason) == (900, "length")
+            assert (len(response.completions[0].token_ids), response.completions[0].finish_reason) == (600, "length")
             await other.generate(request())
         finally:
             await busy.aclose()
