@@ -121,7 +121,7 @@ docs: $(STAMP)
 	$(BIN)/python -m benchmarks.render
 	$(BIN)/python -m tests.conformance.pages
 
-# pip compiles on one core, for as long as it takes for the rest.
+# Compiled below: pip does it on one core.
 INSTALL := $(BIN)/pip install --quiet --no-compile
 
 # torch first, by itself: the constraint then keeps every later package on that build.
