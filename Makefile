@@ -23,6 +23,9 @@ OLDEST_TESTS += --ignore tests/worker/test_torchtitan.py --ignore tests/worker/t
 # Frameworks that tests compare losses with.
 ANCHORS := tests/losses/anchors/requirements.txt
 
+# Each interpreter that the tests start would compile the sources anew where no bytecode is kept.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test test-all test-oldest coverage test-engines engines certificates certificate-vllm certificate-sglang certificates-trainers lint format types docs bench gpu clean
 
 demo: $(STAMP)
@@ -118,18 +121,23 @@ docs: $(STAMP)
 	$(BIN)/python -m benchmarks.render
 	$(BIN)/python -m tests.conformance.pages
 
+# Compiled below: pip does it on one core.
+INSTALL := $(BIN)/pip install --quiet --no-compile
+
 # torch first, by itself: the constraint then keeps every later package on that build.
 $(STAMP): pyproject.toml constraints.txt $(ANCHORS)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(INSTALL) --constraint constraints.txt torch
+	$(INSTALL) --constraint constraints.txt --editable '.[dev]'
 	# Apart: where transformers finds torchao, each process that imports transformers loads it, for two seconds.
-	$(BIN)/pip install --quiet --no-deps --target $(VENV)/torchao torchao==0.18.0
+	$(INSTALL) --no-deps --target $(VENV)/torchao torchao==0.18.0
 	# Apart too: they ask for other releases of what is installed. Two packages of verl have the names of ours.
 	rm -rf $(VENV)/anchors
-	$(BIN)/pip install --quiet --no-deps --target $(VENV)/anchors --requirement $(ANCHORS)
+	$(INSTALL) --no-deps --target $(VENV)/anchors --requirement $(ANCHORS)
 	rm -r $(VENV)/anchors/tests $(VENV)/anchors/scripts
+	# On every core. It fails for files that are not for this Python, which nothing imports.
+	$(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true
 	touch $(STAMP)
 
 $(STAMP_OLDEST): pyproject.toml constraints.txt $(ANCHORS)
