@@ -13,7 +13,7 @@ import inflight_sglang
 from inflight.engines.kinds import EngineKind, EngineOptions
 from inflight.engines.launch import start_engine
 from inflight.errors import ConfigError, UnsupportedError
-from inflight.rollouts.drafts import LARGEST_WINDOW, SMALLEST_WINDOW, divided
+from inflight.rollouts.drafts import LARGEST_WINDOW, SMALLEST_WINDOW
 from inflight.wire import DraftHistory, PromptHistory
 from inflight_vllm import KIND, flags
 from inflight_vllm.drafting import HistoryProposer, record_history
@@ -105,13 +105,6 @@ def test_a_worker_that_proposes_nothing_records_nothing() -> None:
     worker = SimpleNamespace(model_runner=SimpleNamespace())
     history = DraftHistory(entries=(PromptHistory(prompt_token_ids=PROMPT, completions=(), rewards=()),))
     assert record_history(worker, history.model_dump(mode="json")) == {"num_prompts": 0}
-
-
-def test_a_history_is_divided_between_its_entries() -> None:
-    entries = [PromptHistory(prompt_token_ids=(i,), completions=((1,) * i,), rewards=(0.0,)) for i in range(1, 6)]
-    parts = [[len(entry.completions[0]) for entry in part.entries] for part in divided(entries, 5)]
-    assert parts == [[1, 2], [3], [4], [5]]
-    assert list(divided([], 5)) == []
 
 
 def test_a_server_that_drafts_is_started_with_the_proposer_and_says_so() -> None:

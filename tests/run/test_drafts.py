@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -17,7 +18,7 @@ from inflight.pipeline.config import RunConfig
 from inflight.pipeline.drafts import FinishedGroups
 from inflight.rollouts.drafts import divided
 from inflight.types import Group, Rollout
-from inflight.wire import Completion, GenerateRequest, PromptHistory, SamplingParams
+from inflight.wire import Completion, DraftHistory, GenerateRequest, PromptHistory, SamplingParams
 from tests.servers import TOKEN, ServerProcess
 
 PROMPT = tuple(range(40, 52))
@@ -73,21 +74,26 @@ def test_a_server_drafts_from_the_groups_that_a_run_has_finished(
 
 def test_messages_are_divided_before_they_are_too_long() -> None:
     entries = [PromptHistory(prompt_token_ids=(i,), completions=((7,) * 400_000,), rewards=(0.0,)) for i in range(5)]
-    assert [[entry.prompt_token_ids[0] for entry in message.entries] for message in divided(entries, 1 << 20)] == [
-        [0, 1],
-        [2, 3],
-        [4],
-    ]
+    messages = list(divided(entries, 1_000_000))
+    assert [[entry.prompt_token_ids[0] for entry in message.entries] for message in messages] == [[0, 1], [2, 3], [4]]
+    assert list(divided(entries[:2], 1)) == [DraftHistory(entries=(entry,)) for entry in entries[:2]]
+    assert list(divided([], 1)) == []
 
 
-def test_engines_that_cannot_draft_are_refused_with_the_reason() -> None:
+def config_of(**servers: Any) -> RunConfig:
     sections = {"model": {"path": "m"}, "task": {"name": "t"}, "run": {"directory": "r"}}
+    return RunConfig.model_validate_json(json.dumps({**sections, "servers": servers}))
 
-    def config(**servers: str) -> RunConfig:
-        return RunConfig.model_validate_json(json.dumps({**sections, "servers": servers}))
 
-    assert config(drafts="both").servers.drafts == "both"
-    assert config(drafts="history", engine="vllm").servers.drafts == "history"
-    for engine, drafts in (("vllm", "both"), ("sglang", "history")):
-        with pytest.raises(ValueError, match=rf"servers\.drafts is '{drafts}', but a server has engine '{engine}': "):
-            config(drafts=drafts, engine=engine)
+@pytest.mark.parametrize(("engine", "drafts"), [("local", "both"), ("vllm", "history"), ("sglang", "off")])
+def test_a_run_takes_drafts_that_its_engines_can_make(engine: str, drafts: str) -> None:
+    assert config_of(engine=engine, drafts=drafts).servers.drafts == drafts
+
+
+@pytest.mark.parametrize(
+    ("engine", "drafts", "words"),
+    [("vllm", "both", "recorded completions only"), ("sglang", "history", "as text only")],
+)
+def test_a_run_refuses_drafts_that_an_engine_cannot_make(engine: str, drafts: str, words: str) -> None:
+    with pytest.raises(ValueError, match=f"a server has engine '{engine}': .*{words}"):
+        config_of(engine=engine, drafts=drafts)
