@@ -43,6 +43,8 @@ T = TypeVar("T")
 
 _MAX_TRIES = 3
 """After this many failed requests an item is dropped."""
+_ABORT_AGAIN_S = 1.0
+"""How long an aborted request may take to come back before it is aborted again."""
 _NUM_REFUSED = 32
 """The run ends after this many unusable prompts if no group has finished by then."""
 
@@ -351,7 +353,9 @@ class Actor:
 
         async def abort() -> None:
             try:
-                await running.seat.abort(running.request_id)
+                while not request.done():  # a call can overtake the request that it is to end, and is then ignored
+                    await running.seat.abort(running.request_id)
+                    await asyncio.wait({request}, timeout=_ABORT_AGAIN_S)
             except InflightError:
                 request.cancel()
 

@@ -97,6 +97,8 @@ class _Run:
         self.history = history
         self.endpoints = {endpoint.name: endpoint for endpoint in endpoints}
         self.running: dict[str, list[_Running]] = {endpoint.name: [] for endpoint in endpoints}
+        self.active: set[tuple[int, int]] = set()
+        """(item, completion) pairs that run."""
         self.groups: dict[int, _Group] = {}
         self.finished: deque[tuple[int, _Group]] = deque()
         self.lengths = lengths
@@ -142,6 +144,7 @@ class _Run:
         length = group.lengths[one.completion]
         group.sampled[one.completion] = length
         group.num_finished += 1
+        self.active.remove((one.item, one.completion))
         self.scheduler.tell(Finished(self.now, one.item, one.completion, length))
         if group.num_finished == len(group.lengths):
             del self.groups[one.item]
@@ -172,9 +175,9 @@ class _Run:
         if group.first_version is None:
             group.first_version = self.version
         for i in completions:
-            is_running = any((one.item, one.completion) == (item, i) for all_ in self.running.values() for one in all_)
-            if is_running or group.sampled[i] >= group.lengths[i]:
+            if (item, i) in self.active or group.sampled[i] >= group.lengths[i]:
                 raise InvalidRequestError(f"completion {i} of item {item} was issued while it ran or had finished")
+            self.active.add((item, i))
             self.running[endpoint].append(_Running(item, i, group.lengths[i] - group.sampled[i]))
         if len(self.running[endpoint]) > self.endpoints[endpoint].capacity:
             raise InvalidRequestError(f"{endpoint} was given more than its {self.endpoints[endpoint].capacity}")
@@ -184,6 +187,7 @@ class _Run:
         for running in self.running.values():
             for one in [one for one in running if one.item == item and one.completion in completions]:
                 running.remove(one)
+                self.active.remove((item, one.completion))
                 group.sampled[one.completion] = math.floor(group.lengths[one.completion] - one.num_left)
                 self.scheduler.tell(Returned(self.now, item, one.completion, int(group.sampled[one.completion])))
 
