@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from inflight.contracts import BatchComposer, Scheduler, StalenessPolicy, Task
+from inflight.rollouts import HistoryStore
 from inflight.rollouts.board import Board
 from inflight.scheduling import Decision, Event, Issue
 from inflight.types import Group, TaskItem
@@ -60,7 +61,7 @@ class FixedNumber(BatchComposer):
 class FillInOrder(Scheduler):
     """Gives work to the first endpoint that has room, so that the last ones stay free."""
 
-    def __init__(self, group_size: int, seed: int = 0) -> None:
+    def __init__(self, group_size: int, history: HistoryStore, seed: int = 0) -> None:
         self._board = Board()
         self._group_size = group_size
 

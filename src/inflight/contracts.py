@@ -499,8 +499,8 @@ class Scheduler(Protocol):
     """Which completions run where and when. Deterministic, without I/O: no clock, thread, file or randomness.
 
     `inflight.scheduling` has the events that it is told and the decisions that it answers. The live run and a simulator
-    drive the same objects. It is constructed with ``group_size`` (completions per item), ``seed`` and parameters of its
-    own.
+    drive the same objects. It is constructed with ``group_size`` (completions per item), ``history`` (a `HistoryStore`,
+    which the run fills), ``seed`` and parameters of its own.
     """
 
     surplus: float = 1.0

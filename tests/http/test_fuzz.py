@@ -90,6 +90,7 @@ def valid_bodies(endpoint: LocalEndpoint, directory: Path) -> dict[str, list[dic
         "/receive_weights": [transfer, {**transfer, "encoding": "float8", "size_bytes": 100}],
         "/commit_weight_update": [ref],
         "/abort_weight_update": [ref],
+        "/abort_requests": [{"request_ids": ["r", "s"]}],
         "/record_history": [{"entries": [{"prompt_token_ids": [1], "completions": [[2], []], "rewards": [0.5, -1]}]}],
         "/v1/generate": [
             {"request_id": "r", "prompt_token_ids": [1, 2], "sampling": {**sampling, "stop": ["x"]}, "stream": False},

@@ -155,9 +155,9 @@ class Endpoint(RuleBasedStateMachine):
     def generation_is_refused_only_from_torn_weights(self) -> None:
         if self.model_weights is None:
             with pytest.raises(PoisonedError):
-                self.session.refuse_if_poisoned()
+                self.session.refuse_to_sample()
         else:
-            self.session.refuse_if_poisoned()
+            self.session.refuse_to_sample()
 
 
 Endpoint.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
@@ -212,7 +212,7 @@ def test_a_poisoned_endpoint_stays_so_through_an_aborted_update_and_is_healed_by
     session.begin_apply(update_to(2).ref)
     session.committed()
     assert (session.state, session.version) == (EndpointState.READY, 2)
-    session.refuse_if_poisoned()
+    session.refuse_to_sample()
 
 
 def test_weights_that_another_client_made_whole_and_tore_again_are_torn_in_unknown_places() -> None:

@@ -47,7 +47,8 @@ def _cache_prompts(endpoint: LocalEndpoint, page: int) -> Cache:
     append = engine._append
     cache: Cache = {}
 
-    def faulty(sequence: Any, token: int, logprob: float) -> None:
+    def faulty(drawn: Any) -> Any:
+        sequence = drawn.sequence
         prompt, slot = sequence.request.prompt_token_ids, sequence.slot
         if not sequence.token_ids and (length := len(prompt) // page * page):
             keys, values = cached(slot, length)
@@ -55,7 +56,7 @@ def _cache_prompts(endpoint: LocalEndpoint, page: int) -> Cache:
                 keys.copy_(cache[prompt[:length]][0])
                 values.copy_(cache[prompt[:length]][1])
             cache[prompt[:length]] = (keys.clone(), values.clone())
-        append(sequence, token, logprob)
+        return append(drawn)
 
     engine._append = faulty
     return cache
@@ -106,12 +107,13 @@ def keeping_chunks(endpoint: LocalEndpoint) -> LocalEndpoint:
                 return read(sequence)
         return step()
 
-    def faulty_append(sequence: Any, token: int, logprob: float) -> None:
+    def faulty_append(drawn: Any) -> Any:
+        sequence = drawn.sequence
         if not sequence.token_ids and sequence in chunks:
             chunk = chunks.pop(sequence)
             for stored, kept in zip(cached(sequence.slot, chunk[0].shape[2]), chunk, strict=True):
                 stored.copy_(kept)
-        append(sequence, token, logprob)
+        return append(drawn)
 
     engine._step, engine._append = faulty_step, faulty_append
     return endpoint

@@ -26,14 +26,15 @@ def caches_pages(endpoint: LocalEndpoint) -> dict[str, str]:
     keys: dict[str, str] = {}
     pages: dict[tuple[str, tuple[int, ...]], tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def appending(sequence: Any, token: int, logprob: float) -> None:
+    def appending(drawn: Any) -> Any:
+        sequence = drawn.sequence
         prompt, slot = sequence.request.prompt_token_ids, sequence.slot
         if not sequence.token_ids and len(prompt) > _PAGE:
             page = [t[:, slot.row, :, :_PAGE] for t in (slot.arena.keys_LSKCD, slot.arena.values_LSKCD)]
             name = (keys[sequence.request.request_id], prompt[:_PAGE])
             for part, cached in zip(page, pages.setdefault(name, (page[0].clone(), page[1].clone())), strict=True):
                 part.copy_(cached)
-        append(sequence, token, logprob)
+        return append(drawn)
 
     def loading(tensors: Any, version: int, policy: InFlightPolicy) -> Any:
         if policy is not InFlightPolicy.KEEP:

@@ -42,14 +42,15 @@ def goes_on_behind_old_keys(endpoint: LocalEndpoint) -> LocalEndpoint:
         keys, values = cached(sequence.slot, len(ids))
         kept[ids] = keys.clone(), values.clone()
 
-    def faulty(sequence: Any, token: int, logprob: float) -> None:
+    def faulty(drawn: Any) -> Any:
+        sequence = drawn.sequence
         if not sequence.token_ids:
             for ids, (old_keys, old_values) in kept.items():
                 if sequence.request.prompt_token_ids[: len(ids)] == ids:
                     keys, values = cached(sequence.slot, len(ids))
                     keys.copy_(old_keys)
                     values.copy_(old_values)
-        append(sequence, token, logprob)
+        return append(drawn)
 
     engine._append = faulty
     return _at_abort(endpoint, keep)

@@ -13,11 +13,13 @@ def stamped_at_admission(endpoint: LocalEndpoint) -> LocalEndpoint:
     engine: Any = endpoint._engine
     append = engine._append
 
-    def faulty(sequence: Any, token: int, logprob: float) -> None:
+    def faulty(drawn: Any) -> Any:
+        sequence = drawn.sequence
         present = engine._version
         engine._version = sequence.spans[0][0] if sequence.spans else present
-        append(sequence, token, logprob)
+        reason = append(drawn)
         engine._version = present
+        return reason
 
     engine._append = faulty
     return endpoint

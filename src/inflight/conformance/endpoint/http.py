@@ -19,7 +19,7 @@ from inflight.errors import UnauthorizedError
 from inflight.http import routes
 from inflight.http.client import HttpEndpoint
 from inflight.http.routes import Route
-from inflight.wire import EndpointState, ErrorBody, Health
+from inflight.wire import AbortRequests, DraftHistory, EndpointState, ErrorBody, Health, PromptHistory
 
 LEVEL = "http"
 _CONTROL_ROUTES = tuple(route for route in routes.ROUTES if route.control)
@@ -56,10 +56,14 @@ async def control_takes_a_token(subject: EndpointSubject) -> None:
         routes.RECEIVE_WEIGHTS: subject.publisher.transfer(update, 0, 0.5).model_dump_json(),
         routes.COMMIT_WEIGHT_UPDATE: update.ref.model_dump_json(),
         routes.ABORT_WEIGHT_UPDATE: update.ref.model_dump_json(),
+        routes.ABORT_REQUESTS: AbortRequests(request_ids=("nobody",)).model_dump_json(),
+        routes.RECORD_HISTORY: DraftHistory(
+            entries=(PromptHistory(prompt_token_ids=(1,), completions=((1,),), rewards=(0.0,)),)
+        ).model_dump_json(),
     }
     for route in _CONTROL_ROUTES:
         for given in (None, "", "wrong", token[:-1], f"{token}x"):
-            body = bodies[route].encode()
+            body = bodies.get(route, "").encode()
             what = f"{route.path} with {'no token' if given is None else 'a wrong token'}"
             answer = await answer_to(subject, route.method, route.path, body, given)
             require_error_body(answer, (401,), what, UnauthorizedError.code)
@@ -95,6 +99,10 @@ async def stalled_connections(subject: EndpointSubject) -> None:
     subject.note(connections=_NUM_STALLED, **{"seconds for three requests": time.monotonic() - started})
 
 
+def _is_offered(subject: EndpointSubject, route: Route[Any]) -> bool:
+    return route.capability is None or bool(getattr(subject.capabilities, route.capability))
+
+
 def _malformed(good: dict[str, Any], key: str) -> dict[str, bytes]:
     """Return bodies that are not what a route takes, made from one that is."""
     return {
@@ -121,7 +129,8 @@ async def malformed_bodies(subject: EndpointSubject) -> None:
     if subject.capabilities.chat:
         bodies[routes.CHAT_COMPLETIONS] = (subject.chat_request().model_dump(mode="json"), "messages")
     if token is not None:
-        bodies |= dict.fromkeys(_CONTROL_ROUTES, (ref, "version"))
+        taken = [route for route in _CONTROL_ROUTES if route.request is not None and _is_offered(subject, route)]
+        bodies |= dict.fromkeys(taken, (ref, "version"))
     num_refused = 0
     for route, (good, key) in bodies.items():
         for what, body in _malformed(good, key).items():
