@@ -194,18 +194,18 @@ def python() -> str:
     if os.environ.get("INFLIGHT_TESTS_FORK") == "0":
         return sys.executable
     if shared := os.environ.get(SHARED):
-        return _shared_python(Path(shared))
+        return shared_python(Path(shared))
     open_until_exit, parent = _temporary_until_exit()
     return open_until_exit.enter_context(zygote(parent))
 
 
-def _shared_python(zygote: Path, timeout_s: float = 120.0) -> str:
+def shared_python(zygote: Path, timeout_s: float = 120.0) -> str:
     """Return what stands for ``python`` once the shared zygote listens."""
     deadline = time.monotonic() + timeout_s
     with socket.socket(socket.AF_UNIX) as asking:
         while asking.connect_ex(str(zygote)):
             if time.monotonic() > deadline:
-                raise RuntimeError(f"the shared zygote did not start within {timeout_s:.0f} s: {_end_of_log(zygote)}")
+                raise RuntimeError(f"the shared zygote did not start within {timeout_s:g} s: {_end_of_log(zygote)}")
             time.sleep(0.05)
     return str(_shim_of(zygote))
 

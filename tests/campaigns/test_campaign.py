@@ -7,13 +7,14 @@ import os
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
 from tests.campaigns import places
 from tests.campaigns.campaign import play_all
 from tests.run.runs import ends_within, is_alive
-from tests.zygote import zygote
+from tests.zygote import shared_python, zygote
 
 FAST_SEEDS = (60, 16, 36, 56)
 DISK_SEEDS = (51, 6)
@@ -94,6 +95,13 @@ def test_a_process_gets_the_signals_of_what_stands_for_it(serving, number):
     shim.send_signal(number)
     assert ends_within(pid, 20.0)
     assert shim.wait(20.0) == -number
+
+
+def test_a_shared_zygote_is_used_once_it_listens_and_its_log_is_shown_if_it_never_does(python, tmp_path):
+    assert shared_python(Path(python).with_suffix("")) == python
+    (tmp_path / "zygote.log").write_text("ImportError: no such module")
+    with pytest.raises(RuntimeError, match=r"did not start within 0.1 s: ImportError"):
+        shared_python(tmp_path / "zygote", timeout_s=0.1)
 
 
 def test_nothing_outlives_the_zygote(tmp_path):
