@@ -199,7 +199,10 @@ def test_completions_are_drawn_from_the_model_s_distribution(
 
 
 def test_prompts_of_one_token_are_drawn_rightly_beside_others(server: Server, reference: ReferenceCheckpoint) -> None:
-    """vLLM pads such a request with drafts of its own, the token -1, if another one runs already."""
+    """vLLM pads such a request with drafts of its own, the token -1, if another one runs already.
+
+    Too seldom accepted for this test to tell: `inflight_vllm.verification` tests the kernel itself.
+    """
 
     async def main(client: InferenceEndpoint) -> None:
         running = asyncio.ensure_future(generate(client, request(900, temperature=1.0)))
