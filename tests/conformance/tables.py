@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
-
 import json
+import statistics
 import tomllib
 from collections.abc import Callable
 from typing import Any

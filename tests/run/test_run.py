@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import signal
+import time
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -467,3 +470,33 @@ def test_a_run_whose_effective_sample_size_is_too_low_stops_if_told_to(start_run
     run = start_run("--rollouts.min_ess", "1.0", "--rollouts.on_low_ess", "stop", "--train.learning_rate", "0.05")
     assert run.wait() == 1, run.output()
     assert "below rollouts.min_ess 1" in run.output()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("mode", ["pipeline", "conventional"])
+def test_a_run_that_is_killed_loses_nothing_and_trains_nothing_twice(
+    start_run: Callable[..., RunProcess], scheduler: str, mode: str
+) -> None:
+    """Killed with everything at a moment of chance, and resumed from the last checkpoint, partial completions too."""
+    settings = ("--rollouts.scheduler", scheduler, "--run.mode", mode, "--run.checkpoint_every_steps", "2")
+    fleet = ("--servers.count", "2", "--servers.max_concurrent", "16")
+    run = start_run(*settings, *fleet, "--run.num_steps", "100000")
+    run.wait_for_steps(4)
+    time.sleep(random.Random(f"{scheduler} {mode}").random())
+    run.kill()
+    latest = max((run.directory / "checkpoints").glob("version-*.json"))
+    state = json.loads(latest.read_text())
+    saved = state["partials"]
+    assert {int(item) for item in saved} <= {*state["ledger"]["unsettled"]}
+    last = state["version"] + 4
+    resumed = start_run(*settings, *fleet, "--run.num_steps", str(last), "--resume")
+    assert resumed.wait() == 0, resumed.output()
+    assert [row["version"] for row in resumed.rows()] == [*range(1, last + 1)]
+    after = json.loads(max((run.directory / "checkpoints").glob("version-*.json")).read_text())["ledger"]
+    settled = after["num_trained"] + sum(after["num_dropped"].values())
+    assert after["next_new"] == settled + len(after["unsettled"])
+    assert after["num_trained"] > state["ledger"]["num_trained"]
+    # An item is finished at most once in each life of the run: what was saved of it is continued, not begun again.
+    items = [event["item"] for event in resumed.events("group")]
+    assert max(Counter(items).values()) <= 2

@@ -371,6 +371,7 @@ class Actor:
         def ended(task: asyncio.Task[T]) -> None:
             self._beside.discard(task)
             self._settling(lambda: on_end(task))
+            self.wake()
 
         task.add_done_callback(ended)
 
