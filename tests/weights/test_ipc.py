@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -364,20 +363,14 @@ def test_publishes_arrive_at_an_engine_and_one_that_fails_leaves_the_old_weights
             assert report is not None and report.applied_everywhere
             loaded = dict(local.model.named_parameters())
             assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
-        storages = Counter(parameter.untyped_storage().data_ptr() for parameter in loaded.values())
-        assert max(storages.values()) > len(loaded) / 2, "the others are not aligned in their bucket"
-        assert mappings(".bytes") == before + 3  # the sender's two arenas, and the one that is served from
+        assert mappings(".bytes") <= before + 2  # those of the sender: nothing is served from its memory
         broken = PlainWorker({**local.tensors, "more": torch.zeros(1)}, version=4)
         with pytest.raises(PublishError):
             publish_weights(broken, publisher, deadline_s=20)
         assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
         assert publisher.transport == "ipc"
-    assert len(arenas_module._lent) == 1
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items()), "the publisher has left"
-    for parameter in loaded.values():
-        parameter.data = parameter.data.clone()
-    arenas_module._close_unused()
     assert arenas_module._lent == []
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items()), "the publisher has left"
 
 
 def test_an_engine_on_the_cpu_refuses_it_with_the_reason(model_dir: Path, tmp_path: Path) -> None:

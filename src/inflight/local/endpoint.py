@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from inflight.contracts import AbortingEndpoint, DraftingEndpoint, ReleasingEndpoint, StreamingEndpoint
+from inflight.contracts import AbortingEndpoint, DraftingEndpoint, ReleasingEndpoint, StreamingEndpoint, WeightReceiver
 from inflight.errors import EndpointError, InflightError, InvalidRequestError, NonFiniteError, UnsupportedError
 from inflight.http.chat import chat_completion_of, check_chat
 from inflight.local.chat import ChatChunkWriter, ChatFormat
@@ -44,6 +44,7 @@ from inflight.wire import (
     GenerateResponse,
     InFlightPolicy,
     Manifest,
+    TransportSpec,
     UpdateTimings,
     WeightUpdate,
     WeightVersion,
@@ -74,7 +75,9 @@ class LocalEndpoint(
         specs = tuple(tensor_spec(name, parameter, None) for name, parameter in engine.parameters.items())
         self._device: Any = parameter.device
         self._adapted = AdaptedWeights()
-        self._intake = StagedIntake(lambda spec: make_receiver(spec, parameter.device), self._prepare)
+        self._is_borrowed = False
+        """Whether weights arrive in memory that only lasts as long as the trainer's process."""
+        self._intake = StagedIntake(self._make_receiver, self._prepare)
         self._manifest = Manifest(tensors=specs)
         self._capabilities = self._declared(parameter)
         self._updates = UpdateReceiver(self, self._intake, specs, self._capabilities)
@@ -152,6 +155,10 @@ class LocalEndpoint(
             self._engine.call(self._engine.resume)  # the engine runs this after the pause, which may not have begun yet
             raise
 
+    def _make_receiver(self, spec: TransportSpec) -> WeightReceiver:
+        self._is_borrowed = spec.transport == "ipc"
+        return make_receiver(spec, self._device)
+
     def _prepare(self, update: WeightUpdate, arrived: Named) -> tuple[AdaptedLoad, Named]:
         """Return what the commit loads. Runs in the receiving thread, while tokens are sampled."""
         parameters, copies = self._engine.parameters, self._engine.keeps_addresses
@@ -162,6 +169,8 @@ class LocalEndpoint(
             return parameter.clone() if copies else parameter
 
         with beside(self._device):
+            if self._is_borrowed:
+                arrived = [(name, tensor.clone()) for name, tensor in arrived]
             load = self._adapted.prepare(update.manifest, arrived, present)
             return load, made_ready(parameters, load.tensors)
 
