@@ -40,8 +40,8 @@ def held(model: Any) -> dict[str, str]:
     return found
 
 
-def doubled(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
-    parameter.data.copy_(loaded * 2)
+def doubled(param: torch.Tensor, loaded: torch.Tensor) -> None:  # vLLM's reload replaces the argument of this name
+    param.data.copy_(loaded * 2)
 
 
 def main(directory: Path) -> None:
