@@ -23,6 +23,8 @@ from inflight.wire import check_spans as spans_cover
 LEVEL = "partials"
 _NUM_TOKENS = 600
 """Of a request that is aborted: more than it has then."""
+_SEED = 67
+"""Of that request, and of no other: an engine that drafts could otherwise repeat an earlier one in a few steps."""
 _SAMPLED = 64
 """Tokens that it has by then."""
 _NUM_LATE = 8
@@ -50,7 +52,7 @@ async def goes_on_under_new_weights(subject: EndpointSubject) -> None:
     _require_two_places(subject)
     weights, other = subject.reference.weights, subject.reference.perturbed("B")
     before = (await subject.endpoint.weight_version()).version
-    ((request, answer),) = await subject.start_running(1, max_tokens=_length(subject))
+    ((request, answer),) = await subject.start_running(1, max_tokens=_length(subject), seed=_SEED)
     await subject.generate(max_tokens=_SAMPLED)
     first = await _aborted(subject, request, answer)
     num = len(first.token_ids)
@@ -80,7 +82,7 @@ async def spans_of_both_parts(subject: EndpointSubject) -> None:
     for policy in subject.pausing_policies():
         published: dict[int, Weights] = {}
         await publish_next(subject, published)
-        ((request, answer),) = await subject.start_running(1, max_tokens=_length(subject))
+        ((request, answer),) = await subject.start_running(1, max_tokens=_length(subject), seed=_SEED)
         await subject.generate(max_tokens=_BESIDE)
         await publish_next(subject, published, policy)
         await subject.generate(max_tokens=_BESIDE)
@@ -112,7 +114,7 @@ async def only_those_requests_end(subject: EndpointSubject) -> None:
     if num_places > _MOST_PLACES:
         skip(f"{num_places} sequences run at a time, and the kit fills {_MOST_PLACES} places at most")
     before_s = await fill_places(subject, "before any request was aborted", _LIMIT_S)
-    ((other, answer),) = await subject.start_running(1, max_tokens=_length(subject))
+    ((other, answer),) = await subject.start_running(1, max_tokens=_length(subject), seed=_SEED)
     several = subject.request(n=2 * num_places, max_tokens=subject.room(), seed=1)
     alike = f"{several.request_id}0"  # begins with the other's id
     beside = subject.request(max_tokens=_length(subject)).model_copy(update={"request_id": alike})
