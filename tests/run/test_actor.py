@@ -137,7 +137,7 @@ def test_a_late_request_on_an_endpoint_that_does_not_answer_costs_the_endpoint(
 def test_whatever_generate_raises_costs_the_endpoint_and_no_item(
     shared_server: ServerProcess, model_dir: Path, error: Exception
 ) -> None:
-    endpoint = FaultyEndpoint(shared_server.url, lambda item: error if item >= 5 else None)
+    endpoint = FaultyEndpoint(shared_server.url, lambda item: error if item >= 20 else None)
     outcome = act(endpoint, model_dir, lambda it: False)
     assert str(error) in outcome.lost[shared_server.url]
     assert isinstance(outcome.error, asyncio.CancelledError)
