@@ -12,6 +12,9 @@ from inflight import errors, types, wire
 from inflight.contracts import (
     AbortingEndpoint,
     BackgroundSaver,
+    Conversation,
+    Environment,
+    Episode,
     InferenceEndpoint,
     ReleasingEndpoint,
     StreamingEndpoint,
@@ -42,6 +45,9 @@ __version__ = "0.1.0"
 __all__ = [
     "AbortingEndpoint",
     "BackgroundSaver",
+    "Conversation",
+    "Environment",
+    "Episode",
     "Fleet",
     "GenerateRequest",
     "GenerateResponse",

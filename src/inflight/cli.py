@@ -16,7 +16,7 @@ from inflight import __version__
 from inflight.bench.command import add_parser as add_bench
 from inflight.bench.command import bytes_of
 from inflight.conformance.command import add_parser as add_check
-from inflight.contracts import InferenceEndpoint
+from inflight.contracts import InferenceEndpoint, Task
 from inflight.errors import ConfigError, InflightError
 from inflight.http.tokens import TOKEN_VARIABLE, read_token
 
@@ -371,6 +371,8 @@ def _tiny_model(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     from inflight.rollouts.tasks import load_task
 
     task = load_task(arguments.task, {}, arguments.seed)
+    if not isinstance(task, Task):
+        raise ConfigError(f"{arguments.task!r} is an environment, which has no answers to imitate: name a task")
     context = arguments.max_model_len or context_of(task, arguments.style)
     shape = TinyShape(arguments.family, arguments.hidden_size, arguments.layers, arguments.heads, context)
     model = create_tiny_model(shape, arguments.seed)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from inflight.scheduling import Decision, Event
-from inflight.types import Group, MicroBatch, Sample, StepResult, TaskItem, WeightBucket
+from inflight.types import Group, Message, MicroBatch, Reply, Sample, StepResult, TaskItem, WeightBucket
 from inflight.wire import (
     AbortRequests,
     BucketSpec,
@@ -438,7 +438,7 @@ class Transport(Protocol):
 
 @runtime_checkable
 class Task(Protocol):
-    """Problems and how to score an answer. Deterministic: item i is the same in every process."""
+    """Problems and how to score an answer, in one turn. Deterministic: item i is the same in every process."""
 
     @property
     @abstractmethod
@@ -452,6 +452,77 @@ class Task(Protocol):
     @abstractmethod
     def score(self, item: TaskItem, completion: str) -> float:
         """Return the reward of a completion's text. An exception stops the run as a `TaskError`."""
+
+
+class Conversation(Protocol):
+    """One token stream of an episode. What was sampled stays as it was sampled; only what is new is tokenised."""
+
+    @abstractmethod
+    async def say(self, *messages: Message | str) -> Reply:
+        """Append messages and return what the model answers; a text is a message of the user.
+
+        Raises `ContextFullError` if the answer has no room, `InvalidRequestError` if the chat template refuses a
+        message: nothing was appended. Any other error is the endpoint's; the episode is then over and played again.
+        """
+
+    @abstractmethod
+    async def observe(self, token_ids: Sequence[int]) -> Reply:
+        """Append tokens as they are and return what the model answers. Raises as `say`."""
+
+    @abstractmethod
+    def reward_turn(self, reward: float) -> None:
+        """Give the last turn a reward of its own, which counts if the run assigns credit by turn."""
+
+    @abstractmethod
+    def reward(self, reward: float) -> None:
+        """Give this conversation another reward than the rest of the episode."""
+
+
+class Episode(Protocol):
+    """One play of an environment, as the environment sees it: who answers, and what is recorded."""
+
+    @property
+    @abstractmethod
+    def seed(self) -> int:
+        """Return a seed that differs between the episodes of a run, and is the same when one is played again."""
+
+    @abstractmethod
+    def conversation(
+        self, *, system: str = "", tools: Sequence[Mapping[str, Any]] = (), role: str = ""
+    ) -> Conversation:
+        """Begin a conversation; an episode may have several, at the same time too.
+
+        ``tools`` are functions in OpenAI's format. Conversations with different roles are compared apart.
+        """
+
+    @abstractmethod
+    async def openai_url(self) -> str:
+        """Return a base URL for clients of OpenAI's API, whose calls become part of this episode.
+
+        It contains the episode's key. Raises `UnsupportedError` where no proxy is served.
+        """
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """Start states, and how an episode is played from one. `Task` is the short form for one prompt and one answer."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Return the name for reports and errors."""
+
+    @abstractmethod
+    def item(self, index: int) -> TaskItem:
+        """Return start state ``index``, for any index from 0. Deterministic: the same in every process."""
+
+    @abstractmethod
+    async def play(self, item: TaskItem, episode: Episode) -> float:
+        """Play one episode and return its reward.
+
+        Many plays run at once in one event loop: use threads or processes for what blocks. A play is cancelled if it
+        takes too long or its server fails. An exception, or a reward that is not finite, costs this episode only.
+        """
 
 
 @runtime_checkable

@@ -22,7 +22,8 @@
     │   ├── NonFiniteError           loss, gradient, logprobs or weights are not finite; nothing changed
     │   ├── CheckpointError          nothing was loaded, or the previous checkpoint is still whole
     │   └── WorkerDiedError          a trainer rank is gone; the last checkpoint is whole
-    └── TaskError                    a task could not be made or a reward could not be computed
+    ├── TaskError                    a task could not be made or a reward could not be computed
+    └── ContextFullError             a conversation has no room for another turn; nothing was appended
 
 Errors are picklable, carry no secrets, and travel over HTTP by their ``code``. This module knows nothing of HTTP.
 """
@@ -187,6 +188,12 @@ class TaskError(InflightError):
     """A task could not be made, or its reward function raised."""
 
     code = "task_error"
+
+
+class ContextFullError(InflightError):
+    """A conversation has no room for another turn."""
+
+    code = "context_full"
 
 
 class PrecisionWarning(UserWarning):

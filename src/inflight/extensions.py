@@ -65,7 +65,7 @@ def load_installed(kind: str, group: str, name: str, also_known: tuple[str, ...]
 
 
 def make(
-    protocol: Any,
+    protocols: Any,
     kind: str,
     group: str,
     name: str,
@@ -76,7 +76,7 @@ def make(
     """Return the object that the factory called ``name`` makes from our arguments and the user's parameters.
 
     The name is built in, installed, or ``module:attribute``. Raises `ConfigError` if there is no such factory, if it
-    refuses its arguments, or if the result does not implement the protocol.
+    refuses its arguments, or if the result implements none of the protocols, which are one or a tuple.
     """
     if ":" in name:
         factory = resolve(name)
@@ -86,7 +86,9 @@ def make(
         made = factory(**arguments, **params)
     except TypeError as error:
         raise ConfigError(f"{kind} {name!r} could not be made: {type(error).__name__}: {error}") from error
-    if not isinstance(made, protocol):
-        members = ", ".join(sorted(protocol.__abstractmethods__))
-        raise ConfigError(f"{kind} {name!r} is a {type(made).__name__}, not a {protocol.__name__}: it needs {members}")
+    if not isinstance(made, protocols):
+        wanted = protocols if isinstance(protocols, tuple) else (protocols,)
+        needs = ", or ".join(", ".join(sorted(one.__abstractmethods__)) for one in wanted)
+        names = " or ".join(one.__name__ for one in wanted)
+        raise ConfigError(f"{kind} {name!r} is a {type(made).__name__}, not a {names}: it needs {needs}")
     return made

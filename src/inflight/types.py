@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -22,33 +22,73 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Rollout:
-    """One finished completion with everything that training needs.
+class Turn:
+    """One sampled stretch of a rollout, as indices of its completion tokens."""
 
-    ``behaviour_logprobs`` (natural log) and ``version_spans`` are those of ``completion_token_ids`` only.
+    start: int
+    end: int
+    reward: float | None = None
+    """What the environment gave for this turn alone; None if it gave nothing."""
+
+
+OBSERVED = -1
+"""In place of a version: the token was not sampled, but came from the environment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One token stream that training uses: a prompt, and what came after it.
+
+    Of a task, that is one finished completion. Of an environment, sampled turns alternate with observations: the
+    ``turns`` say where, and the other completion tokens have a logprob of 0.0 and no version span.
     """
 
     prompt_token_ids: Sequence[int]
     completion_token_ids: Sequence[int]
     behaviour_logprobs: Sequence[float]
+    """Natural log, one per completion token."""
     version_spans: Sequence[VersionSpan]
+    """By indices of completion tokens."""
     finish_reason: str
+    """Of the last turn."""
     reward: float
     temperature: float
+    turns: Sequence[Turn] = ()
+    """Empty: all completion tokens are one turn."""
+    episode: int | None = None
+    """Which episode of its group it belongs to, if several rollouts may belong to one. None: it is one by itself."""
+    role: str = ""
+    """Who speaks, in episodes with several speakers; rewards are compared within a role."""
 
     @property
     def num_tokens(self) -> int:
-        """Training tokens: prompt and completion."""
+        """All tokens: prompt, turns and observations."""
         return len(self.prompt_token_ids) + len(self.completion_token_ids)
 
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Tokens of turns."""
+        return sum(span.end - span.start for span in self.version_spans)
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Tokens of the prompt and of observations, which are never targets of a loss."""
+        return self.num_tokens - self.num_sampled_tokens
+
     def token_versions(self) -> list[int]:
-        """Version that sampled each completion token."""
-        return [span.version for span in self.version_spans for _ in range(span.start, span.end)]
+        """Return the version that sampled each completion token, `OBSERVED` for those of observations."""
+        versions = [OBSERVED] * len(self.completion_token_ids)
+        for span in self.version_spans:
+            versions[span.start : span.end] = [span.version] * (span.end - span.start)
+        return versions
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The G completions of one prompt. ``item_index`` is the position of the prompt in the task's order."""
+    """The completions of one prompt, or the episodes of one start state.
+
+    ``item_index`` is its position in the order of the task or environment.
+    """
 
     group_id: int
     item_index: int
@@ -248,9 +288,38 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class TaskItem:
-    """One problem: the prompt, a known good answer if there is one, and whatever ``Task.score`` needs."""
+    """One problem or start state: a prompt, a known good answer if there is one, and whatever its rewards need."""
 
     index: int
     prompt: str
     answer: str | None = None
     metadata: Mapping[str, object] = field(default_factory=dict)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Episodes
+
+Message = Mapping[str, Any]
+"""One message in the format of OpenAI's chat completions: ``role``, ``content``, perhaps ``tool_calls``."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A function that the model wants called."""
+
+    id: str
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What the model said in one turn."""
+
+    text: str
+    """Without special tokens, and without the calls of tools."""
+    tool_calls: Sequence[ToolCall]
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    version_spans: Sequence[VersionSpan]
+    finish_reason: str

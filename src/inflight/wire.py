@@ -471,6 +471,16 @@ class Completion(WireModel):
         check_spans(self.version_spans, len(self.token_ids))
         return self
 
+    @property
+    def num_tokens(self) -> int:
+        """Sampled tokens."""
+        return len(self.token_ids)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it ended by itself; if not, it was aborted and may be continued."""
+        return self.finish_reason != "abort"
+
 
 class AbortRequests(WireModel):
     """Names running requests that are to end with what they have."""

@@ -13,7 +13,7 @@ from inflight.checkpoints import load_tokenizer
 from inflight.errors import CheckpointError, DeadlineError, EndpointError, InflightError, TaskError
 from inflight.http.client import HttpEndpoint
 from inflight.pipeline.actor import Actor, DroppedItem
-from inflight.pipeline.scoring import Scoring
+from inflight.pipeline.completions import Completions
 from inflight.rollouts import HistoryStore, Ledger, load_task
 from inflight.rollouts.schedulers import LeastLoaded
 from inflight.types import Group
@@ -80,13 +80,17 @@ def act(
 
     async def run() -> None:
         actor = Actor(
-            Scoring(load_task("tests.run.tasks:count_letters", task or {}, 0), load_tokenizer(model), 10.0),
-            SamplingParams(n=2, max_tokens=4),
+            Completions(
+                load_task("tests.run.tasks:count_letters", task or {}, 0),
+                load_tokenizer(model),
+                SamplingParams(n=2, max_tokens=4),
+                max_sequence_tokens,
+                10.0,
+            ),
             outcome.ledger,
             LeastLoaded(group_size=2),
             HistoryStore(),
             seed=0,
-            max_sequence_tokens=max_sequence_tokens,
             may_issue=lambda: True,
             on_end=outcome.note,
         )
@@ -155,13 +159,17 @@ def test_an_item_that_fails_wherever_it_goes_is_given_up(shared_server: ServerPr
         groups: list[Group] = []
         ledger = Ledger()
         actor = Actor(
-            Scoring(load_task("tests.run.tasks:count_letters", {}, 0), load_tokenizer(model_dir), 10.0),
-            SamplingParams(n=2, max_tokens=4),
+            Completions(
+                load_task("tests.run.tasks:count_letters", {}, 0),
+                load_tokenizer(model_dir),
+                SamplingParams(n=2, max_tokens=4),
+                4096,
+                10.0,
+            ),
             ledger,
             LeastLoaded(group_size=2),
             HistoryStore(),
             seed=0,
-            max_sequence_tokens=4096,
             may_issue=lambda: True,
             on_end=lambda ended: groups.append(ended) if isinstance(ended, Group) else None,
         )
@@ -207,7 +215,7 @@ def test_prompts_that_are_all_refused_end_the_run_with_the_reason(
 ) -> None:
     outcome = act(HttpEndpoint(shared_server.url), model_dir, lambda it: False, task={"prompt_tokens": 1200})
     assert isinstance(outcome.error, TaskError)
-    assert "none of the first 32 prompts can be used" in str(outcome.error)
+    assert "none of the first 32 items can be used" in str(outcome.error)
     assert "the prompt has 1201 tokens, the context 1024" in str(outcome.error)
     assert not outcome.lost
 
@@ -238,15 +246,17 @@ def test_nothing_runs_any_more_when_the_end_of_the_last_group_is_told(
     async def run() -> None:
         actor: Actor
         actor = Actor(
-            Scoring(
-                load_task("tests.run.tasks:count_letters", {"overlong_every": 2}, 0), load_tokenizer(model_dir), 10.0
+            Completions(
+                load_task("tests.run.tasks:count_letters", {"overlong_every": 2}, 0),
+                load_tokenizer(model_dir),
+                SamplingParams(n=2, max_tokens=4),
+                4096,
+                10.0,
             ),
-            SamplingParams(n=2, max_tokens=4),
             Ledger(),
             LeastLoaded(group_size=2),
             HistoryStore(),
             seed=0,
-            max_sequence_tokens=4096,
             may_issue=lambda: actor.num_running == 0,
             on_end=lambda ended: running_at_end.append(actor.num_running),
         )

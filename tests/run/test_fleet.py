@@ -19,10 +19,10 @@ from inflight.checkpoints import load_tokenizer
 from inflight.errors import ConfigError
 from inflight.http.client import HttpEndpoint
 from inflight.pipeline.actor import Actor
+from inflight.pipeline.completions import Completions
 from inflight.pipeline.config import load_config
 from inflight.pipeline.fleet import check_servers, declared
 from inflight.pipeline.messages import Members, Served
-from inflight.pipeline.scoring import Scoring
 from inflight.pipeline.trainer_group import TrainerGroup
 from inflight.rollouts import HistoryStore, Ledger, load_task
 from inflight.rollouts.schedulers import LeastLoaded
@@ -446,13 +446,17 @@ def test_tokens_older_than_what_was_published_give_a_replaced_server_away(
         ledger = Ledger()
         endpoint = HttpEndpoint(shared_server.url)
         actor = Actor(
-            Scoring(load_task("tests.run.tasks:count_letters", {}, 0), load_tokenizer(model_dir), 10.0),
-            SamplingParams(n=2, max_tokens=4),
+            Completions(
+                load_task("tests.run.tasks:count_letters", {}, 0),
+                load_tokenizer(model_dir),
+                SamplingParams(n=2, max_tokens=4),
+                4096,
+                10.0,
+            ),
             ledger,
             LeastLoaded(group_size=2),
             HistoryStore(),
             seed=0,
-            max_sequence_tokens=4096,
             may_issue=lambda: True,
             on_end=lambda ended: groups.append(ended) if isinstance(ended, Group) else None,
         )

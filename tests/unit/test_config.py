@@ -118,5 +118,5 @@ def test_unknown_tasks_and_parameters_are_named_with_the_nearest_known() -> None
         load_task("spell_backward", {"word_size": 3}, 0)
     with pytest.raises(TaskError, match="'nowhere:task' cannot be imported"):
         load_task("nowhere:task", {}, 0)
-    with pytest.raises(TaskError, match="not a Task: it needs item, name, score"):
+    with pytest.raises(TaskError, match="not a Task or Environment: it needs item, name, score, or item, name, play"):
         load_task("builtins:dict", {}, 0)

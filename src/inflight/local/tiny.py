@@ -30,7 +30,11 @@ _FIRST_PROBLEM = 1_000_000_000
 
 PAD, EOS = 256, 257
 VOCAB_SIZE = 258
-_CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ message['content'] }}{{ '<eos>' if message['role'] == 'assistant' else '' }}\n"
+    "{% endfor %}"
+)
 
 
 @dataclass(frozen=True, slots=True)

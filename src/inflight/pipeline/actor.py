@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 
 from inflight.contracts import InferenceEndpoint, Scheduler
 from inflight.errors import CheckpointError, EndpointError, InflightError, TaskError
-from inflight.pipeline.scoring import Scoring
-from inflight.pipeline.seats import Seat, SlowRequest, UnusableItem, request_of
-from inflight.rollouts import HistoryStore, Ledger, continuation, joined
+from inflight.pipeline.seats import Seat, SlowRequest, UnusableItem
+from inflight.pipeline.work import Order, Sampled, ScoredGroup, Work
+from inflight.rollouts import HistoryStore, Ledger
 from inflight.scheduling import (
     Abort,
     Decision,
@@ -36,8 +36,8 @@ from inflight.scheduling import (
     StepWanted,
     Withdrawn,
 )
-from inflight.types import Group, Rollout, TaskItem
-from inflight.wire import Capabilities, Completion, SamplingParams
+from inflight.types import Group, TaskItem
+from inflight.wire import Capabilities, Completion
 
 T = TypeVar("T")
 
@@ -55,30 +55,30 @@ class DroppedItem:
 
     index: int
     reason: str
-    """``unusable`` or ``failed``, as the ledger counts it."""
+    """``unusable``, ``failed`` or ``failed episodes``, as the ledger counts it."""
     what_happened: str
 
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """A request of some completions of a group."""
+    """A request of some completions of a group, or one of its episodes."""
 
-    request_id: str
     seat: Seat
-    completions: tuple[int, ...]
+    order: Order
 
 
 @dataclass(slots=True, eq=False)
 class _OpenGroup:
-    """An item that was offered and is not scored yet. Lists have one entry per completion."""
+    """An item that was offered and is not scored yet. Lists have one entry per completion or episode."""
 
     item: TaskItem
     serial: int
     prompt_token_ids: tuple[int, ...]
     prompt: str
     """Digest of the prompt, by which schedulers know it."""
-    sampled: list[Completion | None]
-    """What is there of each; its finish reason is ``abort`` until it is whole."""
+    sampled: list[Sampled | None]
+    """What is there of each, whole or in part."""
+    is_scoring: bool = False
     requests: dict[asyncio.Task[Any], _Running] = field(default_factory=dict)
     endpoints: list[str] = field(default_factory=list)
     num_requests: int = 0
@@ -86,12 +86,12 @@ class _OpenGroup:
     @property
     def has_part(self) -> bool:
         """Whether something of it has been sampled or is being sampled."""
-        return bool(self.requests) or any(completion is not None for completion in self.sampled)
+        return bool(self.requests) or any(one is not None for one in self.sampled)
 
     @property
-    def whole(self) -> list[Completion]:
-        """The completions that have finished."""
-        return [one for one in self.sampled if one is not None and one.finish_reason != "abort"]
+    def whole(self) -> list[tuple[int, Sampled]]:
+        """Those that have finished, with their numbers."""
+        return [(i, one) for i, one in enumerate(self.sampled) if one is not None and one.is_whole]
 
 
 @dataclass(eq=False)
@@ -99,22 +99,22 @@ class Actor:
     """Offers items while ``may_issue()`` allows and the scheduler wants them, and settles each in the ledger.
 
     ``on_end`` is called when a group has ended: with the finished group, with the item if it was dropped, or with None
-    if it will be issued again. An item is dropped if its prompt and completion together may exceed
-    ``max_sequence_tokens``, if an endpoint refuses it, or if it fails repeatedly.
+    if it will be issued again. An item is dropped if it can never be trained on, if an endpoint refuses it, if it fails
+    repeatedly, or if too many of its episodes fail.
     """
 
-    scoring: Scoring
-    sampling: SamplingParams
+    work: Work
     ledger: Ledger
     scheduler: Scheduler
     history: HistoryStore
     _: KW_ONLY
     seed: int
-    max_sequence_tokens: int
     may_issue: Callable[[], bool]
     on_end: Callable[[Group | DroppedItem | None], None]
+    on_failed_episode: Callable[[int, str, str], None] = lambda item, kind, what_happened: None
+    """Called with the item, a word to count by, and what happened."""
     clock: Callable[[], float] = time.monotonic
-    saved: dict[int, Sequence[Completion | None]] = field(default_factory=dict)
+    saved: dict[int, Sequence[Sampled | None]] = field(default_factory=dict)
     """Completions of unfinished groups, whole or in part, from an earlier life of the run; by item."""
     num_resumed_tokens: int = field(default=0, init=False)
     """Tokens of aborted completions that were continued."""
@@ -148,13 +148,27 @@ class Actor:
         return min((group.serial for group in self._open.values()), default=self._num_offered + 1)
 
     def partials(self) -> dict[str, Any]:
-        """Return what is there of unfinished groups, as JSON values, for `parse_partials`."""
+        """Return what is there of unfinished groups, as JSON values, for `continue_from`."""
         open_groups = {index: group.sampled for index, group in self._open.items()} | self.saved
         return {
             str(index): [None if one is None else one.model_dump(mode="json") for one in sampled]
             for index, sampled in open_groups.items()
             if any(one is not None for one in sampled)
         }
+
+    def continue_from(self, data: Mapping[str, Any]) -> None:
+        """Go on with unfinished groups as `partials` gave them; those of another size are sampled anew.
+
+        Raises `CheckpointError` if they cannot be read.
+        """
+        try:
+            parsed = {
+                int(index): [None if one is None else self.work.parse(one) for one in sampled]
+                for index, sampled in data.items()
+            }
+        except (TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"the unfinished groups in the checkpoint cannot be read: {error}") from error
+        self.saved = {index: sampled for index, sampled in parsed.items() if len(sampled) == self.work.size}
 
     def wake(self) -> None:
         """Look again what may be offered and issued."""
@@ -167,7 +181,7 @@ class Actor:
         """Add an endpoint that runs up to ``limit`` sequences at a time; it gets work once `serve` names it."""
         if declared is not None:
             limit = min(limit, declared.max_concurrent_sequences)
-        self._seats.append(Seat(endpoint, max(limit, self.sampling.n), declared))
+        self._seats.append(Seat(endpoint, max(limit, self.work.size if self.work.is_one_request else 1), declared))
 
     def retire(self, name: str, on_idle: Callable[[], None]) -> None:
         """Give an endpoint no more work. Once its requests have ended, forget it and call ``on_idle``."""
@@ -184,7 +198,7 @@ class Actor:
                 took_work, seat.version = seat.takes_work, version
                 self.lost.pop(seat.name, None)
                 if seat.takes_work and not took_work:
-                    self.scheduler.tell(Joined(self.clock(), seat.name, seat.capacity, seat.keeps_partials))
+                    self.scheduler.tell(Joined(self.clock(), seat.name, seat.capacity, self._keeps_partials(seat)))
             else:
                 self.lose(seat.name, f"it could not be brought to version {version}")
         self.scheduler.tell(Published(self.clock(), version))
@@ -200,6 +214,9 @@ class Actor:
                 self._close(seat)
                 seat.version = None
         self._note_whether_unserved()
+
+    def _keeps_partials(self, seat: Seat) -> bool:
+        return seat.keeps_partials and self.work.is_one_request
 
     def _close(self, seat: Seat) -> None:
         if seat.takes_work:
@@ -272,29 +289,23 @@ class Actor:
         index = self.ledger.next_item()
         self._num_offered += 1
         try:
-            item = self.scoring.item(index)
-            prompt_token_ids = self.scoring.prompt_of(item)
+            item = self.work.item(index)
+            prompt_token_ids = self.work.prompt_of(item)
         except BaseException as error:
             self.ledger.requeue(index)
             self._fail(error)
             return
-        max_tokens = self.sampling.max_tokens or 1
-        if len(prompt_token_ids) + max_tokens > self.max_sequence_tokens:
-            self._unusable(
-                index,
-                f"its prompt of {len(prompt_token_ids)} tokens and a completion of {max_tokens} may "
-                f"exceed {self.max_sequence_tokens} tokens, which is all that a micro-batch holds: raise "
-                "train.max_tokens_per_micro_batch, or lower sampling.max_tokens",
-            )
+        if (why := self.work.too_long(prompt_token_ids)) is not None:
+            self._unusable(index, why)
             return
         prompt = hashlib.blake2b(repr(prompt_token_ids).encode(), digest_size=12).hexdigest()
-        sampled = list(self.saved.pop(index, (None,) * self.sampling.n))
+        sampled = list(self.saved.pop(index, (None,) * self.work.size))
         group = self._open[index] = _OpenGroup(item, self._num_offered, prompt_token_ids, prompt, sampled)
-        num_tokens = tuple(0 if one is None else len(one.token_ids) for one in sampled)
+        num_tokens = tuple(0 if one is None else one.num_tokens for one in sampled)
         self._tell(Offered(self.clock(), index, prompt, len(prompt_token_ids), num_tokens))
-        for one in group.whole:
-            self._tell(Finished(self.clock(), index, one.index, len(one.token_ids)))
-        self._score_if_whole(group)
+        for i, one in group.whole:
+            self._tell(Finished(self.clock(), index, i, one.num_tokens))
+        self._score_if_enough(group)
 
     # ----------------------------------------------------------------------------------------------------- requests
 
@@ -303,45 +314,44 @@ class Actor:
         match decision:
             case Issue(endpoint, _, completions):
                 seat = next(seat for seat in self._seats if seat.name == endpoint)
-                begun = [i for i in completions if group.sampled[i] is not None]
-                fresh = tuple(i for i in completions if i not in begun)
-                if fresh:
-                    self._issue(seat, group, fresh)
-                for i in begun:
-                    self._issue(seat, group, (i,), group.sampled[i])
+                fresh = tuple(i for i in completions if group.sampled[i] is None)
+                for numbers in [fresh] if self.work.is_one_request and fresh else [(i,) for i in fresh]:
+                    self._issue(seat, group, numbers)
+                for i in completions:
+                    if isinstance(partial := group.sampled[i], Completion):
+                        self._issue(seat, group, (i,), partial)
             case Abort(_, completions):
                 for request, running in group.requests.items():
-                    if {*running.completions} & {*completions}:
+                    if {*running.order.numbers} & {*completions}:
                         self._abort(request, running)
 
     def _issue(
-        self, seat: Seat, group: _OpenGroup, completions: tuple[int, ...], partial: Completion | None = None
+        self, seat: Seat, group: _OpenGroup, numbers: tuple[int, ...], partial: Completion | None = None
     ) -> None:
-        """Sample completions of a group in one request, or the rest of ``partial``."""
+        """Sample completions of a group in one request, or the rest of ``partial``, or play an episode."""
         group.num_requests += 1
         if seat.name not in group.endpoints:
             group.endpoints.append(seat.name)
         index = group.item.index
-        request_id = f"item-{index}-{group.serial}-{group.num_requests}"
-        parts = () if len(completions) == self.sampling.n else (completions[0],)
-        update = {"n": len(completions), "seed": _seed(self.seed, index, *parts)}
-
-        async def sample() -> tuple[Completion, ...]:
-            request = request_of(request_id, group.prompt_token_ids, self.sampling.model_copy(update=update))
-            if partial is None:
-                return await seat.sample(request)
-            self.num_resumed_tokens += len(partial.token_ids)
-            (rest,) = await seat.sample(continuation(request, partial, request_id))
-            return (joined(partial, rest),)
-
-        request = asyncio.ensure_future(sample())
+        parts = () if len(numbers) == self.work.size else (numbers[0],)
+        order = Order(
+            f"item-{index}-{group.serial}-{group.num_requests}",
+            group.item,
+            group.prompt_token_ids,
+            numbers,
+            _seed(self.seed, index, *parts),
+            partial,
+        )
+        if partial is not None:
+            self.num_resumed_tokens += partial.num_tokens
+        request = asyncio.ensure_future(self.work.sample(seat, order))
         seat.running.add(request)
-        running = group.requests[request] = _Running(request_id, seat, completions)
+        running = group.requests[request] = _Running(seat, order)
 
-        def ended(request: asyncio.Task[tuple[Completion, ...]]) -> None:
+        def ended(request: asyncio.Task[Sequence[Sampled]]) -> None:
             seat.running.discard(request)
             del group.requests[request]
-            if self._open.get(index) is group:  # not if the item has been settled meanwhile
+            if self._open.get(index) is group and not group.is_scoring:  # not if the item has been settled meanwhile
                 self._settling(lambda: self._request_ended(group, running, request))
             self._forget_if_idle(seat)
             self.wake()
@@ -354,12 +364,12 @@ class Actor:
         async def abort() -> None:
             try:
                 while not request.done():  # a call can overtake the request that it is to end, and is then ignored
-                    await running.seat.abort(running.request_id)
+                    await running.seat.abort(running.order.request_id)
                     await asyncio.wait({request}, timeout=_ABORT_AGAIN_S)
             except InflightError:
                 request.cancel()
 
-        if running.seat.keeps_partials:
+        if self._keeps_partials(running.seat):
             self._run_beside(abort(), lambda _: None)
         else:
             request.cancel()
@@ -381,9 +391,7 @@ class Actor:
         except Exception as error:  # a full disk, say
             self._fail(error)
 
-    def _request_ended(
-        self, group: _OpenGroup, running: _Running, request: asyncio.Task[tuple[Completion, ...]]
-    ) -> None:
+    def _request_ended(self, group: _OpenGroup, running: _Running, request: asyncio.Task[Sequence[Sampled]]) -> None:
         """Decide what the end of a request means for its item, its endpoint and the run."""
         index, seat = group.item.index, running.seat
         error = None if request.cancelled() else request.exception()
@@ -404,37 +412,45 @@ class Actor:
             else:
                 self._take(group, running, ())
 
-    def _take(self, group: _OpenGroup, running: _Running, sampled: Sequence[Completion]) -> None:
+    def _take(self, group: _OpenGroup, running: _Running, sampled: Sequence[Sampled]) -> None:
         """Keep what a request has sampled; what is not whole may be issued again.
 
         If nothing is left of the item, it goes back to the ledger.
         """
-        if not running.seat.keeps_partials and any(one.finish_reason == "abort" for one in sampled):
+        numbers = running.order.numbers
+        if not self._keeps_partials(running.seat) and any(not one.is_whole for one in sampled):
             sampled = ()  # the whole request begins anew: keeping what was short enough would prefer short completions
-        for i, new in zip(running.completions, sampled, strict=False):
-            if new.token_ids:
-                group.sampled[i] = new.model_copy(update={"index": i})
+        for i, new in zip(numbers, sampled, strict=False):
+            if new.num_tokens or new.is_whole:
+                group.sampled[i] = new
         if not group.has_part:
             self._requeue(group)
             return
         now, index = self.clock(), group.item.index
-        for i in running.completions:
+        for i in numbers:
             one = group.sampled[i]
-            num_tokens = 0 if one is None else len(one.token_ids)
-            is_whole = one is not None and one.finish_reason != "abort"
+            num_tokens = 0 if one is None else one.num_tokens
+            is_whole = one is not None and one.is_whole
             self._tell(Finished(now, index, i, num_tokens) if is_whole else Returned(now, index, i, num_tokens))
-        self._score_if_whole(group)
+        self._score_if_enough(group)
 
-    def _score_if_whole(self, group: _OpenGroup) -> None:
-        whole = group.whole
-        if len(whole) == self.sampling.n:
-            self._run_beside(
-                self.scoring.rewards(group.item, whole), lambda scored: self._group_scored(group, whole, scored)
-            )
+    def _score_if_enough(self, group: _OpenGroup) -> None:
+        """Score a group that has all that it needs, and give up what still runs of it."""
+        if not self.work.is_enough(group.sampled):
+            return
+        group.is_scoring = True
+        for request in group.requests:
+            request.cancel()
+        sampled = [one for _, one in group.whole]
+        for i, one in enumerate(group.sampled):
+            if one is None:
+                self._tell(Finished(self.clock(), group.item.index, i, 0))
+        self._run_beside(
+            self.work.score(group.item, group.prompt_token_ids, sampled),
+            lambda scored: self._group_scored(group, scored),
+        )
 
-    def _group_scored(
-        self, group: _OpenGroup, completions: Sequence[Completion], scored: asyncio.Task[list[float]]
-    ) -> None:
+    def _group_scored(self, group: _OpenGroup, scored: asyncio.Task[ScoredGroup]) -> None:
         index = group.item.index
         error = None if scored.cancelled() else scored.exception()
         if scored.cancelled() or error is not None:
@@ -442,35 +458,27 @@ class Actor:
             if error is not None:
                 self._fail(error)
             return
+        outcome = scored.result()
+        for kind, what_happened in outcome.failures:
+            self.on_failed_episode(index, kind, what_happened)
+        if not outcome.rollouts:
+            self._unusable(index, "; ".join(what for _, what in outcome.failures[:1]), "failed episodes")
+            return
         self._num_finished += 1
         self._num_failures.pop(index, None)
-        rewards = scored.result()
         self.ledger.finish(index)
         del self._open[index]
-        lengths = tuple(len(completion.token_ids) for completion in completions)
-        self.history.record(group.prompt, lengths, rewards, [completion.token_ids for completion in completions])
-        self._tell(Scored(self.clock(), index, group.prompt, lengths, tuple(rewards)))
-        rollouts = [
-            Rollout(
-                prompt_token_ids=group.prompt_token_ids,
-                completion_token_ids=completion.token_ids,
-                behaviour_logprobs=completion.logprobs,
-                version_spans=completion.version_spans,
-                finish_reason=completion.finish_reason,
-                reward=reward,
-                temperature=self.sampling.temperature,
-            )
-            for completion, reward in zip(completions, rewards, strict=True)
-        ]
-        self.on_end(Group(group.serial, index, rollouts, ",".join(group.endpoints)))
+        self.history.record(group.prompt, outcome.lengths, outcome.rewards, outcome.completions)
+        self._tell(Scored(self.clock(), index, group.prompt, outcome.lengths, outcome.rewards))
+        self.on_end(Group(group.serial, index, outcome.rollouts, ",".join(group.endpoints)))
 
     # -------------------------------------------------------------------------------------------------------- items
 
-    def _unusable(self, index: int, why: str) -> None:
+    def _unusable(self, index: int, why: str, reason: str = "unusable") -> None:
         self._num_unusable += 1
         if self._num_finished == 0 and self._num_unusable >= _NUM_REFUSED:
-            self._fail(TaskError(f"none of the first {self._num_unusable} prompts can be used; the last: {why}"))
-        self._drop(index, "unusable", why)
+            self._fail(TaskError(f"none of the first {self._num_unusable} items can be used; the last: {why}"))
+        self._drop(index, reason, why)
 
     def _drop(self, index: int, reason: str, what_happened: str) -> None:
         self._num_failures.pop(index, None)
@@ -490,21 +498,6 @@ class Actor:
             for request in group.requests:
                 request.cancel()
             self._tell(Withdrawn(self.clock(), index))
-
-
-def parse_partials(data: Mapping[str, Any], group_size: int) -> dict[int, Sequence[Completion | None]]:
-    """Return completions of unfinished groups as `Actor.partials` gave them; those of another group size are left out.
-
-    Raises `CheckpointError` if they cannot be read.
-    """
-    try:
-        parsed = {
-            int(index): [None if one is None else Completion.model_validate(one) for one in sampled]
-            for index, sampled in data.items()
-        }
-    except (TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"the unfinished groups in the checkpoint cannot be read: {error}") from error
-    return {index: sampled for index, sampled in parsed.items() if len(sampled) == group_size}
 
 
 def _seed(seed: int, index: int, *parts: int) -> int:

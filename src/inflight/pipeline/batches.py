@@ -9,7 +9,7 @@ from inflight.contracts import BatchComposer, StalenessPolicy
 from inflight.losses import collate, empty_micro_batch
 from inflight.pipeline.channel import encode
 from inflight.pipeline.messages import Members, Train, tensors_of
-from inflight.rollouts import AdvantageEstimator, batch_advantages, pack
+from inflight.rollouts import AdvantageEstimator, Credit, pack, token_advantages, trained_mask
 from inflight.types import Group, Sample
 
 
@@ -28,8 +28,8 @@ class StepBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Training tokens: prompts and the unmasked tokens of completions."""
-        return sum(len(sample.rollout.prompt_token_ids) + sum(sample.loss_mask) for sample in self.samples)
+        """Training tokens: prompts, observations and the unmasked tokens of turns."""
+        return sum(sample.rollout.num_context_tokens + sum(sample.loss_mask) for sample in self.samples)
 
 
 def make_batch(
@@ -38,23 +38,22 @@ def make_batch(
     estimator: AdvantageEstimator,
     staleness: StalenessPolicy,
     composer: BatchComposer | None = None,
+    credit: Credit = "episode",
+    discount: float = 1.0,
 ) -> StepBatch:
     """Return the batch of finished groups, for a step that starts from ``version``, shaped by ``composer`` if given.
 
-    A completion whose tokens are all too old gives no sample, but denominators that count completions still count it.
+    A rollout whose tokens are all too old gives no sample, but denominators that count rollouts still count it.
     """
     samples: list[Sample] = []
     num_stale = 0
-    rewards = [[rollout.reward for rollout in group.rollouts] for group in groups]
-    lengths = [[len(rollout.completion_token_ids) for rollout in group.rollouts] for group in groups]
-    advantages = batch_advantages(rewards, estimator, lengths)
+    advantages = token_advantages(groups, estimator, credit, discount)
     for index, group in enumerate(groups):
-        for rollout, advantage in zip(group.rollouts, advantages[index], strict=True):
-            versions = rollout.token_versions()
-            loss_mask = staleness.mask(versions, version)
-            num_stale += len(loss_mask) - sum(loss_mask)
+        for rollout, of_tokens in zip(group.rollouts, advantages[index], strict=True):
+            loss_mask = trained_mask(rollout, staleness, version)
+            num_stale += rollout.num_sampled_tokens - sum(loss_mask)
             if any(loss_mask):
-                samples.append(Sample(rollout, [advantage] * len(versions), loss_mask, group_index=index))
+                samples.append(Sample(rollout, of_tokens, loss_mask, group_index=index))
     shaped = samples if composer is None else composer.shaped(samples, version)
     lags = [
         version - v

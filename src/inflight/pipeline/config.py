@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validat
 from inflight.engines.kinds import load_engine_kind
 from inflight.errors import ConfigError
 from inflight.losses import Kl, PolicyLoss, preset
-from inflight.rollouts import AdvantageEstimator
+from inflight.rollouts import AdvantageEstimator, Credit
 from inflight.transports import find_transport
 from inflight.weights.packing import Rounding
 from inflight.wire import InFlightPolicy, TransportName
@@ -60,11 +60,17 @@ class ModelSection(Section):
 
 
 class TaskSection(Section):
-    """The task: a reasoning-gym dataset, an entry point in the group ``inflight.tasks``, or ``module:factory``."""
+    """The task or environment: a reasoning-gym dataset, an entry point in the group ``inflight.tasks``, or
+    ``module:factory``."""
 
     name: str
     params: dict[str, Any] = {}
     reward_timeout_s: float = Field(default=60.0, gt=0)
+    """Longest that the rewards of one group may take."""
+    episode_timeout_s: float = Field(default=600.0, gt=0)
+    """Longest that an episode of an environment may take."""
+    extra_episodes: int = Field(default=0, ge=0)
+    """Episodes of an environment that are begun beyond ``sampling.group_size``; the last to finish are given up."""
 
 
 class SamplingSection(Section):
@@ -324,6 +330,10 @@ class RolloutsSection(Section):
     """Least effective sample size of a step, as a share of its tokens. None: any."""
     on_low_ess: Literal["wait", "stop"] = "wait"
     """Below it, ``wait`` trains next only on tokens sampled since, and ``stop`` ends the run."""
+    credit: Credit = "episode"
+    """What a token's advantage is made of in an environment: see `inflight.rollouts.credit`."""
+    discount: float = Field(default=1.0, gt=0, le=1)
+    """Of later rewards, per turn, where ``credit`` is ``return``."""
     composer: str = "token_budget"
     """Constructed with the tokens of a step over all workers, and ``composer_params``."""
     composer_params: dict[str, Any] = {}

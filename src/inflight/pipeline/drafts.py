@@ -27,7 +27,12 @@ class FinishedGroups:
         self._drafting: dict[InferenceEndpoint, bool] = {}
 
     def finished(self, group: Group) -> None:
-        """Have a group sent, instead of an earlier one of the same prompt that still waits."""
+        """Have a group sent, instead of an earlier one of the same prompt that still waits.
+
+        Episodes are left out: later turns have other prompts.
+        """
+        if any(rollout.turns for rollout in group.rollouts):
+            return
         prompt = tuple(group.rollouts[0].prompt_token_ids)
         self._waiting[prompt] = PromptHistory(
             prompt_token_ids=prompt,

@@ -89,10 +89,10 @@ class Journal:
         counts.num_samples += len(group.rollouts)
         for rollout in group.rollouts:
             self._rewards_since.append(rollout.reward)
-            self._lengths_since.append(len(rollout.completion_token_ids))
+            self._lengths_since.append(rollout.num_sampled_tokens)
             counts.versions[len({span.version for span in rollout.version_spans})] += 1
-            counts.lengths[len(rollout.completion_token_ids)] += 1
-            counts.num_completion_tokens += len(rollout.completion_token_ids)
+            counts.lengths[rollout.num_sampled_tokens] += 1
+            counts.num_completion_tokens += rollout.num_sampled_tokens
 
     def event(self, kind: str, span: tuple[float, float] | None = None, **facts: Any) -> None:
         """Write an event; ``span`` is its start and end in wall-clock seconds, None: now."""

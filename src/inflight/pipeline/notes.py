@@ -59,6 +59,7 @@ class Notes:
                 "resumed_tokens": self.sampling.actor.num_resumed_tokens,
                 "scheduler": self.sampling.actor.scheduler.metrics(),
                 "ledger": self._ledger_counts(),
+                "failed_episodes": dict(self.sampling.num_failed_episodes),
             },
         )
         self.progress.step(row)
@@ -83,10 +84,11 @@ class Notes:
             {
                 "version": self.journal.version,
                 "mode": self.config.run.mode,
-                "task": self.sampling.actor.scoring.task.name,
+                "task": self.sampling.actor.work.name,
                 "interrupted": interrupted,
                 "failure": failure,
                 "ledger": self._ledger_counts(),
+                "failed_episodes": dict(self.sampling.num_failed_episodes),
                 "inflight": __version__,
                 "config": json.loads(self.config.model_dump_json()),
             }

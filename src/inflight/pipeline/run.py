@@ -22,6 +22,7 @@ from inflight.pipeline.config import RunConfig
 from inflight.pipeline.delivery import Delivery, PullDelivery, PushDelivery
 from inflight.pipeline.devices import devices_here
 from inflight.pipeline.fleet import check_servers
+from inflight.pipeline.groups import work_of
 from inflight.pipeline.interrupt import Interrupt, Interrupted
 from inflight.pipeline.journal import Journal
 from inflight.pipeline.memory import model_shape
@@ -130,7 +131,7 @@ class _Run:
         scheduler = load_scheduler(
             policies.scheduler,
             policies.scheduler_params,
-            group_size=config.sampling.group_size,
+            group_size=config.sampling.group_size + config.task.extra_episodes,
             history=history,
             seed=config.run.seed,
         )
@@ -154,9 +155,8 @@ class _Run:
         if placement.placed:
             note("; ".join(map(str, placement.placed)))
         self.interrupt = Interrupt(note, self._kill)
-        self.sampling = Sampling(
-            config, task, staleness, composer, scheduler, tokenizer, ledger, history, journal, note
-        )
+        work = work_of(config, task, tokenizer)
+        self.sampling = Sampling(config, work, staleness, composer, scheduler, ledger, history, journal, note)
         if state is not None:
             self.sampling.restore(state)
         self.notes = Notes(config, path, self.sampling, journal, self.progress)

@@ -9,22 +9,21 @@ import asyncio
 import contextlib
 import math
 import statistics
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
-from inflight.contracts import BatchComposer, Scheduler, StalenessPolicy, Task
+from inflight.contracts import BatchComposer, Scheduler, StalenessPolicy
 from inflight.errors import TrainerError
-from inflight.pipeline.actor import Actor, DroppedItem, parse_partials
+from inflight.pipeline.actor import Actor, DroppedItem
 from inflight.pipeline.batches import StepBatch, make_batch, split_evenly
 from inflight.pipeline.config import RunConfig
 from inflight.pipeline.drafts import FinishedGroups
 from inflight.pipeline.journal import Journal
-from inflight.pipeline.scoring import Scoring
 from inflight.pipeline.time_limits import STEP_S
-from inflight.rollouts import HistoryStore, Ledger, WaitingGroups, has_signal
+from inflight.pipeline.work import Work
+from inflight.rollouts import HistoryStore, Ledger, WaitingGroups, teaches
 from inflight.types import Group
-from inflight.wire import SamplingParams
 
 _NUM_DROPPED = 24
 """The user is told after this many dropped groups in a row, and after each doubling."""
@@ -39,11 +38,10 @@ class Sampling:
     def __init__(
         self,
         config: RunConfig,
-        task: Task,
+        work: Work,
         staleness: StalenessPolicy,
         composer: BatchComposer,
         scheduler: Scheduler,
-        tokenizer: Any,
         ledger: Ledger,
         history: HistoryStore,
         journal: Journal,
@@ -64,6 +62,8 @@ class Sampling:
         self._tokens_per_phase = config.tokens_per_step * config.run.conventional_steps
         self._is_in_phase = False
         self._num_dropped_in_a_row = 0
+        self.num_failed_episodes: Counter[str] = Counter()
+        """Episodes that count for nothing, by what went wrong."""
         self._told_reasons: set[str] = set()
         """Reasons of which the user was shown a dropped item."""
         self._wanted: int | None = None
@@ -76,19 +76,14 @@ class Sampling:
         self.is_training = False
         """Whether a batch has been handed out and not settled yet."""
         self.actor = Actor(
-            Scoring(task, tokenizer, config.task.reward_timeout_s),
-            SamplingParams(
-                n=config.sampling.group_size,
-                temperature=config.sampling.temperature,
-                max_tokens=config.sampling.max_tokens,
-            ),
+            work,
             ledger,
             scheduler,
             history,
             seed=config.run.seed,
-            max_sequence_tokens=config.train.max_tokens_per_micro_batch,
             may_issue=self._may_issue,
             on_end=self._group_ended,
+            on_failed_episode=self._episode_failed,
         )
 
     def state(self) -> dict[str, Any]:
@@ -101,6 +96,7 @@ class Sampling:
             "staleness": self._staleness.state(),
             "history": self.actor.history.to_json(),
             "partials": self.actor.partials(),
+            "failed_episodes": dict(self.num_failed_episodes),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -109,7 +105,8 @@ class Sampling:
         Raises `CheckpointError`. Another scheduler or staleness policy than then begins anew.
         """
         self.actor.history.restore(state.get("history", {}))
-        self.actor.saved = parse_partials(state.get("partials", {}), self.actor.sampling.n)
+        self.num_failed_episodes.update(state.get("failed_episodes", {}))
+        self.actor.continue_from(state.get("partials", {}))
         if state.get("scheduler_name") == self._config.rollouts.scheduler:
             self.actor.scheduler.restore(state["scheduler"])
         if state.get("staleness_name") == self._config.rollouts.staleness:
@@ -161,7 +158,13 @@ class Sampling:
 
     def batch_of(self, groups: Sequence[Group], version: int) -> StepBatch:
         self.is_training = True
-        return make_batch(groups, version, self._estimator, self._staleness, self._composer)
+        return self._made_of(groups, version)
+
+    def _made_of(self, groups: Sequence[Group], version: int) -> StepBatch:
+        rollouts = self._config.rollouts
+        return make_batch(
+            groups, version, self._estimator, self._staleness, self._composer, rollouts.credit, rollouts.discount
+        )
 
     def settle(self, batch: StepBatch) -> None:
         self.is_training = False
@@ -173,7 +176,7 @@ class Sampling:
     def _tokens_per_group(self) -> float:
         """Return the training tokens of an average group."""
         if len(self._recent_tokens) < 4:  # a guess
-            return self.actor.sampling.n * (64 + self._config.sampling.max_tokens / 2)
+            return self.actor.work.size * (64 + self._config.sampling.max_tokens / 2)
         return max(1.0, statistics.fmean(self._recent_tokens))
 
     def _num_groups(self, num_tokens: int) -> int:
@@ -214,7 +217,7 @@ class Sampling:
     def _compose_if_ready(self) -> None:
         if self._wanted is not None and self._is_ready():
             groups = self._waiting.take(*self._order())
-            self._composed = make_batch(groups, self._wanted, self._estimator, self._staleness, self._composer)
+            self._composed = self._made_of(groups, self._wanted)
             self.actor.step_ready(self._wanted)
             self._wanted = None
 
@@ -232,7 +235,7 @@ class Sampling:
         self._journal.event("group", endpoint=group.endpoint, item=group.item_index, oldest=oldest, newest=newest)
         self._journal.group_finished(group)
         self.history.finished(group)
-        if not self._trains_on_equal_rewards and not has_signal([rollout.reward for rollout in group.rollouts]):
+        if not self._trains_on_equal_rewards and not teaches(group, self._config.rollouts.credit):
             self._recent_tokens.append(0)
             self._drop(group, "equal rewards")
         elif not self._composer.accepts(group):
@@ -271,6 +274,13 @@ class Sampling:
                 "all items of this kind"
             )
         self._journal.event("drop", reason=item.reason, item=item.index, what=item.what_happened)
+
+    def _episode_failed(self, item: int, kind: str, what_happened: str) -> None:
+        """Record an episode that counts for nothing; the first one of each kind is shown."""
+        self.num_failed_episodes[kind] += 1
+        if self.num_failed_episodes[kind] == 1:
+            self._note(f"an episode failed ({kind}): {what_happened}. The summary counts all of this kind")
+        self._journal.event("episode failed", item=item, reason=kind, what=what_happened)
 
     async def _until(self, condition: Callable[[], bool], begun: float) -> None:
         async with self._in_time(begun):

@@ -6,17 +6,19 @@ Nothing here loads torch.
 from inflight.rollouts.advantages import AdvantageEstimator, batch_advantages, group_advantages
 from inflight.rollouts.batching import WaitingGroups, load_composer
 from inflight.rollouts.composers import TokenBudget
+from inflight.rollouts.credit import Credit, teaches, token_advantages
 from inflight.rollouts.history import HistoryStore
 from inflight.rollouts.ledger import Ledger
 from inflight.rollouts.packing import pack
 from inflight.rollouts.partials import continuation, joined
 from inflight.rollouts.schedulers import load_scheduler
 from inflight.rollouts.shaping import has_signal, overlong_penalty, sample_pairs, shuffle_batch, within_budget
-from inflight.rollouts.staleness import EssGuard, MaxLag, load_staleness
+from inflight.rollouts.staleness import EssGuard, MaxLag, load_staleness, trained_mask
 from inflight.rollouts.tasks import load_task
 
 __all__ = [
     "AdvantageEstimator",
+    "Credit",
     "EssGuard",
     "HistoryStore",
     "Ledger",
@@ -36,5 +38,8 @@ __all__ = [
     "pack",
     "sample_pairs",
     "shuffle_batch",
+    "teaches",
+    "token_advantages",
+    "trained_mask",
     "within_budget",
 ]

@@ -10,7 +10,7 @@ from typing import Any
 from inflight.contracts import StalenessPolicy
 from inflight.errors import TrainerError
 from inflight.extensions import make
-from inflight.types import Group
+from inflight.types import OBSERVED, Group, Rollout
 
 
 @dataclass(frozen=True)
@@ -165,13 +165,20 @@ def whole_if_young(token_versions: Sequence[int], trainer_version: int, max_lag:
     return [is_young] * len(token_versions)
 
 
-def num_trained_tokens(group: Group, staleness: StalenessPolicy, trainer_version: int) -> int:
-    """Return how many tokens of a group a step from ``trainer_version`` trains on, prompts included.
+def trained_mask(rollout: Rollout, staleness: StalenessPolicy, trainer_version: int) -> list[bool]:
+    """Return which completion tokens a step from ``trainer_version`` trains on: of the sampled ones, those let in."""
+    versions = rollout.token_versions()
+    kept = iter(staleness.mask([version for version in versions if version != OBSERVED], trainer_version))
+    return [version != OBSERVED and next(kept) for version in versions]
 
-    A prompt counts if any token of its completion does.
+
+def num_trained_tokens(group: Group, staleness: StalenessPolicy, trainer_version: int) -> int:
+    """Return how many tokens of a group a step from ``trainer_version`` trains on, prompts and observations included.
+
+    Those count if any token of their rollout does.
     """
     total = 0
     for rollout in group.rollouts:
-        num_kept = sum(staleness.mask(rollout.token_versions(), trainer_version))
-        total += num_kept + len(rollout.prompt_token_ids) if num_kept else 0
+        num_kept = sum(trained_mask(rollout, staleness, trainer_version))
+        total += num_kept + rollout.num_context_tokens if num_kept else 0
     return total

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from inflight.contracts import Task
+from inflight.contracts import Environment, Task
 from inflight.errors import ConfigError, TaskError
 from inflight.extensions import installed, make
 from inflight.types import TaskItem
@@ -16,16 +16,17 @@ _NUM_ITEMS = 2**31 - 1
 _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
-def load_task(name: str, params: Mapping[str, Any], seed: int) -> Task:
-    """Return a task by name: a reasoning-gym dataset, or what a factory makes of ``seed`` and ``params``.
+def load_task(name: str, params: Mapping[str, Any], seed: int) -> Task | Environment:
+    """Return a task or environment by name: a reasoning-gym dataset, or what a factory makes.
 
-    A factory is installed under the entry points ``inflight.tasks``, or named as ``module:attribute``. Raises
+    A factory takes ``seed`` and ``params``. It is installed under the entry points ``inflight.tasks``, or named as
+    ``module:attribute``. Raises
     `TaskError` for an unknown name (with the nearest known one) and for parameters that the task refuses.
     """
     if ":" not in name and name not in installed("tasks"):
         return ReasoningGymTask(name, params, seed)
     try:
-        task: Task = make(Task, "task", "tasks", name, {"seed": seed}, params, {})
+        task: Task | Environment = make((Task, Environment), "task", "tasks", name, {"seed": seed}, params, {})
     except ConfigError as error:
         raise TaskError(str(error)) from error
     return task

@@ -1,0 +1,1 @@
+"""Environments and agents: conversations whose tokens are exactly those that were sampled, and their record."""

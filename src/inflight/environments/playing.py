@@ -1,0 +1,236 @@
+"""Episodes as they are played: conversations with one endpoint, recorded turn by turn.
+
+Knows nothing of groups, schedulers or the ledger, and does not decide whose fault an endpoint's failure is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+from inflight.contracts import Conversation, Environment, Episode
+from inflight.environments.recording import PlayedEpisode, Recording
+from inflight.environments.transcripts import ChatTemplate, Prompt, Transcript
+from inflight.errors import ContextFullError, InvalidRequestError, UnsupportedError
+from inflight.types import Message, Reply, TaskItem
+from inflight.wire import Completion, GenerateRequest, SamplingParams
+
+Generate = Callable[[GenerateRequest], Awaitable[Completion]]
+"""Samples the one completion of a request."""
+Proxy = Callable[["PlayingEpisode"], AbstractAsyncContextManager[str]]
+"""Serves an episode to clients of OpenAI's API, under the URL that it returns."""
+
+_MAX_WHY = 500
+
+
+@dataclass(eq=False)
+class PlayingEpisode(Episode):
+    """An episode that is being played on one endpoint.
+
+    The first error of ``generate`` is kept in ``error``: an environment may catch what a turn raises, and the episode
+    is lost all the same.
+    """
+
+    request_id: str
+    number: int
+    """Seed of the episode."""
+    template: ChatTemplate
+    generate: Generate
+    sampling: SamplingParams
+    """Of every turn; ``max_tokens`` is lowered where a conversation has less room."""
+    max_tokens: int
+    """Longest conversation."""
+    proxy: Proxy | None = None
+    recording: Recording = field(default_factory=Recording)
+    role_rewards: dict[str, float] = field(default_factory=dict)
+    num_rewritten: int = 0
+    error: BaseException | None = None
+    _num_requests: int = 0
+    _serving: asyncio.Future[str] | None = None
+    _closing: asyncio.Event = field(default_factory=asyncio.Event)
+    _server: asyncio.Task[None] | None = None
+
+    @property
+    def seed(self) -> int:
+        return self.number
+
+    def conversation(
+        self, *, system: str = "", tools: Sequence[Mapping[str, Any]] = (), role: str = ""
+    ) -> Conversation:
+        return PlayedConversation(self, system, tuple(tools), role)
+
+    async def openai_url(self) -> str:
+        if self.proxy is None:
+            raise UnsupportedError("no proxy is served here for clients of OpenAI's API")
+        if self._serving is None:
+            self._serving = asyncio.get_running_loop().create_future()
+            self._server = asyncio.ensure_future(self._serve(self.proxy, self._serving))
+        return await self._serving
+
+    async def _serve(self, proxy: Proxy, serving: asyncio.Future[str]) -> None:
+        try:
+            async with proxy(self) as url:
+                serving.set_result(url)
+                await self._closing.wait()
+        except Exception as error:
+            if serving.done():
+                raise
+            serving.set_exception(error)
+
+    async def aclose(self) -> None:
+        """End what serves the episode."""
+        self._closing.set()
+        if self._server is not None:
+            await asyncio.gather(self._server, return_exceptions=True)
+
+    async def sample(
+        self, prompt_token_ids: Sequence[int], role: str = "", sampling: SamplingParams | None = None
+    ) -> tuple[int, Completion]:
+        """Sample one turn and record it; returns its number and what was sampled.
+
+        Raises `ContextFullError` if the prompt leaves no room.
+        """
+        sampling = sampling or self.sampling
+        room = self.max_tokens - len(prompt_token_ids)
+        if room < 1:
+            raise ContextFullError(
+                f"the conversation has {len(prompt_token_ids)} tokens, and at most {self.max_tokens} fit: raise "
+                "train.max_tokens_per_micro_batch, or end episodes earlier"
+            )
+        self._num_requests += 1
+        update = {
+            "n": 1,
+            "max_tokens": min(room, sampling.max_tokens or room),
+            "seed": _seed(self.number, self._num_requests),
+        }
+        request = GenerateRequest(
+            request_id=f"{self.request_id}-{self._num_requests}",
+            prompt_token_ids=tuple(prompt_token_ids),
+            sampling=sampling.model_copy(update=update),
+        )
+        try:
+            completion = await self.generate(request)
+        except Exception as error:
+            self.error = self.error or error
+            raise
+        return self.recording.add(prompt_token_ids, completion, role), completion
+
+    def played(self, reward: float) -> PlayedEpisode:
+        """Return what was recorded."""
+        return PlayedEpisode(
+            calls=self.recording.calls,
+            reward=reward,
+            role_rewards=self.role_rewards,
+            num_rewritten=self.num_rewritten,
+        )
+
+
+@dataclass(eq=False)
+class PlayedConversation(Conversation):
+    """One conversation of an episode."""
+
+    episode: PlayingEpisode
+    system: str
+    tools: tuple[Mapping[str, Any], ...]
+    role: str
+    transcript: Transcript | None = None
+    _last: int | None = None
+    _is_talking: bool = False
+
+    async def say(self, *messages: Message | str) -> Reply:
+        given = [{"role": "user", "content": one} if isinstance(one, str) else one for one in messages]
+        template = self.episode.template
+        if self.transcript is not None:
+            prompt = template.following(self.transcript, given)
+        else:
+            opening = [{"role": "system", "content": self.system}] if self.system else []
+            prompt = template.opening([*opening, *given], self.tools)
+        return await self._answer(prompt)
+
+    async def observe(self, token_ids: Sequence[int]) -> Reply:
+        before = self.transcript
+        text = "" if before is None else before.text
+        ids = (() if before is None else before.token_ids) + tuple(token_ids)
+        if not ids:
+            raise InvalidRequestError("a conversation cannot begin without any token")
+        added = self.episode.template.heard(token_ids, "length").raw
+        messages = () if before is None else before.messages
+        return await self._answer(Prompt(messages, self.tools, text + added, ids))
+
+    async def _answer(self, prompt: Prompt) -> Reply:
+        if self._is_talking:
+            raise InvalidRequestError(
+                "the conversation already waits for an answer: begin another one with Episode.conversation"
+            )
+        self._is_talking = True
+        try:
+            number, completion = await self.episode.sample(prompt.token_ids, self.role)
+        finally:
+            self._is_talking = False
+        self.episode.num_rewritten += prompt.rewritten is not None
+        template = self.episode.template
+        self._last = number
+        self.transcript = template.transcript(prompt, completion.token_ids, completion.finish_reason)
+        heard = template.heard(completion.token_ids, completion.finish_reason)
+        return Reply(
+            text=heard.text,
+            tool_calls=heard.tool_calls,
+            token_ids=completion.token_ids,
+            logprobs=completion.logprobs,
+            version_spans=completion.version_spans,
+            finish_reason=completion.finish_reason,
+        )
+
+    def reward_turn(self, reward: float) -> None:
+        if self._last is None:
+            raise InvalidRequestError("the conversation has no turn yet that could be rewarded")
+        self.episode.recording.reward(self._last, reward)
+
+    def reward(self, reward: float) -> None:
+        self.episode.role_rewards[self.role] = float(reward)
+
+
+async def play(environment: Environment, item: TaskItem, episode: PlayingEpisode, timeout_s: float) -> PlayedEpisode:
+    """Play one episode to its end. What the environment does wrong becomes the ``failure`` of what is returned.
+
+    Raises what the endpoint raised, if anything: the episode can then be played again.
+    """
+    limit = asyncio.timeout(timeout_s)
+    try:
+        async with limit:
+            reward = await environment.play(item, episode)
+        failure = _problem(reward, episode)
+    except ContextFullError as error:
+        failure = ("context full", str(error))
+    except Exception as error:  # environments are user code
+        failure = ("timeout", f"it took longer than {timeout_s:g} s") if limit.expired() else ("raised", f"{error!r}")
+    finally:
+        await episode.aclose()
+    if episode.error is not None:
+        raise episode.error
+    if failure is None:
+        return episode.played(float(reward))
+    kind, why = failure
+    return PlayedEpisode(
+        failure_kind=kind, failure=f"episode of {environment.name!r}, item {item.index}: {why}"[:_MAX_WHY]
+    )
+
+
+def _problem(reward: Any, episode: PlayingEpisode) -> tuple[str, str] | None:
+    rewards = {"": reward, **episode.role_rewards}
+    for value in rewards.values():
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            return "bad reward", f"its reward is {value!r}, which is not a finite number"
+    if not len(episode.recording):
+        return "no turn", "it ended without a turn of the model"
+    return None
+
+
+def _seed(seed: int, number: int) -> int:
+    """Return a seed for one turn of an episode."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}:{number}".encode(), digest_size=6).digest())

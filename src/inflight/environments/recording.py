@@ -1,0 +1,159 @@
+"""What was sampled in an episode, and the rollouts that it makes.
+
+Calls are joined by token ids: one whose prompt begins with the whole of an earlier call continues it. Several that
+continue the same call (a retry, a sub-agent, a compacted context) become rollouts of their own, and no sampled token is
+trained on twice. Knows nothing of text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from pydantic import Field
+
+from inflight.types import Rollout, Turn
+from inflight.wire import Completion, VersionSpan, WireModel
+
+
+class RecordedCall(WireModel):
+    """One sampled turn: what the model was given, and what it said."""
+
+    prompt_token_ids: tuple[int, ...]
+    completion: Completion
+    role: str = ""
+    reward: float | None = None
+    """Of this turn alone."""
+
+
+class PlayedEpisode(WireModel):
+    """A finished episode. ``failure`` says why it counts for nothing, if it does."""
+
+    calls: tuple[RecordedCall, ...] = ()
+    reward: float = 0.0
+    role_rewards: Mapping[str, float] = Field(default_factory=dict)
+    """Rewards of roles that differ from the episode's."""
+    num_rewritten: int = 0
+    """How often a template rendered the past in another way, so that a conversation went on as another rollout."""
+    failure: str | None = None
+    failure_kind: str | None = None
+    """One of a few words by which failures are counted."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled tokens."""
+        return sum(call.completion.num_tokens for call in self.calls)
+
+    @property
+    def is_whole(self) -> bool:
+        return True
+
+    def rollouts(self, episode: int, temperature: float) -> list[Rollout]:
+        """Return the token streams to train on; ``episode`` is the number of this one in its group."""
+        return [
+            _rollout(self.calls, path, is_new, self._reward_of(self.calls[path[-1]].role), episode, temperature)
+            for path, is_new in _streams(self.calls)
+        ]
+
+    def _reward_of(self, role: str) -> float:
+        return self.role_rewards.get(role, self.reward)
+
+
+class Recording:
+    """Collects the calls of one episode while it is played."""
+
+    def __init__(self) -> None:
+        self._calls: list[RecordedCall] = []
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def add(self, prompt_token_ids: Sequence[int], completion: Completion, role: str = "") -> int:
+        """Record a turn and return its number."""
+        self._calls.append(RecordedCall(prompt_token_ids=tuple(prompt_token_ids), completion=completion, role=role))
+        return len(self._calls) - 1
+
+    def reward(self, number: int, reward: float) -> None:
+        """Give a turn a reward of its own. Raises ``ValueError`` if it is not finite."""
+        if not math.isfinite(reward):
+            raise ValueError(f"the reward of a turn must be a finite number, not {reward}")
+        self._calls[number] = self._calls[number].model_copy(update={"reward": float(reward)})
+
+    @property
+    def calls(self) -> tuple[RecordedCall, ...]:
+        return tuple(self._calls)
+
+
+def _streams(calls: Sequence[RecordedCall]) -> Iterator[tuple[list[int], list[bool]]]:
+    """Yield each stream as numbers of its calls, in order, and which of them no earlier stream has."""
+    parents = [_parent(calls, number) for number in range(len(calls))]
+    taken: set[int] = set()
+    for leaf in sorted(set(range(len(calls))) - {parent for parent in parents if parent is not None}):
+        path: list[int] = []
+        at: int | None = leaf
+        while at is not None:
+            path.insert(0, at)
+            at = parents[at]
+        yield path, [number not in taken for number in path]
+        taken.update(path)
+
+
+def _parent(calls: Sequence[RecordedCall], number: int) -> int | None:
+    """Return the earlier call of the same role that a call continues: the longest one, the latest of equals."""
+    prompt, role = calls[number].prompt_token_ids, calls[number].role
+    best, longest = None, 0
+    for earlier in range(number):
+        call = calls[earlier]
+        num_before, num_sampled = len(call.prompt_token_ids), call.completion.num_tokens
+        end = num_before + num_sampled
+        if (
+            longest <= end <= len(prompt)
+            and call.role == role
+            and prompt[num_before:end] == call.completion.token_ids
+            and prompt[:num_before] == call.prompt_token_ids
+        ):
+            best, longest = earlier, end
+    return best
+
+
+def _rollout(
+    calls: Sequence[RecordedCall],
+    path: Sequence[int],
+    is_new: Sequence[bool],
+    reward: float,
+    episode: int,
+    temperature: float,
+) -> Rollout:
+    prompt = calls[path[0]].prompt_token_ids
+    token_ids: list[int] = []
+    logprobs: list[float] = []
+    spans: list[VersionSpan] = []
+    turns: list[Turn] = []
+    for number, is_trained in zip(path, is_new, strict=True):
+        call = calls[number]
+        observed = call.prompt_token_ids[len(prompt) + len(token_ids) :]
+        token_ids += observed
+        logprobs += [0.0] * len(observed)
+        start = len(token_ids)
+        token_ids += call.completion.token_ids
+        if is_trained:
+            logprobs += call.completion.logprobs
+            turns.append(Turn(start, len(token_ids), call.reward))
+            spans += [
+                VersionSpan(version=span.version, start=start + span.start, end=start + span.end)
+                for span in call.completion.version_spans
+            ]
+        else:
+            logprobs += [0.0] * call.completion.num_tokens
+    return Rollout(
+        prompt_token_ids=prompt,
+        completion_token_ids=token_ids,
+        behaviour_logprobs=logprobs,
+        version_spans=spans,
+        finish_reason=calls[path[-1]].completion.finish_reason,
+        reward=reward,
+        temperature=temperature,
+        turns=turns,
+        episode=episode,
+        role=calls[path[-1]].role,
+    )

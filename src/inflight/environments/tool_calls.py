@@ -1,0 +1,63 @@
+"""Calls of tools in what a model wrote, in the two notations of open models. Knows nothing of tokens.
+
+``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, any number of them among other text (Hermes, Qwen), or a
+reply that is one JSON object ``{"name": ..., "parameters": {...}}`` (Llama 3).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from inflight.types import ToolCall
+
+_TAGGED = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_PYTHON_TAG = "<|python_tag|>"
+
+
+def split_tool_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
+    """Return a reply without its calls, and the calls. What cannot be read as a call stays in the text."""
+    calls: list[ToolCall] = []
+
+    def taken(match: re.Match[str]) -> str:
+        call = _call(match.group(1), len(calls))
+        if call is None:
+            return match.group(0)
+        calls.append(call)
+        return ""
+
+    rest = _TAGGED.sub(taken, text)
+    if calls:
+        return rest.strip(), tuple(calls)
+    whole = text.strip().removeprefix(_PYTHON_TAG)
+    call = _call(whole, 0) if whole.startswith("{") else None
+    return (text, ()) if call is None else ("", (call,))
+
+
+def openai_tool_calls(calls: tuple[ToolCall, ...] | list[ToolCall]) -> list[dict[str, Any]]:
+    """Return calls in the format of OpenAI's chat completions, with arguments as JSON text."""
+    return [
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+        }
+        for call in calls
+    ]
+
+
+def _call(text: str, number: int) -> ToolCall | None:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return None
+    arguments = value.get("arguments", value.get("parameters"))
+    if isinstance(arguments, str):  # some models write JSON within JSON
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return None
+    return ToolCall(f"call_{number}", value["name"], arguments) if isinstance(arguments, dict) else None

@@ -1,0 +1,154 @@
+"""Conversations as token ids: what the model sampled stays as it is, and only what is new is rendered and tokenised.
+
+A chat template says how messages become text. As long as it renders the conversation so far as that was sent and
+sampled, the next prompt is the ids so far and the ids of what the template adds. Where it would render the past in
+another way (it drops reasoning, trims white space, or ends a turn with another token), the conversation goes on from a
+fresh rendering, and the reason is given. Knows nothing of endpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from inflight.environments.tool_calls import split_tool_calls
+from inflight.errors import InvalidRequestError, UnsupportedError
+from inflight.types import Message, ToolCall
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What the model is asked to continue."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...]
+    text: str
+    """As the template renders it, up to where the reply begins."""
+    token_ids: tuple[int, ...]
+    rewritten: str | None = None
+    """Why it does not begin with the tokens of the conversation so far; None if it does, or nothing came before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """A reply as text: what the next rendering must contain, and what environments and clients see."""
+
+    raw: str
+    """Everything that was sampled, without the token that ended the turn."""
+    text: str
+    """Without special tokens and calls of tools."""
+    tool_calls: tuple[ToolCall, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Transcript:
+    """A conversation up to the end of a reply."""
+
+    messages: tuple[Message, ...]
+    """The last one is the reply, as it was sampled."""
+    tools: tuple[Mapping[str, Any], ...]
+    text: str
+    token_ids: tuple[int, ...]
+    is_ended: bool
+    """Whether the last token ended the turn; if not, the reply was cut."""
+
+
+class ChatTemplate:
+    """Renders messages with a Hugging Face tokenizer.
+
+    A tokenizer without a chat template makes prompts of one message of the user, as plain text.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._special_ids = frozenset(tokenizer.all_special_ids) | {
+            index for index, token in tokenizer.added_tokens_decoder.items() if token.special
+        }
+
+    def opening(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Prompt:
+        """Return the prompt of a new conversation. Raises `InvalidRequestError` if the template refuses it."""
+        text = self._render(messages, tools)
+        return Prompt(tuple(messages), tuple(tools), text, self._encode(text, is_start=True))
+
+    def following(self, before: Transcript, messages: Sequence[Message]) -> Prompt:
+        """Return the prompt that continues a conversation with further messages. Raises as `opening`."""
+        everything = (*before.messages, *messages)
+        text = self._render(everything, before.tools)
+        if not text.startswith(before.text):
+            return self._fresh(everything, before, text, _difference(before.text, text))
+        added = self._encode(text[len(before.text) :], is_start=False)
+        if before.is_ended:
+            if added[:1] != before.token_ids[-1:]:
+                ended = self._tokenizer.decode([before.token_ids[-1]])
+                return self._fresh(everything, before, text, f"the template does not end the turn with {ended!r}")
+            added = added[1:]
+        return Prompt(everything, before.tools, text, before.token_ids + added)
+
+    def heard(self, token_ids: Sequence[int], finish_reason: str) -> Heard:
+        """Return what sampled tokens say."""
+        is_ended = self.is_ended(token_ids, finish_reason)
+        spoken = list(token_ids[:-1] if is_ended else token_ids)
+        raw = str(self._tokenizer.decode(spoken, skip_special_tokens=False))
+        text, calls = split_tool_calls(str(self._tokenizer.decode(spoken, skip_special_tokens=True)))
+        return Heard(raw, text, calls)
+
+    def transcript(self, prompt: Prompt, token_ids: Sequence[int], finish_reason: str) -> Transcript:
+        """Return the conversation after a reply to a prompt."""
+        raw = self.heard(token_ids, finish_reason).raw
+        return Transcript(
+            messages=(*prompt.messages, {"role": "assistant", "content": raw}),
+            tools=prompt.tools,
+            text=prompt.text + raw,
+            token_ids=prompt.token_ids + tuple(token_ids),
+            is_ended=self.is_ended(token_ids, finish_reason),
+        )
+
+    def is_ended(self, token_ids: Sequence[int], finish_reason: str) -> bool:
+        """Return whether the last token ended the turn, instead of being a part of what was said."""
+        return finish_reason == "stop" and len(token_ids) > 0 and token_ids[-1] in self._special_ids
+
+    def _fresh(self, messages: tuple[Message, ...], before: Transcript, text: str, why: str) -> Prompt:
+        return Prompt(messages, before.tools, text, self._encode(text, is_start=True), why)
+
+    def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
+        if not self._tokenizer.chat_template:
+            if len(messages) != 1 or tools:
+                raise UnsupportedError(
+                    f"the tokenizer has no chat template, which a conversation of {len(messages)} messages and "
+                    f"{len(tools)} tools needs: add chat_template.jinja to the model"
+                )
+            return str(messages[0]["content"])
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    [dict(message) for message in messages],
+                    tools=[dict(tool) for tool in tools] or None,
+                    tokenize=False,
+                    add_generation_prompt=True,
+                )
+            )
+        except Exception as error:  # templates may raise anything
+            raise InvalidRequestError(f"the chat template refused the messages: {error}") from error
+
+    def _encode(self, text: str, *, is_start: bool) -> tuple[int, ...]:
+        """Return the tokens of a text that the template wrote, which names its special tokens itself.
+
+        Some tokenizers put a space before every text. What continues a text is then encoded behind a special token.
+        """
+        special = is_start and not self._tokenizer.chat_template
+        token_ids = tuple(self._tokenizer(text, add_special_tokens=special)["input_ids"])
+        anchor = self._tokenizer.eos_token
+        if is_start or not text or anchor is None or self._is_text_of(token_ids, text):
+            return token_ids
+        behind = tuple(self._tokenizer(anchor + text, add_special_tokens=False)["input_ids"])
+        return behind[1:] if behind[:1] == (self._tokenizer.eos_token_id,) else token_ids
+
+    def _is_text_of(self, token_ids: Sequence[int], text: str) -> bool:
+        return bool(self._tokenizer.decode(list(token_ids), skip_special_tokens=False) == text)
+
+
+def _difference(before: str, now: str) -> str:
+    """Return where the template renders the past in another way."""
+    at = next((i for i, (a, b) in enumerate(zip(before, now, strict=False)) if a != b), min(len(before), len(now)))
+    return f"the template rewrites the past: {before[at : at + 40]!r} became {now[at : at + 40]!r}"

@@ -1,0 +1,41 @@
+"""What a run samples, made from its configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from inflight.contracts import Environment, Task
+from inflight.environments.transcripts import ChatTemplate
+from inflight.errors import ConfigError
+from inflight.pipeline.completions import Completions
+from inflight.pipeline.config import RunConfig
+from inflight.pipeline.episodes import Episodes
+from inflight.pipeline.work import Work
+from inflight.wire import SamplingParams
+
+
+def work_of(config: RunConfig, task: Task | Environment, tokenizer: Any) -> Work:
+    """Return the groups of a task or environment. Raises `ConfigError` if settings of the other kind are given."""
+    sampling = SamplingParams(
+        n=config.sampling.group_size,
+        temperature=config.sampling.temperature,
+        max_tokens=config.sampling.max_tokens,
+    )
+    max_tokens = config.train.max_tokens_per_micro_batch
+    if isinstance(task, Environment):
+        return Episodes(
+            task,
+            ChatTemplate(tokenizer),
+            sampling,
+            num_needed=config.sampling.group_size,
+            num_extra=config.task.extra_episodes,
+            max_sequence_tokens=max_tokens,
+            timeout_s=config.task.episode_timeout_s,
+        )
+    for name, is_set in (
+        ("task.extra_episodes", config.task.extra_episodes > 0),
+        ("rollouts.credit", config.rollouts.credit != "episode"),
+    ):
+        if is_set:
+            raise ConfigError(f"{name} is for environments, but {config.task.name!r} is a task: leave it out")
+    return Completions(task, tokenizer, sampling, max_tokens, config.task.reward_timeout_s)

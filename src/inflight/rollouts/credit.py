@@ -1,0 +1,129 @@
+"""Which token of a group gets which advantage: by episode, or by turn.
+
+Compared with each other are the episodes of one group, and in each of them the conversations of one role. Knows nothing
+of versions and losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from inflight.rollouts.advantages import AdvantageEstimator, batch_advantages
+from inflight.rollouts.shaping import has_signal
+from inflight.types import Group, Rollout, Turn
+
+Credit = Literal["episode", "turn", "return"]
+"""What the advantage of a token is made of:
+
+``episode``  the reward of its episode, the same for all tokens (GRPO)
+``turn``     that, and what its turn was given for itself, compared with the same turn of the other episodes (MT-GRPO,
+             arXiv 2505.11821, with both terms at weight 1)
+``return``   the discounted sum of the rewards from its turn on, in which the episode's reward counts with the last
+             turn; compared with the same turn of the other episodes
+"""
+
+
+@dataclass(slots=True)
+class _Played:
+    """What one episode brought for one role: rollouts, by their place in the group, that share a reward."""
+
+    reward: float
+    rollouts: list[int] = field(default_factory=list)
+    turns: list[tuple[int, Turn]] = field(default_factory=list)
+    """All turns in order, each with its rollout."""
+    num_tokens: int = 0
+
+
+def token_advantages(
+    groups: Sequence[Group], estimator: AdvantageEstimator, credit: Credit = "episode", discount: float = 1.0
+) -> list[list[list[float]]]:
+    """Return advantages as ``[group][rollout][completion token]``; those of observations are 0.
+
+    ``discount`` is that of ``return``, per turn. Raises as `batch_advantages`.
+    """
+    compared = [(g, episodes) for g, group in enumerate(groups) for episodes in _compared(group)]
+    table = _by_turn([episodes for _, episodes in compared], estimator, credit, discount)
+    advantages = [[[0.0] * len(rollout.completion_token_ids) for rollout in group.rollouts] for group in groups]
+    for (g, episodes), of_episodes in zip(compared, table, strict=True):
+        for episode, of_turns in zip(episodes, of_episodes, strict=True):
+            for (rollout, turn), advantage in zip(episode.turns, of_turns, strict=True):
+                advantages[g][rollout][turn.start : turn.end] = [advantage] * (turn.end - turn.start)
+    return advantages
+
+
+def teaches(group: Group, credit: Credit = "episode") -> bool:
+    """Return whether rewards that are compared with each other differ."""
+    return any(
+        has_signal([episode.reward for episode in episodes])
+        or (
+            credit != "episode"
+            and has_signal([turn.reward or 0.0 for episode in episodes for _, turn in episode.turns])
+        )
+        for episodes in _compared(group)
+    )
+
+
+def _compared(group: Group) -> list[list[_Played]]:
+    """Return the episodes of a group by role, in the order of their first rollouts."""
+    roles: dict[str, dict[int, _Played]] = {}
+    for i, rollout in enumerate(group.rollouts):
+        number = rollout.episode if rollout.episode is not None else -1 - i
+        episode = roles.setdefault(rollout.role, {}).setdefault(number, _Played(rollout.reward))
+        episode.rollouts.append(i)
+        episode.turns += [(i, turn) for turn in _turns(rollout)]
+        episode.num_tokens += rollout.num_sampled_tokens
+    return [list(episodes.values()) for episodes in roles.values()]
+
+
+def _turns(rollout: Rollout) -> Sequence[Turn]:
+    return rollout.turns or (Turn(0, len(rollout.completion_token_ids)),)
+
+
+def _by_turn(
+    compared: Sequence[Sequence[_Played]], estimator: AdvantageEstimator, credit: Credit, discount: float
+) -> list[list[list[float]]]:
+    """Return advantages as ``[set of compared episodes][episode][turn]``."""
+    if credit == "return":
+        return _relative([[_returns(episode, discount) for episode in episodes] for episodes in compared], estimator)
+    lengths = [[episode.num_tokens for episode in episodes] for episodes in compared]
+    whole = batch_advantages([[episode.reward for episode in episodes] for episodes in compared], estimator, lengths)
+    table = [
+        [[advantage] * len(episode.turns) for advantage, episode in zip(of, episodes, strict=True)]
+        for of, episodes in zip(whole, compared, strict=True)
+    ]
+    if credit == "turn":
+        own = _relative([[[turn.reward for _, turn in e.turns] for e in episodes] for episodes in compared], estimator)
+        table = [
+            [[a + b for a, b in zip(x, y, strict=True)] for x, y in zip(of, of_own, strict=True)]
+            for of, of_own in zip(table, own, strict=True)
+        ]
+    return table
+
+
+def _returns(episode: _Played, discount: float) -> list[float | None]:
+    """Return, for each turn, the discounted sum of the rewards from there on."""
+    total = episode.reward
+    returns: list[float | None] = []
+    for at, (_, turn) in enumerate(reversed(episode.turns)):
+        total = (turn.reward or 0.0) + (total if at == 0 else discount * total)
+        returns.insert(0, total)
+    return returns
+
+
+def _relative(
+    values: Sequence[Sequence[Sequence[float | None]]], estimator: AdvantageEstimator
+) -> list[list[list[float]]]:
+    """Return the advantage of each value over those at the same turn; 0 for None, which is compared with nothing."""
+    table = [[[0.0] * len(of_turns) for of_turns in episodes] for episodes in values]
+    for turn in range(max((len(of_turns) for episodes in values for of_turns in episodes), default=0)):
+        having = [
+            [e for e, of_turns in enumerate(episodes) if turn < len(of_turns) and of_turns[turn] is not None]
+            for episodes in values
+        ]
+        present = [[float(values[s][e][turn] or 0.0) for e in those] for s, those in enumerate(having)]
+        for s, of in enumerate(batch_advantages(present, estimator, [[1] * len(those) for those in having])):
+            for e, advantage in zip(having[s], of, strict=True):
+                table[s][e][turn] = advantage
+    return table

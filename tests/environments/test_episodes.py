@@ -1,0 +1,217 @@
+"""Episodes in an actor, on the embedded engine: their tokens, and what a broken environment costs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inflight.checkpoints import load_tokenizer
+from inflight.contracts import InferenceEndpoint
+from inflight.environments.transcripts import ChatTemplate
+from inflight.errors import TaskError, UnreachableError
+from inflight.http.client import HttpEndpoint
+from inflight.pipeline.actor import Actor, DroppedItem
+from inflight.pipeline.episodes import Episodes
+from inflight.rollouts import HistoryStore, Ledger
+from inflight.rollouts.schedulers import LeastLoaded
+from inflight.types import OBSERVED, Group
+from inflight.wire import GenerateRequest, GenerateResponse, SamplingParams
+from tests.environments.places import ThreeTurns
+from tests.servers import ServerProcess
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Recorded(HttpEndpoint):
+    """A real server, whose answers are kept; it may fail."""
+
+    def __init__(self, url: str, fails: Callable[[int], bool] = lambda number: False) -> None:
+        super().__init__(url)
+        self.answers: list[tuple[GenerateRequest, GenerateResponse]] = []
+        self._fails = fails
+        self._num_asked = 0
+
+    async def generate(self, request: GenerateRequest) -> GenerateResponse:
+        self._num_asked += 1
+        if self._fails(self._num_asked):
+            raise UnreachableError("gone", self.name)
+        response = await super().generate(request)
+        self.answers.append((request, response))
+        return response
+
+
+class Played:
+    """What an actor played until its ``until`` held."""
+
+    def __init__(self) -> None:
+        self.groups: list[Group] = []
+        self.drops: list[DroppedItem] = []
+        self.failures: list[tuple[str, str]] = []
+        self.ledger = Ledger()
+        self.error: BaseException | None = None
+        self.partials: dict[str, Any] = {}
+
+    def note(self, ended: Group | DroppedItem | None) -> None:
+        if isinstance(ended, Group):
+            self.groups.append(ended)
+        elif ended is not None:
+            self.drops.append(ended)
+
+
+def play(
+    endpoint: InferenceEndpoint,
+    model: Path,
+    until: Callable[[Played], bool],
+    *,
+    timeout_s: float = 30.0,
+    num_extra: int = 0,
+    max_tokens: int = 400,
+    saved: dict[str, Any] | None = None,
+    first_item: int = 0,
+    **environment: Any,
+) -> Played:
+    """Play groups of three episodes on one endpoint, eight episodes at a time."""
+    outcome = Played()
+
+    async def run() -> None:
+        episodes = Episodes(
+            ThreeTurns(0, **environment),
+            ChatTemplate(load_tokenizer(model)),
+            SamplingParams(n=3, max_tokens=6),
+            num_needed=3,
+            num_extra=num_extra,
+            max_sequence_tokens=max_tokens,
+            timeout_s=timeout_s,
+        )
+        actor = Actor(
+            episodes,
+            outcome.ledger,
+            LeastLoaded(group_size=episodes.size),
+            HistoryStore(),
+            seed=0,
+            may_issue=lambda: True,
+            on_end=outcome.note,
+            on_failed_episode=lambda item, kind, what: outcome.failures.append((kind, what)),
+        )
+        actor.continue_from(saved or {})
+        actor.add(endpoint, 8)
+        running = asyncio.ensure_future(actor.run())
+        while not (until(outcome) or running.done()):
+            outcome.partials = actor.partials()
+            actor.serve([endpoint.name], 0)  # also after it was lost
+            await asyncio.wait({running}, timeout=0.02)
+        running.cancel()
+        (outcome.error,) = await asyncio.gather(running, return_exceptions=True)
+        await endpoint.aclose()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    return outcome
+
+
+def test_a_rollout_is_exactly_what_the_engine_sampled(shared_server: ServerProcess, model_dir: Path) -> None:
+    endpoint = Recorded(shared_server.url)
+    outcome = play(endpoint, model_dir, lambda it: len(it.groups) >= 4)
+    sampled = {
+        (*request.prompt_token_ids, *completion.token_ids): (request, completion)
+        for request, response in endpoint.answers
+        for completion in response.completions
+    }
+    num_turns = 0
+    for group in outcome.groups:
+        assert len({rollout.episode for rollout in group.rollouts}) == 3
+        for rollout in group.rollouts:
+            stream = (*rollout.prompt_token_ids, *rollout.completion_token_ids)
+            versions, num_prompt = rollout.token_versions(), len(rollout.prompt_token_ids)
+            for turn in rollout.turns:
+                num_turns += 1
+                request, completion = sampled[stream[: num_prompt + turn.end]]
+                assert request.prompt_token_ids == stream[: num_prompt + turn.start]
+                assert tuple(rollout.behaviour_logprobs[turn.start : turn.end]) == completion.logprobs
+                assert {*versions[turn.start : turn.end]} == {0}
+                assert turn.reward is not None
+            observed = [i for i, version in enumerate(versions) if version == OBSERVED]
+            assert all(rollout.behaviour_logprobs[i] == 0.0 for i in observed)
+    assert num_turns == 3 * 3 * len(outcome.groups)
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        ("raises", "raised"),
+        ("hangs", "timeout"),
+        ("nan", "bad reward"),
+        ("no number", "bad reward"),
+        ("talks too long", "context full"),
+    ],
+)
+def test_what_an_environment_does_wrong_costs_its_episode(
+    shared_server: ServerProcess, model_dir: Path, fault: str, kind: str
+) -> None:
+    outcome = play(
+        Recorded(shared_server.url),
+        model_dir,
+        lambda it: len(it.groups) >= 3 and len(it.failures) >= 2,
+        fault=fault,
+        every=4,
+        timeout_s=2.0,
+    )
+    assert {kind for kind, _ in outcome.failures} == {kind}
+    assert all("three_turns" in what for _, what in outcome.failures)
+    assert {len({rollout.episode for rollout in group.rollouts}) for group in outcome.groups} <= {2, 3}
+    assert set(outcome.ledger.num_dropped) <= {"failed episodes"}
+
+
+def test_extra_episodes_make_up_for_those_that_fail(shared_server: ServerProcess, model_dir: Path) -> None:
+    outcome = play(
+        Recorded(shared_server.url),
+        model_dir,
+        lambda it: len(it.groups) >= 3,
+        fault="hangs",
+        every=4,
+        num_extra=2,
+        timeout_s=3600.0,
+    )
+    assert all(len({rollout.episode for rollout in group.rollouts}) == 3 for group in outcome.groups)
+
+
+def test_an_environment_that_always_fails_ends_the_run_with_its_reason(
+    shared_server: ServerProcess, model_dir: Path
+) -> None:
+    outcome = play(Recorded(shared_server.url), model_dir, lambda it: False, fault="raises", every=1)
+    assert isinstance(outcome.error, TaskError)
+    assert "fails on purpose" in str(outcome.error)
+    assert set(outcome.ledger.num_dropped) == {"failed episodes"}
+
+
+def test_episodes_of_an_endpoint_that_fails_are_played_again(shared_server: ServerProcess, model_dir: Path) -> None:
+    endpoint = Recorded(shared_server.url, fails=lambda number: number == 20)
+    outcome = play(endpoint, model_dir, lambda it: len(it.groups) >= 6)
+    assert not outcome.failures
+    assert not outcome.ledger.num_dropped
+    assert {0, 1, 2, 3} <= {group.item_index for group in outcome.groups}
+
+
+def test_finished_episodes_of_an_unfinished_group_survive_a_restart(
+    shared_server: ServerProcess, model_dir: Path
+) -> None:
+    first = play(
+        Recorded(shared_server.url), model_dir, lambda it: bool(it.partials), fault="hangs", every=3, timeout_s=3600.0
+    )
+    (index, saved), *_ = first.partials.items()
+    num_played = sum(one is not None for one in saved)
+    assert 1 <= num_played < 3
+    endpoint = Recorded(shared_server.url)
+    second = play(
+        endpoint, model_dir, lambda it: int(index) in [one.item_index for one in it.groups], saved={index: saved}
+    )
+    (group,) = [group for group in second.groups if str(group.item_index) == index]
+    known = {tuple(tuple(call["completion"]["token_ids"]) for call in one["calls"]) for one in saved if one is not None}
+    made = {
+        tuple(tuple(rollout.completion_token_ids[turn.start : turn.end]) for turn in rollout.turns)
+        for rollout in group.rollouts
+    }
+    assert known <= made
