@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import httpx
@@ -16,6 +17,7 @@ from starlette.responses import FileResponse
 from inflight.errors import TransferError
 from inflight.weights.transports import ranges
 from inflight.weights.transports.pull import PullReceiver, PullSender
+from inflight.weights.transports.store import Attempt
 from inflight.wire import PullSpec, TensorSpec
 from tests.weights.stored import (
     CuttingProxy,
@@ -363,3 +365,15 @@ def test_a_sender_without_a_directory_leaves_nothing_behind(tmp_path: Path, monk
     (tmp_path / "none").write_text("")
     with pytest.raises(TransferError, match="making a directory below"):
         PullSender(tmp_path / "none").specs("run", [1], 1.0)
+
+
+def test_a_request_that_its_deadline_cuts_short_does_not_hide_what_was_known() -> None:
+    attempt = Attempt("receiving bucket 0", 0.05, Future())
+    attempt.note(ConnectionResetError("reset"), "it was reset")
+    attempt.note(TimeoutError("timed out"), "a stalled server timed out")
+    assert attempt.reason == "a stalled server timed out"
+    attempt.reason = "it does not exist"
+    with pytest.raises(TransferError, match="does not exist"):
+        attempt.pause(1.0)
+    attempt.note(TimeoutError("timed out"), "cut short")
+    assert attempt.reason == "it does not exist"

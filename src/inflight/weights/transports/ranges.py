@@ -153,7 +153,7 @@ class RangeClient:
                 part.done += num_read
 
     def _wait(self, names: Sequence[str], error: Exception, backoff: Backoff, attempt: Attempt) -> None:
-        attempt.reason = f"{self.where(names)} could not be read ({_text(error)})"
+        attempt.note(error, f"{self.where(names)} could not be read ({_text(error)})")
         attempt.pause(backoff.next(time.monotonic()))
 
     @contextlib.contextmanager

@@ -32,6 +32,7 @@ GRACE_S = 0.5
 PIECE_BYTES = 16 << 20
 """Bytes moved between two checks of the deadline."""
 
+_NOT_DONE = "not done"
 _POLL_S = 0.003
 _LONGEST_NAME = 200  # file systems take 255 bytes, and temporary names are longer
 GIVEN_UP = "the weight group was given up"
@@ -62,7 +63,7 @@ class Attempt:
 
     def __init__(self, what: str, timeout_s: float, given_up: Future[str]) -> None:
         self.what = what
-        self.reason = "not done"
+        self.reason = _NOT_DONE
         self._timeout_s = timeout_s
         self._given_up = given_up
         self._deadline = time.monotonic() + timeout_s
@@ -75,6 +76,12 @@ class Attempt:
         if remaining_s <= 0:
             raise self.failed(f"{self.reason} after {self._timeout_s:g} s")
         return remaining_s
+
+    def note(self, error: Exception, reason: str) -> None:
+        """Take ``reason`` for the error's text, unless this call's own deadline cut short what had a better one."""
+        is_cut_short = isinstance(error, TimeoutError) and time.monotonic() >= self._deadline
+        if self.reason == _NOT_DONE or not is_cut_short:
+            self.reason = reason
 
     def pause(self, pause_s: float = _POLL_S) -> None:
         """Wait that long, or for the time left. Raises as `remaining_s`."""
