@@ -11,6 +11,7 @@ import pytest
 
 from inflight.checkpoints import load_tokenizer
 from inflight.contracts import InferenceEndpoint
+from inflight.environments.play_loop import PlayLoop
 from inflight.environments.transcripts import ChatTemplate
 from inflight.errors import TaskError, UnreachableError
 from inflight.http.client import HttpEndpoint
@@ -86,6 +87,7 @@ def play(
             num_extra=num_extra,
             max_sequence_tokens=max_tokens,
             timeout_s=timeout_s,
+            loop=PlayLoop(blocked_s=1.0, grace_s=0.5),
         )
         actor = Actor(
             episodes,
@@ -143,6 +145,8 @@ def test_a_rollout_is_exactly_what_the_engine_sampled(shared_server: ServerProce
     [
         ("raises", "raised"),
         ("hangs", "timeout"),
+        ("hangs and does not let itself be cancelled", "timeout"),
+        ("blocks", "blocked"),
         ("nan", "bad reward"),
         ("no number", "bad reward"),
         ("talks too long", "context full"),

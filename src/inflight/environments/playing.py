@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from inflight.contracts import Conversation, Environment, Episode
+from inflight.environments.play_loop import BlockedError, OverdueError, PlayLoop
 from inflight.environments.recording import PlayedEpisode, Recording
 from inflight.environments.transcripts import ChatTemplate, Prompt, Transcript
 from inflight.errors import ContextFullError, InvalidRequestError, UnsupportedError
@@ -25,12 +26,15 @@ Generate = Callable[[GenerateRequest], Awaitable[Completion]]
 Proxy = Callable[["PlayingEpisode"], AbstractAsyncContextManager[str]]
 """Serves an episode to clients of OpenAI's API, under the URL that it returns."""
 
+T = TypeVar("T")
+
 _MAX_WHY = 500
+_LATE_S = 1.0
 
 
 @dataclass(eq=False)
 class PlayingEpisode(Episode):
-    """An episode that is being played on one endpoint.
+    """An episode that is being played on one endpoint, from any event loop; requests are made in the one it is made in.
 
     The first error of ``generate`` is kept in ``error``: an environment may catch what a turn raises, and the episode
     is lost all the same.
@@ -54,6 +58,8 @@ class PlayingEpisode(Episode):
     _serving: asyncio.Future[str] | None = None
     _closing: asyncio.Event = field(default_factory=asyncio.Event)
     _server: asyncio.Task[None] | None = None
+    _home: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    _is_over: bool = False
 
     @property
     def seed(self) -> int:
@@ -65,12 +71,20 @@ class PlayingEpisode(Episode):
         return PlayedConversation(self, system, tuple(tools), role)
 
     async def openai_url(self) -> str:
+        return await self._at_home(self._openai_url())
+
+    async def _openai_url(self) -> str:
         if self.proxy is None:
             raise UnsupportedError("no proxy is served here for clients of OpenAI's API")
         if self._serving is None:
             self._serving = asyncio.get_running_loop().create_future()
             self._server = asyncio.ensure_future(self._serve(self.proxy, self._serving))
         return await self._serving
+
+    async def _at_home(self, call: Coroutine[Any, Any, T]) -> T:
+        if asyncio.get_running_loop() is self._home:
+            return await call
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._home))
 
     async def _serve(self, proxy: Proxy, serving: asyncio.Future[str]) -> None:
         try:
@@ -83,7 +97,8 @@ class PlayingEpisode(Episode):
             serving.set_exception(error)
 
     async def aclose(self) -> None:
-        """End what serves the episode."""
+        """End what serves the episode; nothing more is sampled for it."""
+        self._is_over = True
         self._closing.set()
         if self._server is not None:
             await asyncio.gather(self._server, return_exceptions=True)
@@ -93,8 +108,15 @@ class PlayingEpisode(Episode):
     ) -> tuple[int, Completion]:
         """Sample one turn and record it; returns its number and what was sampled.
 
-        Raises `ContextFullError` if the prompt leaves no room.
+        Raises `ContextFullError` if the prompt leaves no room, `InvalidRequestError` if the episode is over.
         """
+        if self._is_over:
+            raise InvalidRequestError("the episode is over: nothing more is sampled for it")
+        return await self._at_home(self._sample(prompt_token_ids, role, sampling))
+
+    async def _sample(
+        self, prompt_token_ids: Sequence[int], role: str, sampling: SamplingParams | None
+    ) -> tuple[int, Completion]:
         sampling = sampling or self.sampling
         room = self.max_tokens - len(prompt_token_ids)
         if room < 1:
@@ -195,20 +217,33 @@ class PlayedConversation(Conversation):
         self.episode.role_rewards[self.role] = float(reward)
 
 
-async def play(environment: Environment, item: TaskItem, episode: PlayingEpisode, timeout_s: float) -> PlayedEpisode:
+async def play(
+    environment: Environment, item: TaskItem, episode: PlayingEpisode, loop: PlayLoop, timeout_s: float
+) -> PlayedEpisode:
     """Play one episode to its end. What the environment does wrong becomes the ``failure`` of what is returned.
 
     Raises what the endpoint raised, if anything: the episode can then be played again.
     """
-    limit = asyncio.timeout(timeout_s)
+
+    async def whole() -> tuple[Any, tuple[str, str] | None]:
+        limit = asyncio.timeout(timeout_s)
+        try:
+            async with limit:
+                reward = await environment.play(item, episode)
+            return reward, _problem(reward, episode)
+        except ContextFullError as error:
+            return None, ("context full", str(error))
+        except Exception as error:  # environments are user code
+            late = ("timeout", f"it took longer than {timeout_s:g} s")
+            return None, late if limit.expired() else ("raised", f"{error!r}")
+
+    reward: Any = None
     try:
-        async with limit:
-            reward = await environment.play(item, episode)
-        failure = _problem(reward, episode)
-    except ContextFullError as error:
-        failure = ("context full", str(error))
-    except Exception as error:  # environments are user code
-        failure = ("timeout", f"it took longer than {timeout_s:g} s") if limit.expired() else ("raised", f"{error!r}")
+        reward, failure = await loop.run(whole, timeout_s + _LATE_S)
+    except OverdueError as error:
+        failure = ("timeout", f"it took longer than {timeout_s:g} s, and {error}")
+    except BlockedError as error:
+        failure = ("blocked", str(error))
     finally:
         await episode.aclose()
     if episode.error is not None:

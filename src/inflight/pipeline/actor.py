@@ -252,6 +252,7 @@ class Actor:
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
+            await self.work.aclose()
 
     async def _offer_and_issue(self) -> None:
         while self._failure is None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from inflight.contracts import Environment
+from inflight.environments.play_loop import PlayLoop
 from inflight.environments.playing import PlayingEpisode, Proxy, play
 from inflight.environments.recording import PlayedEpisode
 from inflight.environments.transcripts import ChatTemplate
@@ -36,6 +37,7 @@ class Episodes(Work):
     timeout_s: float
     """Longest that an episode may take."""
     proxy: Proxy | None = None
+    loop: PlayLoop = field(default_factory=PlayLoop)
 
     is_one_request = False
 
@@ -77,7 +79,7 @@ class Episodes(Work):
             max_tokens=min(self.max_sequence_tokens, declared.max_model_len),
             proxy=self.proxy,
         )
-        return [await play(self.environment, order.item, episode, self.timeout_s)]
+        return [await play(self.environment, order.item, episode, self.loop, self.timeout_s)]
 
     def is_enough(self, sampled: Sequence[Sampled | None]) -> bool:
         played = [one for one in sampled if isinstance(one, PlayedEpisode)]
@@ -96,6 +98,9 @@ class Episodes(Work):
             tuple(one.reward for one in good),
             failures=failures,
         )
+
+    async def aclose(self) -> None:
+        await self.loop.aclose()
 
     def parse(self, saved: Any) -> PlayedEpisode:
         return PlayedEpisode.model_validate(saved)

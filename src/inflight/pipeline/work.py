@@ -79,3 +79,7 @@ class Work(Protocol):
     @abstractmethod
     def parse(self, saved: Any) -> Sampled:
         """Return what was sampled from its JSON value. Raises ``ValueError``."""
+
+    async def aclose(self) -> None:
+        """End what still runs of users' code."""
+        return

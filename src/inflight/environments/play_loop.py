@@ -1,0 +1,201 @@
+"""A thread with an event loop of its own for users' coroutines, so that one that blocks does not stop the run.
+
+One that blocks its thread is found by a heartbeat. It fails; the thread is left to itself, and whatever else ran there
+is cancelled, to be played again elsewhere. Code that never lets go of the interpreter's lock cannot be helped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_BLOCKED_S = 10.0
+"""How long a coroutine may hold the thread without an await."""
+_POLL_S = 0.2
+_GRACE_S = 5.0
+"""How long a cancelled coroutine may take to end."""
+
+
+class BlockedError(Exception):
+    """A coroutine did not let others run; the message says where it stood."""
+
+
+class OverdueError(Exception):
+    """A coroutine did not end in time, although it was cancelled."""
+
+
+class PlayLoop:
+    """Runs coroutines in threads; used from one event loop, and closed there.
+
+    All share one thread, as coroutines are used to, until one blocks it; from then on each gets a thread of its own.
+    """
+
+    def __init__(self, blocked_s: float = _BLOCKED_S, grace_s: float = _GRACE_S) -> None:
+        self._blocked_s = blocked_s
+        self._grace_s = grace_s
+        self._shared: _Thread | None = None
+        self._has_blocked = False
+        self._watched: set[_Thread] = set()
+        self._watching: asyncio.Task[None] | None = None
+
+    async def run(self, call: Callable[[], Coroutine[Any, Any, T]], timeout_s: float) -> T:
+        """Return what a coroutine returns. It is cancelled after ``timeout_s``, or with this call.
+
+        Raises `OverdueError` if it does not end then, and `BlockedError` if it blocks its thread. If another one blocks
+        the thread, this call is cancelled.
+        """
+        thread = self._thread()
+        played: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        thread.begin(call, played)
+        try:
+            done, _ = await asyncio.wait({played}, timeout=timeout_s)
+            if not done:
+                thread.cancel(played)
+                done, _ = await asyncio.wait({played}, timeout=self._grace_s)
+            if not done:
+                raise OverdueError(f"it did not end within {self._grace_s:g} s after it was cancelled")
+            return played.result()
+        finally:
+            thread.cancel(played)
+            if thread is not self._shared:
+                self._leave(thread)
+
+    async def aclose(self) -> None:
+        """Cancel everything and end the threads, without waiting for what does not end."""
+        watching, self._watching, self._shared = self._watching, None, None
+        if watching is not None:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+        for thread in list(self._watched):
+            self._leave(thread)
+
+    def _thread(self) -> _Thread:
+        if self._watching is None:
+            self._watching = asyncio.ensure_future(self._watch())
+        if self._shared is not None:
+            return self._shared
+        thread = _Thread()
+        self._watched.add(thread)
+        if not self._has_blocked:
+            self._shared = thread
+        return thread
+
+    def _leave(self, thread: _Thread) -> None:
+        if thread in self._watched:
+            self._watched.discard(thread)
+            thread.leave()
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(min(1.0, self._blocked_s / 4))
+            for thread in list(self._watched):
+                if thread.silent_s() >= self._blocked_s:
+                    self._has_blocked, self._shared = True, None
+                    thread.fail(self._blocked_s)
+                    self._leave(thread)
+
+
+class _Thread:
+    """One thread and what runs there. Everything here is called from the home loop, unless it says otherwise."""
+
+    def __init__(self) -> None:
+        self._home = asyncio.get_running_loop()
+        self._loop = asyncio.new_event_loop()
+        self._running: dict[asyncio.Future[Any], asyncio.Task[Any] | None] = {}
+        """What was asked for, and the task in the thread once it has begun."""
+        self._ticked_s = time.monotonic()
+        self._is_asked = False
+        self._thread = threading.Thread(target=self._serve, name="inflight-episodes", daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        self._loop.close()
+
+    def begin(self, call: Callable[[], Coroutine[Any, Any, T]], played: asyncio.Future[T]) -> None:
+        self._running[played] = None
+
+        def begin() -> None:
+            task = self._loop.create_task(call())
+            self._running[played] = task
+            task.add_done_callback(ended)
+
+        def ended(task: asyncio.Task[T]) -> None:
+            with contextlib.suppress(RuntimeError):  # the run has ended, and its loop is closed
+                self._home.call_soon_threadsafe(self._ended, played, task)
+
+        self._loop.call_soon_threadsafe(begin)
+
+    def _ended(self, played: asyncio.Future[T], task: asyncio.Task[T]) -> None:
+        self._running.pop(played, None)
+        if task.cancelled():
+            played.cancel()
+        elif (error := task.exception()) is not None:
+            if not played.done():
+                played.set_exception(error)
+                played.exception()  # it is looked at only if it came in time
+        elif not played.done():
+            played.set_result(task.result())
+
+    def cancel(self, played: asyncio.Future[Any]) -> None:
+        """Cancel what was asked for, if it has not ended."""
+        if played in self._running:
+
+            def cancel() -> None:
+                task = self._running.get(played)
+                if task is not None:
+                    task.cancel()
+
+            self._loop.call_soon_threadsafe(cancel)
+
+    def silent_s(self) -> float:
+        """Return for how long the thread has not answered, and ask it again."""
+        if not self._is_asked:
+            self._is_asked, self._ticked_s = True, time.monotonic()
+            self._loop.call_soon_threadsafe(self._tick)
+        return time.monotonic() - self._ticked_s
+
+    def _tick(self) -> None:
+        """In the thread: say that it answers."""
+        self._ticked_s, self._is_asked = time.monotonic(), False
+
+    def fail(self, blocked_s: float) -> None:
+        """Fail what blocks the thread, and cancel what else was asked for."""
+        culprit = asyncio.current_task(self._loop)
+        where = self._where()
+        for played, task in list(self._running.items()):
+            if task is not None and task is culprit and not played.done():
+                played.set_exception(
+                    BlockedError(f"it did not await for {blocked_s:g} s, which stops every episode: {where}")
+                )
+            else:
+                played.cancel()
+        self._running.clear()
+
+    def _where(self) -> str:
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        lines = traceback.extract_stack(frame) if frame is not None else []
+        return f"{lines[-1].filename}, line {lines[-1].lineno}, in {lines[-1].name}" if lines else "at an unknown place"
+
+    def leave(self) -> None:
+        """Cancel what runs, and have the thread end with the last of it."""
+
+        def stop() -> None:
+            running = asyncio.all_tasks(self._loop)
+            for task in running:
+                task.cancel()
+            if running:
+                self._loop.call_later(_POLL_S, stop)
+            else:
+                self._loop.stop()
+
+        self._loop.call_soon_threadsafe(stop)
