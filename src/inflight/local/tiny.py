@@ -7,7 +7,7 @@ right and its samples are mostly wrong, so that there is something to reinforce.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -185,7 +185,14 @@ def context_of(task: Task, style: Style, num_problems: int = 32) -> int:
 
 def _row(prompt: str, answer: str, style: Style) -> tuple[list[int], list[int]]:
     """Return the tokens of a prompt and of its demonstration."""
-    return [*prompt.encode(), 10], [*demonstration(answer, style).encode(), EOS]
+    return [*_bytes_of(prompt), 10], [*demonstration(answer, style).encode(), EOS]
+
+
+def _bytes_of(prompt: str) -> Iterator[int]:
+    """Yield the tokens of a prompt, which may hold earlier turns with their ends."""
+    for i, turn in enumerate(prompt.split("<eos>")):
+        yield from ([EOS] if i else [])
+        yield from turn.encode()
 
 
 def corrupt(answer: str, rng: random.Random) -> str:
