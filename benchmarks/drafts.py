@@ -20,9 +20,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from inflight import ModuleWeights, WeightPublisher, grpo_loss, publish_weights
+from inflight.environments.transcripts import ChatTemplate
 from inflight.local.endpoint import LocalEndpoint
 from inflight.local.loading import load_endpoint
-from inflight.pipeline.scoring import Scoring
 from inflight.rollouts.drafts import DraftSource
 from inflight.rollouts.tasks import load_task
 from inflight.weights.transports.process_group import ProcessGroupSender
@@ -111,7 +111,7 @@ def measure(path: Path, kinds: Sequence[str], seed: int) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     tokenizer = AutoTokenizer.from_pretrained(path)
     task = load_task("spell_backward", {}, seed)
-    scoring = Scoring(task, tokenizer, 60.0)
+    template = ChatTemplate(tokenizer)
     items = [task.item(i) for i in range(PROMPTS)]
     engines = [Measured(path, kind) for kind in kinds]
     weights, rewards_by_epoch, num_batches = ModuleWeights(model), [], 0
@@ -125,7 +125,7 @@ def measure(path: Path, kinds: Sequence[str], seed: int) -> dict[str, Any]:
                 requests = [
                     GenerateRequest(
                         request_id=f"{epoch}-{item.index}",
-                        prompt_token_ids=scoring.prompt_of(item),
+                        prompt_token_ids=template.opening([{"role": "user", "content": item.prompt}]).token_ids,
                         sampling=SamplingParams(
                             n=GROUP_SIZE, max_tokens=MAX_TOKENS, seed=seed + 1000 * epoch + item.index
                         ),

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.quickstart import run_quickstart
 from benchmarks.results import DIRECTORY, read_results, write_results
+
 from inflight.rollouts.composers import COMPOSERS
 from inflight.rollouts.schedulers import SCHEDULERS
 from inflight.rollouts.staleness import STALENESS

@@ -29,7 +29,7 @@ def places(seed, index):
 
 
 def call(at):
-    return '<tool_call>{"name": "look", "arguments": {"at": "%s"}}</tool_call>' % at
+    return f'<tool_call>{{"name": "look", "arguments": {{"at": "{at}"}}}}</tool_call>'
 
 
 class Vault(Environment):
@@ -67,13 +67,12 @@ class VaultTurns(Task):
     def __init__(self, seed):
         self.seed = seed
 
-    def item(self, index):
+    def item(self, index, turn=None):
         first, second, code = places(self.seed, index)
-        turns = [f"vault {first}", call(first), f"see {second}", call(second), code, code]
-        num_before = 2 * (index % 3)
-        said = turns[: num_before + 1]
-        prompt = "\n".join(text + "<eos>" * (i % 2) for i, text in enumerate(said))
-        return TaskItem(index, prompt, turns[num_before + 1])
+        said = [f"vault {first}", call(first), f"see {second}", call(second), code, code]
+        num_said = 2 * (index % 3 if turn is None else turn) + 1
+        prompt = "\n".join(text + "<eos>" * (i % 2) for i, text in enumerate(said[:num_said]))
+        return TaskItem(index, prompt, said[num_said])
 
     def score(self, item, completion):
         return float(completion == item.answer)

@@ -55,6 +55,7 @@ class Played:
         self.ledger = Ledger()
         self.error: BaseException | None = None
         self.partials: dict[str, Any] = {}
+        self.num_rewritten = 0
 
     def note(self, ended: Group | DroppedItem | None) -> None:
         if isinstance(ended, Group):
@@ -72,16 +73,18 @@ def play(
     num_extra: int = 0,
     max_tokens: int = 400,
     saved: dict[str, Any] | None = None,
-    first_item: int = 0,
+    chat_template: str | None = None,
     **environment: Any,
 ) -> Played:
     """Play groups of three episodes on one endpoint, eight episodes at a time."""
     outcome = Played()
+    tokenizer: Any = load_tokenizer(model)
+    tokenizer.chat_template = chat_template or tokenizer.chat_template
 
     async def run() -> None:
         episodes = Episodes(
             ThreeTurns(0, **environment),
-            ChatTemplate(load_tokenizer(model)),
+            ChatTemplate(tokenizer),
             SamplingParams(n=3, max_tokens=6),
             num_needed=3,
             num_extra=num_extra,
@@ -106,6 +109,7 @@ def play(
             outcome.partials = actor.partials()
             actor.serve([endpoint.name], 0)  # also after it was lost
             await asyncio.wait({running}, timeout=0.02)
+        outcome.num_rewritten = actor.num_rewritten
         running.cancel()
         (outcome.error,) = await asyncio.gather(running, return_exceptions=True)
         await endpoint.aclose()
@@ -167,6 +171,18 @@ def test_what_an_environment_does_wrong_costs_its_episode(
     assert all("three_turns" in what for _, what in outcome.failures)
     assert {len({rollout.episode for rollout in group.rollouts}) for group in outcome.groups} <= {2, 3}
     assert set(outcome.ledger.num_dropped) <= {"failed episodes"}
+
+
+def test_an_episode_whose_past_is_rewritten_is_several_rollouts_with_one_reward(
+    shared_server: ServerProcess, model_dir: Path
+) -> None:
+    forgets = "{% for m in messages %}{% if m.role != 'assistant' %}{{ m.content }}{{ '\\n' }}{% endif %}{% endfor %}"
+    outcome = play(Recorded(shared_server.url), model_dir, lambda it: len(it.groups) >= 2, chat_template=forgets)
+    for group in outcome.groups:
+        assert [rollout.episode for rollout in group.rollouts] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+        assert all(len(rollout.turns) == 1 for rollout in group.rollouts)
+        assert len({(rollout.episode, rollout.reward) for rollout in group.rollouts}) == 3
+    assert outcome.num_rewritten >= 2 * 2 * 3
 
 
 def test_extra_episodes_make_up_for_those_that_fail(shared_server: ServerProcess, model_dir: Path) -> None:

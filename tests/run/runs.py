@@ -52,11 +52,15 @@ class RunProcess:
         *overrides: str,
         environment: dict[str, str] | None = None,
         max_file_bytes: int | None = None,
+        config: Path | None = None,
     ) -> None:
         self.directory = directory / "run"
-        config = directory / "run.toml"
         directory.mkdir(parents=True, exist_ok=True)
-        config.write_text(CONFIG.format(directory=self.directory, model=model))
+        if config is None:
+            config = directory / "run.toml"
+            config.write_text(CONFIG.format(directory=self.directory, model=model))
+        else:
+            overrides = ("--run.directory", str(self.directory), "--model.path", str(model), *overrides)
         self.log = directory / "output.log"
         # A limit on file sizes, inherited by every child, fails writes as a full disk does.
         limit = [] if max_file_bytes is None else ["prlimit", f"--fsize={max_file_bytes}"]

@@ -118,6 +118,8 @@ class Actor:
     """Completions of unfinished groups, whole or in part, from an earlier life of the run; by item."""
     num_resumed_tokens: int = field(default=0, init=False)
     """Tokens of aborted completions that were continued."""
+    num_rewritten: int = field(default=0, init=False)
+    """Conversations that went on from another rendering of their past, as another rollout."""
     lost: dict[str, str] = field(default_factory=dict, init=False)
     """Endpoints that get no work because they failed, with the reason."""
     unserved: asyncio.Event = field(default_factory=asyncio.Event, init=False)
@@ -466,6 +468,7 @@ class Actor:
             self._unusable(index, "; ".join(what for _, what in outcome.failures[:1]), "failed episodes")
             return
         self._num_finished += 1
+        self.num_rewritten += outcome.num_rewritten
         self._num_failures.pop(index, None)
         self.ledger.finish(index)
         del self._open[index]

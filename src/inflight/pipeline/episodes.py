@@ -97,6 +97,7 @@ class Episodes(Work):
             tuple(one.num_tokens for one in good),
             tuple(one.reward for one in good),
             failures=failures,
+            num_rewritten=sum(one.num_rewritten for one in good),
         )
 
     async def aclose(self) -> None:

@@ -60,6 +60,7 @@ class Notes:
                 "scheduler": self.sampling.actor.scheduler.metrics(),
                 "ledger": self._ledger_counts(),
                 "failed_episodes": dict(self.sampling.num_failed_episodes),
+                "rewritten_conversations": self.sampling.actor.num_rewritten,
             },
         )
         self.progress.step(row)
@@ -89,6 +90,7 @@ class Notes:
                 "failure": failure,
                 "ledger": self._ledger_counts(),
                 "failed_episodes": dict(self.sampling.num_failed_episodes),
+                "rewritten_conversations": self.sampling.actor.num_rewritten,
                 "inflight": __version__,
                 "config": json.loads(self.config.model_dump_json()),
             }

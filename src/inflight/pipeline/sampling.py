@@ -97,6 +97,7 @@ class Sampling:
             "history": self.actor.history.to_json(),
             "partials": self.actor.partials(),
             "failed_episodes": dict(self.num_failed_episodes),
+            "num_rewritten": self.actor.num_rewritten,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -106,6 +107,7 @@ class Sampling:
         """
         self.actor.history.restore(state.get("history", {}))
         self.num_failed_episodes.update(state.get("failed_episodes", {}))
+        self.actor.num_rewritten = state.get("num_rewritten", 0)
         self.actor.continue_from(state.get("partials", {}))
         if state.get("scheduler_name") == self._config.rollouts.scheduler:
             self.actor.scheduler.restore(state["scheduler"])

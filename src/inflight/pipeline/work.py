@@ -41,6 +41,8 @@ class ScoredGroup:
     """Token ids that later completions of the same prompt may be drafted from."""
     failures: Sequence[tuple[str, str]] = ()
     """Episodes that failed: a word to count by, and what happened."""
+    num_rewritten: int = 0
+    """Conversations that went on from another rendering of their past."""
 
 
 class Work(Protocol):
