@@ -32,7 +32,7 @@ def start_run(tmp_path: Path, model_dir: Path) -> Iterator[Callable[..., RunProc
         run.kill()
 
 
-@pytest.mark.parametrize("credit", ["episode", "turn", "return"])
+@pytest.mark.parametrize("credit", ["episode", "turn", "return", "critic"])
 def test_a_run_learns_from_episodes_of_three_turns(start_run: Callable[..., RunProcess], credit: str) -> None:
     run = start_run("--rollouts.credit", credit, "--task.params", '{ fault = "raises", every = 9 }')
     assert run.wait() == 0, run.output()

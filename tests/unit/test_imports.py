@@ -137,6 +137,7 @@ PUBLIC_NAMES = {
         "Ledger",
         "MaxLag",
         "TokenBudget",
+        "TurnCritic",
         "WaitingGroups",
         "batch_advantages",
         "continuation",

@@ -9,7 +9,7 @@ from inflight.contracts import BatchComposer, StalenessPolicy
 from inflight.losses import collate, empty_micro_batch
 from inflight.pipeline.channel import encode
 from inflight.pipeline.messages import Members, Train, tensors_of
-from inflight.rollouts import AdvantageEstimator, Credit, pack, token_advantages, trained_mask
+from inflight.rollouts import AdvantageEstimator, Credit, TurnCritic, pack, token_advantages, trained_mask
 from inflight.types import Group, Sample
 
 
@@ -40,14 +40,18 @@ def make_batch(
     composer: BatchComposer | None = None,
     credit: Credit = "episode",
     discount: float = 1.0,
+    critic: TurnCritic | None = None,
 ) -> StepBatch:
     """Return the batch of finished groups, for a step that starts from ``version``, shaped by ``composer`` if given.
 
-    A rollout whose tokens are all too old gives no sample, but denominators that count rollouts still count it.
+    A rollout whose tokens are all too old gives no sample, but denominators that count rollouts still count it. The
+    critic, if there is one, learns from the groups once their advantages are known.
     """
     samples: list[Sample] = []
     num_stale = 0
-    advantages = token_advantages(groups, estimator, credit, discount)
+    advantages = token_advantages(groups, estimator, credit, discount, critic)
+    if critic is not None:
+        critic.learn([rollout for group in groups for rollout in group.rollouts])
     for index, group in enumerate(groups):
         for rollout, of_tokens in zip(group.rollouts, advantages[index], strict=True):
             loss_mask = trained_mask(rollout, staleness, version)

@@ -15,6 +15,7 @@ from inflight.engines.kinds import load_engine_kind
 from inflight.errors import ConfigError
 from inflight.losses import Kl, PolicyLoss, preset
 from inflight.rollouts import AdvantageEstimator, Credit
+from inflight.rollouts.critic import Target
 from inflight.transports import find_transport
 from inflight.weights.packing import Rounding
 from inflight.wire import InFlightPolicy, TransportName
@@ -333,7 +334,9 @@ class RolloutsSection(Section):
     credit: Credit = "episode"
     """What a token's advantage is made of in an environment: see `inflight.rollouts.credit`."""
     discount: float = Field(default=1.0, gt=0, le=1)
-    """Of later rewards, per turn, where ``credit`` is ``return``."""
+    """Of later rewards, per turn, where ``credit`` is ``return`` or ``critic``."""
+    critic_target: Target = "monte_carlo"
+    """What the critic of ``credit = "critic"`` learns from: ``monte_carlo`` returns, or ``td``."""
     composer: str = "token_budget"
     """Constructed with the tokens of a step over all workers, and ``composer_params``."""
     composer_params: dict[str, Any] = {}

@@ -22,7 +22,7 @@ from inflight.pipeline.drafts import FinishedGroups
 from inflight.pipeline.journal import Journal
 from inflight.pipeline.time_limits import STEP_S
 from inflight.pipeline.work import Work
-from inflight.rollouts import HistoryStore, Ledger, WaitingGroups, teaches
+from inflight.rollouts import HistoryStore, Ledger, TurnCritic, WaitingGroups, teaches
 from inflight.types import Group
 
 _NUM_DROPPED = 24
@@ -56,6 +56,8 @@ class Sampling:
         )
         self._staleness = staleness
         self._composer = composer
+        rollouts = config.rollouts
+        self._critic = TurnCritic(rollouts.critic_target, rollouts.discount) if rollouts.credit == "critic" else None
         self._waiting = WaitingGroups(staleness, composer)
         self._recent_tokens: deque[int] = deque(maxlen=64)
         """Training tokens of the groups that finished last; 0 for one that is not trained on."""
@@ -96,6 +98,7 @@ class Sampling:
             "staleness": self._staleness.state(),
             "history": self.actor.history.to_json(),
             "partials": self.actor.partials(),
+            "critic": None if self._critic is None else self._critic.state(),
             "failed_episodes": dict(self.num_failed_episodes),
             "num_rewritten": self.actor.num_rewritten,
         }
@@ -108,6 +111,8 @@ class Sampling:
         self.actor.history.restore(state.get("history", {}))
         self.num_failed_episodes.update(state.get("failed_episodes", {}))
         self.actor.num_rewritten = state.get("num_rewritten", 0)
+        if self._critic is not None and state.get("critic") is not None:
+            self._critic.restore(state["critic"])
         self.actor.continue_from(state.get("partials", {}))
         if state.get("scheduler_name") == self._config.rollouts.scheduler:
             self.actor.scheduler.restore(state["scheduler"])
@@ -165,7 +170,14 @@ class Sampling:
     def _made_of(self, groups: Sequence[Group], version: int) -> StepBatch:
         rollouts = self._config.rollouts
         return make_batch(
-            groups, version, self._estimator, self._staleness, self._composer, rollouts.credit, rollouts.discount
+            groups,
+            version,
+            self._estimator,
+            self._staleness,
+            self._composer,
+            rollouts.credit,
+            rollouts.discount,
+            self._critic,
         )
 
     def settle(self, batch: StepBatch) -> None:

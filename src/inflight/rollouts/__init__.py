@@ -7,6 +7,7 @@ from inflight.rollouts.advantages import AdvantageEstimator, batch_advantages, g
 from inflight.rollouts.batching import WaitingGroups, load_composer
 from inflight.rollouts.composers import TokenBudget
 from inflight.rollouts.credit import Credit, teaches, token_advantages
+from inflight.rollouts.critic import TurnCritic
 from inflight.rollouts.history import HistoryStore
 from inflight.rollouts.ledger import Ledger
 from inflight.rollouts.packing import pack
@@ -24,6 +25,7 @@ __all__ = [
     "Ledger",
     "MaxLag",
     "TokenBudget",
+    "TurnCritic",
     "WaitingGroups",
     "batch_advantages",
     "continuation",

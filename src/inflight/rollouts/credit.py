@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from inflight.rollouts.advantages import AdvantageEstimator, batch_advantages
+from inflight.rollouts.critic import TurnCritic, turns_of
 from inflight.rollouts.shaping import has_signal
 from inflight.types import Group, Rollout, Turn
 
-Credit = Literal["episode", "turn", "return"]
+Credit = Literal["episode", "turn", "return", "critic"]
 """What the advantage of a token is made of:
 
 ``episode``  the reward of its episode, the same for all tokens (GRPO)
@@ -22,6 +23,8 @@ Credit = Literal["episode", "turn", "return"]
              arXiv 2505.11821, with both terms at weight 1)
 ``return``   the discounted sum of the rewards from its turn on, in which the episode's reward counts with the last
              turn; compared with the same turn of the other episodes
+``critic``   that sum, or the next reward and the next value, minus what a critic of turns expected of its context
+             (ArCHer, arXiv 2402.19446); episodes are not compared, and estimators play no part
 """
 
 
@@ -37,12 +40,21 @@ class _Played:
 
 
 def token_advantages(
-    groups: Sequence[Group], estimator: AdvantageEstimator, credit: Credit = "episode", discount: float = 1.0
+    groups: Sequence[Group],
+    estimator: AdvantageEstimator,
+    credit: Credit = "episode",
+    discount: float = 1.0,
+    critic: TurnCritic | None = None,
 ) -> list[list[list[float]]]:
     """Return advantages as ``[group][rollout][completion token]``; those of observations are 0.
 
-    ``discount`` is that of ``return``, per turn. Raises as `batch_advantages`.
+    ``discount`` is that of ``return``, per turn. Raises as `batch_advantages`, and ``ValueError`` if ``critic`` is
+    missing for the credit of that name.
     """
+    if credit == "critic":
+        if critic is None:
+            raise ValueError("credit 'critic' needs a critic")
+        return [[_spread(rollout, critic.advantages(rollout)) for rollout in group.rollouts] for group in groups]
     compared = [(g, episodes) for g, group in enumerate(groups) for episodes in _compared(group)]
     table = _by_turn([episodes for _, episodes in compared], estimator, credit, discount)
     advantages = [[[0.0] * len(rollout.completion_token_ids) for rollout in group.rollouts] for group in groups]
@@ -54,8 +66,8 @@ def token_advantages(
 
 
 def teaches(group: Group, credit: Credit = "episode") -> bool:
-    """Return whether rewards that are compared with each other differ."""
-    return any(
+    """Return whether rewards that are compared with each other differ. Of a critic, any reward may be news."""
+    return credit == "critic" or any(
         has_signal([episode.reward for episode in episodes])
         or (
             credit != "episode"
@@ -72,13 +84,16 @@ def _compared(group: Group) -> list[list[_Played]]:
         number = rollout.episode if rollout.episode is not None else -1 - i
         episode = roles.setdefault(rollout.role, {}).setdefault(number, _Played(rollout.reward))
         episode.rollouts.append(i)
-        episode.turns += [(i, turn) for turn in _turns(rollout)]
+        episode.turns += [(i, turn) for turn in turns_of(rollout)]
         episode.num_tokens += rollout.num_sampled_tokens
     return [list(episodes.values()) for episodes in roles.values()]
 
 
-def _turns(rollout: Rollout) -> Sequence[Turn]:
-    return rollout.turns or (Turn(0, len(rollout.completion_token_ids)),)
+def _spread(rollout: Rollout, of_turns: Sequence[float]) -> list[float]:
+    advantages = [0.0] * len(rollout.completion_token_ids)
+    for turn, advantage in zip(turns_of(rollout), of_turns, strict=True):
+        advantages[turn.start : turn.end] = [advantage] * (turn.end - turn.start)
+    return advantages
 
 
 def _by_turn(

@@ -1,0 +1,98 @@
+"""A critic of turns: what a conversation is still worth before the model speaks. Pure, small, and without a network.
+
+ArCHer (arXiv 2402.19446) learns values of whole utterances and gives all tokens of an utterance its advantage. Its
+critic is a language model; this one is linear in which tokens, and which pairs of them, stand in the last part of the
+context, and in the number of the turn. Knows nothing of groups and losses.
+"""
+
+from __future__ import annotations
+
+import base64
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from inflight.errors import CheckpointError
+from inflight.types import Rollout, Turn
+
+Target = Literal["monte_carlo", "td"]
+"""What a value is learned from: the discounted rewards until the end, or the next reward and the next value."""
+
+_NUM_WEIGHTS = 1 << 16
+_NUM_TOKENS = 48
+"""Tokens of the context that are looked at."""
+_PRIMES = (1_000_003, 998_244_353)
+
+
+class TurnCritic:
+    """Values of turns, learned online by normalised least mean squares (Nagumo and Noda 1967)."""
+
+    def __init__(self, target: Target = "monte_carlo", discount: float = 1.0, rate: float = 0.2) -> None:
+        self._target = target
+        self._discount = discount
+        self._rate = rate
+        self._weights = array("f", bytes(4 * _NUM_WEIGHTS))
+
+    def value(self, rollout: Rollout, number: int) -> float:
+        """Return what the rewards from turn ``number`` on are expected to come to."""
+        features = _features(rollout, number)
+        return sum(self._weights[i] for i in features)
+
+    def advantages(self, rollout: Rollout) -> list[float]:
+        """Return, for each turn, its target minus its value: how much better it went than expected."""
+        values = [self.value(rollout, number) for number in range(len(turns_of(rollout)))]
+        return [target - value for target, value in zip(self._targets(rollout, values), values, strict=True)]
+
+    def learn(self, rollouts: Sequence[Rollout]) -> None:
+        """Move values towards the targets of these rollouts, one turn after the other, the last one first.
+
+        A rate of 1 would make each value equal to its target.
+        """
+        for rollout in rollouts:
+            for number in reversed(range(len(turns_of(rollout)))):
+                values = [self.value(rollout, later) for later in range(len(turns_of(rollout)))]
+                error = self._targets(rollout, values)[number] - values[number]
+                features = _features(rollout, number)
+                for i in features:
+                    self._weights[i] += self._rate * error / len(features)
+
+    def _targets(self, rollout: Rollout, values: Sequence[float]) -> list[float]:
+        rewards = [turn.reward or 0.0 for turn in turns_of(rollout)]
+        rewards[-1] += rollout.reward
+        targets: list[float] = []
+        after = 0.0
+        for number in reversed(range(len(rewards))):
+            targets.insert(0, rewards[number] + self._discount * after)
+            after = targets[0] if self._target == "monte_carlo" else values[number]
+        return targets
+
+    def state(self) -> dict[str, Any]:
+        """Return, as JSON values, what `restore` needs."""
+        return {"weights": base64.b64encode(self._weights.tobytes()).decode()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` returned. Raises `CheckpointError` if it cannot be read."""
+        try:
+            weights = array("f", base64.b64decode(state["weights"], validate=True))
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"the critic in the checkpoint cannot be read: {error}") from error
+        if len(weights) != _NUM_WEIGHTS:
+            raise CheckpointError(f"the critic in the checkpoint has {len(weights)} weights, not {_NUM_WEIGHTS}")
+        self._weights = weights
+
+
+def turns_of(rollout: Rollout) -> Sequence[Turn]:
+    """Return the turns of a rollout; one that names none is one turn."""
+    return rollout.turns or (Turn(0, len(rollout.completion_token_ids)),)
+
+
+def _features(rollout: Rollout, number: int) -> list[int]:
+    """Return the weights that the value of a turn is the sum of: of its number, and of the end of its context."""
+    start = turns_of(rollout)[number].start
+    context = [*rollout.prompt_token_ids, *rollout.completion_token_ids[max(0, start - _NUM_TOKENS) : start]]
+    context = context[-_NUM_TOKENS:]
+    found = {number}
+    for before, token_id in zip([-1, *context], context, strict=False):
+        found.add(64 + token_id * _PRIMES[0] % (_NUM_WEIGHTS - 64))
+        found.add(64 + (before * _PRIMES[0] + token_id) * _PRIMES[1] % (_NUM_WEIGHTS - 64))
+    return sorted(found)
