@@ -32,9 +32,19 @@ def start_run(tmp_path: Path, model_dir: Path) -> Iterator[Callable[..., RunProc
         run.kill()
 
 
-@pytest.mark.parametrize("credit", ["episode", "turn", "return", "critic"])
-def test_a_run_learns_from_episodes_of_three_turns(start_run: Callable[..., RunProcess], credit: str) -> None:
-    run = start_run("--rollouts.credit", credit, "--task.params", '{ fault = "raises", every = 9 }')
+@pytest.mark.parametrize(
+    ("credit", "mode"),
+    [
+        ("episode", "pipeline"),
+        *(pytest.param(credit, "pipeline", marks=pytest.mark.exhaustive) for credit in ("turn", "return")),
+        ("critic", "conventional"),
+    ],
+)
+def test_a_run_learns_from_episodes_of_three_turns(
+    start_run: Callable[..., RunProcess], credit: str, mode: str
+) -> None:
+    settings = ("--task.params", '{ fault = "raises", every = 9 }', "--run.mode", mode)
+    run = start_run("--rollouts.credit", credit, *settings)
     assert run.wait() == 0, run.output()
     rows, summary = run.rows(), run.summary()
     assert [row["version"] for row in rows] == [1, 2, 3, 4, 5, 6]
