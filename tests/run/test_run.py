@@ -59,6 +59,10 @@ def test_pipeline_run_trains_publishes_every_step_and_writes_everything_down(
     assert sum(summary["completions_by_num_versions"].values()) == summary["num_samples"]
     assert sum(summary["completions_by_length"].values()) == summary["num_samples"]
     assert 0 < summary["paused_share"] < 1
+    assert all(0 <= row["utilisation"] <= 1 and 0 <= row["bubble_share"] <= 1 for row in rows)
+    assert 0 < summary["utilisation"] < 1
+    assert 0 < summary["bubble_share"] < 1
+    assert sum(summary["completions_by_age"].values()) == sum(row["num_step_sequences"] for row in rows)
     ledger = summary["ledger"]
     assert ledger["trained"] >= 6
     for name in ("reward", "token_lag", "lengths", "timeline"):

@@ -19,6 +19,7 @@ from inflight.errors import CheckpointError, EndpointError, InflightError, TaskE
 from inflight.pipeline.scoring import Scoring
 from inflight.pipeline.seats import Seat, SlowRequest, UnusableItem, request_of
 from inflight.rollouts import HistoryStore, Ledger, continuation, joined
+from inflight.rollouts.slots import SlotAccount
 from inflight.scheduling import (
     Abort,
     Decision,
@@ -118,6 +119,8 @@ class Actor:
     """Completions of unfinished groups, whole or in part, from an earlier life of the run; by item."""
     num_resumed_tokens: int = field(default=0, init=False)
     """Tokens of aborted completions that were continued."""
+    slots: SlotAccount = field(default_factory=SlotAccount, init=False)
+    """A completion holds its slot until the request that it belongs to has ended."""
     lost: dict[str, str] = field(default_factory=dict, init=False)
     """Endpoints that get no work because they failed, with the reason."""
     unserved: asyncio.Event = field(default_factory=asyncio.Event, init=False)
@@ -168,12 +171,14 @@ class Actor:
         if declared is not None:
             limit = min(limit, declared.max_concurrent_sequences)
         self._seats.append(Seat(endpoint, max(limit, self.sampling.n), declared))
+        self._note_slots(self._seats[-1])
 
     def retire(self, name: str, on_idle: Callable[[], None]) -> None:
         """Give an endpoint no more work. Once its requests have ended, forget it and call ``on_idle``."""
         for seat in [seat for seat in self._seats if seat.name == name]:
             self._close(seat)
             seat.on_idle = on_idle
+            self._note_slots(seat)
             self._forget_if_idle(seat)
         self._note_whether_unserved()
 
@@ -182,6 +187,7 @@ class Actor:
         for seat in self._seats:
             if seat.name in names:
                 took_work, seat.version = seat.takes_work, version
+                self._note_slots(seat)
                 self.lost.pop(seat.name, None)
                 if seat.takes_work and not took_work:
                     self.scheduler.tell(Joined(self.clock(), seat.name, seat.capacity, seat.keeps_partials))
@@ -199,11 +205,15 @@ class Actor:
                     running.cancel()
                 self._close(seat)
                 seat.version = None
+                self._note_slots(seat)
         self._note_whether_unserved()
 
     def _close(self, seat: Seat) -> None:
         if seat.takes_work:
             self.scheduler.tell(Left(self.clock(), seat.name))
+
+    def _note_slots(self, seat: Seat) -> None:
+        self.slots.note(self.clock(), seat.name, seat.capacity, seat.num_running, takes_work=seat.takes_work)
 
     def _note_whether_unserved(self) -> None:
         if any(seat.takes_work for seat in self._seats):
@@ -215,6 +225,7 @@ class Actor:
     def _forget_if_idle(self, seat: Seat) -> None:
         if seat.on_idle is not None and not seat.running and seat in self._seats:
             self._seats.remove(seat)
+            self.slots.forget(self.clock(), seat.name)
             self.lost.pop(seat.name, None)
             seat.on_idle()
 
@@ -336,10 +347,14 @@ class Actor:
 
         request = asyncio.ensure_future(sample())
         seat.running.add(request)
+        seat.num_running += len(completions)
+        self._note_slots(seat)
         running = group.requests[request] = _Running(request_id, seat, completions)
 
         def ended(request: asyncio.Task[tuple[Completion, ...]]) -> None:
             seat.running.discard(request)
+            seat.num_running -= len(completions)
+            self._note_slots(seat)
             del group.requests[request]
             if self._open.get(index) is group:  # not if the item has been settled meanwhile
                 self._settling(lambda: self._request_ended(group, running, request))

@@ -27,6 +27,11 @@ class StepBatch:
     """Tokens that are masked because they are too old."""
 
     @property
+    def ages(self) -> list[int]:
+        """For each sample, the step's version minus the one that sampled the completion's first token."""
+        return [self.version - sample.rollout.version_spans[0].version for sample in self.samples]
+
+    @property
     def num_tokens(self) -> int:
         """Training tokens: prompts and the unmasked tokens of completions."""
         return sum(len(sample.rollout.prompt_token_ids) + sum(sample.loss_mask) for sample in self.samples)

@@ -60,6 +60,8 @@ class Notes:
                 "scheduler": self.sampling.actor.scheduler.metrics(),
                 "ledger": self._ledger_counts(),
             },
+            batch.ages,
+            self.sampling.actor.slots.take(self.sampling.actor.clock()),
         )
         self.progress.step(row)
         return row
