@@ -25,6 +25,8 @@ class StepBatch:
     """Lag of every trained token."""
     num_stale_tokens: int
     """Tokens that are masked because they are too old."""
+    kept: Sequence[Sequence[bool]]
+    """For each group, which of its completions have a token that is not too old."""
 
     @property
     def ages(self) -> list[int]:
@@ -49,6 +51,7 @@ def make_batch(
     A completion whose tokens are all too old gives no sample, but denominators that count completions still count it.
     """
     samples: list[Sample] = []
+    kept: list[list[bool]] = [[] for _ in groups]
     num_stale = 0
     rewards = [[rollout.reward for rollout in group.rollouts] for group in groups]
     lengths = [[len(rollout.completion_token_ids) for rollout in group.rollouts] for group in groups]
@@ -58,6 +61,7 @@ def make_batch(
             versions = rollout.token_versions()
             loss_mask = staleness.mask(versions, version)
             num_stale += len(loss_mask) - sum(loss_mask)
+            kept[index].append(any(loss_mask))
             if any(loss_mask):
                 samples.append(Sample(rollout, [advantage] * len(versions), loss_mask, group_index=index))
     shaped = samples if composer is None else composer.shaped(samples, version)
@@ -67,7 +71,7 @@ def make_batch(
         for v, is_kept in zip(sample.rollout.token_versions(), sample.loss_mask, strict=True)
         if is_kept
     ]
-    return StepBatch(groups, shaped, version, lags, num_stale)
+    return StepBatch(groups, shaped, version, lags, num_stale, kept)
 
 
 def split_evenly(groups: Sequence[Group], num_parts: int) -> list[list[Group]]:

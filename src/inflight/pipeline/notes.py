@@ -58,6 +58,7 @@ class Notes:
                 **({"serving": serving} if serving else {}),
                 "resumed_tokens": self.sampling.actor.num_resumed_tokens,
                 "scheduler": self.sampling.actor.scheduler.metrics(),
+                "bias": self.sampling.audit.metrics(),
                 "ledger": self._ledger_counts(),
             },
             batch.ages,

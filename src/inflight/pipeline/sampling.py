@@ -23,6 +23,7 @@ from inflight.pipeline.journal import Journal
 from inflight.pipeline.scoring import Scoring
 from inflight.pipeline.time_limits import STEP_S
 from inflight.rollouts import HistoryStore, Ledger, WaitingGroups, has_signal
+from inflight.rollouts.audit import BiasAudit, Comparison
 from inflight.types import Group
 from inflight.wire import SamplingParams
 
@@ -64,6 +65,7 @@ class Sampling:
         self._tokens_per_phase = config.tokens_per_step * config.run.conventional_steps
         self._is_in_phase = False
         self._num_dropped_in_a_row = 0
+        self.audit = BiasAudit()
         self._told_reasons: set[str] = set()
         """Reasons of which the user was shown a dropped item."""
         self._wanted: int | None = None
@@ -165,9 +167,10 @@ class Sampling:
 
     def settle(self, batch: StepBatch) -> None:
         self.is_training = False
-        for group in batch.groups:
+        for group, kept in zip(batch.groups, batch.kept, strict=True):
             self.ledger.train(group.item_index)
             self.actor.settled(group.item_index, is_trained=True)
+            self._audit(group, kept)
         self.actor.wake()
 
     def _tokens_per_group(self) -> float:
@@ -248,6 +251,8 @@ class Sampling:
         """Settle a finished group that no step will use; warn if that happens many times in a row."""
         self.ledger.drop(group.item_index, reason)
         self.actor.settled(group.item_index, is_trained=False)
+        if reason == "stale":  # what is dropped for its rewards is meant to differ from what is trained on
+            self._audit(group, [False] * len(group.rollouts))
         self._num_dropped_in_a_row += 1
         num_doublings, rest = divmod(self._num_dropped_in_a_row, _NUM_DROPPED)
         if rest == 0 and num_doublings.bit_count() == 1:
@@ -261,6 +266,26 @@ class Sampling:
                     "task too hard or too easy for the model, or is its reward wrong?"
                 )
             self._note(f"the last {self._num_dropped_in_a_row} groups were dropped{self._dropped()}. {why}")
+
+    def _audit(self, group: Group, is_trained: Sequence[bool]) -> None:
+        """Count a settled group, and tell the user if training prefers some completions: at once, and each doubling."""
+        lengths = [len(rollout.completion_token_ids) for rollout in group.rollouts]
+        found = self.audit.settled(lengths, is_trained, [rollout.reward for rollout in group.rollouts])
+        self._tell_bias(found)
+
+    def _tell_bias(self, found: Mapping[str, Comparison]) -> None:
+        if not found or self.audit.num_alarms.bit_count() != 1:
+            return
+        what = "; ".join(
+            f"the median {name} of trained completions is {it.median_trained:g}, and of those left out "
+            f"{it.median_left_out:g} (Kolmogorov-Smirnov distance {it.distance:.2f}, p {it.p:.1g})"
+            for name, it in found.items()
+        )
+        self._note(
+            f"training prefers some completions to others: {what}. They are left out because they are too old by "
+            f"rollouts.max_lag; this is alarm {self.audit.num_alarms}. Raise rollouts.max_lag, or lower "
+            "servers.max_concurrent, so that fewer groups are under way"
+        )
 
     def _item_dropped(self, item: DroppedItem) -> None:
         """Record an item that the actor dropped; the first one of each reason is shown."""

@@ -17,7 +17,7 @@ class ShortestFirst(Scheduler):
     """Issues the shortest expected groups first, and no group later than ``max_wait`` steps.
 
     Groups of like length run together, so fewer slots wait for a long one. Which groups are trained first then depends
-    on their length: the run compares what is trained with what was sampled, and says so when they part.
+    on their length. The run says when long ones are left out of training (`BiasAudit`), not when they only come later.
     """
 
     def __init__(
