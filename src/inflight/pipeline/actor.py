@@ -56,8 +56,10 @@ class DroppedItem:
 
     index: int
     reason: str
-    """``unusable`` or ``failed``, as the ledger counts it."""
+    """``unusable``, ``failed`` or ``stale``, as the ledger counts it."""
     what_happened: str
+    lengths: tuple[int, ...] = ()
+    """Tokens that its completions had; empty if that is not known of all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,10 @@ class _OpenGroup:
     """Digest of the prompt, by which schedulers know it."""
     sampled: list[Completion | None]
     """What is there of each; its finish reason is ``abort`` until it is whole."""
+    begun: list[int | None]
+    """Oldest version that its first token may have, if it has been issued and nothing of it is there."""
+    is_given_up: bool = False
+    """Whether its requests are being aborted because it seems to be too old; the scheduler knows it no more."""
     requests: dict[asyncio.Task[Any], _Running] = field(default_factory=dict)
     endpoints: list[str] = field(default_factory=list)
     num_requests: int = 0
@@ -93,6 +99,14 @@ class _OpenGroup:
     def whole(self) -> list[Completion]:
         """The completions that have finished."""
         return [one for one in self.sampled if one is not None and one.finish_reason != "abort"]
+
+    @property
+    def first_versions(self) -> list[int | None]:
+        """Version of the first token of each completion, or a bound below it; None before it is issued."""
+        return [
+            begun if one is None else one.version_spans[0].version
+            for one, begun in zip(self.sampled, self.begun, strict=True)
+        ]
 
 
 @dataclass(eq=False)
@@ -139,6 +153,8 @@ class Actor:
     quiet: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     """Set while nothing is sampled or scored, and nothing may be issued."""
     _failure: BaseException | None = field(default=None, init=False)
+    _can_train: Callable[[int], bool] = field(default=lambda _: True, init=False)
+    """As `drop_stale` was told last, for groups that are given up."""
 
     @property
     def num_running(self) -> int:
@@ -278,6 +294,36 @@ class Actor:
         """Tell the scheduler that the step which starts from ``version`` has enough groups."""
         self._tell(StepReady(self.clock(), version))
 
+    def drop_stale(self, can_train: Callable[[int], bool]) -> None:
+        """End the unfinished groups of which no completion can be trained on, by the version of its first token.
+
+        Where a completion began after its request was sent is only known once it is back. A group that turns out to be
+        young enough is sampled further, if its endpoint keeps what was aborted.
+        """
+        for group in [*self._open.values()]:
+            if group.is_given_up or len(group.whole) == self.sampling.n or not _is_stale(group, can_train):
+                continue
+            group.is_given_up = True
+            self._can_train = can_train
+            self._tell(Withdrawn(self.clock(), group.item.index))
+            for request, running in [*group.requests.items()]:
+                self._abort(request, running)
+            self._drop_if_stale(group)
+
+    def _drop_if_stale(self, group: _OpenGroup) -> None:
+        """Decide what becomes of a group that is given up, once all its requests have ended."""
+        if group.requests:
+            return
+        index = group.item.index
+        if _is_stale(group, self._can_train):
+            lengths = [len(one.token_ids) for one in group.sampled if one is not None]
+            what = "the first tokens of all its completions are older than rollouts.max_lag allows"
+            self._drop(index, "stale", what, tuple(lengths) if len(lengths) == self.sampling.n else ())
+            return
+        group.is_given_up = False
+        group.begun = [None] * self.sampling.n
+        self._tell_offered(group)
+
     def _offer(self) -> None:
         """Take the next item from the ledger, render its prompt, and offer it; drop it if it can never be trained."""
         index = self.ledger.next_item()
@@ -300,9 +346,14 @@ class Actor:
             return
         prompt = hashlib.blake2b(repr(prompt_token_ids).encode(), digest_size=12).hexdigest()
         sampled = list(self.saved.pop(index, (None,) * self.sampling.n))
-        group = self._open[index] = _OpenGroup(item, self._num_offered, prompt_token_ids, prompt, sampled)
-        num_tokens = tuple(0 if one is None else len(one.token_ids) for one in sampled)
-        self._tell(Offered(self.clock(), index, prompt, len(prompt_token_ids), num_tokens))
+        begun: list[int | None] = [None] * self.sampling.n
+        group = self._open[index] = _OpenGroup(item, self._num_offered, prompt_token_ids, prompt, sampled, begun)
+        self._tell_offered(group)
+
+    def _tell_offered(self, group: _OpenGroup) -> None:
+        """Offer a group with what is there of it."""
+        index, num_tokens = group.item.index, tuple(0 if one is None else len(one.token_ids) for one in group.sampled)
+        self._tell(Offered(self.clock(), index, group.prompt, len(group.prompt_token_ids), num_tokens))
         for one in group.whole:
             self._tell(Finished(self.clock(), index, one.index, len(one.token_ids)))
         self._score_if_whole(group)
@@ -332,6 +383,9 @@ class Actor:
         group.num_requests += 1
         if seat.name not in group.endpoints:
             group.endpoints.append(seat.name)
+        for i in completions:
+            # A request that is sent during an update may begin with the next version.
+            group.begun[i] = None if seat.version is None else seat.version + (not seat.keeps_partials)
         index = group.item.index
         request_id = f"item-{index}-{group.serial}-{group.num_requests}"
         parts = () if len(completions) == self.sampling.n else (completions[0],)
@@ -429,6 +483,11 @@ class Actor:
         for i, new in zip(running.completions, sampled, strict=False):
             if new.token_ids:
                 group.sampled[i] = new.model_copy(update={"index": i})
+            else:
+                group.begun[i] = None
+        if group.is_given_up:
+            self._drop_if_stale(group)
+            return
         if not group.has_part:
             self._requeue(group)
             return
@@ -437,6 +496,7 @@ class Actor:
             one = group.sampled[i]
             num_tokens = 0 if one is None else len(one.token_ids)
             is_whole = one is not None and one.finish_reason != "abort"
+            group.begun[i] = None
             self._tell(Finished(now, index, i, num_tokens) if is_whole else Returned(now, index, i, num_tokens))
         self._score_if_whole(group)
 
@@ -487,11 +547,11 @@ class Actor:
             self._fail(TaskError(f"none of the first {self._num_unusable} prompts can be used; the last: {why}"))
         self._drop(index, "unusable", why)
 
-    def _drop(self, index: int, reason: str, what_happened: str) -> None:
+    def _drop(self, index: int, reason: str, what_happened: str, lengths: tuple[int, ...] = ()) -> None:
         self._num_failures.pop(index, None)
         self.ledger.drop(index, reason)
         self._withdraw(index)
-        self.on_end(DroppedItem(index, reason, what_happened))
+        self.on_end(DroppedItem(index, reason, what_happened, lengths))
 
     def _requeue(self, group: _OpenGroup) -> None:
         self.ledger.requeue(group.item.index)
@@ -504,7 +564,8 @@ class Actor:
         if group is not None:
             for request in group.requests:
                 request.cancel()
-            self._tell(Withdrawn(self.clock(), index))
+            if not group.is_given_up:
+                self._tell(Withdrawn(self.clock(), index))
 
 
 def parse_partials(data: Mapping[str, Any], group_size: int) -> dict[int, Sequence[Completion | None]]:
@@ -520,6 +581,10 @@ def parse_partials(data: Mapping[str, Any], group_size: int) -> dict[int, Sequen
     except (TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"the unfinished groups in the checkpoint cannot be read: {error}") from error
     return {index: sampled for index, sampled in parsed.items() if len(sampled) == group_size}
+
+
+def _is_stale(group: _OpenGroup, can_train: Callable[[int], bool]) -> bool:
+    return not any(version is None or can_train(version) for version in group.first_versions)
 
 
 def _seed(seed: int, index: int, *parts: int) -> int:
