@@ -535,11 +535,11 @@ def killed_and_resumed(
 
 def test_a_window_of_which_groups_are_dropped_does_not_hold_the_run_back(start_run: Callable[..., RunProcess]) -> None:
     run = start_run(
-        *("--rollouts.staleness", "windowed_fifo", "--rollouts.max_lag", "1", "--run.num_steps", "20"),
+        *("--rollouts.staleness", "windowed_fifo", "--rollouts.max_lag", "1", "--run.num_steps", "10"),
         *("--task.name", "tests.run.tasks:teaches_half_the_time", "--run.step_timeout_s", "30"),
     )
     assert run.wait() == 0, run.output()
-    assert run.summary()["ledger"]["dropped"]["equal rewards"] > 10
+    assert run.summary()["ledger"]["dropped"]["equal rewards"] > 5
 
 
 def test_groups_that_grow_too_old_while_they_run_are_aborted(start_run: Callable[..., RunProcess]) -> None:
