@@ -543,10 +543,19 @@ class StalenessPolicy(Protocol):
     def trainable(self, waiting: Sequence[int], oldest: int, groups_per_step: float) -> Sequence[bool]:
         """Return which of the waiting groups a step may be made of; by default all of them.
 
-        Groups are given by the order in which they were offered; ``oldest`` is the first one that is neither trained
-        nor dropped.
+        Groups are given by the order in which they were offered; ``oldest`` is the first one that is sampled or scored,
+        or the next to be offered if none is. Groups before it must be allowed, or nothing might ever be trained.
         """
         return [True] * len(waiting)
+
+    def can_train(self, first_version: int, trainer_version: int) -> bool:
+        """Return whether a completion whose first token ``first_version`` sampled may still be trained on.
+
+        That is, whether `mask` may keep any of its tokens, those included that are not sampled yet, in a step from
+        ``trainer_version`` or a later one. By default it may. If no completion of a group may, sampling of the group
+        ends, and the group is dropped.
+        """
+        return True
 
     def after_step(self, version: int, effective_sample_size: float | None) -> None:
         """Take note of a step that led to ``version``; nothing by default. Raises `TrainerError` to stop the run.

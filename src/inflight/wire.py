@@ -477,6 +477,11 @@ class Completion(WireModel):
         return len(self.token_ids)
 
     @property
+    def first_version(self) -> int | None:
+        """Version that sampled the first token; None if there is none."""
+        return self.version_spans[0].version if self.version_spans else None
+
+    @property
     def is_whole(self) -> bool:
         """Whether it ended by itself; if not, it was aborted and may be continued."""
         return self.finish_reason != "abort"

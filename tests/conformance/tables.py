@@ -340,7 +340,7 @@ def rollouts_table() -> str:
         recall = "" if row["recall"] is None else f"{100 * row['recall']:.0f} %"
         lines.append(
             f"| `{row['name']}` | {row['paper']} | {row['claim']} | {' | '.join(cells)} | {recall} "
-            f"| {row['decision_ms']:.2f} ms |"
+            f"| {row['decision_ms']:.3f} ms |"
         )
     return "\n".join(lines)
 

@@ -208,13 +208,7 @@ def test_logprobs_and_spans_are_true_while_weights_change_under_drafts(
     model_dir: Path, tmp_path: Path, policy: str, reference: Any
 ) -> None:
     """Versions are near each other, as those of a trainer are: some drafts are accepted and others are not."""
-    models = {0: load_reference(model_dir)}
-    for version in range(1, 4):
-        models[version] = load_reference(model_dir)
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(version)
-            for parameter in models[version].parameters():
-                parameter.mul_(1 + 0.05 * torch.randn_like(parameter))
+    models = near_models(model_dir, 4)
     requests = ragged((1.0, 0.8), n=1, max_tokens=300)
     plain, _ = answers_of(model_dir, requests, None)
     for history, accepts in ((right(requests, plain), True), (wrong(requests, plain), False)):
@@ -228,15 +222,53 @@ def test_logprobs_and_spans_are_true_while_weights_change_under_drafts(
             assert_close(completion.logprobs, expected)
 
 
+@pytest.mark.parametrize(("policy", "reference"), [("keep", kept_cache_logprobs), ("recompute", recomputed_logprobs)])
+def test_logprobs_and_spans_are_true_while_an_update_comes_after_every_few_steps_of_drafts(
+    model_dir: Path, policy: str, reference: Any
+) -> None:
+    models = near_models(model_dir, 21)
+    requests = ragged((1.0, 0.8), n=1, max_tokens=400)
+    plain, _ = answers_of(model_dir, requests, None)
+    completions, stats = _answered_during_updates(
+        model_dir, models, requests, right(requests, plain), policy, num_between=60
+    )
+    assert stats.num_accepted > 100
+    assert stats.num_updates == 20
+    assert max(len(completion.version_spans) for completion in completions) > 15
+    for request, completion in zip(requests, completions, strict=True):
+        Completion.model_validate(completion.model_dump())
+        versions = [span.version for span in completion.version_spans]
+        assert versions == sorted({*versions})
+        expected = reference(models, request.prompt_token_ids, completion, request.sampling.temperature)
+        assert_close(completion.logprobs, expected)
+
+
+def near_models(path: Path, number: int) -> dict[int, Any]:
+    """Return a model and others near it, by version, as those of a trainer are: some drafts are accepted by all."""
+    models = {version: load_reference(path) for version in range(number)}
+    for version in range(1, number):
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(version)
+            for parameter in models[version].parameters():
+                parameter.mul_(1 + 0.05 * torch.randn_like(parameter))
+    return models
+
+
 def _answered_during_updates(
-    path: Path, models: dict[int, Any], requests: Sequence[GenerateRequest], history: DraftHistory, policy: Any
+    path: Path,
+    models: dict[int, Any],
+    requests: Sequence[GenerateRequest],
+    history: DraftHistory,
+    policy: Any,
+    num_between: int = 150,
 ) -> tuple[list[Completion], EngineStats]:
+    """Publish each model in turn, ``num_between`` tokens after the one before it was published."""
     endpoint = load_endpoint(path, device="cpu", max_concurrent=5, drafts="both")
     with WeightPublisher([endpoint], ProcessGroupSender(), run_id="run") as publisher:
         publisher.start(endpoint.record_history, history).result(60)
         futures = [publisher.start(endpoint.generate, request) for request in requests]
         for version in range(1, len(models)):
-            until = endpoint.stats().num_tokens + 150
+            until = endpoint.stats().num_tokens + num_between
             wait_in_thread(lambda until=until: endpoint.stats().num_tokens >= until)  # type: ignore[misc]
             worker: Any = CheckpointWorker.of_model(models[version], version)
             report = publish_weights(worker, publisher, in_flight=policy, deadline_s=30.0)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import time
 
+from inflight.rollouts.staleness import TrajectoryLag
 from inflight.types import TaskItem
 
 
@@ -55,6 +57,17 @@ def stops_teaching(seed: int) -> StopsTeaching:
     return StopsTeaching(seed)
 
 
+class TeachesHalfTheTime(CountLetters):
+    """Like `CountLetters` for half of the items; for the others no completion is better than another."""
+
+    def score(self, item: TaskItem, completion: str) -> float:
+        return super().score(item, completion) if random.Random(item.index).random() < 0.5 else 0.0
+
+
+def teaches_half_the_time(seed: int) -> TeachesHalfTheTime:
+    return TeachesHalfTheTime(seed)
+
+
 class AlwaysZero:
     """No completion is better than another."""
 
@@ -69,3 +82,21 @@ class AlwaysZero:
 
 def always_zero(seed: int) -> AlwaysZero:
     return AlwaysZero()
+
+
+class RepeatedPrompts(CountLetters):
+    """Like `CountLetters`, over four prompts that come back again and again."""
+
+    def item(self, index: int) -> TaskItem:
+        return TaskItem(index, super().item(index % 4).prompt)
+
+
+def repeated_prompts(seed: int) -> RepeatedPrompts:
+    return RepeatedPrompts(seed)
+
+
+class OnPolicyWithoutAdmission(TrajectoryLag):
+    """Lets any number of groups be under way, so that most of them grow too old."""
+
+    def max_outstanding_groups(self, groups_per_step: float) -> int:
+        return 1000

@@ -18,7 +18,7 @@ from inflight.rollouts import HistoryStore, Ledger, load_task
 from inflight.rollouts.schedulers import LeastLoaded
 from inflight.types import Group
 from inflight.wire import GenerateRequest, GenerateResponse, SamplingParams, WeightVersion
-from tests.servers import ServerProcess
+from tests.servers import TOKEN, ServerProcess
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -270,3 +270,81 @@ def test_nothing_runs_any_more_when_the_end_of_the_last_group_is_told(
 
     asyncio.run(run())
     assert running_at_end == [0, 0, 0]  # finished, unusable, re-queued: one at a time
+
+
+async def until_running(endpoint: HttpEndpoint, number: int) -> None:
+    """Wait until the server runs so many completions; the caller has a deadline."""
+    while (await endpoint.weight_version()).num_running != number:  # noqa: ASYNC110 - in another process
+        await asyncio.sleep(0.01)
+
+
+def act_on_stale(
+    endpoint: HttpEndpoint, model: Path, version: int, can_train: Callable[[int], bool], *, keeps_partials: bool
+) -> Acted:
+    """Sample three groups of 400 tokens and drop stale ones while they run.
+
+    Returns what came of them, once the server runs nothing any more.
+    """
+    outcome = Acted()
+
+    async def run() -> None:
+        actor = Actor(
+            Completions(
+                load_task("tests.run.tasks:count_letters", {}, 0),
+                load_tokenizer(model),
+                SamplingParams(n=2, max_tokens=400),
+                4096,
+                10.0,
+            ),
+            outcome.ledger,
+            LeastLoaded(group_size=2),
+            HistoryStore(),
+            seed=0,
+            may_issue=lambda: outcome.ledger.outstanding + sum(outcome.ledger.num_dropped.values()) < 3,
+            on_end=outcome.note,
+        )
+        declared = (await endpoint.capabilities()).model_copy(update={"partial_rollouts": keeps_partials})
+        actor.add(endpoint, 6, declared)
+        actor.serve([endpoint.name], version)
+        running = asyncio.ensure_future(actor.run())
+        await until_running(endpoint, 6)
+        actor.drop_stale(can_train)
+        while len(outcome.groups) + len(outcome.drops) < 3:
+            await asyncio.wait({running}, timeout=0.01)
+        await until_running(endpoint, 0)
+        outcome.lost = dict(actor.lost)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await endpoint.aclose()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    return outcome
+
+
+@pytest.mark.parametrize("keeps_partials", [True, False], ids=["keeps_partials", "keeps_none"])
+def test_running_groups_that_are_too_old_are_aborted_and_dropped(
+    shared_server: ServerProcess, model_dir: Path, keeps_partials: bool
+) -> None:
+    endpoint = HttpEndpoint(shared_server.url, token=TOKEN)
+    outcome = act_on_stale(endpoint, model_dir, 0, lambda first: first > 1, keeps_partials=keeps_partials)
+    assert outcome.ledger.num_dropped == {"stale": 3}
+    assert not outcome.groups
+    assert not outcome.lost
+    for drop in outcome.drops:
+        assert len(drop.lengths) == (2 if keeps_partials else 0)
+        assert all(0 < length < 400 for length in drop.lengths)
+
+
+def test_a_group_that_turns_out_to_have_begun_later_than_it_was_sent_is_sampled_on(
+    shared_server: ServerProcess, model_dir: Path
+) -> None:
+    """By what was published when they were sent they are too old; their own tokens say that they are not."""
+    endpoint = HttpEndpoint(shared_server.url, token=TOKEN)
+    outcome = act_on_stale(endpoint, model_dir, -1, lambda first: first >= 0, keeps_partials=True)
+    assert not outcome.drops
+    assert sorted(outcome.items) == [0, 1, 2]
+    assert outcome.ledger.num_dropped == {}
+    for group in outcome.groups:
+        assert all(
+            len(rollout.completion_token_ids) == 400 or rollout.finish_reason == "stop" for rollout in group.rollouts
+        )

@@ -59,6 +59,10 @@ def test_pipeline_run_trains_publishes_every_step_and_writes_everything_down(
     assert sum(summary["completions_by_num_versions"].values()) == summary["num_samples"]
     assert sum(summary["completions_by_length"].values()) == summary["num_samples"]
     assert 0 < summary["paused_share"] < 1
+    assert all(0 <= row["utilisation"] <= 1 and 0 <= row["bubble_share"] <= 1 for row in rows)
+    assert 0 < summary["utilisation"] < 1
+    assert 0 < summary["bubble_share"] < 1
+    assert sum(summary["completions_by_age"].values()) == sum(row["num_step_sequences"] for row in rows)
     ledger = summary["ledger"]
     assert ledger["trained"] >= 6
     for name in ("reward", "token_lag", "lengths", "timeline"):
@@ -478,11 +482,38 @@ def test_a_run_that_is_killed_loses_nothing_and_trains_nothing_twice(
     start_run: Callable[..., RunProcess], scheduler: str, mode: str
 ) -> None:
     """Killed with everything at a moment of chance, and resumed from the last checkpoint, partial completions too."""
-    settings = ("--rollouts.scheduler", scheduler, "--run.mode", mode, "--run.checkpoint_every_steps", "2")
+    killed_and_resumed(start_run, "--rollouts.scheduler", scheduler, "--run.mode", mode)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("staleness", [name for name in STALENESS if name != "max_lag"])
+@pytest.mark.parametrize("mode", ["pipeline", "conventional"])
+def test_a_run_under_any_staleness_policy_that_is_killed_loses_nothing_and_trains_nothing_twice(
+    start_run: Callable[..., RunProcess], staleness: str, mode: str
+) -> None:
+    """With a small bound, and an effective sample size that some steps fall below: the guard's state is restored."""
+    policy = ("--rollouts.staleness", staleness, "--rollouts.max_lag", "2", "--rollouts.min_ess", "0.9")
+    scheduler = ("--rollouts.scheduler", "over_provision") if mode == "conventional" else ()
+    rows, state = killed_and_resumed(start_run, *policy, *scheduler, "--run.mode", mode)
+    assert state["staleness_name"] == staleness
+    assert set(state["staleness"]) == {"floor", "policy"}
+    assert all(row["lag_max"] <= 2 for row in rows)
+    if staleness != "windowed_fifo":  # which bounds the lag of each token, not of a completion's first
+        assert all(int(age) <= 2 for row in rows for age in row["completions_by_age"])
+
+
+def killed_and_resumed(
+    start_run: Callable[..., RunProcess], *settings: str
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Kill a run with everything at a moment of chance, resume it for a few steps, and check its ledger.
+
+    Returns the rows of both lives, and the state of the checkpoint that it was resumed from.
+    """
+    settings = (*settings, "--run.checkpoint_every_steps", "2")
     fleet = ("--servers.count", "2", "--servers.max_concurrent", "16")
     run = start_run(*settings, *fleet, "--run.num_steps", "100000")
     run.wait_for_steps(4)
-    time.sleep(random.Random(f"{scheduler} {mode}").random())
+    time.sleep(random.Random(" ".join(settings)).random())
     run.kill()
     latest = max((run.directory / "checkpoints").glob("version-*.json"))
     state = json.loads(latest.read_text())
@@ -499,3 +530,60 @@ def test_a_run_that_is_killed_loses_nothing_and_trains_nothing_twice(
     # An item is finished at most once in each life of the run: what was saved of it is continued, not begun again.
     items = [event["item"] for event in resumed.events("group")]
     assert max(Counter(items).values()) <= 2
+    return resumed.rows(), state
+
+
+def test_a_window_of_which_groups_are_dropped_does_not_hold_the_run_back(start_run: Callable[..., RunProcess]) -> None:
+    run = start_run(
+        *("--rollouts.staleness", "windowed_fifo", "--rollouts.max_lag", "1", "--run.num_steps", "10"),
+        *("--task.name", "tests.run.tasks:teaches_half_the_time", "--run.step_timeout_s", "30"),
+    )
+    assert run.wait() == 0, run.output()
+    assert run.summary()["ledger"]["dropped"]["equal rewards"] > 5
+
+
+def test_groups_that_grow_too_old_while_they_run_are_aborted(start_run: Callable[..., RunProcess]) -> None:
+    """Far more groups are under way than one step takes, and nothing may lag: what still runs then is given up."""
+    run = start_run(
+        *("--rollouts.staleness", "tests.run.tasks:OnPolicyWithoutAdmission", "--rollouts.max_lag", "0"),
+        *("--sampling.max_tokens", "400", "--servers.max_concurrent", "64", "--run.num_steps", "3"),
+    )
+    assert run.wait() == 0, run.output()
+    dropped = [event["item"] for event in run.events("drop") if event["reason"] == "stale"]
+    finished = {event["item"] for event in run.events("group")}
+    assert dropped
+    assert not finished & {*dropped}
+    assert "was dropped (stale): the first tokens of all its completions are older" in run.output()
+    assert {age for row in run.rows() for age in row["completions_by_age"]} == {"0"}
+    ledger = json.loads(max((run.directory / "checkpoints").glob("version-*.json")).read_text())["ledger"]
+    assert ledger["num_dropped"]["stale"] >= len(dropped)
+    settled = ledger["num_trained"] + sum(ledger["num_dropped"].values())
+    assert ledger["next_new"] == settled + len(ledger["unsettled"])
+
+
+@pytest.mark.exhaustive
+def test_a_run_over_repeated_prompts_accepts_drafts_from_its_own_history(start_run: Callable[..., RunProcess]) -> None:
+    """Four prompts come back again and again; the server drafts from what the run has sent it."""
+    run = start_run(
+        *("--servers.drafts", "history", "--task.name", "tests.run.tasks:repeated_prompts"),
+        *("--train.learning_rate", "1e-2", "--run.num_steps", "100000"),
+    )
+    run.wait_for_steps(8)
+    counters: dict[str, float] = {}
+
+    def has_accepted() -> bool:
+        lines = httpx.get(f"{run.server_urls()[0]}/metrics").text.splitlines()
+        values = (line.split() for line in lines if not line.startswith("#"))
+        counters.update((name, float(value)) for name, value in values)
+        return counters["inflight_accepted_tokens_total"] > 100
+
+    run.wait_until(has_accepted)
+    run.interrupt()
+    assert run.wait() == 130, run.output()
+    assert counters["inflight_verifications_total"] > 10
+    assert counters["inflight_accepted_tokens_total"] <= counters["inflight_drafted_tokens_total"]
+    assert all(row["mismatch_k3"] < 1e-4 for row in run.rows()[:1])  # float32 on both sides, drafted or not
+    ledger = json.loads(max((run.directory / "checkpoints").glob("version-*.json")).read_text())["ledger"]
+    settled = ledger["num_trained"] + sum(ledger["num_dropped"].values())
+    assert ledger["next_new"] == settled + len(ledger["unsettled"])
+    assert run.summary()["failure"] is None

@@ -83,7 +83,7 @@ def trained_lags(policy, groups_per_step, seed, *, restarts=()):
                 running[group].append(version)
             if dice.random() < 0.2:
                 waiting[group] = running.pop(group)
-        oldest = min([*running, *waiting])
+        oldest = min([*running, serial])
         ids = sorted(waiting)
         allowed = [g for g, ok in zip(ids, policy.trainable(ids, oldest, groups_per_step), strict=True) if ok]
         for group in [g for g in ids if not any(policy.mask(waiting[g], version))]:
@@ -145,3 +145,25 @@ def test_a_low_effective_sample_size_waits_for_on_policy_data_or_stops_the_run()
     policy.after_step(9, None)  # a loss without ratios
     with pytest.raises(TrainerError, match=r"version 3 is 0\.400, below rollouts\.min_ess 0\.5"):
         EssGuard(MaxLag(4), threshold=0.5, stops=True).after_step(3, 0.4)
+
+
+@pytest.mark.parametrize("name", STALENESS)
+@given(
+    max_lag=st.integers(0, 4),
+    first=st.integers(0, 9),
+    steps=st.lists(st.integers(0, 2), max_size=8),
+    age=st.integers(0, 9),
+    is_guarded=st.booleans(),
+)
+@settings(deadline=None)
+def test_what_can_be_trained_on_no_more_is_masked_whatever_comes(name, max_lag, first, steps, age, is_guarded):
+    policy = STALENESS[name](max_lag=max_lag)
+    policy = EssGuard(policy, 0.3) if is_guarded else policy
+    versions = [first]
+    for step in steps:
+        versions.append(versions[-1] + step)
+    trainer_version = first + age
+    if not policy.can_train(first, trainer_version):
+        assert not any(policy.mask(versions, max(trainer_version, versions[-1])))
+    elif name in ("eta_gate", "trajectory"):
+        assert all(policy.mask([first, trainer_version], trainer_version))

@@ -45,6 +45,11 @@ class PlayedEpisode(WireModel):
         return sum(call.completion.num_tokens for call in self.calls)
 
     @property
+    def first_version(self) -> int | None:
+        """Version that sampled the first token; None if the episode failed."""
+        return self.calls[0].completion.first_version if self.calls else None
+
+    @property
     def is_whole(self) -> bool:
         return True
 

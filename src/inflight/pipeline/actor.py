@@ -19,6 +19,7 @@ from inflight.errors import CheckpointError, EndpointError, InflightError, TaskE
 from inflight.pipeline.seats import Seat, SlowRequest, UnusableItem
 from inflight.pipeline.work import Order, Sampled, ScoredGroup, Work
 from inflight.rollouts import HistoryStore, Ledger
+from inflight.rollouts.slots import SlotAccount
 from inflight.scheduling import (
     Abort,
     Decision,
@@ -55,8 +56,10 @@ class DroppedItem:
 
     index: int
     reason: str
-    """``unusable``, ``failed`` or ``failed episodes``, as the ledger counts it."""
+    """``unusable``, ``failed``, ``failed episodes`` or ``stale``, as the ledger counts it."""
     what_happened: str
+    lengths: tuple[int, ...] = ()
+    """Tokens that its completions had; empty if that is not known of all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,10 @@ class _OpenGroup:
     """Digest of the prompt, by which schedulers know it."""
     sampled: list[Sampled | None]
     """What is there of each, whole or in part."""
+    begun: list[int | None]
+    """Oldest version that its first token may have, if it has been issued and nothing of it is there."""
+    is_given_up: bool = False
+    """Whether its requests are being aborted because it seems to be too old; the scheduler knows it no more."""
     is_scoring: bool = False
     requests: dict[asyncio.Task[Any], _Running] = field(default_factory=dict)
     endpoints: list[str] = field(default_factory=list)
@@ -92,6 +99,13 @@ class _OpenGroup:
     def whole(self) -> list[tuple[int, Sampled]]:
         """Those that have finished, with their numbers."""
         return [(i, one) for i, one in enumerate(self.sampled) if one is not None and one.is_whole]
+
+    @property
+    def first_versions(self) -> list[int | None]:
+        """Version of the first token of each completion, or a bound below it; None before it is issued."""
+        return [
+            begun if one is None else one.first_version for one, begun in zip(self.sampled, self.begun, strict=True)
+        ]
 
 
 @dataclass(eq=False)
@@ -120,6 +134,8 @@ class Actor:
     """Tokens of aborted completions that were continued."""
     num_rewritten: int = field(default=0, init=False)
     """Conversations that went on from another rendering of their past, as another rollout."""
+    slots: SlotAccount = field(default_factory=SlotAccount, init=False)
+    """A completion holds its slot until the request that it belongs to has ended."""
     lost: dict[str, str] = field(default_factory=dict, init=False)
     """Endpoints that get no work because they failed, with the reason."""
     unserved: asyncio.Event = field(default_factory=asyncio.Event, init=False)
@@ -138,6 +154,8 @@ class Actor:
     quiet: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     """Set while nothing is sampled or scored, and nothing may be issued."""
     _failure: BaseException | None = field(default=None, init=False)
+    _can_train: Callable[[int], bool] = field(default=lambda _: True, init=False)
+    """As `drop_stale` was told last, for groups that are given up."""
 
     @property
     def num_running(self) -> int:
@@ -184,12 +202,14 @@ class Actor:
         if declared is not None:
             limit = min(limit, declared.max_concurrent_sequences)
         self._seats.append(Seat(endpoint, max(limit, self.work.size if self.work.is_one_request else 1), declared))
+        self._note_slots(self._seats[-1])
 
     def retire(self, name: str, on_idle: Callable[[], None]) -> None:
         """Give an endpoint no more work. Once its requests have ended, forget it and call ``on_idle``."""
         for seat in [seat for seat in self._seats if seat.name == name]:
             self._close(seat)
             seat.on_idle = on_idle
+            self._note_slots(seat)
             self._forget_if_idle(seat)
         self._note_whether_unserved()
 
@@ -198,6 +218,7 @@ class Actor:
         for seat in self._seats:
             if seat.name in names:
                 took_work, seat.version = seat.takes_work, version
+                self._note_slots(seat)
                 self.lost.pop(seat.name, None)
                 if seat.takes_work and not took_work:
                     self.scheduler.tell(Joined(self.clock(), seat.name, seat.capacity, self._keeps_partials(seat)))
@@ -215,6 +236,7 @@ class Actor:
                     running.cancel()
                 self._close(seat)
                 seat.version = None
+                self._note_slots(seat)
         self._note_whether_unserved()
 
     def _keeps_partials(self, seat: Seat) -> bool:
@@ -223,6 +245,9 @@ class Actor:
     def _close(self, seat: Seat) -> None:
         if seat.takes_work:
             self.scheduler.tell(Left(self.clock(), seat.name))
+
+    def _note_slots(self, seat: Seat) -> None:
+        self.slots.note(self.clock(), seat.name, seat.capacity, seat.num_running, takes_work=seat.takes_work)
 
     def _note_whether_unserved(self) -> None:
         if any(seat.takes_work for seat in self._seats):
@@ -234,6 +259,7 @@ class Actor:
     def _forget_if_idle(self, seat: Seat) -> None:
         if seat.on_idle is not None and not seat.running and seat in self._seats:
             self._seats.remove(seat)
+            self.slots.forget(self.clock(), seat.name)
             self.lost.pop(seat.name, None)
             seat.on_idle()
 
@@ -287,6 +313,36 @@ class Actor:
         """Tell the scheduler that the step which starts from ``version`` has enough groups."""
         self._tell(StepReady(self.clock(), version))
 
+    def drop_stale(self, can_train: Callable[[int], bool]) -> None:
+        """End the unfinished groups of which no completion can be trained on, by the version of its first token.
+
+        Where a completion began after its request was sent is only known once it is back. A group that turns out to be
+        young enough is sampled further, if its endpoint keeps what was aborted.
+        """
+        for group in [*self._open.values()]:
+            if group.is_given_up or group.is_scoring or not _is_stale(group, can_train):
+                continue
+            group.is_given_up = True
+            self._can_train = can_train
+            self._tell(Withdrawn(self.clock(), group.item.index))
+            for request, running in [*group.requests.items()]:
+                self._abort(request, running)
+            self._drop_if_stale(group)
+
+    def _drop_if_stale(self, group: _OpenGroup) -> None:
+        """Decide what becomes of a group that is given up, once all its requests have ended."""
+        if group.requests:
+            return
+        index = group.item.index
+        if _is_stale(group, self._can_train):
+            lengths = [one.num_tokens for one in group.sampled if one is not None]
+            what = "the first tokens of all its completions are older than rollouts.max_lag allows"
+            self._drop(index, "stale", what, tuple(lengths) if len(lengths) == self.work.size else ())
+            return
+        group.is_given_up = False
+        group.begun = [None] * self.work.size
+        self._tell_offered(group)
+
     def _offer(self) -> None:
         """Take the next item from the ledger, render its prompt, and offer it; drop it if it can never be trained."""
         index = self.ledger.next_item()
@@ -303,9 +359,14 @@ class Actor:
             return
         prompt = hashlib.blake2b(repr(prompt_token_ids).encode(), digest_size=12).hexdigest()
         sampled = list(self.saved.pop(index, (None,) * self.work.size))
-        group = self._open[index] = _OpenGroup(item, self._num_offered, prompt_token_ids, prompt, sampled)
-        num_tokens = tuple(0 if one is None else one.num_tokens for one in sampled)
-        self._tell(Offered(self.clock(), index, prompt, len(prompt_token_ids), num_tokens))
+        begun: list[int | None] = [None] * self.work.size
+        group = self._open[index] = _OpenGroup(item, self._num_offered, prompt_token_ids, prompt, sampled, begun)
+        self._tell_offered(group)
+
+    def _tell_offered(self, group: _OpenGroup) -> None:
+        """Offer a group with what is there of it."""
+        index, num_tokens = group.item.index, tuple(0 if one is None else one.num_tokens for one in group.sampled)
+        self._tell(Offered(self.clock(), index, group.prompt, len(group.prompt_token_ids), num_tokens))
         for i, one in group.whole:
             self._tell(Finished(self.clock(), index, i, one.num_tokens))
         self._score_if_enough(group)
@@ -335,6 +396,9 @@ class Actor:
         group.num_requests += 1
         if seat.name not in group.endpoints:
             group.endpoints.append(seat.name)
+        for i in numbers:
+            # A request that is sent during an update may begin with the next version.
+            group.begun[i] = None if seat.version is None else seat.version + (not seat.keeps_partials)
         index = group.item.index
         parts = () if len(numbers) == self.work.size else (numbers[0],)
         order = Order(
@@ -349,10 +413,14 @@ class Actor:
             self.num_resumed_tokens += partial.num_tokens
         request = asyncio.ensure_future(self.work.sample(seat, order))
         seat.running.add(request)
+        seat.num_running += len(numbers)
+        self._note_slots(seat)
         running = group.requests[request] = _Running(seat, order)
 
         def ended(request: asyncio.Task[Sequence[Sampled]]) -> None:
             seat.running.discard(request)
+            seat.num_running -= len(numbers)
+            self._note_slots(seat)
             del group.requests[request]
             if self._open.get(index) is group and not group.is_scoring:  # not if the item has been settled meanwhile
                 self._settling(lambda: self._request_ended(group, running, request))
@@ -426,6 +494,11 @@ class Actor:
         for i, new in zip(numbers, sampled, strict=False):
             if new.num_tokens or new.is_whole:
                 group.sampled[i] = new
+            else:
+                group.begun[i] = None
+        if group.is_given_up:
+            self._drop_if_stale(group)
+            return
         if not group.has_part:
             self._requeue(group)
             return
@@ -434,6 +507,7 @@ class Actor:
             one = group.sampled[i]
             num_tokens = 0 if one is None else one.num_tokens
             is_whole = one is not None and one.is_whole
+            group.begun[i] = None
             self._tell(Finished(now, index, i, num_tokens) if is_whole else Returned(now, index, i, num_tokens))
         self._score_if_enough(group)
 
@@ -484,11 +558,11 @@ class Actor:
             self._fail(TaskError(f"none of the first {self._num_unusable} items can be used; the last: {why}"))
         self._drop(index, reason, why)
 
-    def _drop(self, index: int, reason: str, what_happened: str) -> None:
+    def _drop(self, index: int, reason: str, what_happened: str, lengths: tuple[int, ...] = ()) -> None:
         self._num_failures.pop(index, None)
         self.ledger.drop(index, reason)
         self._withdraw(index)
-        self.on_end(DroppedItem(index, reason, what_happened))
+        self.on_end(DroppedItem(index, reason, what_happened, lengths))
 
     def _requeue(self, group: _OpenGroup) -> None:
         self.ledger.requeue(group.item.index)
@@ -501,7 +575,12 @@ class Actor:
         if group is not None:
             for request in group.requests:
                 request.cancel()
-            self._tell(Withdrawn(self.clock(), index))
+            if not group.is_given_up:
+                self._tell(Withdrawn(self.clock(), index))
+
+
+def _is_stale(group: _OpenGroup, can_train: Callable[[int], bool]) -> bool:
+    return not any(version is None or can_train(version) for version in group.first_versions)
 
 
 def _seed(seed: int, index: int, *parts: int) -> int:

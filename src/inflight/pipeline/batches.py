@@ -25,6 +25,13 @@ class StepBatch:
     """Lag of every trained token."""
     num_stale_tokens: int
     """Tokens that are masked because they are too old."""
+    kept: Sequence[Sequence[bool]]
+    """For each group, which of its completions have a token that is not too old."""
+
+    @property
+    def ages(self) -> list[int]:
+        """For each sample, the step's version minus the one that sampled the completion's first token."""
+        return [self.version - sample.rollout.version_spans[0].version for sample in self.samples]
 
     @property
     def num_tokens(self) -> int:
@@ -48,6 +55,7 @@ def make_batch(
     critic, if there is one, learns from the groups once their advantages are known.
     """
     samples: list[Sample] = []
+    kept: list[list[bool]] = [[] for _ in groups]
     num_stale = 0
     advantages = token_advantages(groups, estimator, credit, discount, critic)
     if critic is not None:
@@ -56,6 +64,7 @@ def make_batch(
         for rollout, of_tokens in zip(group.rollouts, advantages[index], strict=True):
             loss_mask = trained_mask(rollout, staleness, version)
             num_stale += rollout.num_sampled_tokens - sum(loss_mask)
+            kept[index].append(any(loss_mask))
             if any(loss_mask):
                 samples.append(Sample(rollout, of_tokens, loss_mask, group_index=index))
     shaped = samples if composer is None else composer.shaped(samples, version)
@@ -65,7 +74,7 @@ def make_batch(
         for v, is_kept in zip(sample.rollout.token_versions(), sample.loss_mask, strict=True)
         if is_kept
     ]
-    return StepBatch(groups, shaped, version, lags, num_stale)
+    return StepBatch(groups, shaped, version, lags, num_stale, kept)
 
 
 def split_evenly(groups: Sequence[Group], num_parts: int) -> list[list[Group]]:

@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from inflight.errors import CheckpointError
+from inflight.rollouts.slots import SlotSeconds
 from inflight.types import Group
 
 _WINDOW = 10
@@ -35,6 +36,9 @@ class _Counts(BaseModel):
     """Seconds paused, by endpoint."""
     lags: Counter[int] = Counter()
     """Trained tokens by lag."""
+    ages: Counter[int] = Counter()
+    """Trained completions by the lag of their first token."""
+    slots: SlotSeconds = SlotSeconds()
     versions: Counter[int] = Counter()
     """Completions by the number of versions that sampled them."""
     lengths: Counter[int] = Counter()
@@ -140,14 +144,19 @@ class Journal:
             "paused_share": statistics.fmean(counts.paused_s.values()) / elapsed_s if counts.paused_s else 0.0,
         }
 
-    def step(self, lags: Sequence[int], num_tokens: int, facts: Mapping[str, Any]) -> dict[str, Any]:
+    def step(
+        self, lags: Sequence[int], num_tokens: int, facts: Mapping[str, Any], ages: Sequence[int], slots: SlotSeconds
+    ) -> dict[str, Any]:
         """Write the row of the last trained step and return it.
 
-        Rewards are those of the groups finished since the previous row.
+        Rewards are those of the groups finished since the previous row, and so are ``slots``. ``ages`` has the lag of
+        the first token of each trained completion.
         """
         rewards, lengths = self._rewards_since, self._lengths_since
         self._rewards_since, self._lengths_since = [], []
         self._counts.lags.update(lags)
+        self._counts.ages.update(ages)
+        self._counts.slots.add(slots)
         self._counts.num_trained_tokens += num_tokens
         if rewards:
             self._counts.rewards.append(statistics.fmean(rewards))
@@ -159,6 +168,9 @@ class Journal:
             "completion_length": statistics.fmean(lengths) if lengths else None,
             "lag_mean": statistics.fmean(lags) if lags else 0.0,
             "lag_max": max(lags, default=0),
+            "completions_by_age": _sorted(Counter(ages)),
+            "utilisation": slots.utilisation,
+            "bubble_share": slots.bubble_share,
             **facts,
         }
         self._write(self._metrics, row)
@@ -187,6 +199,9 @@ class Journal:
             "completions_with_three_or_more_versions": num_of_three,
             "share_with_three_or_more_versions": num_of_three / max(1, counts.versions.total()),
             "tokens_by_lag": _sorted(counts.lags),
+            "completions_by_age": _sorted(counts.ages),
+            "utilisation": counts.slots.utilisation,
+            "bubble_share": counts.slots.bubble_share,
             "completions_by_length": _sorted(counts.lengths),
             "machine": {"platform": platform.platform(), "python": platform.python_version()},
         }

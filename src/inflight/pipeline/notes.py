@@ -58,10 +58,13 @@ class Notes:
                 **({"serving": serving} if serving else {}),
                 "resumed_tokens": self.sampling.actor.num_resumed_tokens,
                 "scheduler": self.sampling.actor.scheduler.metrics(),
+                "bias": self.sampling.audit.metrics(),
                 "ledger": self._ledger_counts(),
                 "failed_episodes": dict(self.sampling.num_failed_episodes),
                 "rewritten_conversations": self.sampling.actor.num_rewritten,
             },
+            batch.ages,
+            self.sampling.actor.slots.take(self.sampling.actor.clock()),
         )
         self.progress.step(row)
         return row

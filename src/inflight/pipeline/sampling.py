@@ -23,10 +23,13 @@ from inflight.pipeline.journal import Journal
 from inflight.pipeline.time_limits import STEP_S
 from inflight.pipeline.work import Work
 from inflight.rollouts import HistoryStore, Ledger, TurnCritic, WaitingGroups, teaches
+from inflight.rollouts.audit import BiasAudit, Comparison
 from inflight.types import Group
 
 _NUM_DROPPED = 24
 """The user is told after this many dropped groups in a row, and after each doubling."""
+
+_WHY_STALE = "Their tokens are older than rollouts.max_lag allows: are the servers behind the trainer?"
 
 
 class Sampling:
@@ -66,6 +69,7 @@ class Sampling:
         self._num_dropped_in_a_row = 0
         self.num_failed_episodes: Counter[str] = Counter()
         """Episodes that count for nothing, by what went wrong."""
+        self.audit = BiasAudit()
         self._told_reasons: set[str] = set()
         """Reasons of which the user was shown a dropped item."""
         self._wanted: int | None = None
@@ -139,6 +143,7 @@ class Sampling:
     def compose(self, version: int) -> None:
         """Begin the batch of the step that starts from ``version``, and drop groups that are too old for it."""
         self._drop_stale(version)
+        self._drop_stale_running(version)
         self._wanted, self._composed, self._begun = version, None, asyncio.get_running_loop().time()
         self.actor.step_wanted(version, self._num_groups(self._config.tokens_per_step))
         self._compose_if_ready()
@@ -153,6 +158,7 @@ class Sampling:
     async def phase(self, version: int) -> list[list[Group]]:
         """Sample only the groups of one phase of the conventional mode; return those of each step."""
         now = asyncio.get_running_loop().time
+        self._drop_stale_running(version)
         self._is_in_phase = True
         self.actor.step_wanted(version, self._num_groups(self._tokens_per_phase))
         await self._until(lambda: self._waiting.num_tokens >= self._tokens_per_phase, now())
@@ -182,9 +188,10 @@ class Sampling:
 
     def settle(self, batch: StepBatch) -> None:
         self.is_training = False
-        for group in batch.groups:
+        for group, kept in zip(batch.groups, batch.kept, strict=True):
             self.ledger.train(group.item_index)
             self.actor.settled(group.item_index, is_trained=True)
+            self._audit(group, kept)
         self.actor.wake()
 
     def _tokens_per_group(self) -> float:
@@ -214,8 +221,8 @@ class Sampling:
         return not self._is_ready() and (self.ledger.outstanding < bound or is_idle)
 
     def _order(self) -> tuple[int, float]:
-        """Return the oldest group that is not settled, in the order of offers, and the groups of an average step."""
-        return self._waiting.oldest(self.actor.oldest), self._config.tokens_per_step / self._tokens_per_group()
+        """Return the oldest group that is sampled, in the order of offers, and the groups of an average step."""
+        return self.actor.oldest, self._config.tokens_per_step / self._tokens_per_group()
 
     def _is_ready(self) -> bool:
         return self._waiting.ready(*self._order())
@@ -228,6 +235,11 @@ class Sampling:
         for group in self._waiting.advance(version):
             self._drop(group, "stale")
 
+    def _drop_stale_running(self, version: int) -> None:
+        """End groups that will be too old for the step that starts from ``version``, however they go on."""
+        if self._config.servers.updates == "push":  # of servers that pull, nobody knows with what a request begins
+            self.actor.drop_stale(lambda first_version: self._staleness.can_train(first_version, version))
+
     def _compose_if_ready(self) -> None:
         if self._wanted is not None and self._is_ready():
             groups = self._waiting.take(*self._order())
@@ -238,9 +250,9 @@ class Sampling:
     def _group_ended(self, ended: Group | DroppedItem | None) -> None:
         if isinstance(ended, Group):
             self._group_finished(ended)
-            self._compose_if_ready()
         elif ended is not None:
             self._item_dropped(ended)
+        self._compose_if_ready()  # any end may let the staleness policy allow more groups
         self._arrived.set()
 
     def _group_finished(self, group: Group) -> None:
@@ -265,19 +277,42 @@ class Sampling:
         """Settle a finished group that no step will use; warn if that happens many times in a row."""
         self.ledger.drop(group.item_index, reason)
         self.actor.settled(group.item_index, is_trained=False)
+        why = "The composer accepts none like the last one: see rollouts.composer."
+        if reason == "stale":  # what is dropped for its rewards is meant to differ from what is trained on
+            self._audit(group, [False] * len(group.rollouts))
+            why = _WHY_STALE
+        if reason == "equal rewards":
+            why = (
+                f"All completions of the last one have the reward {group.rollouts[0].reward:g}, which teaches nothing: "
+                "is the task too hard or too easy for the model, or is its reward wrong?"
+            )
+        self._count_drop(why)
+
+    def _count_drop(self, why: str) -> None:
         self._num_dropped_in_a_row += 1
         num_doublings, rest = divmod(self._num_dropped_in_a_row, _NUM_DROPPED)
         if rest == 0 and num_doublings.bit_count() == 1:
-            why = "The composer accepts none like the last one: see rollouts.composer."
-            if reason == "stale":
-                why = "Their tokens are older than rollouts.max_lag allows: are the servers behind the trainer?"
-            if reason == "equal rewards":
-                rewards = sorted({round(rollout.reward, 3) for rollout in group.rollouts})
-                why = (
-                    f"All completions of the last one have the reward {rewards[0]:g}, which teaches nothing: is the "
-                    "task too hard or too easy for the model, or is its reward wrong?"
-                )
             self._note(f"the last {self._num_dropped_in_a_row} groups were dropped{self._dropped()}. {why}")
+
+    def _audit(self, group: Group, is_trained: Sequence[bool]) -> None:
+        """Count a settled group for the audit of what is trained on."""
+        lengths = [rollout.num_sampled_tokens for rollout in group.rollouts]
+        self._tell_bias(self.audit.settled(lengths, is_trained, [rollout.reward for rollout in group.rollouts]))
+
+    def _tell_bias(self, found: Mapping[str, Comparison]) -> None:
+        """Tell the user if training prefers some completions: at once, and after each doubling of such windows."""
+        if not found or self.audit.num_alarms.bit_count() != 1:
+            return
+        what = "; ".join(
+            f"the median {name} of trained completions is {it.median_trained:g}, and of those left out "
+            f"{it.median_left_out:g} (Kolmogorov-Smirnov distance {it.distance:.2f}, p {it.p:.1g})"
+            for name, it in found.items()
+        )
+        self._note(
+            f"training prefers some completions to others: {what}. They are left out because they are too old by "
+            f"rollouts.max_lag; this is alarm {self.audit.num_alarms}. Raise rollouts.max_lag, or lower "
+            "servers.max_concurrent, so that fewer groups are under way"
+        )
 
     def _item_dropped(self, item: DroppedItem) -> None:
         """Record an item that the actor dropped; the first one of each reason is shown."""
@@ -288,6 +323,10 @@ class Sampling:
                 "all items of this kind"
             )
         self._journal.event("drop", reason=item.reason, item=item.index, what=item.what_happened)
+        if item.reason == "stale":
+            if item.lengths:
+                self._tell_bias(self.audit.settled(item.lengths, [False] * len(item.lengths)))
+            self._count_drop(_WHY_STALE)
 
     def _episode_failed(self, item: int, kind: str, what_happened: str) -> None:
         """Record an episode that counts for nothing; the first one of each kind is shown."""

@@ -56,6 +56,8 @@ class Seat:
     on_idle: Callable[[], None] | None = None
     """Set once the seat is retired; called when nothing runs there any more."""
     running: set[asyncio.Task[Any]] = field(default_factory=set)
+    num_running: int = 0
+    """Completions whose requests have not ended."""
 
     @property
     def name(self) -> str:

@@ -44,10 +44,6 @@ class WaitingGroups:
         """Groups that wait."""
         return len(self._waiting)
 
-    def oldest(self, otherwise: int) -> int:
-        """Return the first group in the order of offers: one that waits, or ``otherwise`` if that comes before."""
-        return min([otherwise, *(group.group_id for group, _ in self._waiting)])
-
     def advance(self, version: int) -> list[Group]:
         """Count for a step that starts from ``version`` from now on.
 

@@ -57,20 +57,26 @@ class Item:
     started_s: list[float]
     """When it was issued last."""
     offered_s: float = 0.0
+    unissued: tuple[int, ...] = field(init=False)
+    """Completions that neither run nor have finished."""
+    running: tuple[int, ...] = field(init=False)
+    """Completions that run."""
+
+    def __post_init__(self) -> None:
+        self.recount()
+
+    def recount(self) -> None:
+        """Bring `unissued` and `running` up to date; schedulers read them far more often than they change."""
+        running_on, is_finished = self.running_on, self.is_finished
+        self.running = tuple([i for i, where in enumerate(running_on) if where is not None])
+        self.unissued = tuple([i for i, where in enumerate(running_on) if where is None and not is_finished[i]])
 
     @property
-    def unissued(self) -> tuple[int, ...]:
-        """Completions that neither run nor have finished."""
-        return tuple(
-            i
-            for i, (where, is_finished) in enumerate(zip(self.running_on, self.is_finished, strict=True))
-            if where is None and not is_finished
-        )
-
-    @property
-    def running(self) -> tuple[int, ...]:
-        """Completions that run."""
-        return tuple(i for i, where in enumerate(self.running_on) if where is not None)
+    def finished_lengths(self) -> list[int]:
+        """Lengths of the completions that have finished."""
+        if len(self.unissued) == len(self.num_tokens):
+            return []
+        return [n for n, is_finished in zip(self.num_tokens, self.is_finished, strict=True) if is_finished]
 
 
 @dataclass(slots=True)
@@ -111,8 +117,8 @@ class Board:
                 self.recent_lengths.append(num_tokens)
                 if item in self.items:
                     self._note_pace(self.items[item], completion, num_tokens, time_s)
-                    self._stopped(self.items[item], completion, num_tokens)
                     self.items[item].is_finished[completion] = True
+                    self._stopped(self.items[item], completion, num_tokens)
             case Returned(_, item, completion, num_tokens):
                 if item in self.items:
                     self._stopped(self.items[item], completion, num_tokens)
@@ -131,6 +137,7 @@ class Board:
                 for completion in completions:
                     item.running_on[completion] = endpoint
                     item.started_s[completion] = time_s
+                item.recount()
                 self.places[endpoint].num_running += len(completions)
             case Abort():
                 pass
@@ -139,6 +146,11 @@ class Board:
     def num_running(self) -> int:
         """Completions that run."""
         return sum(place.num_running for place in self.places.values())
+
+    @property
+    def num_open(self) -> int:
+        """Completions that have not finished, of all items."""
+        return sum([len(item.unissued) + len(item.running) for item in self.items.values()])
 
     @property
     def capacity(self) -> int:
@@ -173,6 +185,7 @@ class Board:
     def _stopped(self, item: Item, completion: int, num_tokens: int) -> None:
         where, item.running_on[completion] = item.running_on[completion], None
         item.num_tokens[completion] = num_tokens
+        item.recount()
         if where is not None and where in self.places:
             self.places[where].num_running -= 1
             self._forget_if_idle(self.places[where])

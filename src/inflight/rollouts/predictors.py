@@ -65,8 +65,7 @@ def make_predictor(name: str, history: HistoryStore) -> LengthPredictor:
 
 def predicted(predictor: LengthPredictor, item: Item, otherwise: float) -> float:
     """Return the predicted length of an item's completions, ``otherwise`` if there is no prediction."""
-    finished = [n for n, is_finished in zip(item.num_tokens, item.is_finished, strict=True) if is_finished]
-    length = predictor.predict(item.prompt, finished)
+    length = predictor.predict(item.prompt, item.finished_lengths)
     return otherwise if length is None else length
 
 

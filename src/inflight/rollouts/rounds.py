@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from inflight.rollouts.board import Board, Item
@@ -110,7 +110,7 @@ def carried_out(board: Board, decision: Decision, time_s: float) -> Decision:
     return decision
 
 
-def issue_in_order(board: Board, order: Sequence[tuple[int, int]], time_s: float) -> list[Decision]:
+def issue_in_order(board: Board, order: Iterable[tuple[int, int]], time_s: float) -> list[Decision]:
     """Issue (item, completion) pairs in order, each where there is most room, until no endpoint has any."""
     decisions: list[Decision] = []
     for index, completion in order:
@@ -121,9 +121,14 @@ def issue_in_order(board: Board, order: Sequence[tuple[int, int]], time_s: float
     return decisions
 
 
-def unissued(board: Board, key: Callable[[Item], object] | None = None) -> list[tuple[int, int]]:
-    """Return all (item, completion) pairs that neither run nor have finished, oldest first or sorted by ``key``."""
+def unissued(board: Board, key: Callable[[Item], object] | None = None) -> Iterator[tuple[int, int]]:
+    """Yield all (item, completion) pairs that neither run nor have finished, oldest first or sorted by ``key``.
+
+    A pair may be issued before the next is taken.
+    """
     items = board.unissued()
     if key is not None:
         items.sort(key=key)  # type: ignore[arg-type]
-    return [(item.index, i) for item in items for i in item.unissued]
+    for item in items:
+        for completion in item.unissued:
+            yield item.index, completion

@@ -51,6 +51,9 @@ class EtaGate(StalenessPolicy):
     def mask(self, token_versions: Sequence[int], trainer_version: int) -> list[bool]:
         return whole_if_young(token_versions, trainer_version, self.max_lag)
 
+    def can_train(self, first_version: int, trainer_version: int) -> bool:
+        return trainer_version - first_version <= self.max_lag
+
     def max_outstanding_groups(self, groups_per_step: float) -> int:
         return max(1, math.floor((self.max_lag + 1) * groups_per_step))
 
@@ -68,16 +71,20 @@ class TrajectoryLag(StalenessPolicy):
     def mask(self, token_versions: Sequence[int], trainer_version: int) -> list[bool]:
         return whole_if_young(token_versions, trainer_version, self.max_lag)
 
+    def can_train(self, first_version: int, trainer_version: int) -> bool:
+        return trainer_version - first_version <= self.max_lag
+
     def max_outstanding_groups(self, groups_per_step: float) -> int:
         return MaxLag(self.max_lag).max_outstanding_groups(groups_per_step)
 
 
 @dataclass(frozen=True)
 class WindowedFifo(StalenessPolicy):
-    """Trains only on groups within a window behind the oldest one, so that short ones cannot overtake without bound.
+    """Trains only on groups within a window behind the oldest that is sampled, which bounds how far others overtake it.
 
     The window is ``fraction`` (S + 1) P groups, with S = ``max_lag`` and P groups per step; 0.3 as in TitanRL, which
-    describes it after Magistral and Kimi-Researcher. At least one step fits, or nothing could be trained. Tokens beyond
+    describes it after Magistral and Kimi-Researcher; at least one step fits. A group that waits to be trained on does
+    not hold the window back: others of it may have been dropped, and it might never fill a step. Tokens beyond
     ``max_lag`` are masked.
     """
 
@@ -94,7 +101,7 @@ class WindowedFifo(StalenessPolicy):
         return [group < oldest + self.window(groups_per_step) for group in waiting]
 
     def window(self, groups_per_step: float) -> int:
-        """Return how many groups, from the oldest on, may be trained."""
+        """Return how many groups, from the oldest that is sampled on, may be trained."""
         return max(math.ceil(groups_per_step), math.ceil(self.fraction * (self.max_lag + 1) * groups_per_step))
 
 
@@ -121,6 +128,9 @@ class EssGuard(StalenessPolicy):
 
     def trainable(self, waiting: Sequence[int], oldest: int, groups_per_step: float) -> Sequence[bool]:
         return self.policy.trainable(waiting, oldest, groups_per_step)
+
+    def can_train(self, first_version: int, trainer_version: int) -> bool:
+        return self.policy.can_train(first_version, trainer_version)
 
     def after_step(self, version: int, effective_sample_size: float | None) -> None:
         self.policy.after_step(version, effective_sample_size)

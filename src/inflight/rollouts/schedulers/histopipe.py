@@ -109,14 +109,11 @@ class HistoPipe(Scheduler):
     def _outliers(self, time_s: float) -> list[Decision]:
         """Abort the completions that outgrew their rank group, where something waits behind them."""
         decisions: list[Decision] = []
-        for index, longest in self._longest.items():
+        full = {name for name, it in self._board.places.items() if it.keeps_partials and self._queues.waits(name)}
+        for index, longest in self._longest.items() if full else ():
             item = self._board.items[index]
             for i in item.running:
-                name = item.running_on[i]
-                place = self._board.places.get(name or "")
-                if place is None or not place.keeps_partials or not self._queues.waits(place.name):
-                    continue
-                if (index, i) in self._migrated:
+                if item.running_on[i] not in full or (index, i) in self._migrated:
                     continue
                 if self._board.tokens_so_far(item, i, time_s) > self._outlier * longest:
                     self._migrated.add((index, i))

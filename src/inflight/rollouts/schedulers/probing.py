@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from inflight.contracts import Scheduler
@@ -10,7 +10,7 @@ from inflight.rollouts.board import Board, Item
 from inflight.rollouts.history import HistoryStore
 from inflight.rollouts.predictors import TailRecall
 from inflight.rollouts.rounds import issue_in_order
-from inflight.scheduling import Decision, Event, Finished, Scored
+from inflight.scheduling import Decision, Event, Finished, Scored, Withdrawn
 
 
 class ProbeFirst(Scheduler):
@@ -31,31 +31,44 @@ class ProbeFirst(Scheduler):
 
     def tell(self, event: Event) -> None:
         match event:
-            case Finished(_, item, _, num_tokens):
+            case Finished(_, item, _, num_tokens) if item in self._board.items:
                 self._probes.setdefault(item, num_tokens)
-            case Scored(_, item, _, lengths) if len(lengths) > 1 and item in self._probes:
-                self._recall.note(self._probes[item], max(lengths))
+            case Scored(_, item, _, lengths):
+                probe = self._probes.pop(item, None)
+                if probe is not None and len(lengths) > 1:
+                    self._recall.note(probe, max(lengths))
+            case Withdrawn(_, item):
+                self._probes.pop(item, None)
         self._board.tell(event)
-        self._probes = {item: length for item, length in self._probes.items() if item in self._board.items}
 
     def num_wanted(self) -> int:
-        num_open = sum(len(item.unissued) + len(item.running) for item in self._board.items.values())
-        missing = self._lookahead * self._board.capacity - num_open
+        missing = self._lookahead * self._board.capacity - self._board.num_open
         return max(0, round(missing / self._group_size))
 
     def decide(self, time_s: float) -> Sequence[Decision]:
         waiting = self._board.unissued()
         if not waiting or not self._board.capacity > self._board.num_running:
             return []
+        return issue_in_order(self._board, self._in_order(waiting, time_s), time_s)
+
+    def _in_order(self, waiting: list[Item], time_s: float) -> Iterator[tuple[int, int]]:
+        """Yield one completion of each whole group, then the others, longest group first; each may be issued at once.
+
+        Lengths are those of the time before the first is issued.
+        """
         probes = [(item.index, item.unissued[0]) for item in waiting if len(item.unissued) == self._group_size]
-        waiting.sort(key=lambda item: -self._expected(item, time_s))
-        chosen = {*probes}
-        others = [(item.index, i) for item in waiting for i in item.unissued if (item.index, i) not in chosen]
-        return issue_in_order(self._board, [*probes, *others], time_s)
+        longest_first = sorted(waiting, key=lambda item: -self._expected(item, time_s))
+        yield from probes
+        for item in longest_first:
+            for completion in item.unissued:
+                yield item.index, completion
 
     def _expected(self, item: Item, time_s: float) -> float:
-        finished = self._probes.get(item.index, 0)
-        return max([finished, *(self._board.tokens_so_far(item, i, time_s) for i in item.running)])
+        """Return the length of the probe, or how long the longest running completion is by now."""
+        longest: float = self._probes.get(item.index, 0)
+        for completion in item.running:
+            longest = max(longest, self._board.tokens_so_far(item, completion, time_s))
+        return longest
 
     def state(self) -> dict[str, Any]:
         return {}

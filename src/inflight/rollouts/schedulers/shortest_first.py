@@ -10,14 +10,14 @@ from inflight.rollouts.board import Board, Item
 from inflight.rollouts.history import HistoryStore
 from inflight.rollouts.predictors import make_predictor, predicted
 from inflight.rollouts.rounds import issue_in_order, unissued
-from inflight.scheduling import Decision, Event, StepWanted
+from inflight.scheduling import Decision, Event, Offered, Scored, StepWanted, Withdrawn
 
 
 class ShortestFirst(Scheduler):
     """Issues the shortest expected groups first, and no group later than ``max_wait`` steps.
 
     Groups of like length run together, so fewer slots wait for a long one. Which groups are trained first then depends
-    on their length: the run compares what is trained with what was sampled, and says so when they part.
+    on their length. The run says when long ones are left out of training (`BiasAudit`), not when they only come later.
     """
 
     def __init__(
@@ -39,23 +39,29 @@ class ShortestFirst(Scheduler):
         self._version = 0
 
     def tell(self, event: Event) -> None:
-        if isinstance(event, StepWanted):
-            self._version = event.version
+        match event:
+            case StepWanted(_, version, _):
+                self._version = version
+            case Offered(_, item):
+                self._offered_at.setdefault(item, self._version)
+            case Scored(_, item) | Withdrawn(_, item):
+                self._offered_at.pop(item, None)
         self._board.tell(event)
-        self._offered_at = {item: self._offered_at.get(item, self._version) for item in self._board.items}
 
     def num_wanted(self) -> int:
-        num_open = sum(len(item.unissued) + len(item.running) for item in self._board.items.values())
-        return max(0, round((self._lookahead * self._board.capacity - num_open) / self._group_size))
+        missing = self._lookahead * self._board.capacity - self._board.num_open
+        return max(0, round(missing / self._group_size))
 
     def decide(self, time_s: float) -> Sequence[Decision]:
         if self._board.capacity <= self._board.num_running:
             return []
-        return issue_in_order(self._board, unissued(self._board, self._rank), time_s)
+        median = self._board.median_length()
 
-    def _rank(self, item: Item) -> tuple[bool, float]:
-        has_waited = self._version - self._offered_at[item.index] >= self._max_wait
-        return not has_waited, predicted(self._predictor, item, self._board.median_length())
+        def rank(item: Item) -> tuple[bool, float]:
+            has_waited = self._version - self._offered_at[item.index] >= self._max_wait
+            return not has_waited, predicted(self._predictor, item, median)
+
+        return issue_in_order(self._board, unissued(self._board, rank), time_s)
 
     def state(self) -> dict[str, Any]:
         return {}

@@ -1,0 +1,117 @@
+"""Whether training prefers completions by their length or reward: those trained against those left out. No I/O.
+
+Which finished completions a step trains on should say nothing of how long or how good they are. Where slow ones are
+discarded, long and hard prompts are never trained on (tinker-cookbook #822), and a model learns to be short without a
+reward that says so.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How one quantity of trained completions compares with that of those left out."""
+
+    distance: float
+    """Kolmogorov-Smirnov statistic: the largest difference of the two distribution functions."""
+    p: float
+    """Probability of such a distance, or a larger one, if both have the same distribution."""
+    median_trained: float
+    median_left_out: float
+
+
+@dataclass(slots=True)
+class _Samples:
+    trained: list[float] = field(default_factory=list)
+    left_out: list[float] = field(default_factory=list)
+
+    def compare(self) -> Comparison | None:
+        if not self.trained or not self.left_out:
+            return None
+        return Comparison(
+            *kolmogorov_smirnov(self.trained, self.left_out),
+            statistics.median(self.trained),
+            statistics.median(self.left_out),
+        )
+
+
+class BiasAudit:
+    """Compares, after every ``window`` settled groups, the trained completions among them with those left out.
+
+    Completions of one prompt are alike, so a group counts once on each side, with its first completion there: whichever
+    its number, an honest choice knows nothing of its length. Comparing those left out with the trained ones, instead of
+    with all that finished, keeps the two samples apart, as the test wants them.
+
+    ``false_alarm`` bounds the probability that an honest choice raises the alarm in one window for one quantity.
+    """
+
+    def __init__(self, window: int = 256, false_alarm: float = 1e-5) -> None:
+        self._window = window
+        self._false_alarm = false_alarm
+        self._samples = {"length": _Samples(), "reward": _Samples()}
+        self._num_settled = 0
+        self._num_left_out = 0
+        self._last: dict[str, float] = {}
+        self.num_alarms = 0
+        """Windows in which something differed, since the start of the process."""
+
+    def settled(
+        self, lengths: Sequence[int], is_trained: Sequence[bool], rewards: Sequence[float] | None = None
+    ) -> dict[str, Comparison]:
+        """Take note of a group and its completions; return what differs significantly, once a window is whole.
+
+        ``rewards`` is None if the group was given up before it was scored; ``lengths`` are then those so far.
+        """
+        for name, values in (("length", lengths), ("reward", rewards)):
+            samples = self._samples[name]
+            for wanted, side in ((True, samples.trained), (False, samples.left_out)):
+                if values is not None and wanted in is_trained:
+                    side.append(values[[*is_trained].index(wanted)])
+        self._num_settled += 1
+        self._num_left_out += not all(is_trained)
+        return self._compare() if self._num_settled >= self._window else {}
+
+    def metrics(self) -> dict[str, float]:
+        """Return the figures of the last whole window, and the number of alarms."""
+        return {"alarms": self.num_alarms, **self._last}
+
+    def _compare(self) -> dict[str, Comparison]:
+        self._last = {"groups_with_left_out": self._num_left_out}
+        found: dict[str, Comparison] = {}
+        for name, samples in self._samples.items():
+            if (comparison := samples.compare()) is not None:
+                self._last |= {f"{name}_distance": comparison.distance, f"{name}_p": comparison.p}
+                if comparison.p < self._false_alarm:
+                    found[name] = comparison
+            self._samples[name] = _Samples()
+        self._num_settled = self._num_left_out = 0
+        self.num_alarms += bool(found)
+        return found
+
+
+def kolmogorov_smirnov(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
+    """Return the two-sample Kolmogorov-Smirnov statistic and its p-value.
+
+    The p-value is the asymptotic one with the correction of Stephens 1970, as in Numerical Recipes, 3rd edition,
+    section 14.3.3. Samples with ties, such as rewards of 0 and 1, get a larger one than the exact test gives.
+    """
+    one, other = sorted(first), sorted(second)
+    distance = max(
+        abs(bisect_right(one, value) / len(one) - bisect_right(other, value) / len(other)) for value in (*one, *other)
+    )
+    root = math.sqrt(len(one) * len(other) / (len(one) + len(other)))
+    return distance, kolmogorov_tail((root + 0.12 + 0.11 / root) * distance)
+
+
+def kolmogorov_tail(x: float) -> float:
+    """Return the probability that Kolmogorov's distribution exceeds x: 2 sum (-1)^(k-1) exp(-2 k^2 x^2)."""
+    if x < 0.2:  # 1 to within 1e-12; the sum converges slowly there
+        return 1.0
+    total = sum(math.exp(-2 * k * k * x * x) * (1 if k % 2 else -1) for k in range(1, 101))
+    return min(1.0, max(0.0, 2 * total))

@@ -1,0 +1,76 @@
+"""How well the slots of endpoints are used: slot-seconds, from what changes and when. No clock of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class SlotSeconds:
+    """Slots times seconds over some time. A slot is room for one completion at a time."""
+
+    all_s: float = 0.0
+    """Of every endpoint that takes part."""
+    open_s: float = 0.0
+    """Of those endpoints that take work; the others failed, are leaving, or could not be brought to a version."""
+    running_s: float = 0.0
+    """Slots that a completion holds, on any endpoint that takes part."""
+    free_s: float = 0.0
+    """Free slots of the endpoints that take work."""
+
+    @property
+    def utilisation(self) -> float | None:
+        """Share of all slots that a completion holds; None before there were any."""
+        return self.running_s / self.all_s if self.all_s > 0 else None
+
+    @property
+    def bubble_share(self) -> float | None:
+        """Share of the slots of endpoints that take work that are free; None before there were any."""
+        return self.free_s / self.open_s if self.open_s > 0 else None
+
+    def add(self, other: SlotSeconds) -> None:
+        self.all_s += other.all_s
+        self.open_s += other.open_s
+        self.running_s += other.running_s
+        self.free_s += other.free_s
+
+
+@dataclass(frozen=True, slots=True)
+class _Slots:
+    num_slots: int
+    num_running: int
+    takes_work: bool
+
+
+@dataclass(slots=True)
+class SlotAccount:
+    """Adds up slot-seconds between the changes that `note` and `forget` tell it, at times that never decrease."""
+
+    _endpoints: dict[str, _Slots] = field(default_factory=dict)
+    _since_s: float = 0.0
+    _sum: SlotSeconds = field(default_factory=SlotSeconds)
+
+    def note(self, time_s: float, endpoint: str, num_slots: int, num_running: int, *, takes_work: bool) -> None:
+        """From now on the endpoint has so many slots, and so many of them hold a completion."""
+        self._advance(time_s)
+        self._endpoints[endpoint] = _Slots(num_slots, num_running, takes_work)
+
+    def forget(self, time_s: float, endpoint: str) -> None:
+        """From now on the endpoint takes no part."""
+        self._advance(time_s)
+        self._endpoints.pop(endpoint, None)
+
+    def take(self, time_s: float) -> SlotSeconds:
+        """Return the slot-seconds since the last call, and begin anew."""
+        self._advance(time_s)
+        taken, self._sum = self._sum, SlotSeconds()
+        return taken
+
+    def _advance(self, time_s: float) -> None:
+        elapsed_s, self._since_s = time_s - self._since_s, time_s
+        for slots in self._endpoints.values():
+            self._sum.all_s += elapsed_s * slots.num_slots
+            self._sum.running_s += elapsed_s * slots.num_running
+            if slots.takes_work:
+                self._sum.open_s += elapsed_s * slots.num_slots
+                self._sum.free_s += elapsed_s * (slots.num_slots - slots.num_running)
