@@ -138,7 +138,6 @@ class PythonTool:
         started or does not end; the code then has not run, or was killed.
         """
         output = _Output(self.max_output_bytes)
-        report = ""
         async with self._sandbox() as (process, report_fd):
             assert process.stdin is not None and process.stdout is not None
             with anyio.move_on_after(self.timeout_s + _GRACE_S) as deadline:
@@ -148,7 +147,7 @@ class PythonTool:
                         await process.wait()
                     group.cancel_scope.cancel()
             await _end(process)
-            report = os.read(report_fd, 4096).decode(errors="replace").partition("\n")[0]
+            report = os.read(report_fd, 4096).decode(errors="replace")
         if deadline.cancelled_caught:
             raise TaskError(f"the Python sandbox did not end within {self.timeout_s + _GRACE_S:g} s and was killed")
         return self._result(report, output)
@@ -188,8 +187,13 @@ class PythonTool:
 
     def _result(self, report: str, output: _Output) -> PythonResult:
         """Translate the sandbox's report. Raises `UnsupportedError` or `TaskError` if the code did not run."""
-        what, _, value = report.partition(" ")
+        lines = report.splitlines()
+        what, _, value = lines[-1].partition(" ") if lines else ("", "", "")
         text = output.text()
+        if "started" not in lines:
+            if what == "failed" and self.isolation == "namespaces":
+                raise UnsupportedError(f"the Python sandbox cannot be set up: {value}. {_ADVICE}")
+            raise TaskError(f"the Python sandbox ended before the code ran: {value or text or 'it was killed'}")
         status: Status = "killed"
         exit_code, note = None, ""
         if output.is_flood:
@@ -204,10 +208,8 @@ class PythonTool:
             status, note = "timeout", f"the code was ended after {self.timeout_s:g} s"
         elif what == "signal":
             note = f"the code was ended by {signal.Signals(int(value)).name}"
-        elif what == "failed" and self.isolation == "namespaces":
-            raise UnsupportedError(f"the Python sandbox cannot be set up: {value}. {_ADVICE}")
         else:
-            raise TaskError(f"the Python sandbox ended before the code: {value or text or 'it was killed'}")
+            note = "the code was ended"
         if note:
             text += f"{'' if not text or text.endswith(chr(10)) else chr(10)}[{note}]"
         return PythonResult(status, text, exit_code)
@@ -257,19 +259,24 @@ async def _send(stream: ByteSendStream, code: bytes) -> None:
 async def _end(process: Process) -> None:
     """Have the sandbox kill its processes and end, whether or not the caller is cancelled."""
     with anyio.CancelScope(shield=True):
-        for number, patience_s in ((signal.SIGTERM, 10.0), (signal.SIGKILL, _GRACE_S)):
+        for number in (signal.SIGTERM, signal.SIGKILL):
             if process.returncode is not None:
                 return
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(number) if number == signal.SIGTERM else os.killpg(process.pid, number)
-            with anyio.move_on_after(patience_s):
+            with anyio.move_on_after(_GRACE_S / 4):
+                assert process.stdout is not None
+                async for _ in process.stdout:  # asyncio sees the end of a process only when its output is read
+                    pass
                 await process.wait()
 
 
 @functools.cache
 def _visible_paths() -> tuple[str, ...]:
     """Return what the code can read: the standard library, shared libraries, time zones and devices."""
-    own = [f"{prefix}/{folder}" for prefix in (sys.base_prefix, sys.base_exec_prefix) for folder in ("lib", sys.platlibdir)]
+    own = [
+        f"{prefix}/{folder}" for prefix in (sys.base_prefix, sys.base_exec_prefix) for folder in ("lib", sys.platlibdir)
+    ]
     system = ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo"]
     devices = [f"/dev/{name}" for name in ("null", "zero", "random", "urandom")]
     found: list[str] = []

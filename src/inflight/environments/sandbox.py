@@ -1,8 +1,9 @@
 """The process that shuts itself in and runs code; `inflight.environments.python_tool` starts one for every call.
 
 It starts as a program of its own, without the packages of the environment, and so imports nothing of inflight. Its
-standard input is the code, its standard output and error are the output, and ``report_fd`` gets one line that says how
-the code ended. Three processes share the work under ``isolation="namespaces"``:
+standard input is the code, its standard output and error are the output. The report on ``report_fd`` is one line,
+``failed`` or ``busy`` and why, if the code has not run; else ``started`` and a line that says how it ended. Under
+``isolation="namespaces"`` three processes share the work:
 
     launcher     in the caller's namespaces; starts init and maps its user; no code from outside runs here
     init         process 1 of its own user, process, mount, network, IPC and host name namespaces, in a root of its own;
@@ -17,11 +18,12 @@ A step that fails is reported, and the code does not run. Linux 5.14 or later.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import resource
 import sys
 import time
-from _signal import (  # the module `signal` wraps these in enums, whose import takes longer than everything else here
+from _signal import (  # type: ignore[import-not-found]  # `signal` makes enums of them, which takes milliseconds
     SIG_BLOCK,
     SIG_DFL,
     SIG_SETMASK,
@@ -35,6 +37,10 @@ from _signal import (  # the module `signal` wraps these in enums, whose import 
     sigwaitinfo,
 )
 from types import ModuleType
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 OUT_OF_MEMORY = 117
 """The worker's exit status when the code ends with a MemoryError. Code that exits with it is told that it did."""
@@ -54,7 +60,7 @@ MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 8, 4096, 163
 ATTR_READ_ONLY, ATTR_NOSUID, ATTR_NODEV = 1, 2, 4
 MNT_DETACH = 2
 AT_FDCWD, AT_RECURSIVE = -100, 0x8000
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, PR_SET_CHILD_SUBREAPER = 1, 4, 22, 38, 36
 SECCOMP_MODE_FILTER = 2
 SYS_MOUNT_SETATTR = 442
 SYS_CLONE, SYS_PIVOT_ROOT, SYS_CAPSET = (220, 41, 91) if os.uname().machine == "aarch64" else (56, 155, 126)
@@ -62,13 +68,11 @@ SYS_CLONE, SYS_PIVOT_ROOT, SYS_CAPSET = (220, 41, 91) if os.uname().machine == "
 _libc = ctypes.PyDLL(None, use_errno=True)  # holds the interpreter's lock, as a call that forks must
 
 
-class _StepError(Exception):
-    """A step of shutting in failed; the message names it."""
-
-
 def _check(step: str, result: int) -> int:
+    """Return what a C function returned. Raises `OSError`, whose message names the step, if it failed."""
     if result < 0:
-        raise _StepError(f"{step}: {os.strerror(ctypes.get_errno())}")
+        number = ctypes.get_errno()
+        raise OSError(number, f"{step}: {os.strerror(number)}")
     return result
 
 
@@ -99,15 +103,24 @@ def main(arguments: list[str]) -> None:
     limits = (float(timeout_s), int(memory), int(disk))
     try:
         if isolation == "limits":
-            line = _supervise(lambda: _work(report_fd, scratch, *limits, b""), limits[0])
+            _prctl("prctl PR_SET_CHILD_SUBREAPER", PR_SET_CHILD_SUBREAPER, 1)
+            line = _supervise(lambda: _work(report_fd, scratch, *limits, b""), limits[0], {SIGCHLD, SIGTERM})
+            _kill_adopted()
         else:
             _prctl("prctl", PR_SET_PDEATHSIG, SIGKILL)
             if os.getppid() != int(parent):
                 return
             line = _in_namespaces(report_fd, *limits, bytes.fromhex(filter_hex), paths)
-    except (_StepError, OSError) as error:
-        line = f"failed {error}"
-    os.write(report_fd, f"{line}\n".encode())
+    except OSError as error:
+        line = _failure(error)
+    if line:
+        os.write(report_fd, f"{line}\n".encode())
+
+
+def _failure(error: OSError) -> str:
+    """Return the line that reports a step that failed, now or always."""
+    now = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+    return f"{'busy' if error.errno in now else 'failed'} {error}"
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -115,7 +128,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _in_namespaces(report_fd: int, timeout_s: float, memory: int, disk: int, filters: bytes, paths: list[str]) -> str:
-    """Start init in namespaces of its own and wait for its end; return the line to report if it did not do so."""
+    """Start init in namespaces of its own and wait for its end; return the line to report if it was killed."""
     maps = {name: _id_map(name, own) for name, own in (("uid", os.geteuid()), ("gid", os.getegid()))}
     sources = [(path, os.path.realpath(path)) for path in paths]
     ready, go = os.pipe()
@@ -137,7 +150,7 @@ def _in_namespaces(report_fd: int, timeout_s: float, memory: int, disk: int, fil
     while True:
         pid, status = os.waitpid(init, os.WNOHANG)
         if pid:
-            return f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else "failed init: it did not say why"
+            return f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else ""
         if sigwaitinfo({SIGCHLD, SIGTERM}).si_signo == SIGTERM:
             os.kill(init, SIGKILL)  # waitpid returns once all processes of its namespace are gone
 
@@ -192,9 +205,9 @@ def _init(
         _prctl("prctl PR_SET_NO_NEW_PRIVS", PR_SET_NO_NEW_PRIVS, 1)
         header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
         _check("capset", _libc.syscall(SYS_CAPSET, header, none))
-        line = _supervise(lambda: _work(report_fd, SCRATCH, timeout_s, memory, disk, filters), timeout_s)
-    except (_StepError, OSError) as error:
-        line = f"failed {error}"
+        line = _supervise(lambda: _work(report_fd, SCRATCH, timeout_s, memory, disk, filters), timeout_s, {SIGCHLD})
+    except OSError as error:
+        line = _failure(error)
     os.write(report_fd, f"{line}\n".encode())
 
 
@@ -222,11 +235,14 @@ def _enter_root(sources: list[tuple[str, str]], disk: int) -> None:
     _make_read_only("/", recursive=False)
 
 
-def _supervise(work: object, timeout_s: float) -> str:
-    """Run the worker in a child, until it ends or its time is up; return how it ended. Its process group is killed."""
+def _supervise(work: Callable[[], None], timeout_s: float, wake_on: set[int]) -> str:
+    """Run the worker in a child until it ends, its time is up or SIGTERM wakes this process; return how it ended.
+
+    Its process group is killed. Process 1 gets SIGTERM only from the code, and so does not wake on it.
+    """
     worker = os.fork()
     if worker == 0:
-        work()  # type: ignore[operator]
+        work()
     deadline = time.monotonic() + timeout_s
     line = ""
     while not line:
@@ -238,15 +254,25 @@ def _supervise(work: object, timeout_s: float) -> str:
         elif remaining_s <= 0:
             line = "timeout"
         else:
-            found = sigtimedwait({SIGCHLD, SIGTERM}, remaining_s)
+            found = sigtimedwait(wake_on, remaining_s)
             line = "cancelled" if found is not None and found.si_signo == SIGTERM else ""
-    for kill in (os.kill, os.killpg):
-        try:
-            kill(worker, SIGKILL)
-        except OSError:
-            pass  # no group yet, or none left
+    os.kill(worker, SIGKILL)
+    if os.getpgid(worker) == worker:  # not while it is starting
+        os.killpg(worker, SIGKILL)
     os.waitpid(worker, 0)
     return line
+
+
+def _kill_adopted() -> None:
+    """Kill what the worker left behind in other process groups; whose parent has ended is a child of this process."""
+    while True:
+        with open(f"/proc/self/task/{os.getpid()}/children") as file:
+            children = [int(pid) for pid in file.read().split()]
+        if not children:
+            return
+        for pid in children:
+            os.kill(pid, SIGKILL)
+            os.waitpid(pid, 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -263,8 +289,9 @@ def _work(report_fd: int, scratch: str, timeout_s: float, memory: int, disk: int
         if filters:
             _install(filters)
         pthread_sigmask(SIG_SETMASK, ())
-    except (_StepError, OSError, ValueError) as error:
-        os.write(report_fd, f"failed {error}\n".encode())
+        os.write(report_fd, b"started\n")
+    except OSError as error:
+        os.write(report_fd, f"{_failure(error)}\n".encode())
         os._exit(1)
     os.closerange(3, 1 << 20)
     _run_code(scratch)
