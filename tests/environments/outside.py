@@ -131,7 +131,7 @@ def _is_readable(listener: socket.socket) -> bool:
 def outside() -> Iterator[Outside]:
     """Set everything up, for the main thread; the secret is also in this process's environment and memory."""
     secret = secrets.token_hex(16)
-    mark = repr(20.5 + secrets.randbelow(10**9) / 4e9)  # the timeout of the sandboxes, in their command lines
+    mark = repr(100.5 + secrets.randbelow(10**9) / 4e9)  # the timeout of the sandboxes, in their command lines
     with contextlib.ExitStack() as stack:
         folder = Path(tempfile.mkdtemp(prefix="outside-", dir="/tmp"))
         stack.callback(shutil.rmtree, folder)

@@ -223,16 +223,14 @@ class _Output:
         self._head = bytearray()
         self._tail = bytearray()
         self._size_bytes = 0
-
-    @property
-    def is_flood(self) -> bool:
-        return self._size_bytes > _FLOOD * self._max_bytes
+        self.is_flood = False
 
     async def read(self, stream: ByteReceiveStream) -> bool:
         """Read until the end and return True, or return False as soon as it is too much."""
         async for chunk in stream:
             self._size_bytes += len(chunk)
-            if self.is_flood:
+            if self._size_bytes > _FLOOD * self._max_bytes:
+                self.is_flood = True
                 return False
             room = self._max_bytes - self._max_bytes // 2 - len(self._head)
             self._head += chunk[:room]

@@ -36,6 +36,7 @@ from _signal import (  # type: ignore[import-not-found]  # `signal` makes enums 
     sigtimedwait,
     sigwaitinfo,
 )
+from _thread import stack_size
 from types import ModuleType
 
 TYPE_CHECKING = False
@@ -49,6 +50,7 @@ SCRATCH = "/tmp"
 MAX_FILES = 4096
 MAX_OPEN_FILES = 64
 MAX_THREADS = 32
+THREAD_STACK_BYTES = 2 * 2**20
 
 INSIDE_ID = 1000
 NOBODY = 65534
@@ -62,6 +64,7 @@ MNT_DETACH = 2
 AT_FDCWD, AT_RECURSIVE = -100, 0x8000
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, PR_SET_CHILD_SUBREAPER = 1, 4, 22, 38, 36
 SECCOMP_MODE_FILTER = 2
+M_ARENA_MAX = -8
 SYS_MOUNT_SETATTR = 442
 SYS_CLONE, SYS_PIVOT_ROOT, SYS_CAPSET = (220, 41, 91) if os.uname().machine == "aarch64" else (56, 155, 126)
 
@@ -285,6 +288,8 @@ def _work(report_fd: int, scratch: str, timeout_s: float, memory: int, disk: int
         os.setsid()
         _prctl("prctl PR_SET_PDEATHSIG", PR_SET_PDEATHSIG, SIGKILL)
         os.chdir(scratch)
+        _libc.mallopt(M_ARENA_MAX, 1)  # else every thread takes 64 MiB of address space for its allocations
+        stack_size(THREAD_STACK_BYTES)
         _set_limits(timeout_s, memory, disk, confined=bool(filters))
         if filters:
             _install(filters)
@@ -298,15 +303,16 @@ def _work(report_fd: int, scratch: str, timeout_s: float, memory: int, disk: int
 
 
 def _set_limits(timeout_s: float, memory: int, disk: int, confined: bool) -> None:
-    seconds = int(timeout_s) + 1
-    limits = {"AS": memory, "CPU": seconds, "FSIZE": disk, "NOFILE": MAX_OPEN_FILES, "CORE": 0, "MEMLOCK": 0}
+    limits = {"AS": memory, "CPU": int(timeout_s) + 1, "FSIZE": disk, "NOFILE": MAX_OPEN_FILES, "CORE": 0, "MEMLOCK": 0}
     if confined:  # elsewhere the limit of processes counts all those of the user
         limits |= {"NPROC": MAX_THREADS + 2, "MSGQUEUE": 0, "RTPRIO": 0, "NICE": 0, "SIGPENDING": 64}
     for name, limit in limits.items():
         kind = getattr(resource, f"RLIMIT_{name}")
-        hard = resource.getrlimit(kind)[1]
-        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        resource.setrlimit(kind, (limit, limit))
+        hard = limit + 1 if name == "CPU" else limit  # the first limit of CPU time sends SIGXCPU, the second SIGKILL
+        inherited = resource.getrlimit(kind)[1]
+        if inherited != resource.RLIM_INFINITY:
+            limit, hard = min(limit, inherited), min(hard, inherited)
+        resource.setrlimit(kind, (limit, hard))
 
 
 def _install(filters: bytes) -> None:
