@@ -98,7 +98,7 @@ def _make_read_only(path: str, recursive: bool) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Run the code on standard input as the arguments say, and report on ``report_fd`` how it ended. Does not return."""
+    """Run the code on standard input and report on ``report_fd`` how it ended. Does not return."""
     isolation, scratch, parent, report, timeout_s, memory, disk, filter_hex, *paths = arguments
     pthread_sigmask(SIG_BLOCK, {SIGCHLD, SIGTERM})
     signal(SIGINT, SIG_DFL)
