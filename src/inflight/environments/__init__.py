@@ -1,1 +1,1 @@
-"""Environments and agents: conversations whose tokens are exactly those that were sampled, and their record."""
+"""Environments and agents: conversations whose tokens are exactly those that were sampled, their record, and tools."""
