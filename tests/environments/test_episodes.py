@@ -15,8 +15,9 @@ from inflight.environments.play_loop import PlayLoop
 from inflight.environments.transcripts import ChatTemplate
 from inflight.errors import TaskError, UnreachableError
 from inflight.http.client import HttpEndpoint
-from inflight.pipeline.actor import Actor, DroppedItem
+from inflight.pipeline.actor import Actor
 from inflight.pipeline.episodes import Episodes
+from inflight.pipeline.open_group import DroppedItem
 from inflight.rollouts import HistoryStore, Ledger
 from inflight.rollouts.schedulers import LeastLoaded
 from inflight.types import OBSERVED, Group

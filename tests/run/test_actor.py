@@ -12,8 +12,9 @@ import pytest
 from inflight.checkpoints import load_tokenizer
 from inflight.errors import CheckpointError, DeadlineError, EndpointError, InflightError, TaskError
 from inflight.http.client import HttpEndpoint
-from inflight.pipeline.actor import Actor, DroppedItem
+from inflight.pipeline.actor import Actor
 from inflight.pipeline.completions import Completions
+from inflight.pipeline.open_group import DroppedItem
 from inflight.rollouts import HistoryStore, Ledger, load_task
 from inflight.rollouts.schedulers import LeastLoaded
 from inflight.types import Group

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from inflight.contracts import InferenceEndpoint, Scheduler
 from inflight.errors import CheckpointError, EndpointError, InflightError, TaskError
+from inflight.pipeline.open_group import DroppedItem, OpenGroup, Running
 from inflight.pipeline.seats import Seat, SlowRequest, UnusableItem
 from inflight.pipeline.work import Order, Sampled, ScoredGroup, Work
 from inflight.rollouts import HistoryStore, Ledger
@@ -37,7 +38,7 @@ from inflight.scheduling import (
     StepWanted,
     Withdrawn,
 )
-from inflight.types import Group, TaskItem
+from inflight.types import Group
 from inflight.wire import Capabilities, Completion
 
 T = TypeVar("T")
@@ -48,64 +49,6 @@ _ABORT_AGAIN_S = 1.0
 """How long an aborted request may take to come back before it is aborted again."""
 _NUM_REFUSED = 32
 """The run ends after this many unusable prompts if no group has finished by then."""
-
-
-@dataclass(frozen=True, slots=True)
-class DroppedItem:
-    """An item that the actor gave up before it had all its completions."""
-
-    index: int
-    reason: str
-    """``unusable``, ``failed``, ``failed episodes`` or ``stale``, as the ledger counts it."""
-    what_happened: str
-    lengths: tuple[int, ...] = ()
-    """Tokens that its completions had; empty if that is not known of all of them."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Running:
-    """A request of some completions of a group, or one of its episodes."""
-
-    seat: Seat
-    order: Order
-
-
-@dataclass(slots=True, eq=False)
-class _OpenGroup:
-    """An item that was offered and is not scored yet. Lists have one entry per completion or episode."""
-
-    item: TaskItem
-    serial: int
-    prompt_token_ids: tuple[int, ...]
-    prompt: str
-    """Digest of the prompt, by which schedulers know it."""
-    sampled: list[Sampled | None]
-    """What is there of each, whole or in part."""
-    begun: list[int | None]
-    """Oldest version that its first token may have, if it has been issued and nothing of it is there."""
-    is_given_up: bool = False
-    """Whether its requests are being aborted because it seems to be too old; the scheduler knows it no more."""
-    is_scoring: bool = False
-    requests: dict[asyncio.Task[Any], _Running] = field(default_factory=dict)
-    endpoints: list[str] = field(default_factory=list)
-    num_requests: int = 0
-
-    @property
-    def has_part(self) -> bool:
-        """Whether something of it has been sampled or is being sampled."""
-        return bool(self.requests) or any(one is not None for one in self.sampled)
-
-    @property
-    def whole(self) -> list[tuple[int, Sampled]]:
-        """Those that have finished, with their numbers."""
-        return [(i, one) for i, one in enumerate(self.sampled) if one is not None and one.is_whole]
-
-    @property
-    def first_versions(self) -> list[int | None]:
-        """Version of the first token of each completion, or a bound below it; None before it is issued."""
-        return [
-            begun if one is None else one.first_version for one, begun in zip(self.sampled, self.begun, strict=True)
-        ]
 
 
 @dataclass(eq=False)
@@ -141,7 +84,7 @@ class Actor:
     unserved: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     """Set while no endpoint gets work, from the first loss on."""
     _seats: list[Seat] = field(default_factory=list, init=False)
-    _open: dict[int, _OpenGroup] = field(default_factory=dict, init=False)
+    _open: dict[int, OpenGroup] = field(default_factory=dict, init=False)
     """Groups that are being sampled or scored, by item."""
     _beside: set[asyncio.Task[Any]] = field(default_factory=set, init=False)
     """Calls that score a group, or abort a request."""
@@ -320,7 +263,7 @@ class Actor:
         young enough is sampled further, if its endpoint keeps what was aborted.
         """
         for group in [*self._open.values()]:
-            if group.is_given_up or group.is_scoring or not _is_stale(group, can_train):
+            if group.is_given_up or group.is_scoring or not group.is_stale(can_train):
                 continue
             group.is_given_up = True
             self._can_train = can_train
@@ -329,12 +272,12 @@ class Actor:
                 self._abort(request, running)
             self._drop_if_stale(group)
 
-    def _drop_if_stale(self, group: _OpenGroup) -> None:
+    def _drop_if_stale(self, group: OpenGroup) -> None:
         """Decide what becomes of a group that is given up, once all its requests have ended."""
         if group.requests:
             return
         index = group.item.index
-        if _is_stale(group, self._can_train):
+        if group.is_stale(self._can_train):
             lengths = [one.num_tokens for one in group.sampled if one is not None]
             what = "the first tokens of all its completions are older than rollouts.max_lag allows"
             self._drop(index, "stale", what, tuple(lengths) if len(lengths) == self.work.size else ())
@@ -360,10 +303,10 @@ class Actor:
         prompt = hashlib.blake2b(repr(prompt_token_ids).encode(), digest_size=12).hexdigest()
         sampled = list(self.saved.pop(index, (None,) * self.work.size))
         begun: list[int | None] = [None] * self.work.size
-        group = self._open[index] = _OpenGroup(item, self._num_offered, prompt_token_ids, prompt, sampled, begun)
+        group = self._open[index] = OpenGroup(item, self._num_offered, prompt_token_ids, prompt, sampled, begun)
         self._tell_offered(group)
 
-    def _tell_offered(self, group: _OpenGroup) -> None:
+    def _tell_offered(self, group: OpenGroup) -> None:
         """Offer a group with what is there of it."""
         index, num_tokens = group.item.index, tuple(0 if one is None else one.num_tokens for one in group.sampled)
         self._tell(Offered(self.clock(), index, group.prompt, len(group.prompt_token_ids), num_tokens))
@@ -389,9 +332,7 @@ class Actor:
                     if {*running.order.numbers} & {*completions}:
                         self._abort(request, running)
 
-    def _issue(
-        self, seat: Seat, group: _OpenGroup, numbers: tuple[int, ...], partial: Completion | None = None
-    ) -> None:
+    def _issue(self, seat: Seat, group: OpenGroup, numbers: tuple[int, ...], partial: Completion | None = None) -> None:
         """Sample completions of a group in one request, or the rest of ``partial``, or play an episode."""
         group.num_requests += 1
         if seat.name not in group.endpoints:
@@ -415,7 +356,7 @@ class Actor:
         seat.running.add(request)
         seat.num_running += len(numbers)
         self._note_slots(seat)
-        running = group.requests[request] = _Running(seat, order)
+        running = group.requests[request] = Running(seat, order)
 
         def ended(request: asyncio.Task[Sequence[Sampled]]) -> None:
             seat.running.discard(request)
@@ -429,7 +370,7 @@ class Actor:
 
         request.add_done_callback(ended)
 
-    def _abort(self, request: asyncio.Task[Any], running: _Running) -> None:
+    def _abort(self, request: asyncio.Task[Any], running: Running) -> None:
         """End a request with what it has, or without that if the endpoint cannot do it."""
 
         async def abort() -> None:
@@ -462,7 +403,7 @@ class Actor:
         except Exception as error:  # a full disk, say
             self._fail(error)
 
-    def _request_ended(self, group: _OpenGroup, running: _Running, request: asyncio.Task[Sequence[Sampled]]) -> None:
+    def _request_ended(self, group: OpenGroup, running: Running, request: asyncio.Task[Sequence[Sampled]]) -> None:
         """Decide what the end of a request means for its item, its endpoint and the run."""
         index, seat = group.item.index, running.seat
         error = None if request.cancelled() else request.exception()
@@ -483,7 +424,7 @@ class Actor:
             else:
                 self._take(group, running, ())
 
-    def _take(self, group: _OpenGroup, running: _Running, sampled: Sequence[Sampled]) -> None:
+    def _take(self, group: OpenGroup, running: Running, sampled: Sequence[Sampled]) -> None:
         """Keep what a request has sampled; what is not whole may be issued again.
 
         If nothing is left of the item, it goes back to the ledger.
@@ -511,7 +452,7 @@ class Actor:
             self._tell(Finished(now, index, i, num_tokens) if is_whole else Returned(now, index, i, num_tokens))
         self._score_if_enough(group)
 
-    def _score_if_enough(self, group: _OpenGroup) -> None:
+    def _score_if_enough(self, group: OpenGroup) -> None:
         """Score a group that has all that it needs, and give up what still runs of it."""
         if not self.work.is_enough(group.sampled):
             return
@@ -527,7 +468,7 @@ class Actor:
             lambda scored: self._group_scored(group, scored),
         )
 
-    def _group_scored(self, group: _OpenGroup, scored: asyncio.Task[ScoredGroup]) -> None:
+    def _group_scored(self, group: OpenGroup, scored: asyncio.Task[ScoredGroup]) -> None:
         index = group.item.index
         error = None if scored.cancelled() else scored.exception()
         if scored.cancelled() or error is not None:
@@ -564,7 +505,7 @@ class Actor:
         self._withdraw(index)
         self.on_end(DroppedItem(index, reason, what_happened, lengths))
 
-    def _requeue(self, group: _OpenGroup) -> None:
+    def _requeue(self, group: OpenGroup) -> None:
         self.ledger.requeue(group.item.index)
         self._withdraw(group.item.index)
         self.on_end(None)
@@ -577,10 +518,6 @@ class Actor:
                 request.cancel()
             if not group.is_given_up:
                 self._tell(Withdrawn(self.clock(), index))
-
-
-def _is_stale(group: _OpenGroup, can_train: Callable[[int], bool]) -> bool:
-    return not any(version is None or can_train(version) for version in group.first_versions)
 
 
 def _seed(seed: int, index: int, *parts: int) -> int:

@@ -15,11 +15,12 @@ from typing import Any
 
 from inflight.contracts import BatchComposer, Scheduler, StalenessPolicy
 from inflight.errors import TrainerError
-from inflight.pipeline.actor import Actor, DroppedItem
+from inflight.pipeline.actor import Actor
 from inflight.pipeline.batches import StepBatch, make_batch, split_evenly
 from inflight.pipeline.config import RunConfig
 from inflight.pipeline.drafts import FinishedGroups
 from inflight.pipeline.journal import Journal
+from inflight.pipeline.open_group import DroppedItem
 from inflight.pipeline.time_limits import STEP_S
 from inflight.pipeline.work import Work
 from inflight.rollouts import HistoryStore, Ledger, TurnCritic, WaitingGroups, teaches
