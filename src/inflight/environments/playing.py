@@ -8,20 +8,22 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
 from inflight.contracts import Conversation, Environment, Episode
-from inflight.environments.recording import PlayedEpisode, Recording
+from inflight.environments.recording import PlayedEpisode, Recording, completion_of
 from inflight.environments.transcripts import ChatTemplate, Prompt, Transcript
 from inflight.errors import ContextFullError, InvalidRequestError, UnsupportedError
 from inflight.types import Message, Reply, TaskItem
-from inflight.wire import Completion, GenerateRequest, SamplingParams
+from inflight.wire import Completion, CompletionChunk, GenerateRequest, SamplingParams
 
 Generate = Callable[[GenerateRequest], Awaitable[Completion]]
 """Samples the one completion of a request."""
+Stream = Callable[[GenerateRequest], AsyncGenerator[CompletionChunk, None]]
+"""Samples it token by token; closing the iterator ends the request."""
 Proxy = Callable[["PlayingEpisode"], AbstractAsyncContextManager[str]]
 """Serves an episode to clients of OpenAI's API, under the URL that it returns."""
 
@@ -46,6 +48,9 @@ class PlayingEpisode(Episode):
     max_tokens: int
     """Longest conversation."""
     proxy: Proxy | None = None
+    stream: Stream | None = None
+    """None where the endpoint does not declare streaming."""
+    posted_reward: float | None = None
     recording: Recording = field(default_factory=Recording)
     role_rewards: dict[str, float] = field(default_factory=dict)
     num_rewritten: int = 0
@@ -95,6 +100,39 @@ class PlayingEpisode(Episode):
 
         Raises `ContextFullError` if the prompt leaves no room.
         """
+        request = self._request(prompt_token_ids, sampling)
+        try:
+            completion = await self.generate(request)
+        except Exception as error:
+            self.error = self.error or error
+            raise
+        return self.recording.add(prompt_token_ids, completion, role), completion
+
+    async def sample_stream(
+        self, prompt_token_ids: Sequence[int], role: str = "", sampling: SamplingParams | None = None
+    ) -> AsyncGenerator[CompletionChunk | tuple[int, Completion], None]:
+        """Yield the chunks of one turn as they are sampled; at the end record it, and yield what `sample` returns.
+
+        Where the endpoint does not stream, there are no chunks. Closing the iterator before the end ends the request,
+        and nothing is recorded. Raises as `sample`.
+        """
+        if self.stream is None:
+            yield await self.sample(prompt_token_ids, role, sampling)
+            return
+        request = self._request(prompt_token_ids, sampling)
+        chunks: list[CompletionChunk] = []
+        try:
+            async with aclosing(self.stream(request)) as stream:
+                async for chunk in stream:
+                    chunks.append(chunk)
+                    yield chunk
+            completion = completion_of(chunks)
+        except Exception as error:
+            self.error = self.error or error
+            raise
+        yield self.recording.add(prompt_token_ids, completion, role), completion
+
+    def _request(self, prompt_token_ids: Sequence[int], sampling: SamplingParams | None) -> GenerateRequest:
         sampling = sampling or self.sampling
         room = self.max_tokens - len(prompt_token_ids)
         if room < 1:
@@ -108,17 +146,11 @@ class PlayingEpisode(Episode):
             "max_tokens": min(room, sampling.max_tokens or room),
             "seed": _seed(self.number, self._num_requests),
         }
-        request = GenerateRequest(
+        return GenerateRequest(
             request_id=f"{self.request_id}-{self._num_requests}",
             prompt_token_ids=tuple(prompt_token_ids),
             sampling=sampling.model_copy(update=update),
         )
-        try:
-            completion = await self.generate(request)
-        except Exception as error:
-            self.error = self.error or error
-            raise
-        return self.recording.add(prompt_token_ids, completion, role), completion
 
     def played(self, reward: float) -> PlayedEpisode:
         """Return what was recorded."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from inflight.contracts import Environment
+from inflight.contracts import Environment, StreamingEndpoint
 from inflight.environments.playing import PlayingEpisode, Proxy, play
 from inflight.environments.recording import PlayedEpisode
 from inflight.environments.transcripts import ChatTemplate
@@ -36,6 +36,7 @@ class Episodes(Work):
     timeout_s: float
     """Longest that an episode may take."""
     proxy: Proxy | None = None
+    """Serves those that ask for a URL."""
 
     is_one_request = False
 
@@ -68,6 +69,7 @@ class Episodes(Work):
             (completion,) = await seat.sample(request)
             return completion
 
+        streams = declared.streaming and isinstance(seat.endpoint, StreamingEndpoint)
         episode = PlayingEpisode(
             order.request_id,
             order.seed,
@@ -76,6 +78,7 @@ class Episodes(Work):
             self.sampling,
             max_tokens=min(self.max_sequence_tokens, declared.max_model_len),
             proxy=self.proxy,
+            stream=seat.stream if streams else None,
         )
         return [await play(self.environment, order.item, episode, self.timeout_s)]
 
