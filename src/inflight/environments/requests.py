@@ -140,6 +140,10 @@ class ChatRequest(_OpenAI):
     max_completion_tokens: TokenCount | None = None
     logprobs: bool | None = None
 
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.logprobs)
+
     def _longest(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
@@ -154,6 +158,10 @@ class CompletionRequest(_OpenAI):
 
     prompt: str | Items[TokenId] | Annotated[tuple[str | Items[TokenId]], Field(min_length=1, max_length=1)]
     logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs is not None
 
     @property
     def one_prompt(self) -> str | Sequence[int]:

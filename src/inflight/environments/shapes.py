@@ -41,14 +41,14 @@ class ChunkWriter:
     def piece(self, piece: Piece) -> dict[str, Any] | None:
         """Return the chunk of a piece; None if it brings nothing that the client has asked for."""
         is_first, self._has_begun = not self._has_begun, True
-        wants_tokens = piece.chunk is not None and bool(self._request.return_token_ids or self._wants_logprobs)
+        wants_tokens = piece.chunk is not None and bool(self._request.return_token_ids or self._request.wants_logprobs)
         if not (piece.text or wants_tokens or (is_first and self._is_chat)):
             return None
         delta: dict[str, Any] = {"role": "assistant"} if is_first else {}
         said = {"delta": delta | {"content": piece.text}} if self._is_chat else {"text": piece.text}
         choice: dict[str, Any] = {"index": 0, **said, "logprobs": None, "finish_reason": None}
         if piece.chunk is not None:
-            if self._wants_logprobs:
+            if self._request.wants_logprobs:
                 choice["logprobs"] = _logprobs(self._is_chat, piece.chunk.token_ids, piece.chunk.logprobs, self._pieces)
             if self._request.return_token_ids:
                 choice["token_ids"] = piece.chunk.token_ids
@@ -65,7 +65,7 @@ class ChunkWriter:
         said = {"delta": delta} if self._is_chat else {"text": ""}
         choice: dict[str, Any] = {"index": 0, **said, "logprobs": None, "finish_reason": answer.finish_reason}
         completion = answer.completion
-        if not has_streamed and self._wants_logprobs:
+        if not has_streamed and self._request.wants_logprobs:
             choice["logprobs"] = _logprobs(self._is_chat, completion.token_ids, completion.logprobs, self._pieces)
         facts: dict[str, Any] = {}
         if self._request.return_token_ids:
@@ -78,10 +78,6 @@ class ChunkWriter:
         if options is not None and options.include_usage:
             chunks.append(self._chunk(answer.id, []) | {"usage": _usage(answer)})
         return chunks
-
-    @property
-    def _wants_logprobs(self) -> bool:
-        return self._request.logprobs not in (None, False)
 
     def _chunk(self, completion_id: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -102,7 +98,7 @@ def _choice(
 ) -> dict[str, Any]:
     completion = answer.completion
     choice = {"index": 0, **said, "logprobs": None, "finish_reason": answer.finish_reason}
-    if request.logprobs not in (None, False):
+    if request.wants_logprobs:
         is_chat = isinstance(request, ChatRequest)
         choice["logprobs"] = _logprobs(is_chat, completion.token_ids, completion.logprobs, pieces)
     if request.return_token_ids:
