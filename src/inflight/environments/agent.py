@@ -26,7 +26,7 @@ _SECRETS = ("INFLIGHT_TOKEN", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID")
 """Variables that an agent does not inherit."""
 _PARTING_S = 5.0
 """How long what is left of an agent's output may take once the agent has ended."""
-_TAIL_BYTES = 2000
+_TAIL_BYTES = 300
 _MAX_LINE_BYTES = 64 * 1024
 
 
@@ -62,32 +62,30 @@ class AgentCommand(Environment):
         """Return the reward. Raises `TaskError` with the end of standard error if there is none."""
         url = await episode.openai_url()
         said, complained = bytearray(), bytearray()
+        given = json.dumps({"index": item.index, "seed": episode.seed, **item.metadata}) + "\n"
         agent = await self._started(url)
+        assert agent.stdin is not None and agent.stdout is not None and agent.stderr is not None
+        reading = asyncio.gather(
+            _give(agent.stdin, given.encode()),
+            _keep_end(agent.stdout, said, _MAX_LINE_BYTES),
+            _keep_end(agent.stderr, complained, _TAIL_BYTES),
+        )
         try:
-            given = json.dumps({"index": item.index, "seed": episode.seed, **item.metadata}) + "\n"
-            assert agent.stdin is not None and agent.stdout is not None and agent.stderr is not None
-            reading = asyncio.gather(
-                _give(agent.stdin, given.encode()),
-                _keep_end(agent.stdout, said, _MAX_LINE_BYTES),
-                _keep_end(agent.stderr, complained, _TAIL_BYTES),
-            )
-            try:
-                status = await agent.wait()
-            finally:
-                _end_group(agent.pid)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(reading, _PARTING_S)
+            status = await agent.wait()
         finally:
             _end_group(agent.pid)
-        return self._reward(episode.posted_reward, status, said, complained)
+            await agent.wait()
+            with contextlib.suppress(TimeoutError):  # something outside of the group may hold its output open
+                await asyncio.wait_for(reading, _PARTING_S)
+        return self._reward(episode.posted_reward, status, bytes(said), bytes(complained))
 
     async def _started(self, url: str) -> asyncio.subprocess.Process:
-        root, _, rest = url.partition("/e/")
+        key = url.removesuffix("/v1").rpartition("/")[2]
         inherited = {name: value for name, value in os.environ.items() if name not in _SECRETS}
         variables = {
             "OPENAI_BASE_URL": url,
             "OPENAI_API_BASE": url,
-            "OPENAI_API_KEY": rest.partition("/")[0],
+            "OPENAI_API_KEY": key,
             "INFLIGHT_REWARD_URL": f"{url.removesuffix('/v1')}/reward",
             "NO_PROXY": ",".join(filter(None, (inherited.get("NO_PROXY"), "127.0.0.1"))),
         }
@@ -110,7 +108,7 @@ class AgentCommand(Environment):
             return reward
         problem = f"ended with status {status}" if status else "gave no reward: post one, or print it as the last line"
         tail = complained.decode(errors="replace").strip()
-        raise TaskError(f"the agent {problem}" + (f"; standard error ends with: {tail[-_TAIL_BYTES:]}" if tail else ""))
+        raise TaskError(f"the agent {problem}" + (f"; standard error ends with: {tail}" if tail else ""))
 
 
 def _items(tasks: str) -> Callable[[int], Mapping[str, Any]]:

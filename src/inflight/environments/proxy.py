@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import secrets
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -58,6 +59,8 @@ class ServedEpisode:
     """Name of the served model."""
     running: set[asyncio.Task[Any]] = field(default_factory=set)
     is_over: bool = False
+    last_used: float = field(default_factory=time.monotonic)
+    """When it was opened, or its last request came or ended."""
 
     async def run(self, call: Coroutine[Any, Any, T]) -> T:
         """Return what a call returns; raises `EpisodeOverError` if the episode ends before it does."""
@@ -71,6 +74,7 @@ class ServedEpisode:
         finally:
             task.cancel()
             self.running.discard(task)
+            self.last_used = time.monotonic()
 
     def end(self) -> None:
         """End all requests that are being answered."""
@@ -89,11 +93,11 @@ class ServedEpisodes:
     def __len__(self) -> int:
         return len(self._episodes)
 
-    def open(self, episode: PlayingEpisode, model: str) -> tuple[str, ServedEpisode]:
+    def open(self, episode: PlayingEpisode, model: str) -> str:
         """Serve an episode; returns its key."""
-        key, served = secrets.token_urlsafe(24), ServedEpisode(Answers(episode), model)
-        self._episodes[_digest(key)] = served
-        return key, served
+        key = secrets.token_urlsafe(24)
+        self._episodes[_digest(key)] = ServedEpisode(Answers(episode), model)
+        return key
 
     def find(self, key: str) -> ServedEpisode | None:
         return self._episodes.get(_digest(key))
@@ -104,10 +108,18 @@ class ServedEpisodes:
         if served is not None:
             served.end()
 
+    def close_idle(self, since: float) -> list[ServedEpisode]:
+        """Close the episodes that nobody has used since a time of the monotonic clock, and return them."""
+        idle = [key for key, served in self._episodes.items() if not served.running and served.last_used < since]
+        closed = [self._episodes.pop(key) for key in idle]
+        for served in closed:
+            served.end()
+        return closed
+
     @contextlib.contextmanager
     def serving(self, episode: PlayingEpisode, model: str) -> Iterator[str]:
         """Serve an episode during the body, under the key that is returned."""
-        key, _ = self.open(episode, model)
+        key = self.open(episode, model)
         try:
             yield key
         finally:
@@ -151,21 +163,14 @@ def proxy_routes(episodes: ServedEpisodes, note: Callable[[str], None] | None = 
         return _json({"object": "list", "data": [card]})
 
     async def reward(request: HttpRequest, served: ServedEpisode) -> Response:
-        served.answers.reward(await _message(RewardRequest, await content_of(request, _REWARD.fixed_bytes)))
+        served.answers.reward(await body_message(RewardRequest, await content_of(request, _REWARD.fixed_bytes)))
         return _json({"ok": True})
 
     def mounted(path: str, method: str, handler: Handler) -> list[Route]:
         async def handle(request: HttpRequest) -> Response:
-            try:
-                return await handler(request, _served(request, episodes))
-            except InflightError as error:
-                return error_response(error)
-            except HTTPException as error:
-                return error_response(InvalidRequestError(_without_key(request, error.detail)), error.status_code)
-            except ClientDisconnect:
-                return Response(status_code=499)  # nobody reads it
+            return await handler(request, _served(request, episodes))
 
-        return [Route(prefix + path, handle, methods=[method]) for prefix in ("/e/{key}", "")]
+        return [proxy_route(prefix + path, method, handle) for prefix in ("/e/{key}", "")]
 
     return [
         *mounted("/v1/chat/completions", "POST", chat),
@@ -174,6 +179,22 @@ def proxy_routes(episodes: ServedEpisodes, note: Callable[[str], None] | None = 
         *mounted("/v1/models", "GET", models),
         *mounted("/reward", "POST", reward),
     ]
+
+
+def proxy_route(path: str, method: str, handler: Callable[[HttpRequest], Awaitable[Response]]) -> Route:
+    """Return a route whose errors have OpenAI's shape."""
+
+    async def handle(request: HttpRequest) -> Response:
+        try:
+            return await handler(request)
+        except InflightError as error:
+            return error_response(error)
+        except HTTPException as error:
+            return error_response(InvalidRequestError(_without_key(request, error.detail)), error.status_code)
+        except ClientDisconnect:
+            return Response(status_code=499)  # nobody reads it
+
+    return Route(path, handle, methods=[method])
 
 
 def proxy_app(routes: list[Route]) -> Starlette:
@@ -187,7 +208,9 @@ def proxy_app(routes: list[Route]) -> Starlette:
 def error_response(error: InflightError, status: int | None = None) -> Response:
     """Return an error in OpenAI's shape. Its clients would repeat some requests by themselves, and are told not to."""
     code, message = error.code, str(error)[:_MAX_ERROR_CHARACTERS]
-    status = status or {"context_full": 400, "episode_over": 409}.get(code) or STATUS_OF_CODE.get(code, 500)
+    status = (
+        status or {"context_full": 400, "episode_over": 409, "busy": 429}.get(code) or STATUS_OF_CODE.get(code, 500)
+    )
     code = {"context_full": "context_length_exceeded", "unauthorized": "invalid_api_key"}.get(code, code)
     kind = "invalid_request_error" if status < 500 else "server_error"
     body = {"error": {"message": message, "type": kind, "param": None, "code": code}}
@@ -206,6 +229,7 @@ def _served(request: HttpRequest, episodes: ServedEpisodes) -> ServedEpisode:
     if served is None:
         what = "does not name an episode that is being played" if key else "is missing"
         raise UnauthorizedError(f"the key {what}: use the base URL of the episode, or its key as the API key")
+    served.last_used = time.monotonic()
     return served
 
 
@@ -219,10 +243,11 @@ def _refuse_if_over(served: ServedEpisode) -> None:
 
 
 async def _body(request: HttpRequest, served: ServedEpisode, kind: type[Body]) -> Body:
-    return await _message(kind, await content_of(request, _BODY.bytes_for(served.answers.episode.max_tokens)))
+    return await body_message(kind, await content_of(request, _BODY.bytes_for(served.answers.episode.max_tokens)))
 
 
-async def _message(kind: type[Body], content: bytes) -> Body:
+async def body_message(kind: type[Body], content: bytes) -> Body:
+    """Return the message in a body. Raises `InvalidRequestError`."""
     try:
         return await message_of(kind, content)
     except ValueError as error:
