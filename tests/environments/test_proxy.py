@@ -5,15 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import json
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from inflight.checkpoints import load_tokenizer
+from inflight.environments.answers import Answers
 from inflight.environments.proxy_server import ProxyServer
+from inflight.environments.requests import ChatRequest
 from inflight.environments.transcripts import ChatTemplate
 from inflight.http.client import HttpEndpoint
 from tests.environments.proxied import (
@@ -534,3 +540,82 @@ def test_vllms_generate_has_the_shape_that_train_clients_read(shared_server: Ser
         assert (refused.status_code, "features" in refused.text) == (400, True)
 
     on_engine(shared_server, model_dir, play)
+
+
+def test_many_episodes_are_played_at_once(shared_server: ServerProcess, model_dir: Path) -> None:
+    num_episodes, num_turns = 256, 3
+
+    async def run() -> None:
+        template = ChatTemplate(load_tokenizer(model_dir))
+        short = SETTINGS.model_copy(update={"max_tokens": 3})
+        async with (
+            contextlib.aclosing(HttpEndpoint(shared_server.url)) as endpoint,
+            ProxyServer("tiny") as proxy,
+            httpx.AsyncClient(trust_env=False, timeout=90, limits=httpx.Limits(max_connections=None)) as client,
+        ):
+
+            async def play(number: int) -> None:
+                episode = episode_on(endpoint, template, proxy, settings=short, number=number)
+                url = await episode.openai_url()
+                messages: list[Any] = [user(f"episode {number}")]
+                for turn in range(num_turns):
+                    answer = await client.post(f"{url}/chat/completions", json={"messages": messages})
+                    messages += [answer.json()["choices"][0]["message"], user(f"turn {turn}")]
+                await episode.aclose()
+                (rollout,) = episode.played(1.0).rollouts(0, 1.0)
+                assert len(rollout.turns) == num_turns
+                assert bytes(rollout.prompt_token_ids).decode() == f"episode {number}\n"
+                check_every_token_is_trained_once(episode)
+
+            await asyncio.gather(*map(play, range(num_episodes)))
+
+    asyncio.run(asyncio.wait_for(run(), 110))
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_whatever_histories_clients_send_every_sampled_token_is_trained_on_once(data: st.DataObject) -> None:
+    """Clients go on, try again, edit, compact, and change their tools; some answers are cut."""
+    built, template = qwen()
+    texts = ["yes", "no", f"so {CALL}", "<think>\nhm\n</think>\n\nit is", " spaced ", "", "42\n\n"]
+
+    def says(number: int, prompt: Any) -> tuple[int, ...]:
+        said = tuple(built(data.draw(st.sampled_from(texts)), add_special_tokens=False)["input_ids"])
+        said += tuple(data.draw(st.lists(st.integers(0, 400), max_size=3)))
+        return said if said and data.draw(st.booleans()) else (*said, built.eos_token_id)
+
+    async def run() -> None:
+        async with ProxyServer("scripted") as proxy:
+            episode = scripted(template, proxy, says, end=built.eos_token_id, streams=data.draw(st.booleans()))
+            answers = Answers(episode)
+            histories: list[list[Any]] = []
+            num_kept = 0
+            for number in range(data.draw(st.integers(1, 8))):
+                action = data.draw(st.sampled_from(["begin", "go on", "try again", "edit", "compact"]))
+                tools = data.draw(st.sampled_from([None, TOOLS]))
+                history = list(data.draw(st.sampled_from(histories))) if histories else []
+                if not history or action == "begin":
+                    history = [user(f"begin {data.draw(st.integers(0, 1))}")]
+                elif action == "go on":
+                    history += [user(f"and {number}?")]
+                elif action == "try again":
+                    history = history[:-1]
+                elif action == "edit":
+                    history[-1] = history[-1] | {"content": "what I never said"}
+                    history += [user("well?")]
+                else:
+                    history = [user("so far: nothing"), *history[len(history) // 2 :], user("well?")]
+                before = len(episode.recording)
+                request = ChatRequest.model_validate({"messages": history, "tools": tools})
+                if data.draw(st.booleans()):
+                    answer = await answers.answer(request)
+                else:
+                    async for part in answers.stream(request):
+                        answer = part  # type: ignore[assignment]
+                assert len(episode.recording) == before + 1
+                assert episode.recording.calls[-1].completion == answer.completion
+                num_kept += action == "go on" and len(history) > 1
+                histories.append([*history, json.loads(json.dumps(answer.message))])
+            check_every_token_is_trained_once(episode)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
