@@ -542,8 +542,10 @@ def test_vllms_generate_has_the_shape_that_train_clients_read(shared_server: Ser
     on_engine(shared_server, model_dir, play)
 
 
-def test_many_episodes_are_played_at_once(shared_server: ServerProcess, model_dir: Path) -> None:
-    num_episodes, num_turns = 256, 3
+@pytest.mark.timeout(320)
+@pytest.mark.parametrize("num_episodes", [32, pytest.param(256, marks=pytest.mark.exhaustive)])
+def test_many_episodes_are_played_at_once(shared_server: ServerProcess, model_dir: Path, num_episodes: int) -> None:
+    num_turns = 3
 
     async def run() -> None:
         template = ChatTemplate(load_tokenizer(model_dir))
@@ -551,7 +553,7 @@ def test_many_episodes_are_played_at_once(shared_server: ServerProcess, model_di
         async with (
             contextlib.aclosing(HttpEndpoint(shared_server.url)) as endpoint,
             ProxyServer("tiny") as proxy,
-            httpx.AsyncClient(trust_env=False, timeout=90, limits=httpx.Limits(max_connections=None)) as client,
+            httpx.AsyncClient(trust_env=False, timeout=280, limits=httpx.Limits(max_connections=None)) as client,
         ):
 
             async def play(number: int) -> None:
@@ -569,7 +571,7 @@ def test_many_episodes_are_played_at_once(shared_server: ServerProcess, model_di
 
             await asyncio.gather(*map(play, range(num_episodes)))
 
-    asyncio.run(asyncio.wait_for(run(), 110))
+    asyncio.run(asyncio.wait_for(run(), 300))
 
 
 @settings(max_examples=30, deadline=None)
@@ -588,12 +590,12 @@ def test_whatever_histories_clients_send_every_sampled_token_is_trained_on_once(
         async with ProxyServer("scripted") as proxy:
             episode = scripted(template, proxy, says, end=built.eos_token_id, streams=data.draw(st.booleans()))
             answers = Answers(episode)
-            histories: list[list[Any]] = []
-            num_kept = 0
+            histories: list[tuple[list[Any], Any]] = []
             for number in range(data.draw(st.integers(1, 8))):
                 action = data.draw(st.sampled_from(["begin", "go on", "try again", "edit", "compact"]))
                 tools = data.draw(st.sampled_from([None, TOOLS]))
-                history = list(data.draw(st.sampled_from(histories))) if histories else []
+                said_before, tools_before = data.draw(st.sampled_from(histories)) if histories else ([], None)
+                history = list(said_before)
                 if not history or action == "begin":
                     history = [user(f"begin {data.draw(st.integers(0, 1))}")]
                 elif action == "go on":
@@ -605,7 +607,7 @@ def test_whatever_histories_clients_send_every_sampled_token_is_trained_on_once(
                     history += [user("well?")]
                 else:
                     history = [user("so far: nothing"), *history[len(history) // 2 :], user("well?")]
-                before = len(episode.recording)
+                before, num_rewritten = len(episode.recording), episode.num_rewritten
                 request = ChatRequest.model_validate({"messages": history, "tools": tools})
                 if data.draw(st.booleans()):
                     answer = await answers.answer(request)
@@ -614,8 +616,12 @@ def test_whatever_histories_clients_send_every_sampled_token_is_trained_on_once(
                         answer = part  # type: ignore[assignment]
                 assert len(episode.recording) == before + 1
                 assert episode.recording.calls[-1].completion == answer.completion
-                num_kept += action == "go on" and len(history) > 1
-                histories.append([*history, json.loads(json.dumps(answer.message))])
+                if action == "go on" and said_before and tools == tools_before:
+                    *earlier, last = episode.recording.calls
+                    known = [(*call.prompt_token_ids, *call.completion.token_ids) for call in earlier]
+                    is_continued = any(last.prompt_token_ids[: len(one)] == one for one in known)
+                    assert is_continued or episode.num_rewritten > num_rewritten
+                histories.append(([*history, json.loads(json.dumps(answer.message))], tools))
             check_every_token_is_trained_once(episode)
 
     asyncio.run(asyncio.wait_for(run(), 60))
