@@ -63,6 +63,28 @@ def plot_quickstart(runs: Sequence[dict[str, Any]], what: str, file: str) -> Non
     plt.close(figure)
 
 
+def plot_policies(rows: dict[str, dict[str, Any]]) -> None:
+    """Reward against samples under every policy, each in a panel of its own in front of the default."""
+    names = [name for name in rows if name != "default"]
+    columns = 4
+    figure, axes = plt.subplots(
+        -(-len(names) // columns), columns, figsize=(15, 2.6 * -(-len(names) // columns)), layout="constrained"
+    )
+    for axis, name in zip(axes.flat, names, strict=False):
+        for run, style in (("default", {"color": "#8c959f"}), (name, {"color": "#8250df"})):
+            samples, _, rewards = zip(*(row for row in rows[run]["curve"] if row[2] is not None), strict=True)
+            axis.plot(samples, smoothed(rewards), label=run, **style)
+        axis.set_title(name, fontsize=10)
+        axis.grid(alpha=0.3)
+        axis.set_ylim(0.4, 1.0)
+    for axis in list(axes.flat)[len(names) :]:
+        axis.axis("off")
+    figure.supxlabel("completions sampled")
+    figure.supylabel("mean reward (ten steps); grey: default")
+    figure.savefig(IMAGES / "policies.png", dpi=110)
+    plt.close(figure)
+
+
 def engine_table(rows: Sequence[dict[str, Any]]) -> str:
     lines = [
         "| model | lengths | tokens, longest | engine, tokens/s | `generate`, tokens/s | ratio: median (min to max) |",
@@ -129,6 +151,7 @@ def main() -> None:
     plot_quickstart(read_results("engines")["rows"]["learning"], "engine", "engines.png")
     plot_quickstart(read_results("workers")["rows"]["learning"], "trainer", "trainers.png")
     plot_quickstart(read_results("losses")["rows"]["learning"], "preset", "presets.png")
+    plot_policies(read_results("policies")["rows"])
     compile_s = dict.fromkeys(row["compile_cpu_s"] for row in compiled["rows"])
     template = (Path(__file__).parent / "performance.template.md").read_text()
     page = (

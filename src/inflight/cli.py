@@ -17,6 +17,7 @@ from inflight.bench.command import add_parser as add_bench
 from inflight.bench.command import bytes_of
 from inflight.conformance.command import add_parser as add_check
 from inflight.contracts import InferenceEndpoint, Task
+from inflight.environments.command import add_parser as add_proxy
 from inflight.errors import ConfigError, InflightError
 from inflight.http.tokens import TOKEN_VARIABLE, read_token
 
@@ -106,6 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     losses.set_defaults(call=_losses)
 
+    add_proxy(commands)
     add_bench(commands)
     add_check(commands)
     return parser

@@ -499,8 +499,14 @@ class Episode(Protocol):
     async def openai_url(self) -> str:
         """Return a base URL for clients of OpenAI's API, whose calls become part of this episode.
 
-        It contains the episode's key. Raises `UnsupportedError` where no proxy is served.
+        It ends with ``/e/KEY/v1``, where KEY is a secret that stands for the episode, and may also be sent as the API
+        key. Raises `UnsupportedError` where no proxy is served.
         """
+
+    @property
+    @abstractmethod
+    def posted_reward(self) -> float | None:
+        """Return the reward that a client has posted for the episode; None if none has."""
 
 
 @runtime_checkable

@@ -23,7 +23,8 @@
     │   ├── CheckpointError          nothing was loaded, or the previous checkpoint is still whole
     │   └── WorkerDiedError          a trainer rank is gone; the last checkpoint is whole
     ├── TaskError                    a task could not be made or a reward could not be computed
-    └── ContextFullError             a conversation has no room for another turn; nothing was appended
+    ├── ContextFullError             a conversation has no room for another turn; nothing was appended
+    └── EpisodeOverError             the episode has ended; nothing more is sampled for it
 
 Errors are picklable, carry no secrets, and travel over HTTP by their ``code``. This module knows nothing of HTTP.
 """
@@ -194,6 +195,12 @@ class ContextFullError(InflightError):
     """A conversation has no room for another turn."""
 
     code = "context_full"
+
+
+class EpisodeOverError(InflightError):
+    """The episode has ended, or its endpoint has failed, so that it is played again from the start."""
+
+    code = "episode_over"
 
 
 class PrecisionWarning(UserWarning):

@@ -323,6 +323,21 @@ def drafts_table() -> str:
     return "\n".join(lines)
 
 
+def policies_table() -> str:
+    """The quickstart under every policy, on the same seed."""
+    lines = [
+        "| setting | reward of the first ten steps | of the last ten | mean lag | effective sample size |",
+        "|---|---|---|---|---|",
+    ]
+    for name, row in kept("policies")["rows"].items():
+        setting = " ".join(row["overrides"]) or name
+        lines.append(
+            f"| `{setting}` | {row['reward_first']:.3f} | {row['reward_last']:.3f} | {row['lag_mean']:.2f} | "
+            f"{row['ess_mean']:.4f} |"
+        )
+    return "\n".join(lines)
+
+
 def rollouts_table() -> str:
     """Return each scheduler's trained tokens per time over the plain one's, in simulated time."""
     settings = ("conventional", "pipeline, max_lag 1")
@@ -347,6 +362,7 @@ def rollouts_table() -> str:
 
 TABLES = {
     "rollouts": rollouts_table,
+    "policies": policies_table,
     **WEIGHT_TABLES,
     "campaign": campaign_table,
     "presets": presets_table,

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -44,6 +44,8 @@ class PlayLoop:
         self._shared: _Thread | None = None
         self._has_blocked = False
         self._watched: set[_Thread] = set()
+        self._left: set[_Thread] = set()
+        """Threads that have been told to end."""
         self._watching: asyncio.Task[None] | None = None
 
     async def run(self, call: Callable[[], Coroutine[Any, Any, T]], timeout_s: float) -> T:
@@ -69,13 +71,14 @@ class PlayLoop:
                 self._leave(thread)
 
     async def aclose(self) -> None:
-        """Cancel everything and end the threads, without waiting for what does not end."""
+        """Cancel everything and end the threads; what does not end in time is left to itself."""
         watching, self._watching, self._shared = self._watching, None, None
         if watching is not None:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
         for thread in list(self._watched):
             self._leave(thread)
+        await asyncio.to_thread(_join, list(self._left), self._grace_s)
 
     def _thread(self) -> _Thread:
         if self._watching is None:
@@ -91,6 +94,7 @@ class PlayLoop:
     def _leave(self, thread: _Thread) -> None:
         if thread in self._watched:
             self._watched.discard(thread)
+            self._left = {left for left in self._left if left.is_alive} | {thread}
             thread.leave()
 
     async def _watch(self) -> None:
@@ -100,7 +104,8 @@ class PlayLoop:
                 if thread.silent_s() >= self._blocked_s:
                     self._has_blocked, self._shared = True, None
                     thread.fail(self._blocked_s)
-                    self._leave(thread)
+                    self._watched.discard(thread)
+                    thread.leave()
 
 
 class _Thread:
@@ -157,6 +162,14 @@ class _Thread:
 
             self._loop.call_soon_threadsafe(cancel)
 
+    def join(self, timeout_s: float) -> None:
+        """Wait for the thread to end, for so long at most."""
+        self._thread.join(timeout_s)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
     def silent_s(self) -> float:
         """Return for how long the thread has not answered, and ask it again."""
         if not self._is_asked:
@@ -199,3 +212,9 @@ class _Thread:
                 self._loop.stop()
 
         self._loop.call_soon_threadsafe(stop)
+
+
+def _join(threads: Sequence[_Thread], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))

@@ -8,21 +8,23 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from inflight.contracts import Conversation, Environment, Episode
 from inflight.environments.play_loop import BlockedError, OverdueError, PlayLoop
-from inflight.environments.recording import PlayedEpisode, Recording
+from inflight.environments.recording import PlayedEpisode, Recording, completion_of
 from inflight.environments.transcripts import ChatTemplate, Prompt, Transcript
 from inflight.errors import ContextFullError, InvalidRequestError, UnsupportedError
 from inflight.types import Message, Reply, TaskItem
-from inflight.wire import Completion, GenerateRequest, SamplingParams
+from inflight.wire import Completion, CompletionChunk, GenerateRequest, SamplingParams
 
 Generate = Callable[[GenerateRequest], Awaitable[Completion]]
 """Samples the one completion of a request."""
+Stream = Callable[[GenerateRequest], AsyncGenerator[CompletionChunk, None]]
+"""Samples it token by token; closing the iterator ends the request."""
 Proxy = Callable[["PlayingEpisode"], AbstractAsyncContextManager[str]]
 """Serves an episode to clients of OpenAI's API, under the URL that it returns."""
 
@@ -50,6 +52,9 @@ class PlayingEpisode(Episode):
     max_tokens: int
     """Longest conversation."""
     proxy: Proxy | None = None
+    stream: Stream | None = None
+    """None where the endpoint does not declare streaming."""
+    posted_reward: float | None = None
     recording: Recording = field(default_factory=Recording)
     role_rewards: dict[str, float] = field(default_factory=dict)
     num_rewritten: int = 0
@@ -71,7 +76,7 @@ class PlayingEpisode(Episode):
         return PlayedConversation(self, system, tuple(tools), role)
 
     async def openai_url(self) -> str:
-        return await self._at_home(self._openai_url())
+        return await self._at_home(self._openai_url)
 
     async def _openai_url(self) -> str:
         if self.proxy is None:
@@ -81,10 +86,13 @@ class PlayingEpisode(Episode):
             self._server = asyncio.ensure_future(self._serve(self.proxy, self._serving))
         return await self._serving
 
-    async def _at_home(self, call: Coroutine[Any, Any, T]) -> T:
+    async def _at_home(self, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Return what a coroutine returns that runs in the event loop which the episode was made in."""
         if asyncio.get_running_loop() is self._home:
-            return await call
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._home))
+            return await call()
+        if self._is_over:  # that loop may be closed
+            raise InvalidRequestError("the episode is over: nothing more is sampled for it")
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call(), self._home))
 
     async def _serve(self, proxy: Proxy, serving: asyncio.Future[str]) -> None:
         try:
@@ -110,13 +118,46 @@ class PlayingEpisode(Episode):
 
         Raises `ContextFullError` if the prompt leaves no room, `InvalidRequestError` if the episode is over.
         """
-        if self._is_over:
-            raise InvalidRequestError("the episode is over: nothing more is sampled for it")
-        return await self._at_home(self._sample(prompt_token_ids, role, sampling))
+        return await self._at_home(lambda: self._sample(prompt_token_ids, role, sampling))
 
     async def _sample(
         self, prompt_token_ids: Sequence[int], role: str, sampling: SamplingParams | None
     ) -> tuple[int, Completion]:
+        request = self._request(prompt_token_ids, sampling)
+        try:
+            completion = await self.generate(request)
+        except Exception as error:
+            self.error = self.error or error
+            raise
+        return self.recording.add(prompt_token_ids, completion, role), completion
+
+    async def sample_stream(
+        self, prompt_token_ids: Sequence[int], role: str = "", sampling: SamplingParams | None = None
+    ) -> AsyncGenerator[CompletionChunk | tuple[int, Completion], None]:
+        """Yield the chunks of one turn as they are sampled; at the end record it, and yield what `sample` returns.
+
+        Called in the event loop that the episode was made in. Where the endpoint does not stream, there are no chunks.
+        Closing the iterator before the end ends the request, and nothing is recorded. Raises as `sample`.
+        """
+        if self.stream is None:
+            yield await self.sample(prompt_token_ids, role, sampling)
+            return
+        request = self._request(prompt_token_ids, sampling)
+        chunks: list[CompletionChunk] = []
+        try:
+            async with aclosing(self.stream(request)) as stream:
+                async for chunk in stream:
+                    chunks.append(chunk)
+                    yield chunk
+            completion = completion_of(chunks)
+        except Exception as error:
+            self.error = self.error or error
+            raise
+        yield self.recording.add(prompt_token_ids, completion, role), completion
+
+    def _request(self, prompt_token_ids: Sequence[int], sampling: SamplingParams | None) -> GenerateRequest:
+        if self._is_over:
+            raise InvalidRequestError("the episode is over: nothing more is sampled for it")
         sampling = sampling or self.sampling
         room = self.max_tokens - len(prompt_token_ids)
         if room < 1:
@@ -130,17 +171,11 @@ class PlayingEpisode(Episode):
             "max_tokens": min(room, sampling.max_tokens or room),
             "seed": _seed(self.number, self._num_requests),
         }
-        request = GenerateRequest(
+        return GenerateRequest(
             request_id=f"{self.request_id}-{self._num_requests}",
             prompt_token_ids=tuple(prompt_token_ids),
             sampling=sampling.model_copy(update=update),
         )
-        try:
-            completion = await self.generate(request)
-        except Exception as error:
-            self.error = self.error or error
-            raise
-        return self.recording.add(prompt_token_ids, completion, role), completion
 
     def played(self, reward: float) -> PlayedEpisode:
         """Return what was recorded."""

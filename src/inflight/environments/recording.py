@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from pydantic import Field
 
+from inflight.errors import ProtocolError
 from inflight.types import Rollout, Turn
-from inflight.wire import Completion, VersionSpan, WireModel
+from inflight.wire import Completion, CompletionChunk, VersionSpan, WireModel
 
 
 class RecordedCall(WireModel):
@@ -87,6 +88,34 @@ class Recording:
     @property
     def calls(self) -> tuple[RecordedCall, ...]:
         return tuple(self._calls)
+
+
+def completion_of(chunks: Sequence[CompletionChunk]) -> Completion:
+    """Return the completion whose chunks were streamed. Raises `ProtocolError` if a part of it is missing."""
+    token_ids: list[int] = []
+    logprobs: list[float] = []
+    spans: list[VersionSpan] = []
+    finish_reason = None
+    for chunk in chunks:
+        start = len(token_ids)
+        if chunk.start != start or finish_reason is not None:
+            raise ProtocolError(f"a chunk begins at token {chunk.start}, but {start} tokens have arrived before it")
+        token_ids += chunk.token_ids
+        logprobs += chunk.logprobs
+        finish_reason = chunk.finish_reason
+        if spans and spans[-1].version == chunk.version:
+            start = spans.pop().start
+        if len(token_ids) > start:
+            spans.append(VersionSpan(version=chunk.version, start=start, end=len(token_ids)))
+    if finish_reason is None:
+        raise ProtocolError(f"the stream ended after {len(token_ids)} tokens without a finish reason")
+    return Completion(
+        index=0,
+        token_ids=tuple(token_ids),
+        logprobs=tuple(logprobs),
+        version_spans=tuple(spans),
+        finish_reason=finish_reason,
+    )
 
 
 def _streams(calls: Sequence[RecordedCall]) -> Iterator[tuple[list[int], list[bool]]]:

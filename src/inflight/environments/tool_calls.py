@@ -13,6 +13,7 @@ from typing import Any
 from inflight.types import ToolCall
 
 _TAGGED = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_TAG = "<tool_call>"
 _PYTHON_TAG = "<|python_tag|>"
 
 
@@ -33,6 +34,18 @@ def split_tool_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
     whole = text.strip().removeprefix(_PYTHON_TAG)
     call = _call(whole, 0) if whole.startswith("{") else None
     return (text, ()) if call is None else ("", (call,))
+
+
+def before_calls(text: str) -> str:
+    """Return how much of the beginning of a reply is the same however it goes on: nothing of it becomes a call.
+
+    White space at either end belongs to what may change, since a reply with calls is stripped of it.
+    """
+    if text[:1].isspace() or text.startswith("{") or text[: len(_PYTHON_TAG)] == _PYTHON_TAG[: len(text)]:
+        return ""
+    before, tag, _ = text.partition(_TAG)
+    held = 0 if tag else max((n for n in range(1, len(_TAG)) if before.endswith(_TAG[:n])), default=0)
+    return before[: len(before) - held].rstrip()
 
 
 def openai_tool_calls(calls: tuple[ToolCall, ...] | list[ToolCall]) -> list[dict[str, Any]]:

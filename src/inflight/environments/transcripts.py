@@ -36,6 +36,8 @@ class Heard:
 
     raw: str
     """Everything that was sampled, without the token that ended the turn."""
+    spoken: str
+    """Without special tokens."""
     text: str
     """Without special tokens and calls of tools."""
     tool_calls: tuple[ToolCall, ...]
@@ -90,8 +92,28 @@ class ChatTemplate:
         is_ended = self.is_ended(token_ids, finish_reason)
         spoken = list(token_ids[:-1] if is_ended else token_ids)
         raw = str(self._tokenizer.decode(spoken, skip_special_tokens=False))
-        text, calls = split_tool_calls(str(self._tokenizer.decode(spoken, skip_special_tokens=True)))
-        return Heard(raw, text, calls)
+        plain = self.plain(spoken)
+        text, calls = split_tool_calls(plain)
+        return Heard(raw, plain, text, calls)
+
+    def plain(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens, without special ones."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def pieces(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the text of each token by itself."""
+        return [str(self._tokenizer.decode([token_id])) for token_id in token_ids]
+
+    def encoded(self, text: str, *, is_start: bool) -> tuple[int, ...]:
+        """Return the tokens of plain text, at the start of a stream or behind other tokens."""
+        return self._encode(text, is_start=is_start)
+
+    def check_known(self, token_ids: Sequence[int]) -> None:
+        """Raise `InvalidRequestError` unless the tokenizer knows every one of these tokens."""
+        num_known = len(self._tokenizer)
+        unknown = next((token_id for token_id in token_ids if not 0 <= token_id < num_known), None)
+        if unknown is not None:
+            raise InvalidRequestError(f"token id {unknown} is outside of 0..{num_known - 1}, which the tokenizer knows")
 
     def transcript(self, prompt: Prompt, token_ids: Sequence[int], finish_reason: str) -> Transcript:
         """Return the conversation after a reply to a prompt."""

@@ -6,7 +6,6 @@ need, and answers errors with an `ErrorBody`. A client that disconnects ends its
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -26,6 +25,7 @@ from inflight.errors import InflightError, InvalidRequestError, UnauthorizedErro
 from inflight.http import routes
 from inflight.http.bodies import message_of
 from inflight.http.openapi import openapi_document
+from inflight.http.receiving import content_of, refuse_length, unless_client_leaves
 from inflight.http.routes import STATUS_OF_CODE, Route
 from inflight.transports import spec_type
 from inflight.types import EngineStats
@@ -45,7 +45,6 @@ from inflight.wire import (
 )
 
 Body = TypeVar("Body", bound=pydantic.BaseModel)
-T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
 
 _MAX_ERROR_CHARACTERS = 4000
@@ -83,13 +82,13 @@ def create_app(
         body = await body_of(request, routes.GENERATE, GenerateRequest)
         if body.stream:
             return await _events(request, _streaming(endpoint).generate_stream(body))
-        return _json(await _unless_client_leaves(request, endpoint.generate(body)))
+        return _json(await unless_client_leaves(request, endpoint.generate(body)))
 
     async def chat(request: Request) -> Response:
         body = await body_of(request, routes.CHAT_COMPLETIONS, ChatCompletionRequest)
         if body.stream:
             return await _events(request, _streaming(endpoint).chat_completion_stream(body))
-        return _json(await _unless_client_leaves(request, endpoint.chat_completion(body)))
+        return _json(await unless_client_leaves(request, endpoint.chat_completion(body)))
 
     async def models(_: Request) -> Response:
         capabilities = await endpoint.capabilities()
@@ -134,7 +133,7 @@ def create_app(
                 if route.control:
                     _check_token(request, token)
                 if route.request is None:
-                    _refuse_length(request, 0)
+                    refuse_length(request, 0)
                 if route.operation in special:
                     return await special[route.operation](request)
                 return await control(request, route)
@@ -162,14 +161,7 @@ def _check_token(request: Request, token: str) -> None:
 
 async def _body(request: Request, kind: type[Body], max_body_bytes: int) -> Body:
     """Return the message in a body, reading no more than ``max_body_bytes``."""
-    _refuse_length(request, max_body_bytes)
-    parts, size_bytes = [], 0
-    async for part in request.stream():
-        size_bytes += len(part)
-        if size_bytes > max_body_bytes:
-            raise _too_long(request, f"more than {max_body_bytes}", max_body_bytes)
-        parts.append(part)
-    return await _message(request, kind, b"".join(parts))
+    return await _message(request, kind, await content_of(request, max_body_bytes))
 
 
 async def _message(request: Request, kind: type[Body], content: bytes) -> Body:
@@ -179,47 +171,15 @@ async def _message(request: Request, kind: type[Body], content: bytes) -> Body:
         raise InvalidRequestError(f"{request.url.path} cannot use this body: {error}") from error
 
 
-def _refuse_length(request: Request, max_body_bytes: int) -> None:
-    """Refuse a body whose content-length is too long; without that header it is counted while it is read."""
-    length = request.headers.get("content-length", "0")
-    if not length.isdecimal() or int(length[:20]) > max_body_bytes:
-        raise _too_long(request, length[:20], max_body_bytes)
-
-
-def _too_long(request: Request, length: str, max_body_bytes: int) -> HTTPException:
-    return HTTPException(
-        413, f"the body of {request.url.path} has {length} bytes, at most {max_body_bytes} are allowed"
-    )
-
-
 def _streaming(endpoint: InferenceEndpoint) -> StreamingEndpoint:
     if not isinstance(endpoint, StreamingEndpoint):
         raise UnsupportedError(f"{endpoint.name} does not declare streaming")
     return endpoint
 
 
-async def _unless_client_leaves(request: Request, call: Awaitable[T]) -> T:
-    """Return what ``call`` returns; when the client disconnects, cancel it and raise `ClientDisconnect`."""
-    answering = asyncio.ensure_future(call)
-
-    async def watch() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    watching = asyncio.ensure_future(watch())
-    try:
-        await asyncio.wait({answering, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if answering.done():
-            return answering.result()
-        raise ClientDisconnect
-    finally:
-        answering.cancel()
-        watching.cancel()
-
-
 async def _events(request: Request, chunks: AsyncIterator[WireModel]) -> Response:
     """Answer with server-sent events. An error before the first event is raised here; a later one becomes an event."""
-    first = await _unless_client_leaves(request, anext(chunks))
+    first = await unless_client_leaves(request, anext(chunks))
 
     async def lines() -> AsyncIterator[str]:
         yield f"data: {first.model_dump_json()}\n\n"

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from inflight.errors import InvalidRequestError
-from inflight.http.chat import before_stop, generate_request_of
+from inflight.http.chat import generate_request_of
+from inflight.http.streamed_text import StreamedText
 from inflight.wire import (
     ChatChunkChoice,
     ChatCompletionChunk,
@@ -43,29 +44,26 @@ class ChatFormat:
 
 
 class ChatChunkWriter:
-    """Turns the streamed tokens of one request into streamed text.
-
-    It holds back text that may still change: an unfinished character or the beginning of a stop string.
-    """
+    """Turns the streamed tokens of one request into streamed text."""
 
     def __init__(self, chat: ChatFormat, request: ChatCompletionRequest) -> None:
         self._chat = chat
         self._request = request
         self._stop = request.sampling().stop
         self._created = int(time.time())
-        self._token_ids: dict[int, list[int]] = {}
-        self._written: dict[int, str] = {}
+        self._texts: dict[int, StreamedText] = {}
+        self._num_written: dict[int, int] = {}
 
     def write(self, chunk: CompletionChunk) -> ChatCompletionChunk:
-        token_ids = self._token_ids.setdefault(chunk.index, [])
-        token_ids += chunk.token_ids
-        first = chunk.index not in self._written
-        written = self._written.setdefault(chunk.index, "")
-        text = self._stable_text(token_ids, finished=chunk.finish_reason is not None)
-        self._written[chunk.index] = max(written, text, key=len)
+        first = chunk.index not in self._texts
+        text = self._texts.setdefault(chunk.index, StreamedText(self._chat.text, self._stop))
+        certain = text.add(chunk.token_ids)
+        num_written = self._num_written.get(chunk.index, 0)
+        written = (certain if chunk.finish_reason is None else text.whole())[num_written:]
+        self._num_written[chunk.index] = num_written + len(written)
         choice = ChatChunkChoice(
             index=chunk.index,
-            delta=ChatDelta(role="assistant" if first else None, content=text[len(written) :]),
+            delta=ChatDelta(role="assistant" if first else None, content=written),
             finish_reason=chunk.finish_reason,
             token_ids=chunk.token_ids,
             token_logprobs=chunk.logprobs,
@@ -74,12 +72,3 @@ class ChatChunkWriter:
         return ChatCompletionChunk(
             id=chunk.request_id, created=self._created, model=self._request.model, choices=(choice,)
         )
-
-    def _stable_text(self, token_ids: list[int], finished: bool) -> str:
-        text = self._chat.text(token_ids)
-        cut = before_stop(text, self._stop)
-        if finished or len(cut) < len(text):
-            return cut
-        text = text.rstrip("\ufffd")
-        held = max((n for s in self._stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
-        return text[: len(text) - held]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from inflight.contracts import Environment
+from inflight.contracts import Environment, StreamingEndpoint
 from inflight.environments.play_loop import PlayLoop
 from inflight.environments.playing import PlayingEpisode, Proxy, play
 from inflight.environments.recording import PlayedEpisode
@@ -37,6 +37,7 @@ class Episodes(Work):
     timeout_s: float
     """Longest that an episode may take."""
     proxy: Proxy | None = None
+    """Serves those that ask for a URL."""
     loop: PlayLoop = field(default_factory=PlayLoop)
 
     is_one_request = False
@@ -70,6 +71,7 @@ class Episodes(Work):
             (completion,) = await seat.sample(request)
             return completion
 
+        streams = declared.streaming and isinstance(seat.endpoint, StreamingEndpoint)
         episode = PlayingEpisode(
             order.request_id,
             order.seed,
@@ -78,6 +80,7 @@ class Episodes(Work):
             self.sampling,
             max_tokens=min(self.max_sequence_tokens, declared.max_model_len),
             proxy=self.proxy,
+            stream=seat.stream if streams else None,
         )
         return [await play(self.environment, order.item, episode, self.loop, self.timeout_s)]
 

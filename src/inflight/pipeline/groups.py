@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from inflight.contracts import Environment, Task
+from inflight.environments.playing import Proxy
 from inflight.environments.transcripts import ChatTemplate
 from inflight.errors import ConfigError
 from inflight.pipeline.completions import Completions
@@ -14,8 +15,11 @@ from inflight.pipeline.work import Work
 from inflight.wire import SamplingParams
 
 
-def work_of(config: RunConfig, task: Task | Environment, tokenizer: Any) -> Work:
-    """Return the groups of a task or environment. Raises `ConfigError` if settings of the other kind are given."""
+def work_of(config: RunConfig, task: Task | Environment, tokenizer: Any, proxy: Proxy) -> Work:
+    """Return the groups of a task or environment. Raises `ConfigError` if settings of the other kind are given.
+
+    ``proxy`` serves the episodes that ask for a URL.
+    """
     sampling = SamplingParams(
         n=config.sampling.group_size,
         temperature=config.sampling.temperature,
@@ -31,6 +35,7 @@ def work_of(config: RunConfig, task: Task | Environment, tokenizer: Any) -> Work
             num_extra=config.task.extra_episodes,
             max_sequence_tokens=max_tokens,
             timeout_s=config.task.episode_timeout_s,
+            proxy=proxy,
         )
     for name, is_set in (
         ("task.extra_episodes", config.task.extra_episodes > 0),

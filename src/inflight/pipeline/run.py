@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any
 
 from inflight.checkpoints import check_weights, load_config, load_tokenizer
+from inflight.environments.proxy_server import ProxyServer
 from inflight.errors import CheckpointError, ConfigError, FencedError, InflightError
 from inflight.pipeline.batches import StepBatch, frames_of
 from inflight.pipeline.config import RunConfig
@@ -155,7 +156,8 @@ class _Run:
         if placement.placed:
             note("; ".join(map(str, placement.placed)))
         self.interrupt = Interrupt(note, self._kill)
-        work = work_of(config, task, tokenizer)
+        self.proxy = ProxyServer(config.model.path.resolve().name, note)
+        work = work_of(config, task, tokenizer, self.proxy.serve)
         self.sampling = Sampling(config, work, staleness, composer, scheduler, ledger, history, journal, note)
         if state is not None:
             self.sampling.restore(state)
@@ -189,7 +191,7 @@ class _Run:
         """Start everything, train, stop everything and write the summary, even after a failure."""
         self.interrupt.listen()
         try:
-            async with _beside(self.notes.tell_what_is_waited_for()):
+            async with self.proxy, _beside(self.notes.tell_what_is_waited_for()):
                 return await self._run()
         finally:
             self.directory.release()

@@ -6,13 +6,14 @@ Knows nothing of items, schedulers or the ledger.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 import pydantic
 
-from inflight.contracts import AbortingEndpoint, InferenceEndpoint
+from inflight.contracts import AbortingEndpoint, InferenceEndpoint, StreamingEndpoint
 from inflight.errors import (
     DeadlineError,
     EndpointError,
@@ -25,6 +26,7 @@ from inflight.wire import (
     AbortRequests,
     Capabilities,
     Completion,
+    CompletionChunk,
     EndpointState,
     GenerateRequest,
     SamplingParams,
@@ -92,11 +94,39 @@ class Seat:
         `EndpointError` for anything else.
         """
         version = self.version
+        async with self._judged():
+            completions = (await self.endpoint.generate(await self._fitted(request))).completions
+        _check_versions(self.name, version, [span.version for it in completions for span in it.version_spans])
+        return completions
+
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[CompletionChunk, None]:
+        """Yield the tokens of one completion as they are sampled; for an endpoint that declares streaming.
+
+        Closing the iterator ends the request. Raises as `sample`.
+        """
+        version = self.version
+        if not isinstance(self.endpoint, StreamingEndpoint):
+            raise UnsupportedError(f"{self.name} does not declare streaming")
+        async with self._judged():
+            fitted = (await self._fitted(request)).model_copy(update={"stream": True})
+            chunks: Any = self.endpoint.generate_stream(fitted)
+            async with contextlib.aclosing(chunks):
+                async for chunk in chunks:
+                    if chunk.token_ids:
+                        _check_versions(self.name, version, [chunk.version])
+                    yield chunk
+
+    async def _fitted(self, request: GenerateRequest) -> GenerateRequest:
+        """Return a request without its seed if the endpoint takes none."""
+        if (await self.capabilities()).seeds:
+            return request
+        return request.model_copy(update={"sampling": request.sampling.model_copy(update={"seed": None})})
+
+    @contextlib.asynccontextmanager
+    async def _judged(self) -> AsyncIterator[None]:
+        """Raise what the body raises as one of the errors of `sample`."""
         try:
-            if not (await self.capabilities()).seeds:
-                sampling = request.sampling.model_copy(update={"seed": None})
-                request = request.model_copy(update={"sampling": sampling})
-            completions = (await self.endpoint.generate(request)).completions
+            yield
         except InvalidRequestError as error:
             raise UnusableItem(f"the request was refused: {error}") from error
         except DeadlineError as error:
@@ -108,8 +138,6 @@ class Seat:
             raise
         except Exception as error:  # endpoints may be anybody's code
             raise EndpointError(f"generate failed: {type(error).__name__}: {error}", self.name) from error
-        _check_versions(self.name, version, completions)
-        return completions
 
 
 def request_of(request_id: str, prompt_token_ids: tuple[int, ...], sampling: SamplingParams) -> GenerateRequest:
@@ -121,9 +149,9 @@ def request_of(request_id: str, prompt_token_ids: tuple[int, ...], sampling: Sam
         raise UnusableItem(f"its prompt does not make a valid request: {problem['loc']}: {problem['msg']}") from error
 
 
-def _check_versions(name: str, version: int | None, completions: Collection[Completion]) -> None:
+def _check_versions(name: str, version: int | None, sampled: Collection[int]) -> None:
     """Raise `ProtocolError` if a token is older than the version published before the request."""
-    oldest = min((span.version for completion in completions for span in completion.version_spans), default=version)
+    oldest = min(sampled, default=version)
     if version is not None and oldest is not None and oldest < version:
         raise ProtocolError(
             f"version {version} was published to it, but it sampled from version {oldest}: another server took its "

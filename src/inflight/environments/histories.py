@@ -1,0 +1,93 @@
+"""Which conversation a client goes on with, by the messages that it sends.
+
+A client of OpenAI's API sends the whole history with every request. A request continues the conversation whose messages
+it begins with, the model's own answers as they were given. Knows nothing of tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from inflight.environments.transcripts import Transcript
+from inflight.types import Message
+
+Tools = Sequence[Mapping[str, Any]]
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    """One history of messages, up to and including some message."""
+
+    transcript: Transcript | None = None
+    """Of the last answer that ended here."""
+    next: dict[bytes, _Node] = field(default_factory=dict)
+
+
+class Histories:
+    """The conversations of one episode, each under the messages that its client has seen."""
+
+    def __init__(self) -> None:
+        self._root = _Node()
+
+    def find(self, messages: Sequence[Message], tools: Tools) -> tuple[Transcript, int] | None:
+        """Return the longest conversation that messages continue, and how many of them it holds."""
+        node = self._root.next.get(_digest(list(tools)))
+        found = None
+        for number, message in enumerate(messages, 1):
+            node = None if node is None else node.next.get(identity(message))
+            if node is None:
+                break
+            if node.transcript is not None:
+                found = node.transcript, number
+        return found
+
+    def add(self, messages: Sequence[Message], tools: Tools, transcript: Transcript) -> None:
+        """Remember a conversation whose client has seen these messages; the last one is the model's answer."""
+        node = self._root.next.setdefault(_digest(list(tools)), _Node())
+        for message in messages:
+            node = node.next.setdefault(identity(message), _Node())
+        node.transcript = transcript
+
+
+def identity(message: Message) -> bytes:
+    """Return a digest that is equal for messages that say the same.
+
+    Fields that are absent, None or empty make no difference, nor does the white space in the arguments of a call.
+    """
+    said = _without_nothing(message)
+    said["tool_calls"] = [_without_nothing(call) | _function_of(call) for call in message.get("tool_calls") or ()]
+    return _digest(said)
+
+
+def _function_of(call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return {}
+    return {"function": _without_nothing(function) | {"arguments": read_arguments(function.get("arguments"))}}
+
+
+def read_arguments(arguments: Any) -> Any:
+    """Return the arguments of a call, which clients send as JSON text, as a JSON value; what is no JSON stays as is."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def _without_nothing(value: Any) -> Any:
+    """Return a JSON value without the keys whose values are None or empty, at any depth."""
+    if isinstance(value, Mapping):
+        kept = {key: _without_nothing(one) for key, one in value.items()}
+        return {key: one for key, one in kept.items() if one is not None and one not in ("", [], {})}
+    return [_without_nothing(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _digest(value: Any) -> bytes:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()

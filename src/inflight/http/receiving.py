@@ -1,0 +1,56 @@
+"""What a server reads of a request: a body of bounded length, and whether the client is still there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import TypeVar
+
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+
+T = TypeVar("T")
+
+
+async def content_of(request: Request, max_body_bytes: int) -> bytes:
+    """Return a body. Reads no more than ``max_body_bytes``, and raises `HTTPException` 413 for a longer one."""
+    refuse_length(request, max_body_bytes)
+    parts, size_bytes = [], 0
+    async for part in request.stream():
+        size_bytes += len(part)
+        if size_bytes > max_body_bytes:
+            raise _too_long(request, f"more than {max_body_bytes}", max_body_bytes)
+        parts.append(part)
+    return b"".join(parts)
+
+
+def refuse_length(request: Request, max_body_bytes: int) -> None:
+    """Refuse a body whose content-length is too long; without that header it is counted while it is read."""
+    length = request.headers.get("content-length", "0")
+    if not length.isdecimal() or int(length[:20]) > max_body_bytes:
+        raise _too_long(request, length[:20], max_body_bytes)
+
+
+def _too_long(request: Request, length: str, max_body_bytes: int) -> HTTPException:
+    return HTTPException(
+        413, f"the body of {request.url.path} has {length} bytes, at most {max_body_bytes} are allowed"
+    )
+
+
+async def unless_client_leaves(request: Request, call: Awaitable[T]) -> T:
+    """Return what ``call`` returns; when the client disconnects, cancel it and raise `ClientDisconnect`."""
+    answering = asyncio.ensure_future(call)
+
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    watching = asyncio.ensure_future(watch())
+    try:
+        await asyncio.wait({answering, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if answering.done():
+            return answering.result()
+        raise ClientDisconnect
+    finally:
+        answering.cancel()
+        watching.cancel()

@@ -1,0 +1,240 @@
+"""Agents in processes of their own, and the proxy as a service of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from inflight.checkpoints import load_tokenizer
+from inflight.environments.agent import AgentCommand
+from inflight.environments.play_loop import PlayLoop
+from inflight.environments.playing import play
+from inflight.environments.proxy_server import ProxyServer
+from inflight.environments.recording import PlayedEpisode
+from inflight.environments.transcripts import ChatTemplate
+from inflight.errors import TaskError
+from inflight.http.client import HttpEndpoint
+from inflight.rollouts import load_task
+from tests.environments.proxied import check_every_token_is_trained_once, episode_on
+from tests.servers import TOKEN, ServerProcess
+from tests.zygote import python
+
+pytestmark = pytest.mark.timeout(120)
+
+ASKS = """
+import json, os, sys, urllib.request
+item = json.loads(sys.stdin.readline())
+def post(url, body):
+    headers = {"content-type": "application/json", "authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    return json.load(opener.open(request, timeout=60))
+messages = [{"role": "user", "content": item["question"]}]
+for turn in range(2):
+    answer = post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", {"model": "m", "messages": messages})
+    messages += [answer["choices"][0]["message"], {"role": "user", "content": "and?"}]
+"""
+ENDS = {
+    "posts": 'post(os.environ["INFLIGHT_REWARD_URL"], {"reward": 0.25})',
+    "prints": 'print("thinking"); print(json.dumps({"reward": 0.25}))',
+    "gives none": 'print("no idea", file=sys.stderr)',
+    "fails": 'print(json.dumps({"reward": 0.25})); raise ZeroDivisionError("on purpose")',
+    "tells secrets": 'print(json.dumps({"reward": float("INFLIGHT_TOKEN" in os.environ)}))',
+    "hangs": """
+import subprocess, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+open(item["pids"] + "~", "w").write(f"{os.getpid()} {child.pid}")
+os.rename(item["pids"] + "~", item["pids"])
+time.sleep(3600)
+""",
+}
+
+
+def played(
+    server: ServerProcess, model: Path, tmp_path: Path, end: str, cancel_at: Path | None = None, **item: Any
+) -> PlayedEpisode | None:
+    """Play one episode of an agent that asks twice. If a path is given, cancel the episode once it exists."""
+    script, tasks = tmp_path / "agent.py", tmp_path / "tasks.jsonl"
+    script.write_text(ASKS + ENDS[end])
+    tasks.write_text(json.dumps({"question": "why?", **item}) + "\n")
+    name = "inflight.environments.agent:AgentCommand"
+    environment: Any = load_task(name, {"command": [sys.executable, str(script)], "tasks": str(tasks)}, 0)
+
+    async def run() -> PlayedEpisode | None:
+        async with (
+            contextlib.aclosing(HttpEndpoint(server.url)) as endpoint,
+            ProxyServer("tiny") as proxy,
+            contextlib.aclosing(PlayLoop()) as loop,
+        ):
+            episode = episode_on(endpoint, ChatTemplate(load_tokenizer(model)), proxy)
+            playing = asyncio.ensure_future(play(environment, environment.item(3), episode, loop, 60.0))
+            if cancel_at is not None:
+                await asyncio.to_thread(wait_until, cancel_at.exists)
+                playing.cancel()
+                await asyncio.wait({playing}, timeout=30)
+                assert playing.cancelled()
+                return None
+            result = await playing
+            check_every_token_is_trained_once(episode)
+            return result
+
+    return asyncio.run(asyncio.wait_for(run(), 90))
+
+
+@pytest.mark.parametrize("end", ["posts", "prints"])
+def test_an_agent_in_its_own_process_plays_an_episode(
+    shared_server: ServerProcess, model_dir: Path, tmp_path: Path, end: str
+) -> None:
+    result = played(shared_server, model_dir, tmp_path, end)
+    assert result is not None
+    assert (result.failure, result.reward, len(result.calls)) == (None, 0.25, 2)
+    (rollout,) = result.rollouts(0, 1.0)
+    assert len(rollout.turns) == 2
+
+
+@pytest.mark.parametrize(
+    ("end", "words"), [("gives none", ("gave no reward", "no idea")), ("fails", ("status 1", "on purpose"))]
+)
+def test_what_an_agent_does_wrong_is_told_with_the_end_of_its_standard_error(
+    shared_server: ServerProcess, model_dir: Path, tmp_path: Path, end: str, words: tuple[str, ...]
+) -> None:
+    result = played(shared_server, model_dir, tmp_path, end)
+    assert result is not None
+    assert result.failure_kind == "raised"
+    for word in words:
+        assert word in str(result.failure)
+
+
+def test_an_agent_does_not_inherit_the_control_token(
+    shared_server: ServerProcess, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INFLIGHT_TOKEN", "secret")
+    result = played(shared_server, model_dir, tmp_path, "tells secrets")
+    assert result is not None
+    assert result.reward == 0.0
+
+
+def test_a_cancelled_agent_ends_with_all_that_it_started(
+    shared_server: ServerProcess, model_dir: Path, tmp_path: Path
+) -> None:
+    pids = tmp_path / "pids"
+    played(shared_server, model_dir, tmp_path, "hangs", cancel_at=pids, pids=str(pids))
+    for pid in map(int, pids.read_text().split()):
+        wait_until(lambda pid=pid: not is_running(pid))  # type: ignore[misc]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({"command": "python x.py", "tasks": "x"}, "list of words"),
+        ({"command": ["x"], "tasks": "nowhere.jsonl"}, "nowhere.jsonl"),
+        ({"command": ["x"], "tasks": "nowhere:f"}, "nowhere"),
+        ({"command": ["x"]}, "tasks"),
+    ],
+)
+def test_parameters_of_an_agent_that_cannot_work_are_refused(params: dict[str, Any], words: str) -> None:
+    with pytest.raises(TaskError, match=words):
+        load_task("inflight.environments.agent:AgentCommand", params, 0)
+
+
+def test_items_come_from_a_function_too() -> None:
+    environment = AgentCommand(0, ["x"], "tests.environments.test_agents:question")
+    assert environment.item(4).prompt == "4?"
+    assert environment.item(4).metadata == {"question": "4?", "answer": 5}
+
+
+def question(index: int) -> dict[str, Any]:
+    return {"question": f"{index}?", "answer": index + 1}
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# inflight proxy
+
+
+@pytest.fixture(scope="module")
+def service(shared_server: ServerProcess, model_dir: Path) -> Iterator[str]:
+    """The URL of ``inflight proxy``, with room for three episodes, which are forgotten after two seconds."""
+    command = [python(), "-m", "inflight", "proxy", shared_server.url, "--model", str(model_dir), "--port", "0"]
+    command += ["--max-episodes", "3", "--idle-timeout", "2", "--max-tokens", "8"]
+    environment = {**os.environ, "INFLIGHT_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True)
+    try:
+        assert process.stdout is not None
+        found = re.search(r"serving episodes at (\S+),", process.stdout.readline())
+        assert found
+        yield found[1]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 0
+    finally:
+        process.kill()
+        process.wait(timeout=10)
+        process.stdout.close()
+
+
+def test_a_codebase_of_its_own_gets_rollouts_from_the_service(service: str) -> None:
+    with httpx.Client(trust_env=False, timeout=60, headers={"authorization": f"Bearer {TOKEN}"}) as own:
+        made = own.post(f"{service}/episodes", json={"temperature": 0.7, "seed": 5}).json()
+        with httpx.Client(trust_env=False, timeout=60) as agent:
+            messages: list[Any] = [{"role": "user", "content": "go"}]
+            sampled = []
+            for _ in range(2):
+                answer = agent.post(
+                    made["openai_url"] + "/chat/completions", json={"messages": messages, "return_token_ids": True}
+                ).json()["choices"][0]
+                sampled.append((answer["token_ids"], answer["token_logprobs"]))
+                messages += [answer["message"], {"role": "user", "content": "on"}]
+        finished = own.post(f"{service}/episodes/{made['key']}/finish", json={"reward": 0.5}).json()
+        assert finished["reward"] == 0.5
+        (rollout,) = finished["rollouts"]
+        assert (rollout["temperature"], rollout["reward"]) == (0.7, 0.5)
+        for turn, (token_ids, logprobs) in zip(rollout["turns"], sampled, strict=True):
+            assert rollout["completion_token_ids"][turn["start"] : turn["end"]] == token_ids
+            assert rollout["behaviour_logprobs"][turn["start"] : turn["end"]] == logprobs
+        again = own.post(f"{service}/episodes/{made['key']}/finish", json={"reward": 0.5})
+        assert (again.status_code, "no such episode" in again.text) == (400, True)
+
+
+def test_the_service_takes_its_token_and_bounds_its_episodes(service: str) -> None:
+    with httpx.Client(trust_env=False, timeout=60) as client:
+        refused = client.post(f"{service}/episodes", headers={"authorization": "Bearer wrong"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+        own = {"authorization": f"Bearer {TOKEN}"}
+        made = [client.post(f"{service}/episodes", headers=own) for _ in range(4)]
+        assert [answer.status_code for answer in made] == [200, 200, 200, 429]
+        keys = [answer.json()["key"] for answer in made[:3]]
+        assert client.delete(f"{service}/episodes/{keys[0]}").status_code == 401
+        assert client.delete(f"{service}/episodes/{keys[0]}", headers=own).status_code == 200
+        assert client.post(f"{service}/episodes/{keys[1]}/finish", headers=own).status_code == 400  # no reward
+        assert client.post(f"{service}/e/{keys[1]}/reward", json={"reward": 3}).status_code == 200
+        assert client.post(f"{service}/episodes/{keys[1]}/finish", headers=own).json() == {
+            "reward": 3.0,
+            "rollouts": [],
+        }
+        wait_until(lambda: client.post(f"{service}/episodes", headers=own).status_code != 429 and True)
