@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
+import openai
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from inflight.contracts import Environment, Episode, InferenceEndpoint
 from inflight.environments.play_loop import PlayLoop
 from inflight.environments.playing import PlayingEpisode, play
+from inflight.environments.proxy_server import ProxyServer
 from inflight.environments.recording import PlayedEpisode
 from inflight.environments.transcripts import ChatTemplate
 from inflight.local.tiny import byte_tokenizer
@@ -111,3 +115,53 @@ def logprobs_of(engine: RealEngine, tensors: dict[str, torch.Tensor], stream: to
     with torch.no_grad():
         logprobs_TV = torch.log_softmax(model(stream).logits[0, :-1], dim=-1)
     return [0.0, *logprobs_TV.gather(1, stream[0, 1:, None])[:, 0].tolist()]
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
+def test_an_agent_behind_the_proxy_is_trained_on_the_tokens_that_the_engine_sampled(
+    engine: RealEngine, streams: bool
+) -> None:
+    """The official client keeps its own history; what is compared is the answer of the engine to each request."""
+    record: list[tuple[GenerateRequest, Completion]] = []
+
+    async def agent(endpoint: InferenceEndpoint) -> PlayingEpisode:
+        seat = Seat(endpoint, 1)
+
+        async def generate(request: GenerateRequest) -> Completion:
+            (completion,) = await seat.sample(request)
+            record.append((request, completion))
+            return completion
+
+        async with ProxyServer("tiny") as proxy:
+            episode = PlayingEpisode(
+                *("agent", 0, ChatTemplate(byte_tokenizer()), generate, SamplingParams(max_tokens=12)),
+                max_tokens=400,
+                proxy=proxy.serve,
+            )
+            url = await episode.openai_url()
+            async with openai.AsyncOpenAI(base_url=url, api_key="unused", max_retries=0) as client:
+                messages: list[Any] = []
+                for turn in range(NUM_TURNS):
+                    messages.append({"role": "user", "content": f"turn {turn}"})
+                    asked = {"model": "tiny", "messages": messages}
+                    if streams:
+                        parts = [part async for part in await client.chat.completions.create(**asked, stream=True)]
+                        said = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
+                    else:
+                        said = (await client.chat.completions.create(**asked)).choices[0].message.content or ""
+                    messages.append({"role": "assistant", "content": said})
+            await episode.aclose()
+        return episode
+
+    with engine.publisher() as publisher:
+        publish(publisher, engine.tensors, 1)
+        played = run(engine.endpoint(generate_timeout_s=150.0), agent).played(1.0)
+    assert len(record) == NUM_TURNS
+    turns = [(rollout, turn) for rollout in played.rollouts(0, 1.0) for turn in rollout.turns]
+    for (rollout, turn), (request, completion) in zip(turns, record, strict=True):
+        start, end = turn.start, turn.end
+        before = (*rollout.prompt_token_ids, *rollout.completion_token_ids[:start])
+        assert before == request.prompt_token_ids
+        assert tuple(rollout.completion_token_ids[start:end]) == completion.token_ids
+        assert tuple(rollout.behaviour_logprobs[start:end]) == completion.logprobs
+        assert {*rollout.token_versions()[start:end]} == {span.version for span in completion.version_spans} == {1}
