@@ -136,7 +136,8 @@ class ChatRequest(_OpenAI):
 
     messages: Items[dict[str, Any]] = Field(min_length=1)
     tools: Items[dict[str, Any]] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: Literal["auto", "none", "required"] | dict[str, Any] | None = None
+    """A call cannot be forced, since that would draw tokens from another distribution than the one trained on."""
     max_completion_tokens: TokenCount | None = None
     logprobs: bool | None = None
 
@@ -146,6 +147,12 @@ class ChatRequest(_OpenAI):
 
     def _longest(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
+
+    def overridden(self, settings: SamplingParams) -> Iterator[str]:
+        yield from super().overridden(settings)
+        if self.tool_choice not in (None, "auto", "none"):
+            kind = self.tool_choice if isinstance(self.tool_choice, str) else "function"
+            yield f"tool_choice={kind} (no call is forced)"
 
     @property
     def may_call(self) -> bool:
