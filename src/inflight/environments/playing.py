@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +17,7 @@ from inflight.contracts import Conversation, Environment, Episode
 from inflight.environments.recording import PlayedEpisode, Recording
 from inflight.environments.transcripts import ChatTemplate, Prompt, Transcript
 from inflight.errors import ContextFullError, InvalidRequestError, UnsupportedError
-from inflight.types import Message, Reply, TaskItem
+from inflight.types import Message, Reply, TaskItem, Tool
 from inflight.wire import Completion, GenerateRequest, SamplingParams
 
 Generate = Callable[[GenerateRequest], Awaitable[Completion]]
@@ -59,9 +59,7 @@ class PlayingEpisode(Episode):
     def seed(self) -> int:
         return self.number
 
-    def conversation(
-        self, *, system: str = "", tools: Sequence[Mapping[str, Any]] = (), role: str = ""
-    ) -> Conversation:
+    def conversation(self, *, system: str = "", tools: Sequence[Tool] = (), role: str = "") -> Conversation:
         return PlayedConversation(self, system, tuple(tools), role)
 
     async def openai_url(self) -> str:
@@ -136,7 +134,7 @@ class PlayedConversation(Conversation):
 
     episode: PlayingEpisode
     system: str
-    tools: tuple[Mapping[str, Any], ...]
+    tools: tuple[Tool, ...]
     role: str
     transcript: Transcript | None = None
     _last: int | None = None
