@@ -158,6 +158,7 @@ PUBLIC_NAMES = {
     ],
     "inflight_fsdp": ["FsdpWorker", "WorkerConfig", "create_worker"],
     "inflight_sglang": ["KIND", "SglangEndpoint"],
+    "inflight_verifiers": ["ChatLoop", "ChatLoopConfig", "VerifiersEnvironment"],
     "inflight_vllm": ["KIND", "VllmEndpoint"],
 }
 
