@@ -22,6 +22,8 @@ OLDEST_TESTS := tests/losses tests/weights tests/engine tests/worker
 OLDEST_TESTS += --ignore tests/worker/test_torchtitan.py --ignore tests/worker/test_background_saves.py
 # Frameworks that tests compare losses with.
 ANCHORS := tests/losses/anchors/requirements.txt
+# Libraries of environments that tests play.
+ENVIRONMENTS := tests/environments/requirements.txt
 
 # Each interpreter that the tests start would compile the sources anew where no bytecode is kept.
 export PYTHONDONTWRITEBYTECODE :=
@@ -125,7 +127,7 @@ docs: $(STAMP)
 INSTALL := $(BIN)/pip install --quiet --no-compile
 
 # torch first, by itself: the constraint then keeps every later package on that build.
-$(STAMP): pyproject.toml constraints.txt $(ANCHORS)
+$(STAMP): pyproject.toml constraints.txt $(ANCHORS) $(ENVIRONMENTS)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(INSTALL) --constraint constraints.txt torch
@@ -136,6 +138,9 @@ $(STAMP): pyproject.toml constraints.txt $(ANCHORS)
 	rm -rf $(VENV)/anchors
 	$(INSTALL) --no-deps --target $(VENV)/anchors --requirement $(ANCHORS)
 	rm -r $(VENV)/anchors/tests $(VENV)/anchors/scripts
+	# Apart as well: others act differently where they find what these need.
+	rm -rf $(VENV)/environments
+	$(INSTALL) --no-deps --target $(VENV)/environments --requirement $(ENVIRONMENTS)
 	# On every core. It fails for files that are not for this Python, which nothing imports.
 	$(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true
 	touch $(STAMP)

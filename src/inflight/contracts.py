@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from inflight.scheduling import Decision, Event
-from inflight.types import Group, Message, MicroBatch, Reply, Sample, StepResult, TaskItem, WeightBucket
+from inflight.types import Group, Message, MicroBatch, Reply, Sample, StepResult, TaskItem, Tool, WeightBucket
 from inflight.wire import (
     AbortRequests,
     BucketSpec,
@@ -487,12 +487,11 @@ class Episode(Protocol):
         """Return a seed that differs between the episodes of a run, and is the same when one is played again."""
 
     @abstractmethod
-    def conversation(
-        self, *, system: str = "", tools: Sequence[Mapping[str, Any]] = (), role: str = ""
-    ) -> Conversation:
+    def conversation(self, *, system: str = "", tools: Sequence[Tool] = (), role: str = "") -> Conversation:
         """Begin a conversation; an episode may have several, at the same time too.
 
-        ``tools`` are functions in OpenAI's format. Conversations with different roles are compared apart.
+        ``tools`` are what the model may call; carrying it out is up to the environment. Conversations with different
+        roles are compared apart.
         """
 
     @abstractmethod

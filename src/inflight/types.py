@@ -6,7 +6,7 @@ only annotations name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -301,6 +301,11 @@ class TaskItem:
 
 Message = Mapping[str, Any]
 """One message in the format of OpenAI's chat completions: ``role``, ``content``, perhaps ``tool_calls``."""
+
+
+Tool = Mapping[str, Any] | Callable[..., Any]
+"""A function that the model may call: in OpenAI's format, or a Python function, whose type hints and docstring describe
+it, in Google's style."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,6 @@ from starlette.responses import JSONResponse, Response
 from inflight.contracts import InferenceEndpoint, StreamingEndpoint
 from inflight.environments.playing import PlayingEpisode
 from inflight.environments.proxy import (
-    EpisodeOverError,
     ServedEpisode,
     ServedEpisodes,
     body_message,
@@ -37,7 +36,7 @@ from inflight.environments.proxy import (
     proxy_routes,
 )
 from inflight.environments.transcripts import ChatTemplate
-from inflight.errors import BusyError, InvalidRequestError, UnauthorizedError
+from inflight.errors import BusyError, EpisodeOverError, InvalidRequestError, UnauthorizedError
 from inflight.http.receiving import content_of
 from inflight.types import Rollout
 from inflight.wire import (

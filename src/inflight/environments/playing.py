@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from inflight.environments.play_loop import BlockedError, OverdueError, PlayLoop
 from inflight.environments.recording import PlayedEpisode, Recording, completion_of
 from inflight.environments.transcripts import ChatTemplate, Prompt, Transcript
 from inflight.errors import ContextFullError, InvalidRequestError, UnsupportedError
-from inflight.types import Message, Reply, TaskItem
+from inflight.types import Message, Reply, TaskItem, Tool
 from inflight.wire import Completion, CompletionChunk, GenerateRequest, SamplingParams
 
 Generate = Callable[[GenerateRequest], Awaitable[Completion]]
@@ -70,9 +70,7 @@ class PlayingEpisode(Episode):
     def seed(self) -> int:
         return self.number
 
-    def conversation(
-        self, *, system: str = "", tools: Sequence[Mapping[str, Any]] = (), role: str = ""
-    ) -> Conversation:
+    def conversation(self, *, system: str = "", tools: Sequence[Tool] = (), role: str = "") -> Conversation:
         return PlayedConversation(self, system, tuple(tools), role)
 
     async def openai_url(self) -> str:
@@ -193,7 +191,7 @@ class PlayedConversation(Conversation):
 
     episode: PlayingEpisode
     system: str
-    tools: tuple[Mapping[str, Any], ...]
+    tools: tuple[Tool, ...]
     role: str
     transcript: Transcript | None = None
     _last: int | None = None

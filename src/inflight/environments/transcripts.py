@@ -8,13 +8,13 @@ fresh rendering, and the reason is given. Knows nothing of endpoints.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from inflight.environments.tool_calls import split_tool_calls
 from inflight.errors import InvalidRequestError, UnsupportedError
-from inflight.types import Message, ToolCall
+from inflight.types import Message, Tool, ToolCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Prompt:
     """What the model is asked to continue."""
 
     messages: tuple[Message, ...]
-    tools: tuple[Mapping[str, Any], ...]
+    tools: tuple[Tool, ...]
     text: str
     """As the template renders it, up to where the reply begins."""
     token_ids: tuple[int, ...]
@@ -49,7 +49,7 @@ class Transcript:
 
     messages: tuple[Message, ...]
     """The last one is the reply, as it was sampled."""
-    tools: tuple[Mapping[str, Any], ...]
+    tools: tuple[Tool, ...]
     text: str
     token_ids: tuple[int, ...]
     is_ended: bool
@@ -68,7 +68,7 @@ class ChatTemplate:
             index for index, token in tokenizer.added_tokens_decoder.items() if token.special
         }
 
-    def opening(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Prompt:
+    def opening(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Prompt:
         """Return the prompt of a new conversation. Raises `InvalidRequestError` if the template refuses it."""
         text = self._render(messages, tools)
         return Prompt(tuple(messages), tuple(tools), text, self._encode(text, is_start=True))
@@ -133,7 +133,7 @@ class ChatTemplate:
     def _fresh(self, messages: tuple[Message, ...], before: Transcript, text: str, why: str) -> Prompt:
         return Prompt(messages, before.tools, text, self._encode(text, is_start=True), why)
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
+    def _render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
         if not self._tokenizer.chat_template:
             if len(messages) != 1 or tools:
                 raise UnsupportedError(
@@ -145,7 +145,7 @@ class ChatTemplate:
             return str(
                 self._tokenizer.apply_chat_template(
                     [dict(message) for message in messages],
-                    tools=[dict(tool) for tool in tools] or None,
+                    tools=[tool if callable(tool) else dict(tool) for tool in tools] or None,
                     tokenize=False,
                     add_generation_prompt=True,
                 )

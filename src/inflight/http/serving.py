@@ -65,7 +65,9 @@ async def serve(
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     # `_Server` closes the endpoint, once.
     app = _UntilFailure(create_app(endpoint, token=token, stats=stats, owns_endpoint=False))
-    config = uvicorn.Config(app, log_config=None, access_log=False, timeout_keep_alive=30, timeout_graceful_shutdown=5)
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, timeout_keep_alive=30, timeout_graceful_shutdown=5, ws="none"
+    )
     server = _Server(
         config,
         app,

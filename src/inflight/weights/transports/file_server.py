@@ -45,6 +45,7 @@ class FileServer:
             _app(directory, self.token),
             log_config=None,
             access_log=False,
+            ws="none",
             lifespan="off",
             timeout_keep_alive=60,
             timeout_graceful_shutdown=1,

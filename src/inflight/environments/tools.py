@@ -1,0 +1,97 @@
+"""The loop of a model that calls tools: it speaks, its calls are carried out, and their results are what it reads next.
+
+A call that cannot be carried out is the model's affair, not an error: it reads what was wrong with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from inflight.contracts import Conversation
+from inflight.types import Message, Reply, ToolCall
+
+Tools = Mapping[str, Callable[..., Any]]
+"""Functions by the names that the model calls them by. Those that are not async run in threads."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """What happened until the model called no more tools, or no turn was left."""
+
+    replies: tuple[Reply, ...]
+    messages: tuple[Message, ...]
+    """All replies, and the results of tools between them, in OpenAI's format."""
+    num_calls: int
+    num_unknown: int
+    """Calls of tools that there are not."""
+    num_failed: int
+    """Calls with arguments that the tool does not take, and calls in which it raised."""
+    is_cut: bool
+    """Whether the last reply calls tools, which were not called because no turn was left."""
+
+
+async def use_tools(conversation: Conversation, *messages: Message | str, tools: Tools, max_turns: int) -> ToolUse:
+    """Say messages, and carry out what the model calls, until it calls nothing or has had ``max_turns`` turns.
+
+    The calls of one reply are carried out one after the other, in order. Raises as `Conversation.say`.
+    """
+    said: list[Message] = []
+    outcomes: list[str] = []
+    replies: list[Reply] = []
+    while True:
+        reply = await conversation.say(*messages)
+        replies.append(reply)
+        said.append(_as_message(reply))
+        if not reply.tool_calls or len(replies) >= max_turns:
+            break
+        results = [await call_tool(call, tools) for call in reply.tool_calls]
+        heard = [message for message, _ in results]
+        outcomes += [outcome for _, outcome in results]
+        said += heard
+        messages = tuple(heard)
+    return ToolUse(
+        replies=tuple(replies),
+        messages=tuple(said),
+        num_calls=len(outcomes),
+        num_unknown=outcomes.count("unknown"),
+        num_failed=outcomes.count("failed"),
+        is_cut=bool(reply.tool_calls),
+    )
+
+
+async def call_tool(call: ToolCall, tools: Tools) -> tuple[Message, str]:
+    """Carry out one call; return the message with its result, and ``done``, ``failed`` or ``unknown``.
+
+    The message is as TRL writes it: the result as text, or ``{'error': ...}``.
+    """
+    tool = tools.get(call.name)
+    if tool is None:
+        result: Any = {"error": f"unknown tool {call.name}"}
+        outcome = "unknown"
+    else:
+        try:
+            inspect.signature(tool).bind(**call.arguments)
+            if inspect.iscoroutinefunction(tool):
+                result = await tool(**call.arguments)
+            else:
+                result = await asyncio.to_thread(tool, **call.arguments)
+                if inspect.isawaitable(result):
+                    result = await result
+            outcome = "done"
+        except Exception as error:  # tools are user code
+            result, outcome = {"error": str(error) or repr(error)}, "failed"
+    return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": str(result)}, outcome
+
+
+def _as_message(reply: Reply) -> Message:
+    message: dict[str, Any] = {"role": "assistant", "content": reply.text}
+    if reply.tool_calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
+            for call in reply.tool_calls
+        ]
+    return message
