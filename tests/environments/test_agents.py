@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from inflight.environments.recording import PlayedEpisode
 from inflight.environments.transcripts import ChatTemplate
 from inflight.errors import TaskError
 from inflight.http.client import HttpEndpoint
+from inflight.pipeline.config import load_config
 from inflight.rollouts import load_task
 from tests.environments.proxied import check_every_token_is_trained_once, episode_on
 from tests.servers import TOKEN, ServerProcess
@@ -34,6 +36,7 @@ from tests.zygote import python
 
 pytestmark = pytest.mark.timeout(120)
 
+ROOT = Path(__file__).parents[2]
 ASKS = """
 import json, os, sys, urllib.request
 item = json.loads(sys.stdin.readline())
@@ -103,6 +106,23 @@ def test_an_agent_in_its_own_process_plays_an_episode(
     assert (result.failure, result.reward, len(result.calls)) == (None, 0.25, 2)
     (rollout,) = result.rollouts(0, 1.0)
     assert len(rollout.turns) == 2
+
+
+def test_the_example_of_an_agent_plays_its_episodes(shared_server: ServerProcess, model_dir: Path) -> None:
+    """With the parameters of its configuration, except for the interpreter."""
+    task = load_config(ROOT / "examples" / "agent.toml").task
+    entry = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["inflight.tasks"][task.name]
+    params = {**task.params, "command": [sys.executable, *task.params["command"][1:]], "directory": str(ROOT)}
+    environment: Any = load_task(entry, params | {"tasks": str(ROOT / task.params["tasks"])}, 0)
+
+    async def run() -> PlayedEpisode:
+        async with contextlib.aclosing(HttpEndpoint(shared_server.url)) as endpoint, ProxyServer("tiny") as proxy:
+            episode = episode_on(endpoint, ChatTemplate(load_tokenizer(model_dir)), proxy)
+            return await play(environment, environment.item(0), episode, 60.0)
+
+    result = asyncio.run(asyncio.wait_for(run(), 90))
+    assert result.failure is None
+    assert 1 <= len(result.calls) <= 3
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from inflight.environments.tool_calls import before_calls, split_tool_calls
@@ -13,26 +13,19 @@ from inflight.local.tiny import byte_tokenizer
 from tests.environments.tokenizers import tokenizer
 
 MERGES, BYTES = ChatTemplate(tokenizer("qwen3")), ChatTemplate(byte_tokenizer())
+CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 TEXTS = st.lists(
-    st.sampled_from(
-        [
-            " ",
-            "\n",
-            "a",
-            "b <",
-            "<tool_call>",
-            "<tool",
-            "</tool_call>",
-            '{"name": "f", "arguments": {}}',
-            "{",
-            "é",
-            "🙂",
-        ]
-    ),
+    st.sampled_from([" ", "\n", "a", "b <", "<tool_call>", "<tool", "</tool_call>", CALL, CALL[11:41], "{", "é", "🙂"]),
     max_size=8,
 ).map("".join)
 
 
+@settings(max_examples=300)
+@example("a " + CALL)
+@example(f"\n{CALL} b {CALL}\n")
+@example(f"a{CALL[:-1]}")
+@example('{"name": "f", "parameters": {}}')
+@example('<|python_tag|>{"name": "f", "parameters": {}}')
 @given(text=TEXTS)
 def test_what_comes_before_calls_is_the_same_however_the_reply_goes_on(text: str) -> None:
     whole, _ = split_tool_calls(text)
