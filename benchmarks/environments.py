@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ import torch
 import torch.nn.functional as F
 
 from inflight.contracts import Environment
+from inflight.environments.play_loop import PlayLoop
 from inflight.environments.playing import PlayingEpisode, play
 from inflight.environments.transcripts import ChatTemplate
 from inflight.local.tiny import EOS, TinyShape, byte_tokenizer, corrupt, create_tiny_model, save_tiny_model
@@ -36,6 +39,7 @@ from inflight.wire import Completion, GenerateRequest, SamplingParams, VersionSp
 from results import write_results
 
 ROOT = Path(__file__).parents[1]
+NUM_DEMONSTRATIONS = 1000
 Says = Callable[[TaskItem, str, random.Random], str]
 """What a demonstration says to an item, after the text so far."""
 
@@ -97,7 +101,8 @@ def demonstrations(environment: Environment, says: Says, seed: int) -> Iterator[
             )
 
         episode = PlayingEpisode(str(index), index, template, generate, SamplingParams(), max_tokens=100_000)
-        played = await play(environment, item, episode, 60.0)
+        async with aclosing(PlayLoop()) as loop:
+            played = await play(environment, item, episode, loop, 60.0)
         assert played.failure is None, played.failure
         return played.rollouts(0, 1.0)
 
@@ -112,13 +117,14 @@ def make_model(case: Case, path: Path) -> None:
     config = load_config(ROOT / "examples" / f"{case.example}.toml", [])
     environment = load_task(config.task.name, config.task.params, 0)
     assert isinstance(environment, Environment)
-    rollouts = demonstrations(environment, case.says, 0)
+    rng = random.Random(0)
+    shown = list(itertools.islice(demonstrations(environment, case.says, 0), NUM_DEMONSTRATIONS))
     model = create_tiny_model(case.shape, 0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98), weight_decay=0.01)
     for step in range(case.num_steps):
         for group in optimizer.param_groups:
             group["lr"] = 3e-3 * min(1.0, (step + 1) / 50, max(0.03, (1 - step / case.num_steps) / 0.4))
-        loss = imitation_loss(model, [next(rollouts) for _ in range(16)], case.shape.max_model_len)
+        loss = imitation_loss(model, rng.sample(shown, 16), case.shape.max_model_len)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
