@@ -50,6 +50,12 @@ def random_cell(item: TaskItem, text: str, rng: random.Random) -> str:
     return f"[{rng.choice([i for i, cell in enumerate(cells) if cell == '.'])}]"
 
 
+def random_number(item: TaskItem, text: str, rng: random.Random) -> str:
+    """Guess any number that has not been guessed."""
+    guessed = {int(found) for found in re.findall(r"\[(\d+)\]", text)}
+    return f"[{rng.choice(sorted({*range(1, 21)} - guessed))}]"
+
+
 def often_wrong(item: TaskItem, text: str, rng: random.Random) -> str:
     """Answer wrong six times in ten, at every try."""
     answer = item.answer or ""
@@ -75,6 +81,7 @@ class Case:
 
 CASES = {
     "tictactoe": Case("textarena", random_cell),
+    "guess_number": Case("guess_number", random_number),
     "again": Case("again", often_wrong, num_steps=1200),
     "trl": Case("trl_environment", random_guess, num_steps=400),
 }

@@ -12,6 +12,12 @@ def board(game: Any, player: int, told: Any) -> str:
     return "".join("." if not cell else "x" if cell == own else "o" for cell in cells)
 
 
+def hint(game: Any, player: int, told: Any) -> str:
+    """Show a player who guesses a number the last hint, or the range at the start."""
+    history = game.state.game_state["guess_history"]
+    return history[-1][1] if history else f"{game.min_number}-{game.max_number}?"
+
+
 class HigherOrLower:
     """A number to guess, as an environment of TRL: the fewer guesses, the better."""
 

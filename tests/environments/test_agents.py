@@ -118,7 +118,8 @@ def test_the_example_of_an_agent_plays_its_episodes(shared_server: ServerProcess
     async def run() -> PlayedEpisode:
         async with contextlib.aclosing(HttpEndpoint(shared_server.url)) as endpoint, ProxyServer("tiny") as proxy:
             episode = episode_on(endpoint, ChatTemplate(load_tokenizer(model_dir)), proxy)
-            return await play(environment, environment.item(0), episode, 60.0)
+            async with contextlib.aclosing(PlayLoop()) as loop:
+                return await play(environment, environment.item(0), episode, loop, 60.0)
 
     result = asyncio.run(asyncio.wait_for(run(), 90))
     assert result.failure is None

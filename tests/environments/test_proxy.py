@@ -22,6 +22,7 @@ from inflight.environments.proxy_server import ProxyServer
 from inflight.environments.requests import ChatRequest
 from inflight.environments.transcripts import ChatTemplate
 from inflight.http.client import HttpEndpoint
+from inflight.wire import CompletionChunk, GenerateRequest
 from tests.environments.proxied import (
     SETTINGS,
     Open,
@@ -225,7 +226,9 @@ def openai_function(function: Any) -> Any:
     return ChoiceDeltaToolCallFunction(name=function.name, arguments=function.arguments)
 
 
-def test_text_is_streamed_while_the_engine_samples_it(shared_server: ServerProcess, model_dir: Path) -> None:
+def test_a_stream_brings_the_tokens_logprobs_and_spans_of_the_record(
+    shared_server: ServerProcess, model_dir: Path
+) -> None:
     async def play(it: Open) -> None:
         token_ids: list[int] = []
         logprobs: list[float] = []
@@ -246,11 +249,47 @@ def test_text_is_streamed_while_the_engine_samples_it(shared_server: ServerProce
         assert (tuple(token_ids), tuple(logprobs)) == (call.completion.token_ids, call.completion.logprobs)
         assert spans == [{"version": 0, "start": 0, "end": call.completion.num_tokens}]
         assert tuple(prompt) == call.prompt_token_ids
-        assert len(texts) >= 2  # tokens that wait for the client come together
         heard = it.episode.template.heard(call.completion.token_ids, call.completion.finish_reason)
         assert "".join(texts) == heard.spoken
 
     on_engine(shared_server, model_dir, play)
+
+
+def test_text_is_sent_while_the_rest_is_sampled() -> None:
+    """The sampler gives its second token once the client has read the first."""
+    built, template = qwen()
+    token_ids = tuple(built("hello there", add_special_tokens=False)["input_ids"])
+    has_read = asyncio.Event()
+
+    async def stream(request: GenerateRequest) -> Any:
+        for i, token_id in enumerate(token_ids):
+            if i == 1:
+                await has_read.wait()
+            yield CompletionChunk(
+                request_id=request.request_id,
+                index=0,
+                start=i,
+                token_ids=(token_id,),
+                logprobs=(-1.0,),
+                version=3,
+                finish_reason="length" if i + 1 == len(token_ids) else None,
+            )
+
+    async def run() -> None:
+        async with ProxyServer("gated") as proxy:
+            episode = scripted(template, proxy, lambda number, prompt: token_ids, end=built.eos_token_id)
+            episode.stream = stream
+            async with opened(episode) as it:
+                text = ""
+                async for chunk in await it.client.chat.completions.create(
+                    model="m", messages=[user("go")], tools=TOOLS, stream=True
+                ):
+                    text += chunk.choices[0].delta.content or ""
+                    if text:
+                        has_read.set()
+                assert text == "hello there"
+
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_a_retry_and_an_edited_context_are_branches() -> None:
