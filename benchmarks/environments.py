@@ -1,4 +1,4 @@
-"""Environments of other libraries, learned by a tiny model: ``python benchmarks/environments.py tictactoe``.
+"""Environments that a tiny model learns, most of other libraries: ``python benchmarks/environments.py tictactoe``.
 
 First a byte-level model imitates demonstrations, which are legal but chosen at random, in conversations of the
 environment itself. Then ``inflight train`` runs the example of the same name. Writes
@@ -74,7 +74,8 @@ class Case:
     """One example, and how its model is made."""
 
     example: str
-    says: Says
+    says: Says | None
+    """None: as ``inflight tiny-model`` makes it for the tool task."""
     num_steps: int = 600
     shape: TinyShape = field(default_factory=TinyShape)
 
@@ -83,6 +84,8 @@ CASES = {
     "tictactoe": Case("textarena", random_cell),
     "guess_number": Case("guess_number", random_number),
     "again": Case("again", often_wrong, num_steps=1200),
+    "tool_task": Case("tool_task", None),
+    "tool_agent": Case("tool_agent", None),
     "trl": Case("trl_environment", random_guess, num_steps=400),
 }
 
@@ -121,6 +124,11 @@ def demonstrations(environment: Environment, says: Says, seed: int) -> Iterator[
 
 def make_model(case: Case, path: Path) -> None:
     """Write a model that imitates the demonstrations of a case."""
+    if case.says is None:
+        command = [sys.executable, "-m", "inflight", "tiny-model", str(path), "--task", "tool_task:vault_turns"]
+        folders = os.pathsep.join(filter(None, (str(ROOT / "examples"), os.environ.get("PYTHONPATH"))))
+        subprocess.run([*command, "--style", "answer"], env={**os.environ, "PYTHONPATH": folders}, check=True)
+        return
     config = load_config(ROOT / "examples" / f"{case.example}.toml", [])
     environment = load_task(config.task.name, config.task.params, 0)
     assert isinstance(environment, Environment)

@@ -85,6 +85,21 @@ def plot_policies(rows: dict[str, dict[str, Any]]) -> None:
     plt.close(figure)
 
 
+def plot_environments(names: Sequence[str]) -> None:
+    """Mean reward of each step of the runs on environments."""
+    figure, axes = plt.subplots(1, len(names), figsize=(3.2 * len(names), 3), layout="constrained")
+    for axis, name in zip(axes, names, strict=True):
+        rewards = [reward for reward in read_results(f"environments-{name}")["rows"]["rewards"] if reward is not None]
+        axis.plot(range(1, len(rewards) + 1), rewards, color="#8250df", alpha=0.3)
+        axis.plot(range(1, len(rewards) + 1), smoothed(rewards), color="#8250df")
+        axis.set_title(name, fontsize=10)
+        axis.set_xlabel("optimizer step")
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("mean reward")
+    figure.savefig(IMAGES / "environments.png", dpi=110)
+    plt.close(figure)
+
+
 def engine_table(rows: Sequence[dict[str, Any]]) -> str:
     lines = [
         "| model | lengths | tokens, longest | engine, tokens/s | `generate`, tokens/s | ratio: median (min to max) |",
@@ -151,6 +166,7 @@ def main() -> None:
     plot_quickstart(read_results("engines")["rows"]["learning"], "engine", "engines.png")
     plot_quickstart(read_results("workers")["rows"]["learning"], "trainer", "trainers.png")
     plot_quickstart(read_results("losses")["rows"]["learning"], "preset", "presets.png")
+    plot_environments(["tool_task", "tool_agent", "tictactoe", "guess_number", "again"])
     plot_policies(read_results("policies")["rows"])
     compile_s = dict.fromkeys(row["compile_cpu_s"] for row in compiled["rows"])
     template = (Path(__file__).parent / "performance.template.md").read_text()

@@ -2,6 +2,7 @@
 
     inflight tiny-model models/vault --task tool_task:vault_turns --style answer
     inflight train examples/tool_task.toml
+    inflight train examples/tool_agent.toml
 
 with the folder of this file on PYTHONPATH.
 """
@@ -84,3 +85,9 @@ def vault(seed):
 
 def vault_turns(seed):
     return VaultTurns(seed)
+
+
+def vault_item(index):
+    """Return what the program in tool_agent.py is given of an item, with seed 0."""
+    item = Vault(0).item(index)
+    return {"prompt": item.prompt, "places": dict(item.metadata), "answer": item.answer}

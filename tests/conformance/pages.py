@@ -28,6 +28,7 @@ PAGES = (
             "trainers",
             "losses",
             "rollouts",
+            "environments",
             "weights",
             "inference-adapter",
             "trainer-adapter",

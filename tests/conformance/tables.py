@@ -323,6 +323,29 @@ def drafts_table() -> str:
     return "\n".join(lines)
 
 
+ENVIRONMENTS = {
+    "tool_task": "the tool task of `examples/tool_task.py`",
+    "tool_agent": "the same, played by a program of its own behind the proxy",
+    "tictactoe": "TextArena's `TicTacToe-v0` against an opponent that moves at random",
+    "guess_number": "TextArena's `GuessTheNumber-v0`, six guesses",
+    "again": "reasoning-gym's `spell_backward`, asked again after a wrong answer",
+}
+"""Results of benchmarks/environments.py, and what they are of."""
+
+
+def environments_table() -> str:
+    """Return how tiny models learned environments."""
+    lines = [
+        "| `python benchmarks/environments.py ...` | environment | reward of the first ten steps | of the last ten | steps | seconds |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, what in ENVIRONMENTS.items():
+        row = kept(f"environments-{name}")["rows"]
+        first, last = statistics.fmean(row["rewards"][:10]), statistics.fmean(row["rewards"][-10:])
+        lines.append(f"| `{name}` | {what} | {first:.3f} | {last:.3f} | {len(row['rewards'])} | {row['run_s']:.0f} |")
+    return "\n".join(lines)
+
+
 def policies_table() -> str:
     """The quickstart under every policy, on the same seed."""
     lines = [
@@ -363,6 +386,7 @@ def rollouts_table() -> str:
 TABLES = {
     "rollouts": rollouts_table,
     "policies": policies_table,
+    "environments": environments_table,
     **WEIGHT_TABLES,
     "campaign": campaign_table,
     "presets": presets_table,
