@@ -16,6 +16,8 @@ CERTIFICATES := docs/certificates
 # The oldest torch and transformers that pyproject.toml names, and the tests that depend on them most.
 OLDEST       := .oldest
 STAMP_OLDEST := $(OLDEST)/.installed
+VERIFIERS    := .verifiers
+STAMP_VERIFIERS := $(VERIFIERS)/.installed
 FLOOR = $(1)==$(shell sed -n 's/^ *"$(1)>=\([0-9.]*\)",$$/\1/p' pyproject.toml | head -n 1)
 OLDEST_TESTS := tests/losses tests/weights tests/engine tests/worker
 # TorchTitan needs a newer torch; the tests of background saves use its worker too.
@@ -28,7 +30,7 @@ ENVIRONMENTS := tests/environments/requirements.txt
 # Each interpreter that the tests start would compile the sources anew where no bytecode is kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all test-oldest coverage test-engines engines certificates certificate-vllm certificate-sglang certificates-trainers lint format types docs bench gpu clean
+.PHONY: demo test test-all test-oldest test-verifiers coverage test-engines engines certificates certificate-vllm certificate-sglang certificates-trainers lint format types docs bench gpu clean
 
 demo: $(STAMP)
 	@test -d models/tiny || $(BIN)/inflight tiny-model models/tiny
@@ -47,6 +49,10 @@ test-all: $(STAMP) lint types
 
 test-oldest: $(STAMP_OLDEST)
 	$(OLDEST)/bin/python -m pytest $(OLDEST_TESTS) --numprocesses $(WORKERS) --dist worksteal $(PYTEST)
+
+# verifiers brings a hundred packages, so it has an environment of its own.
+test-verifiers: $(STAMP_VERIFIERS)
+	$(VERIFIERS)/bin/python -m pytest tests/environments/test_verifiers.py $(PYTEST)
 
 # Lines and branches of src that `make test` comes to, in its processes too; PYTEST='-m ""' measures all tests.
 coverage: $(STAMP)
@@ -157,6 +163,14 @@ $(STAMP_OLDEST): pyproject.toml constraints.txt $(ANCHORS)
 	rm -r $(OLDEST)/anchors/tests $(OLDEST)/anchors/scripts
 	touch $@
 
+$(STAMP_VERIFIERS): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VERIFIERS)
+	$(VERIFIERS)/bin/pip install --quiet --upgrade pip
+	$(VERIFIERS)/bin/pip install --quiet --constraint constraints.txt torch
+	$(VERIFIERS)/bin/pip install --quiet --constraint constraints.txt --editable '.[local,verifiers]' \
+	  hypothesis openai pytest pytest-timeout pytest-xdist trl
+	touch $@
+
 $(STAMP_VLLM): engines/install
 	PYTHON=$(PYTHON) engines/install vllm $(VLLM) $(dir $@)
 	touch $@
@@ -166,4 +180,4 @@ $(STAMP_SGLANG): engines/install engines/sglang-cpu.txt engines/sglang_on_cpu.py
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) .engines runs models .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(OLDEST) $(VERIFIERS) .engines runs models .mypy_cache .ruff_cache .pytest_cache

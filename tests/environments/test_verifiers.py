@@ -62,7 +62,7 @@ def test_the_model_calls_the_tools_of_a_taskset() -> None:
     right = played(
         VerifiersEnvironment(0, "adding_v1"),
         0,
-        call % ("add", '{"a": 1, "b": 1}'),
+        call % ("adder_add", '{"a": 1, "b": 1}'),
         call % ("subtract", "{}"),
         "2",
     )
