@@ -336,7 +336,7 @@ ENVIRONMENTS = {
 def environments_table() -> str:
     """Return how tiny models learned environments."""
     lines = [
-        "| `python benchmarks/environments.py ...` | environment | reward of the first ten steps | of the last ten | steps | seconds |",
+        "| `environments.py` | environment | reward of the first ten steps | of the last ten | steps | seconds |",
         "|---|---|---|---|---|---|",
     ]
     for name, what in ENVIRONMENTS.items():

@@ -222,7 +222,13 @@ def test_logprobs_and_spans_are_true_while_weights_change_under_drafts(
             assert_close(completion.logprobs, expected)
 
 
-@pytest.mark.parametrize(("policy", "reference"), [("keep", kept_cache_logprobs), ("recompute", recomputed_logprobs)])
+@pytest.mark.parametrize(
+    ("policy", "reference"),
+    [
+        ("keep", kept_cache_logprobs),
+        pytest.param("recompute", recomputed_logprobs, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_logprobs_and_spans_are_true_while_an_update_comes_after_every_few_steps_of_drafts(
     model_dir: Path, policy: str, reference: Any
 ) -> None:

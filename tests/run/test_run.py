@@ -542,6 +542,7 @@ def test_a_window_of_which_groups_are_dropped_does_not_hold_the_run_back(start_r
     assert run.summary()["ledger"]["dropped"]["equal rewards"] > 5
 
 
+@pytest.mark.exhaustive
 def test_groups_that_grow_too_old_while_they_run_are_aborted(start_run: Callable[..., RunProcess]) -> None:
     """Far more groups are under way than one step takes, and nothing may lag: what still runs then is given up."""
     run = start_run(
