@@ -31,7 +31,7 @@ from inflight.contracts import Environment
 from inflight.environments.play_loop import PlayLoop
 from inflight.environments.playing import PlayingEpisode, play
 from inflight.environments.transcripts import ChatTemplate
-from inflight.local.tiny import EOS, TinyShape, byte_tokenizer, corrupt, create_tiny_model, save_tiny_model
+from inflight.local.tiny import EOS, TinyShape, byte_tokenizer, create_tiny_model, save_tiny_model
 from inflight.pipeline.config import load_config
 from inflight.rollouts.tasks import load_task
 from inflight.types import Rollout, TaskItem
@@ -56,12 +56,6 @@ def random_number(item: TaskItem, text: str, rng: random.Random) -> str:
     return f"[{rng.choice(sorted({*range(1, 21)} - guessed))}]"
 
 
-def often_wrong(item: TaskItem, text: str, rng: random.Random) -> str:
-    """Answer wrong six times in ten, at every try."""
-    answer = item.answer or ""
-    return corrupt(answer, rng) if rng.random() < 0.6 else answer
-
-
 def random_guess(item: TaskItem, text: str, rng: random.Random) -> str:
     """Call the tool with any number, until it is right."""
     if text.splitlines()[-1] == "right":
@@ -74,8 +68,8 @@ class Case:
     """One example, and how its model is made."""
 
     example: str
-    says: Says | None
-    """None: as ``inflight tiny-model`` makes it for the tool task."""
+    says: Says | tuple[str, ...]
+    """What demonstrations say, or the arguments of ``inflight tiny-model``."""
     num_steps: int = 600
     shape: TinyShape = field(default_factory=TinyShape)
 
@@ -83,9 +77,9 @@ class Case:
 CASES = {
     "tictactoe": Case("textarena", random_cell),
     "guess_number": Case("guess_number", random_number),
-    "again": Case("again", often_wrong, num_steps=1200),
-    "tool_task": Case("tool_task", None),
-    "tool_agent": Case("tool_agent", None),
+    "again": Case("again", ()),
+    "tool_task": Case("tool_task", ("--task", "tool_task:vault_turns", "--style", "answer")),
+    "tool_agent": Case("tool_agent", ("--task", "tool_task:vault_turns", "--style", "answer")),
     "trl": Case("trl_environment", random_guess, num_steps=400),
 }
 
@@ -124,10 +118,10 @@ def demonstrations(environment: Environment, says: Says, seed: int) -> Iterator[
 
 def make_model(case: Case, path: Path) -> None:
     """Write a model that imitates the demonstrations of a case."""
-    if case.says is None:
-        command = [sys.executable, "-m", "inflight", "tiny-model", str(path), "--task", "tool_task:vault_turns"]
+    if isinstance(case.says, tuple):
+        command = [sys.executable, "-m", "inflight", "tiny-model", str(path), *case.says]
         folders = os.pathsep.join(filter(None, (str(ROOT / "examples"), os.environ.get("PYTHONPATH"))))
-        subprocess.run([*command, "--style", "answer"], env={**os.environ, "PYTHONPATH": folders}, check=True)
+        subprocess.run(command, env={**os.environ, "PYTHONPATH": folders}, check=True)
         return
     config = load_config(ROOT / "examples" / f"{case.example}.toml", [])
     environment = load_task(config.task.name, config.task.params, 0)
