@@ -188,7 +188,8 @@ def main() -> None:
         "num_groups": sum(row.get("num_groups", 0) for row in rows),
     }
     write_results(f"environments-{arguments.name}", record)
-    first, last = record["rewards"][:10], record["rewards"][-10:]
+    known = [reward for reward in record["rewards"] if reward is not None]
+    first, last = known[:10], known[-10:]
     print(
         f"{arguments.name}: mean reward {sum(first) / len(first):.3f} -> {sum(last) / len(last):.3f} "
         f"in {len(rows)} steps, {record['run_s']} s"

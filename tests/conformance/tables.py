@@ -341,7 +341,10 @@ def environments_table() -> str:
     ]
     for name, what in ENVIRONMENTS.items():
         row = kept(f"environments-{name}")["rows"]
-        first, last = statistics.fmean(row["rewards"][:10]), statistics.fmean(row["rewards"][-10:])
+        first, last = (
+            statistics.fmean(reward for reward in rewards if reward is not None)  # a step may finish no group
+            for rewards in (row["rewards"][:10], row["rewards"][-10:])
+        )
         lines.append(f"| `{name}` | {what} | {first:.3f} | {last:.3f} | {len(row['rewards'])} | {row['run_s']:.0f} |")
     return "\n".join(lines)
 

@@ -63,6 +63,7 @@ class InLoopServer:
             lifespan="off",
             timeout_keep_alive=60,
             timeout_graceful_shutdown=_PARTING_S,
+            ws="none",
         )
         host, port = listener.getsockname()[:2]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
