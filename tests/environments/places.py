@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import sys
 import time
 
 from inflight.contracts import Environment, Episode
@@ -43,6 +44,10 @@ class ThreeTurns(Environment):
                 match self._fault:
                     case "raises":
                         raise ZeroDivisionError("the environment of the test fails on purpose")
+                    case "exits":
+                        sys.exit("the environment of the test ends its process on purpose")
+                    case "exits in a task":
+                        await asyncio.gather(_exit())
                     case "hangs":
                         await asyncio.sleep(3600)
                     case "hangs and does not let itself be cancelled":
@@ -60,6 +65,10 @@ class ThreeTurns(Environment):
                         for _ in range(10_000):
                             await conversation.say("and then? " * 20)
         return said.count(self._letter) / max(1, len(said))
+
+
+async def _exit() -> None:
+    sys.exit("the environment of the test ends its process on purpose")
 
 
 def three_turns(**params: object) -> ThreeTurns:

@@ -53,6 +53,16 @@ for turn in range(2):
 ENDS = {
     "posts": 'post(os.environ["INFLIGHT_REWARD_URL"], {"reward": 0.25})',
     "prints": 'print("thinking"); print(json.dumps({"reward": 0.25}))',
+    "leaves a process": """
+import subprocess
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+print(json.dumps({"reward": 0.25}))
+""",
+    "detaches a process": """
+import subprocess
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+print(json.dumps({"reward": 0.25}))
+""",
     "gives none": 'print("no idea", file=sys.stderr)',
     "fails": 'print(json.dumps({"reward": 0.25})); raise ZeroDivisionError("on purpose")',
     "tells secrets": 'print(json.dumps({"reward": float("INFLIGHT_TOKEN" in os.environ)}))',
@@ -97,7 +107,7 @@ def played(
     return asyncio.run(asyncio.wait_for(run(), 90))
 
 
-@pytest.mark.parametrize("end", ["posts", "prints"])
+@pytest.mark.parametrize("end", ["posts", "prints", "leaves a process", "detaches a process"])
 def test_an_agent_in_its_own_process_plays_an_episode(
     shared_server: ServerProcess, model_dir: Path, tmp_path: Path, end: str
 ) -> None:
@@ -239,7 +249,9 @@ def test_a_codebase_of_its_own_gets_rollouts_from_the_service(service: str) -> N
             assert rollout["completion_token_ids"][turn["start"] : turn["end"]] == token_ids
             assert rollout["behaviour_logprobs"][turn["start"] : turn["end"]] == logprobs
         again = own.post(f"{service}/episodes/{made['key']}/finish", json={"reward": 0.5})
-        assert (again.status_code, "no such episode" in again.text) == (400, True)
+        assert (again.status_code, again.json()) == (200, finished)  # the first answer may be lost
+        unknown = own.post(f"{service}/episodes/unknown/finish", json={"reward": 0.5})
+        assert (unknown.status_code, "no such episode" in unknown.text) == (400, True)
 
 
 def test_the_service_takes_its_token_and_bounds_its_episodes(service: str) -> None:

@@ -149,6 +149,8 @@ def test_a_rollout_is_exactly_what_the_engine_sampled(shared_server: ServerProce
     ("fault", "kind"),
     [
         ("raises", "raised"),
+        ("exits", "raised"),
+        ("exits in a task", "raised"),
         ("hangs", "timeout"),
         ("hangs and does not let itself be cancelled", "timeout"),
         ("blocks", "blocked"),

@@ -524,6 +524,15 @@ def test_rewards_are_of_the_episode_or_of_one_answer() -> None:
     on_script(["one", "two"], play)
 
 
+@pytest.mark.parametrize("prompt", ["", []], ids=["text", "token ids"])
+def test_an_empty_prompt_is_refused(shared_server: ServerProcess, model_dir: Path, prompt: Any) -> None:
+    async def play(it: Open) -> None:
+        with pytest.raises(openai.BadRequestError, match="prompt is empty"):
+            await it.client.completions.create(model="m", prompt=prompt)
+
+    on_engine(shared_server, model_dir, play)
+
+
 @pytest.mark.parametrize("prompt", ["Once upon", list(b"Once upon")], ids=["text", "token ids"])
 def test_completions_continue_texts_and_tokens(shared_server: ServerProcess, model_dir: Path, prompt: Any) -> None:
     async def play(it: Open) -> None:

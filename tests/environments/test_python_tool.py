@@ -315,3 +315,9 @@ def test_the_definition_is_a_tool_of_the_chat_api() -> None:
     assert definition["function"]["parameters"]["properties"]["code"]["type"] == "string"
     assert "2.5 s, 256 MiB of memory" in definition["function"]["description"]
     assert json.loads(json.dumps(definition)) == definition
+
+
+def test_what_is_no_text_is_an_error_for_the_model() -> None:
+    result = asyncio.run(PythonTool().run(None))
+    assert result.status == "error"
+    assert "NoneType" in result.text

@@ -10,7 +10,7 @@ import torch
 
 from inflight.errors import InvalidRequestError
 from inflight.losses import PRESETS, Counts, Plan, collate, empty_micro_batch, prepare
-from inflight.types import Rollout, Sample
+from inflight.types import Rollout, Sample, Turn
 from inflight.wire import VersionSpan
 
 
@@ -124,6 +124,20 @@ def test_empty_micro_batch_has_zero_loss_that_depends_on_the_logprobs(preset, co
         (replace(FIRST, loss_mask=[True] * 4), "loss_mask has 4"),
         (replace(FIRST, rollout=replace(FIRST.rollout, behaviour_logprobs=[])), "behaviour_logprobs has 0"),
         (replace(FIRST, rollout=replace(FIRST.rollout, version_spans=[])), "version_spans has 0"),
+        (
+            replace(FIRST, rollout=replace(FIRST.rollout, turns=[Turn(0, 1)])),
+            "sample 1 has 1 sampled tokens but version_spans has 3",
+        ),
+        (
+            replace(
+                FIRST,
+                rollout=replace(
+                    FIRST.rollout, turns=[Turn(0, 1)], version_spans=[VersionSpan(version=0, start=0, end=1)]
+                ),
+                loss_mask=[True] * 3,
+            ),
+            "true loss_mask at a token of an observation",
+        ),
         (replace(FIRST, rollout=replace(FIRST.rollout, prompt_token_ids=[])), "sample 1 has no prompt"),
         (replace(FIRST, reference_logprobs=[0.0] * 3), "sample 0 has no reference_logprobs but others do"),
     ],

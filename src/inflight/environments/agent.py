@@ -26,6 +26,7 @@ _SECRETS = ("INFLIGHT_TOKEN", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID")
 """Variables that an agent does not inherit."""
 _PARTING_S = 5.0
 """How long what is left of an agent's output may take once the agent has ended."""
+_POLL_S = 0.02
 _TAIL_BYTES = 300
 _MAX_LINE_BYTES = 64 * 1024
 
@@ -71,12 +72,15 @@ class AgentCommand(Environment):
             _keep_end(agent.stderr, complained, _TAIL_BYTES),
         )
         try:
-            status = await agent.wait()
+            status = await _ended(agent)
         finally:
             _end_group(agent.pid)
-            await agent.wait()
-            with contextlib.suppress(TimeoutError):  # something outside of the group may hold its output open
-                await asyncio.wait_for(reading, _PARTING_S)
+            await _ended(agent)
+            await asyncio.wait({reading}, timeout=_PARTING_S)
+            if not reading.done():  # something outside of the group holds its output open
+                reading.cancel()
+                agent._transport.close()  # type: ignore[attr-defined]
+            await asyncio.gather(reading, return_exceptions=True)
         return self._reward(episode.posted_reward, status, bytes(said), bytes(complained))
 
     async def _started(self, url: str) -> asyncio.subprocess.Process:
@@ -128,6 +132,13 @@ def _items(tasks: str) -> Callable[[int], Mapping[str, Any]]:
         what = f"line {wrong[0]} is not an object" if wrong else "it is empty"
         raise TaskError(f"tasks {tasks!r} must have one JSON object per line: {what}")
     return lambda index: objects[index % len(objects)]
+
+
+async def _ended(agent: asyncio.subprocess.Process) -> int:
+    """Return the status of a process once it has ended. `Process.wait` also waits for whoever holds its output."""
+    while agent.returncode is None:  # noqa: ASYNC110 - asyncio has no event for it
+        await asyncio.sleep(_POLL_S)
+    return agent.returncode
 
 
 async def _give(stream: asyncio.StreamWriter, content: bytes) -> None:

@@ -198,6 +198,8 @@ class Answers:
         template = self.episode.template
         if not isinstance(prompt, str):
             template.check_known(prompt)
+            if not prompt:
+                raise InvalidRequestError("prompt is empty: send a text or token ids")
             return None, tuple(prompt)
         known = [(text, token_ids) for text, token_ids in self._texts if prompt.startswith(text)]
         text, token_ids = max(known, key=lambda one: len(one[0]), default=("", ()))

@@ -15,7 +15,7 @@ import hmac
 import itertools
 import math
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +49,7 @@ from inflight.wire import (
     TokenCount,
 )
 
+_NUM_FINISHED = 256
 _MAX_BODY_BYTES = 64 * 1024
 _FAILED_S = 30.0
 """How long an endpoint that failed an episode gets new ones only if all others have failed too."""
@@ -106,6 +107,8 @@ class EpisodeService:
         """Where an episode is, by its number."""
         self._failed: dict[int, float] = {}
         """When an endpoint last failed an episode."""
+        self._finished: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        """Answers to the latest calls that finished an episode, for clients that repeat them."""
         self._numbers = itertools.count(1)
         self.episodes = ServedEpisodes()
 
@@ -155,6 +158,8 @@ class EpisodeService:
     async def _finish(self, request: HttpRequest) -> Response:
         self._check_token(request)
         body = await body_message(FinishRequest, await content_of(request, _MAX_BODY_BYTES) or b"{}")
+        if (known := self._finished.get(request.path_params["key"])) is not None:
+            return JSONResponse(known)  # the answer was lost
         key, served = self._named(request)
         episode = served.answers.episode
         reward = body.reward if body.reward is not None else episode.posted_reward
@@ -165,7 +170,10 @@ class EpisodeService:
         if episode.error is not None or reward is None:
             raise EpisodeOverError(f"the episode is lost, since its endpoint failed: {episode.error}")
         rollouts = episode.played(reward).rollouts(0, episode.sampling.temperature)
-        return JSONResponse({"reward": reward, "rollouts": [rollout_json(rollout) for rollout in rollouts]})
+        self._finished[key] = {"reward": reward, "rollouts": [rollout_json(rollout) for rollout in rollouts]}
+        if len(self._finished) > _NUM_FINISHED:
+            self._finished.popitem(last=False)
+        return JSONResponse(self._finished[key])
 
     async def _drop(self, request: HttpRequest) -> Response:
         key, served = self._named(request)

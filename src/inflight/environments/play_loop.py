@@ -118,12 +118,16 @@ class _Thread:
         """What was asked for, and the task in the thread once it has begun."""
         self._ticked_s = time.monotonic()
         self._is_asked = False
+        self._is_left = False
         self._thread = threading.Thread(target=self._serve, name="inflight-episodes", daemon=True)
         self._thread.start()
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
+        while not self._is_left:
+            # A task that users' code began may end with SystemExit, which ends the loop.
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):
+                self._loop.run_forever()
         self._loop.close()
 
     def begin(self, call: Callable[[], Coroutine[Any, Any, T]], played: asyncio.Future[T]) -> None:
@@ -146,7 +150,7 @@ class _Thread:
             played.cancel()
         elif (error := task.exception()) is not None:
             if not played.done():
-                played.set_exception(error)
+                played.set_exception(error if isinstance(error, Exception) else RuntimeError(f"it raised {error!r}"))
                 played.exception()  # it is looked at only if it came in time
         elif not played.done():
             played.set_result(task.result())
@@ -209,6 +213,7 @@ class _Thread:
             if running:
                 self._loop.call_later(_POLL_S, stop)
             else:
+                self._is_left = True
                 self._loop.stop()
 
         self._loop.call_soon_threadsafe(stop)

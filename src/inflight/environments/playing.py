@@ -160,8 +160,8 @@ class PlayingEpisode(Episode):
         room = self.max_tokens - len(prompt_token_ids)
         if room < 1:
             raise ContextFullError(
-                f"the conversation has {len(prompt_token_ids)} tokens, and at most {self.max_tokens} fit: raise "
-                "train.max_tokens_per_micro_batch, or end episodes earlier"
+                f"the conversation has {len(prompt_token_ids)} tokens, and at most {self.max_tokens} fit, by "
+                "train.max_tokens_per_micro_batch or the model's own context: end episodes earlier"
             )
         self._num_requests += 1
         update = {
@@ -266,7 +266,9 @@ async def play(
             return reward, _problem(reward, episode)
         except ContextFullError as error:
             return None, ("context full", str(error))
-        except Exception as error:  # environments are user code
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # environments are users' code, which may even call sys.exit
             late = ("timeout", f"it took longer than {timeout_s:g} s")
             return None, late if limit.expired() else ("raised", f"{error!r}")
 

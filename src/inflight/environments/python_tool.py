@@ -131,12 +131,14 @@ class PythonTool:
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": function}
 
-    async def run(self, code: str) -> PythonResult:
+    async def run(self, code: object) -> PythonResult:
         """Run the code to its end or a limit. When this returns, raises or is cancelled, nothing of it is left running.
 
         Raises `UnsupportedError` if the machine refuses a part of the isolation, `TaskError` if the sandbox cannot be
         started or does not end; the code then has not run, or was killed.
         """
+        if not isinstance(code, str):  # what a model calls with
+            return PythonResult("error", f"[the code must be a text, not {type(code).__name__}]", None)
         output = _Output(self.max_output_bytes)
         async with self._sandbox() as (process, report_fd):
             assert process.stdin is not None and process.stdout is not None

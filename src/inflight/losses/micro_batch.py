@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from inflight.errors import InvalidRequestError, NonFiniteError
-from inflight.types import MicroBatch, Sample
+from inflight.types import OBSERVED, MicroBatch, Sample
 
 NO_GROUP = -1
 """Group of a segment that is not a completion."""
@@ -163,7 +163,6 @@ def _check(sample: Sample, index: int) -> None:
     num_tokens = len(sample.rollout.completion_token_ids)
     fields = {
         "behaviour_logprobs": sample.rollout.behaviour_logprobs,
-        "version_spans": sample.rollout.token_versions(),
         "advantages": sample.advantages,
         "loss_mask": sample.loss_mask,
     }
@@ -172,3 +171,12 @@ def _check(sample: Sample, index: int) -> None:
     for name, values in fields.items():
         if len(values) != num_tokens:
             raise InvalidRequestError(f"sample {index} has {num_tokens} completion tokens but {name} has {len(values)}")
+    turns = sample.rollout.turns
+    num_sampled = sum(turn.end - turn.start for turn in turns) if turns else num_tokens
+    if sample.rollout.num_sampled_tokens != num_sampled:
+        raise InvalidRequestError(
+            f"sample {index} has {num_sampled} sampled tokens but version_spans has {sample.rollout.num_sampled_tokens}"
+        )
+    versions = sample.rollout.token_versions()
+    if any(kept and version == OBSERVED for kept, version in zip(sample.loss_mask, versions, strict=True)):
+        raise InvalidRequestError(f"sample {index} has a true loss_mask at a token of an observation")

@@ -189,12 +189,13 @@ class Journal:
         """Write ``summary.json`` and return it."""
         counts = self._counts
         num_of_three = sum(number for num_versions, number in counts.versions.items() if num_versions >= 3)
+        window = min(_WINDOW, max(1, len(counts.rewards) // 2))
         summary = {
             **facts,
             "elapsed_s": self.elapsed_s(),
             **self._totals(),
-            "first_reward": statistics.fmean(counts.rewards[:_WINDOW]) if counts.rewards else None,
-            "last_reward": statistics.fmean(counts.rewards[-_WINDOW:]) if counts.rewards else None,
+            "first_reward": statistics.fmean(counts.rewards[:window]) if counts.rewards else None,
+            "last_reward": statistics.fmean(counts.rewards[-window:]) if counts.rewards else None,
             "completions_by_num_versions": _sorted(counts.versions),
             "completions_with_three_or_more_versions": num_of_three,
             "share_with_three_or_more_versions": num_of_three / max(1, counts.versions.total()),
