@@ -455,7 +455,7 @@ class Task(Protocol):
 
 
 class Conversation(Protocol):
-    """One token stream of an episode. What was sampled stays as it was sampled; only what is new is tokenised."""
+    """One token stream of an episode. Sampled tokens are kept as they are; only new text is tokenised."""
 
     @abstractmethod
     async def say(self, *messages: Message | str) -> Reply:
@@ -475,7 +475,7 @@ class Conversation(Protocol):
 
     @abstractmethod
     def reward(self, reward: float) -> None:
-        """Give this conversation another reward than the rest of the episode."""
+        """Give the conversations of this role another reward than the rest of the episode."""
 
 
 class Episode(Protocol):

@@ -46,6 +46,8 @@ class ThreeTurns(Environment):
                         raise ZeroDivisionError("the environment of the test fails on purpose")
                     case "exits":
                         sys.exit("the environment of the test ends its process on purpose")
+                    case "cancels itself":
+                        raise asyncio.CancelledError
                     case "exits in a task":
                         await asyncio.gather(_exit())
                     case "hangs":

@@ -151,6 +151,7 @@ def test_a_rollout_is_exactly_what_the_engine_sampled(shared_server: ServerProce
         ("raises", "raised"),
         ("exits", "raised"),
         ("exits in a task", "raised"),
+        ("cancels itself", "raised"),
         ("hangs", "timeout"),
         ("hangs and does not let itself be cancelled", "timeout"),
         ("blocks", "blocked"),

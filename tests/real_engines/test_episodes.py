@@ -1,4 +1,4 @@
-"""Episodes of several turns on real engines, with an update between the turns: what is trained is what was sampled."""
+"""Episodes of several turns on real engines are trained on what was sampled, with an update between the turns too."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def logprobs_of(engine: RealEngine, tensors: dict[str, torch.Tensor], stream: to
 def test_an_agent_behind_the_proxy_is_trained_on_the_tokens_that_the_engine_sampled(
     engine: RealEngine, streams: bool
 ) -> None:
-    """The official client keeps its own history; what is compared is the answer of the engine to each request."""
+    """The official client keeps its own history. Each turn is compared with what the engine answered."""
     record: list[tuple[GenerateRequest, Completion]] = []
 
     async def agent(endpoint: InferenceEndpoint) -> PlayingEpisode:

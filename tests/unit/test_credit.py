@@ -102,5 +102,6 @@ def test_a_group_teaches_if_what_is_compared_differs() -> None:
     equal = [rollout(1.0, 0.2, None), rollout(1.0, 0.6, None)]
     assert not teaches(Group(0, 0, equal))
     assert teaches(Group(0, 0, equal), "turn")
+    assert not teaches(Group(0, 0, [rollout(1.0, 0.2, 0.7), rollout(1.0, 0.2, 0.7)]), "turn")
     apart = [rollout(1.0, None, episode=i, role=role) for i in (0, 1) for role in ("white",)]
     assert not teaches(Group(0, 0, [*apart, rollout(0.0, None, episode=0, role="black")]))

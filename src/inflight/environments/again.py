@@ -1,4 +1,4 @@
-"""Any task with another try: whoever answers wrong is told so, and asked again."""
+"""Any task with further tries: after a wrong answer, the model is told so and asked again."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Again(Environment):
         discount: float = 0.8,
         says: str = "That is wrong. Try again.",
     ) -> None:
-        """Raise `TaskError` if there is no such task, or it is an environment itself."""
+        """Raise `TaskError` if the task is unknown, or is an environment itself."""
         made = load_task(task, params or {}, seed)
         if not isinstance(made, Task):
             raise TaskError(f"{task!r} is an environment, which asks by itself: name a task")

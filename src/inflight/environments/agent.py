@@ -135,7 +135,7 @@ def _items(tasks: str) -> Callable[[int], Mapping[str, Any]]:
 
 
 async def _ended(agent: asyncio.subprocess.Process) -> int:
-    """Return the status of a process once it has ended. `Process.wait` also waits for whoever holds its output."""
+    """Return the status of a process once it has ended, even if another process keeps its output open."""
     while agent.returncode is None:  # noqa: ASYNC110 - asyncio has no event for it
         await asyncio.sleep(_POLL_S)
     return agent.returncode

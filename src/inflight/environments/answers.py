@@ -127,7 +127,7 @@ class Answers:
         return ", ".join(drawn.overridden(self.episode.sampling))
 
     def reward(self, request: RewardRequest) -> None:
-        """Give a reward to a turn or to the episode. Raises `InvalidRequestError` if there is no such turn."""
+        """Give a reward to a turn or to the episode. Raises `InvalidRequestError` if the turn is unknown."""
         if request.turn is None:
             self.episode.posted_reward = request.reward
         elif request.turn in self._turns:

@@ -103,8 +103,8 @@ class EpisodeService:
         self._hosts: list[_Host] = []
         self._load: Counter[int] = Counter()
         """Open episodes of each endpoint, by its place in the list."""
-        self._host_of: dict[int, int] = {}
-        """Where an episode is, by its number."""
+        self._host_of: dict[PlayingEpisode, int] = {}
+        """The place of the endpoint that an episode is on."""
         self._failed: dict[int, float] = {}
         """When an endpoint last failed an episode."""
         self._finished: OrderedDict[str, dict[str, Any]] = OrderedDict()
@@ -151,7 +151,7 @@ class EpisodeService:
             stream=(lambda asked: _stream(host, asked)) if host.declared.streaming else None,
         )
         self._load[place] += 1
-        self._host_of[id(episode)] = place
+        self._host_of[episode] = place
         key = self.episodes.open(episode, self._model)
         return JSONResponse({"key": key, "openai_url": f"{request.base_url}e/{key}/v1"})
 
@@ -196,7 +196,7 @@ class EpisodeService:
 
     def _forget(self, served: ServedEpisode) -> None:
         episode = served.answers.episode
-        place = self._host_of.pop(id(episode))
+        place = self._host_of.pop(episode)
         self._load[place] -= 1
         if episode.error is not None:
             self._failed[place] = time.monotonic()

@@ -71,7 +71,7 @@ def _function_of(call: Any) -> dict[str, Any]:
 
 
 def read_arguments(arguments: Any) -> Any:
-    """Return the arguments of a call, which clients send as JSON text, as a JSON value; what is no JSON stays as is."""
+    """Return the arguments of a call, which clients send as JSON text, as a JSON value. Other text stays as it is."""
     if not isinstance(arguments, str):
         return arguments
     try:

@@ -266,9 +266,10 @@ async def play(
             return reward, _problem(reward, episode)
         except ContextFullError as error:
             return None, ("context full", str(error))
-        except asyncio.CancelledError:
-            raise
         except BaseException as error:  # environments are users' code, which may even call sys.exit
+            playing = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and playing is not None and playing.cancelling():
+                raise
             late = ("timeout", f"it took longer than {timeout_s:g} s")
             return None, late if limit.expired() else ("raised", f"{error!r}")
 

@@ -136,12 +136,12 @@ def _parent(calls: Sequence[RecordedCall], number: int) -> int | None:
     """Return the earlier call of the same role that a call continues: the longest one, the latest of equals."""
     prompt, role = calls[number].prompt_token_ids, calls[number].role
     best, longest = None, 0
-    for earlier in range(number):
+    for earlier in reversed(range(number)):
         call = calls[earlier]
         num_before, num_sampled = len(call.prompt_token_ids), call.completion.num_tokens
         end = num_before + num_sampled
         if (
-            longest <= end <= len(prompt)
+            longest < end <= len(prompt)
             and call.role == role
             and prompt[num_before:end] == call.completion.token_ids
             and prompt[:num_before] == call.prompt_token_ids

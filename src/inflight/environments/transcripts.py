@@ -1,4 +1,4 @@
-"""Conversations as token ids: what the model sampled stays as it is, and only what is new is rendered and tokenised.
+"""Conversations as token ids. Sampled tokens are kept as they are; only new text is rendered and tokenised.
 
 A chat template says how messages become text. As long as it renders the conversation so far as that was sent and
 sampled, the next prompt is the ids so far and the ids of what the template adds. Where it would render the past in
@@ -82,7 +82,7 @@ class ChatTemplate:
         added = self._encode(text[len(before.text) :], is_start=False)
         if before.is_ended:
             if added[:1] != before.token_ids[-1:]:
-                ended = self._tokenizer.decode([before.token_ids[-1]])
+                ended = self._decoded([before.token_ids[-1]])
                 return self._fresh(everything, before, text, f"the template does not end the turn with {ended!r}")
             added = added[1:]
         return Prompt(everything, before.tools, text, before.token_ids + added)
@@ -91,18 +91,18 @@ class ChatTemplate:
         """Return what sampled tokens say."""
         is_ended = self.is_ended(token_ids, finish_reason)
         spoken = list(token_ids[:-1] if is_ended else token_ids)
-        raw = str(self._tokenizer.decode(spoken, skip_special_tokens=False))
+        raw = self._decoded(spoken)
         plain = self.plain(spoken)
         text, calls = split_tool_calls(plain)
         return Heard(raw, plain, text, calls)
 
     def plain(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, without special ones."""
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        return self._decoded(token_ids, without_special=True)
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
         """Return the text of each token by itself."""
-        return [str(self._tokenizer.decode([token_id])) for token_id in token_ids]
+        return [self._decoded([token_id]) for token_id in token_ids]
 
     def encoded(self, text: str, *, is_start: bool) -> tuple[int, ...]:
         """Return the tokens of plain text, at the start of a stream or behind other tokens."""
@@ -167,7 +167,15 @@ class ChatTemplate:
         return behind[1:] if behind[:1] == (self._tokenizer.eos_token_id,) else token_ids
 
     def _is_text_of(self, token_ids: Sequence[int], text: str) -> bool:
-        return bool(self._tokenizer.decode(list(token_ids), skip_special_tokens=False) == text)
+        return self._decoded(token_ids) == text
+
+    def _decoded(self, token_ids: Sequence[int], *, without_special: bool = False) -> str:
+        """Return the exact text of tokens: some tokenizers would tidy the spaces in it."""
+        return str(
+            self._tokenizer.decode(
+                list(token_ids), skip_special_tokens=without_special, clean_up_tokenization_spaces=False
+            )
+        )
 
 
 def _difference(before: str, now: str) -> str:

@@ -43,7 +43,7 @@ class TrlEnvironment(Environment):
         reward_funcs: Sequence[str] = (),
         max_turns: int = 16,
     ) -> None:
-        """Raise `TaskError` if there is no such factory, row, or source of rewards, or what it makes has no reset."""
+        """Raise `TaskError` if factory, rows or rewards are missing, or what the factory makes has no method reset."""
         del seed  # rows come in their order, and the environment's randomness is its own
         try:
             self._factory: Callable[[], Any] = resolve(factory)

@@ -42,7 +42,7 @@ class VerifiersEnvironment(Environment):
         agent: Mapping[str, Any] | None = None,
         env: Mapping[str, Any] | None = None,
     ) -> None:
-        """Raise `TaskError` if there is no such taskset, or verifiers refuses an option."""
+        """Raise `TaskError` if the taskset is unknown, or verifiers refuses an option."""
         del seed
         sys.modules.setdefault(_HARNESS, verifiers_harness)
         described = {"id": taskset} if isinstance(taskset, str) else dict(taskset)

@@ -177,6 +177,6 @@ def _check(sample: Sample, index: int) -> None:
         raise InvalidRequestError(
             f"sample {index} has {num_sampled} sampled tokens but version_spans has {sample.rollout.num_sampled_tokens}"
         )
-    versions = sample.rollout.token_versions()
-    if any(kept and version == OBSERVED for kept, version in zip(sample.loss_mask, versions, strict=True)):
+    versions = sample.rollout.token_versions() if turns else ()
+    if any(kept and version == OBSERVED for kept, version in zip(sample.loss_mask, versions, strict=False)):
         raise InvalidRequestError(f"sample {index} has a true loss_mask at a token of an observation")

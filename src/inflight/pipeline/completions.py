@@ -32,11 +32,11 @@ class Completions(Work):
     is_one_request = True
 
     @property
-    def name(self) -> str:  # type: ignore[override]
+    def name(self) -> str:
         return self.task.name
 
     @property
-    def size(self) -> int:  # type: ignore[override]
+    def size(self) -> int:
         return self.sampling.n
 
     def item(self, index: int) -> TaskItem:

@@ -43,11 +43,11 @@ class Episodes(Work):
     is_one_request = False
 
     @property
-    def name(self) -> str:  # type: ignore[override]
+    def name(self) -> str:
         return self.environment.name
 
     @property
-    def size(self) -> int:  # type: ignore[override]
+    def size(self) -> int:
         return self.num_needed + self.num_extra
 
     def item(self, index: int) -> TaskItem:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from inflight.environments.recording import PlayedEpisode
 from inflight.pipeline.seats import Seat
@@ -48,11 +48,18 @@ class ScoredGroup:
 class Work(Protocol):
     """Makes items, prompts, requests and rewards. Users' code is called in here; what it raises is a `TaskError`."""
 
-    name: str
-    size: int
-    """Completions or episodes of a group."""
-    is_one_request: bool
+    is_one_request: ClassVar[bool]
     """Whether those of an order run as one request. If not, each has an order of its own."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Return the name for reports."""
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """Return the number of completions or episodes of a group."""
 
     @abstractmethod
     def item(self, index: int) -> TaskItem:

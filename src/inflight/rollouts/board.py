@@ -114,7 +114,8 @@ class Board:
                     time_s,
                 )
             case Finished(time_s, item, completion, num_tokens):
-                self.recent_lengths.append(num_tokens)
+                if num_tokens:  # an episode that failed or was given up has none
+                    self.recent_lengths.append(num_tokens)
                 if item in self.items:
                     self._note_pace(self.items[item], completion, num_tokens, time_s)
                     self.items[item].is_finished[completion] = True

@@ -12,7 +12,6 @@ from typing import Literal
 
 from inflight.rollouts.advantages import AdvantageEstimator, batch_advantages
 from inflight.rollouts.critic import TurnCritic, turns_of
-from inflight.rollouts.shaping import has_signal
 from inflight.types import Group, Rollout, Turn
 
 Credit = Literal["episode", "turn", "return", "critic"]
@@ -67,14 +66,14 @@ def token_advantages(
 
 def teaches(group: Group, credit: Credit = "episode") -> bool:
     """Return whether rewards that are compared with each other differ. Of a critic, any reward may be news."""
-    return credit == "critic" or any(
-        has_signal([episode.reward for episode in episodes])
-        or (
-            credit != "episode"
-            and has_signal([turn.reward or 0.0 for episode in episodes for _, turn in episode.turns])
-        )
-        for episodes in _compared(group)
-    )
+    if credit == "critic":
+        return True
+    own = [[(e.reward, *_turn_rewards(e, credit)) for e in episodes] for episodes in _compared(group)]
+    return any(len(set(rewards)) > 1 for rewards in own)
+
+
+def _turn_rewards(episode: _Played, credit: Credit) -> list[float | None]:
+    return [] if credit == "episode" else [turn.reward for _, turn in episode.turns]
 
 
 def _compared(group: Group) -> list[list[_Played]]:

@@ -35,13 +35,17 @@ class TurnCritic:
 
     def value(self, rollout: Rollout, number: int) -> float:
         """Return what the rewards from turn ``number`` on are expected to come to."""
-        features = _features(rollout, number)
-        return sum(self._weights[i] for i in features)
+        return sum(self._weights[i] for i in _features(rollout, number))
 
     def advantages(self, rollout: Rollout) -> list[float]:
         """Return, for each turn, its target minus its value: how much better it went than expected."""
-        values = [self.value(rollout, number) for number in range(len(turns_of(rollout)))]
-        return [target - value for target, value in zip(self._targets(rollout, values), values, strict=True)]
+        advantages: list[float] = []
+        after = 0.0
+        for number, reward in reversed([*enumerate(_rewards(rollout))]):
+            target, value = reward + self._discount * after, self.value(rollout, number)
+            advantages.append(target - value)
+            after = target if self._target == "monte_carlo" else value
+        return advantages[::-1]
 
     def learn(self, rollouts: Sequence[Rollout]) -> None:
         """Move values towards the targets of these rollouts, one turn after the other, the last one first.
@@ -49,22 +53,14 @@ class TurnCritic:
         A rate of 1 would make each value equal to its target.
         """
         for rollout in rollouts:
-            for number in reversed(range(len(turns_of(rollout)))):
-                values = [self.value(rollout, later) for later in range(len(turns_of(rollout)))]
-                error = self._targets(rollout, values)[number] - values[number]
+            after = 0.0
+            for number, reward in reversed([*enumerate(_rewards(rollout))]):
+                target = reward + self._discount * after
                 features = _features(rollout, number)
+                error = target - sum(self._weights[i] for i in features)
                 for i in features:
                     self._weights[i] += self._rate * error / len(features)
-
-    def _targets(self, rollout: Rollout, values: Sequence[float]) -> list[float]:
-        rewards = [turn.reward or 0.0 for turn in turns_of(rollout)]
-        rewards[-1] += rollout.reward
-        targets: list[float] = []
-        after = 0.0
-        for number in reversed(range(len(rewards))):
-            targets.insert(0, rewards[number] + self._discount * after)
-            after = targets[0] if self._target == "monte_carlo" else values[number]
-        return targets
+                after = target if self._target == "monte_carlo" else sum(self._weights[i] for i in features)
 
     def state(self) -> dict[str, Any]:
         """Return, as JSON values, what `restore` needs."""
@@ -86,11 +82,18 @@ def turns_of(rollout: Rollout) -> Sequence[Turn]:
     return rollout.turns or (Turn(0, len(rollout.completion_token_ids)),)
 
 
+def _rewards(rollout: Rollout) -> list[float]:
+    """Return the reward of each turn; that of the episode counts with the last one."""
+    rewards = [turn.reward or 0.0 for turn in turns_of(rollout)]
+    rewards[-1] += rollout.reward
+    return rewards
+
+
 def _features(rollout: Rollout, number: int) -> list[int]:
     """Return the weights that the value of a turn is the sum of: of its number, and of the end of its context."""
     start = turns_of(rollout)[number].start
-    context = [*rollout.prompt_token_ids, *rollout.completion_token_ids[max(0, start - _NUM_TOKENS) : start]]
-    context = context[-_NUM_TOKENS:]
+    said = rollout.completion_token_ids[max(0, start - _NUM_TOKENS) : start]
+    context = [*rollout.prompt_token_ids[-_NUM_TOKENS:], *said][-_NUM_TOKENS:]
     found = {number}
     for before, token_id in zip([-1, *context], context, strict=False):
         found.add(64 + token_id * _PRIMES[0] % (_NUM_WEIGHTS - 64))
