@@ -163,12 +163,13 @@ $(STAMP_OLDEST): pyproject.toml constraints.txt $(ANCHORS)
 	rm -r $(OLDEST)/anchors/tests $(OLDEST)/anchors/scripts
 	touch $@
 
+# Of the constraints only torch: verifiers asks for other releases of some packages.
 $(STAMP_VERIFIERS): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VERIFIERS)
 	$(VERIFIERS)/bin/pip install --quiet --upgrade pip
 	$(VERIFIERS)/bin/pip install --quiet --constraint constraints.txt torch
-	$(VERIFIERS)/bin/pip install --quiet --constraint constraints.txt --editable '.[local,verifiers]' \
-	  hypothesis openai pytest pytest-timeout pytest-xdist trl
+	$(VERIFIERS)/bin/pip install --quiet $(shell grep '^torch==' constraints.txt) \
+	  --editable '.[local,verifiers]' hypothesis openai pytest pytest-timeout pytest-xdist trl
 	touch $@
 
 $(STAMP_VLLM): engines/install

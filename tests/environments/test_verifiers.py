@@ -25,6 +25,10 @@ from inflight.environments.proxy_server import ProxyServer  # noqa: E402
 from inflight.environments.verifiers import VerifiersEnvironment  # noqa: E402
 
 
+# Of the libraries that verifiers speaks to tools with.
+pytestmark = pytest.mark.filterwarnings("ignore:The 'initial' parameter is deprecated:DeprecationWarning")
+
+
 @pytest.fixture(autouse=True)
 def _tasksets(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     folder = str(Path(__file__).parent / "tasksets")
