@@ -24,7 +24,6 @@ need("verifiers")
 from inflight.environments.proxy_server import ProxyServer  # noqa: E402
 from inflight.environments.verifiers import VerifiersEnvironment  # noqa: E402
 
-
 # Of the libraries that verifiers speaks to tools with.
 pytestmark = pytest.mark.filterwarnings("ignore:The 'initial' parameter is deprecated:DeprecationWarning")
 
