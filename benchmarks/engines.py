@@ -1,7 +1,6 @@
-"""The real engines: one publish beside tensor by tensor, the mismatch at lag 0, and the quickstart on each.
+"""The real engines: one publish beside tensor by tensor, and the quickstart on each.
 
     python benchmarks/engines.py publish     # spans of a publish, and the same bytes one tensor at a time
-    python benchmarks/engines.py mismatch    # behaviour against trainer logprobs, per engine and dtype
     python benchmarks/engines.py learning    # the quickstart on the embedded engine, on each real one, on a mixed fleet
 
 Tensor by tensor means one call of the engine's update route and one broadcast for each tensor, which is what engines'
@@ -13,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import math
 import statistics
 import sys
 import tempfile
@@ -29,21 +27,18 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.real_engines.servers import ENGINES, VERSIONS, python_of, running
+from tests.real_engines.servers import ENGINES, VERSIONS, python_of
 from tests.servers import TOKEN, ServerProcess
 
 from inflight.contracts import InferenceEndpoint
 from inflight.http.client import HttpEndpoint
 from inflight.local.tiny import byte_tokenizer
-from inflight.losses import collate
-from inflight.rollouts.tasks import load_task
-from inflight.types import PublishReport, Rollout, Sample, WeightBucket
+from inflight.types import PublishReport, WeightBucket
 from inflight.weights.buckets import DEFAULT_BUCKET_BYTES
 from inflight.weights.publish import WeightPublisher, publish_weights
 from inflight.weights.transports.process_group import ProcessGroupSender
-from inflight.wire import BucketSpec, GenerateRequest, GenerateResponse, SamplingParams, TensorSpec
-from inflight_fsdp import create_worker
-from quickstart import quickstart_model, run_quickstart
+from inflight.wire import BucketSpec, GenerateRequest, SamplingParams, TensorSpec
+from quickstart import run_quickstart
 from results import read_results, write_results
 
 NUM_ROUNDS = 5
@@ -189,57 +184,6 @@ def median_spans(reports: Sequence[PublishReport]) -> dict[str, float | None]:
     return spans
 
 
-async def sample(endpoint: InferenceEndpoint, prompts: Sequence[tuple[int, ...]]) -> list[GenerateResponse]:
-    try:
-        return await asyncio.gather(
-            *(
-                endpoint.generate(
-                    GenerateRequest(
-                        request_id=f"{i}",
-                        prompt_token_ids=prompt,
-                        sampling=SamplingParams(n=4, max_tokens=64, ignore_eos=True),
-                    )
-                )
-                for i, prompt in enumerate(prompts)
-            )
-        )
-    finally:
-        await endpoint.aclose()
-
-
-def measure_mismatch(name: str, dtype: str, model: Path) -> dict[str, Any]:
-    """Return k3 and the largest difference between an engine's and the FSDP2 worker's logprobs, same weights."""
-    task = load_task("spell_backward", {}, 0)
-    prompts = [tuple(task.item(i).prompt.encode()) for i in range(16)]
-    with running(name, model, dtype=dtype, threads=1) as engine:
-        responses = asyncio.run(sample(engine.endpoint(), prompts))
-    samples = [
-        Sample(
-            Rollout(prompt, c.token_ids, c.logprobs, c.version_spans, c.finish_reason, 0.0, 1.0),
-            [0.0] * len(c.token_ids),
-            [True] * len(c.token_ids),
-        )
-        for prompt, response in zip(prompts, responses, strict=True)
-        for c in response.completions
-    ]
-    worker = create_worker({"model_path": str(model), "dtype": dtype})
-    batch = collate(samples)
-    with torch.no_grad():
-        logprobs_T = worker.forward(batch)
-    mask_T = batch.loss_mask_T
-    ratio_T = (logprobs_T - batch.behaviour_logprobs_T)[mask_T].double()
-    return {
-        "engine": name,
-        "version": VERSIONS[name],
-        "dtype": dtype,
-        "tokens": int(mask_T.sum()),
-        "k3": float((ratio_T.exp() - 1 - ratio_T).mean()),
-        "largest": float(ratio_T.abs().max()),
-        "mean": float(ratio_T.abs().mean()),
-        "perplexity": math.exp(-float(batch.behaviour_logprobs_T[mask_T].double().mean())),
-    }
-
-
 def measure_learning(fleet: str, num_steps: int) -> dict[str, Any]:
     """Return the reward of each step of the quickstart, on servers that are ``+``-joined engines."""
     lines = [""]
@@ -251,13 +195,12 @@ def measure_learning(fleet: str, num_steps: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("publish", "mismatch", "learning"), nargs="*")
+    parser.add_argument("what", choices=("publish", "learning"), nargs="*")
     parser.add_argument("--engine", choices=ENGINES, action="append")
-    parser.add_argument("--model", type=Path, help="for mismatch: a checkpoint (default: the quickstart's)")
     parser.add_argument("--fleet", choices=FLEETS, action="append", help="for learning")
     parser.add_argument("--steps", type=int, default=100, help="for learning: optimizer steps")
     arguments = parser.parse_args()
-    rows: dict[str, Any] = {"publish": [], "mismatch": [], "learning": []}
+    rows: dict[str, Any] = {"publish": [], "learning": []}
     with contextlib.suppress(FileNotFoundError):
         rows |= read_results("engines")["rows"]
     names = arguments.engine or ENGINES
@@ -271,14 +214,7 @@ def main() -> None:
                     write_results("engines", rows)
                 continue
             rows[what] = [row for row in rows[what] if row["engine"] not in names]
-            for name in names:
-                if what == "publish":
-                    rows[what].append(measure_publish(name, Path(directory) / name))
-                    continue
-                model = arguments.model or quickstart_model()
-                for dtype in ("float32", "bfloat16"):
-                    rows[what].append(measure_mismatch(name, dtype, model))
-                    print(rows[what][-1], flush=True)
+            rows[what] += [measure_publish(name, Path(directory) / name) for name in names]
             write_results("engines", rows)
 
 

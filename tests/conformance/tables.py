@@ -93,17 +93,21 @@ def exceptions_table() -> str:
     return "\n".join(lines)
 
 
-def mismatch_table() -> str:
-    """Return the difference of behaviour and trainer logprobs at lag 0."""
+def parity_table() -> str:
+    """Return how far each engine is from each trainer with the same weights."""
     lines = [
-        "| engine | dtype | tokens | k3 | mean difference | largest difference |",
-        "|---|---|---|---|---|---|",
+        "| engine | trainer | dtype | tokens | k1 | k3 | ESS | largest | mean | growth of the mean | verdict |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    lines += [
-        f"| {row['engine']} {row['version']} | {row['dtype']} | {row['tokens']:,} | {row['k3']:.2g} | "
-        f"{row['mean']:.2g} | {row['largest']:.2g} |"
-        for row in kept_rows("mismatch")
-    ]
+    for row in (row for rows in kept("parity")["rows"].values() for row in rows):
+        measured = row["measured"]
+        of = measured["same_weights"]
+        verdict = "they agree" if row["agrees"] else "; ".join(finding["seen"] for finding in row["findings"])
+        lines.append(
+            f"| {row['engine']} {row['engine_version']} | {row['trainer']} | {measured['dtype']} | "
+            f"{of['num_tokens']:,} | {of['k1']:.1e} | {of['k3']:.1e} | {of['ess']:.6f} | {of['largest']:.1e} | {of['mean']:.1e} | "
+            f"{row['grown']:.1e} in {measured['num_updates']} updates | {verdict} |"
+        )
     return "\n".join(lines)
 
 
@@ -405,7 +409,7 @@ TABLES = {
     "certified": certified_table,
     "tested": tested_table,
     "exceptions": exceptions_table,
-    "mismatch": mismatch_table,
+    "parity": parity_table,
     "publish": publish_table,
     "house": house_table,
     "beside": beside_table,

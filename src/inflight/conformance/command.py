@@ -11,17 +11,19 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from inflight.conformance.arguments import add_endpoint_arguments, endpoint_of, worker_factory
 from inflight.conformance.checks import Check, select
 from inflight.conformance.compare import compare, comparison_text
 from inflight.conformance.expected import load_expected
 from inflight.conformance.fleet.command import add_parser as add_fleet
 from inflight.conformance.fleet.command import run_fleet
+from inflight.conformance.parity.command import add_parser as add_parity
+from inflight.conformance.parity.command import run_parity
 from inflight.conformance.report.files import REPORTS, check_writable, read_certificate, write_reports
-from inflight.conformance.targets import EndpointTarget, Target, TransportTarget, WorkerTarget, endpoint_target
+from inflight.conformance.targets import Target, TransportTarget, WorkerTarget
 from inflight.engines.factories import keyword_arguments
 from inflight.errors import ConfigError
-from inflight.extensions import check_reference, installed
-from inflight.http.tokens import TOKEN_VARIABLE, read_token
+from inflight.extensions import check_reference
 from inflight.transports import find_transport
 
 
@@ -44,22 +46,7 @@ def add_parser(commands: Any) -> None:
     shared = _shared_arguments()
 
     endpoint = kinds.add_parser("endpoint", parents=[shared], help="an inference server, or an engine in a process")
-    endpoint.add_argument("target", nargs="?", metavar="TARGET", help="URL, or module:factory")
-    endpoint.add_argument(
-        "--serve", metavar="COMMAND", help='command that starts a server, with "{model} {port} {token_file}" in it'
-    )
-    endpoint.add_argument(
-        "--model", type=Path, metavar="DIR", help="checkpoint that is served (default: made by the kit)"
-    )
-    endpoint.add_argument(
-        "--token-file", type=Path, metavar="FILE", help=f"control token of a URL (default: ${TOKEN_VARIABLE})"
-    )
-    endpoint.add_argument(
-        "--worker", metavar="module:factory", help="worker to compare logprobs with (default: transformers)"
-    )
-    endpoint.add_argument(
-        "--tolerance", type=float, metavar="FLOAT", help="largest difference at which logprobs count as equal"
-    )
+    add_endpoint_arguments(endpoint)
 
     worker = kinds.add_parser("worker", parents=[shared], help="a trainer worker; under torchrun, on its ranks")
     worker.add_argument(
@@ -73,6 +60,7 @@ def add_parser(commands: Any) -> None:
     )
 
     add_fleet(kinds)
+    add_parity(kinds)
 
 
 def run(arguments: argparse.Namespace, _: Sequence[str]) -> int:
@@ -82,9 +70,9 @@ def run(arguments: argparse.Namespace, _: Sequence[str]) -> int:
             raise ConfigError(f"--compare runs no checks: leave out {arguments.kind!r}")
         return _compare(*arguments.compare)
     if not arguments.kind:
-        raise ConfigError("say what to check: inflight check endpoint, worker, transport or fleet")
-    if arguments.kind == "fleet":
-        return run_fleet(arguments)
+        raise ConfigError("say what to check: inflight check endpoint, worker, transport, fleet or parity")
+    if arguments.kind in ("fleet", "parity"):
+        return run_fleet(arguments) if arguments.kind == "fleet" else run_parity(arguments)
     return _list(arguments) if arguments.list else _check(arguments)
 
 
@@ -92,12 +80,12 @@ def target_of(arguments: argparse.Namespace) -> Target:
     """Return what these arguments ask to check. Raises `ConfigError`."""
     options = keyword_arguments(arguments.option, "--option")
     if arguments.kind == "endpoint":
-        return _endpoint_target(arguments, options)
+        return endpoint_of(arguments, options)
     if arguments.target is None:
         raise ConfigError(f"say which {arguments.kind} to check; see inflight check {arguments.kind} --help")
     if arguments.kind == "worker":
         return WorkerTarget(
-            factory=_worker_factory(arguments.target), num_ranks=_num_ranks(arguments.ranks), options=options
+            factory=worker_factory(arguments.target), num_ranks=_num_ranks(arguments.ranks), options=options
         )
     if ":" in arguments.target:
         check_reference(arguments.target)
@@ -196,49 +184,6 @@ def _load_checks(kind: str) -> Sequence[Check]:
         if (error.name or "").partition(".")[0] == "inflight":
             raise
         raise ConfigError(f"{error.name} is not installed; pip install 'inflight[conformance]'") from error
-
-
-def _endpoint_target(arguments: argparse.Namespace, options: dict[str, Any]) -> EndpointTarget:
-    if (arguments.target is None) == (arguments.serve is None):
-        raise ConfigError("say which endpoint to check: a URL, module:factory or --serve COMMAND, and only one of them")
-    if arguments.model is not None and not arguments.model.is_dir():
-        raise ConfigError(
-            f"--model {str(arguments.model)!r} is not a directory; give one with a Hugging Face checkpoint"
-        )
-    tolerance = arguments.tolerance
-    if tolerance is not None and not (math.isfinite(tolerance) and tolerance > 0):
-        raise ConfigError(f"--tolerance must be a number above 0, not {tolerance}")
-    given = {
-        "options": options,
-        "model": arguments.model,
-        "worker": _worker_factory(arguments.worker) if arguments.worker else None,
-        "tolerance": tolerance,
-    }
-    if arguments.target is not None and "://" in arguments.target:
-        if options:
-            raise ConfigError("--option is for a factory; a URL takes none")
-        return endpoint_target(arguments.target, token=read_token(arguments.token_file), **given)
-    if arguments.token_file is not None:
-        raise ConfigError("--token-file is for a URL; with --serve the kit makes a token, and a factory needs none")
-    if arguments.target is not None:
-        return endpoint_target(arguments.target, **given)
-    if options:
-        raise ConfigError("--option is for a factory; write options of the server into --serve COMMAND")
-    if "{port}" not in arguments.serve:
-        raise ConfigError("--serve COMMAND must hold {port}, where the kit will look for the server")
-    return EndpointTarget(command=arguments.serve, **given)
-
-
-def _worker_factory(text: str) -> str:
-    """Return the ``module:function`` of a worker; a name without a colon is that of an installed one."""
-    if ":" in text:
-        check_reference(text)
-        return text
-    found = {name: entry.value for name, entry in installed("workers").items()}
-    if text not in found:
-        names = ", ".join(sorted(found)) or "none"
-        raise ConfigError(f"no worker {text!r} is installed; known are {names}, or give module:factory")
-    return found[text]
 
 
 def _num_ranks(given: int | None) -> int:

@@ -1,0 +1,77 @@
+"""Arguments that several kinds of checks have: which endpoint, and which worker."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from typing import Any
+
+from inflight.conformance.targets import EndpointTarget, endpoint_target
+from inflight.errors import ConfigError
+from inflight.extensions import check_reference, installed
+from inflight.http.tokens import TOKEN_VARIABLE, read_token
+
+
+def add_endpoint_arguments(endpoint: argparse.ArgumentParser) -> None:
+    """Add what `endpoint_of` reads, but for ``--option``."""
+    endpoint.add_argument("target", nargs="?", metavar="TARGET", help="URL, or module:factory")
+    endpoint.add_argument(
+        "--serve", metavar="COMMAND", help='command that starts a server, with "{model} {port} {token_file}" in it'
+    )
+    endpoint.add_argument(
+        "--model", type=Path, metavar="DIR", help="checkpoint that is served (default: made by the kit)"
+    )
+    endpoint.add_argument(
+        "--token-file", type=Path, metavar="FILE", help=f"control token of a URL (default: ${TOKEN_VARIABLE})"
+    )
+    endpoint.add_argument(
+        "--worker", metavar="module:factory", help="worker to compare logprobs with (default: transformers)"
+    )
+    endpoint.add_argument(
+        "--tolerance", type=float, metavar="FLOAT", help="largest difference at which logprobs count as equal"
+    )
+
+
+def endpoint_of(arguments: argparse.Namespace, options: dict[str, Any]) -> EndpointTarget:
+    """Return the endpoint that these arguments name. Raises `ConfigError`."""
+    if (arguments.target is None) == (arguments.serve is None):
+        raise ConfigError("say which endpoint to check: a URL, module:factory or --serve COMMAND, and only one of them")
+    if arguments.model is not None and not arguments.model.is_dir():
+        raise ConfigError(
+            f"--model {str(arguments.model)!r} is not a directory; give one with a Hugging Face checkpoint"
+        )
+    tolerance = arguments.tolerance
+    if tolerance is not None and not (math.isfinite(tolerance) and tolerance > 0):
+        raise ConfigError(f"--tolerance must be a number above 0, not {tolerance}")
+    given = {
+        "options": options,
+        "model": arguments.model,
+        "worker": worker_factory(arguments.worker) if arguments.worker else None,
+        "tolerance": tolerance,
+    }
+    if arguments.target is not None and "://" in arguments.target:
+        if options:
+            raise ConfigError("--option is for a factory; a URL takes none")
+        return endpoint_target(arguments.target, token=read_token(arguments.token_file), **given)
+    if arguments.token_file is not None:
+        raise ConfigError("--token-file is for a URL; with --serve the kit makes a token, and a factory needs none")
+    if arguments.target is not None:
+        return endpoint_target(arguments.target, **given)
+    if options:
+        raise ConfigError("--option is for a factory; write options of the server into --serve COMMAND")
+    if "{port}" not in arguments.serve:
+        raise ConfigError("--serve COMMAND must hold {port}, where the kit will look for the server")
+    return EndpointTarget(command=arguments.serve, **given)
+
+
+def worker_factory(text: str) -> str:
+    """Return the ``module:function`` of a worker; a name without a colon is that of an installed one."""
+    if ":" in text:
+        check_reference(text)
+        return text
+    found = {name: entry.value for name, entry in installed("workers").items()}
+    if text not in found:
+        names = ", ".join(sorted(found)) or "none"
+        raise ConfigError(f"no worker {text!r} is installed; known are {names}, or give module:factory")
+    return found[text]

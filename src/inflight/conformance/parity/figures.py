@@ -1,0 +1,51 @@
+"""How far apart two sides' logprobs of the same tokens are. Knows neither endpoints nor trainers.
+
+Shape suffixes: N targets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from inflight.losses.metrics import metric_values, ratio_metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Differences of trainer logprobs from behaviour logprobs over some tokens, in nats."""
+
+    num_tokens: int
+    k1: float
+    """Estimate of KL(behaviour || trainer) per token, see `inflight.losses.metrics.ratio_metrics`."""
+    k3: float
+    """Another estimate of it, which is never negative."""
+    ess: float
+    """Effective sample size of the importance ratios, as a share between 0 and 1."""
+    largest: float
+    """Largest absolute difference."""
+    mean: float
+    """Mean absolute difference."""
+
+    def agree(self, tolerance: float) -> bool:
+        """Return whether the two sides count as equal, where one logprob may differ by ``tolerance``."""
+        return self.largest <= tolerance and self.k3 <= tolerance**2 and self.ess >= 1 - tolerance
+
+
+def figures_of(trainer_N: torch.Tensor, behaviour_N: torch.Tensor) -> Figures:
+    """Return the figures of some tokens."""
+    values = metric_values(ratio_metrics(trainer_N, behaviour_N))
+    return Figures(
+        num_tokens=len(trainer_N),
+        k1=values["behaviour_kl_k1"],
+        k3=values["behaviour_kl_k3"],
+        ess=values["effective_sample_size"],
+        largest=values["max_abs_log_ratio"],
+        mean=mean_difference(trainer_N, behaviour_N),
+    )
+
+
+def mean_difference(a_N: torch.Tensor, b_N: torch.Tensor) -> float:
+    """Return the mean absolute difference."""
+    return float((a_N.double() - b_N.double()).abs().mean())

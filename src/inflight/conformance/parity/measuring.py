@@ -1,0 +1,188 @@
+"""What is measured of a pair: with the same weights, and with parts of the model switched off in what is published.
+
+A decoder layer whose output projections are zero passes its input on. Weights with such layers show where a difference
+comes from, in any engine that takes updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from inflight.conformance.parity.figures import Figures, figures_of, mean_difference
+from inflight.conformance.parity.pair import Pair, Sampled, at_temperature_one
+from inflight.conformance.reference import Weights
+
+OTHER_TEMPERATURE = 0.7
+ROUNDED = (torch.bfloat16, torch.float16)
+_ATTENTION, _MLP = "o_proj.weight", "down_proj.weight"
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """How far one side is from transformers' forward in float32, as mean absolute differences in nats."""
+
+    from_reference: float
+    from_rounded: Mapping[str, float]
+    """From the reference with its logits rounded, by dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bisection:
+    """Figures with parts of the model switched off."""
+
+    layers_off: Figures
+    """Only embedding, final norm and head are left."""
+    attention_off: Figures
+    mlp_off: Figures
+    depths: Mapping[int, Figures]
+    """With only the first layers left, by how many."""
+    context_counts: bool
+    """Whether tokens before the last one change what the engine samples although every layer is switched off."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One pair in one dtype, before the weights change by an optimizer step: lag 0."""
+
+    dtype: str
+    """That the endpoint declares."""
+    tolerance: float
+    same_weights: Figures
+    """At temperature 1."""
+    other_temperature: Figures
+    """At `OTHER_TEMPERATURE`."""
+    unscaled: Figures
+    """The endpoint's logprobs of the latter, beside the trainer's at temperature 1."""
+    together: Figures
+    """Of prompts that were asked for at once; the others were asked for one after another."""
+    num_updates: int
+    after_updates: Figures
+    """After that many updates with the same weights."""
+    engine: Side
+    trainer: Side
+    quarters: Sequence[float]
+    """Mean differences of the quarters of the completions, from first to last."""
+    bisection: Bisection | None = None
+    not_bisected: str = "it was not asked for"
+    """Why there is no bisection."""
+
+    @property
+    def grown(self) -> float:
+        """By how much the mean difference grew over the updates, in nats."""
+        return self.after_updates.mean - self.same_weights.mean
+
+    @property
+    def agrees(self) -> bool:
+        """Whether everything is within the tolerance."""
+        all_figures = (self.same_weights, self.other_temperature, self.together, self.after_updates)
+        return all(figures.agree(self.tolerance) for figures in all_figures) and self.grown <= self.tolerance / 5
+
+
+async def measure(pair: Pair, num_updates: int, *, bisect: bool | None, tell: Tell) -> Measured:
+    """Return what was measured; ``bisect`` None: only if the two sides do not agree.
+
+    Afterwards the endpoint serves other weights than its checkpoint's. Raises what the endpoint and the worker raise.
+    """
+    subject = pair.subject
+    tell("the same weights on both sides")
+    await pair.bring(subject.reference.weights)
+    one, other = await pair.sample(), await pair.sample(OTHER_TEMPERATURE)
+    together = (await pair.sample_together()).figures
+    unscaled = figures_of(pair.trainer_logprobs(at_temperature_one(other.batch)), other.behaviour_N)
+    reference_N = pair.reference_logprobs(one.batch)
+    rounded = {str(dtype).removeprefix("torch."): pair.reference_logprobs(one.batch, dtype) for dtype in ROUNDED}
+    engine, trainer = (
+        Side(
+            mean_difference(side_N, reference_N),
+            {name: mean_difference(side_N, rounded_N) for name, rounded_N in rounded.items()},
+        )
+        for side_N in (one.behaviour_N, one.trainer_N)
+    )
+    tell(f"{num_updates} updates with the same weights")
+    for _ in range(num_updates):
+        await pair.publish_again()
+    after = (await pair.sample()).figures
+    measured = Measured(
+        dtype=subject.capabilities.dtype,
+        tolerance=subject.tolerance,
+        same_weights=one.figures,
+        other_temperature=other.figures,
+        unscaled=unscaled,
+        together=together,
+        num_updates=num_updates,
+        after_updates=after,
+        engine=engine,
+        trainer=trainer,
+        quarters=_quarters(one),
+    )
+    if bisect is False or (bisect is None and measured.agrees):
+        return measured
+    names = subject.reference.weights.tensors
+    if not all(any(name.endswith(part) for name in names) for part in (_ATTENTION, _MLP)):
+        words = f"the model has no tensors named *.{_ATTENTION} and *.{_MLP}, so its layers cannot be switched off"
+        return replace(measured, not_bisected=words)
+    return replace(measured, bisection=await _bisect(pair, measured.tolerance, tell), not_bisected="")
+
+
+async def _bisect(pair: Pair, tolerance: float, tell: Tell) -> Bisection:
+    weights = pair.subject.reference.weights
+    layers = sorted({layer for name in weights.tensors if (layer := _layer_of(name)) is not None})
+
+    async def figures(label: str, is_off: Callable[[str], bool]) -> Figures:
+        tell(label)
+        await pair.bring(_switched_off(weights, label.replace(" ", "-"), is_off))
+        return (await pair.sample()).figures
+
+    attention_off = await figures("attention switched off", lambda name: name.endswith(_ATTENTION))
+    mlp_off = await figures("MLPs switched off", lambda name: name.endswith(_MLP))
+    layers_off = await figures("all layers switched off", lambda name: True)
+    ends = [(*pair.subject.prompt(seed=seed)[:-1], 1) for seed in (1, 2)]
+    first, second = await pair.first_logprobs(ends)
+    context_counts = first[0] != second[0] or abs(first[1] - second[1]) > tolerance
+    depths: dict[int, Figures] = {}
+    low, high = 0, len(layers)  # the difference is absent with `low` layers, as far as is known, and there with `high`
+    while high - low > 1 and layers_off.mean <= tolerance / 5:
+        kept = (low + high) // 2
+        is_off = partial(_is_in, set(layers[kept:]))
+        depths[kept] = await figures(f"the first {kept} of {len(layers)} layers", is_off)
+        low, high = (low, kept) if depths[kept].mean > tolerance / 5 else (kept, high)
+    return Bisection(layers_off, attention_off, mlp_off, depths, context_counts)
+
+
+def _switched_off(weights: Weights, label: str, is_off: Callable[[str], bool]) -> Weights:
+    """Return weights with zeros for the output projections that ``is_off`` names."""
+    return Weights(
+        label,
+        {
+            name: torch.zeros_like(tensor) if name.endswith((_ATTENTION, _MLP)) and is_off(name) else tensor
+            for name, tensor in weights.tensors.items()
+        },
+    )
+
+
+def _layer_of(name: str) -> int | None:
+    parts = name.split(".")
+    return int(parts[parts.index("layers") + 1]) if "layers" in parts else None
+
+
+def _is_in(layers: Set[int | None], name: str) -> bool:
+    return _layer_of(name) in layers
+
+
+def _quarters(sampled: Sampled) -> list[float]:
+    """Return the mean differences of the quarters of the completions."""
+    sums, counts = [0.0] * 4, [0] * 4
+    gaps = (sampled.trainer_N - sampled.behaviour_N).abs().tolist()
+    start = 0
+    for _, completion in sampled.completions:
+        length = len(completion.token_ids)
+        for i, gap in enumerate(gaps[start : start + length]):
+            sums[4 * i // length] += gap
+            counts[4 * i // length] += 1
+        start += length
+    return [total / count if count else 0.0 for total, count in zip(sums, counts, strict=True)]

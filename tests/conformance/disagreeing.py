@@ -1,0 +1,62 @@
+"""Endpoints that differ from a trainer in one place each, for ``inflight check parity``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from inflight.local.endpoint import LocalEndpoint
+from inflight.local.loading import load_endpoint
+
+
+def start(model: Path, fault: str) -> LocalEndpoint:
+    """Return an embedded endpoint with a fault."""
+    return FAULTS[fault](load_endpoint(model, name=fault))
+
+
+def layer_scales(endpoint: LocalEndpoint) -> LocalEndpoint:
+    """Layer 2 attends with another scale."""
+    model: Any = endpoint._engine._model
+    model.base_model.layers[2].self_attn.scaling *= 1.3
+    return endpoint
+
+
+def loses_an_activation(endpoint: LocalEndpoint) -> LocalEndpoint:
+    """The MLPs of all layers have another activation."""
+    model: Any = endpoint._engine._model
+    for layer in model.base_model.layers:
+        layer.mlp.act_fn = torch.nn.GELU()
+    return endpoint
+
+
+def rounds_logits(endpoint: LocalEndpoint) -> LocalEndpoint:
+    """The head's logits have 8 significant bits."""
+    head: Any = endpoint._engine._head
+    head.register_forward_hook(lambda _, __, logits: logits.to(torch.bfloat16).to(logits.dtype))
+    return endpoint
+
+
+def keeps_a_projection(endpoint: LocalEndpoint) -> LocalEndpoint:
+    """Updates leave out the output projection of the attention of layer 1, whose copy is another one."""
+    engine: Any = endpoint._engine
+    load, kept = engine.load, "model.layers.1.self_attn.o_proj.weight"
+    mine = dict(engine._model.named_parameters())[kept].detach().clone()
+
+    def faulty(tensors: Any, *others: Any) -> None:
+        load(tensors, *others)
+        with torch.no_grad():
+            dict(engine._model.named_parameters())[kept].copy_(mine * 1.1)
+
+    engine.load = faulty
+    return endpoint
+
+
+FAULTS = {
+    "none": lambda endpoint: endpoint,
+    "layer scales": layer_scales,
+    "loses an activation": loses_an_activation,
+    "rounds logits": rounds_logits,
+    "keeps a projection": keeps_a_projection,
+}

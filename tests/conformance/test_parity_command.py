@@ -1,0 +1,101 @@
+"""The command ``inflight check parity``: what agrees, and what it says of endpoints that are wrong in a known place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from inflight.cli import main
+from inflight.conformance.models import make_tiny_model
+from tests.zygote import python
+
+pytestmark = pytest.mark.timeout(300)
+OWN = "tests.conformance.disagreeing:start"
+MUTANTS = "tests.conformance.mutants:make"
+
+
+@pytest.fixture(scope="module")
+def deep_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of four layers."""
+    return make_tiny_model(tmp_path_factory.mktemp("parity") / "model", num_layers=4)
+
+
+def check_parity(*words: str) -> int:
+    """Return the exit status of a short comparison."""
+    short = ["--updates", "6", "--prompts", "4"]
+    return main(["check", "parity", *words, *([] if "--updates" in words else short)])
+
+
+def test_the_embedded_engine_agrees_with_the_fsdp_worker_and_the_figures_are_kept(
+    deep_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "parity.json"
+    words = (OWN, "--option", "fault=none", "--model", str(deep_model), "--worker", "fsdp", "--json", str(file))
+    assert check_parity(*words) == 0
+    assert "They agree: no logprob differs by more than 0.0005." in capsys.readouterr().out
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row["agrees"]
+    assert (row["engine"], row["trainer"], row["findings"]) == ("inflight.local", "inflight_fsdp:create_worker", [])
+    measured = row["measured"]
+    assert measured["same_weights"]["num_tokens"] == 4 * 96
+    assert 0 <= measured["same_weights"]["k3"] < 1e-9
+    assert measured["unscaled"]["mean"] > 0.01  # the two temperatures are told apart
+    assert measured["bisection"] is None
+
+
+@pytest.mark.parametrize(
+    ("factory", "fault", "said"),
+    [
+        (OWN, "layer scales", ["with attention alone", "look at: attention:", "look at: layer 2, counted from 0"]),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in [
+                (OWN, "loses an activation", ["with the MLPs alone", "look at: the MLP:"]),
+                (OWN, "rounds logits", ["the engine's logprobs are those of logits rounded to bfloat16", "the head,"]),
+                (OWN, "keeps a projection", ["the engine still looks at earlier tokens", "o_proj and down_proj"]),
+                (MUTANTS, "positions shift", ["grows along a completion", "look at: positions:"]),
+                (MUTANTS, "wears away", ["updates with the same weights made it larger"]),
+                (MUTANTS, "temperature missing in logprobs", ["those of temperature 1", "processed logprobs"]),
+            ]
+        ),
+    ],
+)
+def test_what_differs_is_told_by_where_to_look(
+    factory: str, fault: str, said: list[str], deep_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    option = f"{'fault' if factory == OWN else 'mutant'}={fault}"
+    assert check_parity(factory, "--option", option, "--model", str(deep_model)) == 1
+    text = capsys.readouterr().out
+    assert "They DIFFER" in text
+    for words in said:
+        assert words in text
+
+
+@pytest.mark.exhaustive
+def test_servers_are_compared_in_each_dtype_and_serve_the_checkpoint_again(deep_model: Path, tmp_path: Path) -> None:
+    serve = f"{python()} -m inflight serve {{model}} --port {{port}} --token-file {{token_file}} --dtype {{dtype}}"
+    file = tmp_path / "parity.json"
+    words = ("--serve", serve, "--worker", "fsdp", "--dtype", "float32", "--dtype", "bfloat16")
+    few = ("--bisect", "--updates", "2", "--prompts", "2", "--tokens", "32")
+    assert check_parity(*words, *few, "--model", str(deep_model), "--json", str(file)) == 0
+    exact, rounded = json.loads(file.read_text())["rows"]
+    assert [row["measured"]["dtype"] for row in (exact, rounded)] == ["float32", "bfloat16"]
+    assert exact["measured"]["same_weights"]["k3"] < 1e-9 < rounded["measured"]["same_weights"]["k3"]
+    assert not exact["measured"]["bisection"]["context_counts"]
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ((OWN, "--dtype", "float32"), "--dtype needs a server that is started in it"),
+        (("--serve", "serve {port} {dtype}"), "say which with --dtype"),
+        (("http://127.0.0.1:9",), "say which checkpoint the URL serves: --model DIR"),
+        ((OWN, "--updates", "-1"), "--updates must be at least 0, not -1"),
+        ((OWN, "--worker", "none such"), "no worker 'none such' is installed"),
+    ],
+)
+def test_wrong_arguments_are_told(words: tuple[str, ...], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_parity(*words) == 1
+    assert complaint in capsys.readouterr().err
