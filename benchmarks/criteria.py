@@ -2,6 +2,8 @@
 
     python benchmarks/criteria.py
 
+or ``--only`` some of its parts, which keeps the others.
+
 The model is a GRU with 64 units and 32 tokens, trained with the losses, advantages, composers and groups of inflight.
 A prompt is one of 8 tokens; the reward is the share of the completion that repeats it. Lengths are those of
 PipelineRL's simulation, a hundred times shorter (log-normal, mean of the logarithm ln 15, sigma 0.9, at most 82
@@ -36,7 +38,7 @@ from inflight.rollouts.simulation import Endpoint, simulate
 from inflight.rollouts.split import best_split
 from inflight.types import Group, Rollout
 from inflight.wire import VersionSpan
-from results import write_results
+from results import DIRECTORY, read_results, write_results
 
 VOCABULARY, HIDDEN, NUM_PROMPTS = 32, 64, 8
 GROUP_SIZE, GROUPS_PER_STEP = 8, 8
@@ -205,9 +207,9 @@ def in_flight(trained: Trained, seed: int) -> None:
             trained.step(trained.batch([finished.popleft() for _ in range(GROUPS_PER_STEP)]))
 
 
-def conventional(trained: Trained, seed: int, steps_per_phase: int) -> None:
+def conventional(trained: Trained, seed: int, steps_per_phase: int, num_steps: int = NUM_STEPS) -> None:
     """Sample for so many steps, then train them."""
-    for phase in range(NUM_STEPS // steps_per_phase):
+    for phase in range(num_steps // steps_per_phase):
         first = phase * steps_per_phase * GROUPS_PER_STEP
         items = range(first, first + steps_per_phase * GROUPS_PER_STEP)
         groups = trained.whole({item: length_of(seed, item) for item in items})
@@ -282,24 +284,32 @@ def losses() -> dict[str, dict[str, list[dict[str, Any]]]]:
 # Batches
 
 
-def batches() -> dict[str, dict[str, float]]:
+def batches() -> list[dict[str, Any]]:
     """C3PO's comparison: how much the gradient's norm and the tokens of a step vary while the weights stand still.
 
-    Seven groups of ten are short (8 tokens), the others long (120).
+    Seven groups of ten are short (8 tokens), the others long (120). Three models: untrained, half-way, trained.
     """
-    seed = 0
-    trained = Trained(PRESETS["dapo"].loss, "std", seed)
-    torch.manual_seed(seed)
-    conventional(trained, seed, 1)
-    groups = trained.whole(
-        {item: 120 if random.Random(item).random() < 0.3 else 8 for item in range(GROUPS_PER_STEP * 150)}
-    )
-    tokens_per_step = statistics.fmean(GROUP_SIZE * len(g.rollouts[0].completion_token_ids) for g in groups)
-    budget = round(GROUPS_PER_STEP * tokens_per_step)
+    found = []
+    for num_steps in (0, 30, NUM_STEPS):
+        trained = Trained(PRESETS["dapo"].loss, "std", 0)
+        torch.manual_seed(0)
+        conventional(trained, 0, 1, num_steps)
+        groups = trained.whole(
+            {item: 120 if random.Random(item).random() < 0.3 else 8 for item in range(GROUPS_PER_STEP * 100)}
+        )
+        reward = statistics.fmean(rollout.reward for group in groups for rollout in group.rollouts)
+        found.append({"trained_steps": num_steps, "reward": reward, "ways": _variations(trained, groups)})
+    return found
+
+
+def _variations(trained: Trained, groups: Sequence[Group]) -> dict[str, dict[str, float]]:
+    """Return, for each way to make steps of groups, how much gradients and tokens vary."""
+    tokens_per_group = statistics.fmean(GROUP_SIZE * len(g.rollouts[0].completion_token_ids) for g in groups)
+    budget = round(GROUPS_PER_STEP * tokens_per_group)
     gate = PRESETS["c3po"].loss.gate
     ways: dict[str, tuple[PolicyLoss, Iterator[StepBatch]]] = {
         "GRPO": (PolicyLoss(gate=gate, aggregation=SegmentMean()), _fixed(trained, groups)),
-        "DAPO, token mean": (PolicyLoss(gate=gate, aggregation=TokenMean()), _fixed(trained, groups)),
+        "DAPO": (PolicyLoss(gate=gate, aggregation=TokenMean()), _fixed(trained, groups)),
         "C3PO": (PolicyLoss(gate=gate, aggregation=Budget(tokens=budget)), _budgeted(trained, groups, budget)),
     }
     found = {}
@@ -307,8 +317,8 @@ def batches() -> dict[str, dict[str, float]]:
         rows = [gradient(trained.model, loss, batch) for batch in steps]
         found[name] = {
             "steps": float(len(rows)),
-            "gradient_norm_cv": _variation([row["gradient_norm"] for row in rows]),
-            "tokens_cv": _variation([row["num_tokens"] for row in rows]),
+            "gradient_norm_variation": _variation([row["gradient_norm"] for row in rows]),
+            "tokens_variation": _variation([row["num_tokens"] for row in rows]),
         }
     return found
 
@@ -390,12 +400,11 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    rows: dict[str, Any] = {}
     for name in arguments.only:
-        rows[name] = PARTS[name]()
-        print(name, _short(rows[name]), flush=True)
-    if arguments.only == list(PARTS):
-        write_results("criteria", rows)
+        found = PARTS[name]()
+        print(name, _short(found), flush=True)
+        rows = read_results("criteria")["rows"] if (DIRECTORY / "criteria.json").exists() else {}
+        write_results("criteria", rows | {name: found})
 
 
 def _short(value: Any) -> Any:

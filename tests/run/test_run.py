@@ -614,6 +614,8 @@ def test_a_run_over_repeated_prompts_accepts_drafts_from_its_own_history(start_r
     run.interrupt()
     assert run.wait() == 130, run.output()
     assert counters["inflight_verifications_total"] > 10
+    assert any(row["accepted_per_verification"] for row in run.rows())
+    assert run.summary()["accepted_per_verification"] > 0
     assert counters["inflight_accepted_tokens_total"] <= counters["inflight_drafted_tokens_total"]
     assert all(row["mismatch_k3"] < 1e-4 for row in run.rows()[:1])  # float32 on both sides, drafted or not
     ledger = json.loads(max((run.directory / "checkpoints").glob("version-*.json")).read_text())["ledger"]

@@ -39,7 +39,7 @@ def test_generation_grows_when_it_lags_by_what_a_replica_would_save() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# LlamaRL (arXiv 2505.24034, section 7): with W bytes of weights, a model that trains takes 4 W, and each sample of a
+# LlamaRL's theorem (arXiv 2505.24034): with W bytes of weights, a model that trains takes 4 W, and each sample of a
 # micro-batch, or running at a time, takes some bytes more. Both stages cost less per sample the larger their batch.
 
 
