@@ -447,6 +447,35 @@ class GenerateRequest(WireModel):
     prompt_token_ids: Items[TokenId] = Field(min_length=1)
     sampling: SamplingParams = SamplingParams()
     stream: bool = False
+    num_continued: Natural = 0
+    """How many of the last prompt tokens are the earlier part of a completion, which this request continues. Only what
+    the completion is drafted from depends on it."""
+
+    @model_validator(mode="after")
+    def _has_a_prompt(self) -> GenerateRequest:
+        if self.num_continued >= len(self.prompt_token_ids):
+            raise ValueError(
+                f"num_continued is {self.num_continued}, but there are only {len(self.prompt_token_ids)} prompt tokens"
+            )
+        return self
+
+
+class DraftCounts(WireModel):
+    """How many drafts were verified for one completion, and how many drafted tokens it has."""
+
+    num_verifications: Natural = 0
+    num_accepted: Natural = 0
+
+    def __add__(self, other: DraftCounts) -> DraftCounts:
+        return DraftCounts(
+            num_verifications=self.num_verifications + other.num_verifications,
+            num_accepted=self.num_accepted + other.num_accepted,
+        )
+
+    @property
+    def accepted_per_verification(self) -> float | None:
+        """Drafted tokens that a verification accepted on average; it brought one more. None without any."""
+        return self.num_accepted / self.num_verifications if self.num_verifications else None
 
 
 class Completion(WireModel):
@@ -463,6 +492,8 @@ class Completion(WireModel):
     logprobs: Items[float]
     version_spans: Items[VersionSpan]
     finish_reason: FinishReason
+    draft_counts: DraftCounts | None = None
+    """None unless the endpoint declares them; of an aborted completion they may be missing anyway."""
 
     @model_validator(mode="after")
     def _lengths_agree(self) -> Completion:
@@ -702,6 +733,8 @@ class Capabilities(WireModel):
     """Whether the memory of weights, keys and values can be released, see `EndpointState.RELEASED`."""
     drafts: bool = False
     """Whether completions of a prompt may be drafted from the `DraftHistory` that was recorded for it."""
+    draft_counts: bool = False
+    """Whether completions have `DraftCounts`, except in streams."""
     manifest_digest: str | None = None
     """`Manifest.digest` of the weights that the endpoint accepts, in its own order; None if unknown."""
 

@@ -17,6 +17,8 @@ from typing import Any
 from inflight.rollouts.drafts import Drafter, DraftSource
 from inflight.wire import DraftHistory
 
+CONTINUED = "inflight_num_continued"
+"""Extra argument of a request: how many of its prompt's last tokens an earlier request sampled, which it continues."""
 _LOG = logging.getLogger("vllm.inflight")  # vLLM shows what is logged below its own name
 
 
@@ -25,6 +27,8 @@ class _Row:
     """One running completion."""
 
     drafter: Drafter
+    max_tokens: int
+    """The prompt's included."""
     num_tokens: int
     """Tokens that the drafter knows, the prompt's included."""
     draft: list[int] = field(default_factory=list)
@@ -79,16 +83,21 @@ class HistoryProposer:
     def _propose(self, request_id: str, token_ids: Any, num_prompt_tokens: int, num_tokens: int) -> list[int]:
         row = self._rows.get(request_id)
         if row is None:
-            drafter = self._source.drafter(tuple(token_ids[:num_prompt_tokens].tolist()))
-            row = self._rows[request_id] = _Row(drafter, num_prompt_tokens)
+            row = self._rows[request_id] = self._begun(request_id, token_ids[:num_prompt_tokens].tolist())
         sampled = token_ids[row.num_tokens : num_tokens].tolist()
         if row.draft:
             row.drafter.verified(len(row.draft), _num_equal(row.draft, sampled))
         for token in sampled:
             row.drafter.sampled(token)
         row.num_tokens = num_tokens
-        row.draft = row.drafter.draft(min(self._longest, self._max_model_len - num_tokens - 1))
+        row.draft = row.drafter.draft(min(self._longest, row.max_tokens - num_tokens - 1))
         return row.draft.copy()
+
+    def _begun(self, request_id: str, prompt: list[int]) -> _Row:
+        params = self._runner.requests[request_id].sampling_params
+        start = len(prompt) - (params.extra_args or {}).get(CONTINUED, 0)
+        max_tokens = min(self._max_model_len, len(prompt) + params.max_tokens)
+        return _Row(self._source.drafter(tuple(prompt[:start]), prompt[start:]), max_tokens, len(prompt))
 
 
 def _num_equal(draft: Sequence[int], sampled: Sequence[int]) -> int:

@@ -135,6 +135,7 @@ class VllmEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Releas
             seeds=flags.honours_seeds(settings),
             releases_memory=bool(settings["model_config"].get("enable_sleep_mode")),
             drafts=flags.drafts_from_history(settings),
+            draft_counts=flags.counts_drafts(settings),
             manifest_digest=None if specs is None else Manifest(tensors=specs).digest(),
         )
         self._updates = UpdateReceiver(self._engine, self._engine, specs, can)

@@ -55,7 +55,8 @@ def needed_arguments() -> list[str]:
 def drafting_arguments() -> list[str]:
     """Return the arguments that make a server draft from recorded completions."""
     config = {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": LARGEST_WINDOW}
-    return ["--speculative-config", json.dumps(config, separators=(",", ":"))]
+    words = ["--speculative-config", json.dumps(config, separators=(",", ":"))]
+    return [*words, "--per-request-spec-decode-metrics", "summary"]
 
 
 def speculates(config: Mapping[str, Any]) -> bool:
@@ -66,6 +67,12 @@ def speculates(config: Mapping[str, Any]) -> bool:
 def drafts_from_history(config: Mapping[str, Any]) -> bool:
     """Return whether a server with these settings drafts from completions that are recorded in it."""
     return (config.get("speculative_config") or {}).get("model") == PROPOSER
+
+
+def counts_drafts(config: Mapping[str, Any]) -> bool:
+    """Return whether a server with these settings says of each request how many drafts were verified for it."""
+    level = (config.get("observability_config") or {}).get("per_request_spec_decode_metrics", "none")
+    return speculates(config) and level != "none"
 
 
 def restart_command(url: str, model: str, further: Sequence[str] = ()) -> str:

@@ -10,7 +10,8 @@ from typing import Any
 from inflight.engines.labels import spans_of
 from inflight.engines.requests import Asked, check_fit, reading, unsampled
 from inflight.errors import NonFiniteError, UnsupportedError
-from inflight.wire import Capabilities, Completion, GenerateRequest, GenerateResponse, SamplingParams
+from inflight.wire import Capabilities, Completion, DraftCounts, GenerateRequest, GenerateResponse, SamplingParams
+from inflight_vllm.drafting import CONTINUED
 
 GENERATE = "/inference/v1/generate"
 _PREFIX = "generate-tokens-"
@@ -51,9 +52,10 @@ def check_request(request: GenerateRequest, can: Capabilities, *, speculates: bo
 def bodies_of(request: GenerateRequest, can: Capabilities, asked: Mapping[int, Asked]) -> list[dict[str, Any]]:
     """Return the bodies of ``POST /inference/v1/generate`` for completions, which are given by their index.
 
-    There are several bodies where vLLM does not take n completions at once.
+    There are several bodies where vLLM does not take n completions at once, or counts drafts, which it does only of a
+    single completion.
     """
-    largest_n = can.max_concurrent_sequences
+    largest_n = 1 if can.draft_counts else can.max_concurrent_sequences
     bodies = []
     for _, group in itertools.groupby(asked, lambda index: asked[index].cache_key):
         indices = list(group)
@@ -72,12 +74,15 @@ def ids_of(names: Sequence[str]) -> list[str]:
 
 
 def _body(request: GenerateRequest, can: Capabilities, asked: Asked, start: int, num: int) -> dict[str, Any]:
+    params = _sampling(request.sampling, start, num, can.max_model_len - len(request.prompt_token_ids))
+    if can.drafts and request.num_continued:
+        params["extra_args"] = {CONTINUED: request.num_continued}
     return {
         "model": can.model,
         "request_id": asked.name,
         "token_ids": list(request.prompt_token_ids),
         "cache_salt": hashlib.sha256(asked.cache_key.encode()).hexdigest(),  # vLLM allows neither @ nor / in it
-        "sampling_params": _sampling(request.sampling, start, num, can.max_model_len - len(request.prompt_token_ids)),
+        "sampling_params": params,
     }
 
 
@@ -96,7 +101,11 @@ def _first_seed(seed: int) -> int:
 def choices_of(answers: Sequence[Any]) -> list[Any]:
     """Return vLLM's answer to `bodies_of` for each completion. Raises `ProtocolError` if it cannot be read."""
     with reading(GENERATE):
-        return [choice for answer in answers for choice in sorted(answer["choices"], key=lambda c: c["index"])]
+        return [
+            choice | {"metrics": answer.get("metrics") if len(answer["choices"]) == 1 else None}
+            for answer in answers
+            for choice in sorted(answer["choices"], key=lambda c: c["index"])
+        ]
 
 
 def labelled(choice: Mapping[str, Any]) -> Any:
@@ -128,4 +137,13 @@ def _completion(choice: Mapping[str, Any], index: int) -> Completion:
         logprobs=logprobs,
         version_spans=spans_of(choice["weight_versions"], len(token_ids)),
         finish_reason=choice["finish_reason"],
+        draft_counts=_draft_counts(choice.get("metrics")),
     )
+
+
+def _draft_counts(metrics: Mapping[str, Any] | None) -> DraftCounts | None:
+    """Return what vLLM counted of one request; None if it did not, as of one that was aborted."""
+    counted = (metrics or {}).get("speculative_decoding")
+    if counted is None:
+        return None
+    return DraftCounts(num_verifications=counted["num_spec_steps"], num_accepted=counted["num_accepted_draft_tokens"])

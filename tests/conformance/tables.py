@@ -13,6 +13,7 @@ from inflight.weights.session import TRANSITIONS, Event
 from inflight.wire import EndpointState
 from tests.campaigns.table import campaign_table
 from tests.conformance.kept import ROOT, kept, kept_rows, milliseconds
+from tests.conformance.rollout_tables import ROLLOUT_TABLES
 from tests.conformance.weight_tables import WEIGHT_TABLES
 
 CERTIFICATES = ROOT / "docs" / "certificates"
@@ -309,24 +310,6 @@ def _share(ratio: float) -> str:
     return f"1/{1 / ratio:,.0f}" if ratio < 0.5 else f"{ratio:.2f}"
 
 
-def drafts_table() -> str:
-    """Return tokens per verification and speed with each kind of drafts, by epoch."""
-    kinds = {kind: rows for kind, rows in kept("drafts")["rows"]["kinds"].items() if kind != "off"}
-    lines = [
-        "| epoch | reward | " + " | ".join(f"{kind}: tokens per verification, speed" for kind in kinds) + " |",
-        "|---|---|" + "---|" * len(kinds),
-    ]
-    for epoch in zip(*kinds.values(), strict=True):
-        cells = [
-            f"{row['tokens_per_verification']:.2f}, {row['speed_up']:.2f}x"
-            if "tokens_per_verification" in row
-            else f"none, {row['speed_up']:.2f}x"
-            for row in epoch
-        ]
-        lines.append(f"| {epoch[0]['epoch']} | {epoch[0]['reward']:.2f} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
 ENVIRONMENTS = {
     "tool_task": "the tool task of `examples/tool_task.py`",
     "tool_agent": "the same, played by a program of its own behind the proxy",
@@ -353,48 +336,10 @@ def environments_table() -> str:
     return "\n".join(lines)
 
 
-def policies_table() -> str:
-    """The quickstart under every policy, on the same seed."""
-    lines = [
-        "| setting | reward of the first ten steps | of the last ten | mean lag | effective sample size |",
-        "|---|---|---|---|---|",
-    ]
-    for name, row in kept("policies")["rows"].items():
-        setting = " ".join(row["overrides"]) or name
-        lines.append(
-            f"| `{setting}` | {row['reward_first']:.3f} | {row['reward_last']:.3f} | {row['lag_mean']:.2f} | "
-            f"{row['ess_mean']:.4f} |"
-        )
-    return "\n".join(lines)
-
-
-def rollouts_table() -> str:
-    """Return each scheduler's trained tokens per time over the plain one's, in simulated time."""
-    settings = ("conventional", "pipeline, max_lag 1")
-    lines = [
-        "| scheduler | paper | its own claim | conventional: speed, slots in use | pipeline: speed, slots in use "
-        "| recall of the longest fifth | one decision |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for row in kept("rollouts")["rows"]:
-        cells = [
-            f"{statistics.median(row[label]['ratios']):.2f}x ({min(row[label]['ratios']):.2f} to "
-            f"{max(row[label]['ratios']):.2f}), {100 * row[label]['slot_share']:.0f} %"
-            for label in settings
-        ]
-        recall = "" if row["recall"] is None else f"{100 * row['recall']:.0f} %"
-        lines.append(
-            f"| `{row['name']}` | {row['paper']} | {row['claim']} | {' | '.join(cells)} | {recall} "
-            f"| {row['decision_ms']:.3f} ms |"
-        )
-    return "\n".join(lines)
-
-
 TABLES = {
-    "rollouts": rollouts_table,
-    "policies": policies_table,
     "environments": environments_table,
     **WEIGHT_TABLES,
+    **ROLLOUT_TABLES,
     "campaign": campaign_table,
     "presets": presets_table,
     "transitions": transitions_table,
@@ -413,7 +358,6 @@ TABLES = {
     "publish": publish_table,
     "house": house_table,
     "beside": beside_table,
-    "drafts": drafts_table,
 }
 
 

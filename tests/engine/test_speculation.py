@@ -16,10 +16,11 @@ from inflight.errors import InvalidRequestError, UnsupportedError
 from inflight.local.endpoint import LocalEndpoint
 from inflight.local.loading import load_endpoint
 from inflight.local.sampler import sample
+from inflight.rollouts import continuation, joined
 from inflight.types import EngineStats
 from inflight.weights.publish import WeightPublisher, publish_weights
 from inflight.weights.transports.process_group import ProcessGroupSender
-from inflight.wire import Completion, DraftHistory, GenerateRequest, PromptHistory
+from inflight.wire import Completion, DraftCounts, DraftHistory, GenerateRequest, PromptHistory, VersionSpan
 from tests.engine.reference import (
     CheckpointWorker,
     assert_close,
@@ -184,6 +185,34 @@ def test_completions_end_inside_a_draft_as_they_do_without(model_dir: Path) -> N
     assert tokens_of(answers) == tokens_of(plain)
     assert [c.finish_reason for (c,) in answers] == [c.finish_reason for (c,) in plain]
     assert stats.num_accepted > 50
+    for (completion,) in answers:
+        counts = completion.draft_counts
+        assert counts is not None
+        # Each verification brings one token more than it accepts, unless the completion ends at an accepted one.
+        assert counts.num_accepted + counts.num_verifications <= len(completion.token_ids)
+    assert all(completion.draft_counts is None for (completion,) in plain)
+
+
+def test_a_continued_completion_is_drafted_from_completions_of_its_original_prompt(model_dir: Path) -> None:
+    request = make_request("whole", random_prompt(20, 1), max_tokens=80, temperature=0.0, ignore_eos=True)
+    plain, _ = answers_of(model_dir, [request], None)
+    ((whole,),) = plain
+    spans = (VersionSpan(version=0, start=0, end=30),)
+    part = Completion(
+        index=0,
+        token_ids=whole.token_ids[:30],
+        logprobs=whole.logprobs[:30],
+        version_spans=spans,
+        finish_reason="abort",
+        draft_counts=DraftCounts(num_verifications=7, num_accepted=20),
+    )
+    answers, _ = answers_of(model_dir, [continuation(request, part, "rest")], right([request], plain))
+    ((rest,),) = answers
+    both = joined(part, rest)
+    assert both.token_ids == whole.token_ids
+    assert rest.draft_counts is not None
+    assert rest.draft_counts.num_accepted > 40
+    assert both.draft_counts == part.draft_counts + rest.draft_counts
 
 
 def test_streamed_chunks_carry_whole_drafts(model_dir: Path) -> None:

@@ -12,13 +12,14 @@ import pytest
 import inflight_sglang
 from inflight.engines.kinds import EngineKind, EngineOptions
 from inflight.engines.launch import start_engine
+from inflight.engines.requests import Asked
 from inflight.errors import ConfigError, UnsupportedError
 from inflight.rollouts.drafts import LARGEST_WINDOW, SMALLEST_WINDOW
-from inflight.wire import DraftHistory, PromptHistory
+from inflight.wire import DraftCounts, DraftHistory, PromptHistory
 from inflight_vllm import KIND, flags
-from inflight_vllm.drafting import HistoryProposer, record_history
-from inflight_vllm.requests import check_request
-from tests.engines.test_vllm_requests import CAN, SETTINGS, request
+from inflight_vllm.drafting import CONTINUED, HistoryProposer, record_history
+from inflight_vllm.requests import bodies_of, check_request, choices_of, response_of
+from tests.engines.test_vllm_requests import CAN, SETTINGS, asked, choice, request
 
 MAX_MODEL_LEN = 100
 PROMPT = (1, 2, 3, 4, 5)
@@ -36,14 +37,19 @@ class Batch:
         )
         self.proposer = HistoryProposer(config)
         self.rows: dict[str, tuple[tuple[int, ...], list[int]]] = {}
-        self.worker = SimpleNamespace(model_runner=SimpleNamespace(drafter=self.proposer))
+        self.worker = SimpleNamespace(model_runner=SimpleNamespace(drafter=self.proposer, requests={}))
 
     def record(self, *completions: tuple[int, ...], prompt: tuple[int, ...] = PROMPT) -> dict[str, Any]:
         entry = PromptHistory(prompt_token_ids=prompt, completions=completions, rewards=(0.0,) * len(completions))
         return record_history(self.worker, DraftHistory(entries=(entry,)).model_dump(mode="json"))
 
-    def start(self, name: str, prompt: tuple[int, ...] = PROMPT) -> None:
+    def start(
+        self, name: str, prompt: tuple[int, ...] = PROMPT, max_tokens: int = MAX_MODEL_LEN, num_continued: int = 0
+    ) -> None:
         self.rows[name] = (prompt, [])
+        extra_args = {CONTINUED: num_continued} if num_continued else None
+        params = SimpleNamespace(max_tokens=max_tokens, extra_args=extra_args)
+        self.worker.model_runner.requests[name] = SimpleNamespace(sampling_params=params)
 
     def step(self, **sampled: tuple[int, ...]) -> dict[str, list[int]]:
         """Add what was sampled, and return the drafts behind it. Rows are in the order of the names."""
@@ -101,6 +107,22 @@ def test_nothing_is_proposed_before_a_history_for_an_unfinished_prompt_or_beyond
     assert batch.step(long=long[MAX_MODEL_LEN - 4 : MAX_MODEL_LEN - 2])["long"] == []
 
 
+def test_a_continued_completion_is_drafted_behind_its_original_prompt_and_not_beyond_its_last_token() -> None:
+    batch = Batch()
+    batch.record(RECORDED)
+    batch.start("a", prompt=(*PROMPT, *RECORDED[:7]), num_continued=7, max_tokens=6)
+    batch.start("no continuation", prompt=(*PROMPT, *RECORDED[:7]))
+    step = {"a": RECORDED[7:8], "no continuation": RECORDED[7:8]}
+    assert batch.step(**step) == {"a": list(RECORDED[8:10]), "no continuation": []}
+    assert batch.step(a=RECORDED[8:11])["a"] == [RECORDED[11]]  # the sixth token is drawn, not drafted
+    (body,) = bodies_of(
+        request(12).model_copy(update={"num_continued": 7}),
+        CAN.model_copy(update={"drafts": True}),
+        {0: Asked("a", cache_key="")},
+    )
+    assert body["sampling_params"]["extra_args"] == {CONTINUED: 7}
+
+
 def test_a_worker_that_proposes_nothing_records_nothing() -> None:
     worker = SimpleNamespace(model_runner=SimpleNamespace())
     history = DraftHistory(entries=(PromptHistory(prompt_token_ids=PROMPT, completions=(), rewards=()),))
@@ -116,6 +138,22 @@ def test_a_server_that_drafts_is_started_with_the_proposer_and_says_so() -> None
     assert "--speculative-config" not in KIND.command(EngineOptions(model=Path("M"), device="cpu"), "127.0.0.1", 7000)
     assert flags.drafts_from_history(SPECULATING) and not flags.drafts_from_history(SETTINGS)
     assert not flags.drafts_from_history(SETTINGS | {"speculative_config": {"method": "ngram", "model": None}})
+
+
+def test_each_completion_of_a_server_that_counts_drafts_is_a_request_of_its_own_and_has_its_counts() -> None:
+    counts = {"observability_config": {"per_request_spec_decode_metrics": "summary"}}
+    assert flags.counts_drafts(SPECULATING | counts) and not flags.counts_drafts(SPECULATING)
+    can = CAN.model_copy(update={"draft_counts": True})
+    bodies = bodies_of(request(n=3), can, asked(dict.fromkeys(range(3), "key")))
+    assert [body["sampling_params"]["n"] for body in bodies] == [1, 1, 1]
+    metrics = {"speculative_decoding": {"num_spec_steps": 4, "num_accepted_draft_tokens": 9}}
+    answers = [
+        {"choices": [choice([1] * 20)], "metrics": metrics},
+        {"choices": [choice([1], finish_reason="abort")], "metrics": None},
+        {"choices": [choice([1]), choice([1], 1)], "metrics": metrics},
+    ]
+    completions = response_of(request(n=4), choices_of(answers)).completions
+    assert [it.draft_counts for it in completions] == [DraftCounts(num_verifications=4, num_accepted=9), *[None] * 3]
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from inflight.conformance.reference import ReferenceCheckpoint, chosen, distribu
 from inflight.contracts import DraftingEndpoint, InferenceEndpoint
 from inflight.engines.kinds import connect_endpoint
 from inflight.errors import UnsupportedError
+from inflight.rollouts import continuation
 from inflight.weights.publish import WeightPublisher
 from inflight.weights.transports.process_group import ProcessGroupSender
 from inflight.wire import Completion, DraftHistory, GenerateRequest, InFlightPolicy, PromptHistory, SamplingParams
@@ -237,6 +238,38 @@ def test_greedy_completions_are_the_same_with_right_wrong_and_no_drafts(
     before = server.count("num_accepted_tokens")
     run(server.client(), main)  # type: ignore[arg-type]
     assert server.count("num_accepted_tokens") - before > 200
+
+
+def test_a_completion_counts_its_own_drafts_and_a_continued_one_is_drafted_behind_its_original_prompt(
+    server: Server,
+) -> None:
+    async def main(client: DraftingEndpoint) -> None:
+        assert (await client.capabilities()).draft_counts
+        await client.record_history(recorded())
+        (whole,) = await generate(client, request(120, temperature=0.0))
+        await client.record_history(recorded(whole.token_ids))
+        before = [server.count(name) for name in ("num_drafts", "num_accepted_tokens")]
+        again = await generate(client, request(120, temperature=0.0, n=2))
+        counts = [it.draft_counts for it in again]
+        verified, accepted = (
+            server.count(name) - at for name, at in zip(("num_drafts", "num_accepted_tokens"), before, strict=True)
+        )
+        assert sum(it.num_verifications for it in counts) == verified
+        assert sum(it.num_accepted for it in counts) == accepted
+        assert all(it.num_accepted + it.num_verifications < 120 for it in counts)
+        part = whole.model_copy(
+            update={
+                "token_ids": whole.token_ids[:50],
+                "logprobs": whole.logprobs[:50],
+                "version_spans": (whole.version_spans[0].model_copy(update={"end": 50}),),
+                "finish_reason": "abort",
+            }
+        )
+        (rest,) = await generate(client, continuation(request(120, temperature=0.0), part, "drafts-rest"))
+        assert rest.token_ids == whole.token_ids[50:]
+        assert rest.draft_counts.num_accepted > 50
+
+    run(server.client(), main)  # type: ignore[arg-type]
 
 
 def test_spans_are_true_when_weights_change_while_drafts_are_verified(

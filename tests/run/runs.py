@@ -39,6 +39,8 @@ tokens_per_worker = 600
 max_tokens_per_micro_batch = 512
 learning_rate = 1e-3
 """
+GROUP_SIZE = 4
+"""Of `CONFIG`."""
 ROOT = Path(__file__).parents[2]
 
 

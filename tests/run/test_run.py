@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -22,7 +23,7 @@ from inflight.rollouts.composers import COMPOSERS
 from inflight.rollouts.schedulers import SCHEDULERS
 from inflight.rollouts.staleness import STALENESS
 from tests.models import make_model
-from tests.run.runs import ROOT, RunProcess, ends_within
+from tests.run.runs import GROUP_SIZE, ROOT, RunProcess, ends_within
 from tests.run.tasks import TEACHING_ITEMS
 from tests.selection import first_of_each
 from tests.servers import TOKEN, ServerProcess
@@ -502,6 +503,36 @@ def test_a_run_under_any_staleness_policy_that_is_killed_loses_nothing_and_train
         assert all(int(age) <= 2 for row in rows for age in row["completions_by_age"])
 
 
+COMPOSED = {
+    "token_budget": "{}",
+    "constant_tokens": "{ budget = 150 }",
+    "shuffled_pairs": "{}",
+    "solvable_only": "{ success = 0.03 }",
+}
+"""Each composer with parameters under which it leaves something of each group out."""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("composer", COMPOSED)
+@pytest.mark.parametrize("mode", ["pipeline", "conventional"])
+def test_a_run_under_any_composer_that_is_killed_loses_nothing_and_trains_nothing_twice(
+    start_run: Callable[..., RunProcess], tmp_path: Path, composer: str, mode: str
+) -> None:
+    """What a composer leaves out of a step is settled with its group, and a group that it drops is counted."""
+    settings = ("--rollouts.composer", composer, "--rollouts.composer_params", COMPOSED[composer])
+    rows, state = killed_and_resumed(start_run, *settings, "--run.mode", mode)
+    for before, row in itertools.pairwise(rows):
+        largest = GROUP_SIZE * (row["ledger"]["trained"] - before["ledger"]["trained"])
+        assert 0 < row["num_step_sequences"] <= largest
+        if composer == "shuffled_pairs":  # pairs: as many draws as there were completions
+            assert row["num_step_sequences"] % 2 == 0
+    if composer == "constant_tokens":
+        summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+        assert sum(summary["tokens_by_lag"].values()) == 150 * len(rows)
+    if composer == "solvable_only":
+        assert state["ledger"]["num_dropped"]["filtered"] > 0
+
+
 def killed_and_resumed(
     start_run: Callable[..., RunProcess], *settings: str
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -515,8 +546,9 @@ def killed_and_resumed(
     run.wait_for_steps(4)
     time.sleep(random.Random(" ".join(settings)).random())
     run.kill()
-    latest = max((run.directory / "checkpoints").glob("version-*.json"))
-    state = json.loads(latest.read_text())
+    checkpoints = run.directory / "checkpoints"
+    version = json.loads((checkpoints / "latest.json").read_text())["version"]  # a later one may be half written
+    state = json.loads((checkpoints / f"version-{version:06d}.json").read_text())
     saved = state["partials"]
     assert {int(item) for item in saved} <= {*state["ledger"]["unsettled"]}
     last = state["version"] + 4
@@ -582,6 +614,8 @@ def test_a_run_over_repeated_prompts_accepts_drafts_from_its_own_history(start_r
     run.interrupt()
     assert run.wait() == 130, run.output()
     assert counters["inflight_verifications_total"] > 10
+    assert any(row["accepted_per_verification"] for row in run.rows())
+    assert run.summary()["accepted_per_verification"] > 0
     assert counters["inflight_accepted_tokens_total"] <= counters["inflight_drafted_tokens_total"]
     assert all(row["mismatch_k3"] < 1e-4 for row in run.rows()[:1])  # float32 on both sides, drafted or not
     ledger = json.loads(max((run.directory / "checkpoints").glob("version-*.json")).read_text())["ledger"]

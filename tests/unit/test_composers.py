@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import random
 import statistics
+from collections import Counter
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from inflight.pipeline.batches import make_batch
-from inflight.rollouts import MaxLag, WaitingGroups, sample_pairs
+from inflight.rollouts import MaxLag, WaitingGroups, group_advantages, sample_pairs, shuffle_batch
 from inflight.rollouts.composers import COMPOSERS, ConstantTokens, ShuffledPairs, SolvableOnly, TokenBudget
 from inflight.types import Group, Rollout
 from inflight.wire import VersionSpan
@@ -67,6 +71,61 @@ def test_shuffled_pairs_draws_completions_of_contrast_and_keeps_the_size_of_the_
     again = make_batch(groups, 3, "mean", MaxLag(9), composer)
     other = make_batch(groups, 4, "mean", MaxLag(9), composer)
     assert [*batch.samples] == [*again.samples] != [*other.samples]
+
+
+def plain_shuffle(groups: list[list[float]], keep: float, num_rounds: int, seed: int) -> list[tuple[int, int]]:
+    """Shuffle-R1 as its paper says it, in plain loops; returns (group, completion) of each place of the batch.
+
+    A round draws pairs one after another, without replacement: among those that are left, a pair of weight w comes
+    next with probability w over the weights that are left. That is the order in which alarms ring that are set to
+    random times, exponential with rate w.
+    """
+    pairs = []
+    for g, advantages in enumerate(groups):
+        left = list(range(len(advantages)))
+        mine = []
+        while len(left) > 1:
+            best = max(left, key=lambda i: (advantages[i], -i))
+            worst = min(left, key=lambda i: (advantages[i], -i))
+            mine.append((abs(advantages[best]) + abs(advantages[worst]), (g, best), (g, worst)))
+            left = [i for i in left if i not in (best, worst)]
+        pairs += mine[: max(1, int(keep * len(mine)))]
+    dice = random.Random(seed)
+    wanted = sum(map(len, groups)) // 2
+    batch = []
+    for round_index in range(num_rounds):
+        alarms = []
+        for i, (weight, *_) in enumerate(pairs):
+            u = 1.0 - dice.random()
+            alarms.append((-math.log(u) / weight if weight else math.inf, i))
+        num_left = wanted - len(batch) // 2
+        for _, i in sorted(alarms)[: math.ceil(num_left / (num_rounds - round_index))]:
+            batch += pairs[i][1:]
+    return batch
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("keep", [0.25, 0.5, 1.0])
+def test_shuffled_pairs_equals_a_plain_loop_on_the_same_seed(seed: int, keep: float) -> None:
+    dice = random.Random(seed)
+    groups = [group(i, [5] * 8, [dice.random() for _ in range(8)]) for i in range(6)]
+    composer = ShuffledPairs(1, keep=keep, seed=seed)
+    batch = make_batch(groups, 7, "std", MaxLag(9), composer)
+    of_groups = [group_advantages([rollout.reward for rollout in it.rollouts], "std") for it in groups]
+    drawn = [(s.group_index, groups[s.group_index].rollouts.index(s.rollout)) for s in batch.samples]
+    assert drawn == plain_shuffle(of_groups, keep, 8, seed + 7)
+
+
+def test_pairs_of_a_round_have_the_probabilities_of_draws_one_after_another() -> None:
+    """Of all ordered pairs of draws, by hand: w_i / sum, then w_j / (sum - w_i)."""
+    weights, num = [3.0, 1.0, 2.0, 0.5], 20_000
+    seen = Counter(tuple(shuffle_batch(weights, 2, num_rounds=1, seed=seed)) for seed in range(num))
+    total = sum(weights)
+    statistic = 0.0
+    for i, j in itertools.permutations(range(4), 2):
+        expected = num * weights[i] / total * weights[j] / (total - weights[i])
+        statistic += (seen[i, j] - expected) ** 2 / expected
+    assert statistic < 31.3  # of chi-square with 11 degrees of freedom, one in a thousand is larger
 
 
 def test_solvable_only_leaves_out_groups_that_are_all_right_or_all_wrong() -> None:

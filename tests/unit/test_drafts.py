@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inflight.rollouts.drafts import (
@@ -105,6 +105,7 @@ texts = st.lists(st.lists(st.integers(0, 2), max_size=14), min_size=1, max_size=
 
 
 @given(texts, st.lists(st.integers(0, 2), max_size=12), st.data())
+@settings(deadline=None)
 def test_a_draft_is_the_walk_of_a_suffix_trie(
     completions: list[list[int]], sampled: list[int], data: st.DataObject
 ) -> None:
@@ -142,6 +143,19 @@ def test_fewer_than_four_tokens_in_common_are_no_ground_for_a_draft() -> None:
     source = recorded([1, 2, 3, 4, 5, 6, 7, 8])
     assert having_sampled(source, [9, 9, 3, 4, 5]).draft(2) == []
     assert having_sampled(source, [9, 9, 3, 4, 5, 6]).draft(2) == [7, 8]
+
+
+def test_a_continued_completion_is_drafted_as_if_it_had_not_been_cut() -> None:
+    text = list(range(20))
+    for provider in ("history", "both"):
+        source = DraftSource(provider)
+        source.record(history(text))
+        whole = having_sampled(source, text[:9])
+        rest = source.drafter(PROMPT, text[:6])
+        for token in text[6:9]:
+            rest.sampled(token)
+        assert rest.draft(2) == whole.draft(2) == [9, 10]
+        rest.finish()
 
 
 def test_the_window_doubles_when_all_was_accepted_and_halves_otherwise() -> None:

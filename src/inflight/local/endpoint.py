@@ -120,6 +120,7 @@ class LocalEndpoint(
             chat=self._chat is not None,
             releases_memory=not self._engine.keeps_addresses,
             drafts=self._engine.speculation.takes_history,
+            draft_counts=self._engine.speculation.is_on,
             manifest_digest=self._manifest.digest(),
         )
 

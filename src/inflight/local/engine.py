@@ -161,6 +161,7 @@ class Engine:
             on_finished,
             on_failed,
             on_token,
+            request.num_continued,
         )
         return admitted, self.call(lambda: self._add(admitted))
 
@@ -500,10 +501,11 @@ class Engine:
         sequence = drawn.sequence
         if not sequence.spans or sequence.spans[-1][0] != self._version:
             sequence.spans.append((self._version, len(sequence.token_ids)))
-        for token, logprob in zip(drawn.token_ids, drawn.logprobs, strict=True):
+        for i, (token, logprob) in enumerate(zip(drawn.token_ids, drawn.logprobs, strict=True), 1):
             sequence.append(token, logprob)
             self._num_tokens += 1
             if (reason := self._end_of(sequence)) is not None:
+                sequence.num_accepted -= max(0, len(drawn.token_ids) - 1 - i)  # accepted, and not in the completion
                 return reason
         return None
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from inflight.errors import InflightError
 from inflight.local.slots import Slot
 from inflight.rollouts.drafts import Drafter
-from inflight.wire import Completion, FinishReason, SamplingParams, VersionSpan
+from inflight.wire import Completion, DraftCounts, FinishReason, SamplingParams, VersionSpan
 
 
 @dataclass(slots=True, eq=False)
@@ -29,6 +29,8 @@ class Sequence:
     drafter: Drafter | None = None
     draft: list[int] = field(default_factory=list)
     """Tokens that the next step verifies."""
+    num_verifications: int = 0
+    num_accepted: int = 0
     finish_reason: FinishReason | None = None
 
     def draw(self, num: int) -> list[float]:
@@ -65,6 +67,9 @@ class Sequence:
             logprobs=tuple(self.logprobs),
             version_spans=spans,
             finish_reason=self.finish_reason,
+            draft_counts=None
+            if self.drafter is None
+            else DraftCounts.model_construct(num_verifications=self.num_verifications, num_accepted=self.num_accepted),
         )
 
 
@@ -82,6 +87,8 @@ class Request:
     on_finished: Callable[[list[Completion]], None]
     on_failed: Callable[[InflightError], None]
     on_token: Callable[[Sequence], None] | None
+    num_continued: int = 0
+    """As in `inflight.wire.GenerateRequest`."""
     sequences: list[Sequence] = field(default_factory=list)
 
     @property

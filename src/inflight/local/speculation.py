@@ -34,6 +34,10 @@ class Speculation:
         self.num_drafted = self.num_accepted = self.num_verifications = 0
 
     @property
+    def is_on(self) -> bool:
+        return self._source is not None
+
+    @property
     def takes_history(self) -> bool:
         return self._source is not None and self._source.takes_history
 
@@ -43,7 +47,9 @@ class Speculation:
 
     def begin(self, sequence: Sequence) -> None:
         if self._source is not None:
-            sequence.drafter = self._source.drafter(sequence.request.prompt_token_ids)
+            ids, num_continued = sequence.request.prompt_token_ids, sequence.request.num_continued
+            num_prompt = len(ids) - num_continued
+            sequence.drafter = self._source.drafter(ids[:num_prompt], ids[num_prompt:])
 
     def propose(self, sequence: Sequence) -> int:
         """Draft the next tokens of a running sequence; return how many. The token after them still fits."""
@@ -64,6 +70,8 @@ class Speculation:
                 self.num_verifications += 1
                 self.num_drafted += len(draft)
                 self.num_accepted += num
+                sequence.num_verifications += 1
+                sequence.num_accepted += num
                 sequence.draft = []
             kept.append(Drawn(sequence, own[: num + 1], logprobs[start : start + num + 1]))
             start = stop

@@ -39,7 +39,7 @@ from inflight.scheduling import (
     Withdrawn,
 )
 from inflight.types import Group
-from inflight.wire import Capabilities, Completion
+from inflight.wire import Capabilities, Completion, DraftCounts
 
 T = TypeVar("T")
 
@@ -83,6 +83,7 @@ class Actor:
     """Endpoints that get no work because they failed, with the reason."""
     unserved: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     """Set while no endpoint gets work, from the first loss on."""
+    _drafted: list[DraftCounts] = field(default_factory=list, init=False)
     _seats: list[Seat] = field(default_factory=list, init=False)
     _open: dict[int, OpenGroup] = field(default_factory=dict, init=False)
     """Groups that are being sampled or scored, by item."""
@@ -133,6 +134,12 @@ class Actor:
             raise CheckpointError(f"the unfinished groups in the checkpoint cannot be read: {error}") from error
         self.saved = {index: sampled for index, sampled in parsed.items() if len(sampled) == self.work.size}
 
+    def take_drafted(self) -> DraftCounts:
+        """Return what endpoints have counted of drafts since the last call."""
+        total = sum(self._drafted, DraftCounts())
+        self._drafted.clear()
+        return total
+
     def wake(self) -> None:
         """Look again what may be offered and issued."""
         self._changed.set()
@@ -145,6 +152,7 @@ class Actor:
         if declared is not None:
             limit = min(limit, declared.max_concurrent_sequences)
         self._seats.append(Seat(endpoint, max(limit, self.work.size if self.work.is_one_request else 1), declared))
+        self._seats[-1].drafted = self._drafted
         self._note_slots(self._seats[-1])
 
     def retire(self, name: str, on_idle: Callable[[], None]) -> None:

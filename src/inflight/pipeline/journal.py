@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from inflight.errors import CheckpointError
 from inflight.rollouts.slots import SlotSeconds
 from inflight.types import Group
+from inflight.wire import DraftCounts
 
 _WINDOW = 10
 """Number of steps that the first and the last mean reward of the summary average over."""
@@ -39,6 +40,7 @@ class _Counts(BaseModel):
     ages: Counter[int] = Counter()
     """Trained completions by the lag of their first token."""
     slots: SlotSeconds = SlotSeconds()
+    drafted: DraftCounts = DraftCounts()
     versions: Counter[int] = Counter()
     """Completions by the number of versions that sampled them."""
     lengths: Counter[int] = Counter()
@@ -145,18 +147,25 @@ class Journal:
         }
 
     def step(
-        self, lags: Sequence[int], num_tokens: int, facts: Mapping[str, Any], ages: Sequence[int], slots: SlotSeconds
+        self,
+        lags: Sequence[int],
+        num_tokens: int,
+        facts: Mapping[str, Any],
+        ages: Sequence[int],
+        slots: SlotSeconds,
+        drafted: DraftCounts,
     ) -> dict[str, Any]:
         """Write the row of the last trained step and return it.
 
-        Rewards are those of the groups finished since the previous row, and so are ``slots``. ``ages`` has the lag of
-        the first token of each trained completion.
+        Rewards are those of the groups finished since the previous row, and so are ``slots`` and ``drafted``. ``ages``
+        has the lag of the first token of each trained completion.
         """
         rewards, lengths = self._rewards_since, self._lengths_since
         self._rewards_since, self._lengths_since = [], []
         self._counts.lags.update(lags)
         self._counts.ages.update(ages)
         self._counts.slots.add(slots)
+        self._counts.drafted += drafted
         self._counts.num_trained_tokens += num_tokens
         if rewards:
             self._counts.rewards.append(statistics.fmean(rewards))
@@ -171,6 +180,8 @@ class Journal:
             "completions_by_age": _sorted(Counter(ages)),
             "utilisation": slots.utilisation,
             "bubble_share": slots.bubble_share,
+            "num_verifications": drafted.num_verifications,
+            "accepted_per_verification": drafted.accepted_per_verification,
             **facts,
         }
         self._write(self._metrics, row)
@@ -203,6 +214,7 @@ class Journal:
             "completions_by_age": _sorted(counts.ages),
             "utilisation": counts.slots.utilisation,
             "bubble_share": counts.slots.bubble_share,
+            "accepted_per_verification": counts.drafted.accepted_per_verification,
             "completions_by_length": _sorted(counts.lengths),
             "machine": {"platform": platform.platform(), "python": platform.python_version()},
         }

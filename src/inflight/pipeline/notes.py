@@ -65,6 +65,7 @@ class Notes:
             },
             batch.ages,
             self.sampling.actor.slots.take(self.sampling.actor.clock()),
+            self.sampling.actor.take_drafted(),
         )
         self.progress.step(row)
         return row

@@ -84,6 +84,7 @@ class Progress:
         return table
 
     def _facts(self, row: Mapping[str, Any]) -> list[tuple[str, str]]:
+        accepted = row["accepted_per_verification"]
         return [
             ("step", f"{row['version']}/{self._num_steps}"),
             ("reward", _number(row["reward"], ".3f")),
@@ -91,6 +92,7 @@ class Progress:
             ("ESS", _number(row.get("effective_sample_size"), ".3f")),
             ("tokens/s", f"{row['completion_tokens_per_s']:.0f} sampled, {row['trained_tokens_per_s']:.0f} trained"),
             ("paused", f"{100 * row['paused_share']:.2f} %"),
+            *([] if accepted is None else [("accepted", f"{accepted:.1f} tokens per draft")]),
             ("length", _number(row["completion_length"], ".0f")),
             ("time", f"{row['time_s']:.0f} s"),
             ("left", self._left(row)),

@@ -27,6 +27,7 @@ from inflight.wire import (
     Capabilities,
     Completion,
     CompletionChunk,
+    DraftCounts,
     EndpointState,
     GenerateRequest,
     SamplingParams,
@@ -60,6 +61,8 @@ class Seat:
     running: set[asyncio.Task[Any]] = field(default_factory=set)
     num_running: int = 0
     """Completions whose requests have not ended."""
+    drafted: list[DraftCounts] = field(default_factory=list)
+    """Of the completions that were answered, where the endpoint counts; the actor's, which all its seats share."""
 
     @property
     def name(self) -> str:
@@ -97,6 +100,7 @@ class Seat:
         async with self._judged():
             completions = (await self.endpoint.generate(await self._fitted(request))).completions
         _check_versions(self.name, version, [span.version for it in completions for span in it.version_spans])
+        self.drafted += [it.draft_counts for it in completions if it.draft_counts is not None]
         return completions
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[CompletionChunk, None]:

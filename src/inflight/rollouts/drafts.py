@@ -11,7 +11,7 @@ Algorithm and constants are those of RhymeRL's HistoSpec (arXiv:2508.18588, sect
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -179,12 +179,15 @@ class DraftSource:
             ]
             self._replace(prompt, self._used(prompt) or self._added(prompt), recorded)
 
-    def drafter(self, prompt_token_ids: tuple[int, ...]) -> Drafter:
-        """Return the drafter of a new completion. Siblings must be told when it has finished."""
+    def drafter(self, prompt_token_ids: tuple[int, ...], continued: Sequence[int] = ()) -> Drafter:
+        """Return the drafter of a completion, of which ``continued`` was sampled before.
+
+        Siblings must be told when it has finished.
+        """
         texts = self._used(prompt_token_ids)
         if texts is None and self.takes_siblings:
             texts = self._added(prompt_token_ids)
-        return Drafter(self, prompt_token_ids, texts)
+        return Drafter(self, prompt_token_ids, texts, continued)
 
     def add_finished(self, prompt: tuple[int, ...], texts: _Texts, text: _Text) -> None:
         """Keep a sibling that goes no further."""
@@ -225,11 +228,13 @@ class DraftSource:
 class Drafter:
     """Drafts of one completion, which learns every token that was sampled."""
 
-    def __init__(self, source: DraftSource, prompt_token_ids: tuple[int, ...], texts: _Texts | None) -> None:
+    def __init__(
+        self, source: DraftSource, prompt_token_ids: tuple[int, ...], texts: _Texts | None, continued: Sequence[int]
+    ) -> None:
         self._source = source
         self._prompt_token_ids = prompt_token_ids
         self._texts = texts
-        self._text = _Text(list(prompt_token_ids[-PROMPT_TAIL:]))
+        self._text = _Text([*prompt_token_ids[-PROMPT_TAIL:], *continued])
         self.window = DraftWindow()
         if texts is not None and source.takes_siblings:
             texts.running.append(self._text)

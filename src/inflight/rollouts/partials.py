@@ -29,13 +29,14 @@ def continuation(request: GenerateRequest, partial: Completion, request_id: str)
         update={
             "request_id": request_id,
             "prompt_token_ids": (*request.prompt_token_ids, *partial.token_ids),
+            "num_continued": request.num_continued + num_tokens,
             "sampling": sampling.model_copy(update={"n": 1, "max_tokens": left, "seed": seed}),
         }
     )
 
 
 def joined(first: Completion, second: Completion) -> Completion:
-    """Return a completion and its continuation as one."""
+    """Return a completion and its continuation as one; it has draft counts if both have."""
     num_tokens = len(first.token_ids)
     spans, later = list(first.version_spans), [_shifted(span, num_tokens) for span in second.version_spans]
     if spans and later and spans[-1].version == later[0].version:
@@ -46,6 +47,9 @@ def joined(first: Completion, second: Completion) -> Completion:
         logprobs=(*first.logprobs, *second.logprobs),
         version_spans=(*spans, *later),
         finish_reason=second.finish_reason,
+        draft_counts=None
+        if first.draft_counts is None or second.draft_counts is None
+        else first.draft_counts + second.draft_counts,
     )
 
 

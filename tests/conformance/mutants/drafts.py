@@ -75,6 +75,20 @@ def drawing_again_after_a_rejection(endpoint: LocalEndpoint) -> LocalEndpoint:
     return endpoint
 
 
+def counting_those_of_the_engine(endpoint: LocalEndpoint) -> LocalEndpoint:
+    speculation: Any = endpoint._engine.speculation
+    verify = speculation.verify
+
+    def faulty(sequences: Any, token_ids: list[int], logprobs: list[float]) -> list[Drawn]:
+        kept = verify(sequences, token_ids, logprobs)
+        for it in kept:
+            it.sequence.num_verifications, it.sequence.num_accepted = 1, speculation.num_accepted
+        return kept
+
+    speculation.verify = faulty
+    return endpoint
+
+
 MUTANTS = (
     Mutant("every draft accepted", "E-70", "Every drafted token is accepted.", accepting_everything),
     Mutant(
@@ -88,5 +102,11 @@ MUTANTS = (
         "E-70",
         "After a rejection a token is drawn from the whole distribution, which may be the rejected one.",
         drawing_again_after_a_rejection,
+    ),
+    Mutant(
+        "drafts of the engine counted",
+        "E-71",
+        "A completion counts all drafted tokens that the engine has accepted.",
+        counting_those_of_the_engine,
     ),
 )

@@ -5,6 +5,7 @@ Shape suffixes: T tokens, V vocabulary.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -27,6 +28,8 @@ _NUM_DRAWS, _DRAWS_PER_REQUEST = 1024, 64
 _FEWEST_DRAWS, _DRAW_S = 256, 20.0
 """A slow endpoint may stop at this many draws, after this long."""
 _TOKENS = 4
+_COUNTED = 48
+"""Tokens of the completions whose drafts are counted."""
 _SCORED = 64
 """Completions of each kind whose logprobs are compared."""
 
@@ -57,6 +60,46 @@ async def drafts(subject: EndpointSubject) -> None:
             f"with {kind} drafts, logprobs differ by up to {worst:.3g} from the reference's (tolerance "
             f"{subject.tolerance:g})",
         )
+
+
+@check("E-71", "model drafts draft_counts")
+@look_at("whose drafts are counted: those of one completion, or all that the engine has verified since its start")
+async def counted(subject: EndpointSubject) -> None:
+    """A completion counts the drafts that were verified for it, and no others: of a completion that is sampled again
+    drafted tokens are accepted, and beside it none of one whose drafts are all wrong."""
+    endpoint = subject.endpoint
+    assert isinstance(endpoint, DraftingEndpoint)
+
+    def asked(seed: int) -> GenerateRequest:
+        return subject.request(subject.prompt(seed=seed), max_tokens=_COUNTED, temperature=0.0, seed=None)
+
+    first, other = [(await endpoint.generate(asked(seed))).completions[0].token_ids for seed in (3, 4)]
+    misled = [(token + 1) % subject.capabilities.vocab_size for token in other]
+    await endpoint.record_history(
+        DraftHistory(
+            entries=tuple(
+                PromptHistory(prompt_token_ids=subject.prompt(seed=seed), completions=(tuple(ids),), rewards=(0.0,))
+                for seed, ids in ((3, first), (4, misled))
+            )
+        )
+    )
+    answers = await asyncio.gather(*(endpoint.generate(asked(seed)) for seed in (3, 4)))
+    accepted = []
+    for answer in answers:
+        (completion,) = answer.completions
+        counts = completion.draft_counts
+        if counts is None:
+            fail("draft_counts are declared, but a completion has none")
+        num_tokens = len(completion.token_ids)
+        require(
+            counts.num_accepted + counts.num_verifications <= num_tokens,
+            f"a completion of {num_tokens} tokens counts {counts.num_accepted} accepted and {counts.num_verifications} "
+            "verifications, each of which brings one more",
+        )
+        accepted.append(counts.num_accepted)
+    subject.note(**{"accepted of right drafts": accepted[0], "of wrong drafts": accepted[1]})
+    require(accepted[0] > 0, f"no token was accepted of a completion of {_COUNTED} tokens that was recorded before")
+    require(accepted[1] == 0, f"{accepted[1]} tokens were accepted of drafts that are all wrong")
 
 
 async def _drawn(subject: EndpointSubject, prompt: Sequence[int]) -> list[tuple[GenerateRequest, Completion]]:

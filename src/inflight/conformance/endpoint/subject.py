@@ -87,6 +87,7 @@ class EndpointSubject:
             "chat": (declared.chat, "chat is not declared"),
             "seeds": (declared.seeds, "seeds are not declared"),
             "drafts": (declared.drafts, "drafts are not declared"),
+            "draft_counts": (declared.draft_counts, "draft_counts are not declared"),
             "spans": (declared.version_binding == "spans", f"version binding is {declared.version_binding}"),
             "fresh": (opened.is_ours, "the kit cannot start another server of a URL; see --serve"),
             "url": (opened.url is not None, "not a server that speaks HTTP"),

@@ -1,0 +1,48 @@
+"""How devices are divided between generation and training (StreamRL, arXiv 2504.15930, algorithm 1).
+
+Both functions take times that somebody measured or modelled, and know nothing of devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from inflight.errors import InvalidRequestError
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Devices for each stage, and how long a step takes while both work at the same time."""
+
+    num_generating: int
+    num_training: int
+    step_s: float
+
+
+def best_split(
+    num_devices: int, generation_s: Callable[[int], float], training_s: Callable[[int], float], *, unit: int = 1
+) -> Split:
+    """Return the split of at most ``num_devices`` whose slower stage is fastest; of equal ones, that of fewest devices.
+
+    ``generation_s`` and ``training_s`` give the seconds that a stage takes for one step on so many devices. ``unit`` is
+    how many devices one replica needs. Raises `InvalidRequestError` if there are too few devices for one replica each.
+    """
+    if num_devices < 2 * unit:
+        raise InvalidRequestError(
+            f"{num_devices} devices cannot be divided between generation and training in units of {unit}"
+        )
+    sizes = range(unit, num_devices - unit + 1, unit)
+    generating = {x: generation_s(x) for x in sizes}
+    training = {y: training_s(y) for y in sizes}
+    splits = [Split(x, y, max(generating[x], training[y])) for x in sizes for y in sizes if x + y <= num_devices]
+    return min(splits, key=lambda split: (split.step_s, split.num_generating + split.num_training))
+
+
+def should_grow(generation_s: float, training_s: float, gain_s: float) -> bool:
+    """Return whether generation should get one more replica, by what was measured in the last steps.
+
+    It should if it lags behind training by at least ``gain_s``, the seconds that the replica would save. Lengths grow
+    during a run, so generation falls behind, and not training.
+    """
+    return generation_s - training_s >= gain_s
