@@ -30,7 +30,7 @@ ENVIRONMENTS := tests/environments/requirements.txt
 # Each interpreter that the tests start would compile the sources anew where no bytecode is kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all test-oldest test-verifiers coverage test-engines engines certificates certificate-vllm certificate-sglang certificates-trainers lint format types docs bench gpu clean
+.PHONY: demo test test-all test-oldest test-verifiers coverage test-engines engines certificates certificate-vllm certificate-sglang certificates-trainers apart lint format types docs bench gpu clean
 
 demo: $(STAMP)
 	@test -d models/tiny || $(BIN)/inflight tiny-model models/tiny
@@ -64,7 +64,9 @@ coverage: $(STAMP)
 # The real engines, each in a virtual environment of its own.
 engines: $(STAMP_VLLM) $(STAMP_SGLANG)
 
-REAL_ENGINES := $(BIN)/python -m pytest tests/real_engines --timeout 420 --durations 10
+# One test of each engine at a time: a server stands still half of the time, and starts on one core.
+test-engines: WORKERS := 2
+REAL_ENGINES := $(BIN)/python -m pytest tests/real_engines --numprocesses $(WORKERS) --timeout 420 --durations 10
 
 test-engines: $(STAMP) engines
 	VLLM_VERSION=$(VLLM) SGLANG_VERSION=$(SGLANG) $(REAL_ENGINES) $(PYTEST)
@@ -129,15 +131,25 @@ docs: $(STAMP)
 	$(BIN)/python -m benchmarks.render
 	$(BIN)/python -m tests.conformance.pages
 
-# Compiled below: pip does it on one core.
+# Compiled below: pip does it on one core. Left out is what is large and hardly imported; Python compiles it when it is.
 INSTALL := $(BIN)/pip install --quiet --no-compile
+SELDOM  := transformers/models/(?!auto/|llama/|qwen3/)
+SELDOM  := /($(SELDOM)|(datasets|fontTools|google|grpc|mypy|mypyc|openai/types|opentelemetry|pandas|pip|pyarrow|setuptools|tests|testing|wandb)/)
+# It fails for files that are not for this Python, which nothing imports.
+COMPILE := $(BIN)/python -W ignore -m compileall -qq -x '$(SELDOM)'
 
 # torch first, by itself: the constraint then keeps every later package on that build.
 $(STAMP): pyproject.toml constraints.txt $(ANCHORS) $(ENVIRONMENTS)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(INSTALL) --constraint constraints.txt torch
-	$(INSTALL) --constraint constraints.txt --editable '.[dev]'
+	$(MAKE) --no-print-directory apart & apart=$$!; \
+	  $(INSTALL) --constraint constraints.txt --editable '.[dev]' && wait $$apart
+	$(COMPILE) -j 0 $(VENV)/lib || true
+	touch $(STAMP)
+
+# While pip finds the rest, on the other core.
+apart:
 	# Apart: where transformers finds torchao, each process that imports transformers loads it, for two seconds.
 	$(INSTALL) --no-deps --target $(VENV)/torchao torchao==0.18.0
 	# Apart too: they ask for other releases of what is installed. Two packages of verl have the names of ours.
@@ -147,9 +159,7 @@ $(STAMP): pyproject.toml constraints.txt $(ANCHORS) $(ENVIRONMENTS)
 	# Apart as well: others act differently where they find what these need.
 	rm -rf $(VENV)/environments
 	$(INSTALL) --no-deps --target $(VENV)/environments --requirement $(ENVIRONMENTS)
-	# On every core. It fails for files that are not for this Python, which nothing imports.
-	$(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true
-	touch $(STAMP)
+	$(COMPILE) $(VENV)/lib/python*/site-packages/torch $(VENV)/lib/python*/site-packages/sympy || true
 
 $(STAMP_OLDEST): pyproject.toml constraints.txt $(ANCHORS)
 	$(PYTHON) -m venv $(OLDEST)

@@ -16,6 +16,10 @@ from tests.conformance.certificates import FAILED, PASSED, certificate
 TARGET, COMMAND = "inflight_fsdp:create_worker", "inflight serve {model} --engine vllm"
 
 
+def digest_of(target: str) -> str:
+    return digest("endpoint", target, "vllm") if target == COMMAND else digest("worker", target, "")
+
+
 @pytest.fixture
 def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The packages, copied to where a test may change them."""
@@ -32,12 +36,21 @@ def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("file", "changes"),
     [
         ("inflight/wire.py", {TARGET, COMMAND}),
-        ("inflight/weights/publish.py", {TARGET, COMMAND}),
-        ("inflight/http/client.py", {TARGET, COMMAND}),
-        ("inflight/conformance/endpoint/tokens.py", {TARGET, COMMAND}),
         ("inflight/local/tiny.py", {TARGET, COMMAND}),
-        ("inflight/rollouts/partials.py", {TARGET, COMMAND}),
+        ("inflight/conformance/judge.py", {TARGET, COMMAND}),
+        ("inflight/weights/transports/arenas.py", {TARGET, COMMAND}),  # by its entry point
+        ("inflight/http/client.py", {COMMAND}),
+        ("inflight/engines/launch.py", {COMMAND}),
+        ("inflight/engines/supervise.py", {COMMAND}),
+        ("inflight/conformance/doomed.py", {COMMAND}),  # started by its name
+        ("inflight/conformance/endpoint/tokens.py", {COMMAND}),
+        ("inflight/conformance/endpoint/judged.py", {COMMAND}),
+        ("inflight/rollouts/partials.py", {COMMAND}),  # by way of its package
+        ("inflight/conformance/worker/ranks.py", {TARGET}),
+        ("inflight/losses/tiles.py", {TARGET}),
         ("inflight/rollouts/ledger.py", set()),
+        ("inflight/environments/proxy.py", set()),
+        ("inflight/weights/fleet.py", set()),
         ("inflight_fsdp/worker.py", {TARGET}),
         ("inflight_vllm/updates.py", {COMMAND}),
         ("inflight/local/engine.py", set()),
@@ -46,26 +59,26 @@ def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_what_a_certificate_depends_on_changes_its_digest(copy: Path, file: str, changes: set[str]) -> None:
-    before = {target: digest(target, "vllm" if target == COMMAND else "") for target in (TARGET, COMMAND)}
+    before = {target: digest_of(target) for target in (TARGET, COMMAND)}
     with (copy / file).open("a") as source:
         source.write("CHANGED = 1\n")
-    after = {target: digest(target, "vllm" if target == COMMAND else "") for target in (TARGET, COMMAND)}
+    after = {target: digest_of(target) for target in (TARGET, COMMAND)}
     assert {target for target in before if before[target] != after[target]} == changes
 
 
 def test_docstrings_and_comments_do_not_change_the_digest(copy: Path) -> None:
-    before = digest(TARGET, "")
+    before = digest_of(TARGET)
     with (copy / "inflight_fsdp" / "worker.py").open("a") as source:
         source.write('# A comment.\n"""A text."""\n')
-    assert digest(TARGET, "") == before
+    assert digest_of(TARGET) == before
 
 
 def test_a_file_that_comes_or_goes_changes_the_digest(copy: Path) -> None:
-    found = {digest(TARGET, "")}
+    found = {digest_of(TARGET)}
     (copy / "inflight_fsdp" / "new.py").touch()
-    found.add(digest(TARGET, ""))
+    found.add(digest_of(TARGET))
     (copy / "inflight_fsdp" / "worker.py").rename(copy / "inflight_fsdp" / "new.py")
-    found.add(digest(TARGET, ""))
+    found.add(digest_of(TARGET))
     assert len(found) == 3
 
 
@@ -73,15 +86,13 @@ def test_a_file_that_comes_or_goes_changes_the_digest(copy: Path) -> None:
     ("target", "name"), [("http://127.0.0.1:8000", "stranger"), ("gloo", "gloo"), ("no.such:f", "")]
 )
 def test_sources_that_are_not_known_have_no_digest(target: str, name: str) -> None:
-    assert digest(target, name) == ""
+    assert digest("endpoint", target, name) == ""
     assert not is_current(certificate(PASSED).model_copy(update={"target": target, "implementation": name}))
 
 
 def test_a_kept_certificate_holds_while_it_conforms_is_whole_and_has_the_digest(tmp_path: Path) -> None:
-    made = certificate(PASSED).model_copy(
-        update={"target": TARGET, "implementation": "", "sources": digest(TARGET, "")}
-    )
-    failed = certificate(FAILED).model_copy(update={"target": TARGET, "implementation": "", "sources": made.sources})
+    known = {"kind": "worker", "target": TARGET, "implementation": "", "sources": digest_of(TARGET)}
+    made, failed = certificate(PASSED).model_copy(update=known), certificate(FAILED).model_copy(update=known)
     outdated = {"sources": "0" * 64, "protocol_version": made.protocol_version - 1, "left_out": ("E-02",)}
     kept = tmp_path / "kept.json"
     statuses = []

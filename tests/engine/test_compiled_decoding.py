@@ -41,6 +41,7 @@ from tests.engine.reference import (
 )
 from tests.engine.test_in_flight_policies import Publishing, completions_of, ragged, versions_of
 from tests.models import make_model
+from tests.selection import first_of_each
 from tests.weights.lora import lora_of, merged_with
 from tests.weights.workers import LORA, LoraWorker, PartialWorker, checkpoint, scaled
 
@@ -132,7 +133,7 @@ def test_few_numbers_of_rows_and_lengths_are_computed() -> None:
 
 
 @NOT_COMPILED
-@pytest.mark.parametrize("max_concurrent", [1, 6])
+@pytest.mark.parametrize("max_concurrent", first_of_each([6, 1], lambda _: "any"))
 def test_tokens_and_logprobs_are_those_of_an_eager_engine(
     model_dir: Path, compiler: Compiler, max_concurrent: int
 ) -> None:
@@ -186,7 +187,10 @@ def test_a_request_that_fails_leaves_the_others_as_they_are(model_dir: Path, mon
 
 
 @NOT_COMPILED
-@pytest.mark.parametrize(("policy", "reference"), [("keep", kept_cache_logprobs), ("recompute", recomputed_logprobs)])
+@pytest.mark.parametrize(
+    ("policy", "reference"),
+    first_of_each([("keep", kept_cache_logprobs), ("recompute", recomputed_logprobs)], lambda _: "any"),
+)
 def test_spans_are_exact_while_updates_arrive(
     model_dir: Path, tmp_path: Path, compiler: Compiler, policy: str, reference: Any
 ) -> None:

@@ -232,7 +232,13 @@ def test_streamed_chunks_carry_whole_drafts(model_dir: Path) -> None:
     assert max(len(chunk.token_ids) for chunk in chunks) > 8
 
 
-@pytest.mark.parametrize(("policy", "reference"), [("keep", kept_cache_logprobs), ("recompute", recomputed_logprobs)])
+@pytest.mark.parametrize(
+    ("policy", "reference"),
+    [
+        pytest.param("keep", kept_cache_logprobs, marks=pytest.mark.exhaustive),  # as the next test
+        ("recompute", recomputed_logprobs),
+    ],
+)
 def test_logprobs_and_spans_are_true_while_weights_change_under_drafts(
     model_dir: Path, tmp_path: Path, policy: str, reference: Any
 ) -> None:

@@ -203,7 +203,7 @@ def test_a_long_wrong_body_is_refused_in_few_words(
     async def run() -> None:
         async with application(model_dir) as app:
             for kind, body_of in MANY.items():
-                body = body_of(min(bound_of(route), 2 << 20) - 200)
+                body = body_of(min(bound_of(route), 1 << 19) - 200)
                 call = await Call(app, route, [body], AUTHORIZED).run()
                 assert call.status == 400, kind
                 assert len(call.error()) < 3000, kind

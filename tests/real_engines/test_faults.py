@@ -98,9 +98,20 @@ def test_a_url_that_is_another_server_is_refused_in_time(engine: str) -> None:
         assert time.monotonic() - began < 10
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+BEFORE_THE_PAUSE, BETWEEN_BUCKETS, BEFORE_THE_COMMIT = range(3)
+
+
+@pytest.mark.parametrize(
+    ("engine", "steps"),
+    [
+        ("vllm", (BETWEEN_BUCKETS,)),
+        ("sglang", (BEFORE_THE_COMMIT,)),
+        pytest.param("vllm", (BEFORE_THE_PAUSE, BEFORE_THE_COMMIT), marks=pytest.mark.exhaustive),
+        pytest.param("sglang", (BEFORE_THE_PAUSE, BETWEEN_BUCKETS), marks=pytest.mark.exhaustive),
+    ],
+)
 def test_an_engine_killed_at_any_step_is_told_in_time_and_its_successor_is_synced_before_it_counts(
-    engine: str, tiny_model: Path
+    engine: str, steps: tuple[int, ...], tiny_model: Path
 ) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -111,8 +122,9 @@ def test_an_engine_killed_at_any_step_is_told_in_time_and_its_successor_is_synce
         tensors = muted(servers[0].tensors)
         bucket_bytes = sum(tensor.nbytes for tensor in tensors.values()) // 2
         num_buckets = len(plan_buckets(PlainWorker(tensors).parameter_specs(), bucket_bytes))
-        steps = {"before the pause": 0, "between two buckets": 2, "before the commit": num_buckets}
-        for version, (step, index) in enumerate(steps.items(), start=1):
+        indices = {BEFORE_THE_PAUSE: 0, BETWEEN_BUCKETS: 2, BEFORE_THE_COMMIT: num_buckets}
+        for version, step in enumerate(steps, start=1):
+            index = indices[step]
             worker = PlainWorker(tensors, version, lambda i, index=index: kill(servers[-1]) if i == index else None)
             began = time.monotonic()
             with pytest.raises(PublishError) as raised:

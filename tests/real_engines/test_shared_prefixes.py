@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import json
-import sys
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from inflight.engines.kinds import connect_endpoint
 from inflight.wire import Completion, GenerateRequest, InFlightPolicy, SamplingParams
 from tests.real_engines.servers import RealEngine, python_of
 from tests.servers import TOKEN, ServerProcess
+from tests.zygote import python
 
 TOLERANCE = TOLERANCES["float32"]
 VOCAB_SIZE = 258
@@ -48,12 +48,24 @@ def reference(tiny_model: Path) -> ReferenceCheckpoint:
     return ReferenceCheckpoint(tiny_model)
 
 
-@pytest.fixture(scope="module", params=["attached", "served"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "attached vllm",
+        "attached sglang",
+        "served sglang",
+        pytest.param("served vllm", marks=pytest.mark.exhaustive),
+    ],
+)
 def server(
-    engine: RealEngine, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    engine_of: Callable[[str], RealEngine],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Served]:
-    """An engine's own server, and another one with the contract in front of it."""
-    if request.param == "attached":
+    """An engine's own server, or another one with the contract in front of it."""
+    how, name = request.param.split()
+    engine = engine_of(name)
+    if how == "attached":
         yield Served(engine.url, "")
         return
     words = ["--engine", engine.kind.name, "--python", python_of(engine.kind.name), "--dtype", "float32"]
@@ -88,7 +100,7 @@ class Publishing:
 
 @contextlib.asynccontextmanager
 async def publishing(server: Served, directory: Path, reference: ReferenceCheckpoint) -> AsyncIterator[Publishing]:
-    command = [sys.executable, "-m", "tests.real_engines.publishing_program", server.url, f"run-{directory.name}"]
+    command = [python(), "-m", "tests.real_engines.publishing_program", server.url, f"run-{directory.name}"]
     process = await asyncio.create_subprocess_exec(
         *command, server.token, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
     )

@@ -18,7 +18,7 @@ from inflight.weights.publish import WeightPublisher
 from inflight.weights.transports import make_sender
 from inflight.weights.transports.files import FileSender
 from inflight.weights.transports.process_group import ProcessGroupSender
-from tests.real_engines.servers import RealEngine, is_uniform, logprobs, muted, publish, request, run, running
+from tests.real_engines.servers import RealEngine, is_uniform, logprobs, muted, publish, request, run
 from tests.weights.polled import KIND
 
 VOCAB_SIZE = 258
@@ -33,12 +33,6 @@ WAYS = (
     ("http", {"encoding": "float8"}),
     ("file", {"encoding": "bfloat16"}),
 )
-
-
-@pytest.fixture(scope="module")
-def vllm(tiny_model: Path) -> Iterator[RealEngine]:
-    with running("vllm", tiny_model) as engine:
-        yield engine
 
 
 @contextlib.contextmanager
@@ -143,15 +137,18 @@ def test_a_damaged_file_is_not_loaded_and_requests_go_on(engine: RealEngine, tmp
     assert sampled(engine) == pytest.approx(before, abs=1e-5)
 
 
-def test_after_a_load_that_failed_half_way_a_complete_update_leaves_exact_weights(vllm: RealEngine) -> None:
+@pytest.mark.parametrize("engine", ["vllm"], indirect=True)
+def test_after_a_load_that_failed_half_way_a_complete_update_leaves_exact_weights(engine: RealEngine) -> None:
     """vLLM's own reload would keep the half that was loaded; the plug-in says that it is dirty and flushes it first."""
-    before = sampled(vllm)
-    half = {**muted(vllm.tensors), "model.layers.1.mlp.up_proj.weight": torch.zeros(3, 5)}
-    endpoint: Any = vllm.endpoint()
+    with engine.publisher() as publisher:
+        publish(publisher, engine.tensors, 1)  # tests before this one have left weights of their own
+    before = sampled(engine)
+    half = {**muted(engine.tensors), "model.layers.1.mlp.up_proj.weight": torch.zeros(3, 5)}
+    endpoint: Any = engine.endpoint()
     with WeightPublisher([endpoint], make_sender("shm"), run_id="half") as publisher:
         endpoint._updates.session._expected = None  # as where the checkpoint cannot be read: the engine finds out
         with pytest.raises(PublishError) as caught:
             publish(publisher, half, 1)
         assert [e.outcome for e in caught.value.report.endpoints] == [EndpointOutcome.POISONED]
-        publish(publisher, vllm.tensors, 2)
-    assert sampled(vllm) == pytest.approx(before, abs=1e-5)
+        publish(publisher, engine.tensors, 2)
+    assert sampled(engine) == pytest.approx(before, abs=1e-5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import json
 import subprocess
@@ -220,7 +221,8 @@ class Import:
     for_types: bool
 
 
-def imports_of(file: Path) -> Iterator[Import]:
+@functools.cache
+def imports_of(file: Path) -> tuple[Import, ...]:
     """Every import statement, ``from package import module`` as ``package.module``; relative ones are refused."""
 
     def walk(node: ast.AST, on_use: bool, for_types: bool) -> Iterator[Import]:
@@ -241,7 +243,7 @@ def imports_of(file: Path) -> Iterator[Import]:
             else:
                 yield from walk(child, on_use or is_function, for_types or is_guard)
 
-    yield from walk(ast.parse(file.read_text()), False, False)
+    return tuple(walk(ast.parse(file.read_text()), False, False))
 
 
 def part_of(file: Path) -> str:

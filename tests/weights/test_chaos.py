@@ -228,9 +228,9 @@ def lose_what_runs(patch: pytest.MonkeyPatch) -> None:
 
 ANYTHING = (Kind.DELAY, (Step.REQUEST, Step.VERSION))
 MUTANTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Kind, tuple[Step, ...]]] = [
+    (report_a_commit_that_was_not_applied, *ANYTHING),  # found soonest
     (skip_the_checksum, Kind.CORRUPT, (Step.SEND,)),
     (apply_before_all_buckets_arrived, *ANYTHING),
-    (report_a_commit_that_was_not_applied, *ANYTHING),
     (name_the_version_before, *ANYTHING),
     (lose_what_runs, *ANYTHING),
     (ignore_incarnations, Kind.TAKE_OVER, (Step.REQUEST, Step.RECEIVE, Step.SEND)),

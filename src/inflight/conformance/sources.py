@@ -3,9 +3,9 @@
     python -m inflight.conformance.sources CERTIFICATE.json
 
 ends with status 0 if the certificate conforms and was made with the sources that are installed, and else with 1. The
-sources are the adapter's package and the parts of inflight that it works through and is checked with, as the syntax
-trees of this release of Python: docstrings and comments do not count. The release of the engine and the file of
-expected failures are not among them.
+sources are the adapter's package and the modules of inflight that it and the checks of its kind import, and those
+import in turn, as the syntax trees of this release of Python: docstrings and comments do not count. The release of the
+engine and the file of expected failures are not among them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import functools
 import hashlib
 import re
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 from inflight.conformance.report.files import read_certificate
 from inflight.conformance.verdicts import Certificate
@@ -25,34 +27,48 @@ from inflight.extensions import installed
 from inflight.wire import PROTOCOL_VERSION
 
 _INFLIGHT = Path(__file__).parents[1]
-_ELSEWHERE = ("bench", "conformance/fleet", "conformance/report", "local", "pipeline", "rollouts")
-"""Parts that adapters do not use, but for `_USED`."""
-_USED = ("local/tiny.py", "rollouts/partials.py")
-"""What the kit uses of them."""
+_KINDS = {"endpoint", "transport", "worker"}
+_OF_ALL = ("inflight.conformance.suite", "inflight.weights.transports.installed")
+"""Where checks begin, and what is found by entry points."""
+_OF_ENDPOINTS = ("inflight.engines.serving",)
+"""What ``inflight serve --engine`` runs."""
+_NOT_FOLLOWED = ("inflight", "inflight.conformance.sources")
+"""Of the first, modules of inflight use the version alone; the second judges nothing."""
 
 
-def digest(target: str, implementation: str) -> str:
-    """Return the SHA-256 of the sources behind a target that gives itself this name.
+class _Module(NamedTuple):
+    digest: str
+    """SHA-256 of its syntax tree without docstrings."""
+    imports: tuple[tuple[str, str], ...]
+    """Module and name, which is empty where the module itself is imported. Those for type checkers are left out."""
+
+
+def digest(kind: str, target: str, implementation: str) -> str:
+    """Return the SHA-256 of the sources behind a target of this kind that gives itself this name.
 
     Empty if the package is unknown, as behind the URL of a stranger's server.
     """
     package = _package(target, implementation)
     if package is None:
         return ""
-    names = {f"{root.name}/{path.relative_to(root)}": path for root in (_INFLIGHT, package) for path in _files(root)}
+    files = {path: f"{package.name}/{path.relative_to(package)}" for path in _files(package)}
     if package != _INFLIGHT:
-        names = {name: path for name, path in names.items() if not _is_elsewhere(path)}
-    found = hashlib.sha256()
-    for name, path in sorted(names.items()):
-        found.update(f"{name} {_code_digest(path.read_bytes())}\n".encode())
-    return found.hexdigest()
+        found = _followed({*files, *_beginning(kind)}, {_INFLIGHT / "conformance" / other for other in _KINDS - {kind}})
+        files |= {path: f"inflight/{path.relative_to(_INFLIGHT)}" for path in found - files.keys()}
+    whole = hashlib.sha256()
+    for path, name in sorted(files.items(), key=lambda item: item[1]):
+        whole.update(f"{name} {_module(path.read_bytes()).digest}\n".encode())
+    return whole.hexdigest()
 
 
 def is_current(certificate: Certificate) -> bool:
     """Return whether a complete certificate conforms to this protocol version and was made with the installed
     sources."""
     is_good = certificate.conforms and not certificate.left_out and certificate.protocol_version == PROTOCOL_VERSION
-    return is_good and certificate.sources == digest(certificate.target, certificate.implementation) != ""
+    return (
+        is_good
+        and certificate.sources == digest(certificate.kind, certificate.target, certificate.implementation) != ""
+    )
 
 
 def _package(target: str, implementation: str) -> Path | None:
@@ -71,24 +87,73 @@ def _files(root: Path) -> list[Path]:
     return [root] if root.is_file() else list(root.rglob("*.py"))
 
 
+def _beginning(kind: str) -> list[Path]:
+    names = (f"inflight.conformance.{kind}", *_OF_ALL, *(_OF_ENDPOINTS if kind == "endpoint" else ()))
+    return [path for name in names if (path := _file(name)) is not None]
+
+
+def _followed(begin: set[Path], others: set[Path]) -> set[Path]:
+    """Return these files and those of inflight that they import, directly or not.
+
+    ``others`` are the directories of other kinds' checks: the modules that all kinds share import those as well.
+    """
+    found, left = set(begin), list(begin)
+    while left:
+        path = left.pop()
+        for module, name in _module(path.read_bytes()).imports:
+            target = None if module in _NOT_FOLLOWED else _bound(module, name)
+            is_of_another_kind = target is not None and target.parent in others and path.parent == target.parents[1]
+            if target is not None and target not in found and not is_of_another_kind:
+                found.add(target)
+                left.append(target)
+    return found
+
+
+def _bound(module: str, name: str) -> Path | None:
+    """Return the file that this import is about: of a package that gives out another module's name, that module's."""
+    path = _file(f"{module}.{name}") if name else None
+    if path is not None or (path := _file(module)) is None or path.name != "__init__.py":
+        return path
+    for other, bound in _module(path.read_bytes()).imports:
+        if bound == name and (target := _bound(other, bound)) is not None:
+            return target
+    return path
+
+
+def _file(module: str) -> Path | None:
+    """Return the file of a module of inflight, None if there is none of this name."""
+    first, *others = module.split(".")
+    path = _INFLIGHT.joinpath(*others)
+    candidates = (path.with_suffix(".py"), path / "__init__.py") if first == "inflight" else ()
+    return next((file for file in candidates if file.is_file()), None)
+
+
 @functools.cache
-def _code_digest(source: bytes) -> str:
-    """Return the SHA-256 of a module's syntax tree without its docstrings."""
+def _module(source: bytes) -> _Module:
     tree = ast.parse(source)
+    imports: list[tuple[str, str]] = []
+    for node in _executed(tree):
+        if isinstance(node, ast.Import):
+            imports += [(alias.name, "") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            imports += [(node.module, alias.name) for alias in node.names]
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list):
             node.body = [part for part in body if not _is_text(part)]  # type: ignore[attr-defined]
-    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()
+    return _Module(hashlib.sha256(ast.dump(tree).encode()).hexdigest(), tuple(imports))
+
+
+def _executed(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the parts of a syntax tree but for what only type checkers see."""
+    for part in ast.iter_child_nodes(node):
+        if not (isinstance(part, ast.If) and isinstance(part.test, ast.Name) and part.test.id == "TYPE_CHECKING"):
+            yield part
+            yield from _executed(part)
 
 
 def _is_text(part: ast.AST) -> bool:
     return isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant) and isinstance(part.value.value, str)
-
-
-def _is_elsewhere(path: Path) -> bool:
-    name = path.relative_to(_INFLIGHT).as_posix() if path.is_relative_to(_INFLIGHT) else ""
-    return name.startswith(tuple(f"{part}/" for part in _ELSEWHERE)) and name not in _USED
 
 
 def main(path: Path) -> int:

@@ -66,7 +66,7 @@ def run_suite(
         kit_version=__version__,
         kind=target.kind,
         environment=environment(),
-        sources=digest(said["target"], said["implementation"]),
+        sources=digest(target.kind, said["target"], said["implementation"]),
         started_at=started_at.isoformat(timespec="seconds"),
         seconds=round(time.monotonic() - started, 3),
         start_seconds=round(kit.start_seconds, 3),
