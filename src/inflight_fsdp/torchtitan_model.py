@@ -1,42 +1,51 @@
 """TorchTitan's models for packed segments, configured from the config.json of a Hugging Face checkpoint.
 
-Two modules are ours: the attention over packed segments, since TorchTitan's have no backward on a CPU, and the head,
-which returns logprobs and never holds all logits.
+Four modules are ours: the attention over packed segments, since TorchTitan's have no backward on a CPU; the head, which
+returns logprobs and never holds all logits; the experts, which TorchTitan always computes in bfloat16; and their
+router, which TorchTitan computes under an autocast that a CPU does not have.
 
-Shape suffixes: T packed tokens, N targets, H hidden; L, A, D length, heads and head size of attention.
+Shape suffixes: N targets, H hidden; those of TorchTitan's modules are B batch, L length, N heads, H head size, D model,
+F feed-forward, E experts, K experts of a token, R routed tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, cast
 
 import torch
-from pydantic import model_validator
+import torch.nn.functional as F
+from pydantic import Field, model_validator
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear, RMSNorm, RoPE
-from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
+from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config, make_moe_config, make_router_config
 from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.moe import GroupedExperts, RoutedExperts, TokenChoiceTopKRouter
 from torchtitan.models.common.param_init import skip_param_init
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 from torchtitan.models.llama3 import Llama3Model, parallelize_llama
 from torchtitan.models.llama3.model import Llama3TransformerBlock
+from torchtitan.models.llama3.sharding import set_llama3_sharding_config
 from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
 from torchtitan.models.qwen3 import Qwen3Model, parallelize_qwen3
 from torchtitan.models.qwen3.model import Qwen3TransformerBlock
+from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.module import Module
 
 from inflight.attention import SegmentPlan, outside_of_graphs, segment_attention
 from inflight.checkpoints import load_config
 from inflight.errors import ConfigError, UnsupportedError
-from inflight_fsdp.config import WorkerConfig
+from inflight_fsdp.config import RankLayout, WorkerConfig
 from inflight_fsdp.layout import Layout, Stored
-from inflight_fsdp.sharded import HeadTargets
+from inflight_fsdp.rows import HeadTargets, Row
 
 _NO_INIT = {"weight": skip_param_init, "bias": skip_param_init}
 """Weights come from a checkpoint."""
-HEAD = "lm_head.weight"
+HEAD, EMBEDDING = "lm_head.weight", "tok_embeddings.weight"
 
 
 class TorchTitanConfig(WorkerConfig):
@@ -46,6 +55,15 @@ class TorchTitanConfig(WorkerConfig):
 
     optimizer_implementation: Literal["for-loop", "foreach", "fused"] = "fused"
     """Of TorchTitan's optimizer container."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """Neighbouring ranks that share each matrix of the layers and the vocabulary. They get the same micro-batches."""
+    expert_parallel: int = Field(default=1, ge=1)
+    """Ranks that share the experts of each layer, tokens travelling to their experts. Each has tokens of its own."""
+    pipeline_parallel: int = Field(default=1, ge=1)
+    """Ranks that share the layers, in stages of about equal numbers. They get the same micro-batches."""
+    pipeline_chunks: int | None = Field(default=None, ge=1)
+    """Parts that a pipeline cuts each micro-batch into, between segments, so that stages compute at the same time;
+    None: twice the stages."""
 
     @model_validator(mode="after")
     def _has_no_settings_of_fsdp(self) -> TorchTitanConfig:
@@ -55,28 +73,63 @@ class TorchTitanConfig(WorkerConfig):
             raise ValueError("float8 is for the worker 'fsdp' only; leave it out")
         return self
 
+    @model_validator(mode="after")
+    def _combines(self) -> TorchTitanConfig:
+        sizes = {name: getattr(self, name) for name in ("tensor_parallel", "expert_parallel", "pipeline_parallel")}
+        used = [name for name, size in sizes.items() if size > 1]
+        if self.compile and used:
+            raise ValueError(f"compile cannot be combined with {', '.join(used)}: leave one out")
+        if self.expert_parallel > 1 and len(used) > 1:
+            raise ValueError(f"{' and '.join(used)} cannot be combined yet: leave one out")
+        return self
+
+    def rank_layout(self, num_ranks: int) -> RankLayout:
+        layout = RankLayout(num_ranks, self.tensor_parallel, self.context_parallel, self.pipeline_parallel)
+        num_sharing = num_ranks // (self.tensor_parallel * self.pipeline_parallel)
+        self._divided(layout, num_sharing)
+        size = self.shard_size or num_sharing
+        if size % self.expert_parallel:
+            raise ConfigError(
+                f"expert_parallel {self.expert_parallel} does not divide the {size} ranks that share one copy of the "
+                "parameters"
+            )
+        return layout
+
 
 class TitanPolicy(nn.Module):
     """A decoder of TorchTitan as a function from packed tokens to logprobs."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Decoder, tensor_mesh: DeviceMesh | None) -> None:
         super().__init__()
         self.decoder = decoder
+        self._tensor_mesh = tensor_mesh
 
-    def forward(
-        self, token_ids_T: torch.Tensor, position_ids_T: torch.Tensor, plan: SegmentPlan, targets: HeadTargets
-    ) -> torch.Tensor:
-        """Return the logprobs [N] of the targets."""
+    def forward(self, row: Row, hidden_1RH: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the logprobs [N] of the targets.
+
+        A stage of a pipeline that is not the first starts from the ``hidden_1RH`` of the one before; one that is not
+        the last returns its own.
+        """
         head = self.decoder.lm_head
-        assert isinstance(head, LogprobHead)
-        head.targets = targets
+        if head is not None:
+            head.targets = row.targets
+        if hidden_1RH is not None and self._tensor_mesh is not None:
+            hidden_1RH = DTensor.from_local(hidden_1RH, self._tensor_mesh, [Replicate()], run_check=False)
         try:
-            logprobs_N: torch.Tensor = self.decoder(
-                token_ids_T.unsqueeze(0), positions=position_ids_T.unsqueeze(0), attention_masks=plan
+            output: torch.Tensor = self.decoder(
+                row.token_ids_R.unsqueeze(0) if hidden_1RH is None else hidden_1RH,
+                positions=row.position_ids_R.unsqueeze(0),
+                attention_masks=row.plan,
             )
         finally:
-            head.targets = None
-        return logprobs_N
+            if head is not None:
+                head.targets = None
+        return local_of(output)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that all ranks of its mesh hold alike as a plain one; differentiable."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 # ---------------------------------------------------------------------------------------------- modules that are ours
@@ -91,10 +144,11 @@ class LogprobHead(Linear):  # type: ignore[misc]
 
     targets: HeadTargets | None = None
 
-    def forward(self, hidden_1TH: torch.Tensor) -> torch.Tensor:
-        """Return the logprobs [N] of the `targets`."""
+    def forward(self, hidden_1LD: torch.Tensor) -> torch.Tensor:
+        """Return the logprobs [N] of the `targets`; a head that tensor-parallel ranks share is made whole."""
         assert self.targets is not None
-        return self.targets.logprobs(hidden_1TH, self)
+        weight = self.weight.full_tensor() if isinstance(self.weight, DTensor) else self.weight
+        return self.targets.logprobs(local_of(hidden_1LD), weight, None)
 
 
 class SegmentAttention(Module):  # type: ignore[misc]
@@ -112,17 +166,54 @@ class SegmentAttention(Module):  # type: ignore[misc]
 
     def forward(
         self,
-        query_1LAD: torch.Tensor,
-        key_1LAD: torch.Tensor,
-        value_1LAD: torch.Tensor,
+        q_BLNH: torch.Tensor,
+        k_BLNH: torch.Tensor,
+        v_BLNH: torch.Tensor,
         *,
         attention_masks: SegmentPlan,
         scale: float | None = None,
         **_: object,
     ) -> torch.Tensor:
-        """Return [1, L, A, D]; TorchTitan calls the plan of segments masks."""
-        query, key, value = (x.transpose(1, 2) for x in (query_1LAD, key_1LAD, value_1LAD))
+        """Return [1, L, N, H]; TorchTitan calls the plan of segments masks, and shards arguments by these names."""
+        query, key, value = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
         return self._attend(query, key, value, attention_masks, scale)
+
+
+class Experts(GroupedExperts):  # type: ignore[misc]
+    """Replaces TorchTitan's experts: one after another, in the dtype of their tokens."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):  # type: ignore[misc]
+        """TorchTitan makes the module of the class that its settings belong to."""
+
+    def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
+        """Return [R, D]; tokens come sorted by expert. An expert without tokens takes part with none."""
+        weights = [w.to_local() if isinstance(w, DTensor) else w for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD)]
+        tokens = torch.split(x_RD, num_tokens_per_expert_E.tolist())
+        outputs = [
+            F.linear(F.silu(F.linear(x, w1_FD)) * F.linear(x, w3_FD), w2_DF)
+            for x, w1_FD, w2_DF, w3_FD in zip(tokens, *weights, strict=True)
+        ]
+        return torch.cat(outputs)
+
+
+class Router(TokenChoiceTopKRouter):  # type: ignore[misc]
+    """Replaces TorchTitan's router: a softmax in float32 over all experts, of which the largest are taken."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(TokenChoiceTopKRouter.Config):  # type: ignore[misc]
+        """TorchTitan makes the module of the class that its settings belong to."""
+
+    def forward(
+        self, x_BLD: torch.Tensor, expert_bias_E: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the shares and ids [B, L, K] of each token's experts, and the shares [B, L, E] of all."""
+        assert expert_bias_E is None
+        shares_BLE = F.softmax(self.gate(x_BLD), dim=-1, dtype=torch.float32)
+        shares_BLK, experts_BLK = torch.topk(shares_BLE, k=self.top_k, dim=-1)
+        if self.route_norm:
+            shares_BLK = shares_BLK / shares_BLK.sum(dim=-1, keepdim=True)
+        return shares_BLK, experts_BLK, shares_BLE
 
 
 # ------------------------------------------------------------------------------------------ from config.json to a model
@@ -136,26 +227,32 @@ class Family:
     block: Any
     adapter: Callable[[Any, None], Any]
     parallelize: Callable[..., Any]
+    shard: Callable[..., None]
+    """Says in a model's configuration how its tensors are shared."""
     rope: Any
     rope_types: tuple[str, ...]
     has_qk_norm: bool
 
 
+_QWEN3 = Family(
+    model=Qwen3Model,
+    block=Qwen3TransformerBlock,
+    adapter=Qwen3StateDictAdapter,
+    parallelize=parallelize_qwen3,
+    shard=set_qwen3_sharding_config,
+    rope=CosSinRoPE,
+    rope_types=("default",),
+    has_qk_norm=True,
+)
 FAMILIES = {
-    "qwen3": Family(
-        model=Qwen3Model,
-        block=Qwen3TransformerBlock,
-        adapter=Qwen3StateDictAdapter,
-        parallelize=parallelize_qwen3,
-        rope=CosSinRoPE,
-        rope_types=("default",),
-        has_qk_norm=True,
-    ),
+    "qwen3": _QWEN3,
+    "qwen3_moe": _QWEN3,
     "llama": Family(
         model=Llama3Model,
         block=Llama3TransformerBlock,
         adapter=Llama3StateDictAdapter,
         parallelize=parallelize_llama,
+        shard=lambda model, *, enable_sp, enable_ep: set_llama3_sharding_config(model, enable_sp=enable_sp),
         rope=ComplexRoPE,
         rope_types=("default", "llama3"),
         has_qk_norm=False,
@@ -181,7 +278,26 @@ def supported_config(config: TorchTitanConfig) -> Any:
         raise ConfigError(f"optimizer {config.optimizer!r}: TorchTitan's container supports only adamw")
     if config.dtype == "float64":
         raise ConfigError("dtype 'float64': TorchTitan trains in float32 or bfloat16")
+    _check_sizes(hf, config)
     return hf
+
+
+def _check_sizes(hf: Any, config: TorchTitanConfig) -> None:
+    """Raise `ConfigError` unless ranks can share the model's heads, experts and layers."""
+    num_experts = getattr(hf, "num_experts", None) or 0
+    divided = {
+        "tensor_parallel": ("key-value heads", hf.num_key_value_heads),
+        "expert_parallel": ("experts", num_experts),
+        "context_parallel": ("attention heads", hf.num_attention_heads // config.tensor_parallel),
+    }
+    for name, (what, number) in divided.items():
+        size = getattr(config, name)
+        if size > 1 and (number == 0 or number % size):
+            raise ConfigError(f"{name} {size} does not divide the model's {number} {what}")
+    if config.pipeline_parallel > hf.num_hidden_layers:
+        raise ConfigError(
+            f"pipeline_parallel {config.pipeline_parallel}: the model has only {hf.num_hidden_layers} layers"
+        )
 
 
 def model_config_of(hf: Any, config: TorchTitanConfig) -> Decoder.Config:
@@ -197,12 +313,14 @@ def model_config_of(hf: Any, config: TorchTitanConfig) -> Decoder.Config:
             num_embeddings=hf.vocab_size, embedding_dim=hf.hidden_size, param_init=_NO_INIT
         ),
         lm_head=LogprobHead.Config(in_features=hf.hidden_size, out_features=hf.vocab_size, param_init=_NO_INIT),
-        layers=[_layer(hf, family, rope, config) for _ in range(hf.num_hidden_layers)],
+        layers=[_layer(hf, family, rope, config, index) for index in range(hf.num_hidden_layers)],
     )
+    family.shard(model, enable_sp=False, enable_ep=config.expert_parallel > 1)
     return model
 
 
-def _layer(hf: Any, family: Family, rope: RoPE.Config, config: TorchTitanConfig) -> Any:
+def _layer(hf: Any, family: Family, rope: RoPE.Config, config: TorchTitanConfig, index: int) -> Any:
+    has_experts = _has_experts(hf, index)
     return family.block.Config(
         attention_norm=_norm(hf.hidden_size, hf),
         ffn_norm=_norm(hf.hidden_size, hf),
@@ -217,12 +335,47 @@ def _layer(hf: Any, family: Family, rope: RoPE.Config, config: TorchTitanConfig)
             qk_norm=_norm(hf.head_dim, hf) if family.has_qk_norm else None,
             rope=rope,
         ),
-        feed_forward=make_ffn_config(
+        feed_forward=None
+        if has_experts
+        else make_ffn_config(
             dim=hf.hidden_size,
             hidden_dim=hf.intermediate_size,
             w1_param_init=_NO_INIT,
             w2w3_param_init=_NO_INIT,
         ),
+        **({"moe": _experts(hf)} if has_experts else {}),
+    )
+
+
+def _has_experts(hf: Any, index: int) -> bool:
+    """Return whether a layer is a mixture of experts, by the rule of transformers' Qwen3-MoE."""
+    if not getattr(hf, "num_experts", None) or index in hf.mlp_only_layers:
+        return False
+    return bool((index + 1) % hf.decoder_sparse_step == 0)
+
+
+def _experts(hf: Any) -> Any:
+    router = make_router_config(
+        dim=hf.hidden_size,
+        num_experts=hf.num_experts,
+        gate_param_init=_NO_INIT,
+        top_k=hf.num_experts_per_tok,
+        score_func="softmax",
+        route_norm=hf.norm_topk_prob,
+    )
+    return make_moe_config(
+        num_experts=hf.num_experts,
+        router=Router.Config(**{field.name: getattr(router, field.name) for field in fields(router)}),
+        routed_experts=RoutedExperts.Config(
+            inner_experts=Experts.Config(
+                dim=hf.hidden_size,
+                hidden_dim=hf.moe_intermediate_size,
+                num_experts=hf.num_experts,
+                param_init=dict.fromkeys(("w1_EFD", "w2_EDF", "w3_EFD"), skip_param_init),
+            ),
+            token_dispatcher=AllToAllTokenDispatcher.Config(num_experts=hf.num_experts, top_k=hf.num_experts_per_tok),
+        ),
+        load_balance_coeff=None,
     )
 
 
@@ -247,6 +400,18 @@ def _rope(hf: Any, family: Family) -> RoPE.Config:
         for name in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
             setattr(rope, name, scaling[name])
     return rope
+
+
+def keep_stage(decoder: Decoder, stage: int, num_stages: int) -> None:
+    """Leave a decoder only the layers of one stage of a pipeline; the first has the embedding, the last the head."""
+    start, stop = (len(decoder.layers) * i // num_stages for i in (stage, stage + 1))
+    for index in [index for index in decoder.layers if not start <= int(index) < stop]:
+        del decoder.layers[index]
+    if stage > 0:
+        decoder.tok_embeddings = None
+    if stage < num_stages - 1:
+        decoder.norm = decoder.lm_head = None
+    decoder.enable_weight_tying = False
 
 
 def layout_of(name: str, parameter: torch.Tensor, adapter: Any) -> Layout:

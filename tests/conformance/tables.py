@@ -69,7 +69,11 @@ def certified_table() -> str:
         versions = [certificate["environment"][name] for name in ("torch", "torchtitan")]
         is_titan = "torchtitan" in certificate["implementation"]
         name, release = ("TorchTitan", versions[1]) if is_titan else ("FSDP2", f"torch {versions[0].split('+')[0]}")
-        rows[name] = (f"{release}, {certificate['flags']['ranks']} ranks", certificate)
+        shared = shared_by_ranks(certificate)
+        rows[f"{name}, {shared}" if shared else name] = (
+            f"{release}, {certificate['flags']['ranks']} ranks",
+            certificate,
+        )
     lines = [
         "| engine or trainer | release | sentences of the contract that hold | not declared |",
         "|---|---|---|---|",
@@ -78,6 +82,12 @@ def certified_table() -> str:
         outcomes = [verdict["outcome"] for verdict in certificate["verdicts"]]
         lines.append(f"| {name} | {release} | {outcomes.count('passed')} | {outcomes.count('skipped')} |")
     return "\n".join(lines)
+
+
+def shared_by_ranks(certificate: dict[str, Any]) -> str:
+    """Return in words the options that say how ranks share a model."""
+    flags = certificate["flags"]
+    return ", ".join(f"{name} {flags[name]}" for name in flags if name.endswith("_parallel") or name == "shard_size")
 
 
 def exceptions_table() -> str:
@@ -143,15 +153,16 @@ def learning_table() -> str:
 def trainers_table() -> str:
     """Return one row for each certificate of a worker."""
     lines = [
-        "| trainer | ranks | sentences that hold | of several ranks, skipped | kit took | date |",
-        "|---|---|---|---|---|---|",
+        "| trainer | ranks | shared by ranks | sentences that hold | of several ranks, skipped | kit took | date |",
+        "|---|---|---|---|---|---|---|",
     ]
     found = _certificates("worker")
-    for certificate in sorted(found, key=lambda c: (c["implementation"], int(c["flags"]["ranks"]))):
+    order = [(c["implementation"], int(c["flags"]["ranks"]), shared_by_ranks(c)) for c in found]
+    for _, certificate in sorted(zip(order, found, strict=True), key=lambda pair: pair[0]):
         outcomes = [verdict["outcome"] for verdict in certificate["verdicts"]]
         lines.append(
             f"| `{certificate['implementation'].rpartition('.')[2]}` | {certificate['flags']['ranks']} | "
-            f"{outcomes.count('passed')} | {outcomes.count('skipped')} | {certificate['seconds']:.0f} s | "
+            f"{shared_by_ranks(certificate)} | {outcomes.count('passed')} | {outcomes.count('skipped')} | {certificate['seconds']:.0f} s | "
             f"{certificate['started_at'][:10]} |"
         )
     return "\n".join(lines)
