@@ -160,10 +160,10 @@ def trainers_table() -> str:
     order = [(c["implementation"], int(c["flags"]["ranks"]), shared_by_ranks(c)) for c in found]
     for _, certificate in sorted(zip(order, found, strict=True), key=lambda pair: pair[0]):
         outcomes = [verdict["outcome"] for verdict in certificate["verdicts"]]
+        name, shared = certificate["implementation"].rpartition(".")[2], shared_by_ranks(certificate)
         lines.append(
-            f"| `{certificate['implementation'].rpartition('.')[2]}` | {certificate['flags']['ranks']} | "
-            f"{shared_by_ranks(certificate)} | {outcomes.count('passed')} | {outcomes.count('skipped')} | {certificate['seconds']:.0f} s | "
-            f"{certificate['started_at'][:10]} |"
+            f"| `{name}` | {certificate['flags']['ranks']} | {shared} | {outcomes.count('passed')} | "
+            f"{outcomes.count('skipped')} | {certificate['seconds']:.0f} s | {certificate['started_at'][:10]} |"
         )
     return "\n".join(lines)
 

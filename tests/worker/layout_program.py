@@ -11,7 +11,7 @@ import itertools
 import json
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,19 +20,25 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from inflight.contracts import ModelParallelWorker
+import inflight_fsdp
 from inflight.data_ranks import data_ranks_of
 from inflight.types import MicroBatch
 from inflight.weights.buckets import plan_buckets
+from inflight_fsdp.sharded import ShardedWorker
 from tests.worker.worker_cases import accumulate, make_batch, part_of, policy_loss, settings
-
-warnings.filterwarnings("ignore", message=".torch.jit.script_method. is deprecated")  # torch itself, on this import
-from inflight_fsdp.torchtitan import create_worker as create_torchtitan  # noqa: E402
-from inflight_fsdp.worker import create_worker as create_fsdp  # noqa: E402
 
 LENGTHS = (9, 4, 17, 1, 6, 40)
 ADAM = {"betas": (0.8, 0.95), "max_gradient_norm": 0.5, "weight_decay": 0.1, "learning_rate": 0.01}
-FACTORIES = {"torchtitan": create_torchtitan, "fsdp": create_fsdp}
+
+
+def factory(name: str) -> Callable[[Mapping[str, object]], ShardedWorker]:
+    """Return what makes workers; TorchTitan takes seconds to import."""
+    if name == "fsdp":
+        return inflight_fsdp.create_worker
+    warnings.filterwarnings("ignore", message=".torch.jit.script_method. is deprecated")  # torch itself, on this import
+    from inflight_fsdp.torchtitan import create_worker
+
+    return create_worker
 
 
 def shares(seed: int, size: int) -> list[list[MicroBatch]]:
@@ -46,18 +52,18 @@ def shares(seed: int, size: int) -> list[list[MicroBatch]]:
 def run_layout(directory: Path, layout: Mapping[str, Any], model: Path, one_rank: Path | None) -> dict[str, Any]:
     """Run one layout; ``one_rank`` has what one rank made of the same."""
     plain = {**settings(model), "dtype": "float32", "wire_dtype": "float32"}
-    create = FACTORIES[layout.get("worker", "torchtitan")]
+    create = factory(layout["worker"])
     worker = create({**plain, **layout["options"]})
     share = data_ranks_of(worker)
     mine = shares(1, share.size)[share.rank]
-    seen: dict[str, Any] = {"data_ranks": list(share), "is model parallel": isinstance(worker, ModelParallelWorker)}
-    seen["logprobs"] = [worker.forward(batch).detach().tolist() for batch in mine]
+    seen: dict[str, Any] = {"data_ranks": list(share)}
     seen["whole"] = worker.forward(make_batch(LENGTHS, 1)).detach().tolist()
     first, second = (policy_loss(worker.forward(batch), batch) for batch in mine)
     worker.backward(first)
     worker.backward(second)
     seen["gradient_norm"] = worker.step().gradient_norm
     worker.save(directory / "gradients")
+    worker.close()
     worker = create({**plain, **ADAM, **layout["options"]})
     seen["norms"] = []
     for seed in (2, 3):
@@ -73,6 +79,7 @@ def run_layout(directory: Path, layout: Mapping[str, Any], model: Path, one_rank
     accumulate(worker, shares(4, share.size)[share.rank])
     worker.step()
     worker.save(directory / "resumed")
+    worker.close()
     return seen
 
 
@@ -85,7 +92,7 @@ def main(directory: Path, rank: int, world_size: int) -> None:
             continue
         path = directory / name
         path.mkdir(exist_ok=True)
-        one_rank = None if world_size == 1 else directory / layout["model"]
+        one_rank = None if world_size == 1 else directory / f"one rank, {layout['model']}"
         seen = run_layout(path, layout, directory / "models" / layout["model"], one_rank)
         (path / f"rank{rank}.json").write_text(json.dumps(seen))
         dist.barrier()

@@ -18,7 +18,7 @@ from inflight_fsdp import create_worker as create_fsdp_worker
 from inflight_fsdp.torchtitan import create_worker
 from inflight_fsdp.torchtitan_model import TorchTitanConfig, model_config_of
 from tests.models import make_model
-from tests.worker.test_fsdp_ranks import run_ranks
+from tests.worker.ranks import run_ranks
 from tests.worker.worker_cases import accumulate, assert_close, make_batch, settings
 
 LENGTHS = (9, 4, 17, 1, 6, 40)
