@@ -15,8 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from inflight.errors import UnsupportedError
-
 
 @dataclass(frozen=True, slots=True)
 class HeadExchange:
@@ -41,16 +39,11 @@ class HeadExchange:
     def divisible(
         self, query_RAD: torch.Tensor, key_RAD: torch.Tensor, value_RAD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return queries, keys and values with numbers of heads that the ranks divide.
+        """Return queries, keys and values with numbers of heads that the ranks divide, as they divide those of queries.
 
-        Too few key-value heads are repeated for their query heads. Raises `UnsupportedError` if there are too few query
-        heads.
+        Key-value heads that they do not divide are repeated for their query heads.
         """
         num_heads, num_kv_heads = query_RAD.shape[1], key_RAD.shape[1]
-        if num_heads % self.num_ranks:
-            raise UnsupportedError(
-                f"{self.num_ranks} ranks cannot share {num_heads} heads of attention: context_parallel must divide them"
-            )
         if num_kv_heads % self.num_ranks:
             groups = num_heads // num_kv_heads
             key_RAD, value_RAD = (x.repeat_interleave(groups, dim=1) for x in (key_RAD, value_RAD))

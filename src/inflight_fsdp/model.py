@@ -18,7 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from inflight.attention import register_segment_attention
+from inflight.attention import heads_of, register_segment_attention
 from inflight.checkpoints import empty_causal_lm, fitting_tensors, stored_tensors
 from inflight.compiler import check_compiler
 from inflight.errors import ConfigError, UnsupportedError
@@ -67,6 +67,8 @@ def empty_policy(config: WorkerConfig, device: torch.device) -> PolicyModel:
     kind = type(causal_lm).__name__
     if not causal_lm._supports_attention_backend or causal_lm._is_stateful:
         raise UnsupportedError(f"{kind} does not use transformers' attention interface, so it cannot be packed")
+    if (num_heads := heads_of(causal_lm.config)[0]) % config.context_parallel:
+        raise ConfigError(f"context_parallel {config.context_parallel} does not divide the {num_heads} attention heads")
     if not isinstance(causal_lm.get_output_embeddings(), nn.Linear):
         raise UnsupportedError(f"the head of {kind} is not a linear layer")
     known = {name for name, _ in causal_lm.named_parameters(remove_duplicate=False)}  # a tied head under its own name

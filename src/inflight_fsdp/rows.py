@@ -96,25 +96,27 @@ def _row(
     num_tokens = sum(lengths)
     padding = -num_tokens % num_ranks if num_tokens else num_ranks
     each = (num_tokens + padding) // num_ranks
-    zeros_P, positions_P = torch.zeros(padding, dtype=torch.int64), torch.arange(padding)
-    token_ids_T = torch.cat([batch.token_ids_T[tokens].cpu(), zeros_P])
-    position_ids_T = torch.cat([batch.position_ids_T[tokens].cpu(), positions_P])
-    predicting_N = batch.loss_mask_T[tokens].cpu().nonzero().squeeze(1) - 1
-    mine = slice(rank * each, (rank + 1) * each)
-    predicting_N = predicting_N[(predicting_N >= mine.start) & (predicting_N < mine.stop)]
-    temperature_N = batch.temperature_T[tokens].cpu()[predicting_N + 1]
+    first, last = rank * each, (rank + 1) * each
+    token_ids_T, position_ids_T = batch.token_ids_T[tokens], batch.position_ids_T[tokens]
+    if padding:
+        positions_P = torch.arange(padding, device=token_ids_T.device)
+        token_ids_T = torch.cat([token_ids_T, torch.zeros_like(positions_P)])
+        position_ids_T = torch.cat([position_ids_T, positions_P])
+    # The token after each of this rank's. Indices are all that a batch on a GPU is waited for.
+    rows_N = batch.loss_mask_T[tokens][first + 1 : last + 1].nonzero().squeeze(1)
+    targets_N = rows_N + first + 1
     targets = HeadTargets(
-        (predicting_N - mine.start).to(device),
-        token_ids_T[predicting_N + 1].to(device),
-        temperature_N.to(device),
+        rows_N.to(device),
+        token_ids_T[targets_N].to(device),
+        batch.temperature_T[tokens][targets_N].to(device),
         chunk_size,
     )
     return Row(
-        token_ids_T[mine].to(device),
-        position_ids_T[mine].to(device),
+        token_ids_T[first:last].to(device),
+        position_ids_T[first:last].to(device),
         SegmentPlan.build((*lengths, padding) if padding else lengths, device, exchange),
         targets,
-        (predicting_N + 1 + tokens.start).to(device),
+        (targets_N + tokens.start).to(device),
     )
 
 

@@ -168,6 +168,22 @@ def trainers_table() -> str:
     return "\n".join(lines)
 
 
+def layouts_table() -> str:
+    """Return how far each layout of ranks is from one rank."""
+    lines = [
+        "| ranks | layout | model | logprobs | gradients | weights, two steps | weights, resumed |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in kept("layouts")["rows"]:
+        found = row["differences"]
+        cells = [
+            f"{found[what]['absolute']:.1e}, {found[what]['relative']:.1e}"
+            for what in ("logprobs", "gradients", "weights", "weights resumed")
+        ]
+        lines.append(f"| {row['ranks']} | {row['layout']} | {row['model']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def trainer_learning_table() -> str:
     """Return how the quickstart went with each trainer."""
     lines = ["| trainer | mean reward, first ten steps | last ten | seconds |", "|---|---|---|---|"]
@@ -409,6 +425,7 @@ TABLES = {
     "head_tiles": head_tile_table,
     "preset_learning": preset_learning_table,
     "trainers": trainers_table,
+    "layouts": layouts_table,
     "trainer_learning": trainer_learning_table,
     "trainer_memory": trainer_memory_table,
     "trainer_speed": trainer_speed_table,

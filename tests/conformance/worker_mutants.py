@@ -470,7 +470,7 @@ class MomentsLost(FsdpWorker):
         super().load(path)
         for states in self._optimizer.states.values():
             for state in states.values():
-                state.to_local().zero_()
+                state.zero_()
         self._optimizer.set_num_steps(0)
 
 
