@@ -33,18 +33,18 @@ from inflight_fsdp.pipeline import Pipeline
 from inflight_fsdp.rows import Row
 from inflight_fsdp.sharded import ShardedWorker, make_worker, sum_gradients_over_ranks
 from inflight_fsdp.sharding import read_shards, shardings_of
+from inflight_fsdp.torchtitan_config import TorchTitanConfig
 from inflight_fsdp.torchtitan_model import (
     EMBEDDING,
     FAMILIES,
     HEAD,
     Family,
-    TitanPolicy,
-    TorchTitanConfig,
     keep_stage,
     layout_of,
     model_config_of,
     supported_config,
 )
+from inflight_fsdp.torchtitan_modules import TitanPolicy
 
 
 def create_worker(config: TorchTitanConfig | Mapping[str, object]) -> TorchTitanWorker:
@@ -86,9 +86,12 @@ class TorchTitanWorker(ShardedWorker):
         decoder.to_empty(device="cpu" if config.cpu_offload else device)
         with torch.no_grad():
             decoder.init_states(buffer_device=device)  # the rotary tables; ties a tied head again
-        parameters = {canonical_fqn(name): cast(DTensor, p) for name, p in decoder.named_parameters()}
-        if hf_config.tie_word_embeddings and HEAD in parameters:
-            parameters[EMBEDDING] = parameters.pop(HEAD)  # the last stage of a pipeline has the tensor as its head
+        # The last stage of a pipeline has a tied embedding as its head.
+        names = {HEAD: EMBEDDING} if hf_config.tie_word_embeddings else {}
+        parameters = {
+            names.get(canonical_fqn(name), canonical_fqn(name)): cast(DTensor, p)
+            for name, p in decoder.named_parameters()
+        }
         shardings = shardings_of(parameters, shapes, device)
         laid_out = [ShardedTensor(p.to_local(), shardings[name], layouts[name]) for name, p in parameters.items()]
         on_every_rank(lambda: read_shards(stored, laid_out), device)

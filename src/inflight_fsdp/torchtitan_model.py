@@ -1,29 +1,16 @@
-"""TorchTitan's models for packed segments, configured from the config.json of a Hugging Face checkpoint.
-
-Four modules are ours: the attention over packed segments, since TorchTitan's have no backward on a CPU; the head, which
-returns logprobs and never holds all logits; the experts, which TorchTitan always computes in bfloat16; and their
-router, which TorchTitan computes under an autocast that a CPU does not have.
-
-Shape suffixes: N targets, H hidden; those of TorchTitan's modules are B batch, L length, N heads, H head size, D model,
-F feed-forward, E experts, K experts of a token, R routed tokens.
-"""
+"""TorchTitan's models configured from the config.json of a Hugging Face checkpoint, and their stages and layouts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
-from pydantic import Field, model_validator
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
-from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear, RMSNorm, RoPE
+from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, RMSNorm, RoPE
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config, make_moe_config, make_router_config
 from torchtitan.models.common.decoder import Decoder
-from torchtitan.models.common.moe import GroupedExperts, RoutedExperts, TokenChoiceTopKRouter
+from torchtitan.models.common.moe import RoutedExperts
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 from torchtitan.models.llama3 import Llama3Model, parallelize_llama
@@ -34,186 +21,16 @@ from torchtitan.models.qwen3 import Qwen3Model, parallelize_qwen3
 from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
-from torchtitan.protocols.module import Module
 
-from inflight.attention import SegmentPlan, outside_of_graphs, segment_attention
 from inflight.checkpoints import load_config
 from inflight.errors import ConfigError, UnsupportedError
-from inflight_fsdp.config import RankLayout, WorkerConfig
 from inflight_fsdp.layout import Layout, Stored
-from inflight_fsdp.rows import HeadTargets, Row
+from inflight_fsdp.torchtitan_config import TorchTitanConfig
+from inflight_fsdp.torchtitan_modules import Experts, LogprobHead, Router, SegmentAttention
 
 _NO_INIT = {"weight": skip_param_init, "bias": skip_param_init}
 """Weights come from a checkpoint."""
 HEAD, EMBEDDING = "lm_head.weight", "tok_embeddings.weight"
-
-
-class TorchTitanConfig(WorkerConfig):
-    """Settings of one TorchTitan worker; the same on every rank."""
-
-    LABEL: ClassVar[str] = "TorchTitan"
-
-    optimizer_implementation: Literal["for-loop", "foreach", "fused"] = "fused"
-    """Of TorchTitan's optimizer container."""
-    tensor_parallel: int = Field(default=1, ge=1)
-    """Neighbouring ranks that share each matrix of the layers and the vocabulary. They get the same micro-batches."""
-    expert_parallel: int = Field(default=1, ge=1)
-    """Ranks that share the experts of each layer, tokens travelling to their experts. Each has tokens of its own."""
-    pipeline_parallel: int = Field(default=1, ge=1)
-    """Ranks that share the layers, in stages of about equal numbers. They get the same micro-batches."""
-    pipeline_chunks: int | None = Field(default=None, ge=1)
-    """Parts that a pipeline cuts each micro-batch into, between segments, so that stages compute at the same time;
-    None: twice the stages."""
-
-    @model_validator(mode="after")
-    def _has_no_settings_of_fsdp(self) -> TorchTitanConfig:
-        if self.reduce_dtype == "bfloat16":
-            raise ValueError("reduce_dtype 'bfloat16': TorchTitan sums gradients in float32; leave it out")
-        if self.float8:
-            raise ValueError("float8 is for the worker 'fsdp' only; leave it out")
-        return self
-
-    @model_validator(mode="after")
-    def _combines(self) -> TorchTitanConfig:
-        sizes = {name: getattr(self, name) for name in ("tensor_parallel", "expert_parallel", "pipeline_parallel")}
-        used = [name for name, size in sizes.items() if size > 1]
-        if self.compile and used:
-            raise ValueError(f"compile cannot be combined with {', '.join(used)}: leave one out")
-        if self.expert_parallel > 1 and len(used) > 1:
-            raise ValueError(f"{' and '.join(used)} cannot be combined yet: leave one out")
-        return self
-
-    def rank_layout(self, num_ranks: int) -> RankLayout:
-        layout = RankLayout(num_ranks, self.tensor_parallel, self.context_parallel, self.pipeline_parallel)
-        num_sharing = num_ranks // (self.tensor_parallel * self.pipeline_parallel)
-        self._divided(layout, num_sharing)
-        size = self.shard_size or num_sharing
-        if size % self.expert_parallel:
-            raise ConfigError(
-                f"expert_parallel {self.expert_parallel} does not divide the {size} ranks that share one copy of the "
-                "parameters"
-            )
-        return layout
-
-
-class TitanPolicy(nn.Module):
-    """A decoder of TorchTitan as a function from packed tokens to logprobs."""
-
-    def __init__(self, decoder: Decoder, tensor_mesh: DeviceMesh | None) -> None:
-        super().__init__()
-        self.decoder = decoder
-        self._tensor_mesh = tensor_mesh
-
-    def forward(self, row: Row, hidden_1RH: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the logprobs [N] of the targets.
-
-        A stage of a pipeline that is not the first starts from the ``hidden_1RH`` of the one before; one that is not
-        the last returns its own.
-        """
-        head = self.decoder.lm_head
-        if head is not None:
-            head.targets = row.targets
-        if hidden_1RH is not None and self._tensor_mesh is not None:
-            hidden_1RH = DTensor.from_local(hidden_1RH, self._tensor_mesh, [Replicate()], run_check=False)
-        try:
-            output: torch.Tensor = self.decoder(
-                row.token_ids_R.unsqueeze(0) if hidden_1RH is None else hidden_1RH,
-                positions=row.position_ids_R.unsqueeze(0),
-                attention_masks=row.plan,
-            )
-        finally:
-            if head is not None:
-                head.targets = None
-        return local_of(output)
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that all ranks of its mesh hold alike as a plain one; differentiable."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-# ---------------------------------------------------------------------------------------------- modules that are ours
-
-
-class LogprobHead(Linear):  # type: ignore[misc]
-    """Replaces TorchTitan's head: logprobs of the targets, in chunks."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Linear.Config):  # type: ignore[misc]
-        """TorchTitan makes the module of the class that its settings belong to."""
-
-    targets: HeadTargets | None = None
-
-    def forward(self, hidden_1LD: torch.Tensor) -> torch.Tensor:
-        """Return the logprobs [N] of the `targets`; a head that tensor-parallel ranks share is made whole."""
-        assert self.targets is not None
-        weight = self.weight.full_tensor() if isinstance(self.weight, DTensor) else self.weight
-        return self.targets.logprobs(local_of(hidden_1LD), weight, None)
-
-
-class SegmentAttention(Module):  # type: ignore[misc]
-    """Replaces TorchTitan's flex and varlen attention: attention over packed segments."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Module.Config):  # type: ignore[misc]
-        """Adds whether torch's compiler may include the attention in its graphs."""
-
-        in_graphs: bool = True
-
-    def __init__(self, config: Config) -> None:
-        super().__init__()
-        self._attend = segment_attention if config.in_graphs else outside_of_graphs(segment_attention)
-
-    def forward(
-        self,
-        q_BLNH: torch.Tensor,
-        k_BLNH: torch.Tensor,
-        v_BLNH: torch.Tensor,
-        *,
-        attention_masks: SegmentPlan,
-        scale: float | None = None,
-        **_: object,
-    ) -> torch.Tensor:
-        """Return [1, L, N, H]; TorchTitan calls the plan of segments masks, and shards arguments by these names."""
-        query, key, value = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
-        return self._attend(query, key, value, attention_masks, scale)
-
-
-class Experts(GroupedExperts):  # type: ignore[misc]
-    """Replaces TorchTitan's experts: one after another, in the dtype of their tokens."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(GroupedExperts.Config):  # type: ignore[misc]
-        """TorchTitan makes the module of the class that its settings belong to."""
-
-    def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
-        """Return [R, D]; tokens come sorted by expert. An expert without tokens takes part with none."""
-        weights = [w.to_local() if isinstance(w, DTensor) else w for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD)]
-        tokens = torch.split(x_RD, num_tokens_per_expert_E.tolist())
-        outputs = [
-            F.linear(F.silu(F.linear(x, w1_FD)) * F.linear(x, w3_FD), w2_DF)
-            for x, w1_FD, w2_DF, w3_FD in zip(tokens, *weights, strict=True)
-        ]
-        return torch.cat(outputs)
-
-
-class Router(TokenChoiceTopKRouter):  # type: ignore[misc]
-    """Replaces TorchTitan's router: a softmax in float32 over all experts, of which the largest are taken."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(TokenChoiceTopKRouter.Config):  # type: ignore[misc]
-        """TorchTitan makes the module of the class that its settings belong to."""
-
-    def forward(
-        self, x_BLD: torch.Tensor, expert_bias_E: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the shares and ids [B, L, K] of each token's experts, and the shares [B, L, E] of all."""
-        assert expert_bias_E is None
-        shares_BLE = F.softmax(self.gate(x_BLD), dim=-1, dtype=torch.float32)
-        shares_BLK, experts_BLK = torch.topk(shares_BLE, k=self.top_k, dim=-1)
-        if self.route_norm:
-            shares_BLK = shares_BLK / shares_BLK.sum(dim=-1, keepdim=True)
-        return shares_BLK, experts_BLK, shares_BLE
 
 
 # ------------------------------------------------------------------------------------------ from config.json to a model

@@ -17,7 +17,8 @@ from inflight.weights.buckets import plan_buckets
 from inflight_fsdp import create_worker as create_fsdp_worker
 from inflight_fsdp.config import parse_config
 from inflight_fsdp.torchtitan import create_worker
-from inflight_fsdp.torchtitan_model import TorchTitanConfig, model_config_of, supported_config
+from inflight_fsdp.torchtitan_config import TorchTitanConfig
+from inflight_fsdp.torchtitan_model import model_config_of, supported_config
 from tests.models import make_model
 from tests.worker.ranks import run_ranks
 from tests.worker.worker_cases import accumulate, assert_close, make_batch, settings
@@ -278,7 +279,7 @@ def facts_of(model):
 
 def test_what_torchtitan_does_not_have_is_refused_by_name(tmp_path, model_path):
     qwen2 = write_model(tmp_path / "qwen2", "qwen2")
-    with pytest.raises(UnsupportedError, match=r"type 'qwen2' are not supported; supported: qwen3, llama"):
+    with pytest.raises(UnsupportedError, match=r"type 'qwen2' are not supported; supported: qwen3, qwen3_moe, llama"):
         create_worker(options(qwen2))
     with pytest.raises(ConfigError, match=r"float64.*float32 or bfloat16"):
         create_worker(options(model_path, dtype="float64"))
