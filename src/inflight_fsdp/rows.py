@@ -33,6 +33,10 @@ class HeadTargets:
     chunk_size: int
     """Targets whose logits exist at the same time."""
 
+    def some(self, chosen: torch.Tensor) -> HeadTargets:
+        """Return the targets at these indices."""
+        return HeadTargets(self.rows_N[chosen], self.token_ids_N[chosen], self.temperature_N[chosen], self.chunk_size)
+
     def logprobs(self, hidden_1RH: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None) -> torch.Tensor:
         """Return the logprobs [N] under a linear head."""
         return chunked_logprobs(

@@ -15,14 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torchtitan.models.common import Linear
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import GroupedExperts, TokenChoiceTopKRouter
 from torchtitan.protocols.module import Module
 
 from inflight.attention import SegmentPlan, outside_of_graphs, segment_attention
-from inflight_fsdp.rows import HeadTargets, Row
+from inflight_fsdp.rows import HeadTargets, Row, summed_for_all
 
 
 class TitanPolicy(nn.Module):
@@ -71,10 +71,21 @@ class LogprobHead(Linear):  # type: ignore[misc]
     targets: HeadTargets | None = None
 
     def forward(self, hidden_1LD: torch.Tensor) -> torch.Tensor:
-        """Return the logprobs [N] of the `targets`; a head that tensor-parallel ranks share is made whole."""
-        assert self.targets is not None
-        weight = self.weight.full_tensor() if isinstance(self.weight, DTensor) else self.weight
-        return self.targets.logprobs(local_of(hidden_1LD), weight, None)
+        """Return the logprobs [N] of the `targets`.
+
+        Ranks that share the head each compute some of them, with the whole weight, so gradients are sums over ranks.
+        """
+        targets = self.targets
+        assert targets is not None
+        if not isinstance(self.weight, DTensor):
+            return targets.logprobs(hidden_1LD, self.weight, None)
+        assert isinstance(hidden_1LD, DTensor)
+        weight_VD = self.weight.full_tensor(grad_placements=[Partial()])
+        hidden_1LD = hidden_1LD.to_local(grad_placements=[Partial()])
+        group = self.weight.device_mesh.get_group()
+        mine = torch.arange(group.rank(), len(targets.rows_N), group.size(), device=weight_VD.device)
+        logprobs_N = targets.some(mine).logprobs(hidden_1LD, weight_VD, None)
+        return summed_for_all(logprobs_N.new_zeros(len(targets.rows_N)).index_copy(0, mine, logprobs_N), group)
 
 
 class SegmentAttention(Module):  # type: ignore[misc]
