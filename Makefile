@@ -92,11 +92,17 @@ endef
 
 # Trainer and number of ranks.
 TRAINERS := fsdp-1 fsdp-2 fsdp-4 torchtitan-1 torchtitan-2
+# Of TorchTitan: number of ranks, and what they share.
+LAYOUTS := 2-tensor_parallel=2 2-context_parallel=2 2-pipeline_parallel=2 2-expert_parallel=2 \
+  4-tensor_parallel=2 4-shard_size=2
 
 certificates-trainers: $(STAMP)
 	mkdir -p $(CERTIFICATES)
 	$(foreach it,$(TRAINERS),{ $(call STANDS,$(it)-ranks) $(BIN)/inflight check worker $(firstword $(subst -, ,$(it))) \
 	  --ranks $(lastword $(subst -, ,$(it))) --option device=cpu --json $(CERTIFICATES)/$(it)-ranks.json; } &&) true
+	$(foreach it,$(LAYOUTS),{ $(call STANDS,torchtitan-$(subst =,-,$(it))) $(BIN)/inflight check worker torchtitan \
+	  --ranks $(firstword $(subst -, ,$(it))) --ranks-option $(lastword $(subst -, ,$(it))) --option device=cpu \
+	  $(if $(findstring expert,$(it)),--experts) --json $(CERTIFICATES)/torchtitan-$(subst =,-,$(it)).json; } &&) true
 
 SERVE = $(BIN)/inflight serve {model} --engine $(1) --python .engines/$(1)-$(2)/bin/python --dtype float32 \
   --port {port} --token-file {token_file}

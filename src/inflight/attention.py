@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
 from inflight.errors import UnsupportedError
+from inflight.head_exchange import HeadExchange
 
 SEGMENT_ATTENTION = "inflight_segments"
 """Name to pass to transformers as ``attn_implementation``, after `register_segment_attention`."""
@@ -84,14 +85,23 @@ class SegmentPlan:
     """(N, L) of each class; their slots follow one another and number P in all."""
     index: SlotIndex | None
     """None if all segments have the same length: the padded batch is then a view of the packed row."""
+    exchange: HeadExchange | None = None
+    """Among ranks that each compute an equal part of the row; None: this rank computes all of it."""
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens of the row that this rank computes."""
+        return self.num_tokens if self.exchange is None else self.num_tokens // self.exchange.num_ranks
 
     @staticmethod
-    def build(segment_lengths: Sequence[int], device: torch.device | str = "cpu") -> SegmentPlan:
+    def build(
+        segment_lengths: Sequence[int], device: torch.device | str = "cpu", exchange: HeadExchange | None = None
+    ) -> SegmentPlan:
         """Return the plan for segments of these lengths (each at least 1), its indices on ``device``."""
         lengths = torch.tensor(segment_lengths, dtype=torch.int64)
         num_tokens, max_length = int(lengths.sum()), max(segment_lengths)
         if min(segment_lengths) == max_length:
-            return SegmentPlan(num_tokens, max_length, ((len(segment_lengths), max_length),), None)
+            return SegmentPlan(num_tokens, max_length, ((len(segment_lengths), max_length),), None, exchange)
         order = sorted(range(len(segment_lengths)), key=lambda i: -segment_lengths[i])
         classes = _length_classes([segment_lengths[i] for i in order])
         # For each segment in order of its class: the first token, and for each of its slots the place in the segment.
@@ -106,7 +116,7 @@ class SegmentPlan:
         is_token_P = place_P <= last_P
         slot_of_token_T[token_of_slot_P[is_token_P]] = is_token_P.nonzero().squeeze(1)
         index = SlotIndex(token_of_slot_P.to(device), slot_of_token_T.to(device))
-        return SegmentPlan(num_tokens, max_length, classes, index)
+        return SegmentPlan(num_tokens, max_length, classes, index, exchange)
 
 
 def segment_attention(
@@ -119,11 +129,16 @@ def segment_attention(
 ) -> torch.Tensor:
     """Return causal attention [1, T, A, D] within each segment of a packed row.
 
-    ``query`` is [1, A, T, D]; ``key`` and ``value`` may have fewer heads. ``scaling`` None is 1 / sqrt(D).
+    ``query`` is [1, A, T, D]; ``key`` and ``value`` may have fewer heads. ``scaling`` None is 1 / sqrt(D). If ranks
+    share the row, T is the part of this rank, and the call is collective.
     """
-    padded = [_to_padded(x[0].transpose(0, 1), plan) for x in (query, key, value)]
+    heads = [x[0].transpose(0, 1) for x in (query, key, value)]
+    if plan.exchange is not None:
+        heads = [plan.exchange.to_heads(x) for x in plan.exchange.divisible(*heads)]
+    padded = [_to_padded(x, plan) for x in heads]
     outputs = [_attend(q, k, v, scaling, dropout) for q, k, v in zip(*padded, strict=True)]
-    return _to_packed(outputs, plan).unsqueeze(0)
+    packed_TAD = _to_packed(outputs, plan)
+    return (packed_TAD if plan.exchange is None else plan.exchange.to_tokens(packed_TAD)).unsqueeze(0)
 
 
 def repeats_heads(device_type: str, dtype: torch.dtype, *, grouped: bool) -> bool:
@@ -247,10 +262,10 @@ def _attention_of_layer(
             f"{layer} has a sliding window of {sliding_window} tokens, shorter than a segment of "
             f"{segment_plan.max_length}"
         )
-    if query.shape[0] != 1 or query.shape[2] != segment_plan.num_tokens or key.shape[2] != query.shape[2]:
+    if query.shape[0] != 1 or query.shape[2] != segment_plan.num_rows or key.shape[2] != query.shape[2]:
         raise UnsupportedError(
             f"{layer} attends from {tuple(query.shape)} to {tuple(key.shape)}, but the plan is of one row of "
-            f"{segment_plan.num_tokens} tokens, without a cache"
+            f"{segment_plan.num_rows} tokens, without a cache"
         )
     return segment_attention(query, key, value, segment_plan, scaling, dropout), None
 

@@ -283,6 +283,27 @@ class TrainerWorker(WeightSource, Protocol):
 
 
 @runtime_checkable
+class ModelParallelWorker(TrainerWorker, Protocol):
+    """A `TrainerWorker` of which several ranks compute the same micro-batches together.
+
+    Ranks with the same ``data_parallel_rank`` get the same micro-batches. On each of them `forward` returns all
+    logprobs, and each computes the same loss and passes it to `backward`, which counts it once. A worker that is not a
+    `ModelParallelWorker` gives every rank micro-batches of its own; `inflight.data_ranks.data_ranks_of` is right for
+    both.
+    """
+
+    @property
+    @abstractmethod
+    def data_parallel_rank(self) -> int:
+        """Return which share of the data this rank computes, 0 <= data_parallel_rank < data_parallel_size."""
+
+    @property
+    @abstractmethod
+    def data_parallel_size(self) -> int:
+        """Return the number of shares; each is computed by ``world_size / data_parallel_size`` ranks."""
+
+
+@runtime_checkable
 class BackgroundSaver(Protocol):
     """A `TrainerWorker` that can also save while it trains.
 

@@ -1,6 +1,6 @@
 """A checkpoint that is written while training goes on: shards copied to host memory, and one thread that saves them.
 
-The thread uses process groups of its own, so that its collectives cannot be mixed up with those of training. Knows
+The thread uses a process group of its own, so that its collectives cannot be mixed up with those of training. Knows
 nothing of models or files.
 """
 
@@ -8,57 +8,40 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from inflight.errors import CheckpointError
 from inflight_fsdp.checkpoint import TrainerState
 from inflight_fsdp.layout import ShardedTensor
 
 
-@dataclass(frozen=True, slots=True)
-class SaveGroups:
-    """The process groups of gloo that saves in the background use."""
-
-    everyone: dist.ProcessGroup
-    mesh: DeviceMesh
-    """One dimension, on the CPU: the ranks that share this rank's copy of the parameters."""
-
-
-def make_save_groups(mesh: DeviceMesh, longest_wait_s: float) -> SaveGroups:
-    """Return groups for the ranks of a mesh whose last dimension shards; collective over the default group.
+def make_save_group(longest_wait_s: float) -> dist.ProcessGroup:
+    """Return a group of all ranks for saves in the background; collective over the default group.
 
     A rank waits at most ``longest_wait_s`` for another.
     """
-    timeout = timedelta(seconds=longest_wait_s)
-    everyone = dist.new_group(backend="gloo", timeout=timeout)
-    if mesh.ndim == 1:
-        return SaveGroups(everyone, DeviceMesh.from_group(everyone, "cpu"))
-    copies = [row.tolist() for row in mesh.mesh.reshape(-1, mesh.size(mesh.ndim - 1))]
-    # torch requires that every rank makes every group.
-    groups = {tuple(ranks): dist.new_group(ranks, backend="gloo", timeout=timeout) for ranks in copies}
-    (mine,) = (group for ranks, group in groups.items() if dist.get_rank() in ranks)
-    return SaveGroups(everyone, DeviceMesh.from_group(mine, "cpu"))
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=longest_wait_s))
+    return group
 
 
-def copy_to_host(state: TrainerState, groups: SaveGroups) -> TrainerState:
-    """Return a copy of a state in host memory, sharded over the same ranks; never communicates."""
+def copy_to_host(state: TrainerState) -> TrainerState:
+    """Return a copy of a state in host memory; never communicates."""
 
     @torch.no_grad()
     def copy(part: ShardedTensor) -> ShardedTensor:
-        tensor = part.tensor
-        local, placements = tensor.to_local().to("cpu", copy=True), tensor.placements[-1:]
-        shape, stride = tensor.shape, tensor.stride()
-        copied = DTensor.from_local(local, groups.mesh, placements, run_check=False, shape=shape, stride=stride)
-        return replace(part, tensor=copied)
+        return replace(part, local=part.local.to("cpu", copy=True))
 
-    return replace(state, weights=list(map(copy, state.weights)), optimizer=list(map(copy, state.optimizer)))
+    return replace(
+        state,
+        weights=list(map(copy, state.weights)),
+        optimizer=list(map(copy, state.optimizer)),
+        device=torch.device("cpu"),
+    )
 
 
 class BackgroundSave:

@@ -1,6 +1,6 @@
 """Checkpoints of a sharded trainer: a Hugging Face directory plus optimizer and counters; safetensors and JSON only.
 
-Every rank writes its own rows into the files that rank 0 has made, and reads its own, so all ranks must see the
+Every rank writes its own parts into the files that rank 0 has made, and reads its own, so all ranks must see the
 directory. Only parameters that are stored as several tensors are gathered, one at a time. Knows nothing of models.
 """
 
@@ -10,7 +10,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from inflight.errors import CheckpointError
 from inflight_fsdp.agreement import first_failure
 from inflight_fsdp.layout import ShardedTensor
-from inflight_fsdp.sharding import gather_on_first, local_part, rows_of_ranks
+from inflight_fsdp.sharding import gather_on_first, local_part, runs_of
 
 _EDITION = 1
 _WEIGHTS, _TRAINER = "model.safetensors", "trainer.json"
@@ -47,18 +47,20 @@ class TrainerState:
     """The text of config.json."""
     model_path: Path
     """Where tokenizer files come from."""
+    device: torch.device
+    """From which ranks communicate; the shards may be elsewhere."""
 
 
 def save_checkpoint(path: Path, state: TrainerState, group: dist.ProcessGroup | None = None) -> None:
     """Write a checkpoint at ``path``, replacing an earlier one once the new one is complete; collective.
 
-    Ranks agree over ``group``, which is of all ranks (None: the default one). What is gathered is gathered over the
-    groups of the tensors' mesh. Raises `CheckpointError` on every rank, with what was at ``path`` still whole.
+    Ranks agree and gather over ``group``, which is of all ranks (None: the default one). Raises `CheckpointError` on
+    every rank, with what was at ``path`` still whole.
     """
     path = path.absolute()
     fresh = path.with_name(f".{path.name}.new")
     failure: str | None = None
-    device = _device_of(state)
+    device = state.device
     files = ((_WEIGHTS, state.weights), (_OPTIMIZER, state.optimizer))
     is_writer = dist.get_rank() == 0
     if is_writer:
@@ -71,7 +73,7 @@ def save_checkpoint(path: Path, state: TrainerState, group: dist.ProcessGroup | 
     failure = first_failure(failure, device, group)
     for name, tensors in files:
         if failure is None:
-            failure = first_failure(_write_own(fresh / name, tensors), device, group)
+            failure = first_failure(_write_own(fresh / name, tensors, device, group), device, group)
     if is_writer and failure is None:
         try:
             counters = {"edition": _EDITION, "version": state.version, "optimizer_steps": state.optimizer_steps}
@@ -102,18 +104,13 @@ def load_checkpoint(path: Path, state: TrainerState) -> tuple[int, int]:
             staged += _read_shards(source / name, tensors)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         failure = _reason(error)
-    failure = first_failure(failure, _device_of(state))
+    failure = first_failure(failure, state.device)
     if failure is not None:
         raise CheckpointError(f"nothing was loaded from {path}: {failure}")
     with torch.no_grad():
         for shard, stored in staged:
             shard.copy_(stored)
     return counters["version"], counters["optimizer_steps"]
-
-
-def _device_of(state: TrainerState) -> torch.device:
-    """Return the device that ranks communicate from; the shards may be elsewhere."""
-    return torch.device(state.weights[0].tensor.device_mesh.device_type)
 
 
 def _prepare(path: Path, fresh: Path, state: TrainerState) -> None:
@@ -155,8 +152,10 @@ def _reserve(file: Path, tensors: Sequence[ShardedTensor]) -> None:
         out.truncate(len(header) + offsets[None])
 
 
-def _write_own(file: Path, tensors: Sequence[ShardedTensor]) -> str | None:
-    """Write this rank's rows of each tensor in their place in the file; return the failure, if any; collective."""
+def _write_own(
+    file: Path, tensors: Sequence[ShardedTensor], device: torch.device, group: dist.ProcessGroup | None
+) -> str | None:
+    """Write this rank's part of each tensor in its place in the file; return the failure, if any; collective."""
     header, offsets = _header(tensors)
     failure, descriptor = None, -1
     try:
@@ -164,7 +163,7 @@ def _write_own(file: Path, tensors: Sequence[ShardedTensor]) -> str | None:
     except OSError as error:
         failure = _reason(error)
     for part in tensors:
-        pieces = _own_pieces(part)  # may gather: ranks that have failed still take part
+        pieces = _own_pieces(part, device, group)  # may gather: ranks that have failed still take part
         try:
             for name, first_byte, tensor in () if failure else pieces:
                 content = tensor.cpu().reshape(-1).view(torch.uint8).numpy().data
@@ -187,18 +186,22 @@ def _write_at(descriptor: int, content: memoryview, position: int) -> None:
         content, position = content[num_bytes:], position + num_bytes
 
 
-def _own_pieces(part: ShardedTensor) -> list[tuple[str, int, torch.Tensor]]:
-    """Return what this rank writes of a parameter: the stored name, the first byte there, and the rows.
+def _own_pieces(
+    part: ShardedTensor, device: torch.device, group: dist.ProcessGroup | None
+) -> Iterator[tuple[str, int, torch.Tensor]]:
+    """Return what this rank writes of a parameter: the stored name, the first byte there, and what is contiguous.
 
     Collective if the parameter is stored as several tensors, which rank 0 then writes.
     """
     if part.layout.split is not None:
-        whole = gather_on_first(part.tensor, part.tensor.dtype)
-        return [] if whole is None else [(name, 0, tensor) for name, tensor in part.layout.stored(whole).items()]
-    rows, rank, local = rows_of_ranks(part.tensor), dist.get_rank(), part.tensor.to_local()
-    if rank >= len(rows) or not local.numel():  # the first copy of the parameters is the one that is written
-        return []
-    return [(part.layout.name, rows[rank].start * local[0].numel() * local.itemsize, local.detach())]
+        whole = gather_on_first(part, part.local.dtype, device, group)
+        stored = {} if whole is None else part.layout.stored(whole)
+        return ((name, 0, tensor) for name, tensor in stored.items())
+    box, local = part.sharding.owners.get(dist.get_rank()), part.local.detach()
+    if box is None:
+        return iter(())
+    runs = runs_of(box, part.sharding.shape)
+    return ((part.layout.name, first * local.itemsize, local[leading]) for first, leading in runs)
 
 
 def _header(tensors: Sequence[ShardedTensor]) -> tuple[bytes, dict[str | None, int]]:
@@ -212,9 +215,9 @@ def _header(tensors: Sequence[ShardedTensor]) -> tuple[bytes, dict[str | None, i
     for part in tensors:
         for name, shape in part.layout.shapes.items():
             offsets[name] = end
-            end += math.prod(shape) * part.tensor.dtype.itemsize
+            end += math.prod(shape) * part.local.dtype.itemsize
             entries[name] = {
-                "dtype": _DTYPE_NAMES[part.tensor.dtype],
+                "dtype": _DTYPE_NAMES[part.local.dtype],
                 "shape": list(shape),
                 "data_offsets": [offsets[name], end],
             }
@@ -240,7 +243,7 @@ def _read_shards(file: Path, tensors: Sequence[ShardedTensor]) -> list[tuple[tor
     shards: list[tuple[torch.Tensor, torch.Tensor]] = []
     with safe_open(file, framework="pt") as stored, torch.no_grad():
         names = set(stored.keys())
-        wanted = {name: (part.tensor.dtype, shape) for part in tensors for name, shape in part.layout.shapes.items()}
+        wanted = {name: (part.local.dtype, shape) for part in tensors for name, shape in part.layout.shapes.items()}
         problems = [f"{len(lost)} tensors are missing: {lost[:5]}"] if (lost := sorted(set(wanted) - names)) else []
         problems += [f"{len(more)} tensors are unknown: {more[:5]}"] if (more := sorted(names - set(wanted))) else []
         for name in sorted(names & set(wanted)):
@@ -248,7 +251,7 @@ def _read_shards(file: Path, tensors: Sequence[ShardedTensor]) -> list[tuple[tor
             if (_DTYPES.get(part.get_dtype()), tuple(part.get_shape())) != (dtype, shape):
                 problems.append(f"{name} is {part.get_dtype()} {tuple(part.get_shape())}, not {dtype} {shape}")
         if not problems:
-            shards = [(tensor.tensor.to_local(), local_part(tensor, stored)) for tensor in tensors]
+            shards = [(tensor.local, local_part(tensor, stored)) for tensor in tensors]
     if problems:
         raise ValueError(f"{file.name}: {'; '.join(problems[:10])}")
     return shards

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -13,6 +15,28 @@ from inflight.errors import ConfigError
 Config = TypeVar("Config", bound="WorkerConfig")
 WireDtype = Literal["float64", "float32", "bfloat16", "float16"]
 _BITS = {"bfloat16": 16, "float32": 32, "float64": 64}
+
+
+@dataclass(frozen=True, slots=True)
+class RankLayout:
+    """What ranks compute: neighbours share a tensor, then a row, then the data, and at last the layers of a model."""
+
+    num_ranks: int
+    tensor: int = 1
+    """Ranks that share each tensor."""
+    context: int = 1
+    """Ranks that share each packed row."""
+    stages: int = 1
+    """Of a pipeline."""
+
+    @property
+    def data_size(self) -> int:
+        """Ranks or groups of ranks that get micro-batches of their own."""
+        return self.num_ranks // (self.tensor * self.context * self.stages)
+
+    def data_rank(self, rank: int) -> int:
+        """Return whose micro-batches a rank gets."""
+        return rank // (self.tensor * self.context) % self.data_size
 
 
 class WorkerConfig(BaseModel):
@@ -50,6 +74,9 @@ class WorkerConfig(BaseModel):
     declare ``partial_updates``. Tied parameters go by the name of the first."""
     shard_size: int | None = Field(default=None, ge=1)
     """Neighbouring ranks that share one copy of the parameters, replicated over the others; None: all ranks."""
+    context_parallel: int = Field(default=1, ge=1)
+    """Neighbouring ranks that share each packed row: every rank computes an equal part of its tokens, and in attention
+    all tokens of some heads. They get the same micro-batches."""
     wire_dtype: WireDtype | None = None
     """Of published weights; None: ``dtype``, so that servers and trainer compute with the same values."""
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
@@ -93,6 +120,24 @@ class WorkerConfig(BaseModel):
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must be at least 0 and below 1, not {self.betas}")
         return self
+
+    def rank_layout(self, num_ranks: int) -> RankLayout:
+        """Return what each rank computes. Raises `ConfigError` if the ranks cannot be divided as configured."""
+        return self._divided(RankLayout(num_ranks, context=self.context_parallel), num_ranks)
+
+    def _divided(self, layout: RankLayout, num_sharing: int) -> RankLayout:
+        """Return the layout if it fits; ``num_sharing`` ranks hold the shards of the copies of a parameter."""
+        sizes = {
+            "tensor_parallel": layout.tensor,
+            "context_parallel": layout.context,
+            "pipeline_parallel": layout.stages,
+        }
+        if layout.num_ranks % math.prod(sizes.values()):
+            words = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+            raise ConfigError(f"{words} does not divide the {layout.num_ranks} ranks")
+        if self.shard_size is not None and num_sharing % self.shard_size:
+            raise ConfigError(f"shard_size {self.shard_size} does not divide the {num_sharing} ranks")
+        return layout
 
     @property
     def stored_dtype(self) -> Literal["float32", "bfloat16", "float64"]:

@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import DTensor
 
 Stored = Mapping[str, torch.Tensor]
+Box = tuple[slice, ...]
+"""A part of a tensor: a range of every dimension."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +50,31 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class ShardedTensor:
-    """A tensor sharded over ranks, and how it is written."""
+class Sharding:
+    """Which part of a tensor each rank of the default group holds."""
 
-    tensor: DTensor
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    boxes: tuple[Box | None, ...]
+    """By rank; None: nothing of it. Several ranks may hold the same box."""
+
+    @property
+    def owners(self) -> dict[int, Box]:
+        """The boxes, each with the lowest rank that holds it; together they are the whole tensor."""
+        first: dict[tuple[tuple[int, int], ...], int] = {}
+        for rank, box in enumerate(self.boxes):
+            if box is not None:
+                first.setdefault(tuple((part.start, part.stop) for part in box), rank)
+        return {rank: tuple(slice(*edges) for edges in key) for key, rank in first.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedTensor:
+    """This rank's part of a tensor that is sharded over ranks, and how the whole is written."""
+
+    local: torch.Tensor
+    """The rank's box, in memory of the trainer; without elements if it holds none."""
+    sharding: Sharding
     layout: Layout
 
 

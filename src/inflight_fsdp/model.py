@@ -2,13 +2,13 @@
 
 Only the rows that predict a target go through the head. Knows nothing of losses and optimizers.
 
-Shape suffixes: T packed tokens, N targets.
+Shape suffixes: R tokens, N targets.
 """
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,15 +18,16 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from inflight.attention import SegmentPlan, register_segment_attention
+from inflight.attention import heads_of, register_segment_attention
 from inflight.checkpoints import empty_causal_lm, fitting_tensors, stored_tensors
 from inflight.compiler import check_compiler
 from inflight.errors import ConfigError, UnsupportedError
 from inflight_fsdp.compiled import compile_layers
 from inflight_fsdp.config import WorkerConfig
 from inflight_fsdp.float8 import multiply_in_float8
-from inflight_fsdp.layout import Layout, ShardedTensor, experts_apart
-from inflight_fsdp.sharded import HeadTargets, sum_gradients_over_ranks
+from inflight_fsdp.layout import Layout, ShardedTensor, Sharding, experts_apart
+from inflight_fsdp.rows import Row
+from inflight_fsdp.sharded import sum_gradients_over_ranks
 from inflight_fsdp.sharding import read_shards
 
 _EXPERTS = {"experts.gate_up_proj": ("gate_proj", "up_proj"), "experts.down_proj": ("down_proj",)}
@@ -40,17 +41,16 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.causal_lm = causal_lm
 
-    def forward(
-        self, token_ids_T: torch.Tensor, position_ids_T: torch.Tensor, plan: SegmentPlan, targets: HeadTargets
-    ) -> torch.Tensor:
+    def forward(self, row: Row) -> torch.Tensor:
         """Return the logprobs [N] of the targets."""
         output = self.causal_lm.base_model(
-            input_ids=token_ids_T.unsqueeze(0),
-            position_ids=position_ids_T.unsqueeze(0),
+            input_ids=row.token_ids_R.unsqueeze(0),
+            position_ids=row.position_ids_R.unsqueeze(0),
             use_cache=False,
-            segment_plan=plan,
+            segment_plan=row.plan,
         )
-        return targets.logprobs(output.last_hidden_state, self.causal_lm.get_output_embeddings())
+        head = self.causal_lm.get_output_embeddings()
+        return row.targets.logprobs(output.last_hidden_state, head.weight, head.bias)
 
 
 def empty_policy(config: WorkerConfig, device: torch.device) -> PolicyModel:
@@ -67,6 +67,8 @@ def empty_policy(config: WorkerConfig, device: torch.device) -> PolicyModel:
     kind = type(causal_lm).__name__
     if not causal_lm._supports_attention_backend or causal_lm._is_stateful:
         raise UnsupportedError(f"{kind} does not use transformers' attention interface, so it cannot be packed")
+    if (num_heads := heads_of(causal_lm.config)[0]) % config.context_parallel:
+        raise ConfigError(f"context_parallel {config.context_parallel} does not divide the {num_heads} attention heads")
     if not isinstance(causal_lm.get_output_embeddings(), nn.Linear):
         raise UnsupportedError(f"the head of {kind} is not a linear layer")
     known = {name for name, _ in causal_lm.named_parameters(remove_duplicate=False)}  # a tied head under its own name
@@ -107,7 +109,13 @@ def _layout(name: str, parameter: torch.Tensor, causal_lm: Any) -> Layout:
     )
 
 
-def load_weights(policy: PolicyModel, config: WorkerConfig, device: torch.device) -> None:
+def load_weights(
+    policy: PolicyModel,
+    layouts: Mapping[str, Layout],
+    shardings: Mapping[str, Sharding],
+    config: WorkerConfig,
+    device: torch.device,
+) -> None:
     """Fill this rank's shards of a sharded policy; no rank holds a whole tensor.
 
     Buffers are not sharded; they are on the ``device`` that computes.
@@ -119,7 +127,7 @@ def load_weights(policy: PolicyModel, config: WorkerConfig, device: torch.device
         setattr(policy.get_submodule(owner), attribute, buffer.to(device))
     policy.causal_lm.tie_weights()
     parameters: dict[str, DTensor] = dict(policy.causal_lm.named_parameters())
-    laid_out = [ShardedTensor(parameters[name], layout) for name, layout in layouts_of(policy.causal_lm).items()]
+    laid_out = [ShardedTensor(parameters[name].to_local(), shardings[name], layout) for name, layout in layouts.items()]
     read_shards(stored_tensors(config.model_path), laid_out)
 
 

@@ -35,8 +35,8 @@ class ShardedAdamW:
         self._updated: dict[str, torch.Tensor] = dict(zip(parameters, self._group["params"], strict=True))
 
     @property
-    def states(self) -> Mapping[str, Mapping[str, DTensor]]:
-        """First and second moments, ``exp_avg`` and ``exp_avg_sq``, by parameter and sharded alike."""
+    def states(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
+        """First and second moments, ``exp_avg`` and ``exp_avg_sq``, of this rank's shards by parameter."""
         self._allocate()
         return {kind: {name: self._moment(kind, name) for name in self._parameters} for kind in _MOMENTS}
 
@@ -52,7 +52,7 @@ class ShardedAdamW:
         for tensor in self._updated.values():
             self._adamw.state[tensor]["step"].fill_(value)
 
-    def resume(self, states: Mapping[str, Mapping[str, DTensor]], num_steps: int) -> None:
+    def resume(self, states: Mapping[str, Mapping[str, torch.Tensor]], num_steps: int) -> None:
         """Continue after ``num_steps`` steps, with what was read into the ``states`` that `states` returned."""
         self.set_num_steps(num_steps)
 
@@ -75,9 +75,9 @@ class ShardedAdamW:
             step = torch.zeros((), dtype=torch.float32, device=tensor.device if self._group["fused"] else "cpu")
             self._adamw.state[tensor] = {"step": step, **{kind: torch.zeros_like(tensor) for kind in _MOMENTS}}
 
-    def _moment(self, kind: str, name: str) -> DTensor:
-        moment = self._adamw.state[self._updated[name]][kind]
-        return moment if isinstance(moment, DTensor) else as_sharded(moment, self._parameters[name])
+    def _moment(self, kind: str, name: str) -> torch.Tensor:
+        moment: torch.Tensor = self._adamw.state[self._updated[name]][kind]
+        return moment.to_local() if isinstance(moment, DTensor) else moment
 
 
 class ShardedAdamW8bit(ShardedAdamW):
@@ -86,12 +86,12 @@ class ShardedAdamW8bit(ShardedAdamW):
     Shards of fewer than 4,096 elements, or that blocks of 256 do not divide, keep theirs in full.
     """
 
-    def resume(self, states: Mapping[str, Mapping[str, DTensor]], num_steps: int) -> None:
+    def resume(self, states: Mapping[str, Mapping[str, torch.Tensor]], num_steps: int) -> None:
         """Continue after ``num_steps`` steps with these moments, rounded to 8 bits."""
         self.set_num_steps(num_steps)
         for kind, tensors in states.items():
             for name, tensor in tensors.items():
-                self._adamw.state[self._updated[name]][kind].copy_(tensor.to_local())
+                self._adamw.state[self._updated[name]][kind].copy_(tensor)
 
     def _step(self, gradients: Sequence[torch.Tensor], learning_rate: float) -> None:
         # torchao compiles its step for each shape of shard, for seconds each, which does not pay off on a CPU.
@@ -104,11 +104,11 @@ class ShardedAdamW8bit(ShardedAdamW):
             self._step([torch.zeros_like(shard) for shard in self._updated.values()], 0.0)
             self.set_num_steps(0)
 
-    def _moment(self, kind: str, name: str) -> DTensor:
+    def _moment(self, kind: str, name: str) -> torch.Tensor:
         shard = self._updated[name]
         moment = self._adamw.state[shard][kind]
-        full = moment.clone() if type(moment) is torch.Tensor else moment.dequantize(shard.dtype)
-        return as_sharded(full, self._parameters[name])
+        full: torch.Tensor = moment.clone() if type(moment) is torch.Tensor else moment.dequantize(shard.dtype)
+        return full
 
 
 def make_adamw(parameters: Mapping[str, DTensor], config: WorkerConfig) -> ShardedAdamW:
@@ -138,16 +138,18 @@ def learning_rate_at(version: int, config: WorkerConfig) -> float:
     return config.learning_rate * factor
 
 
-def global_norm(gradients: Sequence[torch.Tensor], group: dist.ProcessGroup, device: torch.device) -> float:
+def global_norm(gradients: Sequence[torch.Tensor], device: torch.device) -> float:
     """Return the 2-norm over all shards of all ranks, the same on every rank; squares are summed in float64.
 
-    ``device`` is one that the group can communicate from; gradients may be elsewhere.
+    Each shard must be passed by one rank only. ``device`` is one that the default group can communicate from; gradients
+    may be elsewhere.
     """
-    dtype = torch.float64 if gradients[0].dtype == torch.float64 else torch.float32
-    norms = torch.stack([torch.linalg.vector_norm(gradient, dtype=dtype) for gradient in gradients])
-    total = norms.double().square().sum().to(device)
-    if group.size() > 1:
-        dist.all_reduce(total, group=group)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for gradient in gradients:
+        dtype = torch.float64 if gradient.dtype == torch.float64 else torch.float32
+        total += torch.linalg.vector_norm(gradient, dtype=dtype).double().square().to(device)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(total)
     return math.sqrt(total.item())
 
 

@@ -21,18 +21,17 @@ def lost_share(
     before: Sequence[torch.Tensor],
     after: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor],
-    group: dist.ProcessGroup,
     device: torch.device,
 ) -> float | None:
     """Return the share of elements with a gradient that a step left as they were; None without any; collective.
 
-    The same on every rank of the group, which communicates from ``device``.
+    Over the default group, which communicates from ``device``; each shard must be passed by one rank only.
     """
     counts = torch.zeros(2, dtype=torch.float64, device=device)
     for old, new, gradient in zip(before, after, gradients, strict=True):
         pulled = gradient != 0
         counts += torch.stack([(pulled & (old == new)).sum(), pulled.sum()]).to(device)
-    if group.size() > 1:
-        dist.all_reduce(counts, group=group)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(counts)
     lost, pulled_on = counts.tolist()
     return lost / pulled_on if pulled_on else None

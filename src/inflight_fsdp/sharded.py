@@ -12,7 +12,6 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,25 +19,24 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from inflight.attention import SegmentPlan, segment_kernel_in_words
+from inflight.attention import segment_kernel_in_words
 from inflight.checkpoints import max_model_len_of
-from inflight.contracts import BackgroundSaver, PartialWeightSource, TrainerWorker
+from inflight.contracts import BackgroundSaver, ModelParallelWorker, PartialWeightSource
 from inflight.errors import CheckpointError, ConfigError, NonFiniteError, PrecisionWarning, TrainerError
-from inflight.losses.head import chunked_logprobs
 from inflight.transfer_time import with_transfer_s
 from inflight.types import MicroBatch, StepResult, WeightBucket
 from inflight.wire import BucketSpec, TensorSpec
-from inflight_fsdp.background import BackgroundSave, SaveGroups, copy_to_host, make_save_groups
+from inflight_fsdp.background import BackgroundSave, copy_to_host, make_save_group
 from inflight_fsdp.checkpoint import TrainerState, load_checkpoint, save_checkpoint
 from inflight_fsdp.config import WorkerConfig
 from inflight_fsdp.devices import device_of
-from inflight_fsdp.layout import Layout, ShardedTensor
+from inflight_fsdp.layout import Layout, ShardedTensor, Sharding
 from inflight_fsdp.optimizer import ShardedAdamW, clip, global_norm, learning_rate_at
 from inflight_fsdp.rounding import lost_share, spread_sample
+from inflight_fsdp.rows import Row, head_exchange, rows_of, summed_for_all
 from inflight_fsdp.sharding import gather_on_first
 
 _SAVE_S = 1800.0
@@ -49,30 +47,11 @@ _TOLD_STEPS = 3
 Worker = TypeVar("Worker", bound="ShardedWorker")
 
 
-@dataclass(frozen=True, slots=True)
-class HeadTargets:
-    """The targets of a packed micro-batch; N may be 0."""
-
-    rows_N: torch.Tensor
-    token_ids_N: torch.Tensor
-    temperature_N: torch.Tensor
-    chunk_size: int
-    """Targets whose logits exist at the same time."""
-
-    def logprobs(self, hidden_1TH: torch.Tensor, head: nn.Linear) -> torch.Tensor:
-        """Return the logprobs [N] under a linear head, from the hidden states of the rows before."""
-        return chunked_logprobs(
-            hidden_1TH[0].index_select(0, self.rows_N - 1),
-            head.weight,
-            self.token_ids_N,
-            self.temperature_N,
-            bias_V=head.bias,
-            chunk_size=self.chunk_size,
-        )
-
-
-class ShardedWorker(TrainerWorker, PartialWeightSource, BackgroundSaver):
+class ShardedWorker(ModelParallelWorker, PartialWeightSource, BackgroundSaver):
     """One trainer rank."""
+
+    num_rows: int = 1
+    """Rows that a micro-batch is cut into."""
 
     def __init__(
         self,
@@ -81,29 +60,38 @@ class ShardedWorker(TrainerWorker, PartialWeightSource, BackgroundSaver):
         *,
         owns_group: bool,
         policy: nn.Module,
-        mesh: DeviceMesh,
         parameters: Mapping[str, DTensor],
+        shardings: Mapping[str, Sharding],
         layouts: Mapping[str, Layout],
         optimizer: ShardedAdamW,
         hf_config: Any,
+        summed_over: Mapping[str, dist.ProcessGroup] | None = None,
     ) -> None:
         """Take over a sharded model.
 
-        ``policy`` takes ``(token_ids_T, position_ids_T, segment plan, head targets)`` and returns logprobs [N]; T is at
-        least 1. The result depends on every parameter even if N is 0, so that every rank takes part in the same
-        collectives. ``mesh`` is of all ranks; parameters are sharded over its last dimension. ``parameters`` are by the
-        trainer's names, ``layouts`` in the same order; those that do not require gradients are neither trained nor
-        published. These objects live as long as the module, whose attributes change while layers are whole.
+        ``policy`` takes a `Row` and returns logprobs [N], which depend on every parameter even if N is 0, so that every
+        rank takes part in the same collectives. ``parameters`` are those of which this rank has a part, by the
+        trainer's names; ``shardings`` and ``layouts`` are of all parameters, on every rank in the same order. Those
+        that do not require gradients are neither trained nor published. These objects live as long as the module, whose
+        attributes change while layers are whole. ``summed_over`` are the parameters that this rank computes with apart
+        from the ranks of a group: their gradients are still to be summed.
         """
         self._config = config
         self._device = device
         self._owns_group = owns_group
-        self._mesh = mesh
         self._policy = policy
         self._parameters = dict(parameters)
         self._trained = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
         self._layouts = dict(layouts)
+        self._shardings = dict(shardings)
         self._optimizer = optimizer
+        self._summed_over = summed_over or {}
+        self._ranks = config.rank_layout(dist.get_world_size())
+        self._exchange = head_exchange(self._ranks, device)
+        self._nothing = torch.empty(0, dtype=getattr(torch, config.stored_dtype), device=device)
+        """Held of parameters that are on other ranks."""
+        self._owned = [name for name in self._trained if self.rank in self._shardings[name].owners]
+        """Parameters of whose parts this rank answers for its own."""
         self._wire_dtype = config.wire_dtype or config.dtype
         self._model_config: str = hf_config.to_json_string(use_diff=True)
         self._context_length = max_model_len_of(hf_config)
@@ -113,7 +101,7 @@ class ShardedWorker(TrainerWorker, PartialWeightSource, BackgroundSaver):
         size_bytes = sum(math.prod(shape) for layout in layouts.values() for shape in layout.shapes.values())
         size_bytes *= 3 * getattr(torch, config.stored_dtype).itemsize  # with both moments
         self._longest_save_s = with_transfer_s(_SAVE_S, size_bytes)
-        self._save_groups: SaveGroups | None = None
+        self._save_group: dist.ProcessGroup | None = None
         self._begun_save: BackgroundSave | None = None
         self._lost_shares: list[float] = []
         """Of the first steps, until they are reported."""
@@ -133,7 +121,15 @@ class ShardedWorker(TrainerWorker, PartialWeightSource, BackgroundSaver):
 
     @property
     def world_size(self) -> int:
-        return self._mesh.size()
+        return dist.get_world_size()
+
+    @property
+    def data_parallel_rank(self) -> int:
+        return self._ranks.data_rank(self.rank)
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self._ranks.data_size
 
     @property
     def version(self) -> int:
@@ -144,30 +140,24 @@ class ShardedWorker(TrainerWorker, PartialWeightSource, BackgroundSaver):
 
         Raises `TrainerError` for a segment longer than the model's context, before any collective.
         """
-        lengths, token_ids_T = batch.segment_lengths, batch.token_ids_T
+        lengths = batch.segment_lengths
         if lengths and (longest := max(lengths)) > self._context_length:
             raise TrainerError(
                 f"segment {lengths.index(longest)} of the micro-batch has {longest} tokens, but the model's context is "
                 f"{self._context_length} (max_position_embeddings): leave it out, or sample shorter completions"
             )
-        position_ids_T, temperature_T = batch.position_ids_T, batch.temperature_T
-        if not lengths:  # Other ranks may have tokens: take part in their collectives with a token of no segment.
-            lengths = (1,)
-            token_ids_T, position_ids_T, temperature_T = torch.tensor([0]), torch.tensor([0]), torch.tensor([1.0])
-        token_ids_T, rows_N = token_ids_T.to(self._device), batch.loss_mask_T.nonzero().squeeze(1).to(self._device)
-        logprobs_N: torch.Tensor = self._policy(
-            token_ids_T,
-            position_ids_T.to(self._device),
-            SegmentPlan.build(lengths, self._device),
-            HeadTargets(
-                rows_N,
-                token_ids_T.index_select(0, rows_N),
-                temperature_T.to(self._device).index_select(0, rows_N),
-                self._config.logprob_chunk_size,
-            ),
-        )
-        logprobs_T = logprobs_N.new_zeros(len(token_ids_T)).index_copy(0, rows_N, logprobs_N)
+        rows = rows_of(batch, self.num_rows, self._exchange, self._config.logprob_chunk_size, self._device)
+        logprobs_N = self._compute(rows)
+        places_N = torch.cat([row.places_N for row in rows])
+        # Without tokens the result must still depend on the parameters, hence one place more.
+        logprobs_T = logprobs_N.new_zeros(batch.num_tokens + 1).index_copy(0, places_N, logprobs_N)
+        if self._exchange is not None:
+            logprobs_T = summed_for_all(logprobs_T, self._exchange.group)
         return logprobs_T[: batch.num_tokens].to(batch.token_ids_T.device)
+
+    def _compute(self, rows: Sequence[Row]) -> torch.Tensor:
+        """Return the logprobs of the rows' targets, one row after another."""
+        return torch.cat([self._policy(row) for row in rows])
 
     def backward(self, loss: torch.Tensor) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
@@ -177,9 +167,11 @@ class ShardedWorker(TrainerWorker, PartialWeightSource, BackgroundSaver):
         """Raise `TrainerError`, with nothing changed, if `backward` was not called since the last step."""
         if all(parameter.grad is None for parameter in self._trained.values()):
             raise TrainerError(f"step at version {self._version} without a gradient: call backward first")
-        gradients = [_local_gradient(parameter) for parameter in self._trained.values()]
-        group = self._mesh.get_group(self._mesh.ndim - 1)
-        norm = global_norm(gradients, group, self._device)
+        by_name = {name: _local_gradient(parameter) for name, parameter in self._trained.items()}
+        for name, group in self._summed_over.items():
+            dist.all_reduce(by_name[name], group=group)
+        gradients, owned = list(by_name.values()), [by_name[name] for name in self._owned]
+        norm = global_norm(owned, self._device)
         self._clear_gradients()
         if not math.isfinite(norm):
             raise NonFiniteError(
@@ -190,12 +182,12 @@ class ShardedWorker(TrainerWorker, PartialWeightSource, BackgroundSaver):
         learning_rate = learning_rate_at(self._version, self._config)
         self._forget_whole_parameters()
         is_watched = self._config.stored_dtype == "bfloat16" and learning_rate != 0.0
-        before = spread_sample(self._shards()) if is_watched else []
+        before = spread_sample(self._owned_shards()) if is_watched else []
         self._optimizer.step(gradients, learning_rate)
         self._version += 1
         if not is_watched:
             return StepResult(self._version, norm, learning_rate)
-        lost = lost_share(before, spread_sample(self._shards()), spread_sample(gradients), group, self._device)
+        lost = lost_share(before, spread_sample(self._owned_shards()), spread_sample(owned), self._device)
         self._tell_lost_share(lost)
         return StepResult(self._version, norm, learning_rate, rounded_away=lost)
 
@@ -203,13 +195,19 @@ class ShardedWorker(TrainerWorker, PartialWeightSource, BackgroundSaver):
         """Frozen parameters are left out."""
         return [
             TensorSpec(name=name, dtype=self._wire_dtype, shape=shape)
-            for trained in self._trained
-            for name, shape in self._layouts[trained].shapes.items()
+            for layout in self._published.values()
+            for name, shape in layout.shapes.items()
         ]
 
     def frozen_names(self) -> Sequence[str]:
-        frozen = (layout for name, layout in self._layouts.items() if name not in self._trained)
+        frozen = (layout for name, layout in self._layouts.items() if name not in self._published)
         return [name for layout in frozen for name in layout.shapes]
+
+    @property
+    def _published(self) -> Mapping[str, Layout]:
+        """The layouts of trained parameters, of this rank or of others."""
+        frozen = self._parameters.keys() - self._trained.keys()
+        return {name: layout for name, layout in self._layouts.items() if name not in frozen}
 
     def gather_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
         """Yielded tensors share no memory with the parameters."""
@@ -232,10 +230,10 @@ class ShardedWorker(TrainerWorker, PartialWeightSource, BackgroundSaver):
     def begin_save(self, path: Path) -> None:
         """The copy takes as much host memory as the shards and their moments."""
         self.finish_save(self._longest_save_s)
-        if self._save_groups is None:
-            self._save_groups = make_save_groups(self._mesh, self._longest_save_s)
-        state = copy_to_host(self._state(self._optimizer.states), self._save_groups)
-        write = partial(save_checkpoint, path.absolute(), state, self._save_groups.everyone)
+        if self._save_group is None:
+            self._save_group = make_save_group(self._longest_save_s)
+        state = copy_to_host(self._state(self._optimizer.states))
+        write = partial(save_checkpoint, path.absolute(), state, self._save_group)
         self._begun_save = BackgroundSave(path, write)
 
     def finish_save(self, timeout_s: float) -> None:
@@ -273,10 +271,9 @@ class ShardedWorker(TrainerWorker, PartialWeightSource, BackgroundSaver):
         Call `finish_save` before to learn how the save ended.
         """
         self._wait_for_save()
-        if self._save_groups is not None and dist.is_initialized():
-            for group in {self._save_groups.everyone, self._save_groups.mesh.get_group(0)}:
-                dist.destroy_process_group(group)
-        self._save_groups = None
+        if self._save_group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._save_group)
+        self._save_group = None
         if self._owns_group:
             self._owns_group = False
             dist.destroy_process_group()
@@ -285,15 +282,21 @@ class ShardedWorker(TrainerWorker, PartialWeightSource, BackgroundSaver):
         if self._begun_save is not None:
             self._begun_save.wait(self._longest_save_s)
 
-    def _state(self, states: Mapping[str, Mapping[str, DTensor]]) -> TrainerState:
-        weights = [ShardedTensor(self._parameters[name], layout) for name, layout in self._layouts.items()]
+    @torch.no_grad()
+    def _state(self, states: Mapping[str, Mapping[str, torch.Tensor]]) -> TrainerState:
+        weights = [self._sharded(name) for name in self._layouts]
         moments = [
-            ShardedTensor(tensor, self._layouts[name].suffixed(f".{kind}"))
+            ShardedTensor(tensors.get(name, self._nothing), self._shardings[name], layout.suffixed(f".{kind}"))
             for kind, tensors in states.items()
-            for name, tensor in tensors.items()
+            for name, layout in self._published.items()
         ]
         num_steps, model_path = self._optimizer.num_steps, self._config.model_path
-        return TrainerState(weights, moments, self._version, num_steps, self._model_config, model_path)
+        return TrainerState(weights, moments, self._version, num_steps, self._model_config, model_path, self._device)
+
+    def _sharded(self, name: str) -> ShardedTensor:
+        parameter = self._parameters.get(name)
+        local = self._nothing if parameter is None else parameter.to_local()
+        return ShardedTensor(local, self._shardings[name], self._layouts[name])
 
     @torch.no_grad()
     def _gather(self, name: str) -> torch.Tensor | None:
@@ -305,15 +308,15 @@ class ShardedWorker(TrainerWorker, PartialWeightSource, BackgroundSaver):
         layout = self._layouts[owner]
         dtype: torch.dtype = getattr(torch, self._wire_dtype)
         if layout.split is None:
-            return gather_on_first(self._parameters[owner], dtype)
+            return gather_on_first(self._sharded(owner), dtype, self._device)
         if self._split[0] != owner:
-            whole = gather_on_first(self._parameters[owner], dtype)
+            whole = gather_on_first(self._sharded(owner), dtype, self._device)
             self._split = (owner, {} if whole is None else dict(layout.stored(whole)))
         tensor = self._split[1].pop(name, None)
         return None if tensor is None else tensor.clone(memory_format=torch.contiguous_format)
 
-    def _shards(self) -> list[torch.Tensor]:
-        return [parameter.to_local() for parameter in self._trained.values()]
+    def _owned_shards(self) -> list[torch.Tensor]:
+        return [self._trained[name].to_local() for name in self._owned]
 
     def _tell_lost_share(self, share: float | None) -> None:
         """Warn once, after the first steps."""
@@ -375,9 +378,7 @@ def make_worker(kind: Callable[..., Worker], config: WorkerConfig) -> Worker:
         backend = "gloo" if device.type == "cpu" else "nccl"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
-        num_ranks, size = dist.get_world_size(), config.shard_size
-        if size is not None and num_ranks % size:
-            raise ConfigError(f"shard_size {size} does not divide the {num_ranks} ranks")
+        config.rank_layout(dist.get_world_size())
         return kind(config, device, owns_group=owns_group)
     except BaseException:
         if owns_group:

@@ -1,8 +1,13 @@
-"""This rank's rows of a tensor, and reading only those from safetensors files. Knows nothing of models."""
+"""Which part of each tensor a rank holds, gathering the parts, and reading only one's own from safetensors files.
+
+Knows nothing of models.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,86 +15,124 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from inflight.checkpoints import StoredTensor
-from inflight_fsdp.layout import ShardedTensor
+from inflight_fsdp.layout import Box, ShardedTensor, Sharding
 
 
-def rows_of_ranks(tensor: DTensor) -> list[slice]:
-    """Return each rank's rows of a tensor whose first dimension is sharded over the last dimension of its mesh."""
-    num_rows, num_ranks = tensor.shape[0], tensor.device_mesh.size(tensor.device_mesh.ndim - 1)
-    each = -(-num_rows // num_ranks)
-    return [slice(min(each * r, num_rows), min(each * (r + 1), num_rows)) for r in range(num_ranks)]
+def shardings_of(
+    parameters: Mapping[str, DTensor], shapes: Mapping[str, tuple[int, ...]], device: torch.device
+) -> dict[str, Sharding]:
+    """Return who holds what of each parameter in ``shapes``, the same on every rank; collective.
+
+    A rank may have only some of the ``parameters``. ``device`` is one that the default group communicates from.
+    """
+    width = max(len(shape) for shape in shapes.values())
+    edges = torch.zeros(len(shapes), width, 2, dtype=torch.int64)
+    for row, name in enumerate(shapes):
+        if (parameter := parameters.get(name)) is not None:
+            sizes, offsets = compute_local_shape_and_global_offset(
+                parameter.shape, parameter.device_mesh, parameter.placements
+            )
+            for dim, (size, offset) in enumerate(zip(sizes, offsets, strict=True)):
+                edges[row, dim] = torch.tensor((offset, offset + size))
+    edges = edges.to(device)
+    everyone = [torch.empty_like(edges) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, edges)
+    by_rank = [every.tolist() for every in everyone]
+    return {
+        name: Sharding(shape, tuple(_box(rows[row], len(shape)) for rows in by_rank))
+        for row, (name, shape) in enumerate(shapes.items())
+    }
 
 
-def local_rows(tensor: DTensor) -> slice:
-    """Return this rank's slice of `rows_of_ranks`."""
-    mesh = tensor.device_mesh
-    return rows_of_ranks(tensor)[mesh.get_local_rank(mesh.ndim - 1)]
+def _box(edges: Sequence[tuple[int, int]], num_dims: int) -> Box | None:
+    box = tuple(slice(start, stop) for start, stop in edges[:num_dims])
+    return box if all(part.start < part.stop for part in box) else None
+
+
+def runs_of(box: Box, shape: Sequence[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Yield each stretch of a box that is contiguous in the whole tensor, in order.
+
+    Each is the index of its first element in the whole tensor, and the leading indices that select it from the box.
+    """
+    cut = [dim for dim, (part, size) in enumerate(zip(box, shape, strict=True)) if part.stop - part.start < size]
+    last = max(cut, default=0)
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    for leading in itertools.product(*(range(part.stop - part.start) for part in box[:last])):
+        indices = (*(part.start + i for part, i in zip(box, leading, strict=False)), box[last].start)
+        yield sum(i * stride for i, stride in zip(indices, strides, strict=False)), leading
 
 
 @torch.no_grad()
-def gather_on_first(tensor: DTensor, dtype: torch.dtype) -> torch.Tensor | None:
+def gather_on_first(
+    tensor: ShardedTensor, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None = None
+) -> torch.Tensor | None:
     """Return the whole tensor in ``dtype``, in memory of its own, on rank 0, None elsewhere; collective.
 
-    Ranks send their rows to rank 0, so no other rank holds more than its own rows. The result is on the device of the
-    tensor's mesh, from which the mesh's groups communicate; shards in host memory are moved there first.
+    Ranks send their parts to rank 0, so no other rank holds more than its own. The result is on the ``device`` that
+    ``group``, which is of all ranks, communicates from (None: the default group).
     """
-    sent_dtype = min(dtype, tensor.dtype, key=lambda d: d.itemsize)  # cast where it makes less to send
-    rank = dist.get_rank()
-    mesh = tensor.device_mesh
-    mine = tensor.to_local().to(sent_dtype).to(mesh.device_type)
-    group, rows = mesh.get_group(mesh.ndim - 1), rows_of_ranks(tensor)
-    if rank == 0:
-        full = torch.empty(tensor.shape, dtype=sent_dtype, device=mine.device)
-        full[rows[0]] = mine
-        parts = [(other, full[part]) for other, part in enumerate(rows) if other and part.start < part.stop]
-        for call in [dist.irecv(part, group=group, group_src=other) for other, part in parts]:
-            assert call is not None
-            call.wait()
-        return full.to(dtype)
-    if rank < len(rows) and mine.numel():  # only the first copy of the parameters is sent
-        dist.send(mine, group=group, group_dst=0)
-    return None
+    sent_dtype = min(dtype, tensor.local.dtype, key=lambda d: d.itemsize)  # cast where it makes less to send
+    rank, owners = dist.get_rank(), tensor.sharding.owners
+    if rank:
+        if rank in owners:
+            dist.send(tensor.local.to(sent_dtype).to(device).contiguous(), 0, group=group)
+        return None
+    full = torch.empty(tensor.sharding.shape, dtype=sent_dtype, device=device)
+    if 0 in owners:
+        full[owners[0]] = tensor.local.to(sent_dtype).to(device)
+    parts = [(other, full[box]) for other, box in owners.items() if other]
+    # What is contiguous is its own copy, and is received in place.
+    received = [(other, part, part.contiguous()) for other, part in parts]
+    for call in [dist.irecv(into, other, group=group) for other, _, into in received]:
+        assert call is not None
+        call.wait()
+    for _, part, into in received:
+        if into is not part:
+            part.copy_(into)
+    return full.to(dtype)
 
 
 @torch.no_grad()
 def local_part(tensor: ShardedTensor, content: Any) -> torch.Tensor:
-    """Return this rank's shard as an open safetensors file holds it, in the file's dtype."""
-    shard = tensor.tensor.to_local()
-    if not shard.numel():
-        return shard
+    """Return this rank's part as an open safetensors file holds it, in the file's dtype."""
+    box = tensor.sharding.boxes[dist.get_rank()]
+    if box is None:
+        return tensor.local
     if tensor.layout.join is None:
-        part: torch.Tensor = content.get_slice(tensor.layout.name)[local_rows(tensor.tensor)]
+        part: torch.Tensor = content.get_slice(tensor.layout.name)[box]
         return part
     stored = {name: content.get_tensor(name) for name in tensor.layout.shapes}
     return part_of(tensor, stored)
 
 
 def part_of(tensor: ShardedTensor, stored: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return this rank's shard of a parameter that is stored as ``stored``; never communicates."""
-    layout = tensor.layout
+    """Return this rank's part of a parameter that is stored as ``stored``; never communicates."""
+    layout, box = tensor.layout, tensor.sharding.boxes[dist.get_rank()]
+    assert box is not None
     whole = stored[layout.name] if layout.join is None else layout.join(stored)
-    return whole[local_rows(tensor.tensor)]
+    return whole[box]
 
 
 @torch.no_grad()
 def read_shards(stored: Mapping[str, StoredTensor], tensors: Sequence[ShardedTensor]) -> None:
-    """Fill the shards of this rank, one after another, cast to their dtype; every tensor must be stored and fit.
+    """Fill the parts of this rank, one after another, cast to their dtype; every tensor must be stored and fit.
 
-    If a parameter is stored as it is, only the rows of this rank are read. One file is open at a time, since its mapped
+    If a parameter is stored as it is, only the part of this rank is read. One file is open at a time, since its mapped
     pages count as memory of the process until it is closed.
     """
     by_files: dict[tuple[Path, ...], list[ShardedTensor]] = {}
     for tensor in tensors:
-        if tensor.tensor.to_local().numel():
+        if tensor.local.numel():
             files = tuple(sorted({stored[name].file for name in tensor.layout.shapes}))
             by_files.setdefault(files, []).append(tensor)
     for (first, *others), members in by_files.items():
         if not others:
             with safe_open(first, framework="pt") as content:
                 for tensor in members:
-                    tensor.tensor.to_local().copy_(local_part(tensor, content))
+                    tensor.local.copy_(local_part(tensor, content))
             continue
         for tensor in members:
             parts: dict[str, torch.Tensor] = {}
@@ -97,4 +140,4 @@ def read_shards(stored: Mapping[str, StoredTensor], tensors: Sequence[ShardedTen
                 with safe_open(file, framework="pt") as content:
                     names = [name for name in tensor.layout.shapes if stored[name].file == file]
                     parts |= {name: content.get_tensor(name).clone() for name in names}
-            tensor.tensor.to_local().copy_(part_of(tensor, parts))
+            tensor.local.copy_(part_of(tensor, parts))

@@ -6,7 +6,7 @@ parallelised by the function of its family, and named in checkpoints by its stat
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -29,18 +29,22 @@ from inflight_fsdp.compiled import compile_layers
 from inflight_fsdp.config import parse_config
 from inflight_fsdp.layout import ShardedTensor
 from inflight_fsdp.optimizer import ShardedAdamW
+from inflight_fsdp.pipeline import Pipeline
+from inflight_fsdp.rows import Row
 from inflight_fsdp.sharded import ShardedWorker, make_worker, sum_gradients_over_ranks
-from inflight_fsdp.sharding import read_shards
+from inflight_fsdp.sharding import read_shards, shardings_of
+from inflight_fsdp.torchtitan_config import TorchTitanConfig
 from inflight_fsdp.torchtitan_model import (
+    EMBEDDING,
     FAMILIES,
     HEAD,
     Family,
-    TitanPolicy,
-    TorchTitanConfig,
+    keep_stage,
     layout_of,
     model_config_of,
     supported_config,
 )
+from inflight_fsdp.torchtitan_modules import TitanPolicy
 
 
 def create_worker(config: TorchTitanConfig | Mapping[str, object]) -> TorchTitanWorker:
@@ -66,46 +70,105 @@ class TorchTitanWorker(ShardedWorker):
         if config.compile:
             # TorchTitan's own compiling allows no break in a layer's graph, and attention over segments breaks it.
             compile_layers(decoder.layers.values())
-        decoder.tok_embeddings.padding_idx = hf_config.pad_token_id  # its row has no gradient, as in transformers
         adapter = family.adapter(model_config, None)
         layouts = {name: layout_of(name, parameter, adapter) for name, parameter in decoder.named_parameters()}
+        shapes = {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
         wanted = {name: shape for layout in layouts.values() for name, shape in layout.shapes.items()}
         known = (HEAD,) if hf_config.tie_word_embeddings else ()
         stored = on_every_rank(lambda: fitting_tensors(config.model_path, wanted, known=known), device)
-        mesh = _parallelize(decoder, family, config, device)
+        dims = _parallel_dims(config, device)
+        tensor_mesh = dims.get_optional_mesh("tp")
+        # The row of the padding has no gradient, as in transformers.
+        decoder.tok_embeddings.padding_idx = _padding_row(hf_config, tensor_mesh)
+        if config.pipeline_parallel > 1:
+            keep_stage(decoder, dims.get_mesh("pp").get_local_rank(), config.pipeline_parallel)
+        _parallelize(decoder, family, dims, config, device)
         decoder.to_empty(device="cpu" if config.cpu_offload else device)
         with torch.no_grad():
             decoder.init_states(buffer_device=device)  # the rotary tables; ties a tied head again
-        parameters = {canonical_fqn(name): cast(DTensor, p) for name, p in decoder.named_parameters()}
-        laid_out = [ShardedTensor(parameter, layouts[name]) for name, parameter in parameters.items()]
+        # The last stage of a pipeline has a tied embedding as its head.
+        names = {HEAD: EMBEDDING} if hf_config.tie_word_embeddings else {}
+        parameters = {
+            names.get(canonical_fqn(name), canonical_fqn(name)): cast(DTensor, p)
+            for name, p in decoder.named_parameters()
+        }
+        shardings = shardings_of(parameters, shapes, device)
+        laid_out = [ShardedTensor(p.to_local(), shardings[name], layouts[name]) for name, p in parameters.items()]
         on_every_rank(lambda: read_shards(stored, laid_out), device)
         super().__init__(
             config,
             device,
             owns_group=owns_group,
-            policy=TitanPolicy(decoder),
-            mesh=mesh,
+            policy=TitanPolicy(decoder, tensor_mesh),
             parameters=parameters,
+            shardings=shardings,
             layouts=layouts,
             optimizer=_optimizer(decoder, parameters, config),
             hf_config=hf_config,
+            summed_over=_tied_over_stages(config) if hf_config.tie_word_embeddings else {},
         )
+        self._pipeline: Pipeline | None = None
+        if config.pipeline_parallel > 1:
+            group, dtype = dims.get_mesh("pp").get_group(), getattr(torch, config.dtype)
+            self._pipeline = Pipeline(group, hf_config.hidden_size, dtype, device)
+            self.num_rows = config.pipeline_chunks or 2 * config.pipeline_parallel
+
+    def _compute(self, rows: Sequence[Row]) -> torch.Tensor:
+        if self._pipeline is None:
+            return super()._compute(rows)
+        return self._pipeline.logprobs(rows, self._policy)
 
 
-def _parallelize(decoder: Decoder, family: Family, config: TorchTitanConfig, device: torch.device) -> DeviceMesh:
-    """Shard the decoder as TorchTitan does; return the mesh of its parameters."""
+def _padding_row(hf_config: Any, tensor_mesh: DeviceMesh | None) -> int | None:
+    """Return the padding's row of this rank's part of the embedding, None if it is not there."""
+    row: int | None = hf_config.pad_token_id
+    if row is None or tensor_mesh is None:
+        return row
+    each = -(-hf_config.vocab_size // tensor_mesh.size())
+    return row % each if row // each == tensor_mesh.get_local_rank() else None
+
+
+def _tied_over_stages(config: TorchTitanConfig) -> dict[str, dist.ProcessGroup]:
+    """Return the group of the first and the last stage, which both have the tied embedding; collective."""
+    num_ranks, num_stages = dist.get_world_size(), config.pipeline_parallel
+    if num_stages == 1:
+        return {}
+    each, rank = num_ranks // num_stages, dist.get_rank()
+    pairs = [[first, num_ranks - each + first] for first in range(each)]
+    groups = {tuple(pair): dist.new_group(pair) for pair in pairs}  # torch requires that every rank makes every group
+    mine = [group for pair, group in groups.items() if rank in pair]
+    return {EMBEDDING: mine[0]} if mine else {}
+
+
+def _parallel_dims(config: TorchTitanConfig, device: torch.device) -> ParallelDims:
+    """Return TorchTitan's meshes of all ranks; collective.
+
+    To TorchTitan, ranks that share rows are ranks with rows of their own: it would sum their gradients in the same way.
+    """
     num_ranks = dist.get_world_size()
-    size = config.shard_size or num_ranks
+    num_sharing = num_ranks // (config.tensor_parallel * config.pipeline_parallel)
+    size = config.shard_size or num_sharing
     set_spmd_backend("partial_dtensor")
-    parallelism = ParallelismConfig(
-        data_parallel_replicate_degree=num_ranks // size,
-        data_parallel_shard_degree=size,
-        spmd_backend="partial_dtensor",
-    )
     # Without an accelerator TorchTitan makes its meshes for CUDA.
     parallel_dims.device_type = device.type
-    dims = ParallelDims.from_config(parallelism, num_ranks)
+    dims = ParallelDims(
+        dp_replicate=num_sharing // size,
+        dp_shard=size,
+        cp=1,
+        tp=config.tensor_parallel,
+        pp=config.pipeline_parallel,
+        ep=config.expert_parallel,
+        world_size=num_ranks,
+        spmd_backend="partial_dtensor",
+    )
     dims.build_mesh()
+    return dims
+
+
+def _parallelize(
+    decoder: Decoder, family: Family, dims: ParallelDims, config: TorchTitanConfig, device: torch.device
+) -> None:
+    """Shard the decoder as TorchTitan does."""
     family.parallelize(
         decoder,
         parallel_dims=dims,
@@ -115,13 +178,12 @@ def _parallelize(decoder: Decoder, family: Family, config: TorchTitanConfig, dev
             # TorchTitan pins host memory, which needs a GPU; on a CPU there is nothing to move.
             enable_cpu_offload=config.cpu_offload and device.type != "cpu",
         ),
-        parallelism=parallelism,
+        parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
         compile_config=CompileConfig(enable=False),
         ac_config=FullAC.Config() if config.activation_checkpointing else None,
         dump_folder="",
     )
     sum_gradients_over_ranks(decoder)  # TorchTitan sums them in a way that gloo does not support
-    return cast(DeviceMesh, dims.get_mesh(["dp_replicate", "fsdp"] if num_ranks > size else ["fsdp"]))
 
 
 def _optimizer(decoder: Decoder, parameters: Mapping[str, DTensor], config: TorchTitanConfig) -> ShardedAdamW:

@@ -1,128 +1,36 @@
-"""TorchTitan's models for packed segments, configured from the config.json of a Hugging Face checkpoint.
-
-Two modules are ours: the attention over packed segments, since TorchTitan's have no backward on a CPU, and the head,
-which returns logprobs and never holds all logits.
-
-Shape suffixes: T packed tokens, N targets, H hidden; L, A, D length, heads and head size of attention.
-"""
+"""TorchTitan's models configured from the config.json of a Hugging Face checkpoint, and their stages and layouts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, cast
+from dataclasses import dataclass, fields
+from typing import Any, cast
 
 import torch
-from pydantic import model_validator
-from torch import nn
-from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear, RMSNorm, RoPE
-from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
+from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, RMSNorm, RoPE
+from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config, make_moe_config, make_router_config
 from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.moe import RoutedExperts
 from torchtitan.models.common.param_init import skip_param_init
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 from torchtitan.models.llama3 import Llama3Model, parallelize_llama
 from torchtitan.models.llama3.model import Llama3TransformerBlock
+from torchtitan.models.llama3.sharding import set_llama3_sharding_config
 from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
 from torchtitan.models.qwen3 import Qwen3Model, parallelize_qwen3
 from torchtitan.models.qwen3.model import Qwen3TransformerBlock
+from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
-from torchtitan.protocols.module import Module
 
-from inflight.attention import SegmentPlan, outside_of_graphs, segment_attention
 from inflight.checkpoints import load_config
 from inflight.errors import ConfigError, UnsupportedError
-from inflight_fsdp.config import WorkerConfig
 from inflight_fsdp.layout import Layout, Stored
-from inflight_fsdp.sharded import HeadTargets
+from inflight_fsdp.torchtitan_config import TorchTitanConfig
+from inflight_fsdp.torchtitan_modules import Experts, LogprobHead, Router, SegmentAttention
 
 _NO_INIT = {"weight": skip_param_init, "bias": skip_param_init}
 """Weights come from a checkpoint."""
-HEAD = "lm_head.weight"
-
-
-class TorchTitanConfig(WorkerConfig):
-    """Settings of one TorchTitan worker; the same on every rank."""
-
-    LABEL: ClassVar[str] = "TorchTitan"
-
-    optimizer_implementation: Literal["for-loop", "foreach", "fused"] = "fused"
-    """Of TorchTitan's optimizer container."""
-
-    @model_validator(mode="after")
-    def _has_no_settings_of_fsdp(self) -> TorchTitanConfig:
-        if self.reduce_dtype == "bfloat16":
-            raise ValueError("reduce_dtype 'bfloat16': TorchTitan sums gradients in float32; leave it out")
-        if self.float8:
-            raise ValueError("float8 is for the worker 'fsdp' only; leave it out")
-        return self
-
-
-class TitanPolicy(nn.Module):
-    """A decoder of TorchTitan as a function from packed tokens to logprobs."""
-
-    def __init__(self, decoder: Decoder) -> None:
-        super().__init__()
-        self.decoder = decoder
-
-    def forward(
-        self, token_ids_T: torch.Tensor, position_ids_T: torch.Tensor, plan: SegmentPlan, targets: HeadTargets
-    ) -> torch.Tensor:
-        """Return the logprobs [N] of the targets."""
-        head = self.decoder.lm_head
-        assert isinstance(head, LogprobHead)
-        head.targets = targets
-        try:
-            logprobs_N: torch.Tensor = self.decoder(
-                token_ids_T.unsqueeze(0), positions=position_ids_T.unsqueeze(0), attention_masks=plan
-            )
-        finally:
-            head.targets = None
-        return logprobs_N
-
-
-# ---------------------------------------------------------------------------------------------- modules that are ours
-
-
-class LogprobHead(Linear):  # type: ignore[misc]
-    """Replaces TorchTitan's head: logprobs of the targets, in chunks."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Linear.Config):  # type: ignore[misc]
-        """TorchTitan makes the module of the class that its settings belong to."""
-
-    targets: HeadTargets | None = None
-
-    def forward(self, hidden_1TH: torch.Tensor) -> torch.Tensor:
-        """Return the logprobs [N] of the `targets`."""
-        assert self.targets is not None
-        return self.targets.logprobs(hidden_1TH, self)
-
-
-class SegmentAttention(Module):  # type: ignore[misc]
-    """Replaces TorchTitan's flex and varlen attention: attention over packed segments."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Module.Config):  # type: ignore[misc]
-        """Adds whether torch's compiler may include the attention in its graphs."""
-
-        in_graphs: bool = True
-
-    def __init__(self, config: Config) -> None:
-        super().__init__()
-        self._attend = segment_attention if config.in_graphs else outside_of_graphs(segment_attention)
-
-    def forward(
-        self,
-        query_1LAD: torch.Tensor,
-        key_1LAD: torch.Tensor,
-        value_1LAD: torch.Tensor,
-        *,
-        attention_masks: SegmentPlan,
-        scale: float | None = None,
-        **_: object,
-    ) -> torch.Tensor:
-        """Return [1, L, A, D]; TorchTitan calls the plan of segments masks."""
-        query, key, value = (x.transpose(1, 2) for x in (query_1LAD, key_1LAD, value_1LAD))
-        return self._attend(query, key, value, attention_masks, scale)
+HEAD, EMBEDDING = "lm_head.weight", "tok_embeddings.weight"
 
 
 # ------------------------------------------------------------------------------------------ from config.json to a model
@@ -136,26 +44,32 @@ class Family:
     block: Any
     adapter: Callable[[Any, None], Any]
     parallelize: Callable[..., Any]
+    shard: Callable[..., None]
+    """Says in a model's configuration how its tensors are shared."""
     rope: Any
     rope_types: tuple[str, ...]
     has_qk_norm: bool
 
 
+_QWEN3 = Family(
+    model=Qwen3Model,
+    block=Qwen3TransformerBlock,
+    adapter=Qwen3StateDictAdapter,
+    parallelize=parallelize_qwen3,
+    shard=set_qwen3_sharding_config,
+    rope=CosSinRoPE,
+    rope_types=("default",),
+    has_qk_norm=True,
+)
 FAMILIES = {
-    "qwen3": Family(
-        model=Qwen3Model,
-        block=Qwen3TransformerBlock,
-        adapter=Qwen3StateDictAdapter,
-        parallelize=parallelize_qwen3,
-        rope=CosSinRoPE,
-        rope_types=("default",),
-        has_qk_norm=True,
-    ),
+    "qwen3": _QWEN3,
+    "qwen3_moe": _QWEN3,
     "llama": Family(
         model=Llama3Model,
         block=Llama3TransformerBlock,
         adapter=Llama3StateDictAdapter,
         parallelize=parallelize_llama,
+        shard=lambda model, *, enable_sp, enable_ep: set_llama3_sharding_config(model, enable_sp=enable_sp),
         rope=ComplexRoPE,
         rope_types=("default", "llama3"),
         has_qk_norm=False,
@@ -181,7 +95,26 @@ def supported_config(config: TorchTitanConfig) -> Any:
         raise ConfigError(f"optimizer {config.optimizer!r}: TorchTitan's container supports only adamw")
     if config.dtype == "float64":
         raise ConfigError("dtype 'float64': TorchTitan trains in float32 or bfloat16")
+    _check_sizes(hf, config)
     return hf
+
+
+def _check_sizes(hf: Any, config: TorchTitanConfig) -> None:
+    """Raise `ConfigError` unless ranks can share the model's heads, experts and layers."""
+    num_experts = getattr(hf, "num_experts", None) or 0
+    divided = {
+        "tensor_parallel": ("key-value heads", hf.num_key_value_heads),
+        "expert_parallel": ("experts", num_experts),
+        "context_parallel": ("attention heads", hf.num_attention_heads // config.tensor_parallel),
+    }
+    for name, (what, number) in divided.items():
+        size = getattr(config, name)
+        if size > 1 and (number == 0 or number % size):
+            raise ConfigError(f"{name} {size} does not divide the model's {number} {what}")
+    if config.pipeline_parallel > hf.num_hidden_layers:
+        raise ConfigError(
+            f"pipeline_parallel {config.pipeline_parallel}: the model has only {hf.num_hidden_layers} layers"
+        )
 
 
 def model_config_of(hf: Any, config: TorchTitanConfig) -> Decoder.Config:
@@ -197,12 +130,14 @@ def model_config_of(hf: Any, config: TorchTitanConfig) -> Decoder.Config:
             num_embeddings=hf.vocab_size, embedding_dim=hf.hidden_size, param_init=_NO_INIT
         ),
         lm_head=LogprobHead.Config(in_features=hf.hidden_size, out_features=hf.vocab_size, param_init=_NO_INIT),
-        layers=[_layer(hf, family, rope, config) for _ in range(hf.num_hidden_layers)],
+        layers=[_layer(hf, family, rope, config, index) for index in range(hf.num_hidden_layers)],
     )
+    family.shard(model, enable_sp=False, enable_ep=config.expert_parallel > 1)
     return model
 
 
-def _layer(hf: Any, family: Family, rope: RoPE.Config, config: TorchTitanConfig) -> Any:
+def _layer(hf: Any, family: Family, rope: RoPE.Config, config: TorchTitanConfig, index: int) -> Any:
+    has_experts = _has_experts(hf, index)
     return family.block.Config(
         attention_norm=_norm(hf.hidden_size, hf),
         ffn_norm=_norm(hf.hidden_size, hf),
@@ -217,12 +152,47 @@ def _layer(hf: Any, family: Family, rope: RoPE.Config, config: TorchTitanConfig)
             qk_norm=_norm(hf.head_dim, hf) if family.has_qk_norm else None,
             rope=rope,
         ),
-        feed_forward=make_ffn_config(
+        feed_forward=None
+        if has_experts
+        else make_ffn_config(
             dim=hf.hidden_size,
             hidden_dim=hf.intermediate_size,
             w1_param_init=_NO_INIT,
             w2w3_param_init=_NO_INIT,
         ),
+        **({"moe": _experts(hf)} if has_experts else {}),
+    )
+
+
+def _has_experts(hf: Any, index: int) -> bool:
+    """Return whether a layer is a mixture of experts, by the rule of transformers' Qwen3-MoE."""
+    if not getattr(hf, "num_experts", None) or index in hf.mlp_only_layers:
+        return False
+    return bool((index + 1) % hf.decoder_sparse_step == 0)
+
+
+def _experts(hf: Any) -> Any:
+    router = make_router_config(
+        dim=hf.hidden_size,
+        num_experts=hf.num_experts,
+        gate_param_init=_NO_INIT,
+        top_k=hf.num_experts_per_tok,
+        score_func="softmax",
+        route_norm=hf.norm_topk_prob,
+    )
+    return make_moe_config(
+        num_experts=hf.num_experts,
+        router=Router.Config(**{field.name: getattr(router, field.name) for field in fields(router)}),
+        routed_experts=RoutedExperts.Config(
+            inner_experts=Experts.Config(
+                dim=hf.hidden_size,
+                hidden_dim=hf.moe_intermediate_size,
+                num_experts=hf.num_experts,
+                param_init=dict.fromkeys(("w1_EFD", "w2_EDF", "w3_EFD"), skip_param_init),
+            ),
+            token_dispatcher=AllToAllTokenDispatcher.Config(num_experts=hf.num_experts, top_k=hf.num_experts_per_tok),
+        ),
+        load_balance_coeff=None,
     )
 
 
@@ -247,6 +217,18 @@ def _rope(hf: Any, family: Family) -> RoPE.Config:
         for name in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
             setattr(rope, name, scaling[name])
     return rope
+
+
+def keep_stage(decoder: Decoder, stage: int, num_stages: int) -> None:
+    """Leave a decoder only the layers of one stage of a pipeline; the first has the embedding, the last the head."""
+    start, stop = (len(decoder.layers) * i // num_stages for i in (stage, stage + 1))
+    for index in [index for index in decoder.layers if not start <= int(index) < stop]:
+        del decoder.layers[index]
+    if stage > 0:
+        decoder.tok_embeddings = None
+    if stage < num_stages - 1:
+        decoder.norm = decoder.lm_head = None
+    decoder.enable_weight_tying = False
 
 
 def layout_of(name: str, parameter: torch.Tensor, adapter: Any) -> Layout:

@@ -14,6 +14,7 @@ from inflight_fsdp.config import WorkerConfig, parse_config
 from inflight_fsdp.model import PolicyModel, empty_policy, layouts_of, load_weights, shard_policy
 from inflight_fsdp.optimizer import make_adamw
 from inflight_fsdp.sharded import ShardedWorker, make_worker
+from inflight_fsdp.sharding import shardings_of
 
 
 def create_worker(config: WorkerConfig | Mapping[str, object]) -> FsdpWorker:
@@ -40,17 +41,20 @@ class FsdpWorker(ShardedWorker):
         policy = on_every_rank(lambda: empty_policy(config, device), device)
         causal_lm = policy.causal_lm
         shard_policy(policy, mesh, config)
-        on_every_rank(lambda: load_weights(policy, config, device), device)
         parameters: dict[str, DTensor] = dict(causal_lm.named_parameters())
+        layouts = layouts_of(causal_lm)
+        shardings = shardings_of(parameters, {name: tuple(p.shape) for name, p in parameters.items()}, device)
+        on_every_rank(lambda: load_weights(policy, layouts, shardings, config, device), device)
+        parameters = dict(causal_lm.named_parameters())
         trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         super().__init__(
             config,
             device,
             owns_group=owns_group,
             policy=policy,
-            mesh=mesh,
             parameters=parameters,
-            layouts=layouts_of(causal_lm),
+            shardings=shardings,
+            layouts=layouts,
             optimizer=on_every_rank(lambda: make_adamw(trained, config), device),
             hf_config=causal_lm.config,
         )

@@ -70,7 +70,11 @@ def certified_table() -> str:
         versions = [certificate["environment"][name] for name in ("torch", "torchtitan")]
         is_titan = "torchtitan" in certificate["implementation"]
         name, release = ("TorchTitan", versions[1]) if is_titan else ("FSDP2", f"torch {versions[0].split('+')[0]}")
-        rows[name] = (f"{release}, {certificate['flags']['ranks']} ranks", certificate)
+        shared = shared_by_ranks(certificate)
+        rows[f"{name}, {shared}" if shared else name] = (
+            f"{release}, {certificate['flags']['ranks']} ranks",
+            certificate,
+        )
     lines = [
         "| engine or trainer | release | sentences of the contract that hold | not declared |",
         "|---|---|---|---|",
@@ -79,6 +83,12 @@ def certified_table() -> str:
         outcomes = [verdict["outcome"] for verdict in certificate["verdicts"]]
         lines.append(f"| {name} | {release} | {outcomes.count('passed')} | {outcomes.count('skipped')} |")
     return "\n".join(lines)
+
+
+def shared_by_ranks(certificate: dict[str, Any]) -> str:
+    """Return in words the options that say how ranks share a model."""
+    flags = certificate["flags"]
+    return ", ".join(f"{name} {flags[name]}" for name in flags if name.endswith("_parallel") or name == "shard_size")
 
 
 def exceptions_table() -> str:
@@ -148,17 +158,34 @@ def learning_table() -> str:
 def trainers_table() -> str:
     """Return one row for each certificate of a worker."""
     lines = [
-        "| trainer | ranks | sentences that hold | of several ranks, skipped | kit took | date |",
-        "|---|---|---|---|---|---|",
+        "| trainer | ranks | shared by ranks | sentences that hold | of several ranks, skipped | kit took | date |",
+        "|---|---|---|---|---|---|---|",
     ]
     found = _certificates("worker")
-    for certificate in sorted(found, key=lambda c: (c["implementation"], int(c["flags"]["ranks"]))):
+    order = [(c["implementation"], int(c["flags"]["ranks"]), shared_by_ranks(c)) for c in found]
+    for _, certificate in sorted(zip(order, found, strict=True), key=lambda pair: pair[0]):
         outcomes = [verdict["outcome"] for verdict in certificate["verdicts"]]
+        name, shared = certificate["implementation"].rpartition(".")[2], shared_by_ranks(certificate)
         lines.append(
-            f"| `{certificate['implementation'].rpartition('.')[2]}` | {certificate['flags']['ranks']} | "
-            f"{outcomes.count('passed')} | {outcomes.count('skipped')} | {certificate['seconds']:.0f} s | "
-            f"{certificate['started_at'][:10]} |"
+            f"| `{name}` | {certificate['flags']['ranks']} | {shared} | {outcomes.count('passed')} | "
+            f"{outcomes.count('skipped')} | {certificate['seconds']:.0f} s | {certificate['started_at'][:10]} |"
         )
+    return "\n".join(lines)
+
+
+def layouts_table() -> str:
+    """Return how far each layout of ranks is from one rank."""
+    lines = [
+        "| ranks | layout | model | logprobs | gradients | weights, two steps | weights, resumed |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in kept("layouts")["rows"]:
+        found = row["differences"]
+        cells = [
+            f"{found[what]['absolute']:.1e}, {found[what]['relative']:.1e}"
+            for what in ("logprobs", "gradients", "weights", "weights resumed")
+        ]
+        lines.append(f"| {row['ranks']} | {row['layout']} | {row['model']} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -347,6 +374,7 @@ TABLES = {
     "head_tiles": head_tile_table,
     "preset_learning": preset_learning_table,
     "trainers": trainers_table,
+    "layouts": layouts_table,
     "trainer_learning": trainer_learning_table,
     "trainer_memory": trainer_memory_table,
     "trainer_speed": trainer_speed_table,

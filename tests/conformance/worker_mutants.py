@@ -243,10 +243,22 @@ class LocalClipping(FsdpWorker):
 
     def step(self) -> StepResult:
         gradients = gradients_of(self)
-        norm = global_norm(gradients, self._mesh.get_group(), self._device)
+        norm = global_norm(gradients, self._device)
         local = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients))
         scale_gradients(self, min(1.0, 1.0 / local))
         return replace(super().step(), gradient_norm=norm)
+
+
+class CountedByEach(FsdpWorker):
+    """Says that its ranks compute the same micro-batches, and sums the gradients of all of them."""
+
+    @property
+    def data_parallel_rank(self) -> int:
+        return 0
+
+    @property
+    def data_parallel_size(self) -> int:
+        return 1
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -319,7 +331,7 @@ class OverflowTaken(FsdpWorker):
 
     def step(self) -> StepResult:
         gradients = gradients_of(self)
-        norm = global_norm(gradients, self._mesh.get_group(), self._device) if gradients else 0.0
+        norm = global_norm(gradients, self._device) if gradients else 0.0
         if not math.isinf(norm):
             return super().step()
         for gradient in gradients:
@@ -458,7 +470,7 @@ class MomentsLost(FsdpWorker):
         super().load(path)
         for states in self._optimizer.states.values():
             for state in states.values():
-                state.to_local().zero_()
+                state.zero_()
         self._optimizer.set_num_steps(0)
 
 
@@ -542,6 +554,7 @@ MUTANTS = {
     "rank_mean": Mutant(RankMean, "W-18", "gradients are averaged over ranks", num_ranks=2),
     "busy_ranks_only": Mutant(BusyRanksOnly, "W-19", "gradients are weighted by the ranks with targets", num_ranks=2),
     "local_clipping": Mutant(LocalClipping, "W-20", "each rank clips by the norm of its shards", num_ranks=2),
+    "counted_by_each": Mutant(CountedByEach, "W-45", "every rank of a share counts its gradient", num_ranks=2),
     "later_forward_only": Mutant(LaterForwardOnly, "W-42", "of two forwards, only the later one's backward counts"),
     "stale_result": Mutant(StaleResult, "W-21", "a step reports the version before it"),
     "norm_of_one_rank": Mutant(NormOfOneRank, "W-21", "each rank reports the norm of its shards", num_ranks=2),

@@ -13,12 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.device_mesh import init_device_mesh
 
 from inflight.attention import register_segment_attention
 from inflight.checkpoints import load_causal_lm
 from inflight.errors import NonFiniteError
 from inflight_fsdp import WorkerConfig, create_worker
+from inflight_fsdp.layout import Sharding
 from inflight_fsdp.model import PolicyModel, layouts_of
 from inflight_fsdp.optimizer import ShardedAdamW
 from inflight_fsdp.sharded import ShardedWorker
@@ -39,7 +39,7 @@ def path(tmp_path):
 @pytest.fixture
 def one_rank():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
+    yield
     dist.destroy_process_group()
 
 
@@ -50,12 +50,14 @@ def whole_shards(monkeypatch):
 
 
 @contextlib.contextmanager
-def worker_on_paper(path, mesh):
+def worker_on_paper(path):
     """A rank whose model is on the device."""
     config = WorkerConfig.model_validate(settings(path, **OPTIONS))
     attention = register_segment_attention()
     causal_lm = load_causal_lm(path, attention=attention, dtype="float32", device=torch.device("cpu"))
     layouts = layouts_of(causal_lm)
+    shapes = {name: tuple(parameter.shape) for name, parameter in causal_lm.named_parameters()}
+    shardings = {name: Sharding(shape, (tuple(slice(0, size) for size in shape),)) for name, shape in shapes.items()}
     policy = PolicyModel(causal_lm.eval())
     with paper_gpu() as gpu:
         move_parameters(policy)
@@ -67,8 +69,8 @@ def worker_on_paper(path, mesh):
             CUDA,
             owns_group=False,
             policy=policy,
-            mesh=mesh,
             parameters=parameters,
+            shardings=shardings,
             layouts=layouts,
             optimizer=ShardedAdamW(adamw, parameters),
             hf_config=causal_lm.config,
@@ -89,7 +91,7 @@ def test_two_steps_have_the_logprobs_norms_and_weights_of_the_fsdp_worker_on_the
         expected.append(logprobs_T.detach())
         norms.append(usual.step().gradient_norm)
     weights = {name: parameter.full_tensor().detach() for name, parameter in usual._parameters.items()}
-    with worker_on_paper(path, one_rank) as (worker, parameters, gpu):
+    with worker_on_paper(path) as (worker, parameters, gpu):
         for batch, wanted_T, norm in zip(batches, expected, norms, strict=True):
             mine = batch if where == "host" else batch_on_cuda(batch)
             gpu.waits.clear()
@@ -108,7 +110,7 @@ def test_two_steps_have_the_logprobs_norms_and_weights_of_the_fsdp_worker_on_the
 
 def test_a_step_with_a_gradient_that_is_not_finite_is_refused_by_its_value(path, one_rank, whole_shards):
     batch = make_batch(LENGTHS, seed=1)
-    with worker_on_paper(path, one_rank) as (worker, _, _):
+    with worker_on_paper(path) as (worker, _, _):
         worker.backward(policy_loss(worker.forward(batch), batch) * math.nan)
         with pytest.raises(NonFiniteError, match="gradient norm"):
             worker.step()

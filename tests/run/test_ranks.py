@@ -95,9 +95,7 @@ class Ranks:
             for step in range(num_steps):
                 started = time.monotonic()
                 answers.append(
-                    await group.train(
-                        [frame(step, rank, config.train.num_ranks) for rank in range(config.train.num_ranks)]
-                    )
+                    await group.train([frame(step, share, group.num_shares) for share in range(group.num_shares)])
                 )
             return answers
         finally:
@@ -186,6 +184,17 @@ def test_the_last_words_of_a_rank_alone_are_its_own(group: Ranks) -> None:
     overrides = ("--train.trainer", "failing", "--train.trainer_options", '{ way = "raise_an_error" }')
     with pytest.raises(TrainerError, match=r"^the worker of the test fails on purpose$"):
         group.train(group.config(*overrides), 2)
+
+
+def test_ranks_that_share_rows_train_as_one_rank_does(group: Ranks) -> None:
+    alone = group.train(group.config(), 2)
+    shared = ("--train.num_ranks", "2", "--train.trainer_options", "{ context_parallel = 2 }")
+    together = group.train(group.config(*shared), 2)
+    for [one], [first, second] in zip(alone, together, strict=True):
+        assert first.gradient_norm == second.gradient_norm == pytest.approx(one.gradient_norm, rel=1e-4)  # float32
+        found, expected = (metric_values(decode_metrics(answer.metrics)) for answer in (first, one))
+        assert found == pytest.approx(expected, rel=1e-3, abs=1e-6)
+        assert second.metrics == {}
 
 
 @pytest.mark.exhaustive

@@ -18,7 +18,7 @@ from inflight.errors import CheckpointError
 from tests.models import make_model
 from tests.selection import first_of_each
 from tests.worker.rank_program import ADAM
-from tests.worker.test_fsdp_ranks import run_ranks
+from tests.worker.ranks import run_ranks
 from tests.worker.worker_cases import accumulate, file_bytes, make_batch, settings
 from tests.zygote import python
 

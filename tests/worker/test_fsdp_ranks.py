@@ -1,9 +1,6 @@
 """Ranks that are processes of their own, joined by gloo, against one rank. Every wait has a deadline."""
 
 import json
-import os
-import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -14,11 +11,10 @@ from safetensors.torch import load_file
 from inflight_fsdp import create_worker
 from tests.models import make_model
 from tests.worker.rank_program import ADAM, three_steps, whole_batch
+from tests.worker.ranks import run_ranks
 from tests.worker.worker_cases import accumulate, assert_close, file_bytes, saved_gradients, settings
-from tests.zygote import python
 
 NUM_RANKS = 2
-DEADLINE_S = 100
 
 
 @pytest.fixture(scope="module")
@@ -33,28 +29,6 @@ def directory(tmp_path_factory):
     worker.close()
     run_ranks(path)
     return path
-
-
-def run_ranks(path: Path, program: str = "rank_program", num_ranks: int = NUM_RANKS) -> None:
-    command = [python(), "-W", "error", "-m", f"tests.worker.{program}", str(path)]
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    logs = [path / f"rank{rank}.log" for rank in range(num_ranks)]
-    ranks = []
-    for rank, log in enumerate(logs):
-        with log.open("wb") as out:
-            arguments = [*command, str(rank), str(num_ranks)]
-            ranks.append(subprocess.Popen(arguments, cwd=root, env=environment, stdout=out, stderr=subprocess.STDOUT))
-    deadline = time.monotonic() + DEADLINE_S
-    while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
-        if any(rank.poll() not in (None, 0) for rank in ranks):
-            deadline = min(deadline, time.monotonic() + 5)  # The others may wait for it in vain.
-        time.sleep(0.05)
-    for rank in ranks:
-        rank.kill()
-        rank.wait(10)
-    report = "\n".join(f"--- rank {i}\n{log.read_text()[-4000:]}" for i, log in enumerate(logs))
-    assert [rank.returncode for rank in ranks] == [0] * num_ranks, report
 
 
 def seen_by(directory: Path, rank: int) -> dict:

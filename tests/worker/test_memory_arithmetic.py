@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from inflight.attention import SegmentPlan
 from inflight.checkpoints import load_causal_lm, max_model_len_of
 from inflight.engines.kinds import GpuUse
 from inflight.local.slots import token_bytes_of
@@ -23,7 +23,7 @@ from inflight.pipeline.memory import activation_bytes, model_shape, server_terms
 from inflight.pipeline.trainer import _worker_settings
 from inflight_fsdp import FsdpWorker, WorkerConfig, create_worker
 from inflight_fsdp.model import empty_policy
-from inflight_fsdp.sharded import HeadTargets
+from inflight_fsdp.rows import rows_of
 from tests.models import TRAINED_FAMILIES, make_model
 from tests.worker.worker_cases import make_batch
 
@@ -169,12 +169,11 @@ def test_activations_are_computed_within_a_tenth(tmp_path: Path, family: str, dt
         for parameter in policy.parameters():
             parameter.fill_(0.01)
     batch = make_batch((307, 200, 100, 64, 50), seed=0)
-    rows_N = torch.arange(1, batch.num_tokens)
-    targets = HeadTargets(rows_N, batch.token_ids_T[rows_N], torch.ones(len(rows_N)), 1024)
-    plan = SegmentPlan.build(batch.segment_lengths)
-    known = (*policy.parameters(), *policy.buffers(), batch.token_ids_T, batch.position_ids_T, rows_N)
+    every_token = torch.arange(batch.num_tokens) > 0
+    (row,) = rows_of(replace(batch, loss_mask_T=every_token), 1, None, 1024, torch.device("cpu"))
+    known = (*policy.parameters(), *policy.buffers(), row.token_ids_R, row.position_ids_R, row.targets.rows_N)
     with Allocated(iter(known)) as allocated:
-        logprobs_N = policy(batch.token_ids_T, batch.position_ids_T, plan, targets)
+        logprobs_N = policy(row)
         measured = allocated.current
         logprobs_N.sum().backward()
     shape = model_shape(model)

@@ -15,10 +15,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 from inflight.errors import CheckpointError, ConfigError, PrecisionWarning, TrainerError, UnsupportedError
 from inflight.weights.buckets import plan_buckets
 from inflight_fsdp import create_worker as create_fsdp_worker
+from inflight_fsdp.config import parse_config
 from inflight_fsdp.torchtitan import create_worker
-from inflight_fsdp.torchtitan_model import TorchTitanConfig, model_config_of
+from inflight_fsdp.torchtitan_config import TorchTitanConfig
+from inflight_fsdp.torchtitan_model import model_config_of, supported_config
 from tests.models import make_model
-from tests.worker.test_fsdp_ranks import run_ranks
+from tests.worker.ranks import run_ranks
 from tests.worker.worker_cases import accumulate, assert_close, make_batch, settings
 
 LENGTHS = (9, 4, 17, 1, 6, 40)
@@ -277,7 +279,7 @@ def facts_of(model):
 
 def test_what_torchtitan_does_not_have_is_refused_by_name(tmp_path, model_path):
     qwen2 = write_model(tmp_path / "qwen2", "qwen2")
-    with pytest.raises(UnsupportedError, match=r"type 'qwen2' are not supported; supported: qwen3, llama"):
+    with pytest.raises(UnsupportedError, match=r"type 'qwen2' are not supported; supported: qwen3, qwen3_moe, llama"):
         create_worker(options(qwen2))
     with pytest.raises(ConfigError, match=r"float64.*float32 or bfloat16"):
         create_worker(options(model_path, dtype="float64"))
@@ -342,3 +344,36 @@ def test_a_broken_checkpoint_changes_nothing(tmp_path, make_pair, model_path):
     with pytest.raises(CheckpointError, match=r"lm_head\.weight"):
         ours.load(tmp_path / "saved")
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(ours).items())
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        ({"tensor_parallel": 3}, "tensor_parallel 3 does not divide the model's 2 key-value heads"),
+        ({"context_parallel": 3}, "context_parallel 3 does not divide the model's 4 attention heads"),
+        ({"tensor_parallel": 2, "context_parallel": 4}, "context_parallel 4 does not divide the model's 2 attention"),
+        ({"expert_parallel": 2}, "expert_parallel 2 does not divide the model's 0 experts"),
+        ({"pipeline_parallel": 3}, "pipeline_parallel 3: the model has only 2 layers"),
+        ({"expert_parallel": 2, "tensor_parallel": 2}, "tensor_parallel and expert_parallel cannot be combined yet"),
+        ({"compile": True, "tensor_parallel": 2}, "compile cannot be combined with tensor_parallel"),
+    ],
+)
+def test_ranks_that_cannot_share_a_model_are_refused_with_the_reason(model_path, layout, words):
+    with pytest.raises(ConfigError, match=words):
+        supported_config(parse_config({"model_path": model_path, **layout}, TorchTitanConfig))
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        (
+            {"tensor_parallel": 4, "pipeline_parallel": 3},
+            "tensor_parallel 4 x pipeline_parallel 3 does not divide",
+        ),
+        ({"tensor_parallel": 2, "shard_size": 3}, "shard_size 3 does not divide the 4 ranks"),
+        ({"expert_parallel": 8, "shard_size": 4}, "expert_parallel 8 does not divide the 4 ranks that share one copy"),
+    ],
+)
+def test_numbers_of_ranks_that_a_layout_does_not_divide_are_refused(layout, words):
+    with pytest.raises(ConfigError, match=words):
+        parse_config({"model_path": "model", **layout}, TorchTitanConfig).rank_layout(8)

@@ -53,6 +53,13 @@ def add_parser(commands: Any) -> None:
         "target", nargs="?", metavar="TARGET", help="module:factory, or an installed worker such as fsdp"
     )
     worker.add_argument("--ranks", type=int, metavar="N", help="ranks to start (default: 1)")
+    worker.add_argument(
+        "--ranks-option",
+        action="append",
+        metavar="KEY=VALUE",
+        help="an option that only several ranks can have, such as tensor_parallel=2; may be repeated",
+    )
+    worker.add_argument("--experts", action="store_true", help="check with a mixture of experts")
 
     transport = kinds.add_parser("transport", parents=[shared], help="a transport of weights")
     transport.add_argument(
@@ -85,7 +92,11 @@ def target_of(arguments: argparse.Namespace) -> Target:
         raise ConfigError(f"say which {arguments.kind} to check; see inflight check {arguments.kind} --help")
     if arguments.kind == "worker":
         return WorkerTarget(
-            factory=worker_factory(arguments.target), num_ranks=_num_ranks(arguments.ranks), options=options
+            factory=worker_factory(arguments.target),
+            num_ranks=_num_ranks(arguments.ranks),
+            options=options,
+            options_of_ranks=keyword_arguments(arguments.ranks_option, "--ranks-option"),
+            experts=arguments.experts,
         )
     if ":" in arguments.target:
         check_reference(arguments.target)

@@ -9,11 +9,13 @@ import torch
 
 from inflight.local.tiny import EOS, PAD, VOCAB_SIZE, byte_tokenizer
 
+Family = Literal["qwen3", "llama", "qwen3_moe"]
+
 
 def make_tiny_model(
     path: Path,
     *,
-    family: Literal["qwen3", "llama"] = "qwen3",
+    family: Family = "qwen3",
     tied: bool = False,
     hidden_size: int = 32,
     num_layers: int = 2,
@@ -26,9 +28,10 @@ def make_tiny_model(
 
     Its logits spread over several units, so that a wrong weight, position or temperature shows.
     """
-    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
-    config_class: Any = {"qwen3": Qwen3Config, "llama": LlamaConfig}[family]
+    config_class: Any = {"qwen3": Qwen3Config, "llama": LlamaConfig, "qwen3_moe": Qwen3MoeConfig}[family]
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden_size}
     config = config_class(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
@@ -42,13 +45,14 @@ def make_tiny_model(
         bos_token_id=None,
         eos_token_id=EOS,
         pad_token_id=PAD,
+        **(experts if family == "qwen3_moe" else {}),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() == 2:
+            if parameter.dim() >= 2:
                 parameter.mul_(8.0 if "layers" in name else 20.0)
     # Many checkpoints have such defaults. Nothing may apply them to a request that does not ask for them.
     model.generation_config.update(

@@ -63,6 +63,16 @@ class WorkerTarget(_Target):
     kind: Literal["worker"] = "worker"
     factory: str
     num_ranks: int = 1
+    options_of_ranks: dict[str, Any] = Field(default_factory=dict)
+    """Further options of workers on several ranks: the checks that compare with one rank make that one without."""
+    experts: bool = False
+    """Whether the kit's checkpoints are mixtures of experts."""
+
+    @property
+    def flags(self) -> dict[str, str]:
+        """What the certificate says of how it was made."""
+        options = {key: str(value) for key, value in (self.options | self.options_of_ranks).items()}
+        return {**options, **({"experts": "true"} if self.experts else {}), "ranks": str(self.num_ranks)}
 
 
 class TransportTarget(_Target):

@@ -89,11 +89,11 @@ def split_evenly(groups: Sequence[Group], num_parts: int) -> list[list[Group]]:
     return [part for part in parts if part]
 
 
-def frames_of(batch: StepBatch, max_tokens: int, num_ranks: int, *, publish: Members | None) -> list[bytes]:
-    """Return the frame of each rank's request; all have the same number of micro-batches."""
+def frames_of(batch: StepBatch, max_tokens: int, num_shares: int, *, publish: Members | None) -> list[bytes]:
+    """Return the frame of a request for each share of the data; all have the same number of micro-batches."""
     lengths = [sample.rollout.num_tokens for sample in batch.samples]
     frames = []
-    for micro_batches in pack(lengths, max_tokens, num_ranks):
+    for micro_batches in pack(lengths, max_tokens, num_shares):
         collated = [
             collate([batch.samples[i] for i in indices]) if indices else empty_micro_batch()
             for indices in micro_batches

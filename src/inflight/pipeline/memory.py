@@ -151,7 +151,9 @@ def trainer_terms(config: RunConfig, model: ModelShape) -> tuple[Term, ...]:
     """Return what the largest rank needs on its GPU, at the end of its first step. Raises `ConfigError`."""
     options = config.train.trainer_options
     compute, master = DTYPE_SIZES[config.model.dtype], DTYPE_SIZES[config.train.master_dtype]
-    size = options.get("shard_size") or config.train.num_ranks
+    size = config.train.num_ranks
+    if shard_size := options.get("shard_size"):
+        size = shard_size * options.get("tensor_parallel", 1) * options.get("pipeline_parallel", 1)
     frozen = [name for name in model.tensors if any(fnmatch.fnmatch(name, it) for it in options.get("frozen", ()))]
     elements = shard_elements(model.tensors, size)
     trained = elements - shard_elements({name: model.tensors[name] for name in frozen}, size)

@@ -39,7 +39,7 @@ class Members(Message):
 
 
 class Start(Message):
-    """Load the model, or a checkpoint, and bring the servers to its weights. Answered by `Done`."""
+    """Load the model, or a checkpoint, and bring the servers to its weights. Answered by `Ready`."""
 
     type: Literal["start"] = "start"
     config: RunConfig
@@ -60,7 +60,7 @@ class Train(Message):
     segment_lengths: tuple[tuple[int, ...], ...]
     """For each micro-batch."""
     num_groups: int
-    """In the step, over all ranks; ``num_sequences`` likewise."""
+    """In the step, over all of its data; ``num_sequences`` likewise."""
     num_sequences: int
     publish: Members | None
     """None: the new version is not published."""
@@ -170,6 +170,14 @@ class Done(RankAnswer):
     type: Literal["done"] = "done"
 
 
+class Ready(RankAnswer):
+    """The model is loaded, and the servers are at its weights."""
+
+    type: Literal["ready"] = "ready"
+    data_rank: int
+    """The share of each step's data that the rank computes; several ranks may compute one together."""
+
+
 class Trained(RankAnswer):
     """The optimizer step that makes ``version`` is done."""
 
@@ -182,7 +190,7 @@ class Trained(RankAnswer):
     """Start and end of the training, without the publish."""
 
 
-Reply = Annotated[Doing | Failed | Done | Trained, Field(discriminator="type")]
+Reply = Annotated[Doing | Failed | Done | Ready | Trained, Field(discriminator="type")]
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ async def _train_last(run: _Run, batch: StepBatch) -> list[Trained]:
 async def _train(run: _Run, batch: StepBatch, *, publish: Members | None) -> list[Trained]:
     """Take one optimizer step on every rank, and publish the new version unless ``publish`` is None."""
     train = run.config.train
-    frames = frames_of(batch, train.max_tokens_per_micro_batch, train.num_ranks, publish=publish)
+    frames = frames_of(batch, train.max_tokens_per_micro_batch, run.trainers.num_shares, publish=publish)
     return await run.trainers.train(frames)
 
 

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from inflight.contracts import BackgroundSaver, TrainerWorker
+from inflight.data_ranks import data_ranks_of
 from inflight.errors import ConfigError, InflightError, NonFiniteError, PrecisionWarning
 from inflight.extensions import load_installed, resolve
 from inflight.losses import Metric, Metrics, Plan, PolicyLoss, add_metrics, encode_metrics, prepare
@@ -37,6 +38,7 @@ from inflight.pipeline.messages import (
     Members,
     Publish,
     RankAnswer,
+    Ready,
     Request,
     Save,
     Served,
@@ -136,7 +138,10 @@ class TrainerRank:
     def _answer(self, request: Request, tensors: Mapping[str, torch.Tensor]) -> RankAnswer:
         version = self._worker.version
         match request:
-            case Start() | Publish():  # the model is loaded already
+            case Start():  # the model is loaded already
+                data_rank = data_ranks_of(self._worker).rank
+                return Ready(version=version, served=self._publish(request.members), data_rank=data_rank)
+            case Publish():
                 return Done(version=version, served=self._publish(request.members))
             case Train():
                 return self._train(request, micro_batches_of(request.segment_lengths, tensors))
@@ -223,6 +228,8 @@ def planned(
     def sum_over_ranks(numbers: torch.Tensor) -> torch.Tensor:
         if worker.world_size > 1:
             dist.all_reduce(numbers)
+            # Ranks that compute the same data count it all; in this order whole numbers stay whole.
+            numbers = numbers * data_ranks_of(worker).size / worker.world_size
         return numbers
 
     logprobs = None

@@ -24,6 +24,7 @@ from inflight.pipeline.messages import (
     Message,
     Publish,
     RankAnswer,
+    Ready,
     Save,
     Start,
     Trained,
@@ -59,6 +60,8 @@ class TrainerGroup:
     places: Sequence[Place] = ()
     """Name and GPUs of each rank; none: as `place` names them on a machine without GPUs."""
     ranks: Sequence[Rank] = ()
+    data_ranks: Sequence[int] = ()
+    """The share of each step's data that each rank computes, once the model is loaded."""
 
     def __post_init__(self) -> None:
         self._note_once = functools.cache(self.on_note)
@@ -74,18 +77,33 @@ class TrainerGroup:
         places = self.places or place(self.config, ()).trainers
         self.ranks = await start_ranks(self.config, self.logs, self.token, self.lock, places)
 
-    async def load_and_connect(self, members: Members, run_id: str, checkpoint: Path | None) -> Done:
+    @property
+    def num_shares(self) -> int:
+        """Shares of the data; each is computed by one rank, or by several together."""
+        return max(self.data_ranks) + 1
+
+    async def load_and_connect(self, members: Members, run_id: str, checkpoint: Path | None) -> Ready:
         """Load the model or a checkpoint, connect to the servers, and bring them to these weights.
 
         Returns rank 0's answer.
         """
         start = Start(config=self.config, run_id=run_id, members=members, checkpoint=checkpoint)
         timeout_s = self.config.run.start_timeout_s + self.limits.publish_s
-        return (await self._ask_alike(start, timeout_s))[0]
+        answers = await self._ask([encode(start)] * len(self.ranks), Ready, timeout_s)
+        self.data_ranks = [answer.data_rank for answer in answers]
+        return answers[0]
 
     async def train(self, frames: Sequence[bytes]) -> list[Trained]:
-        """Take one optimizer step on each rank's frame; return every rank's answer."""
-        return await self._ask(frames, Trained, self.limits.step_s)
+        """Take one optimizer step on the frame of each share; return every rank's answer.
+
+        Of ranks that compute a share together, only the first answers with metrics.
+        """
+        answers = await self._ask([frames[share] for share in self.data_ranks], Trained, self.limits.step_s)
+        firsts = {share: rank for rank, share in reversed(list(enumerate(self.data_ranks)))}
+        return [
+            answer if rank in firsts.values() else answer.model_copy(update={"metrics": {}})
+            for rank, answer in enumerate(answers)
+        ]
 
     async def publish(self, members: Members) -> Done:
         """Publish the present version again, once the ranks are free; return rank 0's answer.

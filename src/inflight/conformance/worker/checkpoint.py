@@ -172,8 +172,8 @@ def load_drops_pending_gradients(subject: WorkerSubject) -> None:
     """load() drops the gradients of every backward() before it."""
     worker, path, reference = subject.create(), subject.fresh_path("pending"), ReferenceModel(subject.model())
     worker.save(path)
-    batches = [make_batch((18,), seed=300 + rank) for rank in range(subject.world_size)]
-    accumulate(worker, [batches[subject.rank]])
+    batches = [make_batch((18,), seed=300 + rank) for rank in range(subject.data_size)]
+    accumulate(worker, [batches[subject.data_rank]])
     worker.load(path)
     error = error_of(worker.step)
     subject.note(**{"step after the load": words_of(error)})
@@ -181,16 +181,16 @@ def load_drops_pending_gradients(subject: WorkerSubject) -> None:
         isinstance(error, TrainerError),
         f"a step after backward() and load() gives {words_of(error)}, not TrainerError: gradients are left",
     )
-    accumulate(worker, [batches[subject.rank]], 2.0)
+    accumulate(worker, [batches[subject.data_rank]], 2.0)
     worker.load(path)
-    accumulate(worker, [batches[subject.rank]])
+    accumulate(worker, [batches[subject.data_rank]])
     what = "the first step after a load, of which no backward before the load may be part"
     subject.compare_norm(worker, reference.gradient_norm(batches), what)
 
 
 def _train(worker: TrainerWorker, subject: WorkerSubject, *seeds: int) -> StepResult:
     """Take a step per seed, with the segments divided among the ranks; return the last result."""
-    mine = range(subject.rank, len(_LENGTHS), subject.world_size)
+    mine = range(subject.data_rank, len(_LENGTHS), subject.data_size)
     return take_steps(worker, [part_of(make_batch(_LENGTHS, seed=200 + seed), mine) for seed in seeds])[-1]
 
 

@@ -74,7 +74,7 @@ def tied_weights_travel_once(subject: WorkerSubject) -> None:
 def bucket_plans_change_nothing(subject: WorkerSubject) -> None:
     """Any plan of buckets gives the same bytes."""
     worker = subject.create()
-    take_steps(worker, [make_batch((14, 8), seed=120 + subject.rank)])
+    take_steps(worker, [make_batch((14, 8), seed=120 + subject.data_rank)])
     plans = {"one tensor": 1, "4 KiB": 4096, "20 KiB": 20480, "everything": 1 << 30}
     found = {name: gathered(worker, size) for name, size in plans.items()}
     for name, weights in found.items():
@@ -105,7 +105,7 @@ def a_step_leaves_what_was_gathered(subject: WorkerSubject) -> None:
     worker = subject.create()
     buckets = list(worker.gather_weights(plan_buckets(worker.parameter_specs(), 1)))[-2:]
     kept = [(spec.name, t, t.detach().clone()) for b in buckets for spec, t in zip(b.specs, b.tensors, strict=False)]
-    take_steps(worker, [make_batch((14, 8), seed=130 + 10 * seed + subject.rank) for seed in range(3)])
+    take_steps(worker, [make_batch((14, 8), seed=130 + 10 * seed + subject.data_rank) for seed in range(3)])
     changed = [name for name, tensor, copy in kept if not same_bits(tensor, copy)]
     subject.note(num_kept=len(kept), num_changed=len(changed))
     require(not changed, f"steps changed tensors that had been yielded: {changed}")
@@ -127,7 +127,7 @@ def _compare_with_forward(subject: WorkerSubject, *, tied: bool, gather_first: b
     if gather_first:
         gathered(worker)
     start_T = _logprobs(worker, batch)
-    take_steps(worker, [make_batch((14, 8), seed=111 + 10 * seed + subject.rank) for seed in range(_NUM_STEPS)])
+    take_steps(worker, [make_batch((14, 8), seed=111 + 10 * seed + subject.data_rank) for seed in range(_NUM_STEPS)])
     end_T = _logprobs(worker, batch)
     weights = gathered(worker)
     if subject.rank != 0:

@@ -14,6 +14,7 @@ from inflight.conformance.worker.gathering import compare_changes, gathered
 from inflight.conformance.worker.reference import ReferenceModel
 from inflight.conformance.worker.subject import WorkerSubject
 from inflight.contracts import TrainerWorker
+from inflight.data_ranks import data_ranks_of
 
 LEVEL = "gradient"
 LENGTHS = (9, 4, 17, 1, 6, 23)
@@ -26,26 +27,26 @@ def gradient_norm_equals_autograd(subject: WorkerSubject) -> None:
     """The gradient of a loss is that of autograd, and its norm is reported as it was before clipping."""
     # Norms below and above the usual thresholds of clipping.
     reference = ReferenceModel(subject.model())
-    batches = [make_batch((17,), seed=30 + rank) for rank in range(subject.world_size)]
+    batches = [make_batch((17,), seed=30 + rank) for rank in range(subject.data_size)]
     for name, scale in (("small", 2.0**-10), ("large", 8.0)):
         worker = subject.create()
-        accumulate(worker, [batches[subject.rank]], scale)
+        accumulate(worker, [batches[subject.data_rank]], scale)
         subject.compare_norm(worker, reference.gradient_norm(batches, scale), f"{name} loss")
 
 
 @check("W-16", look_at="a head that is computed from a copy or a detached weight; two parameters where there is one")
 def gradient_of_a_tied_model(subject: WorkerSubject) -> None:
     """The gradient of a tied embedding is the sum over both of its uses."""
-    batches = [make_batch((17,), seed=40 + rank) for rank in range(subject.world_size)]
+    batches = [make_batch((17,), seed=40 + rank) for rank in range(subject.data_size)]
     worker = subject.create(tied=True)
-    accumulate(worker, [batches[subject.rank]])
+    accumulate(worker, [batches[subject.data_rank]])
     subject.compare_norm(worker, ReferenceModel(subject.model(tied=True)).gradient_norm(batches), "tied model")
 
 
 @check("W-17", look_at="division by gradient accumulation steps; " + _AVERAGES)
 def micro_batches_are_summed(subject: WorkerSubject) -> None:
     """Gradients are summed over micro-batches, never averaged: any split gives the same gradient."""
-    whole = make_batch(LENGTHS, seed=50 + subject.rank)
+    whole = make_batch(LENGTHS, seed=50 + subject.data_rank)
     norms = {}
     splits: dict[str, list[Sequence[int]]] = {"one": [range(6)], "two": [range(3), range(3, 6)]}
     splits["six"] = [[i] for i in range(6)]
@@ -68,9 +69,9 @@ def ranks_are_summed(subject: WorkerSubject) -> None:
     batch = make_batch((11, 6), seed=60)
     worker = subject.create()
     accumulate(worker, [batch])
-    one, num = ReferenceModel(subject.model()).gradient_norm([batch]), subject.world_size
-    found = subject.compare_norm(worker, one * num, f"{num} ranks with the same batch")
-    subject.note(gradient_norm_of_one_rank=one, factor=found / one, world_size=num)
+    one, num = ReferenceModel(subject.model()).gradient_norm([batch]), subject.data_size
+    found = subject.compare_norm(worker, one * num, f"{num} shares of the same batch")
+    subject.note(gradient_norm_of_one_rank=one, factor=found / one, num_shares=num)
 
 
 @check("W-19", "ranks")
@@ -79,15 +80,47 @@ def shares_may_be_unequal(subject: WorkerSubject) -> None:
     """Ranks may have unequal shares, or nothing: the gradient is the same."""
     whole, empty = make_batch(LENGTHS, seed=70), make_batch((), seed=70)
     expected = ReferenceModel(subject.model()).gradient_norm([whole])
-    last = subject.world_size - 1
+    last = subject.data_size - 1
     cases: dict[str, dict[int, Sequence[int]]] = {
         "all on the last rank": {last: range(6)},
         "one segment on the last rank": {last: [0], 0: range(1, 6)},
     }
+    if last == 0:  # all ranks compute the same data
+        del cases["one segment on the last rank"]
     for name, shares in cases.items():
         worker = subject.create()
-        accumulate(worker, [part_of(whole, shares[subject.rank]) if subject.rank in shares else empty])
+        accumulate(worker, [part_of(whole, shares[subject.data_rank]) if subject.data_rank in shares else empty])
         subject.compare_norm(worker, expected, name)
+
+
+@check("W-45", "ranks")
+@look_at("data_parallel_rank and data_parallel_size; a loss that ranks compute alike must reach each gradient once")
+def shared_batches_count_once(subject: WorkerSubject) -> None:
+    """Ranks that compute a micro-batch together return the same logprobs, and its gradient counts once."""
+    worker = subject.create()
+    share = data_ranks_of(worker)
+    batches = [make_batch((12, 7), seed=140 + rank) for rank in range(share.size)]
+    everyone = subject.ranks.exchange(list(share))
+    subject.note(data_parallel_rank_and_size=everyone)
+    shares = [rank for rank, _ in everyone]
+    each = subject.world_size // share.size
+    require(
+        all(size == share.size for _, size in everyone) and sorted(shares) == sorted([*range(share.size)] * each),
+        f"the shares of the ranks, and their number, are {everyone}: each must be computed by equally many ranks",
+    )
+    logprobs_T = worker.forward(batches[share.rank])
+    found = subject.ranks.exchange(logprobs_T.detach().tolist())
+    apart = max(
+        float((logprobs_T.detach() - torch.tensor(theirs)).abs().max())
+        for theirs, rank in zip(found, shares, strict=True)
+        if rank == share.rank
+    )
+    subject.require_on_all_ranks(
+        apart <= subject.tolerance.logprob, f"ranks with the same micro-batch return logprobs {apart:.2e} nats apart"
+    )
+    worker.backward(loss_of(logprobs_T, batches[share.rank]))
+    expected = ReferenceModel(subject.model()).gradient_norm(batches)
+    subject.compare_norm(worker, expected, f"{share.size} different micro-batches on {subject.world_size} ranks")
 
 
 def train_on_one_rank(subject: WorkerSubject) -> None:
@@ -123,9 +156,9 @@ def ranks_change_nothing(subject: WorkerSubject) -> None:
 def forwards_may_come_first(subject: WorkerSubject) -> None:
     """Several forwards may come before their backwards, in any order: the gradient is the same."""
     batches = [
-        [make_batch((11, 6), seed=90 + rank), make_batch((3, 14), seed=95 + rank)] for rank in range(subject.world_size)
+        [make_batch((11, 6), seed=90 + rank), make_batch((3, 14), seed=95 + rank)] for rank in range(subject.data_size)
     ]
-    mine = batches[subject.rank]
+    mine = batches[subject.data_rank]
     expected = ReferenceModel(subject.model()).gradient_norm([batch for pair in batches for batch in pair])
     for name, order in {"the first backward first": (0, 1), "the second backward first": (1, 0)}.items():
         worker = subject.create()
@@ -146,6 +179,6 @@ def _two_steps(worker: TrainerWorker, subject: WorkerSubject) -> None:
     """Take a step with a gradient that may be clipped, and one with a gradient below any threshold."""
     for step, scale in enumerate((4.0, 2.0**-8)):
         whole = make_batch(LENGTHS, seed=80 + step, temperature=None)
-        mine = range(subject.rank, len(LENGTHS), subject.world_size)
+        mine = range(subject.data_rank, len(LENGTHS), subject.data_size)
         accumulate(worker, [part_of(whole, mine)], scale)
         worker.step()

@@ -71,9 +71,10 @@ def no_gradient_crosses_segments(subject: WorkerSubject) -> None:
 @check("W-14", look_at="an early return that leaves other ranks in a collective, or a constant that backward() refuses")
 def batches_without_targets_take_part(subject: WorkerSubject) -> None:
     """A rank takes part with a micro-batch without tokens or targets: zeros, and a gradient of zero."""
-    batches = [make_batch((17,), seed=20 + rank) for rank in range(subject.world_size)]
+    batches = [make_batch((17,), seed=20 + rank) for rank in range(subject.data_size)]
     empties = [make_batch((), seed=14), make_batch((6, 1), seed=14, targets=False)]
-    mine = [batches[subject.rank], *empties] if subject.rank % 2 == 0 else [*empties, batches[subject.rank]]
+    mine = [batches[subject.data_rank]]
+    mine = [*mine, *empties] if subject.data_rank % 2 == 0 else [*empties, *mine]
     worker = subject.create()
     problems = []
     for batch in mine:

@@ -6,11 +6,15 @@ Shape suffixes: T packed tokens, V vocabulary.
 from __future__ import annotations
 
 import math
+import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from inflight.checkpoints import load_causal_lm
 from inflight.conformance.checks import require
@@ -22,19 +26,24 @@ class ReferenceModel:
     """A checkpoint as transformers computes it, with weights that may be replaced."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._model: Any = load_causal_lm(path, attention="sdpa", dtype="float64").eval()
 
-    @torch.no_grad()
     def put(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Replace every weight. Fails the check unless names and shapes are exactly those of the checkpoint."""
-        parameters: dict[str, torch.Tensor] = dict(self._model.named_parameters())
-        lost, more = sorted(parameters.keys() - weights.keys()), sorted(weights.keys() - parameters.keys())
+        with safe_open(self._path / "model.safetensors", framework="pt") as stored:
+            shapes = {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # noqa: SIM118
+        lost, more = sorted(shapes.keys() - weights.keys()), sorted(weights.keys() - shapes.keys())
         require(not lost, f"{len(lost)} tensors of the checkpoint are missing: {lost[:5]}")
         require(not more, f"{len(more)} tensors are not of the checkpoint (tied ones travel once): {more[:5]}")
-        for name, parameter in parameters.items():
-            found, wanted = tuple(weights[name].shape), tuple(parameter.shape)
+        for name, wanted in shapes.items():
+            found = tuple(weights[name].shape)
             require(found == wanted, f"{name} has shape {found}, in the checkpoint {wanted}")
-            parameter.copy_(weights[name])
+        with tempfile.TemporaryDirectory() as made:
+            shutil.copy(self._path / "config.json", made)
+            own = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in weights.items()}
+            save_file(own, Path(made) / "model.safetensors", metadata={"format": "pt"})
+            self._model = load_causal_lm(Path(made), attention="sdpa", dtype="float64").eval()
 
     def logprobs(self, batch: MicroBatch) -> torch.Tensor:
         """Return float64 [T]: logprobs of the targets, 0.0 elsewhere; differentiable."""

@@ -61,11 +61,11 @@ def step_changes_the_weights(subject: WorkerSubject) -> None:
 @check("W-23", look_at="zero_grad after the optimizer's step, on the tensors that backward() fills")
 def step_clears_the_gradients(subject: WorkerSubject) -> None:
     """step() clears the gradients."""
-    batches = [make_batch((22,), seed=100 + rank) for rank in range(subject.world_size)]
+    batches = [make_batch((22,), seed=100 + rank) for rank in range(subject.data_size)]
     worker, reference = subject.create(), ReferenceModel(subject.model())
-    (first,) = take_steps(worker, [batches[subject.rank]])
+    (first,) = take_steps(worker, [batches[subject.data_rank]])
     weights = gathered(worker)
-    (second,) = take_steps(worker, [batches[subject.rank]])
+    (second,) = take_steps(worker, [batches[subject.data_rank]])
     if subject.rank == 0:
         reference.put(weights)
         expected = reference.gradient_norm(batches)
@@ -98,7 +98,7 @@ def gradient_that_is_not_finite_is_refused(subject: WorkerSubject) -> None:
     worker, steady = subject.create(), subject.create()
     before = gathered(worker)
     batch = _batch(subject, 1)
-    is_culprit = subject.rank == subject.world_size - 1
+    is_culprit = subject.data_rank == subject.data_size - 1
     worker.backward(loss_of(worker.forward(batch), batch, math.nan if is_culprit else 1.0))
     error = error_of(worker.step)
     after, version = gathered(worker), worker.version
@@ -118,8 +118,8 @@ def gradient_that_overflows_is_refused(subject: WorkerSubject) -> None:
     A worker that computes in a wider type may report the norm and take the step.
     """
     worker, steady, reference = subject.create(), subject.create(), ReferenceModel(subject.model())
-    batches = [make_batch((14, 8), seed=110 + rank) for rank in range(subject.world_size)]
-    batch, last = batches[subject.rank], subject.world_size - 1
+    batches = [make_batch((14, 8), seed=110 + rank) for rank in range(subject.data_size)]
+    batch, last = batches[subject.data_rank], subject.data_size - 1
     huge = _LARGEST / 8 / reference.largest_gradient([batches[last]])
     norm_of_last = reference.gradient_norm([batches[last]])
     before = gathered(worker)
@@ -129,7 +129,7 @@ def gradient_that_overflows_is_refused(subject: WorkerSubject) -> None:
             logprobs_T = worker.forward(batch)
             # The loss itself is 0, so that only its gradient overflows.
             logprobs_T = logprobs_T - logprobs_T.detach()
-            worker.backward(loss_of(logprobs_T, batch, huge if subject.rank == last else 1.0))
+            worker.backward(loss_of(logprobs_T, batch, huge if subject.data_rank == last else 1.0))
         expected = num_backwards * huge * norm_of_last
         found, error = math.nan, None
         try:
@@ -172,4 +172,4 @@ def _compare_good_steps(
 
 
 def _batch(subject: WorkerSubject, seed: int) -> MicroBatch:
-    return make_batch((14, 8), seed=1000 * seed + subject.rank)
+    return make_batch((14, 8), seed=1000 * seed + subject.data_rank)

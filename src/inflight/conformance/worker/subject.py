@@ -22,12 +22,13 @@ import torch.distributed as dist
 
 from inflight.conformance.checks import CheckSkipped, require, skip
 from inflight.conformance.judge import Hung
-from inflight.conformance.models import make_tiny_model
+from inflight.conformance.models import Family, make_tiny_model
 from inflight.conformance.targets import WorkerTarget
 from inflight.conformance.worker.ranks import Ranks
 from inflight.conformance.worker.thread import CheckThread
 from inflight.conformance.worker.tolerances import Tolerance, tolerance_of
 from inflight.contracts import TrainerWorker
+from inflight.data_ranks import DataRanks, data_ranks_of
 from inflight.extensions import resolve
 
 VOCAB_SIZE = 259
@@ -48,6 +49,7 @@ class WorkerSubject:
         self.evidence: dict[str, Any] = {}
         """If several ranks note the same name, the lowest rank's value is kept."""
         self.facts: Mapping[str, Any] = {}
+        self._share = DataRanks(0, 1)
         self._thread = CheckThread()
 
     @classmethod
@@ -72,11 +74,12 @@ class WorkerSubject:
     def _begin(self) -> None:
         torch.set_num_threads(1)  # of this thread: sums have one order, and ranks leave each other's cores alone
         worker = self.create()
+        self._share = data_ranks_of(worker)
         self.facts = {
             "implementation": f"{type(worker).__module__}.{type(worker).__qualname__}",
             "implementation_version": _version_of(type(worker)),
             "capabilities": {},
-            "flags": {**{k: str(v) for k, v in self.target.options.items()}, "ranks": str(self.target.num_ranks)},
+            "flags": self.target.flags,
         }
 
     @property
@@ -86,6 +89,15 @@ class WorkerSubject:
     @property
     def world_size(self) -> int:
         return self.ranks.num_ranks
+
+    @property
+    def data_rank(self) -> int:
+        """Return which share of the data this rank computes; several ranks may compute one together."""
+        return self._share.rank
+
+    @property
+    def data_size(self) -> int:
+        return self._share.size
 
     @property
     def tolerance(self) -> Tolerance:
@@ -123,7 +135,8 @@ class WorkerSubject:
     def create(self, *, model: Path | None = None, tied: bool = False) -> TrainerWorker:
         """Return a new worker on ``model``, or on the kit's tiny model; every rank calls this."""
         path = model if model is not None else self.model(tied=tied)
-        worker: TrainerWorker = resolve(self.target.factory)({"model_path": str(path), **self.target.options})
+        options = self.target.options if self.world_size == 1 else self.target.options | self.target.options_of_ranks
+        worker: TrainerWorker = resolve(self.target.factory)({"model_path": str(path), **options})
         return worker
 
     def model(self, *, tied: bool = False) -> Path:
@@ -136,7 +149,8 @@ class WorkerSubject:
         if self.rank == 0 and not path.exists():
             fresh = path.with_name(f".{path.name}.new")
             size: dict[str, Any] = {"hidden_size": hidden_size, "num_layers": num_layers, "vocab_size": VOCAB_SIZE}
-            make_tiny_model(fresh, tied=tied, tokenizer=False, **size)
+            family: Family = "qwen3_moe" if self.target.experts else "qwen3"
+            make_tiny_model(fresh, family=family, tied=tied, tokenizer=False, **size)
             fresh.rename(path)
         deadline = time.monotonic() + _MODEL_TIMEOUT_S
         while not path.exists():

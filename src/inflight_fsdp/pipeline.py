@@ -1,0 +1,112 @@
+"""The stages of a pipeline: hidden states travel from stage to stage within autograd.
+
+`forward` and `backward` thus stay separate calls, as the worker contract wants them. A stage sends each row on before
+it computes the next, so stages compute different rows at the same time; autograd runs the backwards of the rows in the
+reverse order, the same on every stage (GPipe, arXiv:1811.06965). Knows nothing of models and losses.
+
+Shape suffixes: R tokens of a row, H hidden, N targets of all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from inflight_fsdp.rows import Row
+
+
+class Pipeline:
+    """One stage; the ranks of ``group`` are the stages, in order."""
+
+    def __init__(self, group: dist.ProcessGroup, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        """``dtype`` is that of hidden states; all ranks communicate from ``device``."""
+        self.group = group
+        self.stage, self.num_stages = group.rank(), group.size()
+        self.hidden_size, self.dtype, self.device = hidden_size, dtype, device
+        self._sent: list[tuple[Any, torch.Tensor]] = []
+        """What is being sent, and its memory."""
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == self.num_stages - 1
+
+    def logprobs(
+        self, rows: Sequence[Row], compute: Callable[[Row, torch.Tensor | None], torch.Tensor]
+    ) -> torch.Tensor:
+        """Return the logprobs [N] of the rows' targets, which the last stage computes, on every stage; collective.
+
+        ``compute`` takes a row and the hidden states [1, R, H] of the stage before, None on the first; it returns its
+        own, or logprobs on the last.
+        """
+        outputs = []
+        for row in rows:
+            anchor = torch.zeros((), device=self.device, requires_grad=True)
+            hidden = None if self.is_first else _Receive.apply(anchor, self, len(row.token_ids_R))  # type: ignore[no-untyped-call]
+            output = compute(row, hidden)
+            outputs.append(output if self.is_last else _Send.apply(output, self))  # type: ignore[no-untyped-call]
+        num_targets = sum(len(row.places_N) for row in rows)
+        joined = torch.cat(outputs) if self.is_last else torch.stack(outputs)
+        logprobs_N: torch.Tensor = _FromLast.apply(joined, self, num_targets)  # type: ignore[no-untyped-call]
+        return logprobs_N
+
+    def send(self, x: torch.Tensor, stage: int) -> None:
+        """Send a tensor, without waiting for the other stage."""
+        self._sent = [(call, memory) for call, memory in self._sent if not call.is_completed()]
+        memory = x.detach().contiguous()
+        self._sent.append((dist.isend(memory, group=self.group, group_dst=stage), memory))
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, stage: int) -> torch.Tensor:
+        """Return a tensor that another stage sent."""
+        received = torch.empty(*shape, dtype=dtype, device=self.device)
+        dist.recv(received, group=self.group, group_src=stage)
+        return received
+
+
+class _Send(torch.autograd.Function):
+    """Hidden states to the next stage. Returns a zero, through which the backward receives their gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_1RH: torch.Tensor, pipeline: Pipeline) -> torch.Tensor:
+        ctx.pipeline, ctx.shape, ctx.dtype = pipeline, hidden_1RH.shape, hidden_1RH.dtype
+        pipeline.send(hidden_1RH, pipeline.stage + 1)
+        return torch.zeros((), device=hidden_1RH.device)
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.pipeline.receive(ctx.shape, ctx.dtype, ctx.pipeline.stage + 1), None
+
+
+class _Receive(torch.autograd.Function):
+    """Hidden states of the stage before; the backward sends their gradient there."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, pipeline: Pipeline, num_tokens: int) -> torch.Tensor:
+        ctx.pipeline = pipeline
+        return pipeline.receive((1, num_tokens, pipeline.hidden_size), pipeline.dtype, pipeline.stage - 1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient_1RH: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        ctx.pipeline.send(gradient_1RH, ctx.pipeline.stage - 1)
+        return torch.zeros((), device=gradient_1RH.device), None, None
+
+
+class _FromLast(torch.autograd.Function):
+    """Logprobs from the last stage to all, whose loss is the same: only the last takes its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, joined: torch.Tensor, pipeline: Pipeline, num_targets: int) -> torch.Tensor:
+        ctx.is_last, ctx.num_joined = pipeline.is_last, len(joined)
+        logprobs_N = joined.clone() if pipeline.is_last else torch.empty(num_targets, device=pipeline.device)
+        dist.broadcast(logprobs_N, group=pipeline.group, group_src=pipeline.num_stages - 1)
+        return logprobs_N
+
+    @staticmethod
+    def backward(ctx: Any, gradient_N: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return gradient_N if ctx.is_last else gradient_N.new_zeros(ctx.num_joined), None, None

@@ -1,0 +1,154 @@
+"""A micro-batch as the rows that a rank computes: cut into pipeline chunks and into parts of context-parallel ranks.
+
+Knows nothing of models and losses.
+
+Shape suffixes: T packed tokens, R tokens that this rank computes, N targets that it predicts, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from inflight.attention import SegmentPlan
+from inflight.head_exchange import HeadExchange
+from inflight.losses.head import chunked_logprobs
+from inflight.types import MicroBatch
+from inflight_fsdp.config import RankLayout
+
+
+@dataclass(frozen=True, slots=True)
+class HeadTargets:
+    """The targets of a row; N may be 0."""
+
+    rows_N: torch.Tensor
+    """The hidden states that predict them: those of the tokens before."""
+    token_ids_N: torch.Tensor
+    temperature_N: torch.Tensor
+    chunk_size: int
+    """Targets whose logits exist at the same time."""
+
+    def some(self, chosen: torch.Tensor) -> HeadTargets:
+        """Return the targets at these indices."""
+        return HeadTargets(self.rows_N[chosen], self.token_ids_N[chosen], self.temperature_N[chosen], self.chunk_size)
+
+    def logprobs(self, hidden_1RH: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None) -> torch.Tensor:
+        """Return the logprobs [N] under a linear head."""
+        return chunked_logprobs(
+            hidden_1RH[0].index_select(0, self.rows_N),
+            weight_VH,
+            self.token_ids_N,
+            self.temperature_N,
+            bias_V=bias_V,
+            chunk_size=self.chunk_size,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What a policy computes at once; at least one token."""
+
+    token_ids_R: torch.Tensor
+    position_ids_R: torch.Tensor
+    plan: SegmentPlan
+    """Of the whole row, of which other ranks may compute parts."""
+    targets: HeadTargets
+    places_N: torch.Tensor
+    """int64: the targets' indices in the micro-batch."""
+
+
+def rows_of(
+    batch: MicroBatch, num_rows: int, exchange: HeadExchange | None, chunk_size: int, device: torch.device
+) -> list[Row]:
+    """Return a micro-batch as ``num_rows`` rows of whole segments, whatever its size; tensors are on ``device``.
+
+    A row without segments gets a token of no segment: other ranks may have tokens there, and all take part in the same
+    collectives. With an ``exchange`` each row is padded, so that its ranks get equal parts.
+    """
+    rows, start = [], 0
+    for lengths in _shares(batch.segment_lengths, num_rows):
+        stop = start + sum(lengths)
+        rows.append(_row(batch, slice(start, stop), lengths, exchange, chunk_size, device))
+        start = stop
+    return rows
+
+
+def _shares(lengths: Sequence[int], num_shares: int) -> list[tuple[int, ...]]:
+    """Return the lengths in order as shares of about equal sums; some may be empty."""
+    shares: list[list[int]] = [[] for _ in range(num_shares)]
+    total, before = sum(lengths), 0
+    for length in lengths:
+        shares[min(num_shares - 1, int((before + length / 2) * num_shares / total))].append(length)
+        before += length
+    return [tuple(share) for share in shares]
+
+
+def _row(
+    batch: MicroBatch,
+    tokens: slice,
+    lengths: tuple[int, ...],
+    exchange: HeadExchange | None,
+    chunk_size: int,
+    device: torch.device,
+) -> Row:
+    num_ranks, rank = (1, 0) if exchange is None else (exchange.num_ranks, exchange.group.rank())
+    num_tokens = sum(lengths)
+    padding = -num_tokens % num_ranks if num_tokens else num_ranks
+    each = (num_tokens + padding) // num_ranks
+    first, last = rank * each, (rank + 1) * each
+    token_ids_T, position_ids_T = batch.token_ids_T[tokens], batch.position_ids_T[tokens]
+    if padding:
+        positions_P = torch.arange(padding, device=token_ids_T.device)
+        token_ids_T = torch.cat([token_ids_T, torch.zeros_like(positions_P)])
+        position_ids_T = torch.cat([position_ids_T, positions_P])
+    # The token after each of this rank's. Indices are all that a batch on a GPU is waited for.
+    rows_N = batch.loss_mask_T[tokens][first + 1 : last + 1].nonzero().squeeze(1)
+    targets_N = rows_N + first + 1
+    targets = HeadTargets(
+        rows_N.to(device),
+        token_ids_T[targets_N].to(device),
+        batch.temperature_T[tokens][targets_N].to(device),
+        chunk_size,
+    )
+    return Row(
+        token_ids_T[first:last].to(device),
+        position_ids_T[first:last].to(device),
+        SegmentPlan.build((*lengths, padding) if padding else lengths, device, exchange),
+        targets,
+        (targets_N + tokens.start).to(device),
+    )
+
+
+def head_exchange(ranks: RankLayout, device: torch.device) -> HeadExchange | None:
+    """Return the exchange among the ranks that share this rank's rows, None if it shares none; collective."""
+    if ranks.context == 1:
+        return None
+    shape = (ranks.num_ranks // ranks.context // ranks.tensor, ranks.context, ranks.tensor)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("others", "context", "tensor"))
+    return HeadExchange(mesh.get_group("context"))
+
+
+def summed_for_all(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the sum of what the ranks of a group hold, in which each has the same gradient, that of one of them.
+
+    For a loss that all of them compute alike from the result: what it depends on must be counted once.
+    """
+    total: torch.Tensor = _SummedForAll.apply(x, group)  # type: ignore[no-untyped-call]
+    return total
+
+
+class _SummedForAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None

@@ -1,0 +1,58 @@
+"""The settings of a TorchTitan worker, checked. Knows nothing of torch."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from inflight.errors import ConfigError
+from inflight_fsdp.config import RankLayout, WorkerConfig
+
+
+class TorchTitanConfig(WorkerConfig):
+    """Settings of one TorchTitan worker; the same on every rank."""
+
+    LABEL: ClassVar[str] = "TorchTitan"
+
+    optimizer_implementation: Literal["for-loop", "foreach", "fused"] = "fused"
+    """Of TorchTitan's optimizer container."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """Neighbouring ranks that share each matrix of the layers and the vocabulary. They get the same micro-batches."""
+    expert_parallel: int = Field(default=1, ge=1)
+    """Ranks that share the experts of each layer, tokens travelling to their experts. Each has tokens of its own."""
+    pipeline_parallel: int = Field(default=1, ge=1)
+    """Ranks that share the layers, in stages of about equal numbers. They get the same micro-batches."""
+    pipeline_chunks: int | None = Field(default=None, ge=1)
+    """Parts that a pipeline cuts each micro-batch into, between segments, so that stages compute at the same time;
+    None: twice the stages."""
+
+    @model_validator(mode="after")
+    def _has_no_settings_of_fsdp(self) -> TorchTitanConfig:
+        if self.reduce_dtype == "bfloat16":
+            raise ValueError("reduce_dtype 'bfloat16': TorchTitan sums gradients in float32; leave it out")
+        if self.float8:
+            raise ValueError("float8 is for the worker 'fsdp' only; leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _combines(self) -> TorchTitanConfig:
+        sizes = {name: getattr(self, name) for name in ("tensor_parallel", "expert_parallel", "pipeline_parallel")}
+        used = [name for name, size in sizes.items() if size > 1]
+        if self.compile and used:
+            raise ValueError(f"compile cannot be combined with {', '.join(used)}: leave one out")
+        if self.expert_parallel > 1 and len(used) > 1:
+            raise ValueError(f"{' and '.join(used)} cannot be combined yet: leave one out")
+        return self
+
+    def rank_layout(self, num_ranks: int) -> RankLayout:
+        layout = RankLayout(num_ranks, self.tensor_parallel, self.context_parallel, self.pipeline_parallel)
+        num_sharing = num_ranks // (self.tensor_parallel * self.pipeline_parallel)
+        self._divided(layout, num_sharing)
+        size = self.shard_size or num_sharing
+        if size % self.expert_parallel:
+            raise ConfigError(
+                f"expert_parallel {self.expert_parallel} does not divide the {size} ranks that share one copy of the "
+                "parameters"
+            )
+        return layout

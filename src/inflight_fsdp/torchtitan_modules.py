@@ -1,0 +1,153 @@
+"""What of TorchTitan's models is ours, and a model as a function from rows to logprobs.
+
+TorchTitan's attentions have no backward on a CPU; its head returns logits; it always computes experts in bfloat16, and
+their router under an autocast that a CPU does not have.
+
+Shape suffixes: N targets, R tokens of a row; those of TorchTitan's modules are B batch, L length, N heads, H head size,
+D model, F feed-forward, E experts, K experts of a token, R routed tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torchtitan.models.common import Linear
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.moe import GroupedExperts, TokenChoiceTopKRouter
+from torchtitan.protocols.module import Module
+
+from inflight.attention import SegmentPlan, outside_of_graphs, segment_attention
+from inflight_fsdp.rows import HeadTargets, Row, summed_for_all
+
+
+class TitanPolicy(nn.Module):
+    """A decoder of TorchTitan as a function from packed tokens to logprobs."""
+
+    def __init__(self, decoder: Decoder, tensor_mesh: DeviceMesh | None) -> None:
+        super().__init__()
+        self.decoder = decoder
+        self._tensor_mesh = tensor_mesh
+
+    def forward(self, row: Row, hidden_1RH: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the logprobs [N] of the targets.
+
+        A stage of a pipeline that is not the first starts from the ``hidden_1RH`` of the one before; one that is not
+        the last returns its own.
+        """
+        head = self.decoder.lm_head
+        if head is not None:
+            head.targets = row.targets
+        if hidden_1RH is not None and self._tensor_mesh is not None:
+            hidden_1RH = DTensor.from_local(hidden_1RH, self._tensor_mesh, [Replicate()], run_check=False)
+        try:
+            output: torch.Tensor = self.decoder(
+                row.token_ids_R.unsqueeze(0) if hidden_1RH is None else hidden_1RH,
+                positions=row.position_ids_R.unsqueeze(0),
+                attention_masks=row.plan,
+            )
+        finally:
+            if head is not None:
+                head.targets = None
+        return local_of(output)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that all ranks of its mesh hold alike as a plain one; differentiable."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class LogprobHead(Linear):  # type: ignore[misc]
+    """Replaces TorchTitan's head: logprobs of the targets, in chunks."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):  # type: ignore[misc]
+        """TorchTitan makes the module of the class that its settings belong to."""
+
+    targets: HeadTargets | None = None
+
+    def forward(self, hidden_1LD: torch.Tensor) -> torch.Tensor:
+        """Return the logprobs [N] of the `targets`.
+
+        Ranks that share the head each compute some of them, with the whole weight, so gradients are sums over ranks.
+        """
+        targets = self.targets
+        assert targets is not None
+        if not isinstance(self.weight, DTensor):
+            return targets.logprobs(hidden_1LD, self.weight, None)
+        assert isinstance(hidden_1LD, DTensor)
+        weight_VD = self.weight.full_tensor(grad_placements=[Partial()])
+        hidden_1LD = hidden_1LD.to_local(grad_placements=[Partial()])
+        group = self.weight.device_mesh.get_group()
+        mine = torch.arange(group.rank(), len(targets.rows_N), group.size(), device=weight_VD.device)
+        logprobs_N = targets.some(mine).logprobs(hidden_1LD, weight_VD, None)
+        return summed_for_all(logprobs_N.new_zeros(len(targets.rows_N)).index_copy(0, mine, logprobs_N), group)
+
+
+class SegmentAttention(Module):  # type: ignore[misc]
+    """Replaces TorchTitan's flex and varlen attention: attention over packed segments."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):  # type: ignore[misc]
+        """Adds whether torch's compiler may include the attention in its graphs."""
+
+        in_graphs: bool = True
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self._attend = segment_attention if config.in_graphs else outside_of_graphs(segment_attention)
+
+    def forward(
+        self,
+        q_BLNH: torch.Tensor,
+        k_BLNH: torch.Tensor,
+        v_BLNH: torch.Tensor,
+        *,
+        attention_masks: SegmentPlan,
+        scale: float | None = None,
+        **_: object,
+    ) -> torch.Tensor:
+        """Return [1, L, N, H]; TorchTitan calls the plan of segments masks, and shards arguments by these names."""
+        query, key, value = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
+        return self._attend(query, key, value, attention_masks, scale)
+
+
+class Experts(GroupedExperts):  # type: ignore[misc]
+    """Replaces TorchTitan's experts: one after another, in the dtype of their tokens."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):  # type: ignore[misc]
+        """TorchTitan makes the module of the class that its settings belong to."""
+
+    def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
+        """Return [R, D]; tokens come sorted by expert. An expert without tokens takes part with none."""
+        weights = [w.to_local() if isinstance(w, DTensor) else w for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD)]
+        tokens = torch.split(x_RD, num_tokens_per_expert_E.tolist())
+        outputs = [
+            F.linear(F.silu(F.linear(x, w1_FD)) * F.linear(x, w3_FD), w2_DF)
+            for x, w1_FD, w2_DF, w3_FD in zip(tokens, *weights, strict=True)
+        ]
+        return torch.cat(outputs)
+
+
+class Router(TokenChoiceTopKRouter):  # type: ignore[misc]
+    """Replaces TorchTitan's router: a softmax in float32 over all experts, of which the largest are taken."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(TokenChoiceTopKRouter.Config):  # type: ignore[misc]
+        """TorchTitan makes the module of the class that its settings belong to."""
+
+    def forward(
+        self, x_BLD: torch.Tensor, expert_bias_E: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the shares and ids [B, L, K] of each token's experts, and the shares [B, L, E] of all."""
+        assert expert_bias_E is None
+        shares_BLE = F.softmax(self.gate(x_BLD), dim=-1, dtype=torch.float32)
+        shares_BLK, experts_BLK = torch.topk(shares_BLE, k=self.top_k, dim=-1)
+        if self.route_norm:
+            shares_BLK = shares_BLK / shares_BLK.sum(dim=-1, keepdim=True)
+        return shares_BLK, experts_BLK, shares_BLE
