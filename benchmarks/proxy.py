@@ -1,11 +1,14 @@
-"""What the recording proxy costs: episodes through it beside the same episodes played directly, and streamed tokens.
+"""What the recording proxy costs: agents behind it beside the same agents on the engine's own route.
 
-    python benchmarks/proxy.py
+    python benchmarks/proxy.py            # the embedded engine; streaming, and memory
+    python benchmarks/proxy.py vllm       # vLLM's own server, after `make engines`
 
-Episodes of three turns of 32 tokens, all at once, on the embedded engine in a process of its own; the agents are in
-another process. CPU time is that of the process in which the episodes are played, and of the engine. A streamed token
+``at_once``: agents in one process play episodes of three turns, all at once, first against the engine's own chat
+completions, which is what they would do without us, then through ``inflight proxy`` on the same engine, in turns. Every
+process is its own, so CPU time is told apart; seconds are those of the agents, for each sampled token. A streamed token
 is timed from the moment at which the sampler gives it, every 5 ms, until the agent has read it. Memory is the resident
-set after calls in a row, ten to an episode, with a sampler that answers at once. Writes ``results/proxy.json``.
+set after calls in a row, ten to an episode, with a sampler that answers at once. Writes ``results/proxy.json`` and
+``results/proxy-vllm.json``.
 """
 
 from __future__ import annotations
@@ -15,45 +18,54 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from inflight.environments.playing import PlayingEpisode
 from inflight.environments.proxy_server import ProxyServer
 from inflight.environments.transcripts import ChatTemplate
-from inflight.http.client import HttpEndpoint
 from inflight.local.tiny import TinyShape, byte_tokenizer, create_tiny_model, save_tiny_model
 from inflight.wire import Completion, CompletionChunk, GenerateRequest, SamplingParams, VersionSpan
 from results import write_results
 
 NUM_TURNS, NUM_TOKENS, TOKEN_S = 3, 32, 0.005
+TOKEN = "benchmark"
+OWN = {"authorization": f"Bearer {TOKEN}"}
 SETTINGS = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
 
 
 # ------------------------------------------------------------------------------------------------- the agents' process
 
 
-async def agents(urls: list[str]) -> None:
-    """Play an episode under each URL at once; prints the seconds."""
+async def agents(urls: list[str], model: str, num_tokens: int) -> None:
+    """Play an episode under each URL at once; prints the seconds and the sampled tokens."""
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(trust_env=False, timeout=600, limits=limits) as client:
+    num_sampled = 0
+    async with httpx.AsyncClient(trust_env=False, timeout=1800, limits=limits) as client:
 
         async def play(url: str) -> None:
+            nonlocal num_sampled
             messages: list[Any] = [{"role": "user", "content": "begin"}]
             for _ in range(NUM_TURNS):
-                answer = await client.post(f"{url}/chat/completions", json={"messages": messages})
-                messages += [answer.json()["choices"][0]["message"], {"role": "user", "content": "go on"}]
+                body = {"model": model, "messages": messages, "max_tokens": num_tokens, "temperature": 1.0}
+                answer = (await client.post(f"{url}/chat/completions", json=body)).json()
+                num_sampled += answer["usage"]["completion_tokens"]
+                messages += [answer["choices"][0]["message"], {"role": "user", "content": "go on"}]
 
         started = time.perf_counter()
         await asyncio.gather(*map(play, urls))
-        print(json.dumps(time.perf_counter() - started))
+        print(json.dumps([time.perf_counter() - started, num_sampled]))
 
 
 async def reader(url: str) -> None:
@@ -70,11 +82,11 @@ async def reader(url: str) -> None:
     print(json.dumps(times))
 
 
-async def in_another_process(role: str, urls: list[str]) -> Any:
+async def in_another_process(role: str, *arguments: Any) -> Any:
     process = await asyncio.create_subprocess_exec(
         sys.executable, __file__, "--role", role, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
     )
-    said, _ = await process.communicate(json.dumps(urls).encode())
+    said, _ = await process.communicate(json.dumps(arguments).encode())
     return json.loads(said)
 
 
@@ -95,46 +107,69 @@ def episode(template: ChatTemplate, generate: Any, number: int, proxy: ProxyServ
     return PlayingEpisode(f"b-{number}", number, template, generate, SETTINGS, 4000, proxy=proxy.serve, stream=stream)
 
 
-async def played_at_once(url: str, pid: int, template: ChatTemplate, num_episodes: int) -> dict[str, Any]:
-    """Return seconds of wall and CPU time, directly and through the proxy, in turn."""
+@dataclass(frozen=True)
+class Engine:
+    """A running engine: its own URL, the one that inflight attaches to, the name of its model, and its process."""
+
+    url: str
+    endpoint: str
+    model: str
+    pid: int
+
+
+async def played_at_once(
+    engine: Engine, model: Path, num_episodes: int, num_tokens: int, rounds: int
+) -> dict[str, Any]:
+    """Return what each way of playing costs, in turns."""
     rows: dict[str, list[dict[str, float]]] = {"direct": [], "proxy": []}
-    async with contextlib.aclosing(HttpEndpoint(url)) as endpoint, ProxyServer("policy") as proxy:
-
-        async def generate(request: GenerateRequest) -> Completion:
-            return (await endpoint.generate(request)).completions[0]
-
-        async def directly(one: PlayingEpisode) -> None:
-            conversation = one.conversation()
-            for turn in range(NUM_TURNS):
-                await conversation.say("go on" if turn else "begin")
-
-        for repetition in range(3):
-            for way in ("direct", "proxy"):
-                first = repetition * num_episodes
-                episodes = [episode(template, generate, first + i, proxy) for i in range(num_episodes)]
-                urls = [await one.openai_url() for one in episodes] if way == "proxy" else []
-                cpu_s, engine_s, started = time.process_time(), cpu_of(pid), time.perf_counter()
-                if urls:
-                    wall_s = await in_another_process("agents", urls)
-                else:
-                    await asyncio.gather(*map(directly, episodes))
-                    wall_s = time.perf_counter() - started
-                row = {"wall_s": wall_s, "cpu_s": time.process_time() - cpu_s, "engine_cpu_s": cpu_of(pid) - engine_s}
+    async with proxied(engine, model, num_episodes, num_tokens) as (url, proxy_pid):
+        for _ in range(rounds):
+            for way in rows:
+                urls = [f"{engine.url}/v1"] * num_episodes if way == "direct" else await opened(url, num_episodes)
+                engine_s, proxy_s = cpu_of(engine.pid), cpu_of(proxy_pid)
+                wall_s, num_sampled = await in_another_process("agents", urls, engine.model, num_tokens)
+                row = {
+                    "wall_s": wall_s,
+                    "num_sampled": num_sampled,
+                    "engine_cpu_s": cpu_of(engine.pid) - engine_s,
+                    "proxy_cpu_s": cpu_of(proxy_pid) - proxy_s,
+                }
                 rows[way].append(row)
-                for one in episodes:
-                    await one.aclose()
-                    assert [len(it.turns) for it in one.played(0.0).rollouts(0, 1.0)] == [NUM_TURNS]
                 print(way, row, flush=True)
-    best = {way: {key: min(row[key] for row in rows[way]) for key in rows[way][0]} for way in rows}
-    added_s = best["proxy"]["cpu_s"] - best["direct"]["cpu_s"]
+                if way == "proxy":
+                    await finished(url, urls)
+    per_token = {
+        way: {
+            key: min(row[key] / row["num_sampled"] for row in of) for key in ("wall_s", "engine_cpu_s", "proxy_cpu_s")
+        }
+        for way, of in rows.items()
+    }
+    num_calls = num_episodes * NUM_TURNS
     return {
         "num_episodes": num_episodes,
-        **best,
-        "added_cpu_ms_per_call": 1000 * added_s / (num_episodes * NUM_TURNS),
-        "added_cpu_share": added_s / (best["direct"]["cpu_s"] + best["direct"]["engine_cpu_s"]),
-        "added_wall_share": best["proxy"]["wall_s"] / best["direct"]["wall_s"] - 1,
+        "num_tokens": num_tokens,
+        "proxy_cpu_ms_per_call": 1000 * min(row["proxy_cpu_s"] for row in rows["proxy"]) / num_calls,
+        "proxy_cpu_share": per_token["proxy"]["proxy_cpu_s"] / per_token["direct"]["engine_cpu_s"],
+        "added_engine_cpu_share": per_token["proxy"]["engine_cpu_s"] / per_token["direct"]["engine_cpu_s"] - 1,
+        "added_wall_share": per_token["proxy"]["wall_s"] / per_token["direct"]["wall_s"] - 1,
         "rows": rows,
     }
+
+
+async def opened(url: str, num_episodes: int) -> list[str]:
+    """Open episodes; returns the URL of each."""
+    async with httpx.AsyncClient(trust_env=False, timeout=600, headers=OWN) as client:
+        return [(await client.post(f"{url}/episodes")).json()["openai_url"] for _ in range(num_episodes)]
+
+
+async def finished(url: str, episodes: list[str]) -> None:
+    """Finish episodes, which must be one rollout of all turns each."""
+    async with httpx.AsyncClient(trust_env=False, timeout=600, headers=OWN) as client:
+        for episode in episodes:
+            key = episode.split("/")[-2]
+            answer = (await client.post(f"{url}/episodes/{key}/finish", json={"reward": 0.0})).json()
+            turns = sorted(turn["end"] for rollout in answer["rollouts"] for turn in rollout["turns"])
+            assert len(turns) == NUM_TURNS, answer
 
 
 async def streamed(template: ChatTemplate) -> dict[str, float]:
@@ -152,7 +187,7 @@ async def streamed(template: ChatTemplate) -> dict[str, float]:
 
     async with ProxyServer("policy") as proxy:
         one = episode(template, None, 0, proxy, stream)
-        read = await in_another_process("reader", [await one.openai_url()])
+        read = await in_another_process("reader", await one.openai_url())
         await one.aclose()
     late = sorted(1000 * (at - since) for at, since in zip(read, given, strict=True))
     return {"median_ms": statistics.median(late), "p90_ms": late[int(0.9 * len(late))], "num_tokens": len(late)}
@@ -191,12 +226,43 @@ def resident_bytes() -> int:
 
 
 def cpu_of(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    """Return the CPU seconds of a process, and of those that descend from it."""
+    seconds, parents = {}, {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = path.read_text().rpartition(") ")[2].split()
+            one = int(path.parent.name)
+            parents[one] = int(fields[1])
+            seconds[one] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def descends(one: int) -> bool:
+        return one == pid or (one in parents and descends(parents[one]))
+
+    return sum(spent for one, spent in seconds.items() if descends(one))
 
 
 @contextlib.asynccontextmanager
-async def engine(model: Path) -> AsyncGenerator[tuple[str, int], None]:
+async def proxied(
+    engine: Engine, model: Path, num_episodes: int, num_tokens: int
+) -> AsyncGenerator[tuple[str, int], None]:
+    """Yield the URL of ``inflight proxy`` on an engine, and its process."""
+    command = [sys.executable, "-m", "inflight", "proxy", engine.endpoint, "--model", str(model), "--port", "0"]
+    command += ["--max-episodes", str(num_episodes), "--max-tokens", str(num_tokens)]
+    process = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.PIPE, env={**os.environ, "INFLIGHT_TOKEN": TOKEN}
+    )
+    try:
+        assert process.stdout is not None
+        found = re.search(r"serving episodes at (\S+),", (await process.stdout.readline()).decode())
+        assert found is not None
+        yield found[1], process.pid
+    finally:
+        process.terminate()
+        await process.wait()
+
+
+@contextlib.asynccontextmanager
+async def embedded(model: Path) -> AsyncGenerator[Engine, None]:
     ready = model.with_suffix(".ready")
     command = [sys.executable, "-m", "inflight", "serve", str(model), "--port", "0", "--exit-with-stdin"]
     command += ["--ready-file", str(ready), "--threads", "1", "--max-concurrent", "256", "--device", "cpu"]
@@ -206,41 +272,57 @@ async def engine(model: Path) -> AsyncGenerator[tuple[str, int], None]:
             while not ready.exists():  # noqa: ASYNC110 - it is in another process
                 await asyncio.sleep(0.1)
         found = json.loads(ready.read_text())
-        yield found["url"], found["pid"]
+        yield Engine(found["url"], found["url"], model.name, found["pid"])
     finally:
         process.terminate()
         await process.wait()
 
 
-async def measure(num_episodes: int, num_calls: int) -> dict[str, Any]:
-    template = ChatTemplate(byte_tokenizer())
+@contextlib.asynccontextmanager
+async def vllm(model: Path) -> AsyncGenerator[Engine, None]:
+    """Yield vLLM's own server."""
+    from tests.real_engines.servers import running
+
+    with running("vllm", model, max_concurrent=256) as server:
+        url = server.process.url
+        async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+            models = (await client.get(f"{url}/v1/models")).json()
+        yield Engine(url, server.url, models["data"][0]["id"], server.process.pid)
+
+
+async def measure(engine: str, num_episodes: int, num_tokens: int, rounds: int, num_calls: int) -> dict[str, Any]:
     rows: dict[str, Any] = {"load_average_before": os.getloadavg()[0]}
-    rows["streaming"] = await streamed(template)
-    print(rows["streaming"], flush=True)
-    rows["in_a_row"] = await in_a_row(template, num_calls)
-    print(rows["in_a_row"], flush=True)
+    if engine == "local":
+        template = ChatTemplate(byte_tokenizer())
+        rows["streaming"] = await streamed(template)
+        print(rows["streaming"], flush=True)
+        rows["in_a_row"] = await in_a_row(template, num_calls)
+        print(rows["in_a_row"], flush=True)
     with tempfile.TemporaryDirectory() as directory:
         model = Path(directory) / "model"
         save_tiny_model(create_tiny_model(TinyShape("llama", 64, 2, 2, 1024), 0), model)
-        async with engine(model) as (url, pid):
-            rows["at_once"] = await played_at_once(url, pid, template, num_episodes)
+        async with (embedded if engine == "local" else vllm)(model) as running:
+            rows["at_once"] = await played_at_once(running, model, num_episodes, num_tokens, rounds)
     rows["load_average_after"] = os.getloadavg()[0]
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("engine", nargs="?", choices=("local", "vllm"), default="local")
     parser.add_argument("--episodes", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=128, help="of each turn, at most")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--calls", type=int, default=10_000)
     parser.add_argument("--role", choices=("agents", "reader"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.role == "agents":
-        asyncio.run(agents(json.load(sys.stdin)))
-    elif arguments.role == "reader":
-        (url,) = json.load(sys.stdin)
-        asyncio.run(reader(url))
-    else:
-        write_results("proxy", asyncio.run(measure(arguments.episodes, arguments.calls)))
+    if arguments.role is not None:
+        asyncio.run({"agents": agents, "reader": reader}[arguments.role](*json.load(sys.stdin)))
+        return
+    rows = asyncio.run(
+        measure(arguments.engine, arguments.episodes, arguments.tokens, arguments.rounds, arguments.calls)
+    )
+    write_results("proxy" if arguments.engine == "local" else "proxy-vllm", rows)
 
 
 if __name__ == "__main__":

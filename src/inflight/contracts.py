@@ -483,7 +483,7 @@ class Conversation(Protocol):
         """Append messages and return what the model answers; a text is a message of the user.
 
         Raises `ContextFullError` if the answer has no room, `InvalidRequestError` if the chat template refuses a
-        message: nothing was appended. Any other error is the endpoint's; the episode is then over and played again.
+        message: nothing was appended. Where an endpoint fails, the turn is sampled on another one.
         """
 
     @abstractmethod
@@ -516,17 +516,18 @@ class Episode(Protocol):
         """
 
     @abstractmethod
-    async def openai_url(self) -> str:
+    async def openai_url(self, role: str = "") -> str:
         """Return a base URL for clients of OpenAI's API, whose calls become part of this episode.
 
-        It ends with ``/e/KEY/v1``, where KEY is a secret that stands for the episode, and may also be sent as the API
-        key. Raises `UnsupportedError` where no proxy is served.
+        It ends with ``/e/KEY/v1``, where KEY is a secret that stands for the episode and the role, and may also be sent
+        as the API key. Roles have URLs of their own, and what is posted there is the reward of that role. Raises
+        `UnsupportedError` where no proxy is served.
         """
 
     @property
     @abstractmethod
     def posted_reward(self) -> float | None:
-        """Return the reward that a client has posted for the episode; None if none has."""
+        """Return the reward that a client has posted for the episode, or the mean of its roles'; None if none has."""
 
 
 @runtime_checkable

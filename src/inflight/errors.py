@@ -198,7 +198,7 @@ class ContextFullError(InflightError):
 
 
 class EpisodeOverError(InflightError):
-    """The episode has ended, or its endpoint has failed, so that it is played again from the start."""
+    """The episode has ended, or no endpoint goes on with it."""
 
     code = "episode_over"
 

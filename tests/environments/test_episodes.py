@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +75,11 @@ def play(
     max_tokens: int = 400,
     saved: dict[str, Any] | None = None,
     chat_template: str | None = None,
+    others: Sequence[InferenceEndpoint] = (),
+    serving: Callable[[], Sequence[str]] | None = None,
     **environment: Any,
 ) -> Played:
-    """Play groups of three episodes on one endpoint, eight episodes at a time."""
+    """Play groups of three episodes, eight episodes at a time on each endpoint of those that are ``serving``."""
     outcome = Played()
     tokenizer: Any = load_tokenizer(model)
     tokenizer.chat_template = chat_template or tokenizer.chat_template
@@ -104,16 +106,18 @@ def play(
             on_failed_episode=lambda item, kind, what: outcome.failures.append((kind, what)),
         )
         actor.continue_from(saved or {})
-        actor.add(endpoint, 8)
+        for one in (endpoint, *others):
+            actor.add(one, 8)
         running = asyncio.ensure_future(actor.run())
         while not (until(outcome) or running.done()):
             outcome.partials = actor.partials()
-            actor.serve([endpoint.name], 0)  # also after it was lost
+            actor.serve(serving() if serving else [endpoint.name], 0)  # also after it was lost
             await asyncio.wait({running}, timeout=0.02)
         outcome.num_rewritten = actor.num_rewritten
         running.cancel()
         (outcome.error,) = await asyncio.gather(running, return_exceptions=True)
-        await endpoint.aclose()
+        for one in (endpoint, *others):
+            await one.aclose()
 
     asyncio.run(asyncio.wait_for(run(), 60))
     return outcome
@@ -211,12 +215,48 @@ def test_an_environment_that_always_fails_ends_the_run_with_its_reason(
     assert set(outcome.ledger.num_dropped) == {"failed episodes"}
 
 
-def test_episodes_of_an_endpoint_that_fails_are_played_again(shared_server: ServerProcess, model_dir: Path) -> None:
+def test_episodes_of_an_endpoint_that_fails_go_on_with_the_turns_that_they_have(
+    shared_server: ServerProcess, model_dir: Path
+) -> None:
     endpoint = Recorded(shared_server.url, fails=lambda number: number == 20)
     outcome = play(endpoint, model_dir, lambda it: len(it.groups) >= 6)
     assert not outcome.failures
     assert not outcome.ledger.num_dropped
     assert {0, 1, 2, 3} <= {group.item_index for group in outcome.groups}
+    seeds = [request.sampling.seed for request, _ in endpoint.answers]
+    assert len(seeds) == len({*seeds})  # no turn was sampled twice
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("after", [2, 10, 20])
+def test_episodes_of_a_server_that_is_killed_go_on_at_another(
+    start_server: Callable[..., ServerProcess], model_dir: Path, after: int
+) -> None:
+    servers = [start_server(model_dir) for _ in range(2)]
+    first, second = (Recorded(server.url) for server in servers)
+    is_killed = False
+
+    def serving() -> list[str]:
+        nonlocal is_killed
+        # An episode has three turns, so one of them is under way.
+        if not is_killed and len(first.answers) >= after and len(first.answers) % 3:
+            servers[0].kill()
+            is_killed = True
+        return [second.name] if is_killed else [first.name, second.name]
+
+    outcome = play(
+        first, model_dir, lambda it: len(it.groups) >= 8 and len(second.answers) >= 60, others=[second], serving=serving
+    )
+    assert not outcome.failures
+    assert not outcome.ledger.num_dropped
+    seeds = [request.sampling.seed for one in (first, second) for request, _ in one.answers]
+    assert len(seeds) == len({*seeds})
+    # Some episode began on the server that is gone, and went on at the other one.
+    own, other = (
+        {request.prompt_token_ids + response.completions[0].token_ids for request, response in one.answers}
+        for one in (first, second)
+    )
+    assert any(later[: len(earlier)] == earlier for earlier in own for later in other)
 
 
 def test_finished_episodes_of_an_unfinished_group_survive_a_restart(

@@ -519,7 +519,27 @@ def test_rewards_are_of_the_episode_or_of_one_answer() -> None:
         assert [turn.reward for turn in rollout.turns] == [0.5, None]
         wrong = await post(it.url, "/reward", {"reward": 1, "turn": "chatcmpl-99"})
         assert (wrong.status_code, "chatcmpl-99" in wrong.text) == (400, True)
-        assert (await post(it.url, "/reward", b'{"reward": NaN}')).status_code == 400
+        for reward in (b"NaN", b"1e999", b"true", b'"1"', b"null"):
+            assert (await post(it.url, "/reward", b'{"reward": %s}' % reward)).status_code == 400, reward
+        assert it.episode.posted_reward == 2.0
+
+    on_script(["one", "two"], play)
+
+
+def test_each_role_has_a_url_conversations_and_a_reward_of_its_own() -> None:
+    async def play(it: Open) -> None:
+        messages: list[Any] = [user("go")]
+        urls = {role: await it.episode.openai_url(role) for role in ("white", "black")}
+        assert len({it.url, *urls.values()}) == 3
+        for role, url in urls.items():
+            answer = await post(url, "/v1/chat/completions", {"messages": messages})
+            assert answer.json()["choices"][0]["message"]["content"] == {"white": "one", "black": "two"}[role]
+        assert it.episode.posted_reward is None
+        assert (await post(urls["white"], "/reward", {"reward": 1})).status_code == 200
+        assert (await post(urls["black"], "/reward", {"reward": -0.5})).status_code == 200
+        assert it.episode.posted_reward == 0.25
+        rollouts = it.episode.played(0.25).rollouts(0, 1.0)
+        assert [(rollout.role, rollout.reward) for rollout in rollouts] == [("white", 1.0), ("black", -0.5)]
 
     on_script(["one", "two"], play)
 
@@ -590,6 +610,32 @@ def test_vllms_generate_has_the_shape_that_train_clients_read(shared_server: Ser
         assert (refused.status_code, "features" in refused.text) == (400, True)
 
     on_engine(shared_server, model_dir, play)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_vllms_generate_is_streamed_in_chunks_of_its_shape(
+    shared_server: ServerProcess, model_dir: Path, streams: bool
+) -> None:
+    async def play(it: Open) -> None:
+        body = {"token_ids": list(b"hello"), "sampling_params": {"logprobs": 1, "max_tokens": 5}, "stream": True}
+        body |= {"return_token_ids": True, "stream_options": {"include_usage": True}}
+        answer = await post(it.url, "/inference/v1/generate", body)
+        *events, done = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+        assert done == "[DONE]"
+        *chunks, last, usage = map(json.loads, events)
+        (call,) = it.episode.recording.calls
+        entries = [entry for chunk in [*chunks, last] for entry in chunk["choices"][0]["logprobs"]["content"]]
+        token_ids = [token_id for chunk in [*chunks, last] for token_id in chunk["choices"][0]["token_ids"]]
+        assert tuple(token_ids) == call.completion.token_ids
+        assert [entry["token_id"] for entry in entries] == token_ids
+        assert [entry["logprob"] for entry in entries] == list(call.completion.logprobs)
+        assert len(chunks) >= 2 if streams else not chunks
+        assert [*chunks, last][0]["prompt_token_ids"] == list(b"hello")
+        assert last["choices"][0]["finish_reason"] == call.completion.finish_reason
+        assert last["choices"][0]["weight_versions"] == [{"version": "0", "start": 0, "end": len(token_ids)}]
+        assert usage["usage"]["completion_tokens"] == len(token_ids)
+
+    on_engine(shared_server, model_dir, play, streams=streams)
 
 
 @pytest.mark.timeout(320)

@@ -6,6 +6,7 @@ import ast
 import asyncio
 import random
 import re
+import threading
 from collections.abc import Callable
 from contextlib import aclosing
 from pathlib import Path
@@ -131,6 +132,28 @@ def test_games_that_are_played_at_once_do_not_share_their_randomness() -> None:
     assert [[text for _, text in game.game.state.logs] for game in games] == alone
     assert alone[0] != alone[1]
     assert random.getstate() == outside
+
+
+def test_a_game_whose_move_does_not_end_stops_the_others_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inflight.environments.textarena._WAIT_S", 0.2)
+    stuck, other = (Game("TicTacToe-v0", {}, 2, start_seed=seed) for seed in range(2))
+    has_begun, is_released = threading.Event(), threading.Event()
+
+    def step(action: str) -> tuple[bool, dict[str, Any]]:
+        has_begun.set()
+        return is_released.wait(30), {}
+
+    monkeypatch.setattr(stuck._wrapped, "step", step)
+    moving = threading.Thread(target=stuck.move, args=("[4]",))
+    moving.start()
+    assert has_begun.wait(30)
+    try:
+        with pytest.raises(TaskError, match=r"TicTacToe-v0 cannot move: for 0\.2 s a move of TicTacToe-v0"):
+            other.turn()
+    finally:
+        is_released.set()
+        moving.join(10)
+    assert other.turn()[0] == 0
 
 
 def test_an_illegal_action_is_asked_again_once_and_then_loses() -> None:

@@ -219,6 +219,27 @@ def test_an_element_that_is_wrong_is_named_once() -> None:
     assert str(refused.value) == "prompt_token_ids.0: Input should be greater than or equal to 0 (got '-1')"
 
 
+def test_what_may_be_one_of_several_types_is_explained_in_one_sentence_without_names_of_types() -> None:
+    class Body(WireModel):
+        stop: str | tuple[str, ...] | None = None
+
+        @pydantic.model_validator(mode="before")
+        @classmethod
+        def _refuse(cls, data: Any) -> Any:
+            if "n" in data:
+                raise ValueError("n is not supported: leave it out")
+            return data
+
+    for content, words in (
+        (b'{"stop":5}', "stop: Input should be a valid string, or a valid array (got '5')"),
+        (b'{"n":2}', "body: n is not supported: leave it out (got \"{'n': 2}\")"),
+        (b'{"str":1}', "str: Extra inputs are not permitted (got '1')"),
+    ):
+        with pytest.raises(ValueError, match=r".") as refused:
+            asyncio.run(bodies.message_of(Body, content))
+        assert str(refused.value) == words
+
+
 def test_a_manifest_whose_names_all_appear_twice_is_refused_without_comparing_each_with_each() -> None:
     compared = 0
 

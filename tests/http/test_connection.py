@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from inflight.errors import UnreachableError
 from inflight.http.connection import HttpConnection
 
 
@@ -32,3 +33,61 @@ def test_calls_share_a_connection_unless_each_is_to_have_its_own(keeps_alive: bo
         assert len(served) == num_connections
 
     asyncio.run(conversation())
+
+
+def test_a_connection_that_the_server_has_closed_meanwhile_is_not_used_again() -> None:
+    async def conversation() -> int:
+        num_connections = 0
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal num_connections
+            num_connections += 1
+            while await reader.readline() != b"\r\n":
+                pass
+            writer.write(b"HTTP/1.1 200 ok\r\ncontent-length: 2\r\n\r\n{}")
+            writer.close()
+
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            connection = HttpConnection(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/prefix/")
+            for _ in range(20):
+                assert await connection.exchange("GET", "/", timeout_s=5) == (200, b"{}")
+            await connection.aclose()
+        return num_connections
+
+    assert asyncio.run(conversation()) == 20
+
+
+def test_an_idle_connection_is_closed_after_a_while_and_the_next_call_opens_another() -> None:
+    async def conversation() -> list[bytes]:
+        heard: list[bytes] = []
+        closed = asyncio.Event()
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            while line := await reader.readline():
+                heard.append(line)
+                while await reader.readline() != b"\r\n":
+                    pass
+                writer.write(b"HTTP/1.1 200 ok\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n")
+            closed.set()
+            writer.close()
+
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            connection = HttpConnection(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/prefix/")
+            for _ in range(2):
+                assert await connection.ask("GET", "/path", timeout_s=5) == (200, {})
+                async with asyncio.timeout(10):
+                    await closed.wait()
+                closed.clear()
+            await connection.aclose()
+        return heard
+
+    assert asyncio.run(conversation()) == [b"GET /prefix/path HTTP/1.1\r\n"] * 2
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:99999", "http://user:secret@127.0.0.1:1", "http://", "ftp://host"])
+def test_what_is_no_url_of_a_server_is_unreachable(url: str) -> None:
+    async def call() -> None:
+        await HttpConnection(url).exchange("GET", "/", timeout_s=5)
+
+    with pytest.raises(UnreachableError, match="URL"):
+        asyncio.run(call())

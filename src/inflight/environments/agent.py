@@ -34,20 +34,30 @@ _MAX_LINE_BYTES = 64 * 1024
 class AgentCommand(Environment):
     """Runs a command for each episode, in a process group of its own, and ends all of the group with the episode.
 
+    Each of ``roles`` has a URL of its own, which the item says under ``roles``, and may be given a reward of its own.
     ``tasks`` is a file with one JSON object per line, or ``module:function`` that returns the object of an index; the
     command is run in ``directory``. Raises `TaskError` if they cannot be used.
     """
 
     def __init__(
-        self, seed: int, command: Sequence[str], tasks: str, directory: str = ".", name: str = "agent"
+        self,
+        seed: int,
+        command: Sequence[str],
+        tasks: str,
+        directory: str = ".",
+        name: str = "agent",
+        roles: Sequence[str] = (),
     ) -> None:
         if isinstance(command, str) or not command or not all(isinstance(word, str) for word in command):
             raise TaskError(f"command must be a list of words, such as ['python', 'my_agent.py'], not {command!r}")
+        if isinstance(roles, str) or not all(isinstance(role, str) and role for role in roles):
+            raise TaskError(f"roles must be a list of names, such as ['white', 'black'], not {roles!r}")
         if not Path(directory).is_dir():
             raise TaskError(f"directory {directory!r} of the agent does not exist")
         self._command = tuple(command)
         self._directory = directory
         self._name = name
+        self._roles = tuple(roles)
         self._item_of = _items(tasks)
 
     @property
@@ -63,7 +73,8 @@ class AgentCommand(Environment):
         """Return the reward. Raises `TaskError` with the end of standard error if there is none."""
         url = await episode.openai_url()
         said, complained = bytearray(), bytearray()
-        given = json.dumps({"index": item.index, "seed": episode.seed, **item.metadata}) + "\n"
+        urls = {"roles": {role: await episode.openai_url(role) for role in self._roles}} if self._roles else {}
+        given = json.dumps({"index": item.index, "seed": episode.seed, **item.metadata, **urls}) + "\n"
         agent = await self._started(url)
         assert agent.stdin is not None and agent.stdout is not None and agent.stderr is not None
         reading = asyncio.gather(

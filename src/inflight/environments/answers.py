@@ -13,7 +13,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Literal
 
-from inflight.environments.histories import Histories
+from inflight.environments.histories import Histories, history_of, identity
 from inflight.environments.playing import PlayingEpisode
 from inflight.environments.requests import (
     ChatRequest,
@@ -24,7 +24,7 @@ from inflight.environments.requests import (
     rendered_message,
 )
 from inflight.environments.tool_calls import before_calls, openai_tool_calls, split_tool_calls
-from inflight.environments.transcripts import Prompt
+from inflight.environments.transcripts import Heard, Prompt
 from inflight.errors import InvalidRequestError
 from inflight.http.chat import before_stop
 from inflight.http.streamed_text import StreamedText
@@ -77,19 +77,20 @@ class _Asked:
     token_ids: tuple[int, ...]
     sampling: SamplingParams
     may_call: bool
-    note: Callable[[Answer], None]
+    note: Callable[[Answer, Heard], None]
     """Remembers the conversation that an answer makes."""
 
 
 class Answers:
-    """Answers the requests that belong to one episode, several at once too, and records them.
+    """Answers the requests of one role of an episode, several at once too, and records them.
 
     Every method raises `InvalidRequestError` if a request cannot be rendered, `ContextFullError` if it leaves no room,
     and what the endpoint raises: the episode is then lost. Nothing is recorded of an answer that was not given whole.
     """
 
-    def __init__(self, episode: PlayingEpisode) -> None:
+    def __init__(self, episode: PlayingEpisode, role: str = "") -> None:
         self.episode = episode
+        self.role = role
         self._histories = Histories()
         self._texts: list[tuple[str, tuple[int, ...]]] = []
         """Text and tokens after each answer to a plain text."""
@@ -101,7 +102,7 @@ class Answers:
     async def answer(self, request: Request) -> Answer:
         """Return the answer to a request, once it is recorded."""
         asked = self._asked(request)
-        number, completion = await self.episode.sample(asked.token_ids, sampling=asked.sampling)
+        number, completion = await self.episode.sample(asked.token_ids, self.role, asked.sampling)
         return self._answered(asked, number, completion)
 
     async def stream(self, request: Request) -> AsyncGenerator[Piece | Answer, None]:
@@ -109,7 +110,7 @@ class Answers:
         asked = self._asked(request)
         text = StreamedText(self.episode.template.plain, asked.sampling.stop)
         sent = ""
-        async with aclosing(self.episode.sample_stream(asked.token_ids, sampling=asked.sampling)) as stream:
+        async with aclosing(self.episode.sample_stream(asked.token_ids, self.role, asked.sampling)) as stream:
             async for one in stream:
                 if isinstance(one, CompletionChunk):
                     certain = text.add(one.token_ids)
@@ -127,9 +128,14 @@ class Answers:
         return ", ".join(drawn.overridden(self.episode.sampling))
 
     def reward(self, request: RewardRequest) -> None:
-        """Give a reward to a turn or to the episode. Raises `InvalidRequestError` if the turn is unknown."""
-        if request.turn is None:
-            self.episode.posted_reward = request.reward
+        """Give a reward to a turn, or to the role or else the episode.
+
+        Raises `InvalidRequestError` if the turn is unknown.
+        """
+        if request.turn is None and self.role:
+            self.episode.role_rewards[self.role] = request.reward
+        elif request.turn is None:
+            self.episode.whole_reward = request.reward
         elif request.turn in self._turns:
             self.episode.recording.reward(self._turns[request.turn], request.reward)
         else:
@@ -139,13 +145,13 @@ class Answers:
         number = next(self._num_requests)
         match request:
             case ChatRequest():
-                messages, prompt = self._prompt(request)
+                history, prompt = self._prompt(request)
                 return _Asked(
                     f"chatcmpl-{number}",
                     prompt.token_ids,
                     request.sampling(self.episode.sampling),
                     request.may_call,
-                    lambda answer: self._note_chat(request, messages, prompt, answer),
+                    lambda answer, heard: self._note_chat(history, prompt, answer, heard),
                 )
             case CompletionRequest():
                 before, token_ids = self._text_and_tokens(request.one_prompt)
@@ -154,13 +160,13 @@ class Answers:
                     token_ids,
                     request.sampling(self.episode.sampling),
                     False,
-                    lambda answer: self._note_text(before, answer),
+                    lambda answer, heard: self._note_text(before, answer, heard),
                 )
             case GenerateRequest():
                 asked = request.sampling_params
                 self.episode.template.check_known((*request.token_ids, *(asked.stop_token_ids or ())))
                 sampling = asked.sampling(self.episode.sampling)
-                return _Asked(f"gen-{number}", request.token_ids, sampling, False, lambda answer: None)
+                return _Asked(f"gen-{number}", request.token_ids, sampling, False, lambda answer, heard: None)
 
     def _answered(self, asked: _Asked, number: int, completion: Completion, sent: str = "") -> Answer:
         """Return the answer that a recorded turn makes; it begins with the text that was sent already."""
@@ -170,26 +176,27 @@ class Answers:
         calls = tuple(ToolCall(f"call_{next(self._num_calls)}", call.name, call.arguments) for call in calls)
         answer = Answer(asked.id, asked.token_ids, completion, text if text.startswith(sent) else sent, calls)
         self._turns[asked.id] = number
-        asked.note(answer)
+        asked.note(answer, heard)
         return answer
 
     # ----------------------------------------------------------------------------------------------------------- chat
 
-    def _prompt(self, request: ChatRequest) -> tuple[list[Message], Prompt]:
-        """Return the messages of a request, and what the model is asked to continue."""
+    def _prompt(self, request: ChatRequest) -> tuple[list[bytes], Prompt]:
+        """Return the history of a request, and what the model is asked to continue."""
         messages = [rendered_message(message, number) for number, message in enumerate(request.messages)]
         tools, template = request.tools or (), self.episode.template
-        found = self._histories.find(messages, tools)
+        history = history_of(messages, tools)
+        found = self._histories.find(history)
         if found is None:
-            return messages, template.opening(messages, tools)
+            return history, template.opening(messages, tools)
         transcript, num_known = found
-        return messages, template.following(transcript, messages[num_known:])
+        return history, template.following(transcript, messages[num_known:])
 
-    def _note_chat(self, request: ChatRequest, messages: Sequence[Message], prompt: Prompt, answer: Answer) -> None:
+    def _note_chat(self, history: Sequence[bytes], prompt: Prompt, answer: Answer, heard: Heard) -> None:
         self.episode.num_rewritten += prompt.rewritten is not None
         completion = answer.completion
-        transcript = self.episode.template.transcript(prompt, completion.token_ids, completion.finish_reason)
-        self._histories.add([*messages, answer.message], request.tools or (), transcript)
+        transcript = self.episode.template.transcript(prompt, completion.token_ids, completion.finish_reason, heard)
+        self._histories.add([*history, identity(answer.message)], transcript)
 
     # ------------------------------------------------------------------------------------------------------ plain text
 
@@ -208,11 +215,10 @@ class Answers:
             raise InvalidRequestError("prompt is empty: send a text or token ids")
         return prompt, token_ids
 
-    def _note_text(self, before: str | None, answer: Answer) -> None:
+    def _note_text(self, before: str | None, answer: Answer, heard: Heard) -> None:
         """Remember text and tokens, without the token that ended the answer: no client sends that back."""
         if before is not None:
             template, completion = self.episode.template, answer.completion
             is_ended = template.is_ended(completion.token_ids, completion.finish_reason)
-            heard = template.heard(completion.token_ids, completion.finish_reason)
             said = completion.token_ids[: completion.num_tokens - is_ended]
             self._texts.append((before + heard.raw, answer.prompt_token_ids + said))

@@ -1,10 +1,11 @@
 """Episodes for a codebase of its own: opened, played by agents through the proxy, and finished over HTTP.
 
-    POST   /episodes                {"temperature"?, "max_tokens"?, "seed"?}  ->  {"key", "openai_url"}
-    POST   /episodes/KEY/finish     {"reward"?}                               ->  {"reward", "rollouts"}
+    POST   /episodes                {"temperature"?, "max_tokens"?, "seed"?, "roles"?}  ->  {"key", "openai_url"}
+    POST   /episodes/KEY/finish     {"reward"?}                                         ->  {"reward", "rollouts"}
     DELETE /episodes/KEY
 
-These routes take a bearer token. An episode stays on one endpoint, whose cache holds its conversations.
+These routes take a bearer token. An episode stays on one endpoint, whose cache holds its conversations, unless that
+fails: the turn that it was asked for is then sampled on another one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.applications import Starlette
@@ -26,6 +27,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from inflight.contracts import InferenceEndpoint, StreamingEndpoint
+from inflight.environments.moving import Moving, Place, fitted
 from inflight.environments.playing import PlayingEpisode
 from inflight.environments.proxy import (
     ServedEpisode,
@@ -35,8 +37,9 @@ from inflight.environments.proxy import (
     proxy_route,
     proxy_routes,
 )
+from inflight.environments.requests import Reward
 from inflight.environments.transcripts import ChatTemplate
-from inflight.errors import BusyError, EpisodeOverError, InvalidRequestError, UnauthorizedError
+from inflight.errors import BusyError, EndpointError, EpisodeOverError, InvalidRequestError, UnauthorizedError
 from inflight.http.receiving import content_of
 from inflight.types import Rollout
 from inflight.wire import (
@@ -44,6 +47,7 @@ from inflight.wire import (
     Completion,
     CompletionChunk,
     GenerateRequest,
+    Items,
     SamplingParams,
     Seed,
     TokenCount,
@@ -63,6 +67,8 @@ class OpenRequest(BaseModel):
     temperature: float | None = Field(default=None, gt=0, le=100)
     max_tokens: TokenCount | None = None
     seed: Seed | None = None
+    roles: Annotated[Items[str], Field(max_length=64)] = ()
+    """Each gets a URL of its own."""
 
 
 class FinishRequest(BaseModel):
@@ -70,7 +76,7 @@ class FinishRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
-    reward: float | None = None
+    reward: Reward | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +111,7 @@ class EpisodeService:
         """Open episodes of each endpoint, by its place in the list."""
         self._host_of: dict[PlayingEpisode, int] = {}
         """The place of the endpoint that an episode is on."""
+        self._role_keys: dict[PlayingEpisode, list[str]] = {}
         self._failed: dict[int, float] = {}
         """When an endpoint last failed an episode."""
         self._finished: OrderedDict[str, dict[str, Any]] = OrderedDict()
@@ -131,29 +138,53 @@ class EpisodeService:
         while True:
             await asyncio.sleep(min(10.0, self._idle_timeout_s / 4))
             for served in self.episodes.close_idle(time.monotonic() - self._idle_timeout_s):
-                self._forget(served)
+                if served.answers.episode in self._host_of:  # not yet, by another role
+                    self._forget(served)
 
     async def _open(self, request: HttpRequest) -> Response:
         self._check_token(request)
         body = await body_message(OpenRequest, await content_of(request, _MAX_BODY_BYTES) or b"{}")
-        if len(self.episodes) >= self._max_episodes:
+        if len(self._host_of) >= self._max_episodes:
             raise BusyError(f"{self._max_episodes} episodes are open: finish or delete some, or raise --max-episodes")
         number, place = next(self._numbers), self._next_place()
         update = {name: value for name in ("temperature", "max_tokens") if (value := getattr(body, name)) is not None}
-        host, settings = self._hosts[place], self._settings.model_copy(update=update)
+
+        def move(error: Exception) -> None:
+            moving.go_to(_place(self._hosts[self._moved(episode, error)]))
+
+        moving = Moving((EndpointError,), move)
+        moving.go_to(_place(self._hosts[place]))
         episode = PlayingEpisode(
             f"episode-{number}",
             number if body.seed is None else body.seed,
             self._template,
-            lambda asked: _generate(host, asked),
-            settings,
-            max_tokens=host.declared.max_model_len,
-            stream=(lambda asked: _stream(host, asked)) if host.declared.streaming else None,
+            moving.generate,
+            self._settings.model_copy(update=update),
+            max_tokens=min(host.declared.max_model_len for host in self._hosts),
+            stream=moving.stream if self._hosts[place].declared.streaming else None,
         )
         self._load[place] += 1
         self._host_of[episode] = place
         key = self.episodes.open(episode, self._model)
-        return JSONResponse({"key": key, "openai_url": f"{request.base_url}e/{key}/v1"})
+        roles = {role: self.episodes.open(episode, self._model, role) for role in body.roles}
+        self._role_keys[episode] = [*roles.values()]
+        return JSONResponse(
+            {
+                **_opened(request, key),
+                **({"roles": {role: _opened(request, key) for role, key in roles.items()}} if roles else {}),
+            }
+        )
+
+    def _moved(self, episode: PlayingEpisode, error: Exception) -> int:
+        """Take an episode to another endpoint, since its own failed. Raises the error if all have failed just now."""
+        self._failed[self._host_of[episode]] = time.monotonic()
+        place = self._next_place()
+        if self._failed.get(place, -math.inf) > time.monotonic() - _FAILED_S:
+            raise error
+        self._load[self._host_of[episode]] -= 1
+        self._load[place] += 1
+        self._host_of[episode] = place
+        return place
 
     async def _finish(self, request: HttpRequest) -> Response:
         self._check_token(request)
@@ -185,7 +216,7 @@ class EpisodeService:
         self._check_token(request)
         key = request.path_params["key"]
         served = self.episodes.find(key)
-        if served is None:
+        if served is None or served.answers.role:
             raise InvalidRequestError("no such episode is open: it was finished or deleted, or nobody used it for long")
         return key, served
 
@@ -196,6 +227,8 @@ class EpisodeService:
 
     def _forget(self, served: ServedEpisode) -> None:
         episode = served.answers.episode
+        for key in self._role_keys.pop(episode):
+            self.episodes.close(key)
         place = self._host_of.pop(episode)
         self._load[place] -= 1
         if episode.error is not None:
@@ -222,20 +255,21 @@ def rollout_json(rollout: Rollout) -> dict[str, Any]:
     }
 
 
-def _fitted(host: _Host, request: GenerateRequest) -> GenerateRequest:
-    if host.declared.seeds:
-        return request
-    return request.model_copy(update={"sampling": request.sampling.model_copy(update={"seed": None})})
+def _opened(request: HttpRequest, key: str) -> dict[str, str]:
+    return {"key": key, "openai_url": f"{request.base_url}e/{key}/v1"}
 
 
-async def _generate(host: _Host, request: GenerateRequest) -> Completion:
-    (completion,) = (await host.endpoint.generate(_fitted(host, request))).completions
-    return completion
+def _place(host: _Host) -> Place:
+    async def generate(request: GenerateRequest) -> Completion:
+        (completion,) = (await host.endpoint.generate(fitted(request, host.declared))).completions
+        return completion
 
+    async def stream(request: GenerateRequest) -> AsyncGenerator[CompletionChunk, None]:
+        assert isinstance(host.endpoint, StreamingEndpoint)
+        streamed = fitted(request, host.declared).model_copy(update={"stream": True})
+        chunks: Any = host.endpoint.generate_stream(streamed)
+        async with contextlib.aclosing(chunks):
+            async for chunk in chunks:
+                yield chunk
 
-async def _stream(host: _Host, request: GenerateRequest) -> AsyncGenerator[CompletionChunk, None]:
-    assert isinstance(host.endpoint, StreamingEndpoint)
-    chunks: Any = host.endpoint.generate_stream(_fitted(host, request).model_copy(update={"stream": True}))
-    async with contextlib.aclosing(chunks):
-        async for chunk in chunks:
-            yield chunk
+    return Place(generate, stream if host.declared.streaming else None)

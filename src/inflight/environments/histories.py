@@ -33,24 +33,28 @@ class Histories:
     def __init__(self) -> None:
         self._root = _Node()
 
-    def find(self, messages: Sequence[Message], tools: Tools) -> tuple[Transcript, int] | None:
-        """Return the longest conversation that messages continue, and how many of them it holds."""
-        node = self._root.next.get(_digest(list(tools)))
-        found = None
-        for number, message in enumerate(messages, 1):
-            node = None if node is None else node.next.get(identity(message))
-            if node is None:
+    def find(self, history: Sequence[bytes]) -> tuple[Transcript, int] | None:
+        """Return the longest conversation that a history continues, and how many of its messages that holds."""
+        node, found = self._root, None
+        for number, message in enumerate(history):
+            if (later := node.next.get(message)) is None:
                 break
+            node = later
             if node.transcript is not None:
                 found = node.transcript, number
         return found
 
-    def add(self, messages: Sequence[Message], tools: Tools, transcript: Transcript) -> None:
-        """Remember a conversation whose client has seen these messages; the last one is the model's answer."""
-        node = self._root.next.setdefault(_digest(list(tools)), _Node())
-        for message in messages:
-            node = node.next.setdefault(identity(message), _Node())
+    def add(self, history: Sequence[bytes], transcript: Transcript) -> None:
+        """Remember a conversation whose client has seen a history; its last message is the model's answer."""
+        node = self._root
+        for message in history:
+            node = node.next.setdefault(message, _Node())
         node.transcript = transcript
+
+
+def history_of(messages: Sequence[Message], tools: Tools) -> list[bytes]:
+    """Return what tells histories apart: a digest of the tools, and one of each message."""
+    return [_digest(list(tools)), *map(identity, messages)]
 
 
 def identity(message: Message) -> bytes:

@@ -25,8 +25,8 @@ Generate = Callable[[GenerateRequest], Awaitable[Completion]]
 """Samples the one completion of a request."""
 Stream = Callable[[GenerateRequest], AsyncGenerator[CompletionChunk, None]]
 """Samples it token by token; closing the iterator ends the request."""
-Proxy = Callable[["PlayingEpisode"], AbstractAsyncContextManager[str]]
-"""Serves an episode to clients of OpenAI's API, under the URL that it returns."""
+Proxy = Callable[["PlayingEpisode", str], AbstractAsyncContextManager[str]]
+"""Serves an episode to a role's clients of OpenAI's API, under the URL that it returns."""
 
 T = TypeVar("T")
 
@@ -54,15 +54,17 @@ class PlayingEpisode(Episode):
     proxy: Proxy | None = None
     stream: Stream | None = None
     """None where the endpoint does not declare streaming."""
-    posted_reward: float | None = None
+    whole_reward: float | None = None
+    """What a client has posted for the episode."""
     recording: Recording = field(default_factory=Recording)
     role_rewards: dict[str, float] = field(default_factory=dict)
     num_rewritten: int = 0
     error: BaseException | None = None
     _num_requests: int = 0
-    _serving: asyncio.Future[str] | None = None
+    _serving: dict[str, asyncio.Future[str]] = field(default_factory=dict)
+    """The URL of each role."""
     _closing: asyncio.Event = field(default_factory=asyncio.Event)
-    _server: asyncio.Task[None] | None = None
+    _servers: list[asyncio.Task[None]] = field(default_factory=list)
     _home: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     _is_over: bool = False
 
@@ -73,16 +75,22 @@ class PlayingEpisode(Episode):
     def conversation(self, *, system: str = "", tools: Sequence[Tool] = (), role: str = "") -> Conversation:
         return PlayedConversation(self, system, tuple(tools), role)
 
-    async def openai_url(self) -> str:
-        return await self._at_home(self._openai_url)
+    @property
+    def posted_reward(self) -> float | None:
+        if self.whole_reward is not None or not self.role_rewards:
+            return self.whole_reward
+        return sum(self.role_rewards.values()) / len(self.role_rewards)
 
-    async def _openai_url(self) -> str:
+    async def openai_url(self, role: str = "") -> str:
+        return await self._at_home(lambda: self._openai_url(role))
+
+    async def _openai_url(self, role: str) -> str:
         if self.proxy is None:
             raise UnsupportedError("no proxy is served here for clients of OpenAI's API")
-        if self._serving is None:
-            self._serving = asyncio.get_running_loop().create_future()
-            self._server = asyncio.ensure_future(self._serve(self.proxy, self._serving))
-        return await self._serving
+        if role not in self._serving:
+            self._serving[role] = asyncio.get_running_loop().create_future()
+            self._servers.append(asyncio.ensure_future(self._serve(self.proxy(self, role), self._serving[role])))
+        return await self._serving[role]
 
     async def _at_home(self, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Return what a coroutine returns that runs in the event loop which the episode was made in."""
@@ -92,9 +100,9 @@ class PlayingEpisode(Episode):
             raise InvalidRequestError("the episode is over: nothing more is sampled for it")
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call(), self._home))
 
-    async def _serve(self, proxy: Proxy, serving: asyncio.Future[str]) -> None:
+    async def _serve(self, proxy: AbstractAsyncContextManager[str], serving: asyncio.Future[str]) -> None:
         try:
-            async with proxy(self) as url:
+            async with proxy as url:
                 serving.set_result(url)
                 await self._closing.wait()
         except Exception as error:
@@ -106,8 +114,7 @@ class PlayingEpisode(Episode):
         """End what serves the episode; nothing more is sampled for it."""
         self._is_over = True
         self._closing.set()
-        if self._server is not None:
-            await asyncio.gather(self._server, return_exceptions=True)
+        await asyncio.gather(*self._servers, return_exceptions=True)
 
     async def sample(
         self, prompt_token_ids: Sequence[int], role: str = "", sampling: SamplingParams | None = None
@@ -230,8 +237,8 @@ class PlayedConversation(Conversation):
         self.episode.num_rewritten += prompt.rewritten is not None
         template = self.episode.template
         self._last = number
-        self.transcript = template.transcript(prompt, completion.token_ids, completion.finish_reason)
         heard = template.heard(completion.token_ids, completion.finish_reason)
+        self.transcript = template.transcript(prompt, completion.token_ids, completion.finish_reason, heard)
         return Reply(
             text=heard.text,
             tool_calls=heard.tool_calls,

@@ -27,7 +27,7 @@ from starlette.routing import Route
 from inflight.environments.answers import Answer, Answers, Piece
 from inflight.environments.playing import PlayingEpisode
 from inflight.environments.requests import ChatRequest, CompletionRequest, GenerateRequest, Request, RewardRequest
-from inflight.environments.shapes import ChunkWriter, answer_json
+from inflight.environments.shapes import answer_json, writer_of
 from inflight.errors import (
     EpisodeOverError,
     InflightError,
@@ -93,10 +93,10 @@ class ServedEpisodes:
     def __len__(self) -> int:
         return len(self._episodes)
 
-    def open(self, episode: PlayingEpisode, model: str) -> str:
-        """Serve an episode; returns its key."""
+    def open(self, episode: PlayingEpisode, model: str, role: str = "") -> str:
+        """Serve an episode to one of its roles; returns the key."""
         key = secrets.token_urlsafe(24)
-        self._episodes[_digest(key)] = ServedEpisode(Answers(episode), model)
+        self._episodes[_digest(key)] = ServedEpisode(Answers(episode, role), model)
         return key
 
     def find(self, key: str) -> ServedEpisode | None:
@@ -109,17 +109,18 @@ class ServedEpisodes:
             served.end()
 
     def close_idle(self, since: float) -> list[ServedEpisode]:
-        """Close the episodes that nobody has used since a time of the monotonic clock, and return them."""
-        idle = [key for key, served in self._episodes.items() if not served.running and served.last_used < since]
+        """Close the episodes of which no role was used since a time of the monotonic clock, and return them."""
+        used = {one.answers.episode for one in self._episodes.values() if one.running or one.last_used >= since}
+        idle = [key for key, served in self._episodes.items() if served.answers.episode not in used]
         closed = [self._episodes.pop(key) for key in idle]
         for served in closed:
             served.end()
         return closed
 
     @contextlib.contextmanager
-    def serving(self, episode: PlayingEpisode, model: str) -> Iterator[str]:
-        """Serve an episode during the body, under the key that is returned."""
-        key = self.open(episode, model)
+    def serving(self, episode: PlayingEpisode, model: str, role: str) -> Iterator[str]:
+        """Serve an episode to a role during the body, under the key that is returned."""
+        key = self.open(episode, model, role)
         try:
             yield key
         finally:
@@ -148,7 +149,7 @@ def proxy_routes(episodes: ServedEpisodes, note: Callable[[str], None] | None = 
             note(f"an agent asks for {overridden}: the sampling settings of the run hold, as training needs")
         headers = {_OVERRIDDEN: overridden} if overridden else {}
         try:
-            if not isinstance(body, GenerateRequest) and body.stream:
+            if body.stream:
                 return await _streamed(request, served, body, headers)
             answer = await unless_client_leaves(request, served.run(served.answers.answer(body)))
         except (InflightError, ClientDisconnect):
@@ -254,9 +255,7 @@ async def body_message(kind: type[Body], content: bytes) -> Body:
         raise InvalidRequestError(f"this request cannot be used: {error}") from error
 
 
-async def _streamed(
-    request: HttpRequest, served: ServedEpisode, body: ChatRequest | CompletionRequest, headers: dict[str, str]
-) -> Response:
+async def _streamed(request: HttpRequest, served: ServedEpisode, body: Request, headers: dict[str, str]) -> Response:
     """Answer with server-sent events. What fails before the first one is raised here; a later error becomes one."""
     parts: asyncio.Queue[Piece | Answer | BaseException] = asyncio.Queue()
 
@@ -284,7 +283,7 @@ async def _streamed(
         raise
 
     async def lines() -> AsyncIterator[str]:
-        writer = ChunkWriter(body, body.model or served.model, served.answers.episode.template.pieces)
+        writer = writer_of(body, body.model or served.model, served.answers.episode.template.pieces)
         has_streamed = False
         part: Piece | Answer | BaseException = first
         try:

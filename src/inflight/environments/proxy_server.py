@@ -43,12 +43,12 @@ class ProxyServer:
             await self._server.aclose()
 
     @contextlib.asynccontextmanager
-    async def serve(self, episode: PlayingEpisode) -> AsyncIterator[str]:
-        """Serve an episode during the body, under the base URL that is returned. Raises `ConfigError`."""
+    async def serve(self, episode: PlayingEpisode, role: str = "") -> AsyncIterator[str]:
+        """Serve an episode to a role during the body, under the base URL that is returned. Raises `ConfigError`."""
         if self._server is None:
             self._server = InLoopServer(self._app, bind("127.0.0.1", 0))
         url = await self._server.started()
-        with self._episodes.serving(episode, self._model) as key:
+        with self._episodes.serving(episode, self._model, role) as key:
             yield f"{url}/e/{key}/v1"
 
 

@@ -197,18 +197,22 @@ class GenerateRequest(_Body):
     token_ids: Items[TokenId] = Field(min_length=1)
     sampling_params: GenerateSampling
     model: str | None = Field(default=None, max_length=1024)
-    stream: Literal[False] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     output_mode: Literal["tokens"] = "tokens"
 
 
 Request = ChatRequest | CompletionRequest | GenerateRequest
 
+Reward = Annotated[float, Field(strict=True)]
+"""A finite number, as a number: neither true nor "1"."""
+
 
 class RewardRequest(_Body):
     """Body of ``/reward``. ``turn`` is the ``id`` of an answer; without it, the reward is the episode's."""
 
-    reward: float
+    reward: Reward
     turn: str | None = Field(default=None, max_length=256)
 
 

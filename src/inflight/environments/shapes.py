@@ -135,25 +135,90 @@ def _logprobs(is_chat: bool, token_ids: Sequence[int], logprobs: Sequence[float]
     }
 
 
+class GenerateWriter:
+    """Writes one streamed answer as the chunks of vLLM's generate."""
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self._request = request
+        self._has_begun = False
+
+    def piece(self, piece: Piece) -> dict[str, Any] | None:
+        """Return the chunk of a piece; None if it brings no token."""
+        chunk = piece.chunk
+        if chunk is None or not chunk.token_ids:
+            return None
+        is_first, self._has_begun = not self._has_begun, True
+        facts: dict[str, Any] = {}
+        if is_first and self._request.return_token_ids:
+            facts["prompt_token_ids"] = self._request.token_ids
+        logprobs = _token_logprobs(self._request, chunk.token_ids, chunk.logprobs)
+        return _generate_chunk(piece.id, chunk.token_ids, logprobs) | facts
+
+    def end(self, answer: Answer, *, has_streamed: bool) -> list[dict[str, Any]]:
+        """Return the chunks that end an answer. Where no tokens were streamed, they come here."""
+        completion = answer.completion
+        token_ids, logprobs = ((), ()) if has_streamed else (completion.token_ids, completion.logprobs)
+        said = _token_logprobs(self._request, token_ids, logprobs)
+        last = _generate_chunk(answer.id, token_ids, said, answer.finish_reason, _weight_versions(answer))
+        if not has_streamed and self._request.return_token_ids:
+            last["prompt_token_ids"] = answer.prompt_token_ids
+        options = self._request.stream_options
+        if options is None or not options.include_usage:
+            return [last]
+        usage = {"request_id": answer.id, "output_mode": "tokens", "choices": [], "usage": _usage(answer)}
+        return [last, usage]
+
+
+def writer_of(request: Request, model: str, pieces: Pieces) -> ChunkWriter | GenerateWriter:
+    """Return what writes a streamed answer in the format of its request."""
+    return GenerateWriter(request) if isinstance(request, GenerateRequest) else ChunkWriter(request, model, pieces)
+
+
+def _generate_chunk(
+    request_id: str,
+    token_ids: Sequence[int],
+    logprobs: dict[str, Any] | None,
+    finish_reason: str | None = None,
+    weight_versions: list[dict[str, Any]] | None = None,
+) -> dict[str, Any]:
+    choice = {
+        "index": 0,
+        "finish_reason": finish_reason,
+        "token_ids": token_ids,
+        "logprobs": logprobs,
+        "weight_versions": weight_versions,
+    }
+    return {"request_id": request_id, "output_mode": "tokens", "choices": [choice]}
+
+
+def _weight_versions(answer: Answer) -> list[dict[str, Any]]:
+    return [
+        {"version": str(span.version), "start": span.start, "end": span.end} for span in answer.completion.version_spans
+    ]
+
+
+def _token_logprobs(
+    request: GenerateRequest, token_ids: Sequence[int], logprobs: Sequence[float]
+) -> dict[str, Any] | None:
+    if request.sampling_params.logprobs is None:
+        return None
+    # `token_id` is what vLLM 0.32 sends; the client of verifiers 0.4 reads the placeholder of earlier releases.
+    return {
+        "content": [
+            {"token_id": token_id, "token": f"token_id:{token_id}", "logprob": logprob, "top_logprobs": []}
+            for token_id, logprob in zip(token_ids, logprobs, strict=True)
+        ]
+    }
+
+
 def _generated(request: GenerateRequest, answer: Answer, model: str) -> dict[str, Any]:
     completion = answer.completion
-    logprobs = None
-    if request.sampling_params.logprobs is not None:
-        # `token_id` is what vLLM 0.32 sends; the client of verifiers 0.4 reads the placeholder of earlier releases.
-        logprobs = {
-            "content": [
-                {"token_id": token_id, "token": f"token_id:{token_id}", "logprob": logprob, "top_logprobs": []}
-                for token_id, logprob in zip(completion.token_ids, completion.logprobs, strict=True)
-            ]
-        }
     choice = {
         "index": 0,
         "finish_reason": answer.finish_reason,
         "token_ids": completion.token_ids,
-        "logprobs": logprobs,
-        "weight_versions": [
-            {"version": str(span.version), "start": span.start, "end": span.end} for span in completion.version_spans
-        ],
+        "logprobs": _token_logprobs(request, completion.token_ids, completion.logprobs),
+        "weight_versions": _weight_versions(answer),
     }
     return {
         "request_id": answer.id,

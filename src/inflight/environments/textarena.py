@@ -14,7 +14,7 @@ import random
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import textarena
 from textarena.envs.registration import ENV_REGISTRY
@@ -50,6 +50,8 @@ _MIN_MOVES = 2
 _MOVE = re.compile(r"'(\[[^\[\]']+\])'")
 _NUM_PLAYERS = (2, 1, 3, 4, 5, 6, 7, 8)
 _global_randomness = threading.Lock()
+_WAIT_S = 60.0
+"""How long a game may wait for another one to move; a move takes milliseconds."""
 
 
 def listed_moves(told: Sequence[Told]) -> list[str]:
@@ -59,12 +61,19 @@ def listed_moves(told: Sequence[Told]) -> list[str]:
 
 
 class Game:
-    """One game of TextArena. Its methods block, and may be called from any thread."""
+    """One game of TextArena. Its methods block, and may be called from any thread.
+
+    They raise `TaskError` if another game does not end its move within a minute: games share Python's randomness.
+    """
+
+    _moving: ClassVar[str] = ""
+    """The game that moves now."""
 
     def __init__(
         self, name: str, options: Mapping[str, Any], num_players: int, start_seed: int, seed: int | None = None
     ) -> None:
         """Begin a game; ``start_seed`` decides its start state, and ``seed`` what it draws afterwards."""
+        self._name = name
         self._state = random.Random(start_seed).getstate()
         with self._own_randomness():
             self._wrapped = textarena.make(name, **options)
@@ -98,14 +107,17 @@ class Game:
 
     @contextlib.contextmanager
     def _own_randomness(self) -> Iterator[None]:
-        with _global_randomness:
-            outside = random.getstate()
-            random.setstate(self._state)
-            try:
-                yield
-            finally:
-                self._state = random.getstate()
-                random.setstate(outside)
+        if not _global_randomness.acquire(timeout=_WAIT_S):
+            raise TaskError(f"{self._name} cannot move: for {_WAIT_S:g} s a move of {Game._moving} has not ended")
+        outside = random.getstate()
+        random.setstate(self._state)
+        Game._moving = self._name
+        try:
+            yield
+        finally:
+            self._state = random.getstate()
+            random.setstate(outside)
+            _global_randomness.release()
 
 
 class TextArena(Environment):

@@ -92,7 +92,7 @@ class ChatTemplate:
         is_ended = self.is_ended(token_ids, finish_reason)
         spoken = list(token_ids[:-1] if is_ended else token_ids)
         raw = self._decoded(spoken)
-        plain = self.plain(spoken)
+        plain = raw if self._special_ids.isdisjoint(spoken) else self.plain(spoken)
         text, calls = split_tool_calls(plain)
         return Heard(raw, plain, text, calls)
 
@@ -115,13 +115,15 @@ class ChatTemplate:
         if unknown is not None:
             raise InvalidRequestError(f"token id {unknown} is outside of 0..{num_known - 1}, which the tokenizer knows")
 
-    def transcript(self, prompt: Prompt, token_ids: Sequence[int], finish_reason: str) -> Transcript:
-        """Return the conversation after a reply to a prompt."""
-        raw = self.heard(token_ids, finish_reason).raw
+    def transcript(
+        self, prompt: Prompt, token_ids: Sequence[int], finish_reason: str, heard: Heard | None = None
+    ) -> Transcript:
+        """Return the conversation after a reply to a prompt. Give what was `heard` if it is known."""
+        heard = heard or self.heard(token_ids, finish_reason)
         return Transcript(
-            messages=(*prompt.messages, {"role": "assistant", "content": raw}),
+            messages=(*prompt.messages, {"role": "assistant", "content": heard.raw}),
             tools=prompt.tools,
-            text=prompt.text + raw,
+            text=prompt.text + heard.raw,
             token_ids=prompt.token_ids + tuple(token_ids),
             is_ended=self.is_ended(token_ids, finish_reason),
         )

@@ -6,6 +6,7 @@ Knows nothing of routes.
 from __future__ import annotations
 
 import asyncio
+import re
 import reprlib
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -27,6 +28,9 @@ _MAX_LISTED = 100
 _MAX_SHOWN = 5
 _MAX_VALUE = 80
 _MAX_MESSAGE = 300
+
+_TYPE = re.compile(r"str|int|float|bool|constrained-\w+|(tuple|list|dict|union|literal|nullable|function-\w+)\[.*\]")
+"""How pydantic names the types of a union in the place of a problem."""
 
 _values = reprlib.Repr()
 _values.maxstring = _values.maxother = _values.maxlong = _MAX_VALUE
@@ -51,20 +55,29 @@ def problems_of(error: pydantic.ValidationError) -> str:
     """Return key, reason and value of the first few problems, in about 2,500 characters at most."""
     if error.error_count() > _MAX_LISTED:
         return f"{error.error_count()} keys in it are unknown, missing or of the wrong type"
-    shown: list[str] = []
+    shown: dict[str, tuple[list[str], Any]] = {}
     earlier: list[tuple[int | str, ...]] = []
     for problem in error.errors(include_url=False, include_context=False):
         where = problem["loc"]
         # A sequence that ends at a bad element is reported as too short as well.
         if not any(where == it[: len(where)] for it in earlier):
-            shown.append(
-                f"{_cut('.'.join(map(str, where)), _MAX_VALUE) or 'body'}: {_cut(problem['msg'], _MAX_MESSAGE)} "
-                f"(got {_quoted(problem['input'])!r})"
-            )
+            is_unknown = problem["type"] == "extra_forbidden"
+            path = [str(part) for part in where if is_unknown or not _TYPE.fullmatch(str(part))]
+            words, _ = shown.setdefault(_cut(".".join(path), _MAX_VALUE) or "body", ([], problem["input"]))
+            if (said := _words(problem["msg"], is_first=not words)) not in words:
+                words.append(said)
         earlier.append(where)
         if len(shown) == _MAX_SHOWN:
             break
-    return "; ".join(shown)
+    return "; ".join(f"{at}: {', or '.join(words)} (got {_quoted(got)!r})" for at, (words, got) in shown.items())
+
+
+def _words(message: str, *, is_first: bool) -> str:
+    """Return what is wrong without what pydantic calls things; of a further way to be right, only that way."""
+    message = (
+        message.removeprefix("Value error, ").replace("Tuple should", "List should").replace(" after validation", "")
+    )
+    return _cut(message if is_first else message.removeprefix("Input should be "), _MAX_MESSAGE)
 
 
 def _quoted(value: Any) -> str:

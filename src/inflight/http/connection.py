@@ -1,4 +1,4 @@
-"""Calls to one HTTP server, each with a deadline and a size limit; maps httpx's errors to ours.
+"""Calls to one HTTP server, each with a deadline and a size limit; maps the errors of connections to ours.
 
 Knows nothing of the contract: adapters use it for their engines' own routes.
 """
@@ -8,17 +8,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from typing import Any
 
-import httpx
+import h11
 
-from inflight.errors import DeadlineError, EndpointError, ProtocolError, UnreachableError
+from inflight.errors import DeadlineError, ProtocolError, UnreachableError
 from inflight.http.bodies import parsed
+from inflight.http.line import Address, Line, LineClosedError
 
 MAX_RESPONSE_BYTES = 256 * 1024 * 1024
 MAX_ERROR_BYTES = 1024 * 1024
 """Longest body of a response with a status other than 200."""
+_IDLE_S = 1.0
+"""How long a connection is kept for the next call; servers keep it for longer."""
+_MAX_IDLE = 256
 
 
 class HttpConnection:
@@ -31,13 +36,12 @@ class HttpConnection:
     def __init__(self, url: str, *, max_response_bytes: int = MAX_RESPONSE_BYTES, keeps_alive: bool = True) -> None:
         self._url = url
         self._max_response_bytes = max_response_bytes
-        # Deadlines apply to whole calls; idle connections are dropped before a server would drop them.
-        limits = httpx.Limits(
-            max_connections=None, max_keepalive_connections=64 if keeps_alive else 0, keepalive_expiry=1.0
-        )
-        # A compressed body could expand to a thousand times the size limit.
-        headers = {"accept-encoding": "identity"}
-        self._client = httpx.AsyncClient(base_url=url, timeout=None, limits=limits, trust_env=False, headers=headers)
+        self._max_idle = _MAX_IDLE if keeps_alive else 0
+        self._address: Address | None = None
+        self._idle: deque[tuple[Line, float]] = deque()
+        """With the time at which each was last used, the latest at the right."""
+        self._busy: set[Line] = set()
+        self._expiring: asyncio.TimerHandle | None = None
 
     async def exchange(
         self,
@@ -54,8 +58,8 @@ class HttpConnection:
         Raises `UnreachableError`, `DeadlineError`, or `ProtocolError` if the response is not HTTP or is too long.
         Cancelling the call closes its connection.
         """
-        async with self._answering(method, path, content, headers, timeout_s) as response:
-            return response.status_code, await self._read(response, max_response_bytes)
+        async with self._answering(method, path, content, headers, timeout_s) as (line, head):
+            return head.status_code, await self._read(line, head, max_response_bytes)
 
     async def ask(
         self,
@@ -94,57 +98,94 @@ class HttpConnection:
         on_refusal: Callable[[int, bytes], Exception],
     ) -> AsyncGenerator[bytes, None]:
         """Yield a streamed response piece by piece; a status other than 200 raises what ``on_refusal`` returns."""
-        async with self._answering(method, path, content, headers, timeout_s) as response:
-            if response.status_code != 200:
-                raise on_refusal(response.status_code, await self._read(response, MAX_ERROR_BYTES))
-            async for part in self._bounded(response, self._max_response_bytes):
+        async with self._answering(method, path, content, headers, timeout_s) as (line, head):
+            if head.status_code != 200:
+                raise on_refusal(head.status_code, await self._read(line, head, MAX_ERROR_BYTES))
+            async for part in self._bounded(line, head, self._max_response_bytes):
                 yield part
 
     async def aclose(self) -> None:
-        await self._client.aclose()
+        if self._expiring is not None:
+            self._expiring.cancel()
+            self._expiring = None
+        for line in [*self._busy, *(line for line, _ in self._idle)]:
+            line.close()
+        self._idle.clear()
 
     @contextlib.asynccontextmanager
     async def _answering(
         self, method: str, path: str, content: str | None, headers: Mapping[str, str] | None, timeout_s: float
-    ) -> AsyncIterator[httpx.Response]:
-        """Yield a response whose body is yet to be read, within the deadline; raise what httpx raises as our errors."""
+    ) -> AsyncIterator[tuple[Line, h11.Response]]:
+        """Yield a response whose body is yet to be read, within the deadline; raise what goes wrong as our errors."""
         try:
-            async with (
-                asyncio.timeout(timeout_s),
-                self._client.stream(method, path, content=content, headers=headers) as response,
-            ):
-                yield response
+            async with asyncio.timeout(timeout_s):
+                line = await self._line()
+                self._busy.add(line)
+                try:
+                    # A compressed body could expand to a thousand times the size limit.
+                    every = {"accept": "*/*", "accept-encoding": "identity", **(headers or {})}
+                    line.ask(method, path, [*every.items()], None if content is None else content.encode())
+                    yield line, await line.head()
+                finally:
+                    self._busy.discard(line)
+                    self._release(line)
         except TimeoutError as error:
             raise DeadlineError(f"{method} {path} gave no answer within {timeout_s:g} s", self._url) from error
-        except httpx.HTTPError as error:
-            raise self._failed(method, path, error) from error
+        except h11.RemoteProtocolError as error:
+            raise ProtocolError(f"the answer to {method} {path} is not HTTP ({error})", self._url) from error
+        except (OSError, LineClosedError, h11.LocalProtocolError) as error:
+            cause = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            raise UnreachableError(f"{method} {path} failed ({cause}); is the server running?", self._url) from error
 
-    async def _read(self, response: httpx.Response, max_bytes: int) -> bytes:
-        if response.status_code != 200:
+    async def _line(self) -> Line:
+        """Return a connection that nobody uses, the latest used one, or a new one."""
+        while self._idle:
+            line, _ = self._idle.pop()
+            if line.is_free:
+                return line
+            line.close()
+        if self._address is None:
+            self._address = Address.of(self._url)
+        return await Line.opened(self._address)
+
+    def _release(self, line: Line) -> None:
+        """Keep a connection for the next call for a while, if its answer was read to the end."""
+        if not line.is_free or len(self._idle) >= self._max_idle:
+            line.close()
+            return
+        loop = asyncio.get_running_loop()
+        self._idle.append((line, loop.time()))
+        if self._expiring is None:
+            self._expiring = loop.call_later(_IDLE_S, self._expire)
+
+    def _expire(self) -> None:
+        """Close the connections that were not used for long."""
+        loop = asyncio.get_running_loop()
+        self._expiring = None
+        while self._idle and self._idle[0][1] <= loop.time() - _IDLE_S:
+            self._idle.popleft()[0].close()
+        if self._idle:
+            self._expiring = loop.call_at(self._idle[0][1] + _IDLE_S, self._expire)
+
+    async def _read(self, line: Line, head: h11.Response, max_bytes: int) -> bytes:
+        if head.status_code != 200:
             max_bytes = min(max_bytes, MAX_ERROR_BYTES)
-        return b"".join([part async for part in self._bounded(response, min(max_bytes, self._max_response_bytes))])
+        return b"".join([part async for part in self._bounded(line, head, min(max_bytes, self._max_response_bytes))])
 
-    async def _bounded(self, response: httpx.Response, max_bytes: int) -> AsyncIterator[bytes]:
+    async def _bounded(self, line: Line, head: h11.Response, max_bytes: int) -> AsyncIterator[bytes]:
         """Yield the body piece by piece, up to the limit; nothing if its content-length exceeds the limit."""
-        encoding = response.headers.get("content-encoding", "identity")
+        headers = {name: value.decode(errors="replace") for name, value in head.headers}
+        encoding = headers.get(b"content-encoding", "identity")
         if encoding != "identity":
             raise ProtocolError(f"the answer is encoded as {encoding[:40]!r}, which was not asked for", self._url)
-        length = response.headers.get("content-length", "0")
+        length = headers.get(b"content-length", "0")
         size_bytes = int(length[:20]) if length.isdecimal() else 0
         if size_bytes <= max_bytes:
             size_bytes = 0
-            async for part in response.aiter_raw():
+            async for part in line.body():
                 size_bytes += len(part)
                 if size_bytes > max_bytes:
                     break
                 yield part
         if size_bytes > max_bytes:
             raise ProtocolError(f"the answer is longer than {max_bytes} bytes", self._url)
-
-    def _failed(self, method: str, path: str, error: httpx.HTTPError) -> EndpointError:
-        cause = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        # A connection that closes early is a RemoteProtocolError too; only its text tells the two apart.
-        is_closed = "closed" in str(error) or "disconnected" in str(error)
-        if isinstance(error, httpx.RemoteProtocolError) and not is_closed:
-            return ProtocolError(f"the answer to {method} {path} is not HTTP ({cause})", self._url)
-        return UnreachableError(f"{method} {path} failed ({cause}); is the server running?", self._url)

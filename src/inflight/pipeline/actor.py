@@ -345,10 +345,12 @@ class Actor:
         group.num_requests += 1
         if seat.name not in group.endpoints:
             group.endpoints.append(seat.name)
+        index = group.item.index
         for i in numbers:
             # A request that is sent during an update may begin with the next version.
             group.begun[i] = None if seat.version is None else seat.version + (not seat.keeps_partials)
-        index = group.item.index
+            if (kept := self.work.first_version(index, i)) is not None:
+                group.begun[i] = kept
         parts = () if len(numbers) == self.work.size else (numbers[0],)
         order = Order(
             f"item-{index}-{group.serial}-{group.num_requests}",
@@ -465,6 +467,7 @@ class Actor:
         if not self.work.is_enough(group.sampled):
             return
         group.is_scoring = True
+        self.work.forget(group.item.index)
         for request in group.requests:
             request.cancel()
         sampled = [one for _, one in group.whole]
@@ -509,6 +512,7 @@ class Actor:
 
     def _drop(self, index: int, reason: str, what_happened: str, lengths: tuple[int, ...] = ()) -> None:
         self._num_failures.pop(index, None)
+        self.work.forget(index)
         self.ledger.drop(index, reason)
         self._withdraw(index)
         self.on_end(DroppedItem(index, reason, what_happened, lengths))

@@ -2,24 +2,64 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from inflight.contracts import Environment, StreamingEndpoint
+from inflight.environments.moving import Moving, Place
 from inflight.environments.play_loop import PlayLoop
 from inflight.environments.playing import PlayingEpisode, Proxy, play
 from inflight.environments.recording import PlayedEpisode
 from inflight.environments.transcripts import ChatTemplate
-from inflight.errors import TaskError
-from inflight.pipeline.seats import Seat
+from inflight.errors import EndpointError, TaskError
+from inflight.pipeline.seats import Seat, SlowRequest
 from inflight.pipeline.work import Order, Sampled, ScoredGroup, Work
 from inflight.types import TaskItem
 from inflight.wire import Completion, GenerateRequest, SamplingParams
 
 _MIN_EPISODES = 2
 """A group of fewer has nothing to compare."""
+
+
+@dataclass(eq=False)
+class _Played:
+    """An episode that is being played, at a seat or without one."""
+
+    moving: Moving
+    playing: PlayingEpisode
+    task: asyncio.Future[PlayedEpisode]
+    failed: asyncio.Future[None]
+    """Set to the error of the seat where it is, once that fails."""
+
+    async def at(self, seat: Seat) -> PlayedEpisode:
+        """Play on at a seat, and return the episode once it is over. Raises what the seat raises."""
+        self.failed = asyncio.get_running_loop().create_future()
+        self.moving.go_to(await _place(seat))
+        try:
+            ends: list[asyncio.Future[Any]] = [self.task, self.failed]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if self.failed.done():
+                self.failed.result()
+            return self.task.result()
+        finally:
+            self.moving.leave()
+            self.failed.cancel()
+
+    def fail(self, error: Exception) -> None:
+        if not self.failed.done():
+            self.failed.set_exception(error)
+
+
+async def _place(seat: Seat) -> Place:
+    async def generate(request: GenerateRequest) -> Completion:
+        (completion,) = await seat.sample(request)
+        return completion
+
+    streams = (await seat.capabilities()).streaming and isinstance(seat.endpoint, StreamingEndpoint)
+    return Place(generate, seat.stream if streams else None)
 
 
 @dataclass(frozen=True)
@@ -39,6 +79,8 @@ class Episodes(Work):
     proxy: Proxy | None = None
     """Serves those that ask for a URL."""
     loop: PlayLoop = field(default_factory=PlayLoop)
+    _played: dict[tuple[int, int], _Played] = field(default_factory=dict)
+    """Episodes that are not over, by item and number; those without a seat wait for one."""
 
     is_one_request = False
 
@@ -65,24 +107,42 @@ class Episodes(Work):
         return None
 
     async def sample(self, seat: Seat, order: Order) -> list[Sampled]:
+        """Play an episode, or go on with one that has lost its seat. Raises as `Seat.sample`."""
+        key = (order.item.index, order.numbers[0])
+        played = self._played.get(key)
+        if played is None:
+            played = self._played[key] = await self._begun(seat, order)
+        try:
+            return [await played.at(seat)]
+        finally:
+            if played.task.done():
+                self._played.pop(key, None)
+
+    async def _begun(self, seat: Seat, order: Order) -> _Played:
         declared = await seat.capabilities()
-
-        async def generate(request: GenerateRequest) -> Completion:
-            (completion,) = await seat.sample(request)
-            return completion
-
-        streams = declared.streaming and isinstance(seat.endpoint, StreamingEndpoint)
+        moving = Moving((EndpointError, SlowRequest), lambda error: played.fail(error))
         episode = PlayingEpisode(
             order.request_id,
             order.seed,
             self.template,
-            generate,
+            moving.generate,
             self.sampling,
             max_tokens=min(self.max_sequence_tokens, declared.max_model_len),
             proxy=self.proxy,
-            stream=seat.stream if streams else None,
+            stream=moving.stream if declared.streaming and isinstance(seat.endpoint, StreamingEndpoint) else None,
         )
-        return [await play(self.environment, order.item, episode, self.loop, self.timeout_s)]
+        task = asyncio.ensure_future(play(self.environment, order.item, episode, self.loop, self.timeout_s))
+        played = _Played(moving, episode, task, asyncio.get_running_loop().create_future())
+        return played
+
+    def first_version(self, index: int, number: int) -> int | None:
+        played = self._played.get((index, number))
+        calls = () if played is None else played.playing.recording.calls
+        return calls[0].completion.first_version if calls else None
+
+    def forget(self, index: int) -> None:
+        for key in [key for key in self._played if key[0] == index]:
+            self._played.pop(key).task.cancel()
 
     def is_enough(self, sampled: Sequence[Sampled | None]) -> bool:
         played = [one for one in sampled if isinstance(one, PlayedEpisode)]
@@ -104,6 +164,10 @@ class Episodes(Work):
         )
 
     async def aclose(self) -> None:
+        left = [played.task for played in self._played.values()]
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
         await self.loop.aclose()
 
     def parse(self, saved: Any) -> PlayedEpisode:

@@ -14,6 +14,7 @@ from typing import Any
 import pydantic
 
 from inflight.contracts import AbortingEndpoint, InferenceEndpoint, StreamingEndpoint
+from inflight.environments.moving import fitted
 from inflight.errors import (
     DeadlineError,
     EndpointError,
@@ -98,7 +99,7 @@ class Seat:
         """
         version = self.version
         async with self._judged():
-            completions = (await self.endpoint.generate(await self._fitted(request))).completions
+            completions = (await self.endpoint.generate(fitted(request, await self.capabilities()))).completions
         _check_versions(self.name, version, [span.version for it in completions for span in it.version_spans])
         self.drafted += [it.draft_counts for it in completions if it.draft_counts is not None]
         return completions
@@ -112,19 +113,13 @@ class Seat:
         if not isinstance(self.endpoint, StreamingEndpoint):
             raise UnsupportedError(f"{self.name} does not declare streaming")
         async with self._judged():
-            fitted = (await self._fitted(request)).model_copy(update={"stream": True})
-            chunks: Any = self.endpoint.generate_stream(fitted)
+            streamed = fitted(request, await self.capabilities()).model_copy(update={"stream": True})
+            chunks: Any = self.endpoint.generate_stream(streamed)
             async with contextlib.aclosing(chunks):
                 async for chunk in chunks:
                     if chunk.token_ids:
                         _check_versions(self.name, version, [chunk.version])
                     yield chunk
-
-    async def _fitted(self, request: GenerateRequest) -> GenerateRequest:
-        """Return a request without its seed if the endpoint takes none."""
-        if (await self.capabilities()).seeds:
-            return request
-        return request.model_copy(update={"sampling": request.sampling.model_copy(update={"seed": None})})
 
     @contextlib.asynccontextmanager
     async def _judged(self) -> AsyncIterator[None]:

@@ -77,6 +77,14 @@ class Work(Protocol):
     async def sample(self, seat: Seat, order: Order) -> Sequence[Sampled]:
         """Return what was sampled for each number of an order, in their sequence. Raises as `Seat.sample`."""
 
+    def first_version(self, index: int, number: int) -> int | None:
+        """Return the oldest version of what is kept of an episode that waits for an endpoint; None if there is none."""
+        return None
+
+    def forget(self, index: int) -> None:
+        """End what is kept of an item."""
+        return
+
     @abstractmethod
     def is_enough(self, sampled: Sequence[Sampled | None]) -> bool:
         """Return whether a group can be scored."""

@@ -1,0 +1,213 @@
+"""Turns that are sampled wherever an episode is just then: one that its endpoint does not finish goes on at the next.
+
+A conversation is token ids, so any endpoint can continue it. What was streamed of a turn, or came back aborted, is kept
+with its logprobs and versions. Knows nothing of who finds the next endpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from inflight.environments.playing import Generate, Stream
+from inflight.environments.recording import completion_of
+from inflight.errors import ProtocolError
+from inflight.rollouts import continuation, joined
+from inflight.wire import Capabilities, Completion, CompletionChunk, GenerateRequest
+
+T = TypeVar("T")
+
+_AGAIN_S = 0.05
+"""How long to wait before a request that was aborted without a token is sent again."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """Where turns can be sampled."""
+
+    generate: Generate
+    stream: Stream | None
+
+
+class Moving:
+    """Samples the turns of one episode, at one place after the other.
+
+    ``failures`` are the errors of a place after which a turn goes on elsewhere; each is told to ``on_failure``, which
+    may raise it to give the turn up. Until `go_to` names another place, turns wait.
+    """
+
+    def __init__(self, failures: tuple[type[Exception], ...], on_failure: Callable[[Exception], None]) -> None:
+        self._failures = failures
+        self._on_failure = on_failure
+        self._place: Place | None = None
+        self._arrived = asyncio.Event()
+        self._asking: set[asyncio.Future[Any]] = set()
+        self.num_moved = 0
+        """Turns that went on at another place."""
+
+    def go_to(self, place: Place) -> None:
+        """Sample there from now on."""
+        self.leave()
+        self._place = place
+        self._arrived.set()
+
+    def leave(self) -> None:
+        """End what is sampled at the present place; it waits for the next one."""
+        self._place = None
+        self._arrived.clear()
+        for asking in self._asking:
+            asking.cancel()
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Return the one completion of a request. Raises what ``on_failure`` raises, and what is no failure."""
+        done: Completion | None = None
+        for number in range(2**31):
+            place = await self._here()
+            part = await self._answer(place, place.generate(_rest(request, done, number)))
+            done = _with(done, part)
+            if done is not None and not _is_cut(done, request):
+                return _ended(done)
+            if part is not None and not part.num_tokens:
+                await asyncio.sleep(_AGAIN_S)
+        raise AssertionError
+
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[CompletionChunk, None]:
+        """Yield the tokens of one completion. Raises as `generate`."""
+        done: Completion | None = None
+        for number in range(2**31):
+            place = await self._here()
+            rest = _rest(request, done, number)
+            start = 0 if done is None else done.num_tokens
+            chunks: list[CompletionChunk] = []
+            async with aclosing(self._chunks(place, rest)) as parts:
+                async for chunk in parts:
+                    chunks.append(chunk)
+                    yield _shown(chunk, start)
+            done = _with(done, _part(chunks))
+            if done is not None and not _is_cut(done, request):
+                if done.finish_reason == "abort":
+                    yield _last(request, _ended(done))
+                return
+            if not any(chunk.token_ids for chunk in chunks):
+                await asyncio.sleep(_AGAIN_S)
+
+    async def _here(self) -> Place:
+        while self._place is None:
+            await self._arrived.wait()
+        return self._place
+
+    async def _chunks(self, place: Place, request: GenerateRequest) -> AsyncGenerator[CompletionChunk, None]:
+        """Yield the chunks that a place gives of a request, as far as it comes with it."""
+        if place.stream is None:
+            completion = await self._answer(place, place.generate(request))
+            for chunk in () if completion is None else _chunks_of(request, completion):
+                yield chunk
+            return
+        async with aclosing(place.stream(request)) as stream:
+            said: CompletionChunk | None
+            while (said := await self._answer(place, anext(stream, _END))) is not None and said is not _END:
+                yield said
+                if said.finish_reason is not None:
+                    return
+            if said is _END:
+                self._failed(place, ProtocolError("the stream ended without a finish reason"))
+
+    async def _answer(self, place: Place, call: Awaitable[T]) -> T | None:
+        """Return what a place answers; None if it fails, or is left meanwhile."""
+        asking = asyncio.ensure_future(call)
+        self._asking.add(asking)
+        try:
+            await asyncio.wait({asking})
+            return None if asking.cancelled() else asking.result()
+        except self._failures as error:
+            self._failed(place, error)
+            return None
+        finally:
+            self._asking.discard(asking)
+            asking.cancel()
+
+    def _failed(self, place: Place, error: Exception) -> None:
+        self.num_moved += 1
+        if self._place is place:  # else it was left already
+            self.leave()
+            self._on_failure(error)
+
+
+_END = CompletionChunk(request_id="end", index=0, start=0, token_ids=(), logprobs=(), version=0)
+
+
+def fitted(request: GenerateRequest, declared: Capabilities) -> GenerateRequest:
+    """Return a request without its seed if the endpoint takes none."""
+    if declared.seeds:
+        return request
+    return request.model_copy(update={"sampling": request.sampling.model_copy(update={"seed": None})})
+
+
+def _rest(request: GenerateRequest, done: Completion | None, number: int) -> GenerateRequest:
+    """Return the request for what is missing of a completion, under an id of its own."""
+    if number == 0:
+        return request
+    request_id = f"{request.request_id}-again-{number}"
+    if done is None or not done.num_tokens:
+        return request.model_copy(update={"request_id": request_id})
+    return continuation(request, done, request_id)
+
+
+def _with(done: Completion | None, part: Completion | None) -> Completion | None:
+    return part if done is None else done if part is None else joined(done, part)
+
+
+def _is_cut(done: Completion, request: GenerateRequest) -> bool:
+    """Return whether a completion was aborted before it had all the tokens that it may have."""
+    return done.finish_reason == "abort" and done.num_tokens != request.sampling.max_tokens
+
+
+def _ended(done: Completion) -> Completion:
+    return done.model_copy(update={"finish_reason": "length"}) if done.finish_reason == "abort" else done
+
+
+def _part(chunks: list[CompletionChunk]) -> Completion | None:
+    """Return what chunks bring, as aborted if their end is missing."""
+    if not chunks:
+        return None
+    *before, last = chunks
+    return completion_of([*before, last.model_copy(update={"finish_reason": last.finish_reason or "abort"})])
+
+
+def _shown(chunk: CompletionChunk, start: int) -> CompletionChunk:
+    """Return a chunk as a part of the whole turn, which does not end where it is cut."""
+    is_cut = chunk.finish_reason == "abort"
+    if not (start or is_cut):
+        return chunk
+    update = {"start": start + chunk.start, "finish_reason": None if is_cut else chunk.finish_reason}
+    return chunk.model_copy(update=update)
+
+
+def _last(request: GenerateRequest, done: Completion) -> CompletionChunk:
+    return CompletionChunk(
+        request_id=request.request_id,
+        index=0,
+        start=done.num_tokens,
+        token_ids=(),
+        logprobs=(),
+        version=done.version_spans[-1].version if done.version_spans else 0,
+        finish_reason=done.finish_reason,
+    )
+
+
+def _chunks_of(request: GenerateRequest, completion: Completion) -> Iterator[CompletionChunk]:
+    """Yield a completion as chunks, one for each version."""
+    spans = completion.version_spans
+    for span in spans:
+        yield CompletionChunk(
+            request_id=request.request_id,
+            index=0,
+            start=span.start,
+            token_ids=completion.token_ids[span.start : span.end],
+            logprobs=completion.logprobs[span.start : span.end],
+            version=span.version,
+        )
+    yield _last(request, completion)
