@@ -116,8 +116,8 @@ def parity_table() -> str:
         verdict = "they agree" if row["agrees"] else "; ".join(finding["seen"] for finding in row["findings"])
         lines.append(
             f"| {row['engine']} {row['engine_version']} | {row['trainer']} | {measured['dtype']} | "
-            f"{of['num_tokens']:,} | {of['k1']:.1e} | {of['k3']:.1e} | {of['ess']:.6f} | {of['largest']:.1e} | {of['mean']:.1e} | "
-            f"{row['grown']:.1e} in {measured['num_updates']} updates | {verdict} |"
+            f"{of['num_tokens']:,} | {of['k1']:.1e} | {of['k3']:.1e} | {of['ess']:.6f} | {of['largest']:.1e} | "
+            f"{of['mean']:.1e} | {row['grown']:.1e} in {measured['num_updates']} updates | {verdict} |"
         )
     return "\n".join(lines)
 
