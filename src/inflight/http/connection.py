@@ -1,4 +1,4 @@
-"""Calls to one HTTP server, each with a deadline and a size limit; maps httpx's errors to ours.
+"""Calls to one HTTP server, each with a deadline and a size limit; maps what can go wrong to our errors.
 
 Knows nothing of the contract: adapters use it for their engines' own routes.
 """
@@ -11,10 +11,9 @@ import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from typing import Any
 
-import httpx
-
 from inflight.errors import DeadlineError, EndpointError, ProtocolError, UnreachableError
 from inflight.http.bodies import parsed
+from inflight.http.http11 import ClosedError, Http11Client, NotHttpError, Response
 
 MAX_RESPONSE_BYTES = 256 * 1024 * 1024
 MAX_ERROR_BYTES = 1024 * 1024
@@ -31,13 +30,7 @@ class HttpConnection:
     def __init__(self, url: str, *, max_response_bytes: int = MAX_RESPONSE_BYTES, keeps_alive: bool = True) -> None:
         self._url = url
         self._max_response_bytes = max_response_bytes
-        # Deadlines apply to whole calls; idle connections are dropped before a server would drop them.
-        limits = httpx.Limits(
-            max_connections=None, max_keepalive_connections=64 if keeps_alive else 0, keepalive_expiry=1.0
-        )
-        # A compressed body could expand to a thousand times the size limit.
-        headers = {"accept-encoding": "identity"}
-        self._client = httpx.AsyncClient(base_url=url, timeout=None, limits=limits, trust_env=False, headers=headers)
+        self._client = Http11Client(url, keeps_alive=keeps_alive)
 
     async def exchange(
         self,
@@ -106,25 +99,25 @@ class HttpConnection:
     @contextlib.asynccontextmanager
     async def _answering(
         self, method: str, path: str, content: str | None, headers: Mapping[str, str] | None, timeout_s: float
-    ) -> AsyncIterator[httpx.Response]:
-        """Yield a response whose body is yet to be read, within the deadline; raise what httpx raises as our errors."""
+    ) -> AsyncIterator[Response]:
+        """Yield a response whose body is yet to be read, within the deadline; raise what goes wrong as our errors."""
         try:
             async with (
                 asyncio.timeout(timeout_s),
-                self._client.stream(method, path, content=content, headers=headers) as response,
+                self._client.call(method, path, (content or "").encode(), headers) as response,
             ):
                 yield response
         except TimeoutError as error:
             raise DeadlineError(f"{method} {path} gave no answer within {timeout_s:g} s", self._url) from error
-        except httpx.HTTPError as error:
+        except (NotHttpError, ClosedError) as error:
             raise self._failed(method, path, error) from error
 
-    async def _read(self, response: httpx.Response, max_bytes: int) -> bytes:
+    async def _read(self, response: Response, max_bytes: int) -> bytes:
         if response.status_code != 200:
             max_bytes = min(max_bytes, MAX_ERROR_BYTES)
         return b"".join([part async for part in self._bounded(response, min(max_bytes, self._max_response_bytes))])
 
-    async def _bounded(self, response: httpx.Response, max_bytes: int) -> AsyncIterator[bytes]:
+    async def _bounded(self, response: Response, max_bytes: int) -> AsyncIterator[bytes]:
         """Yield the body piece by piece, up to the limit; nothing if its content-length exceeds the limit."""
         encoding = response.headers.get("content-encoding", "identity")
         if encoding != "identity":
@@ -133,7 +126,7 @@ class HttpConnection:
         size_bytes = int(length[:20]) if length.isdecimal() else 0
         if size_bytes <= max_bytes:
             size_bytes = 0
-            async for part in response.aiter_raw():
+            async for part in response.body():
                 size_bytes += len(part)
                 if size_bytes > max_bytes:
                     break
@@ -141,10 +134,8 @@ class HttpConnection:
         if size_bytes > max_bytes:
             raise ProtocolError(f"the answer is longer than {max_bytes} bytes", self._url)
 
-    def _failed(self, method: str, path: str, error: httpx.HTTPError) -> EndpointError:
+    def _failed(self, method: str, path: str, error: Exception) -> EndpointError:
         cause = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        # A connection that closes early is a RemoteProtocolError too; only its text tells the two apart.
-        is_closed = "closed" in str(error) or "disconnected" in str(error)
-        if isinstance(error, httpx.RemoteProtocolError) and not is_closed:
+        if isinstance(error, NotHttpError):
             return ProtocolError(f"the answer to {method} {path} is not HTTP ({cause})", self._url)
         return UnreachableError(f"{method} {path} failed ({cause}); is the server running?", self._url)
