@@ -46,6 +46,7 @@ path = "{model}"
 [task]
 name = "simulated:Parity"
 params = {{ work = {work} }}
+{processes_of_rewards}
 
 [sampling]
 group_size = {group_size}
@@ -166,7 +167,8 @@ def measured(settings: argparse.Namespace) -> dict[str, Any]:
             config = directory / "run.toml"
             config.write_text(
                 CONFIG.format(
-                    **vars(settings) | {"max_tokens": settings.max_tokens},
+                    **vars(settings),
+                    processes_of_rewards=f"reward_processes = {n}" if (n := settings.reward_processes) else "",
                     num_steps=settings.warm_steps + settings.steps + 1000,
                     directory=directory / "run",
                     model=directory / "model",
@@ -185,7 +187,10 @@ def measured(settings: argparse.Namespace) -> dict[str, Any]:
 
             with (directory / "output.log").open("w") as log:
                 run = subprocess.Popen(
-                    [sys.executable, "-m", "inflight", "train", config], stdout=log, stderr=log, stdin=subprocess.DEVNULL
+                    [sys.executable, "-m", "inflight", "train", config],
+                    stdout=log,
+                    stderr=log,
+                    stdin=subprocess.DEVNULL,
                 )
             try:
                 points = followed(settings, run, directory / "run" / "metrics.jsonl", begin)
@@ -208,7 +213,9 @@ def row_of(settings: argparse.Namespace, points: list[Any], waits: list[float]) 
     few = points[:: max(1, len(points) // 50)]
     return {
         "command": "python benchmarks/scale_controller.py " + " ".join(sys.argv[1:]),
-        "settings": {k: v for k, v in vars(settings).items() if isinstance(v, int | float) and not k.startswith("prof")},
+        "settings": {
+            k: v for k, v in vars(settings).items() if isinstance(v, int | float) and not k.startswith("prof")
+        },
         "steps": last["version"] - first["version"],
         "tokens": tokens,
         "requests": requests,
@@ -220,7 +227,9 @@ def row_of(settings: argparse.Namespace, points: list[Any], waits: list[float]) 
         "tokens_per_s": tokens / elapsed_s,
         "core_share": spent_s / elapsed_s,
         "requests_running": statistics.fmean(point["groups_running"] for point in points[settings.warm_steps :]),
-        "slot_wait_ms": {p: 1000 * waits[int(len(waits) * float(p) / 100)] for p in ("50", "90", "99")} if waits else {},
+        "slot_wait_ms": {p: 1000 * waits[int(len(waits) * float(p) / 100)] for p in ("50", "90", "99")}
+        if waits
+        else {},
         "num_waits": len(waits),
         "rss_mib": {"first": first["rss_mib"], "last": last["rss_mib"], "most": max(p["rss_mib"] for p in points)},
         "rss_by_step": [[point["version"], round(point["rss_mib"])] for point in few],
@@ -241,6 +250,7 @@ def main() -> None:
     parser.add_argument("--tokens-per-step", type=int, default=1_000_000)
     parser.add_argument("--max-lag", type=int, default=32)
     parser.add_argument("--work", type=int, default=0, help="repeats that make scoring slow")
+    parser.add_argument("--reward-processes", type=int, default=0)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warm-steps", type=int, default=4)
     parser.add_argument("--limit-s", type=float, default=540)

@@ -177,8 +177,8 @@ class TimedApp:
         self._freed.append(time.monotonic())
 
 
-async def serve(settings: argparse.Namespace) -> None:
-    """Serve until standard input ends, then write the waits of slots, in seconds."""
+async def serve(settings: argparse.Namespace) -> list[float]:
+    """Serve until standard input ends; return the waits of slots, in seconds."""
     apps: dict[int, TimedApp] = {}
     listeners = []
     waits: array[float] = array("d")
@@ -203,7 +203,7 @@ async def serve(settings: argparse.Namespace) -> None:
     print(json.dumps([f"http://127.0.0.1:{port}" for port in apps]), flush=True)
     config.timeout_graceful_shutdown = 1
     await server.serve(sockets=listeners)
-    Path(settings.report).write_text(json.dumps(list(waits)))
+    return list(waits)
 
 
 # ---------------------------------------------------------------------------------------------------- task and trainer
@@ -274,4 +274,5 @@ if __name__ == "__main__":
     parser.add_argument("--base-s", type=float, required=True, help="seconds per token up to `knee` completions")
     parser.add_argument("--knee", type=float, required=True)
     parser.add_argument("--report", required=True)
-    asyncio.run(serve(parser.parse_args()))
+    given = parser.parse_args()
+    Path(given.report).write_text(json.dumps(asyncio.run(serve(given))))
