@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -64,7 +65,7 @@ def test_groups_that_no_step_follows_leave_numbers_and_no_tokens_in_memory(tmp_p
     for _ in range(100):
         journal.group_finished(group(0.5))
     assert not any(isinstance(value, Group) for name in vars(journal) for value in _items(getattr(journal, name)))
-    row = journal.step([0], 3, {}, [0], SlotSeconds(), DraftCounts())
+    row = journal.step(Counter([0]), 3, {}, [0], SlotSeconds(), DraftCounts())
     assert (row["reward"], row["completion_length"], row["num_samples"]) == (0.5, 2, 100)
     journal.close()
 
@@ -80,7 +81,7 @@ def test_rows_of_steps_that_were_lost_are_removed_on_resume(tmp_path: Path, torn
     for version in range(1, 5):
         journal.group_finished(group(float(version)))
         journal.trained(version, 0.0, 1.0)
-        journal.step([0], 3, {}, [0], SlotSeconds(), DraftCounts())
+        journal.step(Counter([0]), 3, {}, [0], SlotSeconds(), DraftCounts())
         states[version] = json.loads(json.dumps(journal.state()))
     journal.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -88,7 +89,7 @@ def test_rows_of_steps_that_were_lost_are_removed_on_resume(tmp_path: Path, torn
     resumed = Journal(tmp_path, states[2], 2)
     resumed.group_finished(group(9.0))
     resumed.trained(3, 1.0, 2.0)
-    resumed.step([0], 3, {}, [0], SlotSeconds(), DraftCounts())
+    resumed.step(Counter([0]), 3, {}, [0], SlotSeconds(), DraftCounts())
     resumed.close()
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(row["version"], row["reward"], row["num_samples"]) for row in rows] == [
@@ -102,7 +103,7 @@ def test_slots_and_ages_of_a_row_are_those_since_the_last_one_and_the_summary_ha
     journal = Journal(tmp_path, None)
     rows = [
         journal.step(
-            [0],
+            Counter([0]),
             3,
             {},
             [0, 0, 2],
@@ -110,7 +111,12 @@ def test_slots_and_ages_of_a_row_are_those_since_the_last_one_and_the_summary_ha
             DraftCounts(num_verifications=2, num_accepted=5),
         ),
         journal.step(
-            [0], 3, {}, [2], SlotSeconds(all_s=2, open_s=2, running_s=2, free_s=0), DraftCounts(num_verifications=2)
+            Counter([0]),
+            3,
+            {},
+            [2],
+            SlotSeconds(all_s=2, open_s=2, running_s=2, free_s=0),
+            DraftCounts(num_verifications=2),
         ),
     ]
     assert [row["completions_by_age"] for row in rows] == [{"0": 2, "2": 1}, {"2": 1}]

@@ -100,7 +100,7 @@ def test_a_step_has_its_budget_in_tokens_that_are_trained_whatever_is_masked(gro
             step = waiting.take()
             batch = make_batch(step, version, "mean", POLICY)
             assert batch.num_tokens >= budget
-            assert sum(sum(sample.loss_mask) for sample in batch.samples) == len(batch.token_lags) > 0
+            assert sum(sum(sample.loss_mask) for sample in batch.samples) == batch.token_lags.total() > 0
             taken |= {group.item_index for group in step}
     assert len(left_out) + len(taken) + waiting.num_groups == len(groups)
     assert not left_out & taken

@@ -7,12 +7,17 @@ Shape suffixes: T packed tokens, N targets (tokens with a true loss mask).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from inflight.errors import InvalidRequestError, NonFiniteError
 from inflight.types import OBSERVED, MicroBatch, Sample
+
+Int64s = npt.NDArray[np.int64]
 
 NO_GROUP = -1
 """Group of a segment that is not a completion."""
@@ -34,30 +39,27 @@ def collate(samples: Sequence[Sample], device: torch.device | str | None = None)
             f"sample {with_reference.index(False)} has no reference_logprobs but others do: give them to all or none"
         )
     lengths = tuple(sample.rollout.num_tokens for sample in samples)
+    places = _places(samples)
 
     def per_token(
-        in_prompt: float, of_completion: Callable[[Sample], Sequence[float]], dtype: torch.dtype
+        in_prompt: float, of_completion: Callable[[Sample], Sequence[float]], dtype: type[np.generic]
     ) -> torch.Tensor:
-        values = [
-            value
-            for sample in samples
-            for part in ([in_prompt] * len(sample.rollout.prompt_token_ids), of_completion(sample))
-            for value in part
-        ]
-        return torch.tensor(values, dtype=dtype, device=device)
+        values_T = np.full(sum(lengths), in_prompt, dtype)
+        for sample, (start, end) in zip(samples, places, strict=True):
+            values_T[start:end] = of_completion(sample)
+        return torch.from_numpy(values_T).to(device)
 
-    loss_mask_T = per_token(0, lambda s: s.loss_mask, torch.bool)
+    loss_mask_T = per_token(0, lambda s: s.loss_mask, np.bool_)
 
     def at_targets(of_completion: Callable[[Sample], Sequence[float]]) -> torch.Tensor:
-        values_T = per_token(0.0, of_completion, torch.float32)
+        values_T = per_token(0.0, of_completion, np.float32)
         return torch.where(loss_mask_T, values_T, 0.0)
 
     lengths_S = torch.tensor(lengths, device=device)
     temperature_S = torch.tensor([float(sample.rollout.temperature or 1.0) for sample in samples], device=device)
     segment_ids_T = torch.arange(len(samples), device=device).repeat_interleave(lengths_S)
-    token_ids = [t for s in samples for t in (*s.rollout.prompt_token_ids, *s.rollout.completion_token_ids)]
     return MicroBatch(
-        token_ids_T=torch.tensor(token_ids, dtype=torch.int64, device=device),
+        token_ids_T=torch.from_numpy(_token_ids(samples, lengths, places)).to(device),
         position_ids_T=torch.cat([torch.arange(length, device=device) for length in lengths]),
         segment_ids_T=segment_ids_T,
         segment_lengths=lengths,
@@ -65,10 +67,32 @@ def collate(samples: Sequence[Sample], device: torch.device | str | None = None)
         behaviour_logprobs_T=at_targets(lambda s: s.rollout.behaviour_logprobs),
         advantages_T=at_targets(lambda s: s.advantages),
         temperature_T=temperature_S[segment_ids_T],
-        versions_T=per_token(-1, lambda s: s.rollout.token_versions(), torch.int64),
+        versions_T=torch.from_numpy(_versions(samples, lengths, places)).to(device),
         reference_logprobs_T=at_targets(lambda s: s.reference_logprobs or ()) if all(with_reference) else None,
         group_ids_S=torch.tensor([sample.group_index for sample in samples], device=device),
     )
+
+
+def _places(samples: Sequence[Sample]) -> list[tuple[int, int]]:
+    """Return where the completion of each sample lies among the packed tokens."""
+    ends = [*itertools.accumulate(sample.rollout.num_tokens for sample in samples)]
+    return [(end - len(s.rollout.completion_token_ids), end) for s, end in zip(samples, ends, strict=True)]
+
+
+def _token_ids(samples: Sequence[Sample], lengths: Sequence[int], places: Sequence[tuple[int, int]]) -> Int64s:
+    ids_T = np.empty(sum(lengths), np.int64)
+    for sample, length, (start, end) in zip(samples, lengths, places, strict=True):
+        ids_T[end - length : start] = sample.rollout.prompt_token_ids
+        ids_T[start:end] = sample.rollout.completion_token_ids
+    return ids_T
+
+
+def _versions(samples: Sequence[Sample], lengths: Sequence[int], places: Sequence[tuple[int, int]]) -> Int64s:
+    versions_T = np.full(sum(lengths), OBSERVED)
+    for sample, (start, _) in zip(samples, places, strict=True):
+        for span in sample.rollout.version_spans:
+            versions_T[start + span.start : start + span.end] = span.version
+    return versions_T
 
 
 def empty_micro_batch(device: torch.device | str | None = None) -> MicroBatch:

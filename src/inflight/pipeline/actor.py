@@ -109,7 +109,8 @@ class Actor:
     @property
     def oldest(self) -> int:
         """Number, in the order of offers, of the oldest group that is sampled or scored, or else of the next one."""
-        return min((group.serial for group in self._open.values()), default=self._num_offered + 1)
+        first = next(iter(self._open.values()), None)  # in the order of offers
+        return self._num_offered + 1 if first is None else first.serial
 
     def partials(self) -> dict[str, Any]:
         """Return what is there of unfinished groups, as JSON values, for `continue_from`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,8 +22,8 @@ class StepBatch:
     samples: Sequence[Sample]
     version: int
     """Version of the weights that the step starts from."""
-    token_lags: Sequence[int]
-    """Lag of every trained token."""
+    token_lags: Counter[int]
+    """Trained tokens by lag."""
     num_stale_tokens: int
     """Tokens that are masked because they are too old."""
     kept: Sequence[Sequence[bool]]
@@ -68,13 +69,11 @@ def make_batch(
             if any(loss_mask):
                 samples.append(Sample(rollout, of_tokens, loss_mask, group_index=index))
     shaped = samples if composer is None else composer.shaped(samples, version)
-    lags = [
-        version - v
-        for sample in shaped
-        for v, is_kept in zip(sample.rollout.token_versions(), sample.loss_mask, strict=True)
-        if is_kept
-    ]
-    return StepBatch(groups, shaped, version, lags, num_stale, kept)
+    lags: Counter[int] = Counter()
+    for sample in shaped:
+        for span in sample.rollout.version_spans:
+            lags[version - span.version] += sum(sample.loss_mask[span.start : span.end])
+    return StepBatch(groups, shaped, version, +lags, num_stale, kept)
 
 
 def split_evenly(groups: Sequence[Group], num_parts: int) -> list[list[Group]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from inflight.contracts import Task
 from inflight.errors import InflightError, TaskError
+from inflight.pipeline.scoring import ScoringPool
 from inflight.pipeline.seats import Seat, request_of
 from inflight.pipeline.work import Order, Sampled, ScoredGroup, Work
 from inflight.rollouts import continuation, joined
@@ -28,6 +29,8 @@ class Completions(Work):
     """An item whose prompt and completion together may have more tokens is not used."""
     timeout_s: float
     """Longest that the rewards of one group may take."""
+    pool: ScoringPool | None = None
+    """Processes that score; None: a thread for each group."""
 
     is_one_request = True
 
@@ -97,18 +100,13 @@ class Completions(Work):
         return Completion.model_validate(saved)
 
     async def _rewards(self, item: TaskItem, completions: Sequence[Completion]) -> list[float]:
-        """Score in a thread, so that a slow reward function does not block the loop; `TaskError` if it hangs."""
-
-        def score() -> list[float]:
-            texts = [
-                self.tokenizer.decode(list(completion.token_ids), skip_special_tokens=True)
-                for completion in completions
-            ]
-            return [float(self.task.score(item, text)) for text in texts]
-
+        """Score elsewhere, so that a slow reward function does not block the loop; `TaskError` if it hangs."""
         try:
+            if self.pool is not None:
+                token_ids = [completion.token_ids for completion in completions]
+                return await self.pool.rewards(item.index, token_ids, self.timeout_s)
             async with asyncio.timeout(self.timeout_s):
-                return await run_abandonable(score, "inflight-reward")
+                return await run_abandonable(lambda: self._scored(item, completions), "inflight-reward")
         except TimeoutError as error:
             raise TaskError(
                 f"the reward of task {self.task.name!r}, item {item.index}, took longer than {self.timeout_s:g} s"
@@ -117,3 +115,13 @@ class Completions(Work):
             raise
         except Exception as error:  # rewards are user code
             raise TaskError(f"the reward of task {self.task.name!r} raised on item {item.index}: {error!r}") from error
+
+    def _scored(self, item: TaskItem, completions: Sequence[Completion]) -> list[float]:
+        texts = [
+            self.tokenizer.decode(list(completion.token_ids), skip_special_tokens=True) for completion in completions
+        ]
+        return [float(self.task.score(item, text)) for text in texts]
+
+    async def aclose(self) -> None:
+        if self.pool is not None:
+            await self.pool.aclose()

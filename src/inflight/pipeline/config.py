@@ -68,6 +68,8 @@ class TaskSection(Section):
     params: dict[str, Any] = {}
     reward_timeout_s: float = Field(default=60.0, gt=0)
     """Longest that the rewards of one group may take."""
+    reward_processes: int = Field(default=0, ge=0)
+    """Processes that score the groups of a task. 0: threads of the run, which rewards in Python slow down."""
     episode_timeout_s: float = Field(default=600.0, gt=0)
     """Longest that an episode of an environment may take."""
     extra_episodes: int = Field(default=0, ge=0)

@@ -11,6 +11,7 @@ from inflight.errors import ConfigError
 from inflight.pipeline.completions import Completions
 from inflight.pipeline.config import RunConfig
 from inflight.pipeline.episodes import Episodes
+from inflight.pipeline.scoring import ScoringPool
 from inflight.pipeline.work import Work
 from inflight.wire import SamplingParams
 
@@ -27,6 +28,10 @@ def work_of(config: RunConfig, task: Task | Environment, tokenizer: Any, proxy: 
     )
     max_tokens = config.train.max_tokens_per_micro_batch
     if isinstance(task, Environment):
+        if config.task.reward_processes:
+            raise ConfigError(
+                f"task.reward_processes is for tasks, but {config.task.name!r} is an environment: leave it out"
+            )
         return Episodes(
             task,
             ChatTemplate(tokenizer),
@@ -43,4 +48,14 @@ def work_of(config: RunConfig, task: Task | Environment, tokenizer: Any, proxy: 
     ):
         if is_set:
             raise ConfigError(f"{name} is for environments, but {config.task.name!r} is a task: leave it out")
-    return Completions(task, tokenizer, sampling, max_tokens, config.task.reward_timeout_s)
+    pool: ScoringPool | None = None
+    if config.task.reward_processes:
+        pool = ScoringPool(
+            config.task.reward_processes,
+            config.task.name,
+            config.task.params,
+            config.run.seed,
+            config.model.path,
+            config.run.start_timeout_s,
+        )
+    return Completions(task, tokenizer, sampling, max_tokens, config.task.reward_timeout_s, pool)

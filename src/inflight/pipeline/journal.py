@@ -148,7 +148,7 @@ class Journal:
 
     def step(
         self,
-        lags: Sequence[int],
+        lags: Counter[int],
         num_tokens: int,
         facts: Mapping[str, Any],
         ages: Sequence[int],
@@ -157,8 +157,8 @@ class Journal:
     ) -> dict[str, Any]:
         """Write the row of the last trained step and return it.
 
-        Rewards are those of the groups finished since the previous row, and so are ``slots`` and ``drafted``. ``ages``
-        has the lag of the first token of each trained completion.
+        Rewards are those of the groups finished since the previous row, and so are ``slots`` and ``drafted``. ``lags``
+        counts trained tokens by their lag; ``ages`` has the lag of the first token of each trained completion.
         """
         rewards, lengths = self._rewards_since, self._lengths_since
         self._rewards_since, self._lengths_since = [], []
@@ -175,7 +175,7 @@ class Journal:
             **self._totals(),
             "reward": statistics.fmean(rewards) if rewards else None,
             "completion_length": statistics.fmean(lengths) if lengths else None,
-            "lag_mean": statistics.fmean(lags) if lags else 0.0,
+            "lag_mean": sum(lag * num for lag, num in lags.items()) / lags.total() if lags else 0.0,
             "lag_max": max(lags, default=0),
             "completions_by_age": _sorted(Counter(ages)),
             "utilisation": slots.utilisation,

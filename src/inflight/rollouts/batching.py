@@ -33,11 +33,14 @@ class WaitingGroups:
         self._version = 0
         self._waiting: list[tuple[Group, int]] = []
         """Groups and how many of their tokens can be trained on."""
+        self._num_tokens = 0
+        self._composed: tuple[tuple[int, float], Sequence[int]] | None = None
+        """What was composed last, for which ``oldest`` and ``groups_per_step``; None if groups have changed since."""
 
     @property
     def num_tokens(self) -> int:
         """Training tokens (prompts and completions) that wait."""
-        return sum(num_tokens for _, num_tokens in self._waiting)
+        return self._num_tokens
 
     @property
     def num_groups(self) -> int:
@@ -57,6 +60,8 @@ class WaitingGroups:
         num_tokens = num_trained_tokens(group, self._staleness, self._version)
         if num_tokens:
             self._waiting.append((group, num_tokens))
+            self._num_tokens += num_tokens
+            self._composed = None
         return num_tokens > 0
 
     def ready(self, oldest: int = 0, groups_per_step: float = 1.0) -> bool:
@@ -74,16 +79,26 @@ class WaitingGroups:
                 f"the {self.num_tokens} waiting training tokens do not make a step: call ready() first"
             )
         step = [self._waiting[i][0] for i in chosen]
-        self._waiting = [waiting for i, waiting in enumerate(self._waiting) if i not in {*chosen}]
+        taken = {*chosen}
+        self._num_tokens -= sum(self._waiting[i][1] for i in taken)
+        self._waiting = [waiting for i, waiting in enumerate(self._waiting) if i not in taken]
+        self._composed = None
         return step
 
     def take_all(self) -> list[Group]:
         """Remove and return every group that waits, oldest first; may be none."""
         groups = [group for group, _ in self._waiting]
-        self._waiting = []
+        self._waiting, self._num_tokens, self._composed = [], 0, None
         return groups
 
     def _compose(self, oldest: int, groups_per_step: float) -> Sequence[int]:
+        """Return what the composer chooses; it is asked again only once something has changed."""
+        asked = oldest, groups_per_step
+        if self._composed is None or self._composed[0] != asked:
+            self._composed = asked, self._chosen(*asked)
+        return self._composed[1]
+
+    def _chosen(self, oldest: int, groups_per_step: float) -> Sequence[int]:
         ids = [group.group_id for group, _ in self._waiting]
         allowed = self._staleness.trainable(ids, oldest, groups_per_step)
         indices = [i for i, is_allowed in enumerate(allowed) if is_allowed]

@@ -57,6 +57,8 @@ class Item:
     started_s: list[float]
     """When it was issued last."""
     offered_s: float = 0.0
+    serial: int = 0
+    """Its place in the order of offers."""
     unissued: tuple[int, ...] = field(init=False)
     """Completions that neither run nor have finished."""
     running: tuple[int, ...] = field(init=False)
@@ -90,6 +92,11 @@ class Board:
     """Lengths of the completions that finished last."""
     token_s: float | None = None
     """Seconds per token of a running completion, a moving average; None before the first has finished."""
+    num_open: int = field(default=0, init=False)
+    """Completions that have not finished, of all items."""
+    _num_offered: int = field(default=0, init=False)
+    _unissued: set[int] = field(default_factory=set, init=False)
+    """Items with completions to issue: few of thousands that run, and schedulers ask for them at every event."""
 
     def tell(self, event: Event) -> None:
         match event:
@@ -103,6 +110,7 @@ class Board:
                     self._forget_if_idle(place)
             case Offered(time_s, item, prompt, num_prompt_tokens, num_tokens):
                 size = len(num_tokens)
+                self._num_offered += 1
                 self.items[item] = Item(
                     item,
                     prompt,
@@ -112,7 +120,10 @@ class Board:
                     [False] * size,
                     [time_s] * size,
                     time_s,
+                    self._num_offered,
                 )
+                self.num_open += size
+                self._unissued.add(item)
             case Finished(time_s, item, completion, num_tokens):
                 if num_tokens:  # an episode that failed or was given up has none
                     self.recent_lengths.append(num_tokens)
@@ -127,6 +138,8 @@ class Board:
                 if (gone := self.items.pop(item, None)) is not None:
                     for completion in gone.running:
                         self._stopped(gone, completion, 0)
+                    self.num_open -= len(gone.unissued)
+                    self._unissued.discard(item)
             case _:
                 pass
 
@@ -138,7 +151,7 @@ class Board:
                 for completion in completions:
                     item.running_on[completion] = endpoint
                     item.started_s[completion] = time_s
-                item.recount()
+                self._recount(item)
                 self.places[endpoint].num_running += len(completions)
             case Abort():
                 pass
@@ -149,18 +162,15 @@ class Board:
         return sum(place.num_running for place in self.places.values())
 
     @property
-    def num_open(self) -> int:
-        """Completions that have not finished, of all items."""
-        return sum([len(item.unissued) + len(item.running) for item in self.items.values()])
-
-    @property
     def capacity(self) -> int:
         """Completions that may run at a time."""
         return sum(place.capacity for place in self.places.values() if place.is_open)
 
     def unissued(self) -> list[Item]:
         """Return the items with completions to issue, oldest first."""
-        return [item for item in self.items.values() if item.unissued]
+        if not self._unissued:
+            return []
+        return sorted([self.items[index] for index in self._unissued], key=lambda item: item.serial)
 
     def median_length(self, otherwise: float = 1.0) -> float:
         """Return the median of the recent lengths."""
@@ -174,8 +184,13 @@ class Board:
 
     def least_loaded(self, num_completions: int) -> Place | None:
         """Return the endpoint with the smallest share in use, of those with room for so many completions."""
-        free = [place for place in self.places.values() if place.room >= num_completions]
-        return min(free, key=lambda place: place.load, default=None)
+        best, least = None, 0.0
+        for place in self.places.values():
+            if place.is_open and place.capacity - place.num_running >= num_completions:
+                load = place.num_running / place.capacity
+                if best is None or load < least:
+                    best, least = place, load
+        return best
 
     def _note_pace(self, item: Item, completion: int, num_tokens: int, time_s: float) -> None:
         num_new, elapsed_s = num_tokens - item.num_tokens[completion], time_s - item.started_s[completion]
@@ -186,10 +201,19 @@ class Board:
     def _stopped(self, item: Item, completion: int, num_tokens: int) -> None:
         where, item.running_on[completion] = item.running_on[completion], None
         item.num_tokens[completion] = num_tokens
-        item.recount()
+        self._recount(item)
         if where is not None and where in self.places:
             self.places[where].num_running -= 1
             self._forget_if_idle(self.places[where])
+
+    def _recount(self, item: Item) -> None:
+        self.num_open -= len(item.unissued) + len(item.running)
+        item.recount()
+        self.num_open += len(item.unissued) + len(item.running)
+        if item.unissued and item.index in self.items:
+            self._unissued.add(item.index)
+        else:
+            self._unissued.discard(item.index)
 
     def _forget_if_idle(self, place: Place) -> None:
         if not place.is_open and place.num_running == 0:

@@ -49,16 +49,20 @@ class SlotAccount:
     _endpoints: dict[str, _Slots] = field(default_factory=dict)
     _since_s: float = 0.0
     _sum: SlotSeconds = field(default_factory=SlotSeconds)
+    _num: SlotSeconds = field(default_factory=SlotSeconds)
+    """What a second adds to the sum: the slots of all endpoints, kept as they change."""
 
     def note(self, time_s: float, endpoint: str, num_slots: int, num_running: int, *, takes_work: bool) -> None:
         """From now on the endpoint has so many slots, and so many of them hold a completion."""
         self._advance(time_s)
+        self._count(self._endpoints.get(endpoint), -1)
         self._endpoints[endpoint] = _Slots(num_slots, num_running, takes_work)
+        self._count(self._endpoints[endpoint], 1)
 
     def forget(self, time_s: float, endpoint: str) -> None:
         """From now on the endpoint takes no part."""
         self._advance(time_s)
-        self._endpoints.pop(endpoint, None)
+        self._count(self._endpoints.pop(endpoint, None), -1)
 
     def take(self, time_s: float) -> SlotSeconds:
         """Return the slot-seconds since the last call, and begin anew."""
@@ -68,9 +72,16 @@ class SlotAccount:
 
     def _advance(self, time_s: float) -> None:
         elapsed_s, self._since_s = time_s - self._since_s, time_s
-        for slots in self._endpoints.values():
-            self._sum.all_s += elapsed_s * slots.num_slots
-            self._sum.running_s += elapsed_s * slots.num_running
-            if slots.takes_work:
-                self._sum.open_s += elapsed_s * slots.num_slots
-                self._sum.free_s += elapsed_s * (slots.num_slots - slots.num_running)
+        self._sum.all_s += elapsed_s * self._num.all_s
+        self._sum.running_s += elapsed_s * self._num.running_s
+        self._sum.open_s += elapsed_s * self._num.open_s
+        self._sum.free_s += elapsed_s * self._num.free_s
+
+    def _count(self, slots: _Slots | None, sign: int) -> None:
+        if slots is None:
+            return
+        self._num.all_s += sign * slots.num_slots
+        self._num.running_s += sign * slots.num_running
+        if slots.takes_work:
+            self._num.open_s += sign * slots.num_slots
+            self._num.free_s += sign * (slots.num_slots - slots.num_running)

@@ -29,6 +29,8 @@ class MaxLag(StalenessPolicy):
     max_lag: int
 
     def mask(self, token_versions: Sequence[int], trainer_version: int) -> list[bool]:
+        if trainer_version - min(token_versions, default=trainer_version) <= self.max_lag:
+            return [True] * len(token_versions)
         return [trainer_version - version <= self.max_lag for version in token_versions]
 
     def max_outstanding_groups(self, groups_per_step: float) -> int:
@@ -121,6 +123,8 @@ class EssGuard(StalenessPolicy):
 
     def mask(self, token_versions: Sequence[int], trainer_version: int) -> list[bool]:
         masked = self.policy.mask(token_versions, trainer_version)
+        if min(token_versions, default=self.floor) >= self.floor:
+            return [*masked]
         return [kept and version >= self.floor for kept, version in zip(masked, token_versions, strict=True)]
 
     def max_outstanding_groups(self, groups_per_step: float) -> int:
@@ -178,6 +182,8 @@ def whole_if_young(token_versions: Sequence[int], trainer_version: int, max_lag:
 def trained_mask(rollout: Rollout, staleness: StalenessPolicy, trainer_version: int) -> list[bool]:
     """Return which completion tokens a step from ``trainer_version`` trains on: of the sampled ones, those let in."""
     versions = rollout.token_versions()
+    if rollout.num_sampled_tokens == len(versions):
+        return [*staleness.mask(versions, trainer_version)]
     kept = iter(staleness.mask([version for version in versions if version != OBSERVED], trainer_version))
     return [version != OBSERVED and next(kept) for version in versions]
 
