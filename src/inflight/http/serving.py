@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -50,11 +51,14 @@ async def serve(
     stats: Callable[[], EngineStats] | None = None,
     ready_file: Path | None = None,
     exit_with_stdin: bool = False,
+    lease_s: float = 0.0,
     on_ready: Callable[[str], None] | None = None,
     until_ready: Callable[[], Awaitable[None]] | None = None,
     while_serving: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
     """Serve until SIGINT, SIGTERM or, with ``exit_with_stdin``, the end of standard input; then abort all requests.
+
+    After the end of standard input it goes on for ``lease_s`` from the last call that carried the token.
 
     Await it in the main thread, which receives the signals; a handled signal is raised again at the end. Once the
     server answers, ``ready_file`` is written atomically with ``{"url", "pid"}`` as JSON. ``until_ready`` is awaited
@@ -64,7 +68,7 @@ async def serve(
     host, port = listener.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     # `_Server` closes the endpoint, once.
-    app = _UntilFailure(create_app(endpoint, token=token, stats=stats, owns_endpoint=False))
+    app = _UntilFailure(create_app(endpoint, token=token, stats=stats, owns_endpoint=False), token)
     config = uvicorn.Config(
         app, log_config=None, access_log=False, timeout_keep_alive=30, timeout_graceful_shutdown=5, ws="none"
     )
@@ -77,7 +81,7 @@ async def serve(
         while_serving=while_serving,
     )
     if exit_with_stdin:
-        threading.Thread(target=_watch_stdin, args=(server,), daemon=True).start()
+        threading.Thread(target=_watch_stdin, args=(server, app, lease_s), daemon=True).start()
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     await server.serve(sockets=[listener])
     if server.failure is not None:
@@ -151,8 +155,11 @@ class _Server(uvicorn.Server):
 class _UntilFailure:
     """An ASGI application that answers every request with an error once it has failed."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app
+        self._authorization = (b"authorization", f"Bearer {token}".encode())
+        self.last_authorized = time.monotonic()
+        """When the last call with the token came."""
         self._has_failed = asyncio.Event()
         self._error = InflightError()
         self._left: set[asyncio.Future[None]] = set()
@@ -165,6 +172,8 @@ class _UntilFailure:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
+        if self._authorization in scope["headers"]:
+            self.last_authorized = time.monotonic()
         has_begun = False
 
         async def begin(message: Message) -> None:
@@ -196,8 +205,11 @@ def _announce(url: str, ready_file: Path | None, on_ready: Callable[[str], None]
         on_ready(url)
 
 
-def _watch_stdin(server: uvicorn.Server) -> None:
+def _watch_stdin(server: uvicorn.Server, app: _UntilFailure, lease_s: float) -> None:
     # Reading through sys.stdin would hold its buffer's lock, which aborts the interpreter at exit.
     while os.read(sys.stdin.fileno(), 4096):
         pass
+    ended = time.monotonic()
+    while (left_s := max(ended, app.last_authorized) + lease_s - time.monotonic()) > 0:
+        time.sleep(left_s)
     server.should_exit = True

@@ -35,6 +35,14 @@ class RunSection(Section):
     """``pipeline``: generation never stops. ``conventional``: generate for G optimizer steps, then train them."""
     conventional_steps: int = Field(default=1, ge=1)
     """G of the conventional mode."""
+    launcher: str = "local"
+    """What starts servers and trainers: ``local``, children on this machine; ``ray``, processes on the hosts of a Ray
+    cluster; another entry point in the group ``inflight.launchers``, or ``module:attribute``."""
+    launcher_options: dict[str, Any] = {}
+    """Arguments of the launcher, such as ``{ address = "10.0.0.1:6379" }`` for ``ray``."""
+    restarts: int = Field(default=0, ge=0)
+    """How often all trainer ranks are started again from the last checkpoint, when one is lost and no checkpoint was
+    made since the last time. Servers stay as they are. 0: the run ends, and ``--resume`` continues it."""
     num_steps: int = Field(default=100, ge=1)
     stop_at_reward: float | None = None
     """End the run early once the mean reward over the last ten steps reaches this. None: never."""
@@ -82,7 +90,7 @@ class SamplingSection(Section):
     max_tokens: int = Field(default=128, ge=1)
 
 
-_OF_ONE_KIND = ("engine", "count", "python", "engine_arguments", "devices", "compile")
+_OF_ONE_KIND = ("engine", "count", "python", "engine_arguments", "devices", "compile", "place")
 """Fields of the servers section that say what to start when all servers are alike."""
 
 
@@ -101,6 +109,9 @@ class FleetMember(Section):
     max_concurrent: int = Field(default=64, ge=1)
     compile: bool = False
     """Compile the decode step of the embedded engine, and capture CUDA graphs on a GPU."""
+    place: str | None = None
+    """Where these servers run, as the launcher names places: for ``ray``, a host's address or a custom resource that
+    hosts declare. None: anywhere."""
 
     @model_validator(mode="after")
     def _only_the_embedded_engine_compiles(self) -> Self:
@@ -149,7 +160,8 @@ class ServersSection(FleetMember):
     updates: Literal["push", "pull"] = "push"
     """``push``: each publish waits for the servers. ``pull``: versions are stored and servers load the newest one."""
     address: str = "127.0.0.1"
-    """This machine's address as the servers see it: ``gloo``, ``nccl`` and ``http`` listen there for them."""
+    """Address of trainer rank 0's host as the servers see it: ``gloo``, ``nccl`` and ``http`` listen there for them.
+    Left out, it is what the launcher says of that host: 127.0.0.1 with launcher ``local``."""
     directory: Path | None = None
     """Where ``file`` stores weights: a path that the trainer and every server can read."""
     quorum: int | None = Field(default=None, ge=1)
@@ -160,6 +172,9 @@ class ServersSection(FleetMember):
     """Send only what changed since the last publish. Costs one more copy of the weights in memory on each side."""
     staged: bool = True
     """Keep sampling while weights arrive, on servers that can. They hold a second copy of the weights meanwhile."""
+    lease_s: float = Field(default=0.0, ge=0)
+    """How long servers that the run starts go on without it, if it is killed. ``--resume`` then takes them over as they
+    are. 0: they end with the run. With launcher ``local`` only."""
     generate_timeout_s: float = Field(default=600.0, gt=0)
     drafts: Literal["off", "history", "siblings", "both"] = "off"
     """What the servers that the run starts draft completions from: earlier groups of the same prompt, completions of
@@ -259,6 +274,8 @@ class TrainSection(Section):
     """None: a GPU for each rank if there are any."""
     devices: tuple[NonNegativeInt, ...] | None = None
     """The GPU of each rank. None: any that are free."""
+    place: str | None = None
+    """Where the ranks run, as the launcher names places. None: anywhere, close to one another if possible."""
     threads: int = Field(default=1, ge=1)
     master_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the trained parameters and the optimizer's moments, independent of ``model.dtype``.

@@ -18,6 +18,7 @@ from typing import Any
 from inflight.contracts import InferenceEndpoint
 from inflight.engines.kinds import connect_endpoint
 from inflight.errors import ConfigError, EndpointError, InflightError
+from inflight.launchers import Launcher
 from inflight.pipeline.actor import Actor
 from inflight.pipeline.config import RunConfig
 from inflight.pipeline.fleet import declared, read_server_list
@@ -61,6 +62,7 @@ class Servers:
     note: Callable[[str], None]
     places: Sequence[Place]
     """Name and GPUs of each server that the run starts."""
+    launcher: Launcher
     own: list[Server] = field(default_factory=list)
     taking_part: dict[InferenceEndpoint, str] = field(default_factory=dict)
     """URLs of the endpoints that versions are published to."""
@@ -80,11 +82,16 @@ class Servers:
         self.may_start.set()
 
     async def start(self, directory: RunDirectory) -> None:
-        """Start the run's own servers, or attach to others. Raises `ConfigError` if one cannot take part."""
+        """Start the run's own servers, or attach to others. Raises `ConfigError` if one cannot take part.
+
+        Own servers that run already stay as they are; those of them that have ended are started again later.
+        """
         servers = self.config.servers
-        if not servers.urls:
-            self.own = await start_servers(self.config, directory, self.token, self.places)
-        limits = {server.url: server.max_concurrent for server in self.own}
+        running = [server for server in self.own if server.process.ended is None]
+        if not servers.urls and not running:
+            await asyncio.gather(*(server.stop() for server in self.own))
+            self.own = await start_servers(self.config, directory, self.token, self.places, self.launcher)
+        limits = {server.url: server.max_concurrent for server in running or self.own}
         limits |= dict.fromkeys(servers.urls, servers.max_concurrent)
         self.taking_part = {self._connect(url): url for url in limits}
         capabilities = await asyncio.gather(*map(self._declared, self.taking_part))
@@ -117,13 +124,17 @@ class Servers:
             async with asyncio.timeout(REAP_S):
                 await asyncio.gather(*(server.process.wait() for server in self.own))
         for server in self.own:
-            if server.process.returncode is not None and not server.end_is_told:
+            if server.process.ended is not None and not server.end_is_told:
                 self.note(server.how_it_ended())
 
     async def stop(self) -> None:
+        await self.disconnect()
+        await asyncio.gather(*(server.stop() for server in self.own))
+
+    async def disconnect(self) -> None:
+        """Close the connections to all servers; those that the run started keep running."""
         endpoints = (*self.taking_part, *self.departed)
         await asyncio.gather(*(endpoint.aclose() for endpoint in endpoints), return_exceptions=True)
-        await asyncio.gather(*(server.stop() for server in self.own))
 
     def _connect(self, url: str) -> InferenceEndpoint:
         timeout_s = self.config.servers.generate_timeout_s
@@ -150,8 +161,10 @@ class Servers:
                 break
             await asyncio.sleep(backoff.next(time.monotonic()))
             await self.may_start.wait()
+            before = server.url
             with contextlib.suppress(ConfigError):  # its process has ended: the loop reports it
-                await server.restart(self.config.run.start_timeout_s)
+                await server.restart(self.config.run.start_timeout_s, same_port=num_failures == 1)
+                await self._moved(before, server)
                 self.note(f"{server.name} was restarted and takes part after the next update")
                 server.end_is_told = False
                 self.has_somebody_come = True
@@ -161,6 +174,17 @@ class Servers:
         self.num_given_up += 1
         if self.num_given_up == len(self.own) and self.config.servers.urls_file is None:
             raise nobody_left(self.actor)
+
+    async def _moved(self, before: str, server: Server) -> None:
+        """Let a server that was started again take part where it is now, and nowhere else. Raises `ConfigError`."""
+        if server.url in self.taking_part.values():
+            return
+        endpoint = self._connect(server.url)
+        can = await self._declared(endpoint)
+        for old in [old for old, url in self.taking_part.items() if url == before]:
+            self.actor.retire(old.name, functools.partial(self._left, old.name))
+        self.taking_part[endpoint] = server.url
+        self.actor.add(endpoint, server.max_concurrent, can)
 
     # ----------------------------------------------------------------------------------------- servers of the list
 
