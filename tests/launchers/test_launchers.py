@@ -16,6 +16,7 @@ from inflight.errors import ConfigError
 from inflight.launchers import Launched, Launcher, LocalLauncher, Program, load_launcher
 from tests.launchers.clusters import RayCluster, need_ray, ray_cluster
 
+pytestmark = pytest.mark.timeout(600)
 HERE, THERE = "host_a", "host_b"
 
 
@@ -47,8 +48,8 @@ def program(folder: Path, code: str, name: str = "it", **more: Any) -> Program:
 @contextlib.asynccontextmanager
 async def started(launcher: Launcher, *programs: Program) -> AsyncIterator[Any]:
     """Start programs; stop them on leaving."""
-    async with asyncio.timeout(150):
-        launched = await launcher.start(programs, 60.0)
+    async with asyncio.timeout(300):
+        launched = await launcher.start(programs, 240.0)
         try:
             yield launched
         finally:
@@ -139,7 +140,7 @@ def test_a_program_that_does_not_exist_is_named(launcher: Launcher, tmp_path: Pa
     missing = Program("it", ["/nowhere/python"], {}, tmp_path / "log")
 
     async def run() -> None:
-        await launcher.start([missing], 60.0)
+        await launcher.start([missing], 240.0)
 
     with pytest.raises(ConfigError, match=r"it cannot be started.*/nowhere/python"):
         asyncio.run(run())
@@ -147,7 +148,7 @@ def test_a_program_that_does_not_exist_is_named(launcher: Launcher, tmp_path: Pa
 
 def test_a_place_that_the_launcher_does_not_know_is_refused(launcher: Launcher, tmp_path: Path) -> None:
     async def run() -> None:
-        await launcher.start([program(tmp_path, WAITS, place="nowhere")], 60.0)
+        await launcher.start([program(tmp_path, WAITS, place="nowhere")], 240.0)
 
     with pytest.raises(ConfigError, match=r"it is to run on 'nowhere', but"):
         asyncio.run(run())

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ _FORWARDED = (
 )  # fmt: skip
 """How the names begin of those variables that processes elsewhere get from this one; all others belong to a host."""
 _ANSWER_S = 60.0
-"""How long an actor may take to answer what needs no waiting; the first answer includes the start of its Python."""
+"""How long an actor may take to answer what needs no waiting."""
 _OWN_CPUS = 0.01
 """What a process asks for on a cluster that was started for this run on this machine. Without Ray, more processes than
 cores run there too."""
@@ -76,11 +77,12 @@ class RayLauncher(Launcher):
         group = self._ray.util.placement_group(bundles, strategy="PACK")
         room = _Room(self._ray, group, len(programs))
         launched: list[_Actor] = []
+        deadline = time.monotonic() + timeout_s
         try:
             await self._wait_for(group, programs, bundles, timeout_s)
             for index, program in enumerate(programs):
                 launched.append(_Actor(room, index, bundles[index], program.name))
-            await asyncio.gather(*(it.start(program) for it, program in zip(launched, programs, strict=True)))
+            await asyncio.gather(*(it.start(program, deadline) for it, program in zip(launched, programs, strict=True)))
         except BaseException:
             for it in launched:
                 it.forget()
@@ -177,15 +179,15 @@ class _Actor(Launched):
         options = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0), "max_restarts": 0}
         self._actor = ray.remote(watcher.Watcher).options(**options, scheduling_strategy=strategy).remote()
 
-    async def start(self, program: Program) -> None:
-        """Start the process. Raises `ConfigError` if it cannot be started."""
+    async def start(self, program: Program, deadline: float) -> None:
+        """Start the process once the actor's Python has started. Raises `ConfigError` if that fails by the deadline."""
         self._address = self._room.address_of(self._index)
         forwarded = {name: value for name, value in os.environ.items() if name.startswith(_FORWARDED)}
         environment = {**forwarded, ADDRESS_VARIABLE: self._address, **program.environment}
         ready_file = "" if program.ready_file is None else str(program.ready_file.absolute())
         try:
             await self._ask(
-                _ANSWER_S,
+                deadline - time.monotonic(),
                 "start",
                 list(program.command),
                 environment,
