@@ -192,6 +192,20 @@ def _add_serve(commands: Any) -> None:
         metavar="SECONDS",
         help="with --exit-with-stdin, go on as long as calls with the token come within this time of each other",
     )
+    joining = serve.add_argument_group("joining a run that has servers.join")
+    joining.add_argument(
+        "--join", metavar="URL", help=f"join the run that listens there; ${TOKEN_VARIABLE} is the run's"
+    )
+    joining.add_argument(
+        "--join-as", metavar="URL", help="where the run reaches this server (default: where it listens)"
+    )
+    joining.add_argument(
+        "--grace",
+        type=float,
+        default=20.0,
+        metavar="SECONDS",
+        help="when told to stop, how long the run may take to take back what runs here (default: %(default)g)",
+    )
     following = serve.add_argument_group("loading new weights that a trainer stores")
     following.add_argument("--follow", metavar="DIR_OR_URL", help="load the newest version stored there")
     following.add_argument("--follow-run", metavar="RUN_ID", help="run_id of the versions to load")
@@ -256,6 +270,7 @@ def _serve(arguments: argparse.Namespace, _: Sequence[str]) -> int:
         "ready_file": arguments.ready_file,
         "exit_with_stdin": arguments.exit_with_stdin,
         "lease_s": arguments.lease,
+        "joins": _joins(arguments),
     }
     if is_factory:
         _serve_factory(arguments, serving, say_ready, follow)
@@ -268,6 +283,19 @@ def _serve(arguments: argparse.Namespace, _: Sequence[str]) -> int:
 
 def _say(line: str) -> None:
     print(f"inflight: {line}", flush=True)
+
+
+def _joins(arguments: argparse.Namespace) -> Any:
+    """Return the `JoinSettings` of a server that joins a run."""
+    if arguments.join is None:
+        if arguments.join_as is not None:
+            raise ConfigError("--join-as needs --join, the URL of the run")
+        return None
+    from inflight.http.joining import JoinSettings
+
+    if read_token(arguments.token_file) is None:
+        raise ConfigError(f"--join needs the token of the run: set {TOKEN_VARIABLE}, or give --token-file")
+    return JoinSettings(arguments.join, arguments.grace, arguments.join_as, _say)
 
 
 def _follower(arguments: argparse.Namespace) -> _Follow | None:
@@ -322,6 +350,7 @@ def _serve_local(
                 ready_file=arguments.ready_file,
                 exit_with_stdin=arguments.exit_with_stdin,
                 lease_s=arguments.lease,
+                joins=_joins(arguments),
                 on_ready=lambda url: say_ready(f"serving {endpoint.name} at {url}"),
                 while_serving=None if follow is None else lambda: follow(endpoint),
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import json
 import logging
 import os
@@ -19,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import ConfigError, InflightError, error_from_code
+from inflight.http.joining import JoinSettings, Membership
 from inflight.http.server import create_app, error_response
 from inflight.types import EngineStats
 
@@ -55,9 +57,11 @@ async def serve(
     on_ready: Callable[[str], None] | None = None,
     until_ready: Callable[[], Awaitable[None]] | None = None,
     while_serving: Callable[[], Awaitable[None]] | None = None,
+    joins: JoinSettings | None = None,
 ) -> None:
     """Serve until SIGINT, SIGTERM or, with ``exit_with_stdin``, the end of standard input; then abort all requests.
 
+    With ``joins`` the server is a member of a run from then on, and before it stops it leaves the run in order.
     After the end of standard input it goes on for ``lease_s`` from the last call that carried the token.
 
     Await it in the main thread, which receives the signals; a handled signal is raised again at the end. Once the
@@ -72,9 +76,13 @@ async def serve(
     config = uvicorn.Config(
         app, log_config=None, access_log=False, timeout_keep_alive=30, timeout_graceful_shutdown=5, ws="none"
     )
+    membership = None if joins is None else Membership(joins, token, url)
+    if membership is not None:
+        while_serving = _both(while_serving, membership.renew)
     server = _Server(
         config,
         app,
+        leave=None if membership is None else lambda: membership.leave(endpoint),
         on_started=lambda: _announce(url, ready_file, on_ready),
         end_requests=endpoint.aclose,
         until_ready=until_ready,
@@ -96,6 +104,7 @@ class _Server(uvicorn.Server):
         config: uvicorn.Config,
         app: _UntilFailure,
         *,
+        leave: Callable[[], Awaitable[None]] | None,
         on_started: Callable[[], None],
         end_requests: Callable[[], Awaitable[None]],
         until_ready: Callable[[], Awaitable[None]] | None,
@@ -103,6 +112,7 @@ class _Server(uvicorn.Server):
     ) -> None:
         super().__init__(config)
         self._app = app
+        self._leave = leave
         self._on_started = on_started
         self._end_requests = end_requests
         self._until_ready = until_ready
@@ -127,6 +137,8 @@ class _Server(uvicorn.Server):
         if self._beside is not None:
             self._beside.cancel()
             await asyncio.gather(self._beside, return_exceptions=True)
+        if self._leave is not None and self.failure is None:
+            await self._leave()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(None if self.failure is None else _PARTING_S):
                 await self._end_requests()
@@ -157,7 +169,7 @@ class _UntilFailure:
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app
-        self._authorization = (b"authorization", f"Bearer {token}".encode())
+        self._bearer = f"Bearer {token}".encode()
         self.last_authorized = time.monotonic()
         """When the last call with the token came."""
         self._has_failed = asyncio.Event()
@@ -172,7 +184,8 @@ class _UntilFailure:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        if self._authorization in scope["headers"]:
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        if hmac.compare_digest(given, self._bearer):
             self.last_authorized = time.monotonic()
         has_begun = False
 
@@ -194,6 +207,15 @@ class _UntilFailure:
         answering.add_done_callback(lambda done: done.cancelled() or done.exception())
         if not has_begun:
             await error_response(self._error)(scope, receive, send)
+
+
+def _both(
+    one: Callable[[], Awaitable[None]] | None, other: Callable[[], Awaitable[None]]
+) -> Callable[[], Awaitable[None]]:
+    async def run() -> None:
+        await asyncio.gather(*(call() for call in (one, other) if call is not None))
+
+    return run
 
 
 def _announce(url: str, ready_file: Path | None, on_ready: Callable[[str], None] | None) -> None:

@@ -143,6 +143,9 @@ class ServersSection(FleetMember):
 
     It adds to ``urls`` or to the servers that the run starts; with the file alone, the run starts none.
     """
+    join: str | None = None
+    """HOST:PORT at which the run listens for servers that join and leave by themselves: ``inflight serve --join``. Like
+    ``urls_file``, it adds to the other servers; alone, the run starts none."""
     threads: int = Field(default=1, ge=1)
     device: str | None = None
     """Of all servers that the run starts: ``cpu`` or ``cuda``. None: GPUs if there are any."""
@@ -181,10 +184,15 @@ class ServersSection(FleetMember):
     the same group, or both. Drafts do not change what is sampled."""
 
     @property
+    def others_may_come(self) -> bool:
+        """Whether servers may join while the run goes on."""
+        return self.urls_file is not None or self.join is not None
+
+    @property
     def members(self) -> tuple[FleetMember, ...]:
-        """The servers to start; none if ``urls`` is set, or if ``urls_file`` is set and nothing says what to start."""
+        """The servers to start; none if ``urls`` is set, or if others may come and nothing says what to start."""
         is_told = not self.model_fields_set.isdisjoint(("fleet", *_OF_ONE_KIND))
-        if self.urls or (self.urls_file is not None and not is_told):
+        if self.urls or (self.others_may_come and not is_told):
             return ()
         if not self.fleet:
             return (FleetMember(**{name: getattr(self, name) for name in FleetMember.model_fields}),)
@@ -382,7 +390,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _fits_together(self) -> RunConfig:
         limits = [member.max_concurrent for member in self.servers.members]
-        if not limits or self.servers.urls_file is not None:
+        if not limits or self.servers.others_may_come:
             limits.append(self.servers.max_concurrent)
         if self.sampling.group_size > min(limits):
             raise ValueError(
