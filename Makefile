@@ -26,6 +26,8 @@ OLDEST_TESTS += --ignore tests/worker/test_torchtitan.py --ignore tests/worker/t
 ANCHORS := tests/losses/anchors/requirements.txt
 # Libraries of environments that tests play.
 ENVIRONMENTS := tests/environments/requirements.txt
+# Ray, on which tests launch runs.
+RAY := tests/launchers/requirements.txt
 
 # Each interpreter that the tests start would compile the sources anew where no bytecode is kept.
 export PYTHONDONTWRITEBYTECODE :=
@@ -145,7 +147,7 @@ SELDOM  := /($(SELDOM)|(datasets|fontTools|google|grpc|mypy|mypyc|openai/types|o
 COMPILE := $(BIN)/python -W ignore -m compileall -qq -x '$(SELDOM)'
 
 # torch first, by itself: the constraint then keeps every later package on that build.
-$(STAMP): pyproject.toml constraints.txt $(ANCHORS) $(ENVIRONMENTS)
+$(STAMP): pyproject.toml constraints.txt $(ANCHORS) $(ENVIRONMENTS) $(RAY)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(INSTALL) --constraint constraints.txt torch
@@ -165,6 +167,9 @@ apart:
 	# Apart as well: others act differently where they find what these need.
 	rm -rf $(VENV)/environments
 	$(INSTALL) --no-deps --target $(VENV)/environments --requirement $(ENVIRONMENTS)
+	# And Ray: libraries look for it when they are imported.
+	rm -rf $(VENV)/ray
+	$(INSTALL) --no-deps --target $(VENV)/ray --requirement $(RAY)
 	$(COMPILE) $(VENV)/lib/python*/site-packages/torch $(VENV)/lib/python*/site-packages/sympy || true
 
 $(STAMP_OLDEST): pyproject.toml constraints.txt $(ANCHORS)

@@ -20,6 +20,7 @@ from inflight.contracts import InferenceEndpoint, Task
 from inflight.environments.command import add_parser as add_proxy
 from inflight.errors import ConfigError, InflightError
 from inflight.http.tokens import TOKEN_VARIABLE, read_token
+from inflight.launchers.launcher import ADDRESS_VARIABLE
 
 _Follow = Callable[[InferenceEndpoint], Awaitable[None]]
 """Loads new versions from a store into an endpoint."""
@@ -84,6 +85,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.add_argument("config", type=Path, metavar="RUN.toml")
     train.add_argument("--resume", action="store_true", help="continue from the last checkpoint of the run directory")
+    train.add_argument(
+        "--launcher", metavar="NAME", help="what starts servers and trainers, as run.launcher: local or ray"
+    )
     train.add_argument("--tensorboard", action="store_true", help="also write TensorBoard events to the run directory")
     train.add_argument(
         "--dry-run",
@@ -146,7 +150,11 @@ def _add_serve(commands: Any) -> None:
         "serve", help="serve a model directory with the embedded engine, vLLM, SGLang or your own"
     )
     serve.add_argument("model", type=Path, metavar="MODEL_DIR", help="Hugging Face checkpoint with safetensors")
-    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: loopback only)")
+    serve.add_argument(
+        "--host",
+        default=os.environ.get(ADDRESS_VARIABLE, "127.0.0.1"),
+        help="address to listen on (default: what a launcher says, else loopback only)",
+    )
     serve.add_argument("--port", type=int, default=8000, help="port to listen on, 0 for any free one (default: 8000)")
     serve.add_argument("--name", help="name of the served model (default: the directory's)")
     serve.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), help="default: as stored")
@@ -177,6 +185,27 @@ def _add_serve(commands: Any) -> None:
     )
     serve.add_argument("--ready-file", type=Path, help="file to write url and pid to, as JSON, once the server answers")
     serve.add_argument("--exit-with-stdin", action="store_true", help="stop when standard input ends")
+    serve.add_argument(
+        "--lease",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="with --exit-with-stdin, go on as long as calls with the token come within this time of each other",
+    )
+    joining = serve.add_argument_group("joining a run that has servers.join")
+    joining.add_argument(
+        "--join", metavar="URL", help=f"join the run that listens there; ${TOKEN_VARIABLE} is the run's"
+    )
+    joining.add_argument(
+        "--join-as", metavar="URL", help="where the run reaches this server (default: where it listens)"
+    )
+    joining.add_argument(
+        "--grace",
+        type=float,
+        default=20.0,
+        metavar="SECONDS",
+        help="when told to stop, how long the run may take to take back what runs here (default: %(default)g)",
+    )
     following = serve.add_argument_group("loading new weights that a trainer stores")
     following.add_argument("--follow", metavar="DIR_OR_URL", help="load the newest version stored there")
     following.add_argument("--follow-run", metavar="RUN_ID", help="run_id of the versions to load")
@@ -240,6 +269,8 @@ def _serve(arguments: argparse.Namespace, _: Sequence[str]) -> int:
         "start_timeout_s": arguments.start_timeout,
         "ready_file": arguments.ready_file,
         "exit_with_stdin": arguments.exit_with_stdin,
+        "lease_s": arguments.lease,
+        "joins": _joins(arguments),
     }
     if is_factory:
         _serve_factory(arguments, serving, say_ready, follow)
@@ -252,6 +283,19 @@ def _serve(arguments: argparse.Namespace, _: Sequence[str]) -> int:
 
 def _say(line: str) -> None:
     print(f"inflight: {line}", flush=True)
+
+
+def _joins(arguments: argparse.Namespace) -> Any:
+    """Return the `JoinSettings` of a server that joins a run."""
+    if arguments.join is None:
+        if arguments.join_as is not None:
+            raise ConfigError("--join-as needs --join, the URL of the run")
+        return None
+    from inflight.http.joining import JoinSettings
+
+    if read_token(arguments.token_file) is None:
+        raise ConfigError(f"--join needs the token of the run: set {TOKEN_VARIABLE}, or give --token-file")
+    return JoinSettings(arguments.join, arguments.grace, arguments.join_as, _say)
 
 
 def _follower(arguments: argparse.Namespace) -> _Follow | None:
@@ -305,6 +349,8 @@ def _serve_local(
                 stats=endpoint.stats,
                 ready_file=arguments.ready_file,
                 exit_with_stdin=arguments.exit_with_stdin,
+                lease_s=arguments.lease,
+                joins=_joins(arguments),
                 on_ready=lambda url: say_ready(f"serving {endpoint.name} at {url}"),
                 while_serving=None if follow is None else lambda: follow(endpoint),
             )
@@ -399,6 +445,8 @@ def _tiny_model(arguments: argparse.Namespace, _: Sequence[str]) -> int:
 def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     from inflight.pipeline.config import load_config
 
+    if arguments.launcher is not None:
+        overrides = [*overrides, "--run.launcher", arguments.launcher]
     if arguments.dry_run:
         return _dry_run(arguments, overrides)
     if arguments.json or arguments.devices is not None:

@@ -46,7 +46,7 @@ def answered(frame: bytes) -> Reply:
         ours, theirs = socket.socketpair()
         with theirs:
             theirs.sendall(frame)
-            channel = await RunChannel.open(0, ours)
+            channel = RunChannel(0, *await asyncio.open_connection(sock=ours))
             try:
                 return await channel.receive()
             finally:
@@ -95,7 +95,7 @@ def test_the_configuration_of_a_run_reaches_its_ranks_as_it_was_written(
     path = tmp_path / "run.toml"
     path.write_text(CONFIG.format(directory=tmp_path, model="models/x"))
     config = load_config(path, overrides)
-    start = Start(config=config, run_id="run", members=Members(urls=("http://a:1",)), checkpoint=None)
+    start = Start(config=config, run_id="run", members=Members(urls=("http://a:1",)), checkpoint=None, rendezvous="")
     received, _ = asked(encode(start))
     assert received == start
     assert isinstance(received, Start)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
+import os
 import re
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -102,7 +105,7 @@ class Ranks:
             failed = time.monotonic()
             await group.stop()
             self.seconds_failing, self.seconds_stopping = failed - started, time.monotonic() - failed
-            assert all(rank.process.returncode is not None for rank in group.ranks)
+            assert all(rank.process.ended is not None for rank in group.ranks)
 
 
 def frame(step: int, rank: int, num_ranks: int) -> bytes:
@@ -170,7 +173,7 @@ def test_a_rank_that_dies_while_nothing_is_asked_of_it_is_noticed_at_once(group:
             watching = asyncio.ensure_future(ranks.watch())
             await ranks.load_and_connect(Members(), "run", None)
             assert not watching.done()
-            ranks.ranks[1].process.kill()
+            ranks.ranks[1].process.send_signal(signal.SIGKILL)
             async with asyncio.timeout(20):
                 await watching
         finally:
@@ -227,6 +230,26 @@ def test_the_run_is_told_once_which_kernel_computes_the_trainer_s_attention(grou
 )
 def test_an_error_of_a_collective_blames_another_rank(error: Exception, blames: bool) -> None:
     assert blames_another_rank(error) is blames
+
+
+def test_all_ranks_start_again_from_the_last_checkpoint_while_the_servers_stay(
+    start_run: Callable[..., RunProcess],
+) -> None:
+    settings = ("--run.restarts", "1", "--run.checkpoint_every_steps", "2", "--run.num_steps", "7")
+    run = start_run("--train.num_ranks", "2", *settings)
+    run.wait_for_steps(3)
+    before = run.processes()
+    os.kill(before["trainer-1"], signal.SIGKILL)
+    run.wait_for_output("all trainer ranks start again from the last checkpoint")
+    run.wait_for_steps(3)
+    assert run.wait() == 0, run.output()
+    assert "trainer-1 was killed by signal 9" in run.output()
+    assert [row["version"] for row in run.rows()] == list(range(1, 8))
+    assert run.servers() == [before["server-0"]]
+    last = json.loads(max((run.directory / "checkpoints").glob("version-*.json")).read_text())["ledger"]
+    settled = last["num_trained"] + sum(last["num_dropped"].values())
+    assert last["next_new"] == settled + len(last["unsettled"])
+    assert all(ends_within(pid, 5.0) for pid in run.servers())
 
 
 def test_a_run_ends_at_once_when_a_rank_is_killed_that_the_others_wait_for(

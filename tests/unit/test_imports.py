@@ -74,6 +74,7 @@ PUBLIC_NAMES = {
         "transport_checks",
         "worker_checks",
     ],
+    "inflight.launchers": ["Ended", "Launched", "Launcher", "LocalLauncher", "Program", "load_launcher"],
     "inflight.losses": [
         "Aggregation",
         "Band",
@@ -181,6 +182,7 @@ LEVELS = {
     "checkpoints": 2,
     "http": 2,
     "engines": 2,
+    "launchers": 2,
     "environments": 2,
     "weights": 2,
     "losses": 2,
@@ -204,6 +206,7 @@ TORCH_FREE = (
     "transports",
     "http",
     "engines",
+    "launchers",
     "environments",
     "rollouts",
     "cli",
@@ -422,6 +425,12 @@ def test_torch_is_imported_only_where_it_is_needed() -> None:
         if found.module.split(".")[0] in ("torch", "transformers") and not found.for_types
     ]
     assert strict == [], "not even when used"
+
+
+def test_one_module_knows_ray() -> None:
+    imports = [found for file in core_files() for found in imports_of(file)]
+    knowing = {found.file.relative_to(SRC) for found in imports if found.module.split(".")[0] == "ray"}
+    assert knowing == {Path("inflight/launchers/ray.py")}
 
 
 def test_the_core_imports_no_adapter_and_no_engine() -> None:

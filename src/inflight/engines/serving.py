@@ -16,6 +16,7 @@ from inflight.engines.factories import made_endpoint
 from inflight.engines.kinds import EngineKind, EngineOptions
 from inflight.engines.launch import start_engine
 from inflight.errors import ConfigError
+from inflight.http.joining import JoinSettings
 from inflight.http.serving import bind, serve
 
 _CONTROL_TIMEOUT_S = 30.0
@@ -35,6 +36,8 @@ def serve_engine(
     log: Path | None = None,
     ready_file: Path | None = None,
     exit_with_stdin: bool = False,
+    lease_s: float = 0.0,
+    joins: JoinSettings | None = None,
     on_start: Callable[[str, Path], None],
     on_wait: Callable[[float], None],
     on_ready: Callable[[str, str], None],
@@ -63,6 +66,8 @@ def serve_engine(
                 token=token,
                 ready_file=ready_file,
                 exit_with_stdin=exit_with_stdin,
+                lease_s=lease_s,
+                joins=joins,
                 on_ready=lambda url: on_ready(url, engine.url),
                 until_ready=until_ready,
                 while_serving=engine.watch,
@@ -81,6 +86,8 @@ def serve_factory(
     start_timeout_s: float = 300.0,
     ready_file: Path | None = None,
     exit_with_stdin: bool = False,
+    lease_s: float = 0.0,
+    joins: JoinSettings | None = None,
     on_ready: Callable[[str, str], None],
     while_serving: Callable[[InferenceEndpoint], Awaitable[None]] | None = None,
 ) -> None:
@@ -110,6 +117,8 @@ def serve_factory(
                 token=token,
                 ready_file=ready_file,
                 exit_with_stdin=exit_with_stdin,
+                lease_s=lease_s,
+                joins=joins,
                 on_ready=lambda url: on_ready(endpoint.name, url),
                 until_ready=until_ready,
                 while_serving=None if while_serving is None else lambda: while_serving(endpoint),

@@ -156,11 +156,19 @@ class Actor:
         self._seats[-1].drafted = self._drafted
         self._note_slots(self._seats[-1])
 
-    def retire(self, name: str, on_idle: Callable[[], None]) -> None:
-        """Give an endpoint no more work. Once its requests have ended, forget it and call ``on_idle``."""
+    def retire(self, name: str, on_idle: Callable[[], None], *, hands_on: bool = False) -> None:
+        """Give an endpoint no more work. Once its requests have ended, forget it and call ``on_idle``.
+
+        With ``hands_on`` its requests are ended, and what they have sampled goes on elsewhere, where that is possible.
+        """
         for seat in [seat for seat in self._seats if seat.name == name]:
             self._close(seat)
             seat.on_idle = on_idle
+            if hands_on:
+                for group in self._open.values():
+                    for request, running in group.requests.items():
+                        if running.seat is seat:
+                            self._abort(request, running)
             self._note_slots(seat)
             self._forget_if_idle(seat)
         self._note_whether_unserved()

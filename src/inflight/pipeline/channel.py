@@ -1,4 +1,4 @@
-"""The connection between the run and a trainer rank: JSON and safetensors over a socket pair. Nothing is pickled.
+"""The connection between the run and a trainer rank: JSON and safetensors over a socket. Nothing is pickled.
 
 A frame is two little-endian 64-bit lengths, then a message as JSON, then a safetensors file (empty without tensors).
 """
@@ -66,12 +66,6 @@ class RunChannel:
         self._rank = rank
         self._reader = reader
         self._writer = writer
-
-    @classmethod
-    async def open(cls, rank: int, connection: socket.socket) -> RunChannel:
-        connection.setblocking(False)
-        reader, writer = await asyncio.open_connection(sock=connection, limit=1 << 20)
-        return cls(rank, reader, writer)
 
     async def send(self, frame: bytes) -> None:
         try:

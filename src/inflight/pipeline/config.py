@@ -35,6 +35,14 @@ class RunSection(Section):
     """``pipeline``: generation never stops. ``conventional``: generate for G optimizer steps, then train them."""
     conventional_steps: int = Field(default=1, ge=1)
     """G of the conventional mode."""
+    launcher: str = "local"
+    """What starts servers and trainers: ``local``, children on this machine; ``ray``, processes on the hosts of a Ray
+    cluster; another entry point in the group ``inflight.launchers``, or ``module:attribute``."""
+    launcher_options: dict[str, Any] = {}
+    """Arguments of the launcher, such as ``{ address = "10.0.0.1:6379" }`` for ``ray``."""
+    restarts: int = Field(default=0, ge=0)
+    """How often all trainer ranks are started again from the last checkpoint, when one is lost and no checkpoint was
+    made since the last time. Servers stay as they are. 0: the run ends, and ``--resume`` continues it."""
     num_steps: int = Field(default=100, ge=1)
     stop_at_reward: float | None = None
     """End the run early once the mean reward over the last ten steps reaches this. None: never."""
@@ -84,7 +92,7 @@ class SamplingSection(Section):
     max_tokens: int = Field(default=128, ge=1)
 
 
-_OF_ONE_KIND = ("engine", "count", "python", "engine_arguments", "devices", "compile")
+_OF_ONE_KIND = ("engine", "count", "python", "engine_arguments", "devices", "compile", "place")
 """Fields of the servers section that say what to start when all servers are alike."""
 
 
@@ -103,6 +111,9 @@ class FleetMember(Section):
     max_concurrent: int = Field(default=64, ge=1)
     compile: bool = False
     """Compile the decode step of the embedded engine, and capture CUDA graphs on a GPU."""
+    place: str | None = None
+    """Where these servers run, as the launcher names places: for ``ray``, a host's address or a custom resource that
+    hosts declare. None: anywhere."""
 
     @model_validator(mode="after")
     def _only_the_embedded_engine_compiles(self) -> Self:
@@ -134,6 +145,9 @@ class ServersSection(FleetMember):
 
     It adds to ``urls`` or to the servers that the run starts; with the file alone, the run starts none.
     """
+    join: str | None = None
+    """HOST:PORT at which the run listens for servers that join and leave by themselves: ``inflight serve --join``. Like
+    ``urls_file``, it adds to the other servers; alone, the run starts none."""
     threads: int = Field(default=1, ge=1)
     device: str | None = None
     """Of all servers that the run starts: ``cpu`` or ``cuda``. None: GPUs if there are any."""
@@ -151,7 +165,8 @@ class ServersSection(FleetMember):
     updates: Literal["push", "pull"] = "push"
     """``push``: each publish waits for the servers. ``pull``: versions are stored and servers load the newest one."""
     address: str = "127.0.0.1"
-    """This machine's address as the servers see it: ``gloo``, ``nccl`` and ``http`` listen there for them."""
+    """Address of trainer rank 0's host as the servers see it: ``gloo``, ``nccl`` and ``http`` listen there for them.
+    Left out, it is what the launcher says of that host: 127.0.0.1 with launcher ``local``."""
     directory: Path | None = None
     """Where ``file`` stores weights: a path that the trainer and every server can read."""
     quorum: int | None = Field(default=None, ge=1)
@@ -162,16 +177,24 @@ class ServersSection(FleetMember):
     """Send only what changed since the last publish. Costs one more copy of the weights in memory on each side."""
     staged: bool = True
     """Keep sampling while weights arrive, on servers that can. They hold a second copy of the weights meanwhile."""
+    lease_s: float = Field(default=0.0, ge=0)
+    """How long servers that the run starts go on without it, if it is killed. ``--resume`` then takes them over as they
+    are. 0: they end with the run. With launcher ``local`` only."""
     generate_timeout_s: float = Field(default=600.0, gt=0)
     drafts: Literal["off", "history", "siblings", "both"] = "off"
     """What the servers that the run starts draft completions from: earlier groups of the same prompt, completions of
     the same group, or both. Drafts do not change what is sampled."""
 
     @property
+    def others_may_come(self) -> bool:
+        """Whether servers may join while the run goes on."""
+        return self.urls_file is not None or self.join is not None
+
+    @property
     def members(self) -> tuple[FleetMember, ...]:
-        """The servers to start; none if ``urls`` is set, or if ``urls_file`` is set and nothing says what to start."""
+        """The servers to start; none if ``urls`` is set, or if others may come and nothing says what to start."""
         is_told = not self.model_fields_set.isdisjoint(("fleet", *_OF_ONE_KIND))
-        if self.urls or (self.urls_file is not None and not is_told):
+        if self.urls or (self.others_may_come and not is_told):
             return ()
         if not self.fleet:
             return (FleetMember(**{name: getattr(self, name) for name in FleetMember.model_fields}),)
@@ -261,6 +284,8 @@ class TrainSection(Section):
     """None: a GPU for each rank if there are any."""
     devices: tuple[NonNegativeInt, ...] | None = None
     """The GPU of each rank. None: any that are free."""
+    place: str | None = None
+    """Where the ranks run, as the launcher names places. None: anywhere, close to one another if possible."""
     threads: int = Field(default=1, ge=1)
     master_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the trained parameters and the optimizer's moments, independent of ``model.dtype``.
@@ -367,7 +392,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _fits_together(self) -> RunConfig:
         limits = [member.max_concurrent for member in self.servers.members]
-        if not limits or self.servers.urls_file is not None:
+        if not limits or self.servers.others_may_come:
             limits.append(self.servers.max_concurrent)
         if self.sampling.group_size > min(limits):
             raise ValueError(

@@ -38,7 +38,7 @@ def check_servers(servers: ServersSection) -> None:
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"servers.urls lists {', '.join(twice)} more than once; list each server once")
     num_servers = len(names) + sum(member.count for member in servers.members)
-    if servers.urls_file is None and servers.quorum is not None and servers.quorum > num_servers:
+    if not servers.others_may_come and servers.quorum is not None and servers.quorum > num_servers:
         raise ConfigError(f"servers.quorum {servers.quorum} exceeds the number of servers, {num_servers}")
     if servers.urls_file is not None and not servers.urls_file.is_file():
         raise ConfigError(

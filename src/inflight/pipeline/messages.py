@@ -46,6 +46,8 @@ class Start(Message):
     run_id: str
     members: Members
     checkpoint: Path | None
+    rendezvous: str
+    """``HOST:PORT`` of rank 0's store, in which the ranks meet; empty for a single rank."""
 
     @field_serializer("config")
     def _as_written(self, config: RunConfig) -> dict[str, Any]:
@@ -134,6 +136,14 @@ class Served(Message):
         return tuple(name for name in self.states if name not in self.endpoints)
 
 
+class Here(Message):
+    """The rank has met its run. Its first message."""
+
+    type: Literal["here"] = "here"
+    rendezvous: str = ""
+    """``HOST:PORT`` of the store that rank 0 hosts for the others."""
+
+
 class Doing(Message):
     """What the rank begins to do; its answer follows."""
 
@@ -190,7 +200,7 @@ class Trained(RankAnswer):
     """Start and end of the training, without the publish."""
 
 
-Reply = Annotated[Doing | Failed | Done | Ready | Trained, Field(discriminator="type")]
+Reply = Annotated[Here | Doing | Failed | Done | Ready | Trained, Field(discriminator="type")]
 
 
 # ---------------------------------------------------------------------------------------------------------------

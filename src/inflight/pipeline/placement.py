@@ -23,6 +23,12 @@ class Place:
     name: str
     role: Literal["trainer", "server"]
     devices: tuple[Device, ...] = ()
+    num_gpus: int = 0
+    """GPUs that the launcher chooses, on whichever host it takes."""
+
+    @property
+    def has_gpu(self) -> bool:
+        return bool(self.devices or self.num_gpus)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -34,6 +40,8 @@ class Place:
         return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": names}
 
     def __str__(self) -> str:
+        if self.num_gpus:
+            return f"{self.name} on {self.num_gpus} GPU{'s' * (self.num_gpus > 1)} of the launcher's choice"
         return f"{self.name} on GPU {', '.join(str(device.index) for device in self.devices)}"
 
 
@@ -51,7 +59,7 @@ class Placement:
     @property
     def placed(self) -> tuple[Place, ...]:
         """Processes with GPUs."""
-        return tuple(place for place in self if place.devices)
+        return tuple(place for place in self if place.has_gpu)
 
 
 def place(config: RunConfig, devices: Sequence[Device]) -> Placement:
@@ -90,6 +98,38 @@ def place(config: RunConfig, devices: Sequence[Device]) -> Placement:
         _check_releases(places[config.train.num_ranks :], config)
     num_ranks = config.train.num_ranks
     return Placement(tuple(places[:num_ranks]), tuple(places[num_ranks:]))
+
+
+def place_elsewhere(config: RunConfig, num_gpus: int) -> Placement:
+    """Return the processes of a run whose launcher finds hosts with GPUs for them; ``num_gpus`` is what all hosts have.
+
+    Raises `ConfigError` if they are too few, or if the configuration numbers GPUs, which only one host can.
+    """
+    servers = config.servers
+    if config.train.devices is not None or any(member.devices is not None for member in servers.members):
+        raise ConfigError(
+            "train.devices and servers.devices number the GPUs of one machine, but run.launcher "
+            f"{config.run.launcher!r} chooses among hosts: leave them out"
+        )
+    if servers.colocated:
+        raise ConfigError(
+            f"servers.colocated shares the GPUs of one machine, but run.launcher {config.run.launcher!r} gives each "
+            "process its own: leave it out"
+        )
+    on_gpu = bool(num_gpus) and wants_gpu(_train_device(config))
+    trainers = [Place(f"trainer-{rank}", "trainer", (), int(on_gpu)) for rank in range(config.train.num_ranks)]
+    members = [member for member in servers.members for _ in range(member.count)]
+    serves_on_gpu = bool(num_gpus) and wants_gpu(servers.device)
+    placed = [
+        Place(server_name(index, member.engine), "server", (), gpu_use(member).num_gpus if serves_on_gpu else 0)
+        for index, member in enumerate(members)
+    ]
+    if (needed := sum(place.num_gpus for place in (*trainers, *placed))) > num_gpus:
+        raise ConfigError(
+            f"the run needs {needed} GPUs, but the hosts of run.launcher {config.run.launcher!r} have {num_gpus}: add "
+            "hosts, lower train.num_ranks or servers.count, or set train.device or servers.device to 'cpu'"
+        )
+    return Placement(tuple(trainers), tuple(placed))
 
 
 def server_name(index: int, engine: str) -> str:

@@ -1,4 +1,4 @@
-"""Server and trainer processes of a run: started, watched and stopped.
+"""Server and trainer processes of a run: what is started, and when each is ready. Launchers start and watch them.
 
 Each ends by itself when the run dies, because its standard input ends. Output goes to files; errors quote its end.
 """
@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import socket
+import signal
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
 from urllib.parse import urlsplit
 
 from inflight.engines.kinds import load_engine_kind
-from inflight.errors import ConfigError
+from inflight.errors import ConfigError, WorkerDiedError
+from inflight.http.tokens import TOKEN_VARIABLE
+from inflight.launchers import Launched, Launcher, Program
 from inflight.pipeline.channel import RunChannel
 from inflight.pipeline.config import FleetMember, RunConfig
+from inflight.pipeline.leases import taken_over
+from inflight.pipeline.meeting import RUN_VARIABLE, Meeting
+from inflight.pipeline.messages import Here
 from inflight.pipeline.placement import Place
 from inflight.pipeline.run_directory import RunDirectory
 
@@ -29,35 +32,27 @@ STOP_S = 10.0
 _STOP_ENGINE_S = 30.0
 """The same for a server that must first stop an engine's own server."""
 NUM_LINES = 24
-"""How many lines of a log or traceback an error quotes."""
+"""How many lines of a traceback an error quotes."""
 
 
 @dataclass(slots=True, eq=False)
 class Process:
-    """One child process and its log file."""
+    """One process of the run, and what it was started from."""
 
     name: str
-    process: asyncio.subprocess.Process
+    process: Launched
     log: Path
     stop_s: float = field(default=STOP_S, kw_only=True)
 
     def how_it_ended(self) -> str:
-        code = self.process.returncode
-        how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with status {code}"
-        lines = self.log.read_text(errors="replace").strip().splitlines()[-NUM_LINES:] if self.log.exists() else []
-        quoted = "\n".join(f"    {line}" for line in lines)
-        return f"{self.name} {how}; the end of {self.log}:\n{quoted}" if quoted else f"{self.name} {how}"
+        ended = self.process.ended
+        quoted = "\n".join(f"    {line}" for line in ended.lines) if ended is not None else ""
+        how = f"{self.name} {ended or 'has not ended'}"
+        return f"{how}; the end of {self.log}:\n{quoted}" if quoted else how
 
     async def stop(self) -> None:
         """End its standard input and wait; kill it if it takes too long."""
-        if self.process.stdin is not None:
-            self.process.stdin.close()
-        try:
-            async with asyncio.timeout(self.stop_s):
-                await self.process.wait()
-        except TimeoutError:
-            self.process.kill()
-            await self.process.wait()
+        await self.process.stop(self.stop_s)
 
 
 @dataclass(slots=True, eq=False)
@@ -65,49 +60,77 @@ class Server(Process):
     """An inference server that this run started; ``url`` is empty until the server is ready."""
 
     max_concurrent: int
-    command: Sequence[str]
-    environment: Mapping[str, str]
-    ready_file: Path
-    """The server writes this file when it is ready."""
-    lock: int
-    """Descriptor of the run directory's lock, which the process inherits."""
+    program: Program
+    launcher: Launcher
     url: str = ""
+    is_ready: bool = False
+    """Since it was last started."""
+    is_leased: bool = False
+    """Whether it goes on when its standard input ends."""
     has_served: bool = False
     """Whether it has held a version since it was last started."""
     end_is_told: bool = False
     """Whether the user was told how it ended; reset when it is started again."""
 
     async def stop(self) -> None:
-        """Stop it like any process, but with a signal while it is starting and does not watch its input yet."""
-        if not self.ready_file.exists() and self.process.returncode is None:
-            self.process.terminate()
+        """Stop it like any process, but with a signal where the end of its input would not end it.
+
+        While it is starting it does not watch its input yet.
+        """
+        if not self.is_ready or self.is_leased:
+            self.process.send_signal(signal.SIGTERM)
         await Process.stop(self)
 
-    async def restart(self, timeout_s: float) -> None:
-        """Start it again at its URL, after its process has ended, and wait until it is ready.
+    async def restart(self, timeout_s: float, *, same_port: bool) -> None:
+        """Start it again after its process has ended, and wait until it is ready; then ``url`` is where it is now.
 
         Raises `ConfigError` with the end of its log if it does not become ready; the process has ended then.
         """
-        self.ready_file.unlink(missing_ok=True)
-        command = [*self.command, "--port", str(urlsplit(self.url).port)]
-        self.process = await _spawn(command, self.log, self.environment, keep=(self.lock,), mode="ab")
+        await Process.stop(self)  # gives up where it ran
+        port = urlsplit(self.url).port if same_port and self.url else 0
+        program = replace(self.program, command=[*self.program.command, "--port", str(port)], appends=True)
+        self.is_ready = False
+        (self.process,) = await self.launcher.start([program], timeout_s)
         try:
             async with asyncio.timeout(timeout_s):
                 await _wait_until_ready(self)
         except TimeoutError as error:
             raise ConfigError(f"{self.name} did not answer within {timeout_s:g} s") from error
         finally:
-            if not self.ready_file.exists():
+            if not self.is_ready:
                 await self.stop()
 
 
 @dataclass(slots=True, eq=False)
 class Rank(Process):
-    """A trainer rank and the channel to it."""
+    """A trainer rank, which meets the run by itself."""
 
-    channel: RunChannel
-    doing: str = ""
+    rank: int
+    meeting: Meeting
+    doing: str = "starting"
     """What it last reported to be doing; empty between requests."""
+    _channel: RunChannel | None = None
+
+    async def channel(self) -> RunChannel:
+        """Return the channel to it, once it is there. Raises `WorkerDiedError` if it ends before that."""
+        if self._channel is None:
+            coming = asyncio.ensure_future(self.meeting.channel(self.rank))
+            ending = asyncio.ensure_future(self.process.wait())
+            try:
+                await asyncio.wait({coming, ending}, return_when=asyncio.FIRST_COMPLETED)
+                if not coming.done():
+                    raise WorkerDiedError(f"trainer rank {self.rank} ended before it had met the run")
+                self._channel = coming.result()
+            finally:
+                coming.cancel()
+                ending.cancel()
+        return self._channel
+
+    async def rendezvous(self) -> str:
+        """Return where the other ranks meet this one, as it says when it comes; empty for a single rank."""
+        said = await (await self.channel()).receive()
+        assert isinstance(said, Here), "a rank first says that it is here"
+        return said.rendezvous
 
     def how_it_ended(self) -> str:
         """Return what it was doing and how it ended, with the last lines of its output."""
@@ -118,40 +141,56 @@ class Rank(Process):
 
 
 async def start_servers(
-    config: RunConfig, directory: RunDirectory, token: str, places: Sequence[Place]
+    config: RunConfig, directory: RunDirectory, token: str, places: Sequence[Place], launcher: Launcher
 ) -> list[Server]:
     """Start all servers together and wait until they are ready. With updates ``pull`` they follow the run's store.
 
     Raises `ConfigError` with the end of a server's log; no server is left running then.
     """
+    members = [member for member in config.servers.members for _ in range(member.count)]
+    timeout_s = config.run.start_timeout_s
     servers: list[Server] = []
+
+    async def start(member: FleetMember, place: Place) -> None:
+        program = _server_program(config, member, directory, token, place)
+        process: Launched | None = None
+        if config.servers.lease_s and program.ready_file is not None:
+            process = await taken_over(program.ready_file, token, directory.run_id)
+        if process is None:
+            # Each by itself: it may be started again elsewhere, without the others.
+            (process,) = await launcher.start([replace(program, command=[*program.command, "--port", "0"])], timeout_s)
+        stop_s = STOP_S if member.engine == "local" else _STOP_ENGINE_S
+        server = Server(place.name, process, program.log, member.max_concurrent, program, launcher, stop_s=stop_s)
+        server.is_leased = config.servers.lease_s > 0
+        servers.append(server)
+        await _wait_until_ready(server)
+
+    starting = [asyncio.ensure_future(start(*it)) for it in zip(members, places, strict=True)]
     try:
-        for member in config.servers.members:
-            for _ in range(member.count):
-                place = places[len(servers)]
-                servers.append(await _start_server(config, member, directory, token, place))
-        async with asyncio.timeout(config.run.start_timeout_s):
-            await asyncio.gather(*(_wait_until_ready(server) for server in servers))
+        async with asyncio.timeout(timeout_s):
+            await asyncio.gather(*starting)
     except BaseException as error:
-        waiting = ", ".join(server.name for server in servers if not server.url)
+        waiting = ", ".join(place.name for place, task in zip(places, starting, strict=True) if not task.done())
+        for task in starting:
+            task.cancel()
+        await asyncio.gather(*starting, return_exceptions=True)
         await asyncio.gather(*(server.stop() for server in servers))
         if isinstance(error, TimeoutError):
             raise ConfigError(
-                f"{waiting} did not answer within {config.run.start_timeout_s:g} s; raise run.start_timeout_s "
-                "to wait longer"
+                f"{waiting} did not answer within {timeout_s:g} s; raise run.start_timeout_s to wait longer"
             ) from error
         raise
-    return servers
+    return sorted(servers, key=lambda server: [place.name for place in places].index(server.name))
 
 
-async def _start_server(
+def _server_program(
     config: RunConfig, member: FleetMember, directory: RunDirectory, token: str, place: Place
-) -> Server:
-    is_embedded, name = member.engine == "local", place.name
-    ready_file = directory.logs / f"{name}.json"
-    ready_file.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "inflight", "serve", str(config.model.path), "--port", "0"]
-    command += ["--ready-file", str(ready_file), "--exit-with-stdin", "--name", config.model.path.name]
+) -> Program:
+    """Return a server without its port."""
+    command = [sys.executable, "-m", "inflight", "serve", str(config.model.path)]
+    ready_file, lease_s = directory.logs / f"{place.name}.json", config.servers.lease_s
+    command += ["--ready-file", str(ready_file.absolute()), "--exit-with-stdin", "--name", config.model.path.name]
+    command += ["--lease", f"{lease_s:g}"] if lease_s else []
     command += ["--dtype", config.model.dtype, "--max-concurrent", str(member.max_concurrent)]
     command += ["--threads", str(config.servers.threads)]
     if config.servers.device is not None:
@@ -162,81 +201,66 @@ async def _start_server(
         command += ["--follow", str(config.servers.directory), "--follow-run", directory.run_id]
     if config.servers.drafts != "off":
         command += ["--drafts", config.servers.drafts]
-    if not is_embedded:
+    if member.engine != "local":
         command += ["--engine", member.engine, "--start-timeout", str(config.run.start_timeout_s)]
-        command += ["--log", str(directory.logs / f"{name}.engine.log")]
+        command += ["--log", str((directory.logs / f"{place.name}.engine.log").absolute())]
         released = load_engine_kind(member.engine).release_arguments if config.servers.release_memory else ()
         command += [f"--engine-arg={argument}" for argument in (*released, *member.engine_arguments)]
         command += [] if member.python is None else ["--python", str(member.python)]
-    log = directory.logs / f"{name}.log"
-    environment = {**os.environ, "INFLIGHT_TOKEN": token, "OMP_NUM_THREADS": str(config.servers.threads)}
-    environment |= place.environment
-    return Server(
-        name,
-        await _spawn(command, log, environment, keep=(directory.lock,)),
-        log,
-        member.max_concurrent,
+    environment = {TOKEN_VARIABLE: token, "OMP_NUM_THREADS": str(config.servers.threads)}
+    return Program(
+        place.name,
         command,
-        environment,
+        environment | place.environment,
+        directory.logs / f"{place.name}.log",
         ready_file,
-        directory.lock,
-        stop_s=STOP_S if is_embedded else _STOP_ENGINE_S,
+        num_cpus=config.servers.threads,
+        num_gpus=place.num_gpus,
+        place=member.place,
+        inherits=() if lease_s else (directory.lock,),  # who holds it is not left running when the run is resumed
     )
 
 
 async def _wait_until_ready(server: Server) -> None:
-    while not server.ready_file.exists():
-        if server.process.returncode is not None:
+    while (text := await server.process.ready()) is None:
+        if server.process.ended is not None:
             raise ConfigError(server.how_it_ended())
         await asyncio.sleep(_POLL_S)
-    server.url = json.loads(server.ready_file.read_text())["url"]
+    server.url = json.loads(text)["url"]
+    server.is_ready = True
 
 
 async def start_ranks(
-    config: RunConfig, logs: Path, token: str, lock: int | None, places: Sequence[Place]
+    config: RunConfig, logs: Path, token: str, lock: int | None, places: Sequence[Place], launcher: Launcher
 ) -> list[Rank]:
-    """Start the trainer ranks, which wait for their first request."""
-    ranks: list[Rank] = []
-    rendezvous = logs / "rendezvous"
-    rendezvous.unlink(missing_ok=True)
+    """Start the trainer ranks together, which meet the run and wait for their first request."""
+    meeting = await Meeting.open(launcher.address, token, len(places))
     environment = {
-        **os.environ,
-        "INFLIGHT_TOKEN": token,
+        TOKEN_VARIABLE: token,
+        RUN_VARIABLE: meeting.where,
         "OMP_NUM_THREADS": str(config.train.threads),
-        "WORLD_SIZE": str(config.train.num_ranks),
-        "INFLIGHT_RENDEZVOUS": str(rendezvous),
+        "WORLD_SIZE": str(len(places)),
     }
-    try:
-        for rank, place in enumerate(places):
-            log = logs / f"{place.name}.log"
-            ours, theirs = socket.socketpair()
-            with theirs:
-                command = [sys.executable, "-m", "inflight.pipeline.trainer", str(theirs.fileno())]
-                keep = (theirs.fileno(), *(() if lock is None else (lock,)))
-                # A rank that sees only its own GPU is the first one there.
-                numbered = environment | {"RANK": str(rank), "LOCAL_RANK": "0" if place.devices else str(rank)}
-                process = await _spawn(command, log, numbered | place.environment, keep)
-            ranks.append(Rank(place.name, process, log, await RunChannel.open(rank, ours)))
-    except BaseException:
-        await asyncio.gather(*(rank.stop() for rank in ranks))
-        raise
-    return ranks
-
-
-async def _spawn(
-    command: Sequence[str],
-    log: Path,
-    environment: Mapping[str, str],
-    keep: tuple[int, ...],
-    mode: Literal["wb", "ab"] = "wb",
-) -> asyncio.subprocess.Process:
-    with log.open(mode) as output:
-        return await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=output,
-            stderr=output,
-            env=dict(environment),
-            pass_fds=keep,
-            start_new_session=True,
+    programs = [
+        Program(
+            place.name,
+            [sys.executable, "-m", "inflight.pipeline.trainer"],
+            # A rank that sees only its own GPU is the first one there.
+            environment | {"RANK": str(rank), "LOCAL_RANK": "0" if place.has_gpu else str(rank)} | place.environment,
+            logs / f"{place.name}.log",
+            num_cpus=config.train.threads,
+            num_gpus=place.num_gpus,
+            place=config.train.place,
+            inherits=() if lock is None else (lock,),
         )
+        for rank, place in enumerate(places)
+    ]
+    try:
+        launched = await launcher.start(programs, config.run.start_timeout_s)
+    except BaseException:
+        meeting.close()
+        raise
+    return [
+        Rank(program.name, process, program.log, rank, meeting)
+        for rank, (program, process) in enumerate(zip(programs, launched, strict=True))
+    ]

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from inflight.contracts import TrainerWorker
 from inflight.errors import FencedError
+from inflight.launchers.launcher import ADDRESS_VARIABLE
 from inflight.pipeline.config import ServersSection
 from inflight.pipeline.messages import Members, PublishFacts, Served
 from inflight.types import PublishReport
@@ -46,7 +47,7 @@ class Push(Publishing):
             run_id=run_id,
             token=token,
             transport=servers.transport,
-            address=servers.address,
+            address=_own_address(servers),
             directory=None if servers.directory is None else servers.directory.absolute(),
             encoding=servers.encoding,
             delta=servers.delta,
@@ -113,6 +114,13 @@ class Pull(Publishing):
             total_s=ended - started,
         )
         return Served(span=(started, ended), facts=facts)
+
+
+def _own_address(servers: ServersSection) -> str:
+    """Return this host's address as the servers see it: the configured one, or else the launcher's."""
+    if "address" in servers.model_fields_set:
+        return servers.address
+    return os.environ.get(ADDRESS_VARIABLE, servers.address)
 
 
 def _facts(report: PublishReport) -> PublishFacts:

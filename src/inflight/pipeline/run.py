@@ -12,12 +12,15 @@ import asyncio
 import contextlib
 import os
 import secrets
+import signal
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any
 
 from inflight.checkpoints import check_weights, load_config, load_tokenizer
 from inflight.environments.proxy_server import ProxyServer
-from inflight.errors import CheckpointError, ConfigError, FencedError, InflightError
+from inflight.errors import CheckpointError, ConfigError, FencedError, InflightError, WorkerDiedError
+from inflight.http.tokens import TOKEN_VARIABLE
+from inflight.launchers import Launcher, load_launcher
 from inflight.pipeline.batches import StepBatch, frames_of
 from inflight.pipeline.config import RunConfig
 from inflight.pipeline.delivery import Delivery, PullDelivery, PushDelivery
@@ -26,12 +29,13 @@ from inflight.pipeline.fleet import check_servers
 from inflight.pipeline.groups import work_of
 from inflight.pipeline.interrupt import Interrupt, Interrupted
 from inflight.pipeline.journal import Journal
+from inflight.pipeline.leases import kept_token
 from inflight.pipeline.memory import model_shape
 from inflight.pipeline.memory_check import check_fits, device_uses, memory_of
 from inflight.pipeline.memory_turns import MemoryTurns
 from inflight.pipeline.messages import Members, Trained
 from inflight.pipeline.notes import Notes
-from inflight.pipeline.placement import place, uses_gpus
+from inflight.pipeline.placement import place, place_elsewhere, uses_gpus
 from inflight.pipeline.progress import Progress
 from inflight.pipeline.run_directory import claim
 from inflight.pipeline.sampling import Sampling
@@ -46,7 +50,22 @@ def train(config: RunConfig, *, resume: bool = False, tensorboard: bool = False)
 
     Raises the `InflightError` that stopped the run; the last checkpoint is whole then.
     """
-    return asyncio.run(_Run(config, resume=resume, tensorboard=tensorboard).run())
+    return asyncio.run(_until_over(config, resume=resume, tensorboard=tensorboard))
+
+
+async def _until_over(config: RunConfig, *, resume: bool, tensorboard: bool) -> int:
+    """Run; as long as ``run.restarts`` allows, begin again from the last checkpoint when a rank is lost."""
+    run = _Run(config, resume=resume, tensorboard=tensorboard)
+    try:
+        num_left = config.run.restarts
+        while (status := await run.run(may_restart=num_left > 0)) is None:
+            again = _Run(config, resume=True, tensorboard=tensorboard, before=run)
+            num_left = num_left - 1 if again.directory.checkpoint == run.directory.checkpoint else config.run.restarts
+            run = again
+        return status
+    finally:
+        run.launcher.close()
+        run.directory.release()
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -111,13 +130,25 @@ def _note(run: _Run, batch: StepBatch, trained: Sequence[Trained]) -> None:
 
 
 class _Run:
-    """Makes the parts of one run, starts them, watches them during the loop, and stops them."""
+    """Makes the parts of one run, starts them, watches them during the loop, and stops them.
 
-    def __init__(self, config: RunConfig, *, resume: bool, tensorboard: bool) -> None:
+    One that comes after another (``before``), whose ranks were lost, takes over its servers and its directory.
+    """
+
+    def __init__(self, config: RunConfig, *, resume: bool, tensorboard: bool, before: _Run | None = None) -> None:
         self.config = config
         check_servers(config.servers)
-        devices = devices_here() if uses_gpus(config) else ()
-        placement = place(config, devices)
+        self.launcher: Launcher = (
+            before.launcher if before else load_launcher(config.run.launcher, config.run.launcher_options)
+        )
+        if config.servers.lease_s and not self.launcher.can_outlive:
+            raise ConfigError(
+                f"servers.lease_s lets servers outlive the run, but those of launcher {config.run.launcher!r} cannot: "
+                "leave it out, or use launcher 'local'"
+            )
+        devices = devices_here() if uses_gpus(config) and self.launcher.num_gpus is None else ()
+        num_gpus = self.launcher.num_gpus
+        placement = place(config, devices) if num_gpus is None else place_elsewhere(config, num_gpus)
         if config.servers.colocated:
             memory = memory_of(config, model_shape(config.model.path), placement)
             check_fits(device_uses(devices, placement, memory), memory)
@@ -143,14 +174,20 @@ class _Run:
             raise ConfigError(f"model directory {str(config.model.path)!r} has no tokenizer")
         self.progress = Progress(config.run.num_steps)
         note, config_json = self.progress.note, config.model_dump_json(indent=2)
-        self.directory = claim(config.run.directory, config_json, resume=resume, note=note)
+        if before is None:
+            self.directory = claim(config.run.directory, config_json, resume=resume, note=note)
+        else:
+            self.directory = before.directory.at_latest_checkpoint()
         if self.directory.checkpoint is not None:
             check_weights(self.directory.checkpoint)
         path, state = self.directory.path, self.directory.state
         version = 0 if state is None else state["version"]
         ledger = Ledger() if state is None else Ledger.from_json(state["ledger"])
         journal = Journal(path, None if state is None else state["journal"], version, tensorboard=tensorboard)
-        token = os.environ.get("INFLIGHT_TOKEN") or secrets.token_urlsafe(24)
+        self.token: str = before.token if before else os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24)
+        if config.servers.lease_s:
+            self.token = kept_token(path, self.token)
+        token = self.token
 
         self.journal = journal
         if placement.placed:
@@ -163,8 +200,12 @@ class _Run:
             self.sampling.restore(state)
         self.notes = Notes(config, path, self.sampling, journal, self.progress)
         logs, lock = self.directory.logs, self.directory.lock
-        self.trainers = TrainerGroup(config, logs, token, note, lock, placement.trainers)
-        self.servers = Servers(config, token, vocab_size, self.sampling.actor, journal, note, placement.servers)
+        self.trainers = TrainerGroup(config, logs, token, note, lock, placement.trainers, self.launcher)
+        self.servers = Servers(
+            config, token, vocab_size, self.sampling.actor, journal, note, placement.servers, self.launcher
+        )
+        if before is not None:
+            self.servers.own = before.servers.own
         self.memory: MemoryTurns | None = None
         if config.servers.release_memory:
             self.memory = MemoryTurns(self.servers, self.trainers.limits.publish_s)
@@ -187,16 +228,16 @@ class _Run:
 
     # ------------------------------------------------------------------------------------------------- start and stop
 
-    async def run(self) -> int:
-        """Start everything, train, stop everything and write the summary, even after a failure."""
-        self.interrupt.listen()
-        try:
-            async with self.proxy, _beside(self.notes.tell_what_is_waited_for()):
-                return await self._run()
-        finally:
-            self.directory.release()
+    async def run(self, *, may_restart: bool) -> int | None:
+        """Start everything, train, stop everything and write the summary, even after a failure.
 
-    async def _run(self) -> int:
+        Returns None if a rank was lost and ``may_restart`` is set: then only the servers run.
+        """
+        self.interrupt.listen()
+        async with self.proxy, _beside(self.notes.tell_what_is_waited_for()):
+            return await self._run(may_restart=may_restart)
+
+    async def _run(self, *, may_restart: bool) -> int | None:
         try:
             with contextlib.suppress(Interrupted):  # before the first step
                 await self.interrupt.unless(self._start())
@@ -205,6 +246,12 @@ class _Run:
             await self._stop()
             raise
         except InflightError as error:
+            if may_restart and isinstance(error, WorkerDiedError) and not self.interrupt.is_set():
+                self.progress.note(f"{error}\nall trainer ranks start again from the last checkpoint")
+                self.progress.close()
+                await asyncio.gather(self.trainers.stop(), self.servers.disconnect())
+                self.journal.close()
+                return None
             await self.servers.tell_dead()
             await self._stop()
             with contextlib.suppress(CheckpointError):  # report the first failure
@@ -256,8 +303,7 @@ class _Run:
 
     def _kill(self) -> None:
         for child in (*self.trainers.ranks, *self.servers.own):
-            with contextlib.suppress(ProcessLookupError):
-                child.process.kill()
+            child.process.send_signal(signal.SIGKILL)
 
 
 @contextlib.asynccontextmanager

@@ -14,7 +14,7 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,12 @@ class RunDirectory:
     @property
     def logs(self) -> Path:
         return self.path / "logs"
+
+    def at_latest_checkpoint(self) -> RunDirectory:
+        """Return this directory, still owned, with the checkpoint from which a run begins again."""
+        checkpoint, state = latest_checkpoint(self.path)
+        remove_unfinished(self.path)
+        return replace(self, checkpoint=checkpoint, state=state)
 
     def release(self) -> None:
         """Give up the directory; surviving children still hold it."""

@@ -12,15 +12,16 @@ import functools
 import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from inflight.contracts import InferenceEndpoint
 from inflight.engines.kinds import connect_endpoint
 from inflight.errors import ConfigError, EndpointError, InflightError
+from inflight.launchers import Launcher
 from inflight.pipeline.actor import Actor
 from inflight.pipeline.config import RunConfig
 from inflight.pipeline.fleet import declared, read_server_list
+from inflight.pipeline.joining import JoinDesk
 from inflight.pipeline.journal import Journal
 from inflight.pipeline.messages import Members
 from inflight.pipeline.placement import Place
@@ -61,6 +62,7 @@ class Servers:
     note: Callable[[str], None]
     places: Sequence[Place]
     """Name and GPUs of each server that the run starts."""
+    launcher: Launcher
     own: list[Server] = field(default_factory=list)
     taking_part: dict[InferenceEndpoint, str] = field(default_factory=dict)
     """URLs of the endpoints that versions are published to."""
@@ -72,6 +74,8 @@ class Servers:
     """Whether a server has come, or come back, since the last publish."""
     num_given_up: int = 0
     """Own servers that will not be started again."""
+    desk: JoinDesk | None = None
+    """Where servers join by themselves, with ``servers.join``."""
     may_start: asyncio.Event = field(default_factory=asyncio.Event)
     """Cleared while trainers have the memory that a server would need to start."""
 
@@ -80,26 +84,34 @@ class Servers:
         self.may_start.set()
 
     async def start(self, directory: RunDirectory) -> None:
-        """Start the run's own servers, or attach to others. Raises `ConfigError` if one cannot take part."""
+        """Start the run's own servers, or attach to others. Raises `ConfigError` if one cannot take part.
+
+        Own servers that run already stay as they are; those of them that have ended are started again later.
+        """
         servers = self.config.servers
-        if not servers.urls:
-            self.own = await start_servers(self.config, directory, self.token, self.places)
-        limits = {server.url: server.max_concurrent for server in self.own}
+        running = [server for server in self.own if server.process.ended is None]
+        if not servers.urls and not running:
+            await asyncio.gather(*(server.stop() for server in self.own))
+            self.own = await start_servers(self.config, directory, self.token, self.places, self.launcher)
+        limits = {server.url: server.max_concurrent for server in running or self.own}
         limits |= dict.fromkeys(servers.urls, servers.max_concurrent)
         self.taking_part = {self._connect(url): url for url in limits}
         capabilities = await asyncio.gather(*map(self._declared, self.taking_part))
         for (endpoint, url), can in zip(self.taking_part.items(), capabilities, strict=True):
             self.actor.add(endpoint, limits[url], can)
-        if servers.urls_file is not None:
-            await self._wait_for_the_first(servers.urls_file)
+        if servers.join is not None:
+            self.desk = JoinDesk(servers.join, self.token, directory.run_id)
+            self.note(f"servers may join at {await self.desk.open()}")
+        if servers.others_may_come:
+            await self._wait_for_the_first()
 
     def watching(self) -> list[Coroutine[Any, Any, None]]:
         """Return calls that keep the run's own servers running and follow the list, until cancelled.
 
         One of them raises `EndpointError` once all own servers are given up and no list can bring others.
         """
-        path = self.config.servers.urls_file
-        return [*map(self._keep_running, self.own), *([] if path is None else [self._follow(path)])]
+        following = [self._follow()] if self.config.servers.others_may_come else []
+        return [*map(self._keep_running, self.own), *following]
 
     def members(self) -> Members:
         """Return the servers that the next publish is for."""
@@ -117,13 +129,19 @@ class Servers:
             async with asyncio.timeout(REAP_S):
                 await asyncio.gather(*(server.process.wait() for server in self.own))
         for server in self.own:
-            if server.process.returncode is not None and not server.end_is_told:
+            if server.process.ended is not None and not server.end_is_told:
                 self.note(server.how_it_ended())
 
     async def stop(self) -> None:
+        await self.disconnect()
+        await asyncio.gather(*(server.stop() for server in self.own))
+
+    async def disconnect(self) -> None:
+        """Close the connections to all servers; those that the run started keep running."""
+        if self.desk is not None:
+            await self.desk.close()
         endpoints = (*self.taking_part, *self.departed)
         await asyncio.gather(*(endpoint.aclose() for endpoint in endpoints), return_exceptions=True)
-        await asyncio.gather(*(server.stop() for server in self.own))
 
     def _connect(self, url: str) -> InferenceEndpoint:
         timeout_s = self.config.servers.generate_timeout_s
@@ -150,8 +168,10 @@ class Servers:
                 break
             await asyncio.sleep(backoff.next(time.monotonic()))
             await self.may_start.wait()
+            before = server.url
             with contextlib.suppress(ConfigError):  # its process has ended: the loop reports it
-                await server.restart(self.config.run.start_timeout_s)
+                await server.restart(self.config.run.start_timeout_s, same_port=num_failures == 1)
+                await self._moved(before, server)
                 self.note(f"{server.name} was restarted and takes part after the next update")
                 server.end_is_told = False
                 self.has_somebody_come = True
@@ -159,54 +179,83 @@ class Servers:
             f"{server.name} will not be restarted: it ended {_MAX_FAILURES} times in a row before it held a version"
         )
         self.num_given_up += 1
-        if self.num_given_up == len(self.own) and self.config.servers.urls_file is None:
+        if self.num_given_up == len(self.own) and not self.config.servers.others_may_come:
             raise nobody_left(self.actor)
+
+    async def _moved(self, before: str, server: Server) -> None:
+        """Let a server that was started again take part where it is now, and nowhere else. Raises `ConfigError`."""
+        if server.url in self.taking_part.values():
+            return
+        endpoint = self._connect(server.url)
+        can = await self._declared(endpoint)
+        for old in [old for old, url in self.taking_part.items() if url == before]:
+            self.actor.retire(old.name, functools.partial(self._left, old.name))
+        self.taking_part[endpoint] = server.url
+        self.actor.add(endpoint, server.max_concurrent, can)
 
     # ----------------------------------------------------------------------------------------- servers of the list
 
-    async def _wait_for_the_first(self, path: Path) -> None:
+    async def _wait_for_the_first(self) -> None:
         """Let the listed servers take part; wait for one of them if there are no others."""
         timeout_s = self.config.run.start_timeout_s
         deadline = time.monotonic() + timeout_s
-        await self._look(path)
+        await self._look()
         while not self.taking_part:
             if time.monotonic() > deadline:
                 raise ConfigError(
-                    f"no server of servers.urls_file {str(path)!r} could take part within {timeout_s:g} s; "
-                    "raise run.start_timeout_s to wait longer"
+                    f"no server of {self._where} could take part within {timeout_s:g} s; raise run.start_timeout_s to "
+                    "wait longer"
                 )
             await asyncio.sleep(_LOOK_AGAIN_S)
-            await self._look(path)
+            await self._look()
 
-    async def _follow(self, path: Path) -> None:
+    @property
+    def _where(self) -> str:
+        """Where servers that may come are listed."""
+        servers = self.config.servers
+        named = [f"servers.urls_file {str(servers.urls_file)!r}"] if servers.urls_file is not None else []
+        return " or ".join([*named, *([f"servers.join {servers.join!r}"] if servers.join is not None else [])])
+
+    def _listed(self) -> dict[str, str] | None:
+        """Return the URLs of the file and of those that joined, by endpoint name; None if the file is unreadable."""
+        listed: dict[str, str] | None = {}
+        if self.config.servers.urls_file is not None:
+            listed, problems = read_server_list(self.config.servers.urls_file)
+            for problem in problems:
+                self._note_once(problem)
+        if listed is not None and self.desk is not None:
+            listed |= self.desk.listed()
+        return listed
+
+    async def _follow(self) -> None:
         while True:
-            for name in await self._look(path):
+            for name in await self._look():
                 self.note(f"{name} joins with the next update")
             await asyncio.sleep(_LOOK_AGAIN_S)
 
-    async def _look(self, path: Path) -> list[str]:
+    async def _look(self) -> list[str]:
         """Retire servers that are no longer listed and ask new ones; return the names of those that have joined.
 
         A server that does not answer or cannot take part is asked again later. An unreadable file changes nothing.
         """
-        listed, problems = read_server_list(path)
-        for problem in problems:
-            self._note_once(problem)
+        listed = self._listed()
         if listed is None:
             return []
         for name in self.lines.keys() - listed.keys():
             if self.lines.pop(name).takes_part:
-                self.note(f"{name} is no longer listed: it leaves once its groups have ended")
-                self.actor.retire(name, functools.partial(self._left, name))
+                hands_on = self.desk is not None and self.desk.hands_on(name)
+                how = "hands on what it has sampled and leaves" if hands_on else "leaves once its groups have ended"
+                self.note(f"{name} is no longer listed: it {how}")
+                self.actor.retire(name, functools.partial(self._left, name), hands_on=hands_on)
         present = {endpoint.name for endpoint in self.taking_part}  # includes those that are leaving
         for name in [name for name in listed if name not in present]:
             self.lines.setdefault(name, _Line(listed[name]))
         now = time.monotonic()
         due = [line for line in self.lines.values() if not line.takes_part and line.backoff.is_due(now)]
-        came = await asyncio.gather(*(self._ask(line, path) for line in due))
+        came = await asyncio.gather(*(self._ask(line) for line in due))
         return [name for name in came if name is not None]
 
-    async def _ask(self, line: _Line, path: Path) -> str | None:
+    async def _ask(self, line: _Line) -> str | None:
         """Let the server of a line take part and return its name; None if it does not answer or cannot."""
         endpoint = self._connect(line.url)
         try:
@@ -215,7 +264,7 @@ class Servers:
         except (TimeoutError, InflightError) as error:
             await endpoint.aclose()
             why = str(error) or f"{endpoint.name}: did not answer within {_ASK_S:g} s"
-            self._note_once(f"a server of {str(path)!r} cannot take part yet: {why}")
+            self._note_once(f"a server of {self._where} cannot take part yet: {why}")
             line.backoff.next(time.monotonic())
             return None
         line.takes_part = self.has_somebody_come = True

@@ -1,6 +1,6 @@
-"""One trainer rank in its own process: ``python -m inflight.pipeline.trainer FD``.
+"""One trainer rank in its own process: ``python -m inflight.pipeline.trainer``, with what it needs in its environment.
 
-It takes requests from the run over a socket pair, drives a `TrainerWorker` through them, and answers. Every rank gets
+It connects to the run, takes requests from it, drives a `TrainerWorker` through them, and answers. Every rank gets
 the same requests and makes the same calls. It reports what it begins to do, so that the run knows what a rank was doing
 when it died. It ends when the run does.
 """
@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
-import sys
 import time
 import traceback
 import warnings
@@ -27,14 +25,18 @@ from inflight.contracts import BackgroundSaver, TrainerWorker
 from inflight.data_ranks import data_ranks_of
 from inflight.errors import ConfigError, InflightError, NonFiniteError, PrecisionWarning
 from inflight.extensions import load_installed, resolve
+from inflight.http.tokens import TOKEN_VARIABLE
+from inflight.launchers.launcher import ADDRESS_VARIABLE
 from inflight.losses import Metric, Metrics, Plan, PolicyLoss, add_metrics, encode_metrics, prepare
 from inflight.pipeline.channel import WorkerChannel
 from inflight.pipeline.config import RunConfig
+from inflight.pipeline.meeting import RUN_VARIABLE, meet_run, tell_collectives
 from inflight.pipeline.messages import (
     Doing,
     Done,
     Failed,
     FinishSave,
+    Here,
     Members,
     Publish,
     RankAnswer,
@@ -53,7 +55,11 @@ from inflight.progress import say_what_is_logged
 from inflight.types import MicroBatch
 from inflight.weights.fleet import take_part
 from inflight.weights.outgoing import gather_only
+from inflight.weights.transports.rendezvous import host_store
 
+_MEET_S = 300.0
+"""How long rank 0's store waits for what the other ranks put into it."""
+Dist: Any = dist  # its stubs leave out the stores
 _SAID_OF_OTHERS = ("gloo/transport", "NCCL")
 """Words in the errors of collectives, which fail on every rank when one ends."""
 
@@ -74,7 +80,7 @@ def blames_another_rank(error: Exception) -> bool:
 class TrainerRank:
     """One rank with its model loaded and its servers connected. It calls ``begin`` with what it does next."""
 
-    def __init__(self, start: Start, begin: Callable[[str], None]) -> None:
+    def __init__(self, start: Start, begin: Callable[[str], None], hosted: Any) -> None:
         config = start.config
         self._begin = begin
         torch.set_num_threads(config.train.threads)
@@ -83,12 +89,14 @@ class TrainerRank:
         if int(os.environ["WORLD_SIZE"]) > 1:
             self._begin("forming the trainer's process group")
             device = settings.get("device") or ("cuda" if torch.cuda.is_available() else "cpu")
+            timeout = timedelta(seconds=limits.collective_s)
+            host, _, port = start.rendezvous.rpartition(":")
             dist.init_process_group(
                 collectives_backend(device),
-                init_method=f"file://{Path(os.environ['INFLIGHT_RENDEZVOUS']).absolute()}",
+                store=hosted or Dist.TCPStore(host.strip("[]"), int(port), is_master=False, timeout=timeout),
                 rank=int(os.environ["RANK"]),
                 world_size=int(os.environ["WORLD_SIZE"]),
-                timeout=timedelta(seconds=limits.collective_s),
+                timeout=timeout,
             )
         self._begin("loading the model")
         name = config.train.trainer
@@ -268,8 +276,10 @@ def _worker_settings(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def answer_requests(channel: WorkerChannel, told: list[str]) -> None:
+def answer_requests(channel: WorkerChannel, told: list[str], hosted: Any) -> None:
     """Answer requests until the run ends. Each answer carries the notes in ``told``, which is then cleared.
+
+    ``hosted`` is the store that this rank hosts for the others, None on all but rank 0.
 
     An error is reported to the run and ends the loop; anything but an `InflightError` is raised as well.
     """
@@ -278,7 +288,7 @@ def answer_requests(channel: WorkerChannel, told: list[str]) -> None:
         for request, tensors in channel.requests():
             if trainer is None:
                 assert isinstance(request, Start), "the first request says what to load"
-                trainer = TrainerRank(request, lambda what: channel.send(Doing(what=what)))
+                trainer = TrainerRank(request, lambda what: channel.send(Doing(what=what)), hosted)
             answer = trainer.answer(request, tensors)
             channel.send(answer.model_copy(update={"notes": tuple(told)}))
             told.clear()
@@ -295,7 +305,7 @@ def answer_requests(channel: WorkerChannel, told: list[str]) -> None:
 
 
 def main() -> None:
-    """Run one rank; ``argv[1]`` is the file descriptor of the channel. The rank ignores SIGINT; the run handles it."""
+    """Run one rank, which the environment describes. The rank ignores SIGINT; the run handles it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     told: list[str] = []
     warnings.simplefilter("always", PrecisionWarning)
@@ -308,7 +318,15 @@ def main() -> None:
 
     warnings.showwarning = show_and_tell
     say_what_is_logged(told.append)
-    answer_requests(WorkerChannel(socket.socket(fileno=int(sys.argv[1]))), told)
+    rank, address = int(os.environ["RANK"]), os.environ[ADDRESS_VARIABLE]
+    tell_collectives(address)
+    channel = WorkerChannel(meet_run(os.environ[RUN_VARIABLE], os.environ[TOKEN_VARIABLE], rank))
+    hosted, here = None, Here()
+    if rank == 0 and int(os.environ["WORLD_SIZE"]) > 1:
+        hosted, port = host_store(address, _MEET_S)
+        here = Here(rendezvous=f"[{address}]:{port}" if ":" in address else f"{address}:{port}")
+    channel.send(here)
+    answer_requests(channel, told, hosted)
 
 
 if __name__ == "__main__":

@@ -7,12 +7,13 @@ import contextlib
 import functools
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from inflight.errors import InflightError, WorkerDiedError, error_from_code
+from inflight.launchers import Launcher, LocalLauncher
 from inflight.pipeline.channel import encode
 from inflight.pipeline.config import RunConfig
 from inflight.pipeline.messages import (
@@ -35,6 +36,7 @@ from inflight.pipeline.time_limits import TimeLimits, time_limits
 from inflight.weights.transports.private_directory import memory_directory, remove_left_behind
 
 A = TypeVar("A", bound=RankAnswer)
+T = TypeVar("T")
 
 _ANSWER_S = 10.0
 """How long a rank may take to report that it gave up waiting."""
@@ -59,6 +61,7 @@ class TrainerGroup:
     """Inherited by the ranks' processes."""
     places: Sequence[Place] = ()
     """Name and GPUs of each rank; none: as `place` names them on a machine without GPUs."""
+    launcher: Launcher = field(default_factory=LocalLauncher)
     ranks: Sequence[Rank] = ()
     data_ranks: Sequence[int] = ()
     """The share of each step's data that each rank computes, once the model is loaded."""
@@ -75,7 +78,7 @@ class TrainerGroup:
     async def spawn(self) -> None:
         """Start the processes, which load nothing yet."""
         places = self.places or place(self.config, ()).trainers
-        self.ranks = await start_ranks(self.config, self.logs, self.token, self.lock, places)
+        self.ranks = await start_ranks(self.config, self.logs, self.token, self.lock, places, self.launcher)
 
     @property
     def num_shares(self) -> int:
@@ -87,11 +90,23 @@ class TrainerGroup:
 
         Returns rank 0's answer.
         """
-        start = Start(config=self.config, run_id=run_id, members=members, checkpoint=checkpoint)
+        start = Start(
+            config=self.config,
+            run_id=run_id,
+            members=members,
+            checkpoint=checkpoint,
+            rendezvous=await self._met(),
+        )
         timeout_s = self.config.run.start_timeout_s + self.limits.publish_s
         answers = await self._ask([encode(start)] * len(self.ranks), Ready, timeout_s)
         self.data_ranks = [answer.data_rank for answer in answers]
         return answers[0]
+
+    async def _met(self) -> str:
+        """Wait until every rank has come; return where they meet."""
+        timeout_s = self.config.run.start_timeout_s
+        coming = [asyncio.ensure_future(_came(rank)) for rank in self.ranks]
+        return (await self._unless_failed(_all_of(self.ranks, coming, timeout_s)))[0]
 
     async def train(self, frames: Sequence[bytes]) -> list[Trained]:
         """Take one optimizer step on the frame of each share; return every rank's answer.
@@ -139,7 +154,7 @@ class TrainerGroup:
     async def stop(self) -> None:
         """End the ranks' input, wait for them to end, and remove weights that a killed rank left behind."""
         for rank in self.ranks:
-            rank.channel.close()
+            rank.meeting.close()
         await asyncio.gather(*(rank.stop() for rank in self.ranks))
         for parent in {memory_directory(), Path(tempfile.gettempdir())}:
             with contextlib.suppress(OSError):  # not worth an error at the end; the next run tries again
@@ -148,14 +163,18 @@ class TrainerGroup:
     async def _ask_alike(self, request: Message, timeout_s: float) -> list[Done]:
         return await self._ask([encode(request)] * len(self.ranks), Done, timeout_s)
 
-    async def _ask(self, frames: Sequence[bytes], kind: type[A], timeout_s: float) -> list[A]:
+    async def _unless_failed(self, answers: Coroutine[Any, Any, list[T]]) -> list[T]:
         try:
             async with self._asking:
-                answers = await _ask_all(self.ranks, frames, kind, timeout_s)
+                return await answers
         except InflightError:
             for rank in self.ranks:
                 rank.stop_s = _STOP_AFTER_FAILURE_S
             raise
+
+    async def _ask(self, frames: Sequence[bytes], kind: type[A], timeout_s: float) -> list[A]:
+        asking = [asyncio.ensure_future(_ask_one(*it, kind)) for it in zip(self.ranks, frames, strict=True)]
+        answers = await self._unless_failed(_all_of(self.ranks, asking, timeout_s))
         for answer in answers:
             for text in answer.notes:
                 self._note_once(text)
@@ -173,15 +192,14 @@ class _RankError(Exception):
         self.blames_another = blames_another
 
 
-async def _ask_all(ranks: Sequence[Rank], frames: Sequence[bytes], kind: type[A], timeout_s: float) -> list[A]:
-    """Send each rank its frame and return every answer, all of one ``kind``.
+async def _all_of(ranks: Sequence[Rank], asking: Sequence[asyncio.Future[T]], timeout_s: float) -> list[T]:
+    """Return the answer of every rank.
 
     The first rank that dies or answers with an error ends the wait for all. Raises `WorkerDiedError` with the end of a
     dead rank's log, or a rank's error, with the rank's name unless all ranks say the same. A rank that only lost its
     connection to another counts as the cause if no other cause shows within two seconds. Ranks must not be asked again
     after a failure.
     """
-    asking = [asyncio.ensure_future(_ask_one(rank, frame, kind)) for rank, frame in zip(ranks, frames, strict=True)]
     try:
         async with asyncio.timeout(timeout_s):
             await asyncio.wait(asking, return_when=asyncio.FIRST_EXCEPTION)
@@ -201,14 +219,15 @@ async def _ask_all(ranks: Sequence[Rank], frames: Sequence[bytes], kind: type[A]
 
 async def _ask_one(rank: Rank, frame: bytes, kind: type[A]) -> A:
     """Return the answer of one rank. Raises `_RankError`."""
-    try:
-        await rank.channel.send(frame)
-        while isinstance(reply := await rank.channel.receive(), Doing):
+
+    async def answer() -> Message:
+        channel = await rank.channel()
+        await channel.send(frame)
+        while isinstance(reply := await channel.receive(), Doing):
             rank.doing = reply.what
-    except WorkerDiedError as error:
-        raise _RankError(rank, WorkerDiedError(await _last_words(rank))) from error
-    except InflightError as error:
-        raise _RankError(rank, error) from error
+        return reply
+
+    reply = await _unless_lost(rank, answer())
     if isinstance(reply, Failed):
         if reply.code is not None:
             said = error_from_code(reply.code, reply.message)
@@ -221,6 +240,36 @@ async def _ask_one(rank: Rank, frame: bytes, kind: type[A]) -> A:
     return reply
 
 
+async def _came(rank: Rank) -> str:
+    """Return where the others meet this rank. Raises `_RankError`."""
+    rendezvous = await _unless_lost(rank, rank.rendezvous())
+    rank.doing = ""
+    return rendezvous
+
+
+async def _unless_lost(rank: Rank, call: Coroutine[Any, Any, T]) -> T:
+    """Await a call to a rank; soon after its process has ended, give up. Raises `_RankError`.
+
+    A host that is lost does not close its connections.
+    """
+    calling = asyncio.ensure_future(call)
+    ending = asyncio.ensure_future(rank.process.wait())
+    try:
+        await asyncio.wait({calling, ending}, return_when=asyncio.FIRST_COMPLETED)
+        if not calling.done():
+            await asyncio.wait({calling}, timeout=_GRACE_S)  # what it said last may be on its way
+        if not calling.done():
+            raise WorkerDiedError(f"{rank.name} is gone")
+        return calling.result()
+    except WorkerDiedError as error:
+        raise _RankError(rank, WorkerDiedError(await _last_words(rank))) from error
+    except InflightError as error:
+        raise _RankError(rank, error) from error
+    finally:
+        calling.cancel()
+        ending.cancel()
+
+
 async def _last_words(rank: Rank) -> str:
     try:
         async with asyncio.timeout(STOP_S):
@@ -230,7 +279,7 @@ async def _last_words(rank: Rank) -> str:
     return rank.how_it_ended()
 
 
-async def _failures(asking: Sequence[asyncio.Future[A]]) -> list[_RankError]:
+async def _failures(asking: Sequence[asyncio.Future[T]]) -> list[_RankError]:
     """Return the failures of the ranks, waiting a short while for the cause to be among them."""
     started = time.monotonic()
     while True:

@@ -1,0 +1,97 @@
+"""A server's side of joining a run: it says where it is, again and again, and says goodbye before it leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pydantic import BaseModel, ConfigDict
+
+from inflight.contracts import InferenceEndpoint
+from inflight.errors import ConfigError, EndpointError, InflightError
+from inflight.http.connection import HttpConnection
+
+JOIN_PATH = "/v1/servers"
+RENEW_S = 2.0
+"""How often a server says that it is there."""
+_ANSWER_S = 10.0
+_IDLE_POLL_S = 0.1
+_TAKEN_BACK_S = 1.5
+"""How long the run may take to notice that a server leaves: it looks twice a second."""
+
+
+class Joining(BaseModel):
+    """What a server that joins or leaves says of itself."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    url: str
+    """Where the run reaches it."""
+
+
+class Joined(BaseModel):
+    """The run's answer."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    run_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class JoinSettings:
+    """Which run a server joins, and how it leaves."""
+
+    run_url: str
+    grace_s: float
+    """How long it may take, once it is told to stop, until its requests have been taken back."""
+    own_url: str | None
+    """Where the run reaches it. None: where it listens."""
+    note: Callable[[str], None]
+    """Told when the server joins, and when it finds no run."""
+
+
+class Membership:
+    """A server's place in a run. It listens at ``url``."""
+
+    def __init__(self, settings: JoinSettings, token: str, url: str) -> None:
+        self._run = HttpConnection(settings.run_url)
+        self._run_url = settings.run_url
+        self._headers = {"authorization": f"Bearer {token}"}
+        self._url = settings.own_url or url
+        self._grace_s = settings.grace_s
+        self._note = settings.note
+
+    async def renew(self) -> None:
+        """Join, and say so again until cancelled; while the run does not answer, go on trying.
+
+        Raises `ConfigError` if the run refuses.
+        """
+        was_there: bool | None = None
+        while True:
+            is_there = False
+            with contextlib.suppress(EndpointError):
+                is_there = await self._say("POST")
+            if is_there is not was_there:
+                self._note(f"joined the run at {self._run_url}" if is_there else f"no run answers at {self._run_url}")
+            was_there = is_there
+            await asyncio.sleep(RENEW_S)
+
+    async def leave(self, endpoint: InferenceEndpoint) -> None:
+        """Say goodbye, and return once nothing runs on the endpoint any more, or the grace is over."""
+        with contextlib.suppress(InflightError, TimeoutError):
+            async with asyncio.timeout(self._grace_s):
+                if await self._say("DELETE"):
+                    self._note("said goodbye to the run, which takes back what runs here")
+                await asyncio.sleep(_TAKEN_BACK_S)
+                while (await endpoint.weight_version()).num_running:  # noqa: ASYNC110 - another process runs it
+                    await asyncio.sleep(_IDLE_POLL_S)
+        await self._run.aclose()
+
+    async def _say(self, method: str) -> bool:
+        body = Joining(url=self._url).model_dump()
+        status, answer = await self._run.ask(method, JOIN_PATH, body, timeout_s=_ANSWER_S, headers=self._headers)
+        if status != 200:
+            raise ConfigError(f"the run at {self._run_url} refused {self._url} with status {status}: {answer}")
+        return True

@@ -1,0 +1,12 @@
+"""Launchers: what starts the processes of a run, on this machine or elsewhere, and tells how they ended.
+
+A launcher places and watches. Rollouts, weights and requests never pass through it.
+"""
+
+from __future__ import annotations
+
+from inflight.launchers.launcher import Ended, Launched, Launcher, Program
+from inflight.launchers.loading import load_launcher
+from inflight.launchers.local import LocalLauncher
+
+__all__ = ["Ended", "Launched", "Launcher", "LocalLauncher", "Program", "load_launcher"]

@@ -1,0 +1,93 @@
+"""A whole run on the hosts of a Ray cluster: it trains, and goes on when a host is lost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launchers.clusters import RayCluster, python_path, ray_cluster
+from tests.run.runs import RunProcess
+
+pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(1500)]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
+    with ray_cluster(tmp_path_factory.mktemp("cluster") / "log", host_a=4, host_b=4) as running:
+        yield running
+
+
+@pytest.fixture
+def start_run(tmp_path: Path, model_dir: Path, cluster: RayCluster) -> Iterator[Callable[..., RunProcess]]:
+    runs: list[RunProcess] = []
+    environment = {"PYTHONPATH": python_path(), "RAY_ADDRESS": cluster.address}
+    launcher = ("--run.launcher", "inflight.launchers.ray:RayLauncher")
+
+    def start(*overrides: str, **settings: Any) -> RunProcess:
+        runs.append(RunProcess(tmp_path, model_dir, *launcher, *overrides, environment=environment, **settings))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.kill()
+
+
+def test_a_run_trains_on_two_hosts_which_meet_at_their_own_addresses(
+    start_run: Callable[..., RunProcess], cluster: RayCluster
+) -> None:
+    fleet = '[{ place = "host_a" }, { place = "host_b" }]'
+    run = start_run("--servers.fleet", fleet, "--train.num_ranks", "2", "--train.place", "host_b")
+    assert run.wait(700) == 0, run.output()
+    assert [row["publish"]["version"] for row in run.rows()] == [1, 2, 3, 4, 5, 6]
+    hosts = {url.rpartition(":")[0] for url in run.server_urls()}
+    assert hosts == {f"http://{cluster.hosts[name]}" for name in ("host_a", "host_b")}
+    assert len({group["endpoint"] for group in run.events("group")}) == 2
+    assert run.summary()["failure"] is None
+
+
+def test_a_server_whose_host_is_lost_starts_again_elsewhere_and_the_run_goes_on(
+    start_run: Callable[..., RunProcess], cluster: RayCluster
+) -> None:
+    cluster.add("doomed", 2)
+    fleet = '[{ place = "host_a" }, { place = "doomed" }]'
+    run = start_run("--servers.fleet", fleet, "--train.place", "host_b", "--run.num_steps", "14")
+    run.wait_for_steps(3, 400)
+    cluster.kill("doomed")
+    run.wait_for_output("server-1 was lost: its host", 200)
+    assert cluster.hosts["doomed"] in run.output()
+    cluster.add("doomed", 2)  # another host of that name, at another address
+    run.wait_for_output("server-1 was restarted", 600)
+    assert run.wait(700) == 0, run.output()
+    assert [row["version"] for row in run.rows()] == list(range(1, 15))
+    ledger_adds_up(run)
+
+
+def test_ranks_whose_host_is_lost_start_again_elsewhere_from_the_last_checkpoint(
+    start_run: Callable[..., RunProcess], cluster: RayCluster
+) -> None:
+    cluster.add("brief", 2)
+    settings = ("--run.restarts", "1", "--run.checkpoint_every_steps", "2", "--run.num_steps", "8")
+    run = start_run("--servers.place", "host_a", "--train.place", "brief", *settings)
+    run.wait_for_steps(3, 400)
+    (server,) = run.servers()
+    cluster.kill("brief")
+    cluster.add("brief", 2)
+    run.wait_for_output("all trainer ranks start again from the last checkpoint", 400)
+    assert run.wait(700) == 0, run.output()
+    assert "trainer-0 was lost: its host" in run.output()
+    assert [row["version"] for row in run.rows()] == list(range(1, 9))
+    assert run.servers() == [server]
+    ledger_adds_up(run)
+
+
+def ledger_adds_up(run: RunProcess) -> None:
+    """Every item that was issued is trained on, dropped with a reason, or waits; none is lost or counted twice."""
+    last = json.loads(max((run.directory / "checkpoints").glob("version-*.json")).read_text())["ledger"]
+    settled = last["num_trained"] + sum(last["num_dropped"].values())
+    assert last["next_new"] == settled + len(last["unsettled"])
+    rows = run.rows()
+    assert len({row["version"] for row in rows}) == len(rows)

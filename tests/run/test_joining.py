@@ -1,0 +1,133 @@
+"""Servers that join a run by themselves, and leave it with notice or without."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from inflight.errors import ConfigError
+from inflight.http.joining import RENEW_S
+from inflight.pipeline.joining import JoinDesk
+from tests.run.runs import RunProcess
+from tests.servers import TOKEN, ServerProcess
+
+pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("forks")]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def start_run(tmp_path: Path, model_dir: Path) -> Iterator[Callable[..., RunProcess]]:
+    runs: list[RunProcess] = []
+
+    def start(*overrides: str, **settings: Any) -> RunProcess:
+        runs.append(RunProcess(tmp_path, model_dir, *overrides, environment={"INFLIGHT_TOKEN": TOKEN}, **settings))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.kill()
+
+
+def test_servers_join_a_run_and_leave_it_with_notice_and_without(
+    start_run: Callable[..., RunProcess], start_server: Callable[..., ServerProcess], model_dir: Path
+) -> None:
+    at = f"127.0.0.1:{free_port()}"
+    run = start_run("--servers.join", at, "--run.num_steps", "100000", "--servers.max_concurrent", "16")
+    run.wait_for_output(f"servers may join at http://{at}")
+    joining = ("--join", f"http://{at}", "--dtype", "float32", "--threads", "1")
+    first, second, third = (start_server(model_dir, *joining) for _ in range(3))
+    for server in (first, second, third):
+        run.wait_for_events("group", lambda event, url=server.url: event["endpoint"] == url)
+    first.process.send_signal(signal.SIGTERM)
+    run.wait_for_output(f"{first.url} is no longer listed: it hands on what it has sampled and leaves")
+    assert first.process.wait(60) is not None
+    second.kill()
+    run.wait_for_output(f"{second.url} is no longer listed: it leaves once its groups have ended")
+    steps = len(run.rows())
+    run.wait_for_steps(steps + 2)
+    run.interrupt()
+    assert run.wait() == 130, run.output()
+    ledger = json.loads(max((run.directory / "checkpoints").glob("version-*.json")).read_text())["ledger"]
+    settled = ledger["num_trained"] + sum(ledger["num_dropped"].values())
+    assert ledger["next_new"] == settled + len(ledger["unsettled"])
+    assert "failed" not in ledger["num_dropped"]
+
+
+# ------------------------------------------------------------------------------------------------------- the desk
+
+
+def asked(method: str, content: bytes, token: str = "right") -> tuple[int, str, dict[str, str]]:
+    """Ask a desk; return the status, the body, and who is listed then."""
+
+    async def ask() -> tuple[int, str, dict[str, str]]:
+        desk = JoinDesk("127.0.0.1:0", "right", "run")
+        url = await desk.open()
+        try:
+            async with httpx.AsyncClient(base_url=url) as client:
+                headers = {"authorization": f"Bearer {token}"}
+                answer = await client.request(method, "/v1/servers", content=content, headers=headers)
+                return answer.status_code, answer.text, desk.listed()
+        finally:
+            await desk.close()
+
+    return asyncio.run(ask())
+
+
+def test_who_joins_is_listed_and_told_the_run() -> None:
+    status, text, listed = asked("POST", b'{"url": "http://10.0.0.7:8000"}')
+    assert (status, json.loads(text), listed) == (
+        200,
+        {"run_id": "run"},
+        {"http://10.0.0.7:8000": "http://10.0.0.7:8000"},
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "token", "status", "says"),
+    [
+        (b'{"url": "http://10.0.0.7:8000"}', "wrong", 401, "the token is missing or wrong"),
+        (b'{"url": "10.0.0.7"}', "right", 400, "is not an endpoint"),
+        (b'{"url": 7}', "right", 400, "validation error"),
+        (b" " * 5000, "right", 413, "larger than 4096 bytes"),
+    ],
+)
+def test_what_cannot_join_is_refused_and_not_listed(content: bytes, token: str, status: int, says: str) -> None:
+    answered, text, listed = asked("POST", content, token)
+    assert (answered, listed) == (status, {})
+    assert says in text
+
+
+def test_a_server_that_falls_silent_is_listed_no_more() -> None:
+    now = [0.0]
+    desk = JoinDesk("127.0.0.1:0", "right", "run", clock=lambda: now[0])
+
+    async def join() -> None:
+        url = await desk.open()
+        async with httpx.AsyncClient(base_url=url, headers={"authorization": "Bearer right"}) as client:
+            await client.post("/v1/servers", json={"url": "http://a:1"})
+        await desk.close()
+
+    asyncio.run(join())
+    now[0] = 3 * RENEW_S
+    assert desk.listed() == {"http://a:1": "http://a:1"}
+    now[0] = 5 * RENEW_S
+    assert desk.listed() == {}
+    assert not desk.hands_on("http://a:1")
+
+
+def test_an_address_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"servers.join '8100' is not HOST:PORT"):
+        asyncio.run(JoinDesk("8100", "t", "run").open())

@@ -1,0 +1,76 @@
+"""Servers that outlive their run for a lease, and are taken over when it is resumed."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inflight.errors import ConfigError
+from inflight.launchers import LocalLauncher
+from inflight.pipeline import run as runs_module
+from inflight.pipeline.config import load_config
+from tests.run.runs import CONFIG, RunProcess, ends_within, is_alive
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("forks")]
+
+
+@pytest.fixture
+def start_run(tmp_path: Path, model_dir: Path) -> Iterator[Callable[..., RunProcess]]:
+    runs: list[RunProcess] = []
+
+    def start(*overrides: str, **settings: Any) -> RunProcess:
+        runs.append(RunProcess(tmp_path, model_dir, *overrides, **settings))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.kill()
+        for pid in run.servers():
+            ends_within(pid, 30.0)
+
+
+def test_a_resumed_run_takes_over_the_servers_that_outlived_it(start_run: Callable[..., RunProcess]) -> None:
+    settings = ("--servers.lease_s", "60", "--servers.count", "2", "--run.checkpoint_every_steps", "2")
+    run = start_run(*settings, "--run.num_steps", "100000")
+    run.wait_for_steps(3)
+    servers, trainer = run.servers(), run.processes()["trainer-0"]
+    assert stat.S_IMODE((run.directory / "token").stat().st_mode) == 0o600
+    run.kill()
+    assert ends_within(trainer, 20.0)
+    assert all(map(is_alive, servers))
+    resumed = start_run(*settings, "--run.num_steps", "8", "--resume")
+    assert resumed.wait() == 0, resumed.output()
+    assert [row["version"] for row in resumed.rows()] == list(range(1, 9))
+    assert resumed.servers() == servers
+    assert len({group["endpoint"] for group in resumed.events("group")}) == 2
+    assert all(ends_within(pid, 5.0) for pid in servers)
+
+
+def test_servers_end_by_themselves_once_nobody_renews_their_lease(start_run: Callable[..., RunProcess]) -> None:
+    run = start_run("--servers.lease_s", "3", "--run.num_steps", "100000")
+    run.wait_for_steps(1)
+    (server,) = run.servers()
+    run.kill()
+    assert not ends_within(server, 1.0)
+    assert ends_within(server, 20.0)
+
+
+class WithoutOutliving(LocalLauncher):
+    """A launcher whose processes end with the run."""
+
+    @property
+    def can_outlive(self) -> bool:
+        return False
+
+
+def test_a_lease_is_refused_where_nothing_can_outlive_the_run(tmp_path: Path, model_dir: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(CONFIG.format(directory=tmp_path / "run", model=model_dir))
+    launcher = ("--run.launcher", "tests.run.test_leases:WithoutOutliving")
+    with pytest.raises(ConfigError, match=r"servers.lease_s lets servers outlive the run, but those of launcher"):
+        runs_module.train(load_config(path, (*launcher, "--servers.lease_s", "5")))
+    assert not (tmp_path / "run").exists()
