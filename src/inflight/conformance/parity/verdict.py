@@ -86,6 +86,14 @@ def _of_the_rest(measured: Measured) -> Iterator[Finding]:
             f"the difference grows along a completion: {first:.2g} in its first quarter, {last:.2g} in its last",
             "positions: rotary table and its scaling, the attention window, and the keys and values that are kept",
         )
+    far = [measured.engine.from_reference, measured.trainer.from_reference]
+    if measured.dtype != "float32" and max(far) < _CLEARLY * min(far):
+        yield Finding(
+            f"engine and trainer are {far[0]:.2g} and {far[1]:.2g} from float32, and {measured.same_weights.mean:.2g} "
+            "from each other: both round",
+            f"nothing, unless {measured.dtype} is not wanted: float32 on both sides removes it, and truncated ratios "
+            "bound its effect",
+        )
     for name, side, other in (
         ("engine", measured.engine, measured.trainer),
         ("trainer", measured.trainer, measured.engine),
