@@ -19,17 +19,20 @@ from tests.environments.tokenizers import tokenizer
 
 
 @functools.cache
-def _made(template: str) -> tuple[Any, ChatTemplate]:
+def _made(template: str, added: tuple[str, ...] = ()) -> tuple[Any, ChatTemplate]:
     built = tokenizer(template)
+    built.add_tokens([*added])
     return built, ChatTemplate(built)
 
 
-def scripted_episode(says: Callable[[str], str], *, template: str = "qwen3", seed: int = 0) -> PlayingEpisode:
+def scripted_episode(
+    says: Callable[[str], str], *, template: str = "qwen3", seed: int = 0, added: tuple[str, ...] = ()
+) -> PlayingEpisode:
     """Return an episode whose every turn is what ``says`` makes of the prompt's text, and the end of the turn.
 
-    All tokens of turn ``i`` are of version ``i``, from 0, with logprobs of -1/8.
+    The texts ``added`` are tokens. All tokens of turn ``i`` are of version ``i``, from 0, with logprobs of -1/8.
     """
-    built, chat = _made(template)
+    built, chat = _made(template, added)
     version = iter(range(10_000))
 
     async def generate(request: GenerateRequest) -> Completion:
