@@ -46,7 +46,7 @@ MAX_LENGTH, MAX_LAG = 82, 8
 SEEDS = (0, 1, 2)
 NUM_STEPS = 120
 LEARNING_RATE = 3e-3
-NO_BOUND = MaxLag(1000)
+BOUND = MaxLag(MAX_LAG)
 
 
 def length_of(seed: int, item: int) -> int:
@@ -167,7 +167,7 @@ class Trained:
         )
 
     def batch(self, groups: Sequence[Group]) -> StepBatch:
-        return make_batch(groups, self.version, self.advantages, NO_BOUND)
+        return make_batch(groups, self.version, self.advantages, BOUND)
 
 
 def gradient(model: Model, loss: PolicyLoss, batch: StepBatch) -> dict[str, float]:
@@ -330,12 +330,12 @@ def _fixed(trained: Trained, groups: Sequence[Group]) -> Iterator[StepBatch]:
 
 def _budgeted(trained: Trained, groups: Sequence[Group], budget: int) -> Iterator[StepBatch]:
     composer = ConstantTokens(tokens_per_step=2 * budget, budget=budget)
-    waiting = WaitingGroups(NO_BOUND, composer)
+    waiting = WaitingGroups(BOUND, composer)
     waiting.advance(trained.version)
     for group in groups:
         waiting.add(group)
         while waiting.ready():
-            yield make_batch(waiting.take(), trained.version, trained.advantages, NO_BOUND, composer)
+            yield make_batch(waiting.take(), trained.version, trained.advantages, BOUND, composer)
 
 
 def _variation(values: Sequence[float]) -> float:
@@ -352,7 +352,10 @@ SIMULATED_STEPS = 24
 
 
 def speeds() -> list[dict[str, float]]:
-    """PipelineRL over conventional RL, both at a largest lag of 8, by what a token costs in training."""
+    """PipelineRL over conventional RL in phases of 8 steps, by what a token costs in training.
+
+    With as many completions in flight as make tokens no slower, and with fewer, so that none is ever older than 8.
+    """
     rng = random.Random(0)
     lengths = [min(8192, max(1, round(rng.lognormvariate(math.log(1500), 0.9)))) for _ in range(20_000)]
     mean = statistics.fmean(lengths)
@@ -360,25 +363,37 @@ def speeds() -> list[dict[str, float]]:
     for cost in (0.004, 0.008):
         total = SAMPLES_PER_STEP * mean * cost
         split = best_split(DEVICES, lambda n: SAMPLES_PER_STEP * mean / (n * KNEE), lambda n, total=total: total / n)
-        pipeline = _simulated(lengths, split.num_generating, 1, total / split.num_training, conventional=False)
-        phases = _simulated(lengths, DEVICES, MAX_LAG, MAX_LAG * total / DEVICES, conventional=True)
-        found.append(
-            {
-                "cost": cost,
-                "num_generating": split.num_generating,
-                "num_training": split.num_training,
-                "ratio": pipeline.tokens_per_time / phases.tokens_per_time,
-                "lag_max": max(pipeline.group_lags),
-                "lag_mean": statistics.fmean(pipeline.group_lags),
-            }
+        phases = _simulated(
+            lengths,
+            DEVICES,
+            MAX_LAG * SAMPLES_PER_STEP // DEVICES,
+            MAX_LAG,
+            MAX_LAG * total / DEVICES,
+            conventional=True,
         )
+        for capacity in (128, 96):
+            pipeline = _simulated(
+                lengths, split.num_generating, capacity, 1, total / split.num_training, conventional=False
+            )
+            found.append(
+                {
+                    "cost": cost,
+                    "num_generating": split.num_generating,
+                    "num_training": split.num_training,
+                    "capacity": capacity,
+                    "ratio": pipeline.tokens_per_time / phases.tokens_per_time,
+                    "lag_max": max(pipeline.group_lags),
+                    "lag_mean": statistics.fmean(pipeline.group_lags),
+                }
+            )
     return found
 
 
-def _simulated(lengths: Sequence[int], num_devices: int, steps: int, step_time: float, *, conventional: bool) -> Any:
+def _simulated(
+    lengths: Sequence[int], num_devices: int, capacity: int, steps: int, step_time: float, *, conventional: bool
+) -> Any:
     history = HistoryStore()
     groups = steps * SAMPLES_PER_STEP
-    capacity = math.ceil(groups / num_devices) if conventional else math.ceil(KNEE)
     return simulate(
         SCHEDULERS["least_loaded"](group_size=1, history=history),
         [Endpoint(f"device-{i}", capacity, KNEE) for i in range(num_devices)],

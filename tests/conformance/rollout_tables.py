@@ -162,9 +162,9 @@ def _ess() -> str:
 
 
 def _speeds() -> str:
-    return ", ".join(
-        f"{row['ratio']:.2f}x with {row['num_training']} devices that train and {row['num_generating']} that generate "
-        f"(lag mean {row['lag_mean']:.1f}, largest {row['lag_max']})"
+    return "; ".join(
+        f"{row['ratio']:.2f}x ({row['num_training']} devices train, {row['num_generating']} generate up to "
+        f"{row['capacity']} each; lag mean {row['lag_mean']:.1f}, largest {row['lag_max']})"
         for row in kept("criteria")["rows"]["speeds"]
     )
 

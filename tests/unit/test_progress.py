@@ -32,3 +32,15 @@ def test_what_is_waited_for_is_said_after_a_silence_and_with_its_length(
 def test_a_line_is_never_broken_off_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     Progress(6).note("one line, " * 30 + "however long")
     assert capsys.readouterr().out == "inflight: " + "one line, " * 30 + "however long\n"
+
+
+def test_the_line_of_a_step_says_how_much_of_the_drafts_was_accepted_where_there_are_any(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    row = {
+        **{"version": 6, "reward": 0.5, "lag_mean": 1.0, "lag_max": 2, "paused_share": 0.01, "time_s": 3.0},
+        **{"completion_tokens_per_s": 10.0, "trained_tokens_per_s": 9.0, "completion_length": 40.0},
+    }
+    for accepted, is_said in ((None, False), (3.14, True)):
+        Progress(6).step(row | {"accepted_per_verification": accepted})
+        assert ("accepted 3.1 tokens per draft" in capsys.readouterr().out) == is_said

@@ -152,8 +152,8 @@ class Actor:
         """Add an endpoint that runs up to ``limit`` sequences at a time; it gets work once `serve` names it."""
         if declared is not None:
             limit = min(limit, declared.max_concurrent_sequences)
-        self._seats.append(Seat(endpoint, max(limit, self.work.size if self.work.is_one_request else 1), declared))
-        self._seats[-1].drafted = self._drafted
+        capacity = max(limit, self.work.size if self.work.is_one_request else 1)
+        self._seats.append(Seat(endpoint, capacity, declared, drafted=self._drafted))
         self._note_slots(self._seats[-1])
 
     def retire(self, name: str, on_idle: Callable[[], None], *, hands_on: bool = False) -> None:

@@ -35,8 +35,10 @@ def best_split(
     sizes = range(unit, num_devices - unit + 1, unit)
     generating = {x: generation_s(x) for x in sizes}
     training = {y: training_s(y) for y in sizes}
-    splits = [Split(x, y, max(generating[x], training[y])) for x in sizes for y in sizes if x + y <= num_devices]
-    return min(splits, key=lambda split: (split.step_s, split.num_generating + split.num_training))
+    step_s, _, x, y = min(
+        (max(generating[x], training[y]), x + y, x, y) for x in sizes for y in sizes if x + y <= num_devices
+    )
+    return Split(x, y, step_s)
 
 
 def should_grow(generation_s: float, training_s: float, gain_s: float) -> bool:
