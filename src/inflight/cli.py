@@ -29,7 +29,7 @@ _Follow = Callable[[InferenceEndpoint], Awaitable[None]]
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0 done, 1 failed with a message, 2 wrong usage, 130 interrupted."""
     arguments, rest = _parser().parse_known_args(argv)
-    if rest and arguments.command != "train":
+    if rest and arguments.command not in ("train", "launch"):
         _parser().error(f"unrecognized arguments: {' '.join(rest)}")
     _quiet_transformers()
     try:
@@ -88,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument(
         "--launcher", metavar="NAME", help="what starts servers and trainers, as run.launcher: local or ray"
     )
+    train.add_argument("--resume-if-begun", action="store_true", help="the same if there is one; otherwise begin")
     train.add_argument("--tensorboard", action="store_true", help="also write TensorBoard events to the run directory")
     train.add_argument(
         "--dry-run",
@@ -101,6 +102,22 @@ def _parser() -> argparse.ArgumentParser:
         help="GPUs of the dry run, such as 8x80GiB (default: this machine's)",
     )
     train.set_defaults(call=_train)
+
+    launch = commands.add_parser(
+        "launch",
+        help="print a run as a job of Slurm or Kubernetes",
+        epilog="Every field can be overridden, as for inflight train.",
+    )
+    launch.add_argument("config", type=Path, metavar="RUN.toml", help="as the processes of the job find it")
+    launch.add_argument("--emit", choices=("sbatch", "jobset"), required=True)
+    launch.add_argument(
+        "--option", action="append", default=[], metavar="=--KEY=VALUE", help="an option for every part of a batch job"
+    )
+    launch.add_argument("--image", help="container image of a JobSet")
+    launch.add_argument(
+        "--volume", metavar="CLAIM:PATH", help="volume claim of a JobSet, and where all processes mount it"
+    )
+    launch.set_defaults(call=_launch)
 
     policies = commands.add_parser("policies", help="list the schedulers, staleness policies and composers of a run")
     policies.add_argument("name", nargs="?", help="describe this one")
@@ -454,7 +471,27 @@ def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     from inflight.pipeline.run import train
 
     config = load_config(arguments.config, overrides)
-    return train(config, resume=arguments.resume, tensorboard=arguments.tensorboard)
+    is_begun = arguments.resume_if_begun and (config.run.directory / "config.json").exists()
+    return train(config, resume=arguments.resume or is_begun, tensorboard=arguments.tensorboard)
+
+
+def _launch(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Print a manifest."""
+    from inflight.launchers.emit import jobset, sbatch
+    from inflight.pipeline.config import load_config
+    from inflight.pipeline.manifests import plan_of
+
+    plan = plan_of(load_config(arguments.config, overrides), arguments.config, overrides)
+    if arguments.emit == "sbatch":
+        print(sbatch(plan, arguments.option), end="")
+        return 0
+    if arguments.image is None:
+        raise ConfigError("a JobSet needs --image, the container image that has inflight")
+    claim, separator, path = (arguments.volume or "").partition(":")
+    if arguments.volume is not None and not (claim and separator and path.startswith("/")):
+        raise ConfigError(f"--volume {arguments.volume!r} is not CLAIM:PATH, such as models:/shared")
+    print(jobset(plan, arguments.image, (claim, path) if claim else None), end="")
+    return 0
 
 
 def _dry_run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:

@@ -94,6 +94,12 @@ class Launcher(Protocol):
         """Address of this process's host, as the processes that it starts reach it."""
 
     @property
+    def port(self) -> int:
+        """Port at which ranks find the run. 0: a free one; another where `start` starts nothing, and ranks come by
+        themselves."""
+        return 0
+
+    @property
     @abstractmethod
     def num_gpus(self) -> int | None:
         """GPUs of all hosts; None: this machine's, of which the run itself chooses."""

@@ -8,12 +8,15 @@ from typing import Any
 from inflight.extensions import make
 from inflight.launchers.launcher import Launcher
 from inflight.launchers.local import LocalLauncher
+from inflight.launchers.outside import OutsideLauncher
 
 
 def load_launcher(name: str, options: Mapping[str, Any]) -> Launcher:
-    """Return the launcher ``local``, an entry point in the group ``inflight.launchers``, or ``module:attribute``.
+    """Return a launcher of ours, an entry point in the group ``inflight.launchers``, or ``module:attribute``.
 
     Raises `ConfigError` if there is none, or if it cannot reach the hosts that it launches on.
     """
-    launcher: Launcher = make(Launcher, "launcher", "launchers", name, {}, options, {"local": LocalLauncher})
+    launcher: Launcher = make(
+        Launcher, "launcher", "launchers", name, {}, options, {"local": LocalLauncher, "outside": OutsideLauncher}
+    )
     return launcher

@@ -37,7 +37,8 @@ class RunSection(Section):
     """G of the conventional mode."""
     launcher: str = "local"
     """What starts servers and trainers: ``local``, children on this machine; ``ray``, processes on the hosts of a Ray
-    cluster; another entry point in the group ``inflight.launchers``, or ``module:attribute``."""
+    cluster; ``outside``, a job that ``inflight launch`` emits; another entry point in the group
+    ``inflight.launchers``, or ``module:attribute``."""
     launcher_options: dict[str, Any] = {}
     """Arguments of the launcher, such as ``{ address = "10.0.0.1:6379" }`` for ``ray``."""
     restarts: int = Field(default=0, ge=0)

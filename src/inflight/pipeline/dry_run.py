@@ -133,7 +133,7 @@ def _started(
     config: RunConfig, trainers: Sequence[Place], servers: Sequence[Place], memory: Mapping[str, tuple[Term, ...]]
 ) -> list[PlannedProcess]:
     train, num = config.train, config.train.num_ranks
-    meets = f"meets the others over {config.run.directory / 'logs' / 'rendezvous'}" if num > 1 else "meets nobody"
+    meets = "meets the others at a free port of rank 0's host" if num > 1 else "meets nobody"
     found = [PlannedProcess("controller", "samples, scores and composes", (), "asks the others")]
     for rank, it in enumerate(trainers):
         what = f"{train.trainer} worker, rank {rank} of {num}"

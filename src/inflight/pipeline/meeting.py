@@ -25,6 +25,8 @@ _PROOF_BYTES = 32
 _RANK = struct.Struct("<I")
 _PROVE_S = 30.0
 """How long either side may take to prove itself."""
+_CONNECT_S = 300.0
+"""How long a rank tries to reach its run, which may start later."""
 
 
 class Meeting:
@@ -37,8 +39,8 @@ class Meeting:
         self.where = f"{host}:{server.sockets[0].getsockname()[1]}"
 
     @classmethod
-    async def open(cls, address: str, token: str, num_ranks: int) -> Meeting:
-        """Listen on a free port of ``address``."""
+    async def open(cls, address: str, token: str, num_ranks: int, port: int = 0) -> Meeting:
+        """Listen on a port of ``address``, 0 for a free one."""
         loop = asyncio.get_running_loop()
         ranks: list[asyncio.Future[RunChannel]] = [loop.create_future() for _ in range(num_ranks)]
 
@@ -54,7 +56,7 @@ class Meeting:
             _keep_alive(writer.get_extra_info("socket"))
             ranks[rank].set_result(RunChannel(rank, reader, writer))
 
-        server = await asyncio.start_server(meet, address, 0, limit=1 << 20)
+        server = await asyncio.start_server(meet, address, port, limit=1 << 20)
         return cls(server, address, ranks)
 
     async def channel(self, rank: int) -> RunChannel:
@@ -133,8 +135,7 @@ def _proof(token: str, role: bytes, challenge: bytes, answer: bytes, number: byt
 
 
 def _connected(host: str, port: int) -> socket.socket:
-    """Connect, and try again for a while: hosts may come up before their network does."""
-    deadline = time.monotonic() + _PROVE_S
+    deadline = time.monotonic() + _CONNECT_S
     while True:
         try:
             return socket.create_connection((host, port), timeout=_PROVE_S)

@@ -234,7 +234,7 @@ async def start_ranks(
     config: RunConfig, logs: Path, token: str, lock: int | None, places: Sequence[Place], launcher: Launcher
 ) -> list[Rank]:
     """Start the trainer ranks together, which meet the run and wait for their first request."""
-    meeting = await Meeting.open(launcher.address, token, len(places))
+    meeting = await Meeting.open(launcher.address, token, len(places), launcher.port)
     environment = {
         TOKEN_VARIABLE: token,
         RUN_VARIABLE: meeting.where,

@@ -141,6 +141,10 @@ class _Run:
         self.launcher: Launcher = (
             before.launcher if before else load_launcher(config.run.launcher, config.run.launcher_options)
         )
+        if self.launcher.port and not config.servers.others_may_come:
+            raise ConfigError(
+                f"launcher {config.run.launcher!r} starts no servers: set servers.join, where they come by themselves"
+            )
         if config.servers.lease_s and not self.launcher.can_outlive:
             raise ConfigError(
                 f"servers.lease_s lets servers outlive the run, but those of launcher {config.run.launcher!r} cannot: "

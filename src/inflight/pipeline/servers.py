@@ -90,7 +90,7 @@ class Servers:
         """
         servers = self.config.servers
         running = [server for server in self.own if server.process.ended is None]
-        if not servers.urls and not running:
+        if not servers.urls and not running and not self.launcher.port:
             await asyncio.gather(*(server.stop() for server in self.own))
             self.own = await start_servers(self.config, directory, self.token, self.places, self.launcher)
         limits = {server.url: server.max_concurrent for server in running or self.own}

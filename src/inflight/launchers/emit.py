@@ -1,0 +1,126 @@
+"""A plan as a manifest: a batch script of Slurm, or a JobSet of Kubernetes. Starts nothing and asks nobody."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from inflight.errors import ConfigError
+from inflight.launchers.plan import MEET_PORT, Gang, Plan
+
+
+def sbatch(plan: Plan, directives: Sequence[str] = ()) -> str:
+    """Return a heterogeneous batch job, with one component for the controller and one for each gang.
+
+    ``directives`` are further options for every component, such as ``--partition=gpu``.
+    """
+    lines = ["#!/bin/bash"]
+    for index, gang in enumerate((plan.controller, *plan.gangs)):
+        lines += ["#SBATCH hetjob"] if index else [f"#SBATCH --job-name={plan.name}"]
+        lines += [f"#SBATCH {option}" for option in (*_options(gang), *directives)]
+    lines += [
+        "",
+        "set -euo pipefail",
+        'export INFLIGHT_TOKEN="${INFLIGHT_TOKEN:-$(head -c 24 /dev/urandom | base64 | tr "+/" "-_")}"',
+        'export INFLIGHT_HEAD="$(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_0" | head -n 1)"',
+        f'export INFLIGHT_RUN="$INFLIGHT_HEAD:{MEET_PORT}"',
+        "",
+    ]
+    for index, gang in enumerate(plan.gangs, 1):
+        lines += [f"srun --het-group={index} --kill-on-bad-exit=0 bash -c {shlex.quote(_task(gang))} &"]
+    # The job ends when the controller does.
+    lines += [f"srun --het-group=0 bash -c {shlex.quote(_task(plan.controller))}"]
+    return "\n".join(lines) + "\n"
+
+
+def _options(gang: Gang) -> Iterator[str]:
+    yield f"--ntasks={gang.num}"
+    yield f"--cpus-per-task={gang.num_cpus}"
+    if gang.num_gpus:
+        yield f"--gpus-per-task={gang.num_gpus}"
+
+
+def _task(gang: Gang) -> str:
+    """Return the shell script of one task."""
+    words = ["export INFLIGHT_ADDRESS=\"$(hostname -I | cut -d ' ' -f 1)\";"]
+    if gang.are_ranks:
+        words.append(f"export RANK=$SLURM_PROCID WORLD_SIZE={gang.num} OMP_NUM_THREADS={gang.num_cpus};")
+        # A task with a GPU of its own sees no other.
+        words.append(f"export LOCAL_RANK={0 if gang.num_gpus else '$SLURM_LOCALID'};")
+    command = " ".join(shlex.quote(word) for word in gang.command)
+    return " ".join([*words, "exec", command.replace("{head}", "'\"$INFLIGHT_HEAD\"'")])
+
+
+def jobset(plan: Plan, image: str, volume: tuple[str, str] | None) -> str:
+    """Return a JobSet as JSON, which ``kubectl apply -f`` takes.
+
+    The token comes from the secret ``NAME-token``, key ``token``. ``volume`` is a claim and where it is mounted: every
+    process reads model and configuration there, and ranks write checkpoints. When a rank or the controller fails, all
+    start again, and the controller resumes.
+    """
+    name = _dns(plan.name)
+    head = f"{name}-controller-0-0.{name}"
+    document = {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {"name": name},
+        "spec": {
+            "network": {"enableDNSHostnames": True, "subdomain": name, "publishNotReadyAddresses": True},
+            "successPolicy": {"operator": "All", "targetReplicatedJobs": ["controller"]},
+            "failurePolicy": {"maxRestarts": 3},
+            "replicatedJobs": [_job(gang, name, head, image, volume) for gang in (plan.controller, *plan.gangs)],
+        },
+    }
+    return json.dumps(document, indent=2) + "\n"
+
+
+def _job(gang: Gang, name: str, head: str, image: str, volume: tuple[str, str] | None) -> dict[str, Any]:
+    resources: Mapping[str, str | int] = {
+        "cpu": gang.num_cpus,
+        **({"nvidia.com/gpu": gang.num_gpus} if gang.num_gpus else {}),
+    }
+    environment: list[dict[str, Any]] = [
+        {"name": "INFLIGHT_ADDRESS", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+        {"name": "INFLIGHT_TOKEN", "valueFrom": {"secretKeyRef": {"name": f"{name}-token", "key": "token"}}},
+    ]
+    if gang.are_ranks:
+        index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+        environment += [
+            {"name": "RANK", "valueFrom": {"fieldRef": {"fieldPath": index}}},
+            {"name": "WORLD_SIZE", "value": str(gang.num)},
+            {"name": "LOCAL_RANK", "value": "0"},  # each rank has a pod of its own
+            {"name": "OMP_NUM_THREADS", "value": str(gang.num_cpus)},
+            {"name": "INFLIGHT_RUN", "value": f"{head}:{MEET_PORT}"},
+        ]
+    container: dict[str, Any] = {
+        "name": gang.name,
+        "image": image,
+        "command": [word.replace("{head}", head) for word in gang.command],
+        "env": environment,
+        "resources": {"requests": resources, "limits": resources},
+    }
+    pod: dict[str, Any] = {"restartPolicy": "Never" if gang.are_ranks else "OnFailure", "containers": [container]}
+    if volume is not None:
+        claim, path = volume
+        container["volumeMounts"] = [{"name": "shared", "mountPath": path}]
+        container["workingDir"] = path
+        pod["volumes"] = [{"name": "shared", "persistentVolumeClaim": {"claimName": claim}}]
+    spec = {
+        "parallelism": gang.num,
+        "completions": gang.num,
+        "completionMode": "Indexed",
+        "backoffLimit": 0 if gang.are_ranks else 6,
+        "template": {"spec": pod},
+    }
+    return {"name": gang.name, "replicas": 1, "template": {"spec": spec}}
+
+
+def _dns(name: str) -> str:
+    """Return a name as Kubernetes allows it in host names."""
+    found = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].rstrip("-")
+    if not found or not found[0].isalpha():
+        raise ConfigError(f"{name!r} has no letter to begin a name of Kubernetes with: choose another run.directory")
+    return found

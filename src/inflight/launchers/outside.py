@@ -1,0 +1,64 @@
+"""Processes that somebody else starts, such as Slurm or Kubernetes from a manifest: the run only waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Sequence
+
+from inflight.launchers.launcher import Ended, Launched, Launcher, Program
+
+
+class OutsideLauncher(Launcher):
+    """Starts nothing: ranks come to ``address:port`` by themselves, and servers to ``servers.join``."""
+
+    def __init__(self, port: int, address: str = "0.0.0.0") -> None:
+        self._port = port
+        self._address = address
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    @property
+    def port(self) -> int:
+        return self._port
+
+    @property
+    def num_gpus(self) -> int | None:
+        return 0
+
+    @property
+    def can_outlive(self) -> bool:
+        return False
+
+    async def start(self, programs: Sequence[Program], timeout_s: float) -> Sequence[Launched]:
+        return [_Elsewhere() for _ in programs]
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class _Elsewhere(Launched):
+    """A process of which only its own connections tell anything."""
+
+    @property
+    def address(self) -> str:
+        return ""
+
+    @property
+    def ended(self) -> Ended | None:
+        return None
+
+    async def wait(self) -> Ended:
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets it")
+
+    async def ready(self) -> str | None:
+        return None
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """It ends when its connection to the run does."""
+
+    async def stop(self, patience_s: float) -> None:
+        """It ends when its connection to the run does."""
