@@ -193,11 +193,11 @@ $(STAMP_VERIFIERS): pyproject.toml constraints.txt
 	  --editable '.[local,verifiers]' hypothesis openai pytest pytest-timeout pytest-xdist trl
 	touch $@
 
-$(STAMP_VLLM): engines/install
+$(STAMP_VLLM): engines/install engines/torchvision_on_cpu.py
 	PYTHON=$(PYTHON) engines/install vllm $(VLLM) $(dir $@)
 	touch $@
 
-$(STAMP_SGLANG): engines/install engines/sglang-cpu.txt engines/sglang_on_cpu.py
+$(STAMP_SGLANG): engines/install engines/sglang-cpu.txt engines/torchvision_on_cpu.py
 	PYTHON=$(PYTHON) engines/install sglang $(SGLANG) $(dir $@)
 	touch $@
 
