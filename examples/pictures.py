@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import Any, Literal
+from typing import Literal
 
 from PIL import Image
 
@@ -39,9 +39,12 @@ class Pictures(Environment):
         return TaskItem(index, question, answer, {"image_url": image_url_of(picture)})
 
     async def play(self, item: TaskItem, episode: Episode) -> float:
-        url: Any = item.metadata["image_url"]
-        picture = {"type": "image_url", "image_url": {"url": url}}
-        reply = await episode.conversation().say(
-            {"role": "user", "content": [picture, {"type": "text", "text": item.prompt}]}
-        )
-        return float(reply.text.strip() == item.answer)
+        return await ask(item, episode)
+
+
+async def ask(item: TaskItem, episode: Episode) -> float:
+    """Show the picture of an item and ask its question; a right answer gives 1."""
+    picture = {"type": "image_url", "image_url": {"url": item.metadata["image_url"]}}
+    question = {"role": "user", "content": [picture, {"type": "text", "text": item.prompt}]}
+    reply = await episode.conversation().say(question)
+    return float(reply.text.strip() == item.answer)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from inflight.environments.answers import Answers
+from inflight.environments.playing import PlayingEpisode
 from inflight.environments.recording import PlayedEpisode, Recording
-from inflight.environments.requests import rendered_message
+from inflight.environments.requests import ChatRequest, rendered_message
 from inflight.environments.transcripts import ChatTemplate
 from inflight.errors import InvalidRequestError, UnsupportedError
 from inflight.images import ImageProcessor
 from inflight.local.tiny import EOS
 from inflight.local.tiny_images import IMAGE, TinyImageShape, create_tiny_image_model, tiny_processor
 from inflight.types import Message
-from inflight.wire import Completion, PromptImage, VersionSpan
-from tests.pictures import BLUE, RED, picture
+from inflight.wire import Completion, GenerateRequest, PromptImage, SamplingParams, VersionSpan
+from tests.engine.reference import TOLERANCE, serving
+from tests.pictures import BLUE, RED, Reference, images_of, make_image_model, picture
 
 
 @pytest.fixture(scope="module")
@@ -96,3 +101,37 @@ def test_the_proxy_takes_parts_with_images_and_refuses_addresses() -> None:
     for wrong in ({"url": "https://example.com/a.png"}, {}, "text"):
         with pytest.raises(InvalidRequestError, match=r"messages\.0\.content\.0\.image_url"):
             rendered_message({"role": "user", "content": [{"type": "image_url", "image_url": wrong}]}, 0)
+
+
+@pytest.mark.anyio
+async def test_an_agent_that_shows_images_is_recorded_with_them(tmp_path: Path) -> None:
+    """Two requests in OpenAI's format, of which the second continues the first: one rollout, with both images."""
+    model = make_image_model(tmp_path / "seeing")
+    images = images_of(model)
+    async with serving(model) as endpoint:
+
+        async def generate(request: GenerateRequest) -> Completion:
+            (completion,) = (await endpoint.generate(request)).completions
+            return completion
+
+        chat = ChatTemplate(tiny_processor().tokenizer, images)
+        episode = PlayingEpisode("one", 0, chat, generate, SamplingParams(max_tokens=6), max_tokens=200)
+        answers = Answers(episode)
+        messages = [shown(picture(RED), "what?")]
+        first = await answers.answer(ChatRequest(model="seeing", messages=tuple(messages)))
+        messages += [{"role": "assistant", "content": first.text}, shown(picture(BLUE), "and this?")]
+        await answers.answer(ChatRequest(model="seeing", messages=tuple(messages)))
+    calls = episode.recording.calls
+    assert [len(call.images) for call in calls] == [1, 2]
+    reference, num_compared = Reference(model), 0
+    for call in calls:
+        request = GenerateRequest(request_id="x", prompt_token_ids=call.prompt_token_ids, images=call.images)
+        if call.prompt_token_ids.count(IMAGE) == 16 * len(call.images):  # none was sampled
+            ids = call.completion.token_ids
+            end = ids.index(IMAGE) if IMAGE in ids else len(ids)
+            compared = call.completion.model_copy(
+                update={"token_ids": ids[:end], "logprobs": call.completion.logprobs[:end]}
+            )
+            assert end == 0 or reference.gap(request, compared) < TOLERANCE
+            num_compared += end
+    assert num_compared > 0
