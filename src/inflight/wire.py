@@ -525,6 +525,11 @@ class GenerateRequest(WireModel):
             )
         return self
 
+    @model_validator(mode="after")
+    def _images_are_in_the_prompt(self) -> GenerateRequest:
+        check_images(self.images, len(self.prompt_token_ids))
+        return self
+
 
 class DraftCounts(WireModel):
     """How many drafts were verified for one completion, and how many drafted tokens it has."""
@@ -542,11 +547,6 @@ class DraftCounts(WireModel):
     def accepted_per_verification(self) -> float | None:
         """Drafted tokens that a verification accepted on average; it brought one more. None without any."""
         return self.num_accepted / self.num_verifications if self.num_verifications else None
-
-    @model_validator(mode="after")
-    def _images_are_in_the_prompt(self) -> GenerateRequest:
-        check_images(self.images, len(self.prompt_token_ids))
-        return self
 
 
 class Completion(WireModel):

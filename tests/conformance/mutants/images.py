@@ -62,11 +62,11 @@ def leaving_the_tower(endpoint: LocalEndpoint) -> LocalEndpoint:
 MUTANTS = (
     Mutant(
         "images cached by tokens",
-        "E-71",
+        "E-75",
         "A prompt gets the images of an earlier one with the same tokens.",
         caching_by_tokens,
     ),
-    Mutant("images in another order", "E-71", "The last image fills the first placeholders.", in_another_order),
+    Mutant("images in another order", "E-75", "The last image fills the first placeholders.", in_another_order),
     Mutant(
         "undeclared images ignored",
         "E-72",

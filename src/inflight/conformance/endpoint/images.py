@@ -78,7 +78,7 @@ def _picture(colour: tuple[int, int, int]) -> str:
     return image_url_of(picture)
 
 
-@check("E-71", "fresh", deadline_s=180)
+@check("E-75", "fresh", deadline_s=180)
 @look_at(
     "which features fill which placeholders, and what is cached by token ids alone: prefixes, prefills and encoded "
     "images must be told apart by the images too"

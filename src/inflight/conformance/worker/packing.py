@@ -103,7 +103,7 @@ def _problems_of_nothing(logprobs_T: torch.Tensor, batch: MicroBatch) -> list[st
     return problems
 
 
-@check("W-45")
+@check("W-46")
 @look_at(
     "image_rows_M: which features fill which packed tokens, and whether gradients reach the vision tower; a rank "
     "without images takes part in the collectives of its vision tower"
@@ -150,7 +150,7 @@ def _batch_with_images(model: Path) -> MicroBatch:
         rows += [start + row for image in placed for row in range(image.start, image.end)]
         segments.append(token_ids)
         shown += own
-    batch = make_batch([len(token_ids) for token_ids in segments], seed=45)
+    batch = make_batch([len(token_ids) for token_ids in segments], seed=46)
     rows_M = torch.tensor(rows)
     mask_T = batch.loss_mask_T.clone()
     mask_T[rows_M] = False
