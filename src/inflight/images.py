@@ -28,7 +28,7 @@ FAMILIES = ("llava",)
 
 _TOWERS = ("siglip_vision_model", "clip_vision_model")
 """Their vision towers that make the same number of features of every image."""
-_MAX_PIXELS = 64_000_000
+_MAX_PIXELS = 1 << 24
 """Of an image that is decoded: a few kilobytes can claim to be gigabytes."""
 _NUM_CACHED = 64
 """Images whose tensors are kept, because the completions of a group share theirs."""
