@@ -207,11 +207,11 @@ $(STAMP_OPENENV): pyproject.toml constraints.txt
 	  --editable '.[local]' hypothesis pytest pytest-timeout pytest-xdist trl
 	touch $@
 
-$(STAMP_VLLM): engines/install
+$(STAMP_VLLM): engines/install engines/torchvision_on_cpu.py
 	PYTHON=$(PYTHON) engines/install vllm $(VLLM) $(dir $@)
 	touch $@
 
-$(STAMP_SGLANG): engines/install engines/sglang-cpu.txt engines/sglang_on_cpu.py
+$(STAMP_SGLANG): engines/install engines/sglang-cpu.txt engines/torchvision_on_cpu.py
 	PYTHON=$(PYTHON) engines/install sglang $(SGLANG) $(dir $@)
 	touch $@
 

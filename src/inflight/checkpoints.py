@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from inflight.attention import check_model_is_supported
 from inflight.errors import ConfigError, UnsupportedError
+from inflight.images import check_family, takes_images
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _INDEX = "model.safetensors.index.json"
@@ -42,6 +43,10 @@ def load_config(path: Path) -> Any:
         raise ConfigError(f"{path / 'config.json'} cannot be read: {_one_line(error)}") from error
     architectures = config.architectures or []
     models = AutoModelForCausalLM._model_mapping
+    if takes_images(config) and _has_class_of(config, architectures):
+        check_family(config)
+        check_model_is_supported(config)
+        return config
     if type(config) not in models or not any("CausalLM" in a for a in architectures):
         if type(config) in models and (name := models[type(config)].__name__) in architectures:
             takes_more = name.endswith("ForConditionalGeneration")
@@ -58,19 +63,36 @@ def load_config(path: Path) -> Any:
     return config
 
 
+def _has_class_of(config: Any, architectures: Sequence[str]) -> bool:
+    """Return whether a checkpoint is of the class that transformers makes of a configuration with images."""
+    models = _model_class(config)._model_mapping
+    return type(config) in models and models[type(config)].__name__ in architectures
+
+
+def _model_class(config: Any) -> Any:
+    """Return transformers' class that makes the model of a configuration."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if takes_images(config) else AutoModelForCausalLM
+
+
+def _attention_of(config: Any, attention: str) -> str | dict[str, str]:
+    """Return ``attn_implementation``: a vision tower attends as transformers does."""
+    return {"text_config": attention, "vision_config": "sdpa"} if takes_images(config) else attention
+
+
 def check_weights(path: Path) -> None:
     """Check, by the headers of the files alone, that the weights in a model directory are whole and fit its config.
 
     Raises `ConfigError` that names the file or the tensor that is wrong, and what `load_config` raises.
     """
-    from transformers import AutoModelForCausalLM
-    from transformers.core_model_loading import revert_weight_conversion
-
     config = load_config(path)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-        empty = {name: torch.empty(parameter.shape) for name, parameter in model.named_parameters()}
-    wanted = {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, empty).items()}
+        model = _model_class(config).from_config(config)
+    held = stored_tensors(path).keys()
+    wanted: dict[str, tuple[int, ...]] = {}
+    for name, parameter in model.named_parameters():
+        wanted |= stored_shapes(model, name, parameter, held)
     ignored = tuple(model._keys_to_ignore_on_load_unexpected or ())
     fitting_tensors(path, wanted, known=model.state_dict().keys(), ignored=ignored)
 
@@ -79,17 +101,15 @@ def load_causal_lm(
     path: Path, *, attention: str, dtype: str | None = None, device: torch.device | str = "cpu"
 ) -> torch.nn.Module:
     """Return the model of a directory. ``attention`` is a registered attention function; ``dtype`` None: as stored."""
-    from transformers import AutoModelForCausalLM
-
     config = load_config(path)
     _weight_files(path)
     wanted = "auto" if dtype is None else getattr(torch, dtype)
     try:
-        model, loading = AutoModelForCausalLM.from_pretrained(
+        model, loading = _model_class(config).from_pretrained(
             path,
             config=config,
             dtype=wanted,
-            attn_implementation=attention,
+            attn_implementation=_attention_of(config, attention),
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
@@ -100,7 +120,37 @@ def load_causal_lm(
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if names := sorted(map(str, loading.get(kind, ()))):
             raise ConfigError(f"the checkpoint {str(path)!r} does not fit its config: {kind} {names[:5]}")
-    return model.to(device)  # type: ignore[no-any-return]
+    loaded: torch.nn.Module = model.to(device)
+    return loaded
+
+
+def published_name(name: str) -> str:
+    """Return the name that a tensor of a vision tower has in published checkpoints, and in engines.
+
+    transformers 5 drops a part of it when it loads them, and does not put it back in models that it did not load.
+    """
+    return re.sub(r"^vision_tower\.(?!vision_model\.)", "vision_tower.vision_model.", name)
+
+
+def stored_shapes(model: Any, name: str, parameter: torch.Tensor, held: Collection[str]) -> dict[str, tuple[int, ...]]:
+    """Return as which tensors transformers stores a parameter; ``held`` are the names in the model's checkpoint."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    stored = revert_weight_conversion(model, {name: torch.empty(parameter.shape, device="meta")})
+    return {
+        published if (published := published_name(key)) in held else key: tuple(tensor.shape)
+        for key, tensor in stored.items()
+    }
+
+
+def stored_names(model: Any) -> dict[str, str]:
+    """Return the name under which each parameter of a loaded model is stored, by the parameter's own name.
+
+    Of a model that takes no images, that is its own name.
+    """
+    if not takes_images(model.config):
+        return {name: name for name, _ in model.named_parameters()}
+    return {name: next(iter(stored_shapes(model, name, it, ()))) for name, it in model.named_parameters()}
 
 
 def empty_causal_lm(path: Path, *, attention: str, dtype: str) -> Any:
@@ -109,21 +159,21 @@ def empty_causal_lm(path: Path, *, attention: str, dtype: str) -> Any:
     No weights are read. Raises what `load_config` raises, and `UnsupportedError` if the model has a buffer that its
     class does not fill by itself.
     """
-    from transformers import AutoModelForCausalLM
-
     config = load_config(path)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=getattr(torch, dtype), attn_implementation=attention, **_experts_of(dtype)
+        model = _model_class(config).from_config(
+            config,
+            dtype=getattr(torch, dtype),
+            attn_implementation=_attention_of(config, attention),
+            **_experts_of(dtype),
         )
-    for module in model.modules():
+    for part_name, module in model.named_modules():
         own = dict(module.named_buffers(recurse=False))
         for name, buffer in own.items():
-            nothing = float("nan") if buffer.is_floating_point() else 0
-            module._buffers[name] = torch.full_like(buffer, nothing, device="cpu")
+            module._buffers[name] = torch.full_like(buffer, _nothing(buffer.dtype), device="cpu")
         if own:
-            model._init_weights(module)  # as transformers does after loading on meta
-    if unknown := [name for name, buffer in model.named_buffers() if bool(buffer.isnan().any())]:
+            _model_of(model, part_name)._init_weights(module)  # as transformers does after loading on meta
+    if unknown := [name for name, it in model.named_buffers() if bool(_is_nothing(it).any())]:
         raise UnsupportedError(f"{type(model).__name__} has buffers that cannot be made from its config: {unknown[:5]}")
     return model
 
@@ -131,6 +181,28 @@ def empty_causal_lm(path: Path, *, attention: str, dtype: str) -> Any:
 def _experts_of(dtype: str | None) -> dict[str, str]:
     """Return how transformers computes experts: torch has no grouped matrix products in float64."""
     return {"experts_implementation": "eager"} if dtype == "float64" else {}
+
+
+def _model_of(model: Any, name: str) -> Any:
+    """Return the innermost model around the part of this name: a vision tower fills its own buffers."""
+    while name:
+        name = name.rpartition(".")[0]
+        if hasattr(part := model.get_submodule(name), "_init_weights"):
+            return part
+    return model
+
+
+def _nothing(dtype: torch.dtype) -> float | int:
+    """Return a value that no buffer of this dtype is filled with."""
+    if dtype == torch.bool:
+        return False
+    return float("nan") if dtype.is_floating_point else torch.iinfo(dtype).min
+
+
+def _is_nothing(buffer: torch.Tensor) -> torch.Tensor:
+    if buffer.dtype == torch.bool:
+        return torch.zeros_like(buffer)
+    return buffer.isnan() if buffer.is_floating_point() else buffer == _nothing(buffer.dtype)
 
 
 def load_tokenizer(path: Path) -> Any | None:

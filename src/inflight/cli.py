@@ -16,7 +16,7 @@ from inflight import __version__
 from inflight.bench.command import add_parser as add_bench
 from inflight.bench.command import bytes_of
 from inflight.conformance.command import add_parser as add_check
-from inflight.contracts import InferenceEndpoint, Task
+from inflight.contracts import Environment, InferenceEndpoint, Task
 from inflight.environments.command import add_parser as add_proxy
 from inflight.errors import ConfigError, InflightError
 from inflight.http.tokens import TOKEN_VARIABLE, read_token
@@ -57,15 +57,15 @@ def _parser() -> argparse.ArgumentParser:
         default="spell_backward",
         help="reasoning-gym dataset, or a task as in run.toml (default: %(default)s)",
     )
-    tiny.add_argument("--steps", type=int, default=1400, help="imitation steps (default: %(default)s)")
+    tiny.add_argument("--steps", type=int, help="imitation steps (default: 1400, with --images 100)")
     tiny.add_argument(
         "--batch-size", type=int, default=16, help="largest number of demonstrations per step (default: %(default)s)"
     )
     tiny.add_argument(
         "--wrong-fraction",
         type=float,
-        default=0.6,
-        help="share of deliberately wrong demonstrations in the last part (default: %(default)s)",
+        help="share of deliberately wrong demonstrations, in the last part (default: 0.6) or, with --images, in all "
+        "(default: 1, which teaches the form of the answers only)",
     )
     tiny.add_argument("--style", choices=("answer", "grown"), default="grown", help="form of the demonstrations")
     tiny.add_argument("--family", choices=("llama", "qwen2", "qwen3"), default="llama")
@@ -74,6 +74,11 @@ def _parser() -> argparse.ArgumentParser:
     tiny.add_argument("--heads", type=int, default=3)
     tiny.add_argument(
         "--max-model-len", type=int, help="context in tokens (default: 512, or more if the task needs it)"
+    )
+    tiny.add_argument(
+        "--images",
+        action="store_true",
+        help="make a LLaVA model, which takes images, and warm-start it on the pictures of a task or environment",
     )
     tiny.add_argument("--seed", type=int, default=0)
     tiny.set_defaults(call=_tiny_model)
@@ -436,27 +441,62 @@ def _tiny_model(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     from inflight.rollouts.tasks import load_task
 
     task = load_task(arguments.task, {}, arguments.seed)
+    if arguments.images:
+        return _tiny_image_model(arguments, task)
     if not isinstance(task, Task):
         raise ConfigError(f"{arguments.task!r} is an environment, which has no answers to imitate: name a task")
     context = arguments.max_model_len or context_of(task, arguments.style)
     shape = TinyShape(arguments.family, arguments.hidden_size, arguments.layers, arguments.heads, context)
     model = create_tiny_model(shape, arguments.seed)
-    _say(f"warm start on {task.name}, {arguments.steps:,} steps, a context of {context:,} tokens")
-    lines = ProgressLines("steps", arguments.steps, _say)
+    num_steps = 1400 if arguments.steps is None else arguments.steps
+    _say(f"warm start on {task.name}, {num_steps:,} steps, a context of {context:,} tokens")
+    lines = ProgressLines("steps", num_steps, _say)
     warm_start(
         model,
         task,
-        num_steps=arguments.steps,
+        num_steps=num_steps,
         batch_size=arguments.batch_size,
-        wrong_fraction=arguments.wrong_fraction,
+        wrong_fraction=0.6 if arguments.wrong_fraction is None else arguments.wrong_fraction,
         style=arguments.style,
         seed=arguments.seed,
         on_progress=lambda step, loss: lines.update(step, f"loss {loss:.3f}"),
     )
     save_tiny_model(model, arguments.output)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    _say(f"wrote {arguments.output} ({num_parameters:,} parameters, {arguments.steps} steps on {task.name})")
+    _say_written(arguments.output, model, num_steps, task.name)
     return 0
+
+
+def _tiny_image_model(arguments: argparse.Namespace, task: Task | Environment) -> int:
+    from inflight.local.tiny_images import (
+        TinyImageShape,
+        create_tiny_image_model,
+        save_tiny_image_model,
+        warm_start_on_images,
+    )
+    from inflight.progress import ProgressLines
+
+    context = arguments.max_model_len or 512
+    shape = TinyImageShape(arguments.hidden_size, arguments.layers, arguments.heads, context)
+    model = create_tiny_image_model(shape, arguments.seed)
+    num_steps = 100 if arguments.steps is None else arguments.steps
+    lines = ProgressLines("steps", num_steps, _say)
+    warm_start_on_images(
+        model,
+        task,
+        num_steps=num_steps,
+        batch_size=arguments.batch_size,
+        wrong_fraction=1.0 if arguments.wrong_fraction is None else arguments.wrong_fraction,
+        seed=arguments.seed,
+        on_progress=lambda step, loss: lines.update(step, f"loss {loss:.3f}"),
+    )
+    save_tiny_image_model(model, arguments.output)
+    _say_written(arguments.output, model, num_steps, task.name)
+    return 0
+
+
+def _say_written(path: Path, model: Any, num_steps: int, task: str) -> None:
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    _say(f"wrote {path} ({num_parameters:,} parameters, {num_steps} steps on {task})")
 
 
 def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:

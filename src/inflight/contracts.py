@@ -304,6 +304,19 @@ class ModelParallelWorker(TrainerWorker, Protocol):
 
 
 @runtime_checkable
+class ImageWorker(Protocol):
+    """A `TrainerWorker` that says whether its model takes images. One that does not say takes none."""
+
+    @property
+    @abstractmethod
+    def takes_images(self) -> bool:
+        """Return whether `TrainerWorker.forward` takes `MicroBatch.image_tensors`; if not, it refuses them.
+
+        Raises `UnsupportedError` then. A micro-batch without images may come beside others' with images.
+        """
+
+
+@runtime_checkable
 class BackgroundSaver(Protocol):
     """A `TrainerWorker` that can also save while it trains.
 

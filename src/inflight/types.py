@@ -1,7 +1,7 @@
 """Values inside one process: frozen dataclasses that all parts share.
 
-Shape suffixes: T packed tokens of one micro-batch, S its segments. Importing this module does not load torch, which
-only annotations name.
+Shape suffixes: T packed tokens of one micro-batch, S its segments, M its tokens that images fill. Importing this module
+does not load torch, which only annotations name.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from inflight.wire import Encoding, TensorSpec, UpdateRef, UpdateTimings, VersionSpan
+    from inflight.wire import Encoding, PromptImage, TensorSpec, UpdateRef, UpdateTimings, VersionSpan
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -59,6 +59,8 @@ class Rollout:
     """Which episode of its group it belongs to, if several rollouts may belong to one. None: it is one by itself."""
     role: str = ""
     """Who speaks, in episodes with several speakers; rewards are compared within a role."""
+    images: Sequence[PromptImage] = ()
+    """By indices of all tokens, those of the prompt first."""
 
     @property
     def num_tokens(self) -> int:
@@ -148,6 +150,11 @@ class MicroBatch:
     """float32 [T] under the trainer's weights at the start of the optimizer step; None if they are the present ones"""
     group_ids_S: torch.Tensor | None = None
     """int64 [S], for each segment which of the optimizer step's prompts it answers, -1 for no completion; or None"""
+    image_rows_M: torch.Tensor | None = None
+    """int64 [M], the packed tokens that images fill, in order; None without images"""
+    image_tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """What the model's processor made of the images, by name, such as ``pixel_values``; image after image in the order
+    of the segments, in the first dimension"""
 
     @property
     def num_tokens(self) -> int:
@@ -300,7 +307,11 @@ class TaskItem:
 # Episodes
 
 Message = Mapping[str, Any]
-"""One message in the format of OpenAI's chat completions: ``role``, ``content``, perhaps ``tool_calls``."""
+"""One message in the format of OpenAI's chat completions: ``role``, ``content``, perhaps ``tool_calls``.
+
+The content is a text, or a list of parts, each ``{"type": "text", "text": ...}`` or, for models that take images,
+``{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}``.
+"""
 
 
 Tool = Mapping[str, Any] | Callable[..., Any]

@@ -6,13 +6,14 @@ module knows nothing of HTTP, engines or trainers.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import ipaddress
 import json
 import math
 import re
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from enum import StrEnum
 from itertools import pairwise
 from typing import Annotated, Any, Literal, TypeVar
@@ -58,6 +59,17 @@ RunId = Annotated[str, Field(min_length=1, max_length=1024)]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
+MAX_IMAGES = 64
+"""Most images of a request."""
+MAX_IMAGES_LENGTH = 16 << 20
+"""Most characters of all its data URLs together: 12 MB of encoded images."""
+
+
+def is_empty(values: tuple[object, ...]) -> bool:
+    """Return whether a message leaves a field out, for peers that do not know it."""
+    return not values
+
+
 def _usable_host(host: str) -> str:
     """Return ``host`` if it is an IP address or a host name in ASCII. Raises ``ValueError``."""
     try:
@@ -81,10 +93,32 @@ def _usable_url(url: str) -> str:
     return url
 
 
+_IMAGE_URL = re.compile(r"data:image/(?:png|jpeg|webp);base64,", re.ASCII)
+
+
+def _usable_image_url(url: str) -> str:
+    """Return ``url`` if it is a data URL of an image in base64. Raises ``ValueError``."""
+    head = _IMAGE_URL.match(url)
+    if head is None:
+        raise ValueError(
+            "only data URLs of PNG, JPEG and WebP images in base64 are taken (data:image/png;base64,...); nothing is "
+            f"fetched from an address or a file. It begins with {url[:32]!r}"
+        )
+    try:
+        base64.b64decode(memoryview(url.encode("ascii"))[head.end() :], validate=True)
+    except ValueError as error:
+        raise ValueError(f"what follows {head.group()!r} is not base64: {error}") from error
+    return url
+
+
 def _usable_path(path: str) -> str:
     if "\0" in path:
         raise ValueError("a path cannot contain a NUL character")
     return path
+
+
+ImageUrl = Annotated[str, Field(max_length=MAX_IMAGES_LENGTH), AfterValidator(_usable_image_url)]
+"""An image as a data URL: ``data:image/png;base64,...``."""
 
 
 class WireModel(BaseModel):
@@ -440,11 +474,43 @@ class VersionSpan(WireModel):
         return self
 
 
+class PromptImage(WireModel):
+    """An image of a prompt, as a data URL, and the ``num_tokens`` placeholder tokens from ``start`` on that it fills.
+
+    The same token elsewhere in the prompt is an ordinary token.
+    """
+
+    url: ImageUrl
+    start: Natural
+    num_tokens: TokenCount
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
+
+
+def check_images(images: Sequence[PromptImage], num_tokens: int) -> None:
+    """Raise ``ValueError`` unless the images are in order within ``num_tokens`` tokens, and not too large together."""
+    end = 0
+    for index, image in enumerate(images):
+        if image.start < end or image.end > num_tokens:
+            raise ValueError(
+                f"image {index} fills tokens {image.start} to {image.end - 1}, but must lie between token {end} and "
+                f"the end of {num_tokens} tokens: images come in order and do not overlap"
+            )
+        end = image.end
+    size = sum(len(image.url) for image in images)
+    if size > MAX_IMAGES_LENGTH:
+        raise ValueError(f"the images' data URLs have {size} characters together, more than {MAX_IMAGES_LENGTH}")
+
+
 class GenerateRequest(WireModel):
     """Token ids in. The caller chooses ``request_id``, unique among its running requests."""
 
     request_id: RequestId
     prompt_token_ids: Items[TokenId] = Field(min_length=1)
+    images: Items[PromptImage] = Field(default=(), max_length=MAX_IMAGES, exclude_if=is_empty)
+    """Only where `Capabilities.images` is declared."""
     sampling: SamplingParams = SamplingParams()
     stream: bool = False
     num_continued: Natural = 0
@@ -457,6 +523,11 @@ class GenerateRequest(WireModel):
             raise ValueError(
                 f"num_continued is {self.num_continued}, but there are only {len(self.prompt_token_ids)} prompt tokens"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _images_are_in_the_prompt(self) -> GenerateRequest:
+        check_images(self.images, len(self.prompt_token_ids))
         return self
 
 
@@ -578,10 +649,44 @@ def check_spans(spans: tuple[VersionSpan, ...], num_tokens: int) -> None:
 # Chat: the OpenAI shape plus the same facts
 
 
+class TextPart(WireModel):
+    """Text in a message that has several parts."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ImageAddress(WireModel):
+    """Where the image of an `ImagePart` is: in the URL itself."""
+
+    url: ImageUrl
+
+
+class ImagePart(WireModel):
+    """An image in a message; only where `Capabilities.images` is declared."""
+
+    type: Literal["image_url"]
+    image_url: ImageAddress
+
+
 class ChatMessage(WireModel):
-    """One message of a conversation."""
+    """One message of a conversation: a text, or parts of which some are images."""
 
     role: str = Field(max_length=256)
+    content: str | Annotated[Items[Annotated[TextPart | ImagePart, Field(discriminator="type")]], Field(min_length=1)]
+
+    @property
+    def image_urls(self) -> tuple[str, ...]:
+        """The data URLs of its images, in order."""
+        if isinstance(self.content, str):
+            return ()
+        return tuple(part.image_url.url for part in self.content if isinstance(part, ImagePart))
+
+
+class ChatAnswer(WireModel):
+    """What the model says in one choice."""
+
+    role: str
     content: str
 
 
@@ -621,7 +726,7 @@ class ChatChoice(WireModel):
     """One choice: the OpenAI shape, plus token ids, behaviour logprobs and version spans."""
 
     index: Natural
-    message: ChatMessage
+    message: ChatAnswer
     finish_reason: FinishReason
     logprobs: ChatLogprobs | None = None
     token_ids: Items[TokenId]
@@ -731,6 +836,8 @@ class Capabilities(WireModel):
     """Whether a request may have a seed. If not, a request with a seed is refused."""
     releases_memory: bool = False
     """Whether the memory of weights, keys and values can be released, see `EndpointState.RELEASED`."""
+    images: bool = False
+    """Whether prompts may have images, see `PromptImage`."""
     drafts: bool = False
     """Whether completions of a prompt may be drafted from the `DraftHistory` that was recorded for it."""
     draft_counts: bool = False

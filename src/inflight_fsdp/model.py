@@ -8,7 +8,7 @@ Shape suffixes: R tokens, N targets.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,12 +16,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers.core_model_loading import revert_weight_conversion
 
 from inflight.attention import heads_of, register_segment_attention
-from inflight.checkpoints import empty_causal_lm, fitting_tensors, stored_tensors
+from inflight.checkpoints import empty_causal_lm, fitting_tensors, stored_shapes, stored_tensors
 from inflight.compiler import check_compiler
 from inflight.errors import ConfigError, UnsupportedError
+from inflight.images import blank_image, embedded, image_features, takes_images
 from inflight_fsdp.compiled import compile_layers
 from inflight_fsdp.config import WorkerConfig
 from inflight_fsdp.float8 import multiply_in_float8
@@ -42,15 +42,34 @@ class PolicyModel(nn.Module):
         self.causal_lm = causal_lm
 
     def forward(self, row: Row) -> torch.Tensor:
-        """Return the logprobs [N] of the targets."""
+        """Return the logprobs [N] of the targets.
+
+        A model that takes images always runs its vision tower, if only on a blank image: every rank takes part in the
+        sum of the tower's gradients.
+        """
         output = self.causal_lm.base_model(
-            input_ids=row.token_ids_R.unsqueeze(0),
+            **self._inputs(row),
             position_ids=row.position_ids_R.unsqueeze(0),
             use_cache=False,
             segment_plan=row.plan,
         )
         head = self.causal_lm.get_output_embeddings()
         return row.targets.logprobs(output.last_hidden_state, head.weight, head.bias)
+
+    @property
+    def takes_images(self) -> bool:
+        return takes_images(self.causal_lm.config)
+
+    def _inputs(self, row: Row) -> dict[str, torch.Tensor]:
+        if not self.takes_images:
+            return {"input_ids": row.token_ids_R.unsqueeze(0)}
+        if row.images is not None:
+            embeddings_RH = embedded(self.causal_lm, row.token_ids_R, row.images.rows_M, row.images.tensors)
+        else:
+            embeddings_RH = self.causal_lm.get_input_embeddings()(row.token_ids_R)
+            blank_MH = image_features(self.causal_lm, blank_image(self.causal_lm.config), embeddings_RH)
+            embeddings_RH = embeddings_RH + 0.0 * blank_MH.sum()
+        return {"inputs_embeds": embeddings_RH.unsqueeze(0)}
 
 
 def empty_policy(config: WorkerConfig, device: torch.device) -> PolicyModel:
@@ -74,7 +93,8 @@ def empty_policy(config: WorkerConfig, device: torch.device) -> PolicyModel:
     known = {name for name, _ in causal_lm.named_parameters(remove_duplicate=False)}  # a tied head under its own name
     if buffers := sorted(set(causal_lm.state_dict()) - known):
         raise UnsupportedError(f"{kind} keeps state that is not trained: {buffers[:5]}")
-    wanted = {name: shape for layout in layouts_of(causal_lm).values() for name, shape in layout.shapes.items()}
+    layouts = layouts_of(causal_lm, stored_tensors(config.model_path))
+    wanted = {name: shape for layout in layouts.values() for name, shape in layout.shapes.items()}
     ignored = tuple(causal_lm._keys_to_ignore_on_load_unexpected or ())
     fitting_tensors(config.model_path, wanted, known=known, ignored=ignored)
     policy = PolicyModel(causal_lm.eval())
@@ -89,15 +109,18 @@ def empty_policy(config: WorkerConfig, device: torch.device) -> PolicyModel:
     return policy
 
 
-def layouts_of(causal_lm: Any) -> dict[str, Layout]:
-    """Return how transformers stores each parameter. Raises `UnsupportedError` for an unknown way."""
-    return {name: _layout(name, parameter, causal_lm) for name, parameter in causal_lm.named_parameters()}
+def layouts_of(causal_lm: Any, held: Collection[str] = ()) -> dict[str, Layout]:
+    """Return how each parameter is stored in a checkpoint that holds tensors of these names.
+
+    Raises `UnsupportedError` for an unknown way.
+    """
+    return {name: _layout(name, parameter, causal_lm, held) for name, parameter in causal_lm.named_parameters()}
 
 
-def _layout(name: str, parameter: torch.Tensor, causal_lm: Any) -> Layout:
-    empty = torch.empty(parameter.shape, device="meta")
-    stored = {key: tuple(t.shape) for key, t in revert_weight_conversion(causal_lm, {name: empty}).items()}
-    if stored == {name: tuple(parameter.shape)}:
+def _layout(name: str, parameter: torch.Tensor, causal_lm: Any, held: Collection[str]) -> Layout:
+    stored = stored_shapes(causal_lm, name, parameter, held)
+    is_renamed = takes_images(causal_lm.config) and list(stored.values()) == [tuple(parameter.shape)]
+    if is_renamed or stored == {name: tuple(parameter.shape)}:
         return Layout(stored)
     if parts := _EXPERTS.get(".".join(name.split(".")[-2:])):
         layout = experts_apart(name, parameter, parts)
@@ -177,5 +200,6 @@ def shard_policy(policy: PolicyModel, mesh: DeviceMesh, config: WorkerConfig) ->
 
 
 def _layers(policy: PolicyModel) -> list[nn.Module]:
+    """Return the decoder layers; a vision tower belongs to the rest."""
     names = policy.causal_lm._no_split_modules or ()
-    return [module for module in policy.causal_lm.modules() if type(module).__name__ in names]
+    return [module for module in policy.causal_lm.get_decoder().modules() if type(module).__name__ in names]

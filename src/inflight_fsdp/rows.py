@@ -2,12 +2,13 @@
 
 Knows nothing of models and losses.
 
-Shape suffixes: T packed tokens, R tokens that this rank computes, N targets that it predicts, H hidden.
+Shape suffixes: T packed tokens, R tokens that this rank computes, N targets that it predicts, H hidden,
+M tokens that images fill.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +51,15 @@ class HeadTargets:
 
 
 @dataclass(frozen=True, slots=True)
+class PackedImages:
+    """The images of a micro-batch on the device that computes."""
+
+    rows_M: torch.Tensor
+    """int64: the tokens that they fill."""
+    tensors: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """What a policy computes at once; at least one token."""
 
@@ -60,6 +70,8 @@ class Row:
     targets: HeadTargets
     places_N: torch.Tensor
     """int64: the targets' indices in the micro-batch."""
+    images: PackedImages | None = None
+    """Only where the row is the whole micro-batch."""
 
 
 def rows_of(

@@ -12,6 +12,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,8 +25,15 @@ from torch.distributed.tensor import DTensor
 
 from inflight.attention import segment_kernel_in_words
 from inflight.checkpoints import max_model_len_of
-from inflight.contracts import BackgroundSaver, ModelParallelWorker, PartialWeightSource
-from inflight.errors import CheckpointError, ConfigError, NonFiniteError, PrecisionWarning, TrainerError
+from inflight.contracts import BackgroundSaver, ImageWorker, ModelParallelWorker, PartialWeightSource
+from inflight.errors import (
+    CheckpointError,
+    ConfigError,
+    NonFiniteError,
+    PrecisionWarning,
+    TrainerError,
+    UnsupportedError,
+)
 from inflight.transfer_time import with_transfer_s
 from inflight.types import MicroBatch, StepResult, WeightBucket
 from inflight.wire import BucketSpec, TensorSpec
@@ -36,7 +44,7 @@ from inflight_fsdp.devices import device_of
 from inflight_fsdp.layout import Layout, ShardedTensor, Sharding
 from inflight_fsdp.optimizer import ShardedAdamW, clip, global_norm, learning_rate_at
 from inflight_fsdp.rounding import lost_share, spread_sample
-from inflight_fsdp.rows import Row, head_exchange, rows_of, summed_for_all
+from inflight_fsdp.rows import PackedImages, Row, head_exchange, rows_of, summed_for_all
 from inflight_fsdp.sharding import gather_on_first
 
 _SAVE_S = 1800.0
@@ -47,7 +55,7 @@ _TOLD_STEPS = 3
 Worker = TypeVar("Worker", bound="ShardedWorker")
 
 
-class ShardedWorker(ModelParallelWorker, PartialWeightSource, BackgroundSaver):
+class ShardedWorker(ModelParallelWorker, PartialWeightSource, BackgroundSaver, ImageWorker):
     """One trainer rank."""
 
     num_rows: int = 1
@@ -135,11 +143,18 @@ class ShardedWorker(ModelParallelWorker, PartialWeightSource, BackgroundSaver):
     def version(self) -> int:
         return self._version
 
+    @property
+    def takes_images(self) -> bool:
+        is_whole = self._exchange is None and self.num_rows == 1
+        return is_whole and bool(getattr(self._policy, "takes_images", False))
+
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         """Return logprobs on the device of the batch, which may differ from the worker's.
 
-        Raises `TrainerError` for a segment longer than the model's context, before any collective.
+        Raises `TrainerError` for a segment longer than the model's context, and `UnsupportedError` for images that the
+        model does not take, before any collective.
         """
+        images = self._images_of(batch)
         lengths = batch.segment_lengths
         if lengths and (longest := max(lengths)) > self._context_length:
             raise TrainerError(
@@ -147,6 +162,8 @@ class ShardedWorker(ModelParallelWorker, PartialWeightSource, BackgroundSaver):
                 f"{self._context_length} (max_position_embeddings): leave it out, or sample shorter completions"
             )
         rows = rows_of(batch, self.num_rows, self._exchange, self._config.logprob_chunk_size, self._device)
+        if images is not None:
+            rows = [replace(rows[0], images=images)]
         logprobs_N = self._compute(rows)
         places_N = torch.cat([row.places_N for row in rows])
         # Without tokens the result must still depend on the parameters, hence one place more.
@@ -158,6 +175,17 @@ class ShardedWorker(ModelParallelWorker, PartialWeightSource, BackgroundSaver):
     def _compute(self, rows: Sequence[Row]) -> torch.Tensor:
         """Return the logprobs of the rows' targets, one row after another."""
         return torch.cat([self._policy(row) for row in rows])
+
+    def _images_of(self, batch: MicroBatch) -> PackedImages | None:
+        if batch.image_rows_M is None:
+            return None
+        if not self.takes_images:
+            raise UnsupportedError(
+                "the micro-batch has images, but this worker takes none: its model has no vision tower, or several "
+                "ranks share a row"
+            )
+        moved = {name: tensor.to(self._device) for name, tensor in batch.image_tensors.items()}
+        return PackedImages(batch.image_rows_M.to(self._device), moved)
 
     def backward(self, loss: torch.Tensor) -> None:
         loss.backward()  # type: ignore[no-untyped-call]

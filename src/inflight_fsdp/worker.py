@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from inflight.checkpoints import stored_tensors
 from inflight_fsdp.agreement import on_every_rank
 from inflight_fsdp.config import WorkerConfig, parse_config
 from inflight_fsdp.model import PolicyModel, empty_policy, layouts_of, load_weights, shard_policy
@@ -42,7 +43,7 @@ class FsdpWorker(ShardedWorker):
         causal_lm = policy.causal_lm
         shard_policy(policy, mesh, config)
         parameters: dict[str, DTensor] = dict(causal_lm.named_parameters())
-        layouts = layouts_of(causal_lm)
+        layouts = layouts_of(causal_lm, stored_tensors(config.model_path))
         shardings = shardings_of(parameters, {name: tuple(p.shape) for name, p in parameters.items()}, device)
         on_every_rank(lambda: load_weights(policy, layouts, shardings, config, device), device)
         parameters = dict(causal_lm.named_parameters())

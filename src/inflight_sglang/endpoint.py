@@ -22,6 +22,7 @@ from inflight.wire import (
     EndpointState,
     GenerateRequest,
     GenerateResponse,
+    PromptImage,
     UpdateRef,
     WeightUpdate,
     WeightVersion,
@@ -159,12 +160,12 @@ class SglangEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Rele
     async def _end(self, names: Sequence[str]) -> None:
         await self._engine.end_requests(names)
 
-    async def _rendered(self, request: ChatCompletionRequest) -> list[int]:
+    async def _rendered(self, request: ChatCompletionRequest) -> tuple[Sequence[int], Sequence[PromptImage]]:
         body = request.model_dump(include={"model", "messages"})
         status, answer = await self._routes.ask("POST", "/v1/tokenize", body)
         if status != 200:
             raise InvalidRequestError(f"SGLang refused the messages: {words_of(answer)}")
-        return list(answer["tokens"])
+        return list(answer["tokens"]), ()
 
     async def _decoded(self, token_ids: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
         """SGLang does not decode empty sequences."""

@@ -26,13 +26,24 @@ from inflight.wire import (
     GenerateResponse,
     InFlightPolicy,
     Manifest,
+    PromptImage,
     SamplingParams,
     UpdateRef,
     WeightUpdate,
     WeightVersion,
 )
 from inflight_vllm import flags
-from inflight_vllm.requests import GENERATE, bodies_of, check_request, choices_of, ids_of, labelled, response_of
+from inflight_vllm.requests import (
+    GENERATE,
+    bodies_of,
+    check_placed,
+    check_request,
+    choices_of,
+    ids_of,
+    labelled,
+    rendered,
+    response_of,
+)
 from inflight_vllm.updates import PLUGIN_PROTOCOL, VllmUpdates, status_of
 
 _CLOSE_S = 30.0
@@ -134,6 +145,7 @@ class VllmEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Releas
             chat=flags.offers_chat(paths),
             seeds=flags.honours_seeds(settings),
             releases_memory=bool(settings["model_config"].get("enable_sleep_mode")),
+            images=flags.takes_images(settings),
             drafts=flags.drafts_from_history(settings),
             draft_counts=flags.counts_drafts(settings),
             manifest_digest=None if specs is None else Manifest(tensors=specs).digest(),
@@ -213,9 +225,9 @@ class VllmEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Releas
 
         async def send(asked: Mapping[int, Asked]) -> list[Any]:
             bodies = bodies_of(request, can, asked)
-            return choices_of(
-                await _all(self._requests.request(GENERATE, body, self._generate_timeout_s) for body in bodies)
-            )
+            answers = await _all(self._requests.request(GENERATE, body, self._generate_timeout_s) for body in bodies)
+            check_placed(request, answers)
+            return choices_of(answers)
 
         async def label() -> str:
             return await self._label(self._generate_timeout_s)  # the engine answers once it has loaded its weights
@@ -237,12 +249,12 @@ class VllmEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Releas
         # vLLM has answered them; the engine takes calls in turn, so that after this one it samples them no more.
         await self._routes.get("/weight_info")
 
-    async def _rendered(self, request: ChatCompletionRequest) -> list[int]:
-        body = request.model_dump(include={"model", "messages"})
+    async def _rendered(self, request: ChatCompletionRequest) -> tuple[Sequence[int], Sequence[PromptImage]]:
+        body = request.model_dump(include={"model", "messages"}) | {"mm_payload": "none"}
         status, answer = await self._requests.ask("POST", "/v1/chat/completions/render", body)
         if status != 200:
             raise InvalidRequestError(f"vLLM refused the messages: {words_of(answer)}")
-        return list(answer["token_ids"])
+        return rendered(answer, [url for message in request.messages for url in message.image_urls])
 
     async def _decoded(self, token_ids: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
         async def text(ids: Sequence[int]) -> str:

@@ -122,6 +122,12 @@ def wrong_settings(config: Mapping[str, Any]) -> str | None:
     return None
 
 
+def takes_images(config: Mapping[str, Any]) -> bool:
+    """Return whether a server with these settings encodes images for its model."""
+    settings = config["model_config"].get("multimodal_config")
+    return bool(settings) and not settings.get("language_model_only")
+
+
 def honours_seeds(config: Mapping[str, Any]) -> bool:
     """Return whether a server with these settings accepts requests with seeds.
 

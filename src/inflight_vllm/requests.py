@@ -9,8 +9,16 @@ from typing import Any
 
 from inflight.engines.labels import spans_of
 from inflight.engines.requests import Asked, check_fit, reading, unsampled
-from inflight.errors import NonFiniteError, UnsupportedError
-from inflight.wire import Capabilities, Completion, DraftCounts, GenerateRequest, GenerateResponse, SamplingParams
+from inflight.errors import InvalidRequestError, NonFiniteError, UnsupportedError
+from inflight.wire import (
+    Capabilities,
+    Completion,
+    DraftCounts,
+    GenerateRequest,
+    GenerateResponse,
+    PromptImage,
+    SamplingParams,
+)
 from inflight_vllm.drafting import CONTINUED
 
 GENERATE = "/inference/v1/generate"
@@ -26,7 +34,7 @@ def check_request(request: GenerateRequest, can: Capabilities, *, speculates: bo
     Raises `UnsupportedError` for filters in another order, for seeds that the server does not honour, and for min-p if
     it ``speculates``, that is, verifies drafts.
     """
-    check_fit(request, max_model_len=can.max_model_len, vocab_size=can.vocab_size)
+    check_fit(request, max_model_len=can.max_model_len, vocab_size=can.vocab_size, images=can.images)
     sampling = request.sampling
     if speculates and sampling.min_p > 0:
         raise UnsupportedError(
@@ -77,13 +85,66 @@ def _body(request: GenerateRequest, can: Capabilities, asked: Asked, start: int,
     params = _sampling(request.sampling, start, num, can.max_model_len - len(request.prompt_token_ids))
     if can.drafts and request.num_continued:
         params["extra_args"] = {CONTINUED: request.num_continued}
-    return {
+    salt = hashlib.sha256(asked.cache_key.encode()).hexdigest()  # vLLM allows neither @ nor / in it
+    body = {
         "model": can.model,
         "request_id": asked.name,
         "token_ids": list(request.prompt_token_ids),
-        "cache_salt": hashlib.sha256(asked.cache_key.encode()).hexdigest(),  # vLLM allows neither @ nor / in it
+        "cache_salt": salt,
         "sampling_params": params,
     }
+    return body | _images(request, salt) if request.images else body
+
+
+def _images(request: GenerateRequest, salt: str) -> dict[str, Any]:
+    """Return the images of a prompt, in which vLLM itself repeats the placeholder of each.
+
+    vLLM keeps the features of an image under its name, and serves them after an update of the vision tower too. The
+    name therefore begins with the ``salt``, which tells weights apart.
+    """
+    token_ids: list[int] = []
+    end = 0
+    for image in request.images:
+        token_ids += request.prompt_token_ids[end : image.start + 1]
+        end = image.end
+    urls = [image.url for image in request.images]
+    return {
+        "token_ids": [*token_ids, *request.prompt_token_ids[end:]],
+        "content_parts": [
+            {"type": "image_url", "url": url, "uuid": f"{salt}-{hashlib.sha256(url.encode()).hexdigest()}"}
+            for url in urls
+        ],
+        "return_token_ids": True,
+    }
+
+
+def check_placed(request: GenerateRequest, answers: Sequence[Any]) -> None:
+    """Raise `InvalidRequestError` unless vLLM has put each image where the request says."""
+    if not request.images:
+        return
+    with reading(GENERATE):
+        found = {(tuple(it["prompt_token_ids"]), _places(it["mm_placeholders"])) for it in answers}
+    wanted = tuple((image.start, image.num_tokens) for image in request.images)
+    for token_ids, places in found - {(request.prompt_token_ids, wanted)}:
+        raise InvalidRequestError(
+            f"vLLM fills {list(places)} (first token, number of tokens) of {len(token_ids)} tokens with images, the "
+            f"request says {list(wanted)} of {len(request.prompt_token_ids)}: expand placeholders with the model's own "
+            "processor, and leave the placeholder's token out elsewhere, which vLLM takes for an image"
+        )
+
+
+def rendered(answer: Mapping[str, Any], urls: Sequence[str]) -> tuple[list[int], list[PromptImage]]:
+    """Return the tokens that vLLM rendered messages to, and the places of the images with these URLs."""
+    with reading("/v1/chat/completions/render"):
+        places = _places(answer["features"]["mm_placeholders"]) if urls else ()
+        images = [
+            PromptImage(url=url, start=start, num_tokens=num) for url, (start, num) in zip(urls, places, strict=True)
+        ]
+        return list(answer["token_ids"]), images
+
+
+def _places(placeholders: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+    return tuple((int(it["offset"]), int(it["length"])) for it in placeholders["image"])
 
 
 def _sampling(sampling: SamplingParams, start: int, num: int, room: int) -> dict[str, Any]:

@@ -343,6 +343,7 @@ ENVIRONMENTS = {
     "tictactoe": "TextArena's `TicTacToe-v0` against an opponent that moves at random",
     "guess_number": "TextArena's `GuessTheNumber-v0`, six guesses",
     "again": "reasoning-gym's `spell_backward`, asked again after a wrong answer",
+    "pictures": "the colour of squares in pictures, `examples/pictures.py`",
 }
 """Results of benchmarks/environments.py, and what they are of."""
 

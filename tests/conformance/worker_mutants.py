@@ -153,6 +153,20 @@ class Leak(FsdpWorker):
         return super().forward(as_one_segment(batch))
 
 
+class ImagesReversed(FsdpWorker):
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        turned = {name: tensor.flip(0) for name, tensor in batch.image_tensors.items()}
+        return super().forward(replace(batch, image_tensors=turned))
+
+
+class TowerFrozen(FsdpWorker):
+    def step(self) -> StepResult:
+        for name, parameter in self._parameters.items():
+            if "vision_tower" in name:
+                parameter.grad = None
+        return super().step()
+
+
 class LeakyGradient(FsdpWorker):
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         leaky_T = super().forward(as_one_segment(batch))
@@ -546,6 +560,8 @@ MUTANTS = {
     "detached": Mutant(Detached, "W-10", "logprobs have no gradient"),
     "positions_lost": Mutant(PositionsLost, "W-11", "positions behind the first segment are all 0"),
     "leak": Mutant(Leak, "W-12", "segments see those before them"),
+    "images_reversed": Mutant(ImagesReversed, "W-46", "the last image of a micro-batch fills the first placeholders"),
+    "tower_frozen": Mutant(TowerFrozen, "W-46", "the vision tower gets no gradient"),
     "leaky_gradient": Mutant(LeakyGradient, "W-13", "only the backward sees other segments"),
     "constant_for_nothing": Mutant(ConstantForNothing, "W-14", "a batch without targets gives a constant"),
     "norm_after_clipping": Mutant(NormAfterClipping, "W-15", "the gradient norm is that after clipping"),

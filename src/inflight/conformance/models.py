@@ -8,6 +8,20 @@ from typing import Any, Literal
 import torch
 
 from inflight.local.tiny import EOS, PAD, VOCAB_SIZE, byte_tokenizer
+from inflight.local.tiny_images import TinyImageShape, create_tiny_image_model, save_tiny_image_model
+
+
+def make_seeing_model(path: Path, *, seed: int = 0) -> Path:
+    """Write a random float32 checkpoint of a model that takes images, as far from uniform; return ``path``."""
+    shape = TinyImageShape(hidden_size=64, num_heads=2, max_model_len=1024)
+    model = create_tiny_image_model(shape, seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() >= 2:
+                parameter.mul_(6.0)
+    save_tiny_image_model(model, path)
+    return path
+
 
 Family = Literal["qwen3", "llama", "qwen3_moe"]
 

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from inflight.checkpoints import load_causal_lm, load_config, load_tokenizer, max_model_len_of
+from inflight.checkpoints import load_causal_lm, load_config, load_tokenizer, max_model_len_of, stored_names
 from inflight.errors import ConfigError
-from inflight.wire import SamplingParams, VersionSpan
+from inflight.images import load_image_processor
+from inflight.wire import ImageUrl, SamplingParams, VersionSpan
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,7 +38,10 @@ class ReferenceCheckpoint:
         self.path = path
         self.config = load_config(path)
         self._model: Any = load_causal_lm(path, attention="sdpa", dtype="float32")
+        self._stored_names = stored_names(self._model)
         self._loaded: Weights | None = None
+        self.images = load_image_processor(path)
+        """None if the model takes no images."""
         self.tokenizer = load_tokenizer(path)
         self.max_model_len = max_model_len_of(self.config)
         self.vocab_size = _vocab_size(self._model)
@@ -62,7 +66,7 @@ class ReferenceCheckpoint:
         stored: dict[str, torch.Tensor] = {}
         for file in sorted(self.path.glob("*.safetensors")):
             stored.update(load_file(file))
-        names = [name for name, _ in self._model.named_parameters()]
+        names = [self._stored_names[name] for name, _ in self._model.named_parameters()]
         if missing := [name for name in names if name not in stored]:
             raise ConfigError(f"{str(self.path)!r} does not store the tensor {missing[0]!r}, which its model uses")
         return {name: stored[name] for name in names}
@@ -70,6 +74,7 @@ class ReferenceCheckpoint:
     @property
     def final_norm(self) -> str:
         names = [n for n in self.weights.tensors if n.endswith("norm.weight") and ".layers." not in n]
+        names = [name for name in names if not name.startswith("vision_tower.")]
         if len(names) != 1:
             raise ConfigError(f"cannot tell which tensor of {str(self.path)!r} is the final norm: {names}")
         return names[0]
@@ -104,11 +109,17 @@ class ReferenceCheckpoint:
         return path
 
     @torch.inference_mode()
-    def logits(self, weights: Weights, prompt: Sequence[int], completion: Sequence[int]) -> torch.Tensor:
-        """Return float32 [T, V]: the logits from which each of the T completion tokens is drawn."""
+    def logits(
+        self, weights: Weights, prompt: Sequence[int], completion: Sequence[int], images: Sequence[ImageUrl] = ()
+    ) -> torch.Tensor:
+        """Return float32 [T, V]: the logits from which each of the T completion tokens is drawn.
+
+        With ``images``, all placeholders must be theirs.
+        """
         self._load(weights)
         ids = torch.tensor([[*prompt, *completion]])
-        logits_TV: torch.Tensor = self._model(input_ids=ids[:, :-1], use_cache=False).logits[0]
+        tensors = self.images.tensors(images) if self.images is not None and images else {}
+        logits_TV: torch.Tensor = self._model(input_ids=ids[:, :-1], use_cache=False, **tensors).logits[0]
         return logits_TV[len(prompt) - 1 :].float()
 
     @torch.inference_mode()
@@ -142,18 +153,24 @@ class ReferenceCheckpoint:
         return self.mixed_logits(parts, [*prompt, *completion], len(prompt) - 1)
 
     def logprobs(
-        self, weights: Weights, prompt: Sequence[int], completion: Sequence[int], sampling: SamplingParams | None = None
+        self,
+        weights: Weights,
+        prompt: Sequence[int],
+        completion: Sequence[int],
+        sampling: SamplingParams | None = None,
+        images: Sequence[ImageUrl] = (),
     ) -> torch.Tensor:
         """Return float64 [T]: behaviour logprobs of the completion under these weights and sampling parameters."""
-        return chosen(distribution(self.logits(weights, prompt, completion), sampling), completion)
+        return chosen(distribution(self.logits(weights, prompt, completion, images), sampling), completion)
 
     @torch.no_grad()
     def _load(self, weights: Weights) -> None:
         if weights is self._loaded:
             return
         parameters = dict(self._model.named_parameters())
+        own = {stored: name for name, stored in self._stored_names.items()}
         for name, tensor in weights.tensors.items():
-            parameters[name].copy_(tensor)
+            parameters[own[name]].copy_(tensor)
         self._loaded = weights
 
 

@@ -24,6 +24,7 @@ from inflight.wire import (
     ChatCompletionRequest,
     GenerateRequest,
     GenerateResponse,
+    PromptImage,
     TransportSpec,
     WeightVersion,
 )
@@ -144,8 +145,8 @@ class AttachedEndpoint(ABC):
         """Ask the server to end completions of these names; see `inflight.engines.requests.Asked`."""
 
     @abstractmethod
-    async def _rendered(self, request: ChatCompletionRequest) -> Sequence[int]:
-        """Return the messages as token ids. Raises `InvalidRequestError` if the server refuses them."""
+    async def _rendered(self, request: ChatCompletionRequest) -> tuple[Sequence[int], Sequence[PromptImage]]:
+        """Return the messages as token ids, with their images. Raises `InvalidRequestError` if they are refused."""
 
     @abstractmethod
     async def _decoded(self, token_ids: Sequence[Sequence[int]], skip_special_tokens: bool) -> Sequence[str]:
@@ -154,8 +155,8 @@ class AttachedEndpoint(ABC):
     async def chat_completion(self, request: ChatCompletionRequest) -> ChatCompletion:
         """The server renders the messages and decodes the tokens."""
         can = await self.capabilities()
-        check_chat(request, model=can.model, offers_chat=can.chat)
-        generate_request = generate_request_of(request, await self._rendered(request))
+        check_chat(request, model=can.model, offers_chat=can.chat, images=can.images)
+        generate_request = generate_request_of(request, *await self._rendered(request))
         response = await self.generate(generate_request)
         sampled = [completion.token_ids for completion in response.completions]
         texts = await self._decoded(sampled, True)

@@ -29,7 +29,7 @@ from inflight.errors import InvalidRequestError
 from inflight.http.chat import before_stop
 from inflight.http.streamed_text import StreamedText
 from inflight.types import Message, ToolCall
-from inflight.wire import Completion, CompletionChunk, SamplingParams
+from inflight.wire import Completion, CompletionChunk, PromptImage, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +79,7 @@ class _Asked:
     may_call: bool
     note: Callable[[Answer, Heard], None]
     """Remembers the conversation that an answer makes."""
+    images: tuple[PromptImage, ...] = ()
 
 
 class Answers:
@@ -102,7 +103,7 @@ class Answers:
     async def answer(self, request: Request) -> Answer:
         """Return the answer to a request, once it is recorded."""
         asked = self._asked(request)
-        number, completion = await self.episode.sample(asked.token_ids, self.role, asked.sampling)
+        number, completion = await self.episode.sample(asked.token_ids, self.role, asked.sampling, asked.images)
         return self._answered(asked, number, completion)
 
     async def stream(self, request: Request) -> AsyncGenerator[Piece | Answer, None]:
@@ -110,7 +111,8 @@ class Answers:
         asked = self._asked(request)
         text = StreamedText(self.episode.template.plain, asked.sampling.stop)
         sent = ""
-        async with aclosing(self.episode.sample_stream(asked.token_ids, self.role, asked.sampling)) as stream:
+        sampling = self.episode.sample_stream(asked.token_ids, self.role, asked.sampling, asked.images)
+        async with aclosing(sampling) as stream:
             async for one in stream:
                 if isinstance(one, CompletionChunk):
                     certain = text.add(one.token_ids)
@@ -152,6 +154,7 @@ class Answers:
                     request.sampling(self.episode.sampling),
                     request.may_call,
                     lambda answer, heard: self._note_chat(history, prompt, answer, heard),
+                    prompt.images,
                 )
             case CompletionRequest():
                 before, token_ids = self._text_and_tokens(request.one_prompt)

@@ -50,6 +50,7 @@ def _proxy(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     from inflight.environments.episode_service import EpisodeService
     from inflight.environments.transcripts import ChatTemplate
     from inflight.http.serving import bind
+    from inflight.images import load_image_processor
     from inflight.wire import SamplingParams
 
     for name, value in (
@@ -66,7 +67,7 @@ def _proxy(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     if tokenizer is None:
         raise ConfigError(f"model directory {str(arguments.model)!r} has no tokenizer")
     service = EpisodeService(
-        ChatTemplate(tokenizer),
+        ChatTemplate(tokenizer, load_image_processor(arguments.model)),
         SamplingParams(temperature=arguments.temperature, max_tokens=arguments.max_tokens),
         token=token,
         model=arguments.model.resolve().name,

@@ -19,7 +19,7 @@ from inflight.environments.recording import PlayedEpisode, Recording, completion
 from inflight.environments.transcripts import ChatTemplate, Prompt, Transcript
 from inflight.errors import ContextFullError, InvalidRequestError, UnsupportedError
 from inflight.types import Message, Reply, TaskItem, Tool
-from inflight.wire import Completion, CompletionChunk, GenerateRequest, SamplingParams
+from inflight.wire import Completion, CompletionChunk, GenerateRequest, PromptImage, SamplingParams
 
 Generate = Callable[[GenerateRequest], Awaitable[Completion]]
 """Samples the one completion of a request."""
@@ -117,27 +117,39 @@ class PlayingEpisode(Episode):
         await asyncio.gather(*self._servers, return_exceptions=True)
 
     async def sample(
-        self, prompt_token_ids: Sequence[int], role: str = "", sampling: SamplingParams | None = None
+        self,
+        prompt_token_ids: Sequence[int],
+        role: str = "",
+        sampling: SamplingParams | None = None,
+        images: Sequence[PromptImage] = (),
     ) -> tuple[int, Completion]:
         """Sample one turn and record it; returns its number and what was sampled.
 
         Raises `ContextFullError` if the prompt leaves no room, `InvalidRequestError` if the episode is over.
         """
-        return await self._at_home(lambda: self._sample(prompt_token_ids, role, sampling))
+        return await self._at_home(lambda: self._sample(prompt_token_ids, role, sampling, images))
 
     async def _sample(
-        self, prompt_token_ids: Sequence[int], role: str, sampling: SamplingParams | None
+        self,
+        prompt_token_ids: Sequence[int],
+        role: str,
+        sampling: SamplingParams | None,
+        images: Sequence[PromptImage],
     ) -> tuple[int, Completion]:
-        request = self._request(prompt_token_ids, sampling)
+        request = self._request(prompt_token_ids, sampling, images)
         try:
             completion = await self.generate(request)
         except Exception as error:
             self.error = self.error or error
             raise
-        return self.recording.add(prompt_token_ids, completion, role), completion
+        return self.recording.add(prompt_token_ids, completion, role, images), completion
 
     async def sample_stream(
-        self, prompt_token_ids: Sequence[int], role: str = "", sampling: SamplingParams | None = None
+        self,
+        prompt_token_ids: Sequence[int],
+        role: str = "",
+        sampling: SamplingParams | None = None,
+        images: Sequence[PromptImage] = (),
     ) -> AsyncGenerator[CompletionChunk | tuple[int, Completion], None]:
         """Yield the chunks of one turn as they are sampled; at the end record it, and yield what `sample` returns.
 
@@ -145,9 +157,9 @@ class PlayingEpisode(Episode):
         Closing the iterator before the end ends the request, and nothing is recorded. Raises as `sample`.
         """
         if self.stream is None:
-            yield await self.sample(prompt_token_ids, role, sampling)
+            yield await self.sample(prompt_token_ids, role, sampling, images)
             return
-        request = self._request(prompt_token_ids, sampling)
+        request = self._request(prompt_token_ids, sampling, images)
         chunks: list[CompletionChunk] = []
         try:
             async with aclosing(self.stream(request)) as stream:
@@ -158,9 +170,11 @@ class PlayingEpisode(Episode):
         except Exception as error:
             self.error = self.error or error
             raise
-        yield self.recording.add(prompt_token_ids, completion, role), completion
+        yield self.recording.add(prompt_token_ids, completion, role, images), completion
 
-    def _request(self, prompt_token_ids: Sequence[int], sampling: SamplingParams | None) -> GenerateRequest:
+    def _request(
+        self, prompt_token_ids: Sequence[int], sampling: SamplingParams | None, images: Sequence[PromptImage]
+    ) -> GenerateRequest:
         if self._is_over:
             raise InvalidRequestError("the episode is over: nothing more is sampled for it")
         sampling = sampling or self.sampling
@@ -179,6 +193,7 @@ class PlayingEpisode(Episode):
         return GenerateRequest(
             request_id=f"{self.request_id}-{self._num_requests}",
             prompt_token_ids=tuple(prompt_token_ids),
+            images=tuple(images),
             sampling=sampling.model_copy(update=update),
         )
 
@@ -221,8 +236,8 @@ class PlayedConversation(Conversation):
         if not ids:
             raise InvalidRequestError("a conversation cannot begin without any token")
         added = self.episode.template.heard(token_ids, "length").raw
-        messages = () if before is None else before.messages
-        return await self._answer(Prompt(messages, self.tools, text + added, ids))
+        messages, images = ((), ()) if before is None else (before.messages, before.images)
+        return await self._answer(Prompt(messages, self.tools, text + added, ids, images))
 
     async def _answer(self, prompt: Prompt) -> Reply:
         if self._is_talking:
@@ -231,7 +246,7 @@ class PlayedConversation(Conversation):
             )
         self._is_talking = True
         try:
-            number, completion = await self.episode.sample(prompt.token_ids, self.role)
+            number, completion = await self.episode.sample(prompt.token_ids, self.role, images=prompt.images)
         finally:
             self._is_talking = False
         self.episode.num_rewritten += prompt.rewritten is not None

@@ -38,12 +38,13 @@ from inflight.errors import (
 from inflight.http.bodies import message_of
 from inflight.http.receiving import content_of, unless_client_leaves
 from inflight.http.routes import MB, STATUS_OF_CODE, Size
+from inflight.wire import MAX_IMAGES_LENGTH
 
 T = TypeVar("T")
 Body = TypeVar("Body", bound=BaseModel)
 Handler = Callable[[HttpRequest, "ServedEpisode"], Awaitable[Response]]
 
-_BODY = Size(MB, 64)
+_BODY = Size(MB, 64, MAX_IMAGES_LENGTH)
 """64 bytes of JSON make at least one token, except in runs of blanks."""
 _REWARD = Size(64 * 1024)
 _MAX_ERROR_CHARACTERS = 4000
@@ -244,7 +245,9 @@ def _refuse_if_over(served: ServedEpisode) -> None:
 
 
 async def _body(request: HttpRequest, served: ServedEpisode, kind: type[Body]) -> Body:
-    return await body_message(kind, await content_of(request, _BODY.bytes_for(served.answers.episode.max_tokens)))
+    episode = served.answers.episode
+    size_bytes = _BODY.bytes_for(episode.max_tokens, images=episode.template.takes_images)
+    return await body_message(kind, await content_of(request, size_bytes))
 
 
 async def body_message(kind: type[Body], content: bytes) -> Body:

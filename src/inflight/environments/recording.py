@@ -14,13 +14,14 @@ from pydantic import Field
 
 from inflight.errors import ProtocolError
 from inflight.types import Rollout, Turn
-from inflight.wire import Completion, CompletionChunk, VersionSpan, WireModel
+from inflight.wire import Completion, CompletionChunk, PromptImage, VersionSpan, WireModel, is_empty
 
 
 class RecordedCall(WireModel):
     """One sampled turn: what the model was given, and what it said."""
 
     prompt_token_ids: tuple[int, ...]
+    images: tuple[PromptImage, ...] = Field(default=(), exclude_if=is_empty)
     completion: Completion
     role: str = ""
     reward: float | None = None
@@ -74,9 +75,19 @@ class Recording:
     def __len__(self) -> int:
         return len(self._calls)
 
-    def add(self, prompt_token_ids: Sequence[int], completion: Completion, role: str = "") -> int:
+    def add(
+        self,
+        prompt_token_ids: Sequence[int],
+        completion: Completion,
+        role: str = "",
+        images: Sequence[PromptImage] = (),
+    ) -> int:
         """Record a turn and return its number."""
-        self._calls.append(RecordedCall(prompt_token_ids=tuple(prompt_token_ids), completion=completion, role=role))
+        self._calls.append(
+            RecordedCall(
+                prompt_token_ids=tuple(prompt_token_ids), images=tuple(images), completion=completion, role=role
+            )
+        )
         return len(self._calls) - 1
 
     def reward(self, number: int, reward: float) -> None:
@@ -145,6 +156,7 @@ def _parent(calls: Sequence[RecordedCall], number: int) -> int | None:
             and call.role == role
             and prompt[num_before:end] == call.completion.token_ids
             and prompt[:num_before] == call.prompt_token_ids
+            and [image for image in calls[number].images if image.start < end] == list(call.images)
         ):
             best, longest = earlier, end
     return best
@@ -190,4 +202,5 @@ def _rollout(
         turns=turns,
         episode=episode,
         role=calls[path[-1]].role,
+        images=calls[path[-1]].images,
     )

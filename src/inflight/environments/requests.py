@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
+import pydantic
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from inflight.environments.histories import read_arguments
 from inflight.errors import InvalidRequestError
+from inflight.http.bodies import problems_of
 from inflight.types import Message
-from inflight.wire import Items, SamplingParams, StopString, TokenCount, TokenId
+from inflight.wire import ImageAddress, Items, SamplingParams, StopString, TokenCount, TokenId
 
 _DRAWN = ("temperature", "top_p", "top_k", "min_p", "seed")
 """How tokens are drawn, which the run decides."""
@@ -226,7 +228,7 @@ def rendered_message(message: Mapping[str, Any], number: int) -> Message:
         raise InvalidRequestError(f"messages.{number}.role is {role!r}, but must be a text such as 'user'")
     kept = {name: value for name, value in message.items() if value is not None}
     kept["role"] = "system" if role == "developer" else role
-    kept["content"] = _text_of(message.get("content"), f"messages.{number}.content")
+    kept["content"] = _content_of(message.get("content"), f"messages.{number}.content")
     calls = message.get("tool_calls")
     kept.pop("tool_calls", None)
     if calls:
@@ -240,19 +242,29 @@ def _listed(calls: Any, number: int) -> Sequence[Any]:
     return calls
 
 
-def _text_of(content: Any, where: str) -> str:
+def _content_of(content: Any, where: str) -> str | list[dict[str, Any]]:
+    """Return one text, or parts if there is an image among them."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
         raise InvalidRequestError(f"{where} is a {type(content).__name__}, but must be a text or a list of parts")
-    texts = []
-    for index, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get(kind) if isinstance(part, dict) and kind in ("text", "refusal") else None
-        if not isinstance(text, str):
-            raise InvalidRequestError(f"{where}.{index} has the type {str(kind)[:80]!r}: only text is supported")
-        texts.append(text)
-    return "".join(texts)
+    parts = [_part_of(part, f"{where}.{index}") for index, part in enumerate(content)]
+    return parts if any("text" not in part for part in parts) else "".join(part["text"] for part in parts)
+
+
+def _part_of(part: Any, where: str) -> dict[str, Any]:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "image_url":
+        try:
+            address = ImageAddress.model_validate({k: v for k, v in part["image_url"].items() if k != "detail"})
+        except (pydantic.ValidationError, KeyError, AttributeError) as error:
+            why = problems_of(error) if isinstance(error, pydantic.ValidationError) else f"it has no {error}"
+            raise InvalidRequestError(f"{where}.image_url cannot be used: {why}") from error
+        return {"type": kind, "image_url": {"url": address.url}}
+    text = part.get(kind) if isinstance(part, dict) and kind in ("text", "refusal") else None
+    if not isinstance(text, str):
+        raise InvalidRequestError(f"{where} has the type {str(kind)[:80]!r}: only text and image_url are supported")
+    return {"type": "text", "text": text}
 
 
 def _rendered_call(call: Any, where: str) -> dict[str, Any]:

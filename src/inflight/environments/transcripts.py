@@ -14,7 +14,9 @@ from typing import Any
 
 from inflight.environments.tool_calls import split_tool_calls
 from inflight.errors import InvalidRequestError, UnsupportedError
+from inflight.images import ImageProcessor, as_parts, image_urls_of, refuse_images, text_of
 from inflight.types import Message, Tool, ToolCall
+from inflight.wire import PromptImage
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,8 @@ class Prompt:
     text: str
     """As the template renders it, up to where the reply begins."""
     token_ids: tuple[int, ...]
+    images: tuple[PromptImage, ...] = ()
+    """Of the whole conversation, by indices of ``token_ids``."""
     rewritten: str | None = None
     """Why it does not begin with the tokens of the conversation so far; None if it does, or nothing came before."""
 
@@ -52,6 +56,7 @@ class Transcript:
     tools: tuple[Tool, ...]
     text: str
     token_ids: tuple[int, ...]
+    images: tuple[PromptImage, ...]
     is_ended: bool
     """Whether the last token ended the turn; if not, the reply was cut."""
 
@@ -59,19 +64,26 @@ class Transcript:
 class ChatTemplate:
     """Renders messages with a Hugging Face tokenizer.
 
-    A tokenizer without a chat template makes prompts of one message of the user, as plain text.
+    A tokenizer without a chat template makes prompts of one message of the user, as plain text. ``images`` is the
+    processor of a model that takes images; with None a message that has one raises `UnsupportedError`.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, images: ImageProcessor | None = None) -> None:
         self._tokenizer = tokenizer
+        self._images = images
         self._special_ids = frozenset(tokenizer.all_special_ids) | {
             index for index, token in tokenizer.added_tokens_decoder.items() if token.special
         }
 
+    @property
+    def takes_images(self) -> bool:
+        return self._images is not None
+
     def opening(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Prompt:
         """Return the prompt of a new conversation. Raises `InvalidRequestError` if the template refuses it."""
         text = self._render(messages, tools)
-        return Prompt(tuple(messages), tuple(tools), text, self._encode(text, is_start=True))
+        token_ids, images = self._placed(self._encode(text, is_start=True), messages)
+        return Prompt(tuple(messages), tuple(tools), text, token_ids, images)
 
     def following(self, before: Transcript, messages: Sequence[Message]) -> Prompt:
         """Return the prompt that continues a conversation with further messages. Raises as `opening`."""
@@ -85,7 +97,8 @@ class ChatTemplate:
                 ended = self._decoded([before.token_ids[-1]])
                 return self._fresh(everything, before, text, f"the template does not end the turn with {ended!r}")
             added = added[1:]
-        return Prompt(everything, before.tools, text, before.token_ids + added)
+        added, images = self._placed(added, messages, start=len(before.token_ids))
+        return Prompt(everything, before.tools, text, before.token_ids + added, before.images + images)
 
     def heard(self, token_ids: Sequence[int], finish_reason: str) -> Heard:
         """Return what sampled tokens say."""
@@ -125,6 +138,7 @@ class ChatTemplate:
             tools=prompt.tools,
             text=prompt.text + heard.raw,
             token_ids=prompt.token_ids + tuple(token_ids),
+            images=prompt.images,
             is_ended=self.is_ended(token_ids, finish_reason),
         )
 
@@ -133,9 +147,25 @@ class ChatTemplate:
         return finish_reason == "stop" and len(token_ids) > 0 and token_ids[-1] in self._special_ids
 
     def _fresh(self, messages: tuple[Message, ...], before: Transcript, text: str, why: str) -> Prompt:
-        return Prompt(messages, before.tools, text, self._encode(text, is_start=True), why)
+        token_ids, images = self._placed(self._encode(text, is_start=True), messages)
+        return Prompt(messages, before.tools, text, token_ids, images, why)
+
+    def _placed(
+        self, token_ids: tuple[int, ...], messages: Sequence[Message], start: int = 0
+    ) -> tuple[tuple[int, ...], tuple[PromptImage, ...]]:
+        """Return the tokens of rendered messages with their images' placeholders expanded."""
+        urls = image_urls_of(messages)
+        if not urls:
+            return token_ids, ()
+        assert self._images is not None  # `_render` has refused the messages otherwise
+        return self._images.placed(token_ids, urls, start)
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
+        if self._images is None:
+            refuse_images(messages)
+            messages = [{**message, "content": text_of(message)} for message in messages]
+        else:
+            messages = [as_parts(message) for message in messages]
         if not self._tokenizer.chat_template:
             if len(messages) != 1 or tools:
                 raise UnsupportedError(

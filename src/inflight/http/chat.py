@@ -11,33 +11,42 @@ import pydantic
 from inflight.errors import InvalidRequestError, UnsupportedError
 from inflight.http.bodies import problems_of
 from inflight.wire import (
+    ChatAnswer,
     ChatChoice,
     ChatCompletion,
     ChatCompletionRequest,
     ChatLogprobs,
-    ChatMessage,
     ChatTokenLogprob,
     ChatUsage,
     Completion,
     GenerateRequest,
     GenerateResponse,
+    PromptImage,
 )
 
 
-def check_chat(request: ChatCompletionRequest, *, model: str, offers_chat: bool) -> None:
-    """Raise `UnsupportedError` if no chat is offered, `InvalidRequestError` if another model is asked for."""
+def check_chat(request: ChatCompletionRequest, *, model: str, offers_chat: bool, images: bool) -> None:
+    """Raise `UnsupportedError` if no chat is offered, or messages have images and ``images`` are not declared.
+
+    Raises `InvalidRequestError` if another model is asked for.
+    """
     if not offers_chat:
         raise UnsupportedError("this endpoint does not offer chat; call generate with token ids")
     if request.model != model:
         raise InvalidRequestError(f"model {request.model!r} is not served here; the served model is {model!r}")
+    if not images and any(message.image_urls for message in request.messages):
+        raise UnsupportedError("the messages have images, but this endpoint does not declare images")
 
 
-def generate_request_of(request: ChatCompletionRequest, prompt_token_ids: Iterable[int]) -> GenerateRequest:
+def generate_request_of(
+    request: ChatCompletionRequest, prompt_token_ids: Iterable[int], images: Iterable[PromptImage] = ()
+) -> GenerateRequest:
     """Return the request with its rendered messages. Raises `InvalidRequestError` if they do not fit."""
     try:
         return GenerateRequest(
             request_id=f"chatcmpl-{uuid.uuid4().hex}",
             prompt_token_ids=tuple(prompt_token_ids),
+            images=tuple(images),
             sampling=request.sampling(),
             stream=request.stream,
         )
@@ -71,7 +80,7 @@ def chat_completion_of(
         choices=tuple(
             ChatChoice(
                 index=completion.index,
-                message=ChatMessage(role="assistant", content=before_stop(text, generated.sampling.stop)),
+                message=ChatAnswer(role="assistant", content=before_stop(text, generated.sampling.stop)),
                 finish_reason=completion.finish_reason,
                 logprobs=_logprobs(completion, pieces[i]) if request.logprobs else None,
                 token_ids=completion.token_ids,

@@ -139,8 +139,9 @@ class HttpEndpoint(StreamingEndpoint, AbortingEndpoint, ReleasingEndpoint, Draft
         """Return the answer, of at most ``num_tokens`` tokens; None if the server chooses how many."""
         content = None if body is None else body.model_dump_json()
         bound = MAX_RESPONSE_BYTES
-        if num_tokens is not None:  # a chat returns the prompt
-            bound = route.response_size.bytes_for(num_tokens) + (0 if content is None else 64 * len(content))
+        if num_tokens is not None:  # a chat returns the prompt, of which an image makes few tokens
+            asked = 0 if content is None else len(content) - _length_of_images(body)
+            bound = route.response_size.bytes_for(num_tokens) + 64 * asked
         status, received = await self._http.exchange(
             route.method,
             route.path,
@@ -213,3 +214,13 @@ class HttpEndpoint(StreamingEndpoint, AbortingEndpoint, ReleasingEndpoint, Draft
 
 def _num_tokens(sampling: SamplingParams) -> int | None:
     return None if sampling.max_tokens is None else sampling.n * sampling.max_tokens
+
+
+def _length_of_images(body: WireModel | None) -> int:
+    """Return how many characters of a message are the data URLs of images."""
+    match body:
+        case GenerateRequest():
+            return sum(len(image.url) for image in body.images)
+        case ChatCompletionRequest():
+            return sum(len(url) for message in body.messages for url in message.image_urls)
+    return 0

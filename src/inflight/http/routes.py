@@ -17,9 +17,11 @@ class Size:
 
     fixed_bytes: int
     token_bytes: int = 0
+    image_bytes: int = 0
+    """Further bytes where images are declared."""
 
-    def bytes_for(self, num_tokens: int) -> int:
-        return self.fixed_bytes + self.token_bytes * num_tokens
+    def bytes_for(self, num_tokens: int, *, images: bool = False) -> int:
+        return self.fixed_bytes + self.token_bytes * num_tokens + (self.image_bytes if images else 0)
 
 
 Response = TypeVar("Response", bound=wire.WireModel)
@@ -127,7 +129,7 @@ GENERATE = Route(
     "Token ids in; token ids, behaviour logprobs and version spans out (server-sent events when streaming)",
     wire.GenerateRequest,
     wire.GenerateResponse,
-    request_size=Size(MB, 16),
+    request_size=Size(MB, 16, wire.MAX_IMAGES_LENGTH),
     response_size=Size(MB, 256),
 )
 CHAT_COMPLETIONS = Route(
@@ -137,7 +139,7 @@ CHAT_COMPLETIONS = Route(
     "The OpenAI shape plus token ids, behaviour logprobs and version spans",
     wire.ChatCompletionRequest,
     wire.ChatCompletion,
-    request_size=Size(MB, 64),
+    request_size=Size(MB, 64, wire.MAX_IMAGES_LENGTH),
     response_size=Size(MB, 4 * KB),  # logprobs list the text and the bytes of each token
 )
 MODELS = Route("GET", "/v1/models", "models", "The served model", None, wire.ModelList)

@@ -31,6 +31,7 @@ from inflight.transports import spec_type
 from inflight.types import EngineStats
 from inflight.wire import (
     Acknowledgement,
+    Capabilities,
     ChatCompletionRequest,
     EndpointState,
     ErrorBody,
@@ -64,13 +65,15 @@ def create_app(
     if not token:
         raise ValueError("create_app needs a token: control routes are never open")
 
-    max_model_len = 0
+    declared: Capabilities | None = None
 
     async def body_of(request: Request, route: Route[Any], kind: type[Body]) -> Body:
-        nonlocal max_model_len
-        if route.request_size.token_bytes and not max_model_len:  # constant over the endpoint's life
-            max_model_len = (await endpoint.capabilities()).max_model_len
-        return await _body(request, kind, route.request_size.bytes_for(max_model_len))
+        nonlocal declared
+        size = route.request_size
+        if not size.token_bytes:
+            return await _body(request, kind, size.fixed_bytes)
+        declared = declared or await endpoint.capabilities()  # constant over the endpoint's life
+        return await _body(request, kind, size.bytes_for(declared.max_model_len, images=declared.images))
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:

@@ -10,6 +10,7 @@ from typing import Any
 from inflight.errors import InvalidRequestError
 from inflight.http.chat import generate_request_of
 from inflight.http.streamed_text import StreamedText
+from inflight.images import ImageProcessor, as_parts, image_urls_of, text_of
 from inflight.wire import (
     ChatChunkChoice,
     ChatCompletionChunk,
@@ -22,18 +23,28 @@ from inflight.wire import (
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """A Hugging Face tokenizer that has a chat template."""
+    """A Hugging Face tokenizer that has a chat template. ``images`` is None if the model takes none."""
 
     tokenizer: Any
+    images: ImageProcessor | None = None
 
     def render(self, request: ChatCompletionRequest) -> GenerateRequest:
         """Return the request with the messages as token ids. Raises `InvalidRequestError` if the template refuses."""
-        messages = [{"role": message.role, "content": message.content} for message in request.messages]
+        messages = [message.model_dump() for message in request.messages]
+        urls = image_urls_of(messages)
+        if self.images is None:
+            messages = [{**message, "content": text_of(message)} for message in messages]
+        else:
+            messages = [dict(as_parts(message)) for message in messages]
         try:
             text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # templates may raise anything
             raise InvalidRequestError(f"the chat template refused the messages: {error}") from error
-        return generate_request_of(request, self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        token_ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if not urls:
+            return generate_request_of(request, token_ids)
+        assert self.images is not None
+        return generate_request_of(request, *self.images.placed(token_ids, urls))
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Return the tokens' text without special tokens."""

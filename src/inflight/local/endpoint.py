@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from inflight.contracts import AbortingEndpoint, DraftingEndpoint, ReleasingEndpoint, StreamingEndpoint, WeightReceiver
 from inflight.errors import EndpointError, InflightError, InvalidRequestError, NonFiniteError, UnsupportedError
 from inflight.http.chat import chat_completion_of, check_chat
+from inflight.images import ImageProcessor
 from inflight.local.chat import ChatChunkWriter, ChatFormat
 from inflight.local.engine import Engine
 from inflight.local.parameters import HOST, made_ready
@@ -64,11 +65,21 @@ class LocalEndpoint(
 ):
     """An endpoint around an `Engine`, which it starts and closes.
 
-    Belongs to the event loop that first uses it. ``chat`` is None if the model has no chat template.
+    Belongs to the event loop that first uses it. ``chat`` is None if the model has no chat template, ``images`` if it
+    takes no images.
     """
 
-    def __init__(self, engine: Engine, model: Any, *, name: str, chat: ChatFormat | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        model: Any,
+        *,
+        name: str,
+        chat: ChatFormat | None = None,
+        images: ImageProcessor | None = None,
+    ) -> None:
         self._engine = engine
+        self._images = images
         self._name = name
         self._chat = chat
         parameter = next(model.parameters())
@@ -119,6 +130,7 @@ class LocalEndpoint(
             streaming=True,
             chat=self._chat is not None,
             releases_memory=not self._engine.keeps_addresses,
+            images=self._images is not None,
             drafts=self._engine.speculation.takes_history,
             draft_counts=self._engine.speculation.is_on,
             manifest_digest=self._manifest.digest(),
@@ -246,7 +258,10 @@ class LocalEndpoint(
         """Cancelling the call ends the request between two token steps."""
         self._updates.session.refuse_to_sample()
         finished: Future[list[Completion]] = _outcome()
-        admitted, submitted = self._engine.submit(request, finished.set_result, finished.set_exception)
+        tensors = await self._image_tensors(request)
+        admitted, submitted = self._engine.submit(
+            request, finished.set_result, finished.set_exception, image_tensors=tensors
+        )
         try:
             await asyncio.wrap_future(submitted)
             completions = await asyncio.wrap_future(finished)
@@ -278,11 +293,13 @@ class LocalEndpoint(
             )
             _call_in(loop, lambda: chunks.put_nowait(chunk))
 
+        tensors = await self._image_tensors(request)
         admitted, submitted = self._engine.submit(
             request,
             lambda _: _call_in(loop, lambda: chunks.put_nowait(None)),
             lambda error: _call_in(loop, lambda: chunks.put_nowait(error)),
             on_token,
+            tensors,
         )
         try:
             await asyncio.wrap_future(submitted)
@@ -294,19 +311,37 @@ class LocalEndpoint(
         finally:
             self._engine.call(lambda: self._engine.cancel(admitted))
 
+    async def _image_tensors(self, request: GenerateRequest) -> dict[str, Any] | None:
+        """Return what the vision tower takes of a request's images, None without images.
+
+        Raises `UnsupportedError` if the model takes none, `InvalidRequestError` if one cannot be decoded or is not
+        where the request says.
+        """
+        if not request.images:
+            return None
+        images = self._images
+        if images is None:
+            raise UnsupportedError(f"{self._name} does not declare images: its model has no vision tower")
+
+        def tensors() -> dict[str, Any]:
+            images.check(request.prompt_token_ids, request.images)
+            return images.tensors(image.url for image in request.images)
+
+        return await asyncio.to_thread(tensors)
+
     async def abort_requests(self, requests: AbortRequests) -> None:
         """Ends them between two token steps; a sequence that waits for a slot ends without a token."""
         await self._in_engine(lambda: self._engine.abort(requests.request_ids))
 
     async def chat_completion(self, request: ChatCompletionRequest) -> ChatCompletion:
-        generate_request = self.chat_request(request)
+        generate_request = await asyncio.to_thread(self.chat_request, request)
         response = await self.generate(generate_request)
         chat, sampled = self._chat_format(), [completion.token_ids for completion in response.completions]
         pieces = [chat.pieces(token_ids) for token_ids in sampled] if request.logprobs else []
         return chat_completion_of(request, generate_request, response, [chat.text(ids) for ids in sampled], pieces)
 
     async def chat_completion_stream(self, request: ChatCompletionRequest) -> AsyncIterator[ChatCompletionChunk]:
-        generate_request = self.chat_request(request)
+        generate_request = await asyncio.to_thread(self.chat_request, request)
         if request.logprobs:
             raise InvalidRequestError("logprobs=true cannot be streamed; every chunk carries token_logprobs")
         writer = ChatChunkWriter(self._chat_format(), request)
@@ -315,7 +350,8 @@ class LocalEndpoint(
 
     def chat_request(self, request: ChatCompletionRequest) -> GenerateRequest:
         """Return the token request that a chat request is rendered to."""
-        check_chat(request, model=self._name, offers_chat=self._chat is not None)
+        images = self._images is not None
+        check_chat(request, model=self._name, offers_chat=self._chat is not None, images=images)
         return self._chat_format().render(request)
 
     def _refuse_non_finite(self, logprobs: Iterable[float]) -> None:

@@ -12,12 +12,13 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import torch
 
+from inflight.checkpoints import stored_names
 from inflight.errors import BusyError, EndpointError, InflightError, InvalidRequestError
 from inflight.local.decoding import Compiler, Decoder
 from inflight.local.forwards import Forwards, Prompt
@@ -28,7 +29,7 @@ from inflight.local.slots import Slot, SlotStore, token_bytes_of
 from inflight.local.speculation import Drawn, Speculation
 from inflight.rollouts.drafts import DraftSource
 from inflight.types import EngineStats
-from inflight.wire import Completion, FinishReason, GenerateRequest, InFlightPolicy
+from inflight.wire import Completion, FinishReason, GenerateRequest, InFlightPolicy, PromptImage
 
 T = TypeVar("T")
 
@@ -63,7 +64,8 @@ class Engine:
     ) -> None:
         parameter = next(model.parameters())
         self._model = model.eval()
-        self.parameters = dict(model.named_parameters())
+        stored = stored_names(model)
+        self.parameters = {stored[name]: parameter for name, parameter in model.named_parameters()}
         self.replaced: list[torch.Tensor] = []
         self._head = model.get_output_embeddings()
         self._device = parameter.device
@@ -146,8 +148,11 @@ class Engine:
         on_finished: Callable[[list[Completion]], None],
         on_failed: Callable[[InflightError], None],
         on_token: Callable[[Sequence], None] | None = None,
+        image_tensors: Mapping[str, torch.Tensor] | None = None,
     ) -> tuple[Request, Future[None]]:
-        """Queue a request. Raises `InvalidRequestError` if it does not fit; the future raises it if its id is in use.
+        """Queue a request; ``image_tensors`` are what the model's processor made of its images.
+
+        Raises `InvalidRequestError` if it does not fit; the future raises it if its id is in use.
 
         The engine's thread removes the request from the engine, then calls exactly one callback once: ``on_finished``
         when every completion has a finish reason, ``on_failed`` if a step of this request raises even when it runs
@@ -162,6 +167,8 @@ class Engine:
             on_failed,
             on_token,
             request.num_continued,
+            images=request.images,
+            image_tensors=image_tensors,
         )
         return admitted, self.call(lambda: self._add(admitted))
 
@@ -409,7 +416,11 @@ class Engine:
         """Run one forward, which stores keys and values; return what it brings each sequence."""
         running = {s.slot: s for (s, *_) in groups if s.slot is not None and s.slot in self._running}
         new = [group for group in groups if group[0].slot not in self._running]
-        prompts = [Prompt(group[0].slot, group[0].all_ids(), len(group)) for group in new if group[0].slot is not None]
+        prompts = [
+            Prompt(leader.slot, leader.all_ids(), len(group), leader.request.image_rows(), leader.request.image_tensors)
+            for group in new
+            if (leader := group[0]).slot is not None
+        ]
         decoded = {slot: (s.token_ids[-1], *s.draft) for slot, s in running.items()}
         slots, logits_BV = self._forwards.logits(decoded, prompts)
         drawing = [running[slot] for slot in slots] + [sequence for group in new for sequence in group]
@@ -448,18 +459,19 @@ class Engine:
         return None
 
     def _admit(self, failed: list[tuple[Request, Exception]]) -> list[list[Sequence]]:
-        """Open slots for waiting sequences, in order; return them, grouped by equal ids.
+        """Open slots for waiting sequences, in order; return them, grouped by equal ids and images.
 
         The first of a group is prefilled, and the others get copies of its keys and values. A sequence without room
         waits, and so do those behind it. A request whose slot cannot be allocated, although the limit allows it, is
         removed and put in ``failed``.
         """
-        groups: dict[tuple[int, ...], list[Sequence]] = {}
+        groups: dict[tuple[tuple[int, ...], tuple[PromptImage, ...]], list[Sequence]] = {}
         num_tokens, num_open = 0, len(self._running)
         while self._may_admit() and num_open < self.max_concurrent and self._store.fits(self._waiting[0].request.most):
             sequence = self._waiting[0]
             ids = tuple(sequence.all_ids())
-            if ids not in groups and groups and num_tokens + len(ids) > _MAX_PREFILL_TOKENS:
+            same = (ids, sequence.request.images)
+            if same not in groups and groups and num_tokens + len(ids) > _MAX_PREFILL_TOKENS:
                 break
             try:
                 sequence.slot = self._store.open(len(ids), sequence.request.most)
@@ -467,8 +479,8 @@ class Engine:
                 failed.append((self._removed(sequence.request), error))
                 continue
             self._waiting.popleft()
-            num_tokens += len(ids) if ids not in groups else 0
-            groups.setdefault(ids, []).append(sequence)
+            num_tokens += len(ids) if same not in groups else 0
+            groups.setdefault(same, []).append(sequence)
             num_open += 1
         return list(groups.values())
 

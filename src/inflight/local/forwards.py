@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from inflight.images import embedded
 from inflight.local.decoding import Decoder
 from inflight.local.slots import Slot, SlotStore, StepPlan
 
@@ -23,6 +24,10 @@ class Prompt:
     token_ids: Sequence[int]
     num_rows: int = 1
     """Rows of logits after its last token, all alike: one for each sequence that begins with it."""
+    image_rows: Sequence[int] = ()
+    """Indices of its tokens that images fill."""
+    image_tensors: Mapping[str, torch.Tensor] | None = None
+    """What the vision tower takes of them; None without images."""
 
 
 class Forwards:
@@ -65,7 +70,7 @@ class Forwards:
             packed += prompt.token_ids
             keep += [len(packed) - 1] * prompt.num_rows
         hidden = self._model.base_model(
-            input_ids=torch.tensor([packed], device=self._device),
+            **self._inputs(packed, prompts),
             position_ids=torch.tensor([plan.positions()], device=self._device),
             use_cache=False,
             step_plan=plan,
@@ -73,3 +78,17 @@ class Forwards:
         if keep != list(range(len(packed))):
             hidden = hidden[torch.tensor(keep, device=self._device)]
         return plan.decoding_slots, self._head(hidden)
+
+    def _inputs(self, packed: Sequence[int], prompts: Sequence[Prompt]) -> dict[str, torch.Tensor]:
+        """Return the ids of packed tokens, of which the last are the prompts'; with images, their embeddings."""
+        token_ids_T = torch.tensor(packed, device=self._device)
+        with_images = [it.image_tensors for it in prompts if it.image_tensors is not None]
+        if not with_images:
+            return {"input_ids": token_ids_T[None]}
+        rows, start = [], len(packed) - sum(len(it.token_ids) for it in prompts)
+        for prompt in prompts:
+            rows += [start + row for row in prompt.image_rows]
+            start += len(prompt.token_ids)
+        tensors = {name: torch.cat([of[name] for of in with_images]) for name in with_images[0]}
+        rows_M = torch.tensor(rows, device=self._device)
+        return {"inputs_embeds": embedded(self._model, token_ids_T, rows_M, tensors)[None]}

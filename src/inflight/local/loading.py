@@ -12,6 +12,7 @@ import torch
 from inflight.checkpoints import load_causal_lm, load_tokenizer, max_model_len_of
 from inflight.compiler import check_compiler
 from inflight.errors import ConfigError
+from inflight.images import load_image_processor
 from inflight.local.chat import ChatFormat
 from inflight.local.decoding import compiler_for
 from inflight.local.endpoint import LocalEndpoint
@@ -51,6 +52,9 @@ def load_endpoint(
         check_compiler(chosen, "compile")
     model: Any = load_causal_lm(path, attention=ATTENTION_NAME, dtype=dtype, device=chosen)
     tokenizer = load_tokenizer(path)
+    images = load_image_processor(path)
+    if compile and images is not None:
+        raise ConfigError("a compiled decode step is not supported for models with images: leave compile out")
     allowed = max_model_len_of(model.config)
     if max_model_len is not None and not 2 <= max_model_len <= allowed:
         raise ConfigError(f"max_model_len {max_model_len} is outside of 2..{allowed}, which the model allows")
@@ -78,8 +82,8 @@ def load_endpoint(
         compiler=compiler_for(chosen) if compile else None,
         drafts=DraftSource(drafts) if isinstance(drafts, str) else drafts,
     )
-    chat = ChatFormat(tokenizer) if tokenizer is not None and tokenizer.chat_template else None
-    return LocalEndpoint(engine, model, name=name or path.resolve().name, chat=chat)
+    chat = ChatFormat(tokenizer, images) if tokenizer is not None and tokenizer.chat_template else None
+    return LocalEndpoint(engine, model, name=name or path.resolve().name, chat=chat, images=images)
 
 
 def _memory_bytes(device: torch.device) -> int:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+
+import torch
 
 from inflight.errors import InflightError
 from inflight.local.slots import Slot
 from inflight.rollouts.drafts import Drafter
-from inflight.wire import Completion, DraftCounts, FinishReason, SamplingParams, VersionSpan
+from inflight.wire import Completion, DraftCounts, FinishReason, PromptImage, SamplingParams, VersionSpan
 
 
 @dataclass(slots=True, eq=False)
@@ -89,7 +91,14 @@ class Request:
     on_token: Callable[[Sequence], None] | None
     num_continued: int = 0
     """As in `inflight.wire.GenerateRequest`."""
+    images: tuple[PromptImage, ...] = ()
+    image_tensors: Mapping[str, torch.Tensor] | None = None
+    """What the vision tower takes of them; None without images."""
     sequences: list[Sequence] = field(default_factory=list)
+
+    def image_rows(self) -> list[int]:
+        """Return the indices of the prompt's tokens that images fill."""
+        return [row for image in self.images for row in range(image.start, image.end)]
 
     @property
     def most(self) -> int:

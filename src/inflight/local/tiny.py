@@ -166,7 +166,7 @@ def warm_start(
             continue
         for group in optimizer.param_groups:
             group["lr"] = learning_rate * min(1.0, (step + 1) / 50, max(0.03, (1 - fraction) / 0.4))
-        loss = _imitation_loss(model, rows)
+        loss = imitation_loss_of(model, rows, lambda token_ids: {"input_ids": token_ids})
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -206,14 +206,21 @@ def corrupt(answer: str, rng: random.Random) -> str:
     return answer[rng.randint(1, max(1, len(answer) // 2)) :]
 
 
-def _imitation_loss(model: Any, rows: Sequence[tuple[list[int], list[int]]]) -> torch.Tensor:
-    """Return the mean cross-entropy of the completions' bytes; prompts are not imitated."""
+def imitation_loss_of(
+    model: Any,
+    rows: Sequence[tuple[list[int], list[int]]],
+    inputs_of: Callable[[torch.Tensor], dict[str, torch.Tensor]],
+) -> torch.Tensor:
+    """Return the mean cross-entropy of the completions' bytes; prompts are not imitated.
+
+    ``inputs_of`` makes the model's inputs of the padded token ids.
+    """
     longest = max(len(prompt) + len(completion) for prompt, completion in rows)
     token_ids = torch.full((len(rows), longest), PAD)
     targets = torch.full((len(rows), longest), -100)
     for i, (prompt, completion) in enumerate(rows):
         token_ids[i, : len(prompt) + len(completion)] = torch.tensor(prompt + completion)
         targets[i, len(prompt) - 1 : len(prompt) + len(completion) - 1] = torch.tensor(completion)
-    hidden = model.base_model(input_ids=token_ids, use_cache=False).last_hidden_state
+    hidden = model.base_model(**inputs_of(token_ids), use_cache=False).last_hidden_state
     chosen = targets >= 0
     return F.cross_entropy(model.get_output_embeddings()(hidden[chosen]).float(), targets[chosen])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,11 +24,18 @@ NO_GROUP = -1
 """Group of a segment that is not a completion."""
 
 
-def collate(samples: Sequence[Sample], device: torch.device | str | None = None) -> MicroBatch:
+ImageTensors = Callable[[Sequence[str]], Mapping[str, torch.Tensor]]
+"""Returns what a model's processor makes of the data URLs of images, such as `ImageProcessor.tensors`."""
+
+
+def collate(
+    samples: Sequence[Sample], device: torch.device | str | None = None, image_tensors: ImageTensors | None = None
+) -> MicroBatch:
     """Return the samples packed in order, one segment each: prompt, then completion. No sample: `empty_micro_batch`.
 
     A temperature of 0 (greedy) becomes 1, since behaviour logprobs are then of the unscaled logits. Values at masked
-    tokens become 0. Raises `InvalidRequestError` for a sample without prompt or whose fields differ in length.
+    tokens become 0. ``image_tensors`` is needed where rollouts have images. Raises `InvalidRequestError` for a sample
+    without prompt or whose fields differ in length.
     """
     if not samples:
         return empty_micro_batch(device)
@@ -70,7 +78,28 @@ def collate(samples: Sequence[Sample], device: torch.device | str | None = None)
         versions_T=torch.from_numpy(_versions(samples, lengths, places)).to(device),
         reference_logprobs_T=at_targets(lambda s: s.reference_logprobs or ()) if all(with_reference) else None,
         group_ids_S=torch.tensor([sample.group_index for sample in samples], device=device),
+        **_images_of(samples, lengths, device, image_tensors),
     )
+
+
+def _images_of(
+    samples: Sequence[Sample],
+    lengths: Sequence[int],
+    device: torch.device | str | None,
+    image_tensors: ImageTensors | None,
+) -> dict[str, Any]:
+    starts = [0, *itertools.accumulate(lengths)]
+    placed = [(start, image) for start, sample in zip(starts, samples, strict=False) for image in sample.rollout.images]
+    if not placed:
+        return {}
+    if image_tensors is None:
+        raise InvalidRequestError("the rollouts have images: give collate the image_tensors of the model's processor")
+    rows = [row for start, image in placed for row in range(start + image.start, start + image.end)]
+    made = image_tensors([image.url for _, image in placed])
+    return {
+        "image_rows_M": torch.tensor(rows, device=device),
+        "image_tensors": {name: tensor.to(device) for name, tensor in made.items()},
+    }
 
 
 def _places(samples: Sequence[Sample]) -> list[tuple[int, int]]:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from inflight.contracts import BatchComposer, StalenessPolicy
-from inflight.losses import collate, empty_micro_batch
+from inflight.images import ImageProcessor
+from inflight.losses import collate
 from inflight.pipeline.channel import encode
 from inflight.pipeline.messages import Members, Train, tensors_of
 from inflight.rollouts import AdvantageEstimator, Credit, TurnCritic, pack, token_advantages, trained_mask
@@ -88,15 +89,24 @@ def split_evenly(groups: Sequence[Group], num_parts: int) -> list[list[Group]]:
     return [part for part in parts if part]
 
 
-def frames_of(batch: StepBatch, max_tokens: int, num_shares: int, *, publish: Members | None) -> list[bytes]:
-    """Return the frame of a request for each share of the data; all have the same number of micro-batches."""
+def frames_of(
+    batch: StepBatch,
+    max_tokens: int,
+    num_shares: int,
+    *,
+    publish: Members | None,
+    images: ImageProcessor | None = None,
+) -> list[bytes]:
+    """Return the frame of a request for each share of the data; all have the same number of micro-batches.
+
+    ``images`` is the processor of a model that takes images.
+    """
+    image_tensors = None if images is None else images.tensors
     lengths = [sample.rollout.num_tokens for sample in batch.samples]
     frames = []
     for micro_batches in pack(lengths, max_tokens, num_shares):
-        collated = [
-            collate([batch.samples[i] for i in indices]) if indices else empty_micro_batch()
-            for indices in micro_batches
-        ]
+        # Without any samples, it is an empty micro-batch.
+        collated = [collate([batch.samples[i] for i in ids], image_tensors=image_tensors) for ids in micro_batches]
         request = Train(
             segment_lengths=tuple(micro_batch.segment_lengths for micro_batch in collated),
             num_groups=len(batch.groups),

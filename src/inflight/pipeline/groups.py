@@ -8,6 +8,7 @@ from inflight.contracts import Environment, Task
 from inflight.environments.playing import Proxy
 from inflight.environments.transcripts import ChatTemplate
 from inflight.errors import ConfigError
+from inflight.images import ImageProcessor
 from inflight.pipeline.completions import Completions
 from inflight.pipeline.config import RunConfig
 from inflight.pipeline.episodes import Episodes
@@ -16,10 +17,12 @@ from inflight.pipeline.work import Work
 from inflight.wire import SamplingParams
 
 
-def work_of(config: RunConfig, task: Task | Environment, tokenizer: Any, proxy: Proxy) -> Work:
+def work_of(
+    config: RunConfig, task: Task | Environment, tokenizer: Any, images: ImageProcessor | None, proxy: Proxy
+) -> Work:
     """Return the groups of a task or environment. Raises `ConfigError` if settings of the other kind are given.
 
-    ``proxy`` serves the episodes that ask for a URL.
+    ``images`` is None if the model takes none. ``proxy`` serves the episodes that ask for a URL.
     """
     sampling = SamplingParams(
         n=config.sampling.group_size,
@@ -34,7 +37,7 @@ def work_of(config: RunConfig, task: Task | Environment, tokenizer: Any, proxy: 
             )
         return Episodes(
             task,
-            ChatTemplate(tokenizer),
+            ChatTemplate(tokenizer, images),
             sampling,
             num_needed=config.sampling.group_size,
             num_extra=config.task.extra_episodes,

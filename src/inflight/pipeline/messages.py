@@ -206,12 +206,15 @@ Reply = Annotated[Here | Doing | Failed | Done | Ready | Trained, Field(discrimi
 # ---------------------------------------------------------------------------------------------------------------
 # Micro-batches
 
-_TENSORS = tuple(field.name for field in fields(MicroBatch) if field.name != "segment_lengths")
+_TENSORS = tuple(it.name for it in fields(MicroBatch) if it.name not in ("segment_lengths", "image_tensors"))
 
 
 def tensors_of(batches: Iterable[MicroBatch]) -> dict[str, torch.Tensor]:
     """Return the tensors of micro-batches, named by index and field."""
-    named = {f"{i}.{name}": getattr(batch, name) for i, batch in enumerate(batches) for name in _TENSORS}
+    named: dict[str, torch.Tensor | None] = {}
+    for i, batch in enumerate(batches):
+        named |= {f"{i}.{name}": getattr(batch, name) for name in _TENSORS}
+        named |= {f"{i}.image_tensors.{name}": tensor for name, tensor in batch.image_tensors.items()}
     return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
@@ -220,8 +223,12 @@ def micro_batches_of(segment_lengths: Sequence[Sequence[int]], tensors: Mapping[
     parts: list[dict[str, Any]] = [{"segment_lengths": tuple(lengths)} for lengths in segment_lengths]
     try:
         for key, tensor in tensors.items():
-            index, name = key.split(".")
-            parts[int(index)][name] = tensor
+            index, name, *of_images = key.split(".", 2)
+            part = parts[int(index)]
+            if of_images:
+                part.setdefault(name, {})[of_images[0]] = tensor
+            else:
+                part[name] = tensor
         return [MicroBatch(**part) for part in parts]
     except (IndexError, TypeError, ValueError) as error:
         raise TrainerError(f"the tensors of a step do not form micro-batches: {error}") from error

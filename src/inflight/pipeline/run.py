@@ -20,6 +20,7 @@ from inflight.checkpoints import check_weights, load_config, load_tokenizer
 from inflight.environments.proxy_server import ProxyServer
 from inflight.errors import CheckpointError, ConfigError, FencedError, InflightError, WorkerDiedError
 from inflight.http.tokens import TOKEN_VARIABLE
+from inflight.images import load_image_processor
 from inflight.launchers import Launcher, load_launcher
 from inflight.pipeline.batches import StepBatch, frames_of
 from inflight.pipeline.config import RunConfig
@@ -111,7 +112,8 @@ async def _train_last(run: _Run, batch: StepBatch) -> list[Trained]:
 async def _train(run: _Run, batch: StepBatch, *, publish: Members | None) -> list[Trained]:
     """Take one optimizer step on every rank, and publish the new version unless ``publish`` is None."""
     train = run.config.train
-    frames = frames_of(batch, train.max_tokens_per_micro_batch, run.trainers.num_shares, publish=publish)
+    shares, max_tokens = run.trainers.num_shares, train.max_tokens_per_micro_batch
+    frames = frames_of(batch, max_tokens, shares, publish=publish, images=run.images)
     return await run.trainers.train(frames)
 
 
@@ -176,6 +178,7 @@ class _Run:
         tokenizer = load_tokenizer(config.model.path)
         if tokenizer is None:
             raise ConfigError(f"model directory {str(config.model.path)!r} has no tokenizer")
+        self.images = load_image_processor(config.model.path)
         self.progress = Progress(config.run.num_steps)
         note, config_json = self.progress.note, config.model_dump_json(indent=2)
         if before is None:
@@ -198,7 +201,7 @@ class _Run:
             note("; ".join(map(str, placement.placed)))
         self.interrupt = Interrupt(note, self._kill)
         self.proxy = ProxyServer(config.model.path.resolve().name, note)
-        work = work_of(config, task, tokenizer, self.proxy.serve)
+        work = work_of(config, task, tokenizer, self.images, self.proxy.serve)
         self.sampling = Sampling(config, work, staleness, composer, scheduler, ledger, history, journal, note)
         if state is not None:
             self.sampling.restore(state)

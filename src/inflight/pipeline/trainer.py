@@ -21,9 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from inflight.contracts import BackgroundSaver, TrainerWorker
+from inflight.contracts import BackgroundSaver, ImageWorker, TrainerWorker
 from inflight.data_ranks import data_ranks_of
-from inflight.errors import ConfigError, InflightError, NonFiniteError, PrecisionWarning
+from inflight.errors import ConfigError, InflightError, NonFiniteError, PrecisionWarning, UnsupportedError
 from inflight.extensions import load_installed, resolve
 from inflight.http.tokens import TOKEN_VARIABLE
 from inflight.launchers.launcher import ADDRESS_VARIABLE
@@ -172,6 +172,8 @@ class TrainerRank:
         started = time.time()
         number = f"step {self._worker.version + 1}"
         self._begin(f"counting the targets of {number}")
+        if any(batch.image_rows_M is not None for batch in batches):
+            self._refuse_unless_images()
         batches, plan = planned(self._worker, self._loss, batches, request)
         metrics: Metrics = {}
         for batch in batches:
@@ -190,6 +192,13 @@ class TrainerRank:
             served=None if request.publish is None else self._publish(request.publish),
             saved=None if self._saver is None or self._saver.save_pending else self._finish_save(0.0),
         )
+
+    def _refuse_unless_images(self) -> None:
+        if not (isinstance(self._worker, ImageWorker) and self._worker.takes_images):
+            raise UnsupportedError(
+                f"the rollouts have images, but {type(self._worker).__name__} does not declare images: train a model "
+                "that takes them with the trainer 'fsdp'"
+            )
 
     def _forward_backward(self, batch: MicroBatch, plan: Plan, number: str) -> Metrics:
         self._begin(f"running the forward of {number}")

@@ -22,6 +22,7 @@ from tests.conformance.mutants import (
     drafts,
     faults,
     http,
+    images,
     parity,
     partials,
     releasing,
@@ -35,7 +36,7 @@ from tests.conformance.mutants.mutant import Mutant
 from tests.weights.stored import share_host_memory
 
 LEVELS = (
-    *(discovery, tokens, sampling, drafts, control, sessions, releasing),
+    *(discovery, tokens, sampling, drafts, images, control, sessions, releasing),
     *(weights, arrivals, versions, caches, partials, clients, faults, http, parity),
 )
 MUTANTS: dict[str, Mutant] = {mutant.name: mutant for level in LEVELS for mutant in level.MUTANTS}

@@ -13,6 +13,7 @@ from inflight.conformance.endpoint import (
     faults,
     forms,
     http,
+    images,
     messages,
     parity,
     partials,
@@ -32,7 +33,7 @@ from inflight.conformance.endpoint import (
 )
 
 _CHECKS = checks_in(
-    *(discovery, tokens, sampling, drafts, whole, endings, forms),
+    *(discovery, tokens, sampling, drafts, images, whole, endings, forms),
     *(pauses, control, staging, sessions, releasing, weights, encodings, stores, versions, caches, recomputing),
     *(partials, faults, messages, processes, races, http, parity),
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from typing import Any
 
 import torch
 
@@ -54,7 +55,7 @@ def part_of(batch: MicroBatch, segments: Sequence[int]) -> MicroBatch:
     rows_T = torch.cat([torch.arange(0), *(torch.arange(rows[i].start, rows[i].stop) for i in segments)])
     lengths = tuple(batch.segment_lengths[i] for i in segments)
     packed = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    parts = {name: value[rows_T] for name, value in packed.items() if isinstance(value, torch.Tensor)}
+    parts: dict[str, Any] = {n: value[rows_T] for n, value in packed.items() if isinstance(value, torch.Tensor)}
     parts["segment_ids_T"] = torch.repeat_interleave(
         torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.int64)
     )

@@ -50,7 +50,8 @@ class ReferenceModel:
         parts = [torch.zeros(0, dtype=torch.float64)]
         for rows in segment_rows(batch.segment_lengths):
             tokens_T, temperature_T = batch.token_ids_T[rows], batch.temperature_T[rows]
-            logits_TV = self._model(input_ids=tokens_T[None], use_cache=False).logits[0]
+            images = _images_in(batch, rows)
+            logits_TV = self._model(input_ids=tokens_T[None], use_cache=False, **images).logits[0]
             logprobs_TV = torch.log_softmax(logits_TV[:-1] / temperature_T[1:, None].double(), dim=-1)
             parts += [torch.zeros(1, dtype=torch.float64), logprobs_TV.gather(1, tokens_T[1:, None])[:, 0]]
         return torch.where(batch.loss_mask_T, torch.cat(parts), 0.0)
@@ -68,3 +69,12 @@ class ReferenceModel:
         for batch in batches:
             torch.autograd.backward(loss_of(self.logprobs(batch), batch, scale))
         return [p.grad for p in self._model.parameters() if p.grad is not None]
+
+
+def _images_in(batch: MicroBatch, rows: slice) -> dict[str, torch.Tensor]:
+    """Return the tensors of a segment's images, which all fill the same number of tokens."""
+    if batch.image_rows_M is None:
+        return {}
+    first_of_images = batch.image_rows_M.view(len(next(iter(batch.image_tensors.values()))), -1)[:, 0]
+    mine = (first_of_images >= rows.start) & (first_of_images < rows.stop)
+    return {name: tensor[mine].double() for name, tensor in batch.image_tensors.items() if mine.any()}

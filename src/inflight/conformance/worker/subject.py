@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from inflight.conformance.checks import CheckSkipped, require, skip
 from inflight.conformance.judge import Hung
-from inflight.conformance.models import Family, make_tiny_model
+from inflight.conformance.models import Family, make_seeing_model, make_tiny_model
 from inflight.conformance.targets import WorkerTarget
 from inflight.conformance.worker.ranks import Ranks
 from inflight.conformance.worker.thread import CheckThread
@@ -145,12 +145,21 @@ class WorkerSubject:
 
     def large_model(self, name: str, *, hidden_size: int, num_layers: int, tied: bool = False) -> Path:
         """Return a checkpoint of the kit of this size, which rank 0 makes once, while the others wait."""
+        size: dict[str, Any] = {"hidden_size": hidden_size, "num_layers": num_layers, "vocab_size": VOCAB_SIZE}
+        family: Family = "qwen3_moe" if self.target.experts else "qwen3"
+        return self._made_once(
+            name, lambda path: make_tiny_model(path, family=family, tied=tied, tokenizer=False, **size)
+        )
+
+    def seeing_model(self) -> Path:
+        """Return the kit's checkpoint of a model that takes images, which rank 0 makes once."""
+        return self._made_once("seeing", make_seeing_model)
+
+    def _made_once(self, name: str, make: Callable[[Path], object]) -> Path:
         path = self.directory / f"model-{name}"
         if self.rank == 0 and not path.exists():
             fresh = path.with_name(f".{path.name}.new")
-            size: dict[str, Any] = {"hidden_size": hidden_size, "num_layers": num_layers, "vocab_size": VOCAB_SIZE}
-            family: Family = "qwen3_moe" if self.target.experts else "qwen3"
-            make_tiny_model(fresh, family=family, tied=tied, tokenizer=False, **size)
+            make(fresh)
             fresh.rename(path)
         deadline = time.monotonic() + _MODEL_TIMEOUT_S
         while not path.exists():

@@ -1,4 +1,4 @@
-"""Lets SGLang be imported without CUDA: torchvision's operators exist before torchvision looks for its CUDA library.
+"""Lets torchvision be imported without CUDA: its operators exist before it looks for its CUDA library.
 
 A .pth file imports this at every start of the interpreter, so that it loads nothing before torchvision is asked for.
 """

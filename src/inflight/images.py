@@ -1,0 +1,240 @@
+"""Images of prompts: decoding them, placing them among tokens, and what a model's own processor makes of them.
+
+A model of the family knows images as embeddings that take the place of placeholder tokens, one token after another,
+with positions that count tokens. Knows nothing of endpoints and trainers.
+
+Shape suffixes: T packed tokens, H hidden, M placeholder tokens.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from inflight.errors import ConfigError, InvalidRequestError, UnsupportedError
+from inflight.types import Message
+from inflight.wire import ImageUrl, PromptImage
+
+if TYPE_CHECKING:
+    import torch
+
+FAMILIES = ("llava",)
+"""``model_type`` of the models that are known: features in the place of placeholders, one position for each token."""
+
+_TOWERS = ("siglip_vision_model", "clip_vision_model")
+"""Their vision towers that make the same number of features of every image."""
+_MAX_PIXELS = 1 << 24
+"""Of an image that is decoded: a few kilobytes can claim to be gigabytes."""
+_NUM_CACHED = 64
+"""Images whose tensors are kept, because the completions of a group share theirs."""
+
+
+def takes_images(config: Any) -> bool:
+    """Return whether a transformers configuration describes a model with a vision tower."""
+    return getattr(config, "vision_config", None) is not None
+
+
+def check_family(config: Any) -> None:
+    """Raise `UnsupportedError` unless the images of a model of this configuration can be handled."""
+    tower = getattr(config.vision_config, "model_type", "")
+    if config.model_type not in FAMILIES or tower not in _TOWERS:
+        raise UnsupportedError(
+            f"{config.model_type} with the vision tower {tower} cannot be trained or served with images: known are "
+            f"{', '.join(FAMILIES)} with {' or '.join(_TOWERS)}. Other families place features or count positions in "
+            "another way"
+        )
+
+
+def image_url_of(image: Any) -> str:
+    """Return an image of Pillow as the data URL of a PNG."""
+    content = io.BytesIO()
+    image.save(content, format="PNG")
+    return f"data:image/png;base64,{base64.b64encode(content.getvalue()).decode()}"
+
+
+def decoded(url: ImageUrl) -> Any:
+    """Return the image of a data URL as Pillow's, in RGB. Raises `InvalidRequestError` if it cannot be decoded."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ConfigError("images need Pillow: pip install 'inflight[images]'") from error
+    head, _, content = url.partition(",")
+    try:
+        image = Image.open(io.BytesIO(base64.b64decode(content)), formats=("PNG", "JPEG", "WEBP"))
+        if image.width * image.height > _MAX_PIXELS:
+            raise ValueError(f"{image.width} x {image.height} pixels are more than {_MAX_PIXELS:,}")
+        return image.convert("RGB")
+    except Exception as error:  # Pillow raises whatever its decoders raise
+        raise InvalidRequestError(f"the image in {head!r} cannot be decoded: {error}") from error
+
+
+class ImageProcessor:
+    """The images of one model, with its own processor from transformers.
+
+    A client uses it to place images among token ids, an engine and a trainer to make the tensors of the vision tower.
+    """
+
+    def __init__(self, processor: Any, config: Any) -> None:
+        check_family(config)
+        self._processor = processor
+        self.placeholder_id = int(config.image_token_id)
+        self.placeholder = str(processor.image_token)
+        self._made = lru_cache(maxsize=_NUM_CACHED)(self._make)
+
+    def num_tokens(self, url: ImageUrl) -> int:
+        """Return how many placeholder tokens an image fills. Raises `InvalidRequestError` if it cannot be decoded."""
+        return self._made(url)[0]
+
+    def tensors(self, urls: Iterable[ImageUrl]) -> dict[str, torch.Tensor]:
+        """Return what the vision tower takes of one or several images, one after another in the first dimension."""
+        import torch
+
+        made = [self._made(url)[1] for url in urls]
+        return {name: torch.cat([tensors[name] for tensors in made]) for name in made[0]}
+
+    def placed(
+        self, token_ids: Sequence[int], urls: Sequence[ImageUrl], start: int = 0
+    ) -> tuple[tuple[int, ...], tuple[PromptImage, ...]]:
+        """Return rendered tokens with the placeholder of each image repeated, and the images' places.
+
+        ``start`` is the number of tokens before these. Raises `InvalidRequestError` unless the rendered tokens have one
+        placeholder for each image.
+        """
+        num_found = sum(token_id == self.placeholder_id for token_id in token_ids)
+        if num_found != len(urls):
+            raise InvalidRequestError(
+                f"the messages have {len(urls)} images, but as rendered they have {num_found} placeholders "
+                f"{self.placeholder!r}: leave this word out of texts, and check that the chat template writes it for "
+                "each image"
+            )
+        placed: list[int] = []
+        images: list[PromptImage] = []
+        for token_id in token_ids:
+            num = 1
+            if token_id == self.placeholder_id:
+                url = urls[len(images)]
+                num = self.num_tokens(url)
+                images.append(PromptImage.model_construct(url=url, start=start + len(placed), num_tokens=num))
+            placed += [token_id] * num
+        return tuple(placed), tuple(images)
+
+    def check(self, token_ids: Sequence[int], images: Iterable[PromptImage]) -> None:
+        """Raise `InvalidRequestError` unless each image fills as many placeholders as it is said to."""
+        for index, image in enumerate(images):
+            needed = self.num_tokens(image.url)
+            if image.num_tokens != needed:
+                raise InvalidRequestError(
+                    f"image {index} fills {needed} tokens in this model, not {image.num_tokens}: expand its "
+                    "placeholder with the model's own processor"
+                )
+            other = next((t for t in token_ids[image.start : image.end] if t != self.placeholder_id), None)
+            if other is not None:
+                raise InvalidRequestError(
+                    f"image {index} fills tokens {image.start} to {image.end - 1}, but token {other} is among them; "
+                    f"all must be the placeholder {self.placeholder_id}"
+                )
+
+    def _make(self, url: ImageUrl) -> tuple[int, dict[str, torch.Tensor]]:
+        made = self._processor(text=self.placeholder, images=[decoded(url)], return_tensors="pt")
+        num_tokens = int((made["input_ids"] == self.placeholder_id).sum())
+        return num_tokens, {"pixel_values": made["pixel_values"]}
+
+
+def load_image_processor(path: Path) -> ImageProcessor | None:
+    """Return the processor of a model directory, None if its ``config.json`` names no vision tower.
+
+    Raises `ConfigError` if there is none that can be loaded.
+    """
+    try:
+        if not json.loads((path / "config.json").read_text()).get("vision_config"):
+            return None
+    except (OSError, ValueError, AttributeError):
+        return None
+    from transformers import AutoConfig, AutoProcessor
+
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        processor = AutoProcessor.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # transformers may raise anything
+        raise ConfigError(f"the processor in {str(path)!r} cannot be loaded: {error}") from error
+    return ImageProcessor(processor, config)
+
+
+def as_parts(message: Message) -> Message:
+    """Return a message with its content as a list of parts, as chat templates of models with images take it.
+
+    Raises `InvalidRequestError` for a part that is neither a text nor an image.
+    """
+    content = message.get("content")
+    if content is None:
+        return dict(message)
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else [_part(part) for part in content]
+    return {**message, "content": parts}
+
+
+def text_of(message: Message) -> str | None:
+    """Return the content of a message without images as one text, for templates that know no parts."""
+    content = message.get("content")
+    return content if isinstance(content, str | None) else "".join(part["text"] for part in content)
+
+
+def image_urls_of(messages: Iterable[Message]) -> list[ImageUrl]:
+    """Return the data URLs of all images of messages, in order."""
+    return [
+        part["image_url"]["url"]
+        for message in messages
+        if not isinstance(message.get("content"), str | None)
+        for part in message["content"]
+        if part.get("type") == "image_url"
+    ]
+
+
+def refuse_images(messages: Iterable[Message]) -> None:
+    """Raise `UnsupportedError` if a message has an image, for a model that takes none."""
+    if image_urls_of(messages):
+        raise UnsupportedError("the messages have images, but the model takes none: it has no vision tower")
+
+
+def _part(part: Mapping[str, Any]) -> dict[str, Any]:
+    match part:
+        case {"type": "text", "text": str(text)}:
+            return {"type": "text", "text": text}
+        case {"type": "image_url", "image_url": {"url": str()}}:
+            return {"type": "image"}
+    raise InvalidRequestError(f"a part of a message must be a text or an image_url, not {str(part)[:80]!r}")
+
+
+def embedded(
+    causal_lm: Any, token_ids_T: torch.Tensor, rows_M: torch.Tensor, tensors: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    """Return the embeddings [T, H] of packed tokens, those of the rows replaced by the features of images in order.
+
+    Raises ``ValueError`` if the numbers differ.
+    """
+    embeddings_TH: torch.Tensor = causal_lm.get_input_embeddings()(token_ids_T)
+    features_MH = image_features(causal_lm, tensors, embeddings_TH)
+    if len(features_MH) != len(rows_M):
+        raise ValueError(f"{len(features_MH)} features of images for {len(rows_M)} placeholders")
+    return embeddings_TH.index_copy(0, rows_M, features_MH)
+
+
+def image_features(causal_lm: Any, tensors: Mapping[str, torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """Return the features [M, H] of images, in the dtype and on the device of ``like``."""
+    import torch
+
+    moved = {name: tensor.to(like.device, like.dtype) for name, tensor in tensors.items()}
+    features = causal_lm.base_model.get_image_features(**moved, return_dict=True).pooler_output
+    return torch.cat(list(features)).to(like.dtype)
+
+
+def blank_image(config: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors of a blank image, for a rank that has none while others run their vision towers."""
+    import torch
+
+    vision = config.vision_config
+    return {"pixel_values": torch.zeros(1, vision.num_channels, vision.image_size, vision.image_size)}

@@ -1,0 +1,83 @@
+"""Faults in how images reach the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from inflight.local.endpoint import LocalEndpoint
+from inflight.wire import GenerateRequest
+from tests.conformance.mutants.mutant import Mutant
+
+
+def caching_by_tokens(endpoint: LocalEndpoint) -> LocalEndpoint:
+    faulty: Any = endpoint
+    made, encode = {}, endpoint._image_tensors
+
+    async def tensors(request: GenerateRequest) -> dict[str, Any] | None:
+        known = request.prompt_token_ids
+        if known not in made:
+            made[known] = await encode(request)
+        found: dict[str, Any] | None = made[known]
+        return found
+
+    faulty._image_tensors = tensors
+    return endpoint
+
+
+def in_another_order(endpoint: LocalEndpoint) -> LocalEndpoint:
+    if (images := endpoint._images) is not None:
+        faulty: Any = images
+        encode = images.tensors
+
+        def tensors(urls: Iterable[str]) -> dict[str, Any]:
+            return encode(reversed(list(urls)))
+
+        faulty.tensors = tensors
+    return endpoint
+
+
+def ignoring_undeclared(endpoint: LocalEndpoint) -> LocalEndpoint:
+    generate = endpoint.generate
+    faulty: Any = endpoint
+    if endpoint._images is None:
+        faulty.generate = lambda request: generate(request.model_copy(update={"images": ()}))
+    return endpoint
+
+
+def without_looking(endpoint: LocalEndpoint) -> LocalEndpoint:
+    if endpoint._images is not None:
+        faulty: Any = endpoint._images
+        faulty.check = lambda token_ids, images: None
+    return endpoint
+
+
+def leaving_the_tower(endpoint: LocalEndpoint) -> LocalEndpoint:
+    engine: Any = endpoint._engine
+    load = engine.load
+    engine.load = lambda ready, *others: load([it for it in ready if not it[0].startswith("vision_tower.")], *others)
+    return endpoint
+
+
+MUTANTS = (
+    Mutant(
+        "images cached by tokens",
+        "E-75",
+        "A prompt gets the images of an earlier one with the same tokens.",
+        caching_by_tokens,
+    ),
+    Mutant("images in another order", "E-75", "The last image fills the first placeholders.", in_another_order),
+    Mutant(
+        "undeclared images ignored",
+        "E-72",
+        "Without a vision tower, a prompt with images is sampled as text.",
+        ignoring_undeclared,
+    ),
+    Mutant(
+        "images written without looking",
+        "E-73",
+        "Features are written where the request says, whatever tokens are there.",
+        without_looking,
+    ),
+    Mutant("vision tower left out", "E-74", "Updates do not load the vision tower.", leaving_the_tower),
+)

@@ -1,0 +1,137 @@
+"""Conversations with images: each stays where it is among the tokens, and no token is trained on with another image."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from inflight.environments.answers import Answers
+from inflight.environments.playing import PlayingEpisode
+from inflight.environments.recording import PlayedEpisode, Recording
+from inflight.environments.requests import ChatRequest, rendered_message
+from inflight.environments.transcripts import ChatTemplate
+from inflight.errors import InvalidRequestError, UnsupportedError
+from inflight.images import ImageProcessor
+from inflight.local.tiny import EOS
+from inflight.local.tiny_images import IMAGE, TinyImageShape, create_tiny_image_model, tiny_processor
+from inflight.types import Message
+from inflight.wire import Completion, GenerateRequest, PromptImage, SamplingParams, VersionSpan
+from tests.engine.reference import TOLERANCE, serving
+from tests.pictures import BLUE, RED, Reference, images_of, make_image_model, picture
+
+
+@pytest.fixture(scope="module")
+def template() -> ChatTemplate:
+    processor = tiny_processor()
+    config = create_tiny_image_model(TinyImageShape(hidden_size=32, num_heads=2), 0).config
+    return ChatTemplate(processor.tokenizer, ImageProcessor(processor, config))
+
+
+def shown(url: str, text: str) -> Message:
+    return {
+        "role": "user",
+        "content": [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": text}],
+    }
+
+
+def test_images_of_earlier_turns_stay_where_they_are(template: ChatTemplate) -> None:
+    first = template.opening([shown(picture(RED), "what?")])
+    assert first.token_ids == (*[IMAGE] * 16, *b"what?\n")
+    said = template.transcript(first, [*b"red", EOS], "stop")
+    second = template.following(said, [{"role": "user", "content": "and "}, shown(picture(BLUE), "this?")])
+    assert second.rewritten is None
+    before = (*first.token_ids, *b"red", EOS)
+    assert second.token_ids == (*before, 10, *b"and \n", *[IMAGE] * 16, *b"this?\n")
+    start = len(before) + 6
+    assert second.images == (
+        PromptImage(url=picture(RED), start=0, num_tokens=16),
+        PromptImage(url=picture(BLUE), start=start, num_tokens=16),
+    )
+
+
+def test_a_sampled_placeholder_is_an_ordinary_token(template: ChatTemplate) -> None:
+    first = template.opening([shown(picture(RED), "what?")])
+    said = template.transcript(first, [97, IMAGE, EOS], "stop")
+    second = template.following(said, [shown(picture(BLUE), "?")])
+    assert [image.start for image in second.images] == [0, len(first.token_ids) + 4]
+
+
+def test_a_placeholder_in_a_text_is_refused(template: ChatTemplate) -> None:
+    with pytest.raises(InvalidRequestError, match="1 images, but as rendered they have 2 placeholders '<image>'"):
+        template.opening([shown(picture(RED), "what is an <image>?")])
+
+
+def test_images_are_refused_for_a_model_that_takes_none() -> None:
+    with pytest.raises(UnsupportedError, match="no vision tower"):
+        ChatTemplate(tiny_processor().tokenizer).opening([shown(picture(RED), "what?")])
+
+
+def test_a_call_continues_another_only_with_the_same_images() -> None:
+    """Placeholders of different images are the same tokens."""
+
+    def said(*token_ids: int) -> Completion:
+        return Completion(
+            index=0,
+            token_ids=token_ids,
+            logprobs=(-1.0,) * len(token_ids),
+            version_spans=(VersionSpan(version=0, start=0, end=len(token_ids)),),
+            finish_reason="stop",
+        )
+
+    red, blue = (PromptImage(url=picture(colour), start=0, num_tokens=2) for colour in (RED, BLUE))
+    later = PromptImage(url=picture(BLUE), start=4, num_tokens=2)
+    recording = Recording()
+    recording.add([IMAGE, IMAGE, 1], said(2), images=[red])
+    recording.add([IMAGE, IMAGE, 1, 2, 3], said(4), images=[blue])
+    recording.add([IMAGE, IMAGE, 1, 2, IMAGE, IMAGE], said(5), images=[red, later])
+
+    rollouts = PlayedEpisode(calls=recording.calls, reward=1.0).rollouts(0, 1.0)
+    assert [(list(it.completion_token_ids), list(it.images)) for it in rollouts] == [
+        ([4], [blue]),
+        ([2, IMAGE, IMAGE, 5], [red, later]),
+    ]
+
+
+def test_the_proxy_takes_parts_with_images_and_refuses_addresses() -> None:
+    part = {"type": "image_url", "image_url": {"url": picture(RED), "detail": "low"}}
+    message = rendered_message({"role": "user", "content": [part, {"type": "text", "text": "what?"}]}, 0)
+    assert message["content"] == shown(picture(RED), "what?")["content"]
+    assert rendered_message({"role": "user", "content": [{"type": "text", "text": "a"}]}, 0)["content"] == "a"
+    for wrong in ({"url": "https://example.com/a.png"}, {}, "text"):
+        with pytest.raises(InvalidRequestError, match=r"messages\.0\.content\.0\.image_url"):
+            rendered_message({"role": "user", "content": [{"type": "image_url", "image_url": wrong}]}, 0)
+
+
+@pytest.mark.anyio
+async def test_an_agent_that_shows_images_is_recorded_with_them(tmp_path: Path) -> None:
+    """Two requests in OpenAI's format, of which the second continues the first: one rollout, with both images."""
+    model = make_image_model(tmp_path / "seeing")
+    images = images_of(model)
+    async with serving(model) as endpoint:
+
+        async def generate(request: GenerateRequest) -> Completion:
+            (completion,) = (await endpoint.generate(request)).completions
+            return completion
+
+        chat = ChatTemplate(tiny_processor().tokenizer, images)
+        episode = PlayingEpisode("one", 0, chat, generate, SamplingParams(max_tokens=6), max_tokens=200)
+        answers = Answers(episode)
+        messages = [shown(picture(RED), "what?")]
+        first = await answers.answer(ChatRequest(model="seeing", messages=tuple(messages)))
+        messages += [{"role": "assistant", "content": first.text}, shown(picture(BLUE), "and this?")]
+        await answers.answer(ChatRequest(model="seeing", messages=tuple(messages)))
+    calls = episode.recording.calls
+    assert [len(call.images) for call in calls] == [1, 2]
+    reference, num_compared = Reference(model), 0
+    for call in calls:
+        request = GenerateRequest(request_id="x", prompt_token_ids=call.prompt_token_ids, images=call.images)
+        if call.prompt_token_ids.count(IMAGE) == 16 * len(call.images):  # none was sampled
+            ids = call.completion.token_ids
+            end = ids.index(IMAGE) if IMAGE in ids else len(ids)
+            compared = call.completion.model_copy(
+                update={"token_ids": ids[:end], "logprobs": call.completion.logprobs[:end]}
+            )
+            assert end == 0 or reference.gap(request, compared) < TOLERANCE
+            num_compared += end
+    assert num_compared > 0
