@@ -238,8 +238,6 @@ def summary(trained: Trained) -> dict[str, Any]:
         "lag_mean": statistics.fmean(row["lag_mean"] for row in rows),
         "lag_max": max(row["lag_max"] for row in rows),
         "gradient_norm_max": max(row["gradient_norm"] for row in rows),
-        "rewards": [round(reward, 4) for reward in rewards],
-        "ess": [round(row["ess"], 5) for row in rows],
     }
 
 
@@ -423,9 +421,9 @@ def main() -> None:
 
 
 def _short(value: Any) -> Any:
-    """Return results without their curves, and with fewer digits."""
+    """Return results with fewer digits."""
     if isinstance(value, dict):
-        return {key: _short(of) for key, of in value.items() if key not in ("rewards", "ess")}
+        return {key: _short(of) for key, of in value.items()}
     if isinstance(value, list):
         return [_short(of) for of in value]
     return round(value, 4)
