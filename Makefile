@@ -18,6 +18,8 @@ OLDEST       := .oldest
 STAMP_OLDEST := $(OLDEST)/.installed
 VERIFIERS    := .verifiers
 STAMP_VERIFIERS := $(VERIFIERS)/.installed
+OPENENV      := .openenv
+STAMP_OPENENV := $(OPENENV)/.installed
 FLOOR = $(1)==$(shell sed -n 's/^ *"$(1)>=\([0-9.]*\)",$$/\1/p' pyproject.toml | head -n 1)
 OLDEST_TESTS := tests/losses tests/weights tests/engine tests/worker
 # TorchTitan needs a newer torch; the tests of background saves use its worker too.
@@ -32,7 +34,7 @@ RAY := tests/launchers/requirements.txt
 # Each interpreter that the tests start would compile the sources anew where no bytecode is kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all test-oldest test-verifiers coverage test-engines engines certificates certificate-vllm certificate-sglang certificates-trainers apart lint format types docs bench gpu clean
+.PHONY: demo test test-all test-oldest test-verifiers test-openenv coverage test-engines engines certificates certificate-vllm certificate-sglang certificates-trainers apart lint format types docs bench gpu clean
 
 demo: $(STAMP)
 	@test -d models/tiny || $(BIN)/inflight tiny-model models/tiny
@@ -55,6 +57,10 @@ test-oldest: $(STAMP_OLDEST)
 # verifiers brings a hundred packages, so it has an environment of its own.
 test-verifiers: $(STAMP_VERIFIERS)
 	$(VERIFIERS)/bin/python -m pytest tests/environments/test_verifiers.py $(PYTEST)
+
+# OpenEnv brings dozens of packages too.
+test-openenv: $(STAMP_OPENENV)
+	$(OPENENV)/bin/python -m pytest tests/environments/test_openenv.py tests/environments/test_openenv_trace.py $(PYTEST)
 
 # Lines and branches of src that `make test` comes to, in its processes too; PYTEST='-m ""' measures all tests.
 coverage: $(STAMP)
@@ -193,6 +199,14 @@ $(STAMP_VERIFIERS): pyproject.toml constraints.txt
 	  --editable '.[local,verifiers]' hypothesis openai pytest pytest-timeout pytest-xdist trl
 	touch $@
 
+$(STAMP_OPENENV): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(OPENENV)
+	$(OPENENV)/bin/pip install --quiet --upgrade pip
+	$(OPENENV)/bin/pip install --quiet --constraint constraints.txt torch
+	$(OPENENV)/bin/pip install --quiet $(shell grep '^torch==' constraints.txt) openenv==0.10.0 \
+	  --editable '.[local]' hypothesis pytest pytest-timeout pytest-xdist trl
+	touch $@
+
 $(STAMP_VLLM): engines/install
 	PYTHON=$(PYTHON) engines/install vllm $(VLLM) $(dir $@)
 	touch $@
@@ -202,4 +216,4 @@ $(STAMP_SGLANG): engines/install engines/sglang-cpu.txt engines/sglang_on_cpu.py
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(VERIFIERS) .engines runs models .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(OLDEST) $(VERIFIERS) $(OPENENV) .engines runs models .mypy_cache .ruff_cache .pytest_cache

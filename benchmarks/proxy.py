@@ -1,14 +1,15 @@
 """What the recording proxy costs: agents behind it beside the same agents on the engine's own route.
 
-    python benchmarks/proxy.py            # the embedded engine; streaming, and memory
-    python benchmarks/proxy.py vllm       # vLLM's own server, after `make engines`
+    python benchmarks/proxy.py            # streamed tokens, and memory
+    python benchmarks/proxy.py local      # beside the embedded engine's own route
+    python benchmarks/proxy.py vllm       # beside vLLM's own route, after `make engines`
 
 ``at_once``: agents in one process play episodes of three turns, all at once, first against the engine's own chat
 completions, which is what they would do without us, then through ``inflight proxy`` on the same engine, in turns. Every
 process is its own, so CPU time is told apart; seconds are those of the agents, for each sampled token. A streamed token
 is timed from the moment at which the sampler gives it, every 5 ms, until the agent has read it. Memory is the resident
-set after calls in a row, ten to an episode, with a sampler that answers at once. Writes ``results/proxy.json`` and
-``results/proxy-vllm.json``.
+set after calls in a row, ten to an episode, with a sampler that answers at once. Writes ``results/proxy.json``,
+``proxy-local.json`` and ``proxy-vllm.json``.
 """
 
 from __future__ import annotations
@@ -292,24 +293,25 @@ async def vllm(model: Path) -> AsyncGenerator[Engine, None]:
 
 async def measure(engine: str, num_episodes: int, num_tokens: int, rounds: int, num_calls: int) -> dict[str, Any]:
     rows: dict[str, Any] = {"load_average_before": os.getloadavg()[0]}
-    if engine == "local":
+    if engine == "none":
         template = ChatTemplate(byte_tokenizer())
         rows["streaming"] = await streamed(template)
         print(rows["streaming"], flush=True)
         rows["in_a_row"] = await in_a_row(template, num_calls)
         print(rows["in_a_row"], flush=True)
-    with tempfile.TemporaryDirectory() as directory:
-        model = Path(directory) / "model"
-        save_tiny_model(create_tiny_model(TinyShape("llama", 64, 2, 2, 1024), 0), model)
-        async with (embedded if engine == "local" else vllm)(model) as running:
-            rows["at_once"] = await played_at_once(running, model, num_episodes, num_tokens, rounds)
+    else:
+        with tempfile.TemporaryDirectory() as directory:
+            model = Path(directory) / "model"
+            save_tiny_model(create_tiny_model(TinyShape("llama", 64, 2, 2, 1024), 0), model)
+            async with (embedded if engine == "local" else vllm)(model) as running:
+                rows |= await played_at_once(running, model, num_episodes, num_tokens, rounds)
     rows["load_average_after"] = os.getloadavg()[0]
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("engine", nargs="?", choices=("local", "vllm"), default="local")
+    parser.add_argument("engine", nargs="?", choices=("none", "local", "vllm"), default="none")
     parser.add_argument("--episodes", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=128, help="of each turn, at most")
     parser.add_argument("--rounds", type=int, default=3)
@@ -322,7 +324,7 @@ def main() -> None:
     rows = asyncio.run(
         measure(arguments.engine, arguments.episodes, arguments.tokens, arguments.rounds, arguments.calls)
     )
-    write_results("proxy" if arguments.engine == "local" else "proxy-vllm", rows)
+    write_results("proxy" if arguments.engine == "none" else f"proxy-{arguments.engine}", rows)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import pytest
 
 from inflight.checkpoints import load_tokenizer
 from inflight.environments.agent import AgentCommand
+from inflight.environments.episode_service import EpisodeService
 from inflight.environments.play_loop import PlayLoop
 from inflight.environments.playing import play
 from inflight.environments.proxy_server import ProxyServer
@@ -30,6 +31,7 @@ from inflight.errors import TaskError
 from inflight.http.client import HttpEndpoint
 from inflight.pipeline.config import load_config
 from inflight.rollouts import load_task
+from inflight.wire import SamplingParams
 from tests.environments.proxied import check_every_token_is_trained_once, episode_on
 from tests.servers import TOKEN, ServerProcess
 from tests.zygote import python
@@ -63,6 +65,11 @@ import subprocess
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
 print(json.dumps({"reward": 0.25}))
 """,
+    "plays two roles": """
+for reward, (role, url) in enumerate(item["roles"].items()):
+    post(url + "/chat/completions", {"model": "m", "messages": messages[:1]})
+    post(url.removesuffix("v1") + "reward", {"reward": reward})
+""",
     "gives none": 'print("no idea", file=sys.stderr)',
     "fails": 'print(json.dumps({"reward": 0.25})); raise ZeroDivisionError("on purpose")',
     "tells secrets": 'print(json.dumps({"reward": float("INFLIGHT_TOKEN" in os.environ)}))',
@@ -77,14 +84,21 @@ time.sleep(3600)
 
 
 def played(
-    server: ServerProcess, model: Path, tmp_path: Path, end: str, cancel_at: Path | None = None, **item: Any
+    server: ServerProcess,
+    model: Path,
+    tmp_path: Path,
+    end: str,
+    cancel_at: Path | None = None,
+    roles: Sequence[str] = (),
+    **item: Any,
 ) -> PlayedEpisode | None:
     """Play one episode of an agent that asks twice. If a path is given, cancel the episode once it exists."""
     script, tasks = tmp_path / "agent.py", tmp_path / "tasks.jsonl"
     script.write_text(ASKS + ENDS[end])
     tasks.write_text(json.dumps({"question": "why?", **item}) + "\n")
     name = "inflight.environments.agent:AgentCommand"
-    environment: Any = load_task(name, {"command": [sys.executable, str(script)], "tasks": str(tasks)}, 0)
+    params = {"command": [sys.executable, str(script)], "tasks": str(tasks), "roles": roles}
+    environment: Any = load_task(name, params, 0)
 
     async def run() -> PlayedEpisode | None:
         async with (
@@ -116,6 +130,16 @@ def test_an_agent_in_its_own_process_plays_an_episode(
     assert (result.failure, result.reward, len(result.calls)) == (None, 0.25, 2)
     (rollout,) = result.rollouts(0, 1.0)
     assert len(rollout.turns) == 2
+
+
+def test_an_agent_plays_several_roles_under_urls_of_their_own(
+    shared_server: ServerProcess, model_dir: Path, tmp_path: Path
+) -> None:
+    result = played(shared_server, model_dir, tmp_path, "plays two roles", roles=["white", "black"])
+    assert result is not None
+    assert (result.failure, result.reward) == (None, 0.5)
+    rewards = {(rollout.role, rollout.reward) for rollout in result.rollouts(0, 1.0)}
+    assert rewards == {("", 0.5), ("white", 0.0), ("black", 1.0)}
 
 
 def test_the_example_of_an_agent_plays_its_episodes(shared_server: ServerProcess, model_dir: Path) -> None:
@@ -188,6 +212,7 @@ def is_running(pid: int) -> bool:
         ({"command": ["x"], "tasks": "nowhere.jsonl"}, "nowhere.jsonl"),
         ({"command": ["x"], "tasks": "nowhere:f"}, "nowhere"),
         ({"command": ["x"]}, "tasks"),
+        ({"command": ["x"], "tasks": "x:f", "roles": "white"}, "roles must be a list"),
     ],
 )
 def test_parameters_of_an_agent_that_cannot_work_are_refused(params: dict[str, Any], words: str) -> None:
@@ -271,3 +296,63 @@ def test_the_service_takes_its_token_and_bounds_its_episodes(service: str) -> No
             "rollouts": [],
         }
         wait_until(lambda: client.post(f"{service}/episodes", headers=own).status_code != 429 and True)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_episode_of_the_service_goes_on_at_another_server_when_its_own_is_killed(
+    start_server: Callable[..., ServerProcess], model_dir: Path, stream: bool
+) -> None:
+    servers = [start_server(model_dir) for _ in range(2)]
+
+    async def run() -> None:
+        endpoints = [HttpEndpoint(server.url) for server in servers]
+        service = EpisodeService(
+            ChatTemplate(load_tokenizer(model_dir)),
+            SamplingParams(max_tokens=8),
+            token=TOKEN,
+            model="tiny",
+            max_episodes=8,
+            idle_timeout_s=60.0,
+        )
+        await service.attach(endpoints)
+        transport = httpx.ASGITransport(service.app())
+        async with httpx.AsyncClient(transport=transport, base_url="http://proxy", timeout=60) as client:
+            own = {"authorization": f"Bearer {TOKEN}"}
+            made = (await client.post("/episodes", json={"roles": ["a", "b"], "seed": 3}, headers=own)).json()
+            for role in ("a", "b"):
+                messages: list[Any] = [{"role": "user", "content": "go"}]
+                for turn in range(3):
+                    if (role, turn) == ("a", 2):
+                        servers[0].kill()
+                    url = made["roles"][role]["openai_url"]
+                    body = {"messages": messages, "stream": stream}
+                    answer = await client.post(f"{url}/chat/completions", json=body)
+                    assert answer.status_code == 200, answer.text
+                    messages += [_said(answer.text, stream), {"role": "user", "content": "on"}]
+                reward = {"reward": {"a": 1.0, "b": 0.0}[role]}
+                assert (await client.post(url.removesuffix("v1") + "reward", json=reward)).status_code == 200
+            finished = (await client.post(f"/episodes/{made['key']}/finish", headers=own)).json()
+            assert finished["reward"] == 0.5
+            assert [(len(it["turns"]), it["role"], it["reward"]) for it in finished["rollouts"]] == [
+                (3, "a", 1.0),
+                (3, "b", 0.0),
+            ]
+            assert len(service.episodes) == 0
+            servers[1].kill()
+            made = (await client.post("/episodes", headers=own)).json()
+            body = {"messages": [{"role": "user", "content": "go"}], "stream": stream}
+            lost = await client.post(made["openai_url"] + "/chat/completions", json=body)
+            assert (lost.status_code, lost.json()["error"]["code"]) == (409, "episode_over")
+        for endpoint in endpoints:
+            await endpoint.aclose()
+
+    asyncio.run(asyncio.wait_for(run(), 100))
+
+
+def _said(text: str, stream: bool) -> dict[str, Any]:
+    if not stream:
+        message: dict[str, Any] = json.loads(text)["choices"][0]["message"]
+        return message
+    chunks = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    return {"role": "assistant", "content": "".join(it["choices"][0]["delta"].get("content") or "" for it in chunks)}
