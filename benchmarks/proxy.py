@@ -51,7 +51,8 @@ SETTINGS = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
 
 async def agents(urls: list[str], model: str, num_tokens: int) -> None:
     """Play an episode under each URL at once; prints the seconds and the sampled tokens."""
-    limits = httpx.Limits(max_connections=None)
+    # A connection for each call: on a loaded machine servers close idle ones just as they are used again.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     num_sampled = 0
     async with httpx.AsyncClient(trust_env=False, timeout=1800, limits=limits) as client:
 

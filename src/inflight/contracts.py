@@ -548,7 +548,7 @@ class Environment(Protocol):
         """Play one episode and return its reward.
 
         Many plays run at once in one event loop: use threads or processes for what blocks. A play is cancelled if it
-        takes too long or its server fails. An exception, or a reward that is not finite, costs this episode only.
+        takes too long. An exception, or a reward that is not finite, costs this episode only.
         """
 
 

@@ -67,7 +67,7 @@ class OpenRequest(BaseModel):
     temperature: float | None = Field(default=None, gt=0, le=100)
     max_tokens: TokenCount | None = None
     seed: Seed | None = None
-    roles: Annotated[Items[str], Field(max_length=64)] = ()
+    roles: Annotated[Items[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=64)] = ()
     """Each gets a URL of its own."""
 
 

@@ -41,12 +41,13 @@ class _Played:
         try:
             ends: list[asyncio.Future[Any]] = [self.task, self.failed]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            if self.failed.done():
+            if not self.task.done():
                 self.failed.result()
             return self.task.result()
         finally:
             self.moving.leave()
-            self.failed.cancel()
+            if not self.failed.cancel():
+                self.failed.exception()  # it was told, or the episode is over all the same
 
     def fail(self, error: Exception) -> None:
         if not self.failed.done():
