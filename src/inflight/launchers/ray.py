@@ -96,7 +96,9 @@ class RayLauncher(Launcher):
         self._ray.shutdown()
 
     def _connect(self, address: str) -> None:
-        more = {"include_dashboard": False} if address == "local" else {}
+        # Ray would let its processes, and so ours, wait for all others of the machine.
+        own = {"include_dashboard": False, "_system_config": {"worker_niceness": 0}}
+        more = own if address == "local" else {}
         self._ray.init(address=address, log_to_driver=False, logging_level="ERROR", **more)
 
     def _bundle(self, program: Program) -> dict[str, float]:
