@@ -71,7 +71,7 @@ def ray_cluster(log: Path, **num_cpus: int) -> Iterator[RayCluster]:
             stderr=output,
             cwd=ROOT,
             text=True,
-            env={**os.environ, "PYTHONPATH": python_path(), "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"},
+            env={**os.environ, "PYTHONPATH": python_path(), "RAY_worker_niceness": "0"},
         )
     assert process.stdin is not None and process.stdout is not None
     try:

@@ -60,20 +60,9 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
         for name in names:
             ip("netns", "add", name)
             stack.callback(ip, "netns", "del", name)
-        ip(
-            "link",
-            "add",
-            f"v{word}a",
-            "netns",
-            names[0],
-            "type",
-            "veth",
-            "peer",
-            "name",
-            f"v{word}b",
-            "netns",
-            names[1],
-        )
+        ends = [f"v{word}{end}" for end in "ab"]
+        peer = ("type", "veth", "peer", "name", ends[1], "netns", names[1])
+        ip("link", "add", ends[0], "netns", names[0], *peer)
         for name, end, address in zip(names, ends, ADDRESSES, strict=True):
             ip("-n", name, "addr", "add", f"{address}/24", "dev", end)
             for device in ("lo", end):

@@ -27,6 +27,8 @@ _ANSWER_S = 60.0
 _OWN_CPUS = 0.01
 """What a process asks for on a cluster that was started for this run on this machine. Without Ray, more processes than
 cores run there too."""
+_LOOK_S = 0.5
+"""How long a thread may wait for room before it looks whether that is still wanted."""
 _MAX_CAUSE = 300
 
 
@@ -94,7 +96,9 @@ class RayLauncher(Launcher):
         self._ray.shutdown()
 
     def _connect(self, address: str) -> None:
-        more = {"include_dashboard": False} if address == "local" else {}
+        # Ray would let its processes, and so ours, wait for all others of the machine.
+        own = {"include_dashboard": False, "_system_config": {"worker_niceness": 0}}
+        more = own if address == "local" else {}
         self._ray.init(address=address, log_to_driver=False, logging_level="ERROR", **more)
 
     def _bundle(self, program: Program) -> dict[str, float]:
@@ -127,7 +131,8 @@ class RayLauncher(Launcher):
     ) -> None:
         try:
             async with asyncio.timeout(timeout_s):
-                await asyncio.wrap_future(group.ready().future())
+                while not await asyncio.to_thread(group.wait, _LOOK_S):  # `ready` would start a Python only to answer
+                    pass
         except TimeoutError as error:
             needs = "; ".join(f"{it.name} needs {_amounts(b)}" for it, b in zip(programs, bundles, strict=True))
             raise ConfigError(
