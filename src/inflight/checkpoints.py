@@ -93,6 +93,7 @@ def load_causal_lm(
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
+            **_experts_of(dtype),
         )
     except Exception as error:  # transformers and safetensors may raise anything
         raise ConfigError(f"the weights in {str(path)!r} cannot be loaded: {_one_line(error)}") from error
@@ -112,10 +113,8 @@ def empty_causal_lm(path: Path, *, attention: str, dtype: str) -> Any:
 
     config = load_config(path)
     with torch.device("meta"):
-        # torch has no grouped matrix products in float64.
-        others = {"experts_implementation": "eager"} if dtype == "float64" else {}
         model = AutoModelForCausalLM.from_config(
-            config, dtype=getattr(torch, dtype), attn_implementation=attention, **others
+            config, dtype=getattr(torch, dtype), attn_implementation=attention, **_experts_of(dtype)
         )
     for module in model.modules():
         own = dict(module.named_buffers(recurse=False))
@@ -127,6 +126,11 @@ def empty_causal_lm(path: Path, *, attention: str, dtype: str) -> Any:
     if unknown := [name for name, buffer in model.named_buffers() if bool(buffer.isnan().any())]:
         raise UnsupportedError(f"{type(model).__name__} has buffers that cannot be made from its config: {unknown[:5]}")
     return model
+
+
+def _experts_of(dtype: str | None) -> dict[str, str]:
+    """Return how transformers computes experts: torch has no grouped matrix products in float64."""
+    return {"experts_implementation": "eager"} if dtype == "float64" else {}
 
 
 def load_tokenizer(path: Path) -> Any | None:

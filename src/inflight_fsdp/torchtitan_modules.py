@@ -83,7 +83,7 @@ class LogprobHead(Linear):  # type: ignore[misc]
         weight_VD = self.weight.full_tensor(grad_placements=[Partial()])
         hidden_1LD = hidden_1LD.to_local(grad_placements=[Partial()])
         group = self.weight.device_mesh.get_group()
-        mine = torch.arange(group.rank(), len(targets.rows_N), group.size(), device=weight_VD.device)
+        mine = torch.arange(len(targets.rows_N), device=weight_VD.device)[group.rank() :: group.size()]
         logprobs_N = targets.some(mine).logprobs(hidden_1LD, weight_VD, None)
         return summed_for_all(logprobs_N.new_zeros(len(targets.rows_N)).index_copy(0, mine, logprobs_N), group)
 
