@@ -81,7 +81,9 @@ CASES = {
     "tool_task": Case("tool_task", ("--task", "tool_task:vault_turns", "--style", "answer")),
     "tool_agent": Case("tool_agent", ("--task", "tool_task:vault_turns", "--style", "answer")),
     "trl": Case("trl_environment", random_guess, num_steps=400),
-    "pictures": Case("pictures", ("--images", "--task", "pictures:Pictures", "--wrong-fraction", "0.8")),
+    "pictures": Case(
+        "pictures", ("--images", "--task", "pictures:Pictures", "--wrong-fraction", "0.5", "--steps", "150")
+    ),
 }
 
 

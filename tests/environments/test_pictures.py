@@ -38,7 +38,7 @@ def test_the_answer_is_in_the_picture(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_tiny_model_learns_what_it_sees(tmp_path: Path) -> None:
     environment = {"PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("src", "examples"))}
     model = tmp_path / "pictures"
-    made = ("--images", "--task", "pictures:Pictures", "--wrong-fraction", "0.8")
+    made = ("--images", "--task", "pictures:Pictures", "--wrong-fraction", "0.5", "--steps", "150")
     subprocess.run(
         [python(), "-m", "inflight", "tiny-model", str(model), *made],
         check=True,
