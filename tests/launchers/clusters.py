@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import json
 import os
 import subprocess
@@ -98,10 +99,12 @@ def main() -> None:
 
     cluster = Cluster()
     hosts: dict[str, Any] = {}
+    numbers = itertools.count(1)
 
     def add(word: str) -> str:
         name, _, num_cpus = word.partition("=")
-        address = ray.util.get_node_ip_address() if not hosts else f"127.0.0.{len(hosts) + 1}"
+        number = next(numbers)  # a host that comes again has another address
+        address = ray.util.get_node_ip_address() if number == 1 else f"127.0.0.{number}"
         hosts[name] = cluster.add_node(
             num_cpus=int(num_cpus), resources={name: 1}, node_ip_address=address, include_dashboard=False
         )

@@ -279,6 +279,29 @@ async def until_running(endpoint: HttpEndpoint, number: int) -> None:
         await asyncio.sleep(0.01)
 
 
+async def sampling(endpoint: HttpEndpoint, model: Path, version: int, outcome: Acted, *, keeps_partials: bool) -> Actor:
+    """An actor that samples three groups of two completions of 400 tokens."""
+    actor = Actor(
+        Completions(
+            load_task("tests.run.tasks:count_letters", {}, 0),
+            load_tokenizer(model),
+            SamplingParams(n=2, max_tokens=400),
+            4096,
+            10.0,
+        ),
+        outcome.ledger,
+        LeastLoaded(group_size=2),
+        HistoryStore(),
+        seed=0,
+        may_issue=lambda: outcome.ledger.outstanding + sum(outcome.ledger.num_dropped.values()) < 3,
+        on_end=outcome.note,
+    )
+    declared = (await endpoint.capabilities()).model_copy(update={"partial_rollouts": keeps_partials})
+    actor.add(endpoint, 6, declared)
+    actor.serve([endpoint.name], version)
+    return actor
+
+
 def act_on_stale(
     endpoint: HttpEndpoint, model: Path, version: int, can_train: Callable[[int], bool], *, keeps_partials: bool
 ) -> Acted:
@@ -289,24 +312,7 @@ def act_on_stale(
     outcome = Acted()
 
     async def run() -> None:
-        actor = Actor(
-            Completions(
-                load_task("tests.run.tasks:count_letters", {}, 0),
-                load_tokenizer(model),
-                SamplingParams(n=2, max_tokens=400),
-                4096,
-                10.0,
-            ),
-            outcome.ledger,
-            LeastLoaded(group_size=2),
-            HistoryStore(),
-            seed=0,
-            may_issue=lambda: outcome.ledger.outstanding + sum(outcome.ledger.num_dropped.values()) < 3,
-            on_end=outcome.note,
-        )
-        declared = (await endpoint.capabilities()).model_copy(update={"partial_rollouts": keeps_partials})
-        actor.add(endpoint, 6, declared)
-        actor.serve([endpoint.name], version)
+        actor = await sampling(endpoint, model, version, outcome, keeps_partials=keeps_partials)
         running = asyncio.ensure_future(actor.run())
         await until_running(endpoint, 6)
         actor.drop_stale(can_train)
@@ -320,6 +326,38 @@ def act_on_stale(
 
     asyncio.run(asyncio.wait_for(run(), 60))
     return outcome
+
+
+@pytest.mark.parametrize("keeps_partials", [True, False], ids=["keeps_partials", "keeps_none"])
+def test_a_server_that_leaves_in_order_hands_on_what_it_has_sampled(
+    shared_server: ServerProcess, model_dir: Path, keeps_partials: bool
+) -> None:
+    """And its requests wait for another server, or begin anew there."""
+    outcome, left = Acted(), list[str]()
+
+    async def run() -> dict[str, Any]:
+        endpoint = HttpEndpoint(shared_server.url, token=TOKEN)
+        actor = await sampling(endpoint, model_dir, 0, outcome, keeps_partials=keeps_partials)
+        running = asyncio.ensure_future(actor.run())
+        await until_running(endpoint, 6)
+        actor.retire(endpoint.name, lambda: left.append(endpoint.name), hands_on=True)
+        while not left:
+            await asyncio.wait({running}, timeout=0.01)
+        await until_running(endpoint, 0)
+        partials = actor.partials()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await endpoint.aclose()
+        return partials
+
+    partials = asyncio.run(asyncio.wait_for(run(), 60))
+    assert (outcome.groups, outcome.drops) == ([], [])
+    if keeps_partials:
+        assert [len(one) for one in partials.values()] == [2, 2, 2]
+        assert all(0 < len(part["token_ids"]) < 400 for one in partials.values() for part in one)
+    else:
+        assert partials == {}
+    assert len(outcome.ledger.to_json()["unsettled"]) == 3
 
 
 @pytest.mark.parametrize("keeps_partials", [True, False], ids=["keeps_partials", "keeps_none"])
