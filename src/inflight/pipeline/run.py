@@ -111,7 +111,10 @@ async def _train_last(run: _Run, batch: StepBatch) -> list[Trained]:
 async def _train(run: _Run, batch: StepBatch, *, publish: Members | None) -> list[Trained]:
     """Take one optimizer step on every rank, and publish the new version unless ``publish`` is None."""
     train = run.config.train
-    frames = frames_of(batch, train.max_tokens_per_micro_batch, run.trainers.num_shares, publish=publish)
+    # In a thread: numpy and safetensors release the lock, and requests go out meanwhile.
+    frames = await asyncio.to_thread(
+        frames_of, batch, train.max_tokens_per_micro_batch, run.trainers.num_shares, publish=publish
+    )
     return await run.trainers.train(frames)
 
 
