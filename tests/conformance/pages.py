@@ -28,6 +28,7 @@ PAGES = (
             "trainers",
             "losses",
             "rollouts",
+            "scale",
             "environments",
             "weights",
             "inference-adapter",

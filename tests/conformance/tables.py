@@ -14,6 +14,7 @@ from inflight.wire import EndpointState
 from tests.campaigns.table import campaign_table
 from tests.conformance.kept import ROOT, kept, kept_rows, milliseconds
 from tests.conformance.rollout_tables import ROLLOUT_TABLES
+from tests.conformance.scale_tables import SCALE_TABLES
 from tests.conformance.weight_tables import WEIGHT_TABLES
 
 CERTIFICATES = ROOT / "docs" / "certificates"
@@ -368,6 +369,7 @@ TABLES = {
     "environments": environments_table,
     **WEIGHT_TABLES,
     **ROLLOUT_TABLES,
+    **SCALE_TABLES,
     "campaign": campaign_table,
     "presets": presets_table,
     "transitions": transitions_table,

@@ -91,3 +91,35 @@ def test_what_is_no_url_of_a_server_is_unreachable(url: str) -> None:
 
     with pytest.raises(UnreachableError, match="URL"):
         asyncio.run(call())
+
+
+def test_calls_at_once_have_connections_of_their_own_which_later_calls_use_again() -> None:
+    async def conversation() -> None:
+        opened: list[asyncio.Task[None] | None] = []
+        may_answer = asyncio.Event()
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            opened.append(asyncio.current_task())
+            if len(opened) == 20:
+                may_answer.set()
+            while await reader.readline():
+                while await reader.readline() != b"\r\n":
+                    pass
+                await may_answer.wait()
+                # In two pieces, and without a length.
+                writer.write(b"HTTP/1.1 200 ok\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n")
+                await writer.drain()
+                writer.write(b"1\r\n \r\n0\r\n\r\n")
+            writer.close()
+
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            connection = HttpConnection(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+            calls = [asyncio.ensure_future(connection.exchange("GET", "/", timeout_s=5)) for _ in range(20)]
+            assert await asyncio.gather(*calls) == [(200, b"{} ")] * len(calls)
+            again = await asyncio.gather(*(connection.exchange("GET", "/", timeout_s=5) for _ in calls))
+            assert again == [(200, b"{} ")] * len(calls)
+            assert len(opened) == len(calls)
+            await connection.aclose()
+            await asyncio.gather(*[task for task in opened if task is not None])
+
+    asyncio.run(conversation())

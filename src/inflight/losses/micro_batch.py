@@ -49,37 +49,34 @@ def collate(
     lengths = tuple(sample.rollout.num_tokens for sample in samples)
     places = _places(samples)
 
-    def per_token(
-        in_prompt: float, of_completion: Callable[[Sample], Sequence[float]], dtype: type[np.generic]
-    ) -> torch.Tensor:
-        values_T = np.full(sum(lengths), in_prompt, dtype)
+    def per_token(of_completion: Callable[[Sample], Sequence[float]], dtype: type[np.generic]) -> npt.NDArray[Any]:
+        values_T = np.zeros(sum(lengths), dtype)
         for sample, (start, end) in zip(samples, places, strict=True):
             values_T[start:end] = of_completion(sample)
-        return torch.from_numpy(values_T).to(device)
+        return values_T
 
-    loss_mask_T = per_token(0, lambda s: s.loss_mask, np.bool_)
+    loss_mask_T = per_token(lambda s: s.loss_mask, np.bool_)
 
-    def at_targets(of_completion: Callable[[Sample], Sequence[float]]) -> torch.Tensor:
-        values_T = per_token(0.0, of_completion, np.float32)
-        return torch.where(loss_mask_T, values_T, 0.0)
+    def at_targets(of_completion: Callable[[Sample], Sequence[float]]) -> npt.NDArray[Any]:
+        return np.where(loss_mask_T, per_token(of_completion, np.float32), np.float32(0.0))
 
-    lengths_S = torch.tensor(lengths, device=device)
-    temperature_S = torch.tensor([float(sample.rollout.temperature or 1.0) for sample in samples], device=device)
-    segment_ids_T = torch.arange(len(samples), device=device).repeat_interleave(lengths_S)
-    return MicroBatch(
-        token_ids_T=torch.from_numpy(_token_ids(samples, lengths, places)).to(device),
-        position_ids_T=torch.cat([torch.arange(length, device=device) for length in lengths]),
-        segment_ids_T=segment_ids_T,
-        segment_lengths=lengths,
-        loss_mask_T=loss_mask_T,
-        behaviour_logprobs_T=at_targets(lambda s: s.rollout.behaviour_logprobs),
-        advantages_T=at_targets(lambda s: s.advantages),
-        temperature_T=temperature_S[segment_ids_T],
-        versions_T=torch.from_numpy(_versions(samples, lengths, places)).to(device),
-        reference_logprobs_T=at_targets(lambda s: s.reference_logprobs or ()) if all(with_reference) else None,
-        group_ids_S=torch.tensor([sample.group_index for sample in samples], device=device),
-        **_images_of(samples, lengths, device, image_tensors),
-    )
+    temperature_S = np.array([sample.rollout.temperature or 1.0 for sample in samples], np.float32)
+    values = {
+        "token_ids_T": _token_ids(samples, lengths, places),
+        "position_ids_T": np.concatenate([np.arange(length) for length in lengths]),
+        "segment_ids_T": np.repeat(np.arange(len(samples)), lengths),
+        "loss_mask_T": loss_mask_T,
+        "behaviour_logprobs_T": at_targets(lambda s: s.rollout.behaviour_logprobs),
+        "advantages_T": at_targets(lambda s: s.advantages),
+        "temperature_T": np.repeat(temperature_S, lengths),
+        "versions_T": _versions(samples, lengths, places),
+        "group_ids_S": np.array([sample.group_index for sample in samples]),
+    }
+    if all(with_reference):
+        values["reference_logprobs_T"] = at_targets(lambda s: s.reference_logprobs or ())
+    # By numpy: for tensors of this size torch starts threads that cost more than the work.
+    tensors = {name: torch.from_numpy(array).to(device) for name, array in values.items()}
+    return MicroBatch(segment_lengths=lengths, **tensors, **_images_of(samples, lengths, device, image_tensors))
 
 
 def _images_of(

@@ -22,7 +22,7 @@ class FinishedGroups:
     """Collects finished groups, and sends them while `send` runs."""
 
     def __init__(self) -> None:
-        self._waiting: dict[tuple[int, ...], PromptHistory] = {}
+        self._waiting: dict[tuple[int, ...], Group] = {}
         self._arrived = asyncio.Event()
         self._drafting: dict[InferenceEndpoint, bool] = {}
 
@@ -34,11 +34,7 @@ class FinishedGroups:
         if any(rollout.turns for rollout in group.rollouts):
             return
         prompt = tuple(group.rollouts[0].prompt_token_ids)
-        self._waiting[prompt] = PromptHistory(
-            prompt_token_ids=prompt,
-            completions=tuple(tuple(rollout.completion_token_ids) for rollout in group.rollouts),
-            rewards=tuple(rollout.reward for rollout in group.rollouts),
-        )
+        self._waiting[prompt] = group
         if len(self._waiting) > _MAX_WAITING:
             del self._waiting[next(iter(self._waiting))]
         self._arrived.set()
@@ -51,14 +47,31 @@ class FinishedGroups:
         while True:
             await self._arrived.wait()
             self._arrived.clear()
-            messages = list(divided(self._waiting.values(), _MAX_TOKENS))
-            self._waiting.clear()
-            await asyncio.gather(*(self._record(endpoint, messages) for endpoint in tuple(endpoints)))
+            groups, self._waiting = self._waiting, {}
+            asked = await asyncio.gather(*(self._drafts(endpoint) for endpoint in tuple(endpoints)))
+            if drafting := [endpoint for endpoint in asked if endpoint is not None]:
+                histories = (_history(prompt, group) for prompt, group in groups.items())
+                messages = list(divided(histories, _MAX_TOKENS))
+                await asyncio.gather(*(self._record(endpoint, messages) for endpoint in drafting))
 
-    async def _record(self, endpoint: InferenceEndpoint, messages: list[DraftHistory]) -> None:
+    async def _drafts(self, endpoint: InferenceEndpoint) -> DraftingEndpoint | None:
+        """Return an endpoint that drafts; None if it does not, or does not answer."""
         with contextlib.suppress(InflightError):  # requests to the endpoint tell whether it can still be used
             if endpoint not in self._drafting:
                 self._drafting[endpoint] = (await endpoint.capabilities()).drafts
             if self._drafting[endpoint] and isinstance(endpoint, DraftingEndpoint):
-                for history in messages:
-                    await endpoint.record_history(history)
+                return endpoint
+        return None
+
+    async def _record(self, endpoint: DraftingEndpoint, messages: list[DraftHistory]) -> None:
+        with contextlib.suppress(InflightError):
+            for history in messages:
+                await endpoint.record_history(history)
+
+
+def _history(prompt: tuple[int, ...], group: Group) -> PromptHistory:
+    return PromptHistory(
+        prompt_token_ids=prompt,
+        completions=tuple(tuple(rollout.completion_token_ids) for rollout in group.rollouts),
+        rewards=tuple(rollout.reward for rollout in group.rollouts),
+    )

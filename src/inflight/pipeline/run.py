@@ -113,7 +113,8 @@ async def _train(run: _Run, batch: StepBatch, *, publish: Members | None) -> lis
     """Take one optimizer step on every rank, and publish the new version unless ``publish`` is None."""
     train = run.config.train
     shares, max_tokens = run.trainers.num_shares, train.max_tokens_per_micro_batch
-    frames = frames_of(batch, max_tokens, shares, publish=publish, images=run.images)
+    # In a thread: numpy and safetensors release the lock, and requests go out meanwhile.
+    frames = await asyncio.to_thread(frames_of, batch, max_tokens, shares, publish=publish, images=run.images)
     return await run.trainers.train(frames)
 
 
