@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from inflight.losses.second_derivatives import without_graph
 from inflight_fsdp.rows import Row
 
 
@@ -79,6 +80,7 @@ class _Send(torch.autograd.Function):
         return torch.zeros((), device=hidden_1RH.device)
 
     @staticmethod
+    @without_graph
     def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor, None]:
         return ctx.pipeline.receive(ctx.shape, ctx.dtype, ctx.pipeline.stage + 1), None
 
@@ -92,6 +94,7 @@ class _Receive(torch.autograd.Function):
         return pipeline.receive((1, num_tokens, pipeline.hidden_size), pipeline.dtype, pipeline.stage - 1)
 
     @staticmethod
+    @without_graph
     def backward(ctx: Any, gradient_1RH: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         ctx.pipeline.send(gradient_1RH, ctx.pipeline.stage - 1)
         return torch.zeros((), device=gradient_1RH.device), None, None
@@ -108,5 +111,6 @@ class _FromLast(torch.autograd.Function):
         return logprobs_N
 
     @staticmethod
+    @without_graph
     def backward(ctx: Any, gradient_N: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return gradient_N if ctx.is_last else gradient_N.new_zeros(ctx.num_joined), None, None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,8 +11,12 @@ import torch
 
 from inflight.attention import SegmentPlan, _to_packed, _to_padded
 from inflight.errors import UnsupportedError
+from inflight.head_exchange import _exchanged
 from inflight.losses import KeptTokens, chunked_logprobs, chunked_logprobs_and_entropy, one_pass
+from inflight_fsdp.pipeline import _FromLast, _Receive, _Send
+from inflight_fsdp.rows import summed_for_all
 
+BETWEEN_STAGES = (_Send, _Receive, _FromLast)
 SOURCES = Path(__file__).parents[2] / "src"
 TARGETS_N = torch.tensor([0, 1, 2, 3])
 ONES_N = torch.ones(4, dtype=torch.float64)
@@ -127,6 +131,37 @@ def test_second_derivatives_through_padded_segments_are_those_of_plain_torch(red
     assert results[0].abs().max() > 0.1
 
 
+@pytest.fixture
+def one_rank() -> Iterator[torch.distributed.ProcessGroup]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    yield group
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("function", [summed_for_all, _exchanged], ids=["summed_for_all", "exchanged"])
+def test_second_derivatives_through_what_ranks_share_are_those_of_plain_torch(
+    function: Callable[[torch.Tensor, torch.distributed.ProcessGroup], torch.Tensor],
+    reduction: str,
+    one_rank: torch.distributed.ProcessGroup,
+) -> None:
+    x_1N = torch.linspace(-1, 2, 5, dtype=torch.float64)[None].requires_grad_()
+    results = [
+        torch.autograd.grad(penalty(it, REDUCTIONS[reduction], (x_1N,)), x_1N)[0]
+        for it in (lambda x: function(x.sin(), one_rank), torch.sin)
+    ]
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)  # float64
+    assert results[0].abs().max() > 0.1
+
+
+@pytest.mark.parametrize("function", BETWEEN_STAGES, ids=lambda it: it.__name__)
+def test_gradients_that_pass_between_stages_refuse_a_graph(function: type[torch.autograd.Function]) -> None:
+    with torch.enable_grad(), pytest.raises(UnsupportedError, match="no second derivative"):
+        function.backward(None, torch.zeros(()))
+
+
 def test_every_autograd_function_of_the_library_is_among_these() -> None:
     found = {
         node.name
@@ -134,4 +169,6 @@ def test_every_autograd_function_of_the_library_is_among_these() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.ClassDef) and any("autograd.Function" in ast.unparse(base) for base in node.bases)
     }
-    assert found == {"_Head", "_OnePass", "_Refused", "_ToPadded", "_ToPacked"}
+    between_stages = {function.__name__ for function in BETWEEN_STAGES}
+    own = {"_Head", "_OnePass", "_Refused", "_ToPadded", "_ToPacked", "_SummedForAll", "_Exchange"}
+    assert found == own | between_stages

@@ -56,6 +56,7 @@ def add_parser(commands: Any) -> None:
     worker.add_argument(
         "--ranks-option",
         action="append",
+        default=[],
         metavar="KEY=VALUE",
         help="an option that only several ranks can have, such as tensor_parallel=2; may be repeated",
     )

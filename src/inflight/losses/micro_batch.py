@@ -61,7 +61,7 @@ def collate(
         return np.where(loss_mask_T, per_token(of_completion, np.float32), np.float32(0.0))
 
     temperature_S = np.array([sample.rollout.temperature or 1.0 for sample in samples], np.float32)
-    values = {
+    values: dict[str, npt.NDArray[Any]] = {
         "token_ids_T": _token_ids(samples, lengths, places),
         "position_ids_T": np.concatenate([np.arange(length) for length in lengths]),
         "segment_ids_T": np.repeat(np.arange(len(samples)), lengths),
@@ -75,7 +75,7 @@ def collate(
     if all(with_reference):
         values["reference_logprobs_T"] = at_targets(lambda s: s.reference_logprobs or ())
     # By numpy: for tensors of this size torch starts threads that cost more than the work.
-    tensors = {name: torch.from_numpy(array).to(device) for name, array in values.items()}
+    tensors: dict[str, Any] = {name: torch.from_numpy(array).to(device) for name, array in values.items()}
     return MicroBatch(segment_lengths=lengths, **tensors, **_images_of(samples, lengths, device, image_tensors))
 
 

@@ -33,6 +33,21 @@ def only_once(backward: Callable[..., tuple[torch.Tensor | None, ...]]) -> Calla
     return wrapper
 
 
+def without_graph(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a backward that raises `UnsupportedError` where a graph of the gradients is asked for (create_graph).
+
+    For gradients that travel to other processes, where a graph cannot follow them.
+    """
+
+    @wraps(backward)
+    def wrapper(ctx: Any, *upstream: torch.Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise UnsupportedError("gradients that pass between pipeline stages have no second derivative")
+        return backward(ctx, *upstream)
+
+    return wrapper
+
+
 class _Refused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, num_gradients: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
