@@ -1,9 +1,7 @@
 """Images of prompts: decoding them, placing them among tokens, and what a model's own processor makes of them.
 
-A model of the family knows images as embeddings that take the place of placeholder tokens, one token after another,
-with positions that count tokens. Knows nothing of endpoints and trainers.
-
-Shape suffixes: T packed tokens, H hidden, M placeholder tokens.
+A model of a known family takes the features of images in the place of placeholder tokens, one token after another,
+with positions that count tokens. Knows nothing of endpoints and trainers. torch is loaded with the first processor.
 """
 
 from __future__ import annotations
@@ -207,34 +205,3 @@ def _part(part: Mapping[str, Any]) -> dict[str, Any]:
         case {"type": "image_url", "image_url": {"url": str()}}:
             return {"type": "image"}
     raise InvalidRequestError(f"a part of a message must be a text or an image_url, not {str(part)[:80]!r}")
-
-
-def embedded(
-    causal_lm: Any, token_ids_T: torch.Tensor, rows_M: torch.Tensor, tensors: Mapping[str, torch.Tensor]
-) -> torch.Tensor:
-    """Return the embeddings [T, H] of packed tokens, those of the rows replaced by the features of images in order.
-
-    Raises ``ValueError`` if the numbers differ.
-    """
-    embeddings_TH: torch.Tensor = causal_lm.get_input_embeddings()(token_ids_T)
-    features_MH = image_features(causal_lm, tensors, embeddings_TH)
-    if len(features_MH) != len(rows_M):
-        raise ValueError(f"{len(features_MH)} features of images for {len(rows_M)} placeholders")
-    return embeddings_TH.index_copy(0, rows_M, features_MH)
-
-
-def image_features(causal_lm: Any, tensors: Mapping[str, torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """Return the features [M, H] of images, in the dtype and on the device of ``like``."""
-    import torch
-
-    moved = {name: tensor.to(like.device, like.dtype) for name, tensor in tensors.items()}
-    features = causal_lm.base_model.get_image_features(**moved, return_dict=True).pooler_output
-    return torch.cat(list(features)).to(like.dtype)
-
-
-def blank_image(config: Any) -> dict[str, torch.Tensor]:
-    """Return the tensors of a blank image, for a rank that has none while others run their vision towers."""
-    import torch
-
-    vision = config.vision_config
-    return {"pixel_values": torch.zeros(1, vision.num_channels, vision.image_size, vision.image_size)}

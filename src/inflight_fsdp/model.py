@@ -21,7 +21,8 @@ from inflight.attention import heads_of, register_segment_attention
 from inflight.checkpoints import empty_causal_lm, fitting_tensors, stored_shapes, stored_tensors
 from inflight.compiler import check_compiler
 from inflight.errors import ConfigError, UnsupportedError
-from inflight.images import blank_image, embedded, image_features, takes_images
+from inflight.images import takes_images
+from inflight.vision import blank_image, embedded, image_features
 from inflight_fsdp.compiled import compile_layers
 from inflight_fsdp.config import WorkerConfig
 from inflight_fsdp.float8 import multiply_in_float8

@@ -86,6 +86,7 @@ class LabelledServer:
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
+            listener.listen()
             serving = asyncio.ensure_future(server.serve(sockets=[listener]))
             try:
                 yield f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -275,7 +275,7 @@ def test_arguments_that_fit_are_not_refused(function):
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_every_argument_has_a_row(function):
     call = FUNCTIONS[function][0]
-    assert {*inspect.signature(call).parameters} - {"device"} == {*WRONG[function]}
+    assert {*inspect.signature(call).parameters} - {"device", "image_tensors"} == {*WRONG[function]}
 
 
 def test_a_part_of_the_loss_may_be_a_constant():

@@ -363,6 +363,28 @@ def test_a_server_restarted_between_two_publishes_is_in_the_next_one(
     assert fifth.changes == ((fickle.url, "dead", "healthy"),)
 
 
+@pytest.mark.parametrize("num_ranks", first_of_each([2, 1], lambda _: "any"))
+def test_questions_to_the_ranks_wait_for_each_other(
+    config_file: Path, start_server: Start, model_dir: Path, num_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step and a publish to servers that came back may be asked for at the same time."""
+    monkeypatch.setenv("INFLIGHT_TOKEN", TOKEN)
+    urls = [start_server(model_dir).url]
+
+    async def conversation() -> list[Served]:
+        config = load_config(config_file, ["--servers.urls", json.dumps(urls), "--train.num_ranks", str(num_ranks)])
+        trainers = TrainerGroup(config, config_file.parent, TOKEN, print)
+        await trainers.spawn()
+        try:
+            await trainers.load_and_connect(Members(urls=tuple(urls)), "at-once", None)
+            return list(await asyncio.gather(*(publish(trainers, urls) for _ in range(4))))
+        finally:
+            await trainers.stop()
+
+    answers = asyncio.run(conversation())
+    assert [answer.endpoints for answer in answers] == [tuple(urls)] * 4
+
+
 @pytest.mark.exhaustive
 def test_a_publish_without_anybody_to_reach_says_so_and_is_no_failure(
     config_file: Path, start_server: Start, model_dir: Path, monkeypatch: pytest.MonkeyPatch

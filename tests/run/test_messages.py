@@ -60,16 +60,21 @@ def test_a_micro_batch_with_every_optional_tensor_arrives_unchanged() -> None:
     tensors = {
         field.name: torch.randint(99, (sum(lengths),))
         for field in dataclasses.fields(MicroBatch)
-        if field.name != "segment_lengths"
+        if field.name not in ("segment_lengths", "image_tensors")
     }
-    whole, plain = MicroBatch(segment_lengths=lengths, **tensors), make_batch((3, 5), seed=0)
+    images = {"pixel_values": torch.rand(2, 3, 4, 4), "grid": torch.randint(99, (2, 3))}
+    whole, plain = MicroBatch(segment_lengths=lengths, image_tensors=images, **tensors), make_batch((3, 5), seed=0)
     step = Train(segment_lengths=(lengths, (3, 5)), num_groups=1, num_sequences=5, publish=None)
     received, parts = asked(encode(step, tensors_of([whole, plain])))
     assert received == step
     for sent, found in zip((whole, plain), micro_batches_of(step.segment_lengths, parts), strict=True):
         for field in dataclasses.fields(MicroBatch):
             value, other = getattr(sent, field.name), getattr(found, field.name)
-            assert torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other, field.name
+            if field.name == "image_tensors":
+                assert value.keys() == other.keys()
+                assert all(torch.equal(value[name], other[name]) for name in value)
+            else:
+                assert torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other, field.name
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,11 @@ def test_commands_in_the_docs_are_understood(page: Path) -> None:
             elif words[:1] == ["make"]:
                 assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), line
             elif words[:1] == ["inflight"]:
-                command = [word for word in words[1:3] if word in ("check", "endpoint", "worker", "transport", "fleet")]
+                command = [
+                    word
+                    for word in words[1:3]
+                    if word in ("check", "endpoint", "worker", "transport", "fleet", "parity")
+                ]
                 answer = subprocess.run(
                     [python(), "-m", "inflight", *(command or words[1:2]), "--help"],
                     capture_output=True,

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from inflight.images import embedded
 from inflight.local.decoding import Decoder
 from inflight.local.slots import Slot, SlotStore, StepPlan
+from inflight.vision import embedded
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,10 @@ from safetensors.torch import load_file, save_file
 from inflight.checkpoints import published_name
 from inflight.contracts import Environment, Task
 from inflight.errors import ConfigError
-from inflight.images import ImageProcessor, as_parts, embedded, image_urls_of
+from inflight.images import ImageProcessor, as_parts, image_urls_of
 from inflight.local.tiny import EOS, PAD, byte_tokenizer, imitation_loss_of
 from inflight.types import Message, TaskItem
+from inflight.vision import embedded
 
 IMAGE = 258
 VOCAB_SIZE = 259

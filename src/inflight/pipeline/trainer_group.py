@@ -7,7 +7,7 @@ import contextlib
 import functools
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -105,8 +105,8 @@ class TrainerGroup:
     async def _met(self) -> str:
         """Wait until every rank has come; return where they meet."""
         timeout_s = self.config.run.start_timeout_s
-        coming = [asyncio.ensure_future(_came(rank)) for rank in self.ranks]
-        return (await self._unless_failed(_all_of(self.ranks, coming, timeout_s)))[0]
+        async with self._in_turn():
+            return (await _all_of(self.ranks, [_came(rank) for rank in self.ranks], timeout_s))[0]
 
     async def train(self, frames: Sequence[bytes]) -> list[Trained]:
         """Take one optimizer step on the frame of each share; return every rank's answer.
@@ -163,18 +163,21 @@ class TrainerGroup:
     async def _ask_alike(self, request: Message, timeout_s: float) -> list[Done]:
         return await self._ask([encode(request)] * len(self.ranks), Done, timeout_s)
 
-    async def _unless_failed(self, answers: Coroutine[Any, Any, list[T]]) -> list[T]:
+    @contextlib.asynccontextmanager
+    async def _in_turn(self) -> AsyncIterator[None]:
+        """Wait until no other question to the ranks is open."""
         try:
             async with self._asking:
-                return await answers
+                yield
         except InflightError:
             for rank in self.ranks:
                 rank.stop_s = _STOP_AFTER_FAILURE_S
             raise
 
     async def _ask(self, frames: Sequence[bytes], kind: type[A], timeout_s: float) -> list[A]:
-        asking = [asyncio.ensure_future(_ask_one(*it, kind)) for it in zip(self.ranks, frames, strict=True)]
-        answers = await self._unless_failed(_all_of(self.ranks, asking, timeout_s))
+        async with self._in_turn():
+            calls = [_ask_one(*it, kind) for it in zip(self.ranks, frames, strict=True)]
+            answers = await _all_of(self.ranks, calls, timeout_s)
         for answer in answers:
             for text in answer.notes:
                 self._note_once(text)
@@ -192,14 +195,15 @@ class _RankError(Exception):
         self.blames_another = blames_another
 
 
-async def _all_of(ranks: Sequence[Rank], asking: Sequence[asyncio.Future[T]], timeout_s: float) -> list[T]:
-    """Return the answer of every rank.
+async def _all_of(ranks: Sequence[Rank], calls: Iterable[Coroutine[Any, Any, T]], timeout_s: float) -> list[T]:
+    """Return the answer of every rank to its call.
 
     The first rank that dies or answers with an error ends the wait for all. Raises `WorkerDiedError` with the end of a
     dead rank's log, or a rank's error, with the rank's name unless all ranks say the same. A rank that only lost its
     connection to another counts as the cause if no other cause shows within two seconds. Ranks must not be asked again
     after a failure.
     """
+    asking = [asyncio.ensure_future(call) for call in calls]
     try:
         async with asyncio.timeout(timeout_s):
             await asyncio.wait(asking, return_when=asyncio.FIRST_EXCEPTION)

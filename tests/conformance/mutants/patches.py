@@ -38,7 +38,7 @@ def taking(change: Callable[[GenerateRequest], GenerateRequest]) -> Callable[[Lo
 
     def infect(endpoint: LocalEndpoint) -> LocalEndpoint:
         submit = endpoint._engine.submit
-        endpoint._engine.submit = lambda request, *others: submit(change(request), *others)
+        endpoint._engine.submit = lambda request, *others, **named: submit(change(request), *others, **named)
         return endpoint
 
     return infect
