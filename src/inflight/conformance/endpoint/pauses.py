@@ -20,7 +20,7 @@ _NUM_TOKENS_OF_A_DRAIN = 600
 """Enough to outlast the time in which answers may still be on their way."""
 _NUM_TOKENS = 150
 """Of each running request: enough for it to run still when a pause comes at once."""
-_SHORT_DRAIN_S = 0.1
+_SHORT_DRAIN_S = 0.03
 _PAUSE = "whether the pause is acknowledged when the engine has stopped, after the step that was under way, not before"
 _PAUSED = "what pausing and resuming do to running requests: they are neither answered, nor lost, nor started again"
 _DRAIN = "whether new requests stay in the queue while a drain goes on, and who watches its deadline"
@@ -169,7 +169,7 @@ async def _require_ended(running: Running, when: str) -> None:
 async def drain_out_of_time(subject: EndpointSubject) -> None:
     """A drain that takes longer than the update's deadline is refused, and every request goes on."""
     await subject.publisher.form_group()
-    running = await subject.start_running(4, max_tokens=min(500, subject.capabilities.max_model_len // 2))
+    running = await subject.start_running(4, max_tokens=min(500, subject.capabilities.max_model_len * 3 // 4))
     options = {"in_flight": InFlightPolicy.DRAIN, "deadline_s": _SHORT_DRAIN_S}
     drain = subject.publisher.request(subject.reference.weights, **options)
     await subject.require_refused(drain, "a drain out of time")
