@@ -74,7 +74,7 @@ engines: $(STAMP_VLLM) $(STAMP_SGLANG)
 
 # One test of each engine at a time: a server stands still half of the time, and starts on one core.
 test-engines: WORKERS := 2
-REAL_ENGINES := $(BIN)/python -m pytest tests/real_engines --numprocesses $(WORKERS) --timeout 420 --durations 10
+REAL_ENGINES = $(BIN)/python -m pytest tests/real_engines --numprocesses $(WORKERS) --timeout 420 --durations 10
 
 test-engines: $(STAMP) engines
 	VLLM_VERSION=$(VLLM) SGLANG_VERSION=$(SGLANG) $(REAL_ENGINES) $(PYTEST)

@@ -188,7 +188,6 @@ def main() -> None:
     record = {
         "run_s": round(time.monotonic() - started, 1),
         "rewards": [row["reward"] for row in rows],
-        "num_groups": sum(row.get("num_groups", 0) for row in rows),
     }
     write_results(f"environments-{arguments.name}", record)
     known = [reward for reward in record["rewards"] if reward is not None]

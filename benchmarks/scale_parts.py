@@ -28,6 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from inflight.environments.proxy_server import ProxyServer
 from inflight.http.client import HttpEndpoint
 from inflight.http.serving import bind
 from inflight.local.tiny import VOCAB_SIZE, byte_tokenizer
@@ -92,7 +93,7 @@ def sampling(directory: Path) -> Sampling:
     history = HistoryStore()
     return Sampling(
         config,
-        work_of(config, Parity(0), byte_tokenizer(), None),
+        work_of(config, Parity(0), byte_tokenizer(), None, ProxyServer("tiny")),
         load_staleness("max_lag", {}, 32),
         load_composer("token_budget", {}, config.tokens_per_step),
         load_scheduler("least_loaded", {}, group_size=GROUP_SIZE, history=history, seed=0),

@@ -14,7 +14,7 @@ from tests.real_engines.servers import RealEngine, muted, publish, request, run
 from tests.real_engines.test_updates import assert_spans_are_true
 
 NUM_REQUESTS = 8
-PART_S = 1.0
+PART_S = 0.3
 
 
 async def sampled_in_parts(endpoint: InferenceEndpoint, whole: GenerateRequest) -> tuple[Completion, int]:
