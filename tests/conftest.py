@@ -14,9 +14,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.servers import ServerProcess
 from tests.zygote import python, share_zygote
+
+# A machine with other work takes a second now and then; a strategy that is slow shows in the durations.
+settings.register_profile("inflight", suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("inflight")
 
 
 def pytest_configure(config: pytest.Config) -> None:

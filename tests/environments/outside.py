@@ -7,6 +7,7 @@ keeps the code off is then the sandbox, not the permissions of files.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import secrets
 import select
@@ -108,6 +109,7 @@ class Outside:
 
     def _state(self) -> dict[str, Any]:
         own = Path(f"/proc/{os.getpid()}")
+        gc.collect()  # what earlier tests left open would close in between
         return {
             "files": {path.name: path.read_bytes() for path in sorted(self.folder.iterdir()) if path.is_file()},
             "shared memory": Path(f"/dev/shm/{self.folder.name}").read_bytes(),

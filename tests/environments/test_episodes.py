@@ -18,10 +18,13 @@ from inflight.http.client import HttpEndpoint
 from inflight.pipeline.actor import Actor
 from inflight.pipeline.episodes import Episodes
 from inflight.pipeline.open_group import DroppedItem
+from inflight.pipeline.seats import Seat
+from inflight.pipeline.work import Order
 from inflight.rollouts import HistoryStore, Ledger
 from inflight.rollouts.schedulers import LeastLoaded
 from inflight.types import OBSERVED, Group
 from inflight.wire import GenerateRequest, GenerateResponse, SamplingParams
+from tests.engine.reference import wait_until
 from tests.environments.places import ThreeTurns
 from tests.servers import ServerProcess
 
@@ -225,6 +228,32 @@ def test_episodes_of_an_endpoint_that_fails_go_on_with_the_turns_that_they_have(
     assert {0, 1, 2, 3} <= {group.item_index for group in outcome.groups}
     seeds = [request.sampling.seed for request, _ in endpoint.answers]
     assert len(seeds) == len({*seeds})  # no turn was sampled twice
+
+
+def test_an_episode_that_is_over_just_when_its_seat_is_lost_is_not_played_again(
+    shared_server: ServerProcess, model_dir: Path
+) -> None:
+    async def main() -> tuple[int, list[Any]]:
+        tokenizer: Any = load_tokenizer(model_dir)
+        sampling = SamplingParams(n=1, max_tokens=6)
+        episodes = Episodes(ThreeTurns(0), ChatTemplate(tokenizer), sampling, 1, 0, 400, 30.0)
+        endpoint = Recorded(shared_server.url)
+        seat = Seat(endpoint, 8)
+        order = Order("episode", episodes.item(0), (), (0,), 1)
+        first = asyncio.ensure_future(episodes.sample(seat, order))
+        await wait_until(lambda: episodes._played)
+        (playing,) = episodes._played.values()
+        playing.task.add_done_callback(lambda _: first.cancel())
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        sampled = await episodes.sample(seat, order)
+        await episodes.aclose()
+        await endpoint.aclose()
+        return len(endpoint.answers), sampled
+
+    num_turns, (played,) = asyncio.run(asyncio.wait_for(main(), 60))
+    assert num_turns == 3
+    assert played.failure is None
 
 
 @pytest.mark.exhaustive

@@ -108,16 +108,17 @@ class Episodes(Work):
         return None
 
     async def sample(self, seat: Seat, order: Order) -> list[Sampled]:
-        """Play an episode, or go on with one that has lost its seat. Raises as `Seat.sample`."""
+        """Play an episode, or go on with one that has lost its seat. Raises as `Seat.sample`.
+
+        One that was over just when it lost its seat is kept for the next call.
+        """
         key = (order.item.index, order.numbers[0])
         played = self._played.get(key)
         if played is None:
             played = self._played[key] = await self._begun(seat, order)
-        try:
-            return [await played.at(seat)]
-        finally:
-            if played.task.done():
-                self._played.pop(key, None)
+        sampled = await played.at(seat)
+        self._played.pop(key, None)
+        return [sampled]
 
     async def _begun(self, seat: Seat, order: Order) -> _Played:
         declared = await seat.capabilities()
