@@ -1,12 +1,15 @@
 """What it costs to place a run with Ray, and what a lost host costs.
 
-``python -m benchmarks.scale`` writes ``benchmarks/results/scale.json``; ``--only ray`` or ``--only lost`` does a part.
-The rounds of ``ray`` train the same run with launcher ``local`` and with ``ray``, in turns.
+``python -m benchmarks.scale`` writes ``benchmarks/results/scale.json``; ``--only`` does a part and keeps the others.
+The rounds of ``ray`` train the same run with launcher ``local`` and with ``ray``, in turns. ``curve`` learns on two
+hosts, undisturbed and with a host killed that has the trainer rank and one of two servers; it also plots
+``docs/images/scale.png``.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -18,9 +21,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
 from benchmarks.quickstart import ROOT, quickstart_model
-from benchmarks.results import write_results
+from benchmarks.results import read_results, write_results
 from tests.launchers.clusters import RayCluster, python_path, ray_cluster
+
+from inflight.pipeline.plots import smoothed
 
 _POLL_S = 0.05
 _LIMIT_S = 3600.0
@@ -127,9 +137,55 @@ def part_lost(folder: Path, model: Path) -> dict[str, Any]:
         return {"start_s": start_s, "ranks_s": ranks_s, "server_s": server_s}
 
 
+def part_curve(folder: Path, model: Path, num_steps: int) -> dict[str, Any]:
+    """Learn on two hosts; in the second run one of them is killed after a third of the steps, and another one comes."""
+    fleet = '[{ place = "host_a", max_concurrent = 128 }, { place = "host_b", max_concurrent = 128 }]'
+    settings = ("--servers.fleet", fleet, "--train.place", "host_b", "--run.num_steps", str(num_steps))
+    settings += ("--run.restarts", "1", "--run.checkpoint_every_steps", "10")
+    result: dict[str, Any] = {}
+    with ray_cluster(folder / "curve.log", host_a=4, host_b=4) as cluster:
+        for name in ("undisturbed", "killed"):
+            run = Run(folder / name, model, *settings, ray=cluster)
+            killed_at = None
+            if name == "killed":
+                run.wait_until(lambda run=run: len(run.rows()) > num_steps // 3)  # type: ignore[misc]
+                killed_at = run.rows()[-1]["version"]
+                cluster.kill("host_b")
+                cluster.add("host_b", 4)
+            run.finish()
+            rows = run.rows()
+            restored = run.events("fleet")
+            result[name] = {
+                "killed_at": killed_at,
+                "rewards": [row["reward"] for row in rows],
+                "versions": [row["version"] for row in rows],
+                "endpoints": len({group["endpoint"] for group in run.events("group")}),
+                "num_fleet_events": len(restored),
+                "run_s": time.time() - run.started,
+            }
+            print(name, rows[-1]["version"], rows[-1]["reward"], flush=True)
+    return result
+
+
+def plot_curve(result: dict[str, Any]) -> None:
+    """Reward of both runs over the optimizer steps, and where the host was killed."""
+    figure, axis = plt.subplots(figsize=(8, 4), layout="constrained")
+    for name, style in (("undisturbed", {"color": "#8c959f"}), ("killed", {"color": "#8250df"})):
+        run = result[name]
+        known = [(v, r) for v, r in zip(run["versions"], run["rewards"], strict=True) if r is not None]
+        axis.plot([v for v, _ in known], smoothed([r for _, r in known]), label=name, **style)
+    axis.axvline(result["killed"]["killed_at"], color="#cf222e", linestyle=":", label="a host is killed")
+    axis.set_xlabel("optimizer step")
+    axis.set_ylabel("mean reward (ten steps)")
+    axis.grid(alpha=0.3)
+    axis.legend(loc="lower right")
+    figure.savefig(ROOT / "docs" / "images" / "scale.png", dpi=120)
+    plt.close(figure)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=("ray", "lost"))
+    parser.add_argument("--only", choices=("ray", "lost", "curve"))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--model", type=Path, help="a model directory (default: the quickstart's, made if need be)")
@@ -138,11 +194,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         result: dict[str, Any] = {}
+        with contextlib.suppress(FileNotFoundError):
+            result = read_results("scale")["rows"]
         if arguments.only in (None, "ray"):
             result["ray"] = part_ray(folder, model, arguments.rounds, arguments.steps)
         if arguments.only in (None, "lost"):
             result["lost"] = part_lost(folder, model)
-    print(json.dumps(result, indent=2))
+        if arguments.only in (None, "curve"):
+            result["curve"] = part_curve(folder, model, 2 * arguments.steps)
+            plot_curve(result["curve"])
     write_results("scale", result)
 
 
