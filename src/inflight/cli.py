@@ -21,6 +21,7 @@ from inflight.environments.command import add_parser as add_proxy
 from inflight.errors import ConfigError, InflightError
 from inflight.http.tokens import TOKEN_VARIABLE, read_token
 from inflight.launchers.launcher import ADDRESS_VARIABLE
+from inflight.weights.relay_command import add_parser as add_relay
 
 _Follow = Callable[[InferenceEndpoint], Awaitable[None]]
 """Loads new versions from a store into an endpoint."""
@@ -134,6 +135,7 @@ def _parser() -> argparse.ArgumentParser:
     losses.set_defaults(call=_losses)
 
     add_proxy(commands)
+    add_relay(commands)
     add_bench(commands)
     add_check(commands)
     return parser

@@ -192,6 +192,8 @@ class CuttingProxy:
         self._cuts = list(cuts)
         self._stall = stall
         self.num_cut = 0
+        self.num_bytes = 0
+        """Of all answers."""
         self._is_closed = False
         self._sockets: list[socket.socket] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -226,6 +228,7 @@ class CuttingProxy:
                     if sock is near:
                         far.sendall(data)
                         continue
+                    self.num_bytes += len(data)
                     if limit is not None and passed + len(data) > limit:
                         near.sendall(data[: limit - passed])
                         self.num_cut += 1

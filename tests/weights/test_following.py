@@ -17,7 +17,7 @@ import torch
 from inflight.cli import main
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import ConfigError, TrainerError, TransferError
-from inflight.weights.following import _Source, follow
+from inflight.weights.following import StoredRun, follow
 from inflight.weights.packing import checksum
 from inflight.weights.staging import payload_spec
 from inflight.weights.storing import StoreReport, newest_incarnation, store_weights
@@ -288,9 +288,9 @@ def test_a_version_that_is_removed_before_it_was_leased_is_no_trouble(
     worker = PlainWorker({"w": torch.zeros(10)}, 1)
     report = store_weights(worker, sender, run_id=RUN_ID)
     assert report is not None and isinstance(report.spec, DirectorySpec | PullSpec)
-    reader, notes, ask = SlowReader(0.0), list[str](), _Source.latest
+    reader, notes, ask = SlowReader(0.0), list[str](), StoredRun.latest
 
-    async def late(self: _Source, timeout_s: float) -> UpdateRef | None:
+    async def late(self: StoredRun, timeout_s: float) -> UpdateRef | None:
         answer = await ask(self, timeout_s)
         if worker.version < 5:  # between question and lease, the answer goes out of store
             for version in range(2, 6):
@@ -298,7 +298,7 @@ def test_a_version_that_is_removed_before_it_was_leased_is_no_trouble(
                 await asyncio.to_thread(store_weights, worker, sender, run_id=RUN_ID)
         return answer
 
-    monkeypatch.setattr(_Source, "latest", late)
+    monkeypatch.setattr(StoredRun, "latest", late)
 
     async def main(spec: DirectorySpec | PullSpec) -> None:
         following = asyncio.ensure_future(follow(cast("InferenceEndpoint", reader), spec, note=notes.append))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,9 +18,11 @@ import pydantic
 
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import ConfigError, InflightError, TransferError, UpdateAbortedError
-from inflight.types import EndpointOutcome
+from inflight.types import EndpointOutcome, WeightBucket
 from inflight.weights.backoff import Backoff
 from inflight.weights.bringing import bring, serves
+from inflight.weights.packing import checksum, pack
+from inflight.weights.staging import payload_spec
 from inflight.weights.threads import run_abandonable
 from inflight.weights.transports.bucket_files import LEASE_S, StoredUpdate
 from inflight.weights.transports.files import FileReceiver
@@ -68,7 +70,31 @@ async def follow(
     Each update has ``deadline_s`` seconds. A failed update leaves the endpoint as its contract says, and is tried again
     after a pause. ``note`` is told of each failure, of a repeated one only once.
     """
-    source = _Source(spec)
+
+    async def has(ref: UpdateRef) -> bool:
+        return serves(await endpoint.weight_version(), ref)
+
+    async def take(_: StoredRun, stored: StoredUpdate) -> None:
+        await _take(endpoint, spec, stored, in_flight, deadline_s)
+        note(f"serving version {stored.update.version} of run {spec.run_id!r}")
+
+    await take_each_newest(spec, has, take, poll_s=poll_s, deadline_s=deadline_s, note=note)
+
+
+async def take_each_newest(
+    spec: DirectorySpec | PullSpec,
+    has: Callable[[UpdateRef], Awaitable[bool]],
+    take: Callable[[StoredRun, StoredUpdate], Coroutine[Any, Any, None]],
+    *,
+    poll_s: float,
+    deadline_s: float,
+    note: Callable[[str], None],
+) -> NoReturn:
+    """Call ``take`` with each newest stored version that is not there yet by ``has``, until cancelled.
+
+    The version is leased meanwhile. Each has ``deadline_s`` seconds; what fails is noted and tried again after a pause.
+    """
+    source = StoredRun(spec)
     told, backoff = "", Backoff(FIRST_PAUSE_S, MAX_PAUSE_S)
     ref: UpdateRef | None = None
     taken = failed = ref
@@ -79,11 +105,10 @@ async def follow(
                 async with asyncio.timeout(deadline_s):
                     ref = await source.latest(deadline_s)
                     if ref is not None and ref != taken:
-                        if not serves(await endpoint.weight_version(), ref):
+                        if not await has(ref):
                             ref = await source.lease_newest(ref, deadline_s)
                             stored = await source.read_manifest(ref, deadline_s)
-                            await _while_held(source, ref, _take(endpoint, spec, stored, in_flight, deadline_s))
-                            note(f"serving version {ref.version} of run {ref.run_id!r}")
+                            await _while_held(source, ref, take(source, stored))
                         taken = ref
             except (TimeoutError, InflightError) as error:
                 why = str(error) or f"the newest version was not applied within {deadline_s:g} s"
@@ -102,7 +127,7 @@ async def follow(
         source.close()
 
 
-async def _while_held(source: _Source, ref: UpdateRef, taking: Coroutine[Any, Any, None]) -> None:
+async def _while_held(source: StoredRun, ref: UpdateRef, taking: Coroutine[Any, Any, None]) -> None:
     """Await ``taking`` while renewing the lease. Raises `TransferError` as soon as the version is removed."""
 
     async def hold() -> None:
@@ -159,7 +184,7 @@ async def _transfers(stored: StoredUpdate, timeout_s: float) -> AsyncGenerator[B
         )
 
 
-class _Source:
+class StoredRun:
     """What is stored of a run, in a directory or at a URL. No call blocks the event loop."""
 
     def __init__(self, spec: DirectorySpec | PullSpec) -> None:
@@ -190,6 +215,19 @@ class _Source:
     async def read_manifest(self, ref: UpdateRef, timeout_s: float) -> StoredUpdate:
         """Return what is stored of a version. Raises `TransferError` if it was removed meanwhile."""
         return await run_abandonable(lambda: self._receiver.read_manifest(ref, timeout_s), "inflight-follow")
+
+    def buckets(self, stored: StoredUpdate, deadline_s: float) -> Iterator[WeightBucket]:
+        """Yield what is stored of a version, compared with its checksums. Blocking. Raises `TransferError`."""
+        ref, deadline = stored.update.ref, time.monotonic() + deadline_s
+        self._receiver.begin(ref)
+        for announced, bucket in zip(stored.update.buckets, stored.buckets, strict=True):
+            specs = stored.update.manifest.tensors[announced.start : announced.stop]
+            if bucket.encoding != "raw":
+                specs = (payload_spec(bucket.size_bytes),)
+            tensors = tuple(self._receiver.receive(specs, max(0.001, deadline - time.monotonic())))
+            if checksum(pack(tensors)) != bucket.checksum:
+                raise TransferError(f"bucket {announced.index} of version {ref.version} does not match its checksum")
+            yield WeightBucket(announced.index, specs, tensors, bucket.encoding, bucket.checksum, ref)
 
     def close(self) -> None:
         self._receiver.abort()

@@ -33,12 +33,13 @@ _STOP_S = 5.0
 class FileServer:
     """Serves ``directory`` from a thread of this process, on ``address`` only, as ``url`` and with ``token``.
 
-    Raises `TransferError` if the address cannot be bound.
+    ``port`` 0 is any free one; without a token a new one is drawn. Raises `TransferError` if the address cannot be
+    bound.
     """
 
-    def __init__(self, directory: Path, address: str) -> None:
-        self.token = secrets.token_urlsafe(32)
-        self._listener = _bound(address)
+    def __init__(self, directory: Path, address: str, port: int = 0, token: str | None = None) -> None:
+        self.token = token or secrets.token_urlsafe(32)
+        self._listener = _bound(address, port)
         port = self._listener.getsockname()[1]
         self.url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
         config = uvicorn.Config(
@@ -125,14 +126,14 @@ def _app(directory: Path, token: str) -> Starlette:
     )
 
 
-def _bound(address: str) -> socket.socket:
+def _bound(address: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     # asyncio disables Nagle on every connection if the protocol is named.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
-        listener.bind((address, 0))
+        listener.bind((address, port))
         listener.listen(1024)
     except OSError as error:
         listener.close()
-        raise transfer_failed(error, f"serving the weights' files on {address}") from error
+        raise transfer_failed(error, f"serving the weights' files on {address}, port {port}") from error
     return listener
