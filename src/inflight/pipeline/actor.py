@@ -206,6 +206,12 @@ class Actor:
         if seat.takes_work:
             self.scheduler.tell(Left(self.clock(), seat.name))
 
+    def slots_now(self) -> tuple[int, int]:
+        """Return the slots of the endpoints that take work, and how many of them are free."""
+        seats = [seat for seat in self._seats if seat.takes_work]
+        num_slots = sum(seat.capacity for seat in seats)
+        return num_slots, num_slots - sum(seat.num_running for seat in seats)
+
     def _note_slots(self, seat: Seat) -> None:
         self.slots.note(self.clock(), seat.name, seat.capacity, seat.num_running, takes_work=seat.takes_work)
 

@@ -131,6 +131,29 @@ class FleetMember(Section):
         return self
 
 
+class ScaleSection(Section):
+    """Servers that the run starts and stops by itself, besides the others; they join it at ``servers.join``."""
+
+    most: int = Field(ge=1)
+    """Most servers besides the others."""
+    window_s: float = Field(default=30.0, gt=0)
+    """The fleet changes by one server at most after each window of this length."""
+    wait_share: float = Field(default=0.3, ge=0, lt=1)
+    """One more server where training waited for more than this share of a window."""
+    free_share: float = Field(default=0.5, gt=0, lt=1)
+    """One server less where more than this share of the slots stood free."""
+    server: FleetMember = FleetMember()
+    """Its kind; ``count`` and ``devices`` do not apply."""
+
+    @model_validator(mode="after")
+    def _one_server_at_a_time(self) -> Self:
+        if self.server.count != 1 or self.server.devices is not None:
+            raise ValueError(
+                "servers.scale.server is started one at a time where there is room: leave out count and devices"
+            )
+        return self
+
+
 class ServersSection(FleetMember):
     """The fleet: servers that the run starts (``count`` of one engine or a mixed ``fleet``), or running ones by URL."""
 
@@ -149,6 +172,8 @@ class ServersSection(FleetMember):
     join: str | None = None
     """HOST:PORT at which the run listens for servers that join and leave by themselves: ``inflight serve --join``. Like
     ``urls_file``, it adds to the other servers; alone, the run starts none."""
+    scale: ScaleSection | None = None
+    """Let the run start and stop more servers as training waits for them. None: the fleet is what it is."""
     threads: int = Field(default=1, ge=1)
     device: str | None = None
     """Of all servers that the run starts: ``cpu`` or ``cuda``. None: GPUs if there are any."""
@@ -215,6 +240,17 @@ class ServersSection(FleetMember):
             raise ValueError(
                 f"servers.urls attaches to running servers and starts none: leave out servers.{started[0]} or the urls"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _scaled_servers_can_join(self) -> ServersSection:
+        if self.scale is not None:
+            if self.join is None:
+                raise ValueError("servers.scale needs servers.join, HOST:PORT where the servers that it starts join")
+            if self.lease_s:
+                raise ValueError("servers.scale starts servers that end with the run: leave out servers.lease_s")
+            if self.release_memory:
+                raise ValueError("servers.release_memory is for a fleet that stays: leave out servers.scale")
         return self
 
     @model_validator(mode="after")

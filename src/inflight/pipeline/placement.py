@@ -71,6 +71,11 @@ def place(config: RunConfig, devices: Sequence[Device]) -> Placement:
     wanted = [_Wanted(f"trainer-{rank}", "trainer", 1, explicit) for rank, explicit in enumerate(_of_trainers(config))]
     if not wants_gpu(_train_device(config)):
         wanted = [_Wanted(it.name, it.role, 0) for it in wanted]
+    if devices and servers.scale is not None and wants_gpu(servers.device):
+        raise ConfigError(
+            "servers.scale starts servers on GPUs that a launcher chooses, and run.launcher 'local' chooses none: use "
+            "launcher 'ray', or set servers.device to 'cpu'"
+        )
     if servers.device is not None and ":" in servers.device:
         raise ConfigError(
             f"servers.device {servers.device!r} names one GPU for all servers: write 'cuda', and the GPUs of each "
@@ -98,6 +103,12 @@ def place(config: RunConfig, devices: Sequence[Device]) -> Placement:
         _check_releases(places[config.train.num_ranks :], config)
     num_ranks = config.train.num_ranks
     return Placement(tuple(places[:num_ranks]), tuple(places[num_ranks:]))
+
+
+def place_extra(name: str, config: RunConfig, member: FleetMember, num_gpus: int | None) -> Place:
+    """Return where a server goes that is started while the run goes on; ``num_gpus`` as `Launcher` says."""
+    on_gpu = bool(num_gpus) and wants_gpu(config.servers.device)
+    return Place(name, "server", (), gpu_use(member).num_gpus if on_gpu else 0)
 
 
 def place_elsewhere(config: RunConfig, num_gpus: int) -> Placement:

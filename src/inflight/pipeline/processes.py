@@ -156,11 +156,8 @@ async def start_servers(
         process: Launched | None = None
         if config.servers.lease_s and program.ready_file is not None:
             process = await taken_over(program.ready_file, token, directory.run_id)
-        if process is None:
-            # Each by itself: it may be started again elsewhere, without the others.
-            (process,) = await launcher.start([replace(program, command=[*program.command, "--port", "0"])], timeout_s)
-        stop_s = STOP_S if member.engine == "local" else _STOP_ENGINE_S
-        server = Server(place.name, process, program.log, member.max_concurrent, program, launcher, stop_s=stop_s)
+        # Each by itself: it may be started again elsewhere, without the others.
+        server = await _launched(member, program, launcher, timeout_s, process)
         server.is_leased = config.servers.lease_s > 0
         servers.append(server)
         await _wait_until_ready(server)
@@ -181,6 +178,44 @@ async def start_servers(
             ) from error
         raise
     return sorted(servers, key=lambda server: [place.name for place in places].index(server.name))
+
+
+async def start_joining_server(
+    config: RunConfig,
+    member: FleetMember,
+    directory: RunDirectory,
+    token: str,
+    place: Place,
+    launcher: Launcher,
+    at: str,
+) -> Server:
+    """Start a server that joins the run by itself ``at`` its URL, and wait until it is ready.
+
+    Raises `ConfigError` with the end of its log; it is not left running then.
+    """
+    program = _server_program(config, member, directory, token, place)
+    timeout_s = config.run.start_timeout_s
+    joining = replace(program, command=[*program.command, "--join", at])
+    server = await _launched(member, joining, launcher, timeout_s, None)
+    try:
+        async with asyncio.timeout(timeout_s):
+            await _wait_until_ready(server)
+    except TimeoutError as error:
+        raise ConfigError(f"{server.name} did not answer within {timeout_s:g} s") from error
+    finally:
+        if not server.is_ready:
+            await server.stop()
+    return server
+
+
+async def _launched(
+    member: FleetMember, program: Program, launcher: Launcher, timeout_s: float, process: Launched | None
+) -> Server:
+    """Return the server of a process, or of a new one."""
+    if process is None:
+        (process,) = await launcher.start([replace(program, command=[*program.command, "--port", "0"])], timeout_s)
+    stop_s = STOP_S if member.engine == "local" else _STOP_ENGINE_S
+    return Server(program.name, process, program.log, member.max_concurrent, program, launcher, stop_s=stop_s)
 
 
 def _server_program(

@@ -210,10 +210,18 @@ class _Run:
         logs, lock = self.directory.logs, self.directory.lock
         self.trainers = TrainerGroup(config, logs, token, note, lock, placement.trainers, self.launcher)
         self.servers = Servers(
-            config, token, vocab_size, self.sampling.actor, journal, note, placement.servers, self.launcher
+            config,
+            token,
+            vocab_size,
+            self.sampling.actor,
+            journal,
+            note,
+            placement.servers,
+            self.launcher,
+            lambda: self.sampling.is_training,
         )
         if before is not None:
-            self.servers.own = before.servers.own
+            self.servers.own, self.servers.extra = before.servers.own, before.servers.extra
         self.memory: MemoryTurns | None = None
         if config.servers.release_memory:
             self.memory = MemoryTurns(self.servers, self.trainers.limits.publish_s)
@@ -310,7 +318,7 @@ class _Run:
         await asyncio.gather(self.trainers.stop(), self.servers.stop())
 
     def _kill(self) -> None:
-        for child in (*self.trainers.ranks, *self.servers.own):
+        for child in (*self.trainers.ranks, *self.servers.own, *self.servers.extra):
             child.process.send_signal(signal.SIGKILL)
 
 

@@ -24,9 +24,10 @@ from inflight.pipeline.fleet import declared, read_server_list
 from inflight.pipeline.joining import JoinDesk
 from inflight.pipeline.journal import Journal
 from inflight.pipeline.messages import Members
-from inflight.pipeline.placement import Place
-from inflight.pipeline.processes import Server, start_servers
+from inflight.pipeline.placement import Place, place_extra
+from inflight.pipeline.processes import Server, start_joining_server, start_servers
 from inflight.pipeline.run_directory import RunDirectory
+from inflight.pipeline.scaling import Scaling
 from inflight.weights.backoff import Backoff
 from inflight.wire import Capabilities
 
@@ -63,7 +64,12 @@ class Servers:
     places: Sequence[Place]
     """Name and GPUs of each server that the run starts."""
     launcher: Launcher
+    is_training: Callable[[], bool]
+    """Whether the ranks train; otherwise they wait for samples."""
     own: list[Server] = field(default_factory=list)
+    extra: list[Server] = field(default_factory=list)
+    """Servers that were started because training waited, with ``servers.scale``; they joined by themselves."""
+    scaling: Scaling | None = None
     taking_part: dict[InferenceEndpoint, str] = field(default_factory=dict)
     """URLs of the endpoints that versions are published to."""
     lines: dict[str, _Line] = field(default_factory=dict)
@@ -101,7 +107,18 @@ class Servers:
             self.actor.add(endpoint, limits[url], can)
         if servers.join is not None:
             self.desk = JoinDesk(servers.join, self.token, directory.run_id)
-            self.note(f"servers may join at {await self.desk.open()}")
+            at = await self.desk.open()
+            self.note(f"servers may join at {at}")
+            if servers.scale is not None:
+                member = servers.scale.server
+
+                async def start_one(name: str) -> Server:
+                    where = place_extra(name, self.config, member, self.launcher.num_gpus)
+                    return await start_joining_server(
+                        self.config, member, directory, self.token, where, self.launcher, at
+                    )
+
+                self.scaling = Scaling(servers.scale, self.extra, start_one, self._load, self.journal, self.note)
         if servers.others_may_come:
             await self._wait_for_the_first()
 
@@ -111,7 +128,8 @@ class Servers:
         One of them raises `EndpointError` once all own servers are given up and no list can bring others.
         """
         following = [self._follow()] if self.config.servers.others_may_come else []
-        return [*map(self._keep_running, self.own), *following]
+        scaling = [] if self.scaling is None else [self.scaling.run()]
+        return [*map(self._keep_running, self.own), *following, *scaling]
 
     def members(self) -> Members:
         """Return the servers that the next publish is for."""
@@ -134,7 +152,7 @@ class Servers:
 
     async def stop(self) -> None:
         await self.disconnect()
-        await asyncio.gather(*(server.stop() for server in self.own))
+        await asyncio.gather(*(server.stop() for server in (*self.own, *self.extra)))
 
     async def disconnect(self) -> None:
         """Close the connections to all servers; those that the run started keep running."""
@@ -142,6 +160,10 @@ class Servers:
             await self.desk.close()
         endpoints = (*self.taking_part, *self.departed)
         await asyncio.gather(*(endpoint.aclose() for endpoint in endpoints), return_exceptions=True)
+
+    def _load(self) -> tuple[bool, int, int]:
+        """Return whether training waits, the slots of the servers that take work, and how many of them are free."""
+        return not self.is_training(), *self.actor.slots_now()
 
     def _connect(self, url: str) -> InferenceEndpoint:
         timeout_s = self.config.servers.generate_timeout_s
@@ -269,8 +291,14 @@ class Servers:
             return None
         line.takes_part = self.has_somebody_come = True
         self.taking_part[endpoint] = line.url
-        self.actor.add(endpoint, self.config.servers.max_concurrent, can)
+        self.actor.add(endpoint, min(can.max_concurrent_sequences, self._most_concurrent), can)
         return endpoint.name
+
+    @property
+    def _most_concurrent(self) -> int:
+        """Completions at a time on one server of the list."""
+        servers = self.config.servers
+        return max(servers.max_concurrent, 0 if servers.scale is None else servers.scale.server.max_concurrent)
 
     def _left(self, name: str) -> None:
         """Remove a retired server that has finished its groups."""
