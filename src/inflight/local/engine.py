@@ -362,10 +362,12 @@ class Engine:
         Requests that fail end.
         """
         failed: list[tuple[Request, Exception]] = []
+        wanted = {slot: 1 + self.speculation.propose(sequence) for slot, sequence in self._running.items()}
+        self._store.expect(wanted.items())
         for slot, sequence in list(self._running.items()):
             if sequence.slot is slot:  # not if another sequence of its request has failed
                 try:
-                    self._store.reserve(slot, 1 + self.speculation.propose(sequence))
+                    self._store.reserve(slot, wanted[slot])
                 except Exception as error:  # such as too little memory
                     failed.append((self._removed(sequence.request), error))
         new = self._admit(failed)

@@ -14,7 +14,8 @@ from __future__ import annotations
 import contextlib
 import heapq
 from abc import abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -190,6 +191,17 @@ class SlotStore:
         self._take(self._arena_for(length + 1), slot)
         self.reserved_bytes += slot.reserved_bytes
         return slot
+
+    def expect(self, wanted: Iterable[tuple[Slot, int]]) -> None:
+        """Grow arenas at once for all slots that are about to `reserve` so many more positions, not once for each."""
+        moves = Counter(
+            self._arena_for(slot.length + num) for slot, num in wanted if slot.length + num > slot.arena.capacity
+        )
+        for arena, num in moves.items():
+            more = len(arena.owners) + num - arena.num_slots
+            if more > 0 and self.size_bytes + more * arena.slot_bytes <= self.limit_bytes:
+                with contextlib.suppress(RuntimeError, MemoryError):  # `reserve` then tells whose place it is
+                    arena.resize(len(arena.owners) + num)
 
     def reserve(self, slot: Slot, num: int = 1) -> None:
         """Make room for ``num`` more positions; the slot may move to a larger arena."""

@@ -60,6 +60,8 @@ class Speculation:
 
     def verify(self, sequences: Iterable[Sequence], token_ids: list[int], logprobs: list[float]) -> list[Drawn]:
         """Return what each sequence keeps of the tokens drawn, which are one more for each than its draft has."""
+        if self._source is None:
+            return [Drawn(s, [token], [p]) for s, token, p in zip(sequences, token_ids, logprobs, strict=True)]
         kept, start = [], 0
         for sequence in sequences:
             draft, stop = sequence.draft, start + len(sequence.draft) + 1
