@@ -1,9 +1,13 @@
-"""The table of docs/scale.md: what the parts of the controller cost, before and after they were changed."""
+"""The tables of docs/scale.md."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from tests.conformance.kept import kept
 
+_TOKENS = 4 * 225
+"""Of one request."""
 _ROWS = (
     ("scheduling", "first_us_per_request", "scheduling, of the first 10,000 requests", "µs per request"),
     ("scheduling", "then_us_per_request", "scheduling and scoring, with 10,000 running", "µs per request"),
@@ -22,7 +26,31 @@ def controller_table() -> str:
     for part, key, what, unit in _ROWS:
         cells = [f"{rows[name][part][key]:,.0f} {unit}" for name in ("before", "after")]
         lines.append(f"| {what} | {cells[0]} | {cells[1]} |")
+    sums = [_us_per_request(rows[name]) for name in ("before", "after")]
+    cells = [f"{us:,.0f} µs per request" for us in sums]
+    lines.append(f"| all of it but the first row | {cells[0]} | {cells[1]} |")
+    cells = [f"{1e6 * _TOKENS / us:,.0f}" for us in sums]
+    lines.append(f"| **tokens per second of one core, at most** | **{cells[0]}** | **{cells[1]}** |")
     return "\n".join(lines)
 
 
-SCALE_TABLES = {"controller": controller_table}
+def _us_per_request(parts: Mapping[str, Mapping[str, float]]) -> float:
+    per_request = parts["scheduling"]["then_us_per_request"] + parts["http"]["us_per_call"]
+    return per_request + sum(_TOKENS * parts[part][key] / 1e3 for part, key, _, unit in _ROWS if unit == "ns per token")
+
+
+def killed_host_table() -> str:
+    """Return how two runs on two hosts learned, of which one lost a host."""
+    lines = ["| run | reward of the first ten steps | of the last ten | steps | servers that sampled | seconds |"]
+    lines.append("|---|---|---|---|---|---|")
+    for name, run in kept("scale")["rows"]["curve"].items():
+        known = [reward for reward in run["rewards"] if reward is not None]
+        first, last = (sum(part) / len(part) for part in (known[:10], known[-10:]))
+        what = name if run["killed_at"] is None else f"a host killed after step {run['killed_at']}"
+        lines.append(
+            f"| {what} | {first:.2f} | {last:.2f} | {len(run['rewards'])} | {run['endpoints']} | {run['run_s']:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+SCALE_TABLES = {"controller": controller_table, "killed_host": killed_host_table}
