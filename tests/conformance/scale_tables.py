@@ -53,4 +53,19 @@ def killed_host_table() -> str:
     return "\n".join(lines)
 
 
-SCALE_TABLES = {"controller": controller_table, "killed_host": killed_host_table}
+def lost_host_table() -> str:
+    """Return how long a run takes to go on after it has lost a host."""
+    lost = kept("scale")["rows"]["lost"]
+    rows = (
+        ("the start of the run, to its first step", "start_s"),
+        ("a host with the rank is killed: to the next step after the last one", "ranks_s"),
+        ("a host with a server is killed: until another server runs", "server_s"),
+    )
+    return "\n".join(["| | seconds |", "|---|---|", *(f"| {what} | {lost[key]:.1f} |" for what, key in rows)])
+
+
+SCALE_TABLES = {
+    "controller": controller_table,
+    "killed_host": killed_host_table,
+    "lost_host": lost_host_table,
+}
