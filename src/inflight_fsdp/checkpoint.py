@@ -200,7 +200,7 @@ def _own_pieces(
     box, local = part.sharding.owners.get(dist.get_rank()), part.local.detach()
     if box is None:
         return iter(())
-    runs = runs_of(box, part.sharding.shape)
+    runs = runs_of(box, part.sharding.cut_shape)
     return ((part.layout.name, first * local.itemsize, local[leading]) for first, leading in runs)
 
 

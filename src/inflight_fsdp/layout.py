@@ -6,6 +6,7 @@ nothing of models, files or ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -57,6 +58,13 @@ class Sharding:
     """Of the whole tensor."""
     boxes: tuple[Box | None, ...]
     """By rank; None: nothing of it. Several ranks may hold the same box."""
+    is_flat: bool = False
+    """Boxes are ranges of the flattened tensor."""
+
+    @property
+    def cut_shape(self) -> tuple[int, ...]:
+        """Shape in which the tensor is cut into boxes."""
+        return (math.prod(self.shape),) if self.is_flat else self.shape
 
     @property
     def owners(self) -> dict[int, Box]:

@@ -146,13 +146,18 @@ def load_weights(
     """
     buffers = dict(policy.named_buffers())
     policy.to_empty(device="cpu" if config.cpu_offload else device)
-    for name, buffer in buffers.items():
-        owner, _, attribute = name.rpartition(".")
-        setattr(policy.get_submodule(owner), attribute, buffer.to(device))
+    place_buffers(policy, buffers, device)
     policy.causal_lm.tie_weights()
     parameters: dict[str, DTensor] = dict(policy.causal_lm.named_parameters())
     laid_out = [ShardedTensor(parameters[name].to_local(), shardings[name], layout) for name, layout in layouts.items()]
     read_shards(stored_tensors(config.model_path), laid_out)
+
+
+def place_buffers(policy: PolicyModel, buffers: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    """Put buffers, by name, on the device that computes."""
+    for name, buffer in buffers.items():
+        owner, _, attribute = name.rpartition(".")
+        setattr(policy.get_submodule(owner), attribute, buffer.to(device))
 
 
 def _freeze(causal_lm: nn.Module, patterns: Sequence[str]) -> None:

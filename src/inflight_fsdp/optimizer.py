@@ -7,7 +7,7 @@ operation through DTensor. Knows nothing of models.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -17,6 +17,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from inflight.errors import ConfigError
 from inflight_fsdp.config import WorkerConfig
+from inflight_fsdp.parts import Part
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -27,18 +28,17 @@ class ShardedAdamW:
     Moments are allocated when they are first needed: a worker that never steps, such as a frozen reference, has none.
     """
 
-    def __init__(self, adamw: torch.optim.Optimizer, parameters: Mapping[str, DTensor]) -> None:
-        """``adamw`` updates the parameters, or this rank's shards of them, in the same order."""
+    def __init__(self, adamw: torch.optim.Optimizer, names: Iterable[str]) -> None:
+        """``adamw`` updates the parameters of these names, or this rank's parts of them, in the same order."""
         self._adamw = adamw
-        self._parameters = parameters
         (self._group,) = adamw.param_groups
-        self._updated: dict[str, torch.Tensor] = dict(zip(parameters, self._group["params"], strict=True))
+        self._updated: dict[str, torch.Tensor] = dict(zip(names, self._group["params"], strict=True))
 
     @property
     def states(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """First and second moments, ``exp_avg`` and ``exp_avg_sq``, of this rank's shards by parameter."""
         self._allocate()
-        return {kind: {name: self._moment(kind, name) for name in self._parameters} for kind in _MOMENTS}
+        return {kind: {name: self._moment(kind, name) for name in self._updated} for kind in _MOMENTS}
 
     @property
     def num_steps(self) -> int:
@@ -111,17 +111,17 @@ class ShardedAdamW8bit(ShardedAdamW):
         return full
 
 
-def make_adamw(parameters: Mapping[str, DTensor], config: WorkerConfig) -> ShardedAdamW:
-    """Return the configured optimizer over this rank's shards. Raises `ConfigError` if its package is missing."""
+def make_adamw(parts: Mapping[str, Part], config: WorkerConfig) -> ShardedAdamW:
+    """Return the configured optimizer over the trained parts. Raises `ConfigError` if its package is missing."""
     with torch.no_grad():
-        shards = [parameter.to_local() for parameter in parameters.values()]
+        shards = {name: part.local for name, part in parts.items() if part.is_trained}
     if config.optimizer == "adamw":
-        return ShardedAdamW(torch.optim.AdamW(shards, fused=True, **config.adamw_settings), parameters)
+        return ShardedAdamW(torch.optim.AdamW(shards.values(), fused=True, **config.adamw_settings), shards)
     try:
         from torchao.optim import AdamW8bit
     except ImportError as error:
         raise ConfigError(f"optimizer 'adamw8bit' needs torchao ({error}): pip install torchao") from error
-    return ShardedAdamW8bit(AdamW8bit(shards, **config.adamw_settings), parameters)
+    return ShardedAdamW8bit(AdamW8bit(list(shards.values()), **config.adamw_settings), shards)
 
 
 def learning_rate_at(version: int, config: WorkerConfig) -> float:

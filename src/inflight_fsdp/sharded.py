@@ -1,6 +1,7 @@
-"""`ShardedWorker`: one rank of a trainer whose parameters are DTensors, whatever made them.
+"""`ShardedWorker`: one rank of a trainer that holds a part of each parameter, whatever cut them.
 
-It knows neither transformers' models nor torchtitan's: what those differ in are the arguments it is made with.
+It knows neither transformers' models nor torchtitan's, neither DTensors nor ZeRO: what those differ in are the
+arguments it is made with.
 
 Shape suffixes: T packed tokens, N targets, H hidden, V vocabulary.
 """
@@ -21,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from inflight.attention import segment_kernel_in_words
 from inflight.checkpoints import max_model_len_of
@@ -43,6 +43,7 @@ from inflight_fsdp.config import WorkerConfig
 from inflight_fsdp.devices import device_of
 from inflight_fsdp.layout import Layout, ShardedTensor, Sharding
 from inflight_fsdp.optimizer import ShardedAdamW, clip, global_norm, learning_rate_at
+from inflight_fsdp.parts import Part
 from inflight_fsdp.rounding import lost_share, spread_sample
 from inflight_fsdp.rows import PackedImages, Row, head_exchange, rows_of, summed_for_all
 from inflight_fsdp.sharding import gather_on_first
@@ -68,7 +69,7 @@ class ShardedWorker(ModelParallelWorker, PartialWeightSource, BackgroundSaver, I
         *,
         owns_group: bool,
         policy: nn.Module,
-        parameters: Mapping[str, DTensor],
+        parts: Mapping[str, Part],
         shardings: Mapping[str, Sharding],
         layouts: Mapping[str, Layout],
         optimizer: ShardedAdamW,
@@ -78,18 +79,19 @@ class ShardedWorker(ModelParallelWorker, PartialWeightSource, BackgroundSaver, I
         """Take over a sharded model.
 
         ``policy`` takes a `Row` and returns logprobs [N], which depend on every parameter even if N is 0, so that every
-        rank takes part in the same collectives. ``parameters`` are those of which this rank has a part, by the
-        trainer's names; ``shardings`` and ``layouts`` are of all parameters, on every rank in the same order. Those
-        that do not require gradients are neither trained nor published. These objects live as long as the module, whose
-        attributes change while layers are whole. ``summed_over`` are the parameters that this rank computes with apart
-        from the ranks of a group: their gradients are still to be summed.
+        rank takes part in the same collectives. ``parts`` are of the parameters of which this rank has one, by the
+        trainer's names; ``shardings`` and ``layouts`` are of all parameters, on every rank in the same order. What is
+        not trained is not published either. ``optimizer`` updates the trained parts, in the same order.
+        ``summed_over`` are the parameters that this rank computes with apart from the ranks of a group: their gradients
+        are still to be summed.
         """
         self._config = config
         self._device = device
         self._owns_group = owns_group
         self._policy = policy
-        self._parameters = dict(parameters)
-        self._trained = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
+        self._parts = dict(parts)
+        self._trained = {name: part for name, part in self._parts.items() if part.is_trained}
+        self._has_gradients = False
         self._layouts = dict(layouts)
         self._shardings = dict(shardings)
         self._optimizer = optimizer
@@ -188,24 +190,25 @@ class ShardedWorker(ModelParallelWorker, PartialWeightSource, BackgroundSaver, I
         return PackedImages(batch.image_rows_M.to(self._device), moved)
 
     def backward(self, loss: torch.Tensor) -> None:
+        self._has_gradients = True
         loss.backward()  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def step(self) -> StepResult:
         """Raise `TrainerError`, with nothing changed, if `backward` was not called since the last step."""
-        if all(parameter.grad is None for parameter in self._trained.values()):
+        if not self._has_gradients:
             raise TrainerError(f"step at version {self._version} without a gradient: call backward first")
-        by_name = {name: _local_gradient(parameter) for name, parameter in self._trained.items()}
+        return self._update()
+
+    def _update(self) -> StepResult:
+        by_name = {name: part.gradient for name, part in self._trained.items()}
         for name, group in self._summed_over.items():
             dist.all_reduce(by_name[name], group=group)
         gradients, owned = list(by_name.values()), [by_name[name] for name in self._owned]
         norm = global_norm(owned, self._device)
         self._clear_gradients()
         if not math.isfinite(norm):
-            raise NonFiniteError(
-                f"the gradient norm of the step from version {self._version} is {norm}; weights and optimizer are "
-                "unchanged, and the gradients were discarded"
-            )
+            raise self._refused(norm)
         clip(gradients, norm, self._config.max_gradient_norm)
         learning_rate = learning_rate_at(self._version, self._config)
         self._forget_whole_parameters()
@@ -218,6 +221,12 @@ class ShardedWorker(ModelParallelWorker, PartialWeightSource, BackgroundSaver, I
         lost = lost_share(before, spread_sample(self._owned_shards()), spread_sample(owned), self._device)
         self._tell_lost_share(lost)
         return StepResult(self._version, norm, learning_rate, rounded_away=lost)
+
+    def _refused(self, norm: float) -> NonFiniteError:
+        return NonFiniteError(
+            f"the gradient norm of the step from version {self._version} is {norm}; weights and optimizer are "
+            "unchanged, and the gradients were discarded"
+        )
 
     def parameter_specs(self) -> Sequence[TensorSpec]:
         """Frozen parameters are left out."""
@@ -234,7 +243,7 @@ class ShardedWorker(ModelParallelWorker, PartialWeightSource, BackgroundSaver, I
     @property
     def _published(self) -> Mapping[str, Layout]:
         """The layouts of trained parameters, of this rank or of others."""
-        frozen = self._parameters.keys() - self._trained.keys()
+        frozen = self._parts.keys() - self._trained.keys()
         return {name: layout for name, layout in self._layouts.items() if name not in frozen}
 
     def gather_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
@@ -322,8 +331,8 @@ class ShardedWorker(ModelParallelWorker, PartialWeightSource, BackgroundSaver, I
         return TrainerState(weights, moments, self._version, num_steps, self._model_config, model_path, self._device)
 
     def _sharded(self, name: str) -> ShardedTensor:
-        parameter = self._parameters.get(name)
-        local = self._nothing if parameter is None else parameter.to_local()
+        part = self._parts.get(name)
+        local = self._nothing if part is None else part.local
         return ShardedTensor(local, self._shardings[name], self._layouts[name])
 
     @torch.no_grad()
@@ -344,7 +353,7 @@ class ShardedWorker(ModelParallelWorker, PartialWeightSource, BackgroundSaver, I
         return None if tensor is None else tensor.clone(memory_format=torch.contiguous_format)
 
     def _owned_shards(self) -> list[torch.Tensor]:
-        return [self._trained[name].to_local() for name in self._owned]
+        return [self._trained[name].local for name in self._owned]
 
     def _tell_lost_share(self, share: float | None) -> None:
         """Warn once, after the first steps."""
@@ -362,8 +371,9 @@ class ShardedWorker(ModelParallelWorker, PartialWeightSource, BackgroundSaver, I
             warnings.warn(text, PrecisionWarning, stacklevel=2)
 
     def _clear_gradients(self) -> None:
-        for parameter in self._parameters.values():
-            parameter.grad = None
+        for part in self._parts.values():
+            part.clear_gradient()
+        self._has_gradients = False
 
     def _forget_whole_parameters(self) -> None:
         """Reshard layers that a forward without a backward left whole, so that nothing computes with old values."""
@@ -382,12 +392,6 @@ def sum_gradients_over_ranks(module: nn.Module) -> None:
         # The factor alone becomes a premultiplied sum, which gloo cannot do; the forced sum alone divides by the ranks.
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)
-
-
-def _local_gradient(parameter: DTensor) -> torch.Tensor:
-    """Return the gradient of this rank's shard; zeros if nothing used the parameter."""
-    gradient = parameter.grad
-    return torch.zeros_like(parameter.to_local()) if gradient is None else gradient.to_local()  # type: ignore[attr-defined]
 
 
 def make_worker(kind: Callable[..., Worker], config: WorkerConfig) -> Worker:

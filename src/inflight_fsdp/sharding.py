@@ -21,28 +21,31 @@ from inflight.checkpoints import StoredTensor
 from inflight_fsdp.layout import Box, ShardedTensor, Sharding
 
 
+def box_of(parameter: DTensor) -> Box:
+    """Return what this rank holds of a parameter."""
+    sizes, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return tuple(slice(offset, offset + size) for size, offset in zip(sizes, offsets, strict=True))
+
+
 def shardings_of(
-    parameters: Mapping[str, DTensor], shapes: Mapping[str, tuple[int, ...]], device: torch.device
+    boxes: Mapping[str, Box], shapes: Mapping[str, tuple[int, ...]], device: torch.device, *, is_flat: bool = False
 ) -> dict[str, Sharding]:
     """Return who holds what of each parameter in ``shapes``, the same on every rank; collective.
 
-    A rank may have only some of the ``parameters``. ``device`` is one that the default group communicates from.
+    ``boxes`` are those of this rank, which may have only some of the parameters. ``device`` is one that the default
+    group communicates from.
     """
-    width = max(len(shape) for shape in shapes.values())
+    width = 1 if is_flat else max(len(shape) for shape in shapes.values())
     edges = torch.zeros(len(shapes), width, 2, dtype=torch.int64)
     for row, name in enumerate(shapes):
-        if (parameter := parameters.get(name)) is not None:
-            sizes, offsets = compute_local_shape_and_global_offset(
-                parameter.shape, parameter.device_mesh, parameter.placements
-            )
-            for dim, (size, offset) in enumerate(zip(sizes, offsets, strict=True)):
-                edges[row, dim] = torch.tensor((offset, offset + size))
+        for dim, part in enumerate(boxes.get(name, ())):
+            edges[row, dim] = torch.tensor((part.start, part.stop))
     edges = edges.to(device)
     everyone = [torch.empty_like(edges) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, edges)
     by_rank = [every.tolist() for every in everyone]
     return {
-        name: Sharding(shape, tuple(_box(rows[row], len(shape)) for rows in by_rank))
+        name: Sharding(shape, tuple(_box(rows[row], 1 if is_flat else len(shape)) for rows in by_rank), is_flat)
         for row, (name, shape) in enumerate(shapes.items())
     }
 
@@ -80,7 +83,7 @@ def gather_on_first(
         if rank in owners:
             dist.send(tensor.local.to(sent_dtype).to(device).contiguous(), 0, group=group)
         return None
-    full = torch.empty(tensor.sharding.shape, dtype=sent_dtype, device=device)
+    full = torch.empty(tensor.sharding.cut_shape, dtype=sent_dtype, device=device)
     if 0 in owners:
         full[owners[0]] = tensor.local.to(sent_dtype).to(device)
     parts = [(other, full[box]) for other, box in owners.items() if other]
@@ -92,7 +95,7 @@ def gather_on_first(
     for _, part, into in received:
         if into is not part:
             part.copy_(into)
-    return full.to(dtype)
+    return full.to(dtype).view(tensor.sharding.shape)
 
 
 @torch.no_grad()
@@ -102,8 +105,8 @@ def local_part(tensor: ShardedTensor, content: Any) -> torch.Tensor:
     if box is None:
         return tensor.local
     if tensor.layout.join is None:
-        part: torch.Tensor = content.get_slice(tensor.layout.name)[box]
-        return part
+        part = content.get_slice(tensor.layout.name)
+        return _range_of(part, tensor.sharding.shape, *box) if tensor.sharding.is_flat else part[box]
     stored = {name: content.get_tensor(name) for name in tensor.layout.shapes}
     return part_of(tensor, stored)
 
@@ -113,7 +116,15 @@ def part_of(tensor: ShardedTensor, stored: Mapping[str, torch.Tensor]) -> torch.
     layout, box = tensor.layout, tensor.sharding.boxes[dist.get_rank()]
     assert box is not None
     whole = stored[layout.name] if layout.join is None else layout.join(stored)
-    return whole[box]
+    return whole.reshape(tensor.sharding.cut_shape)[box]
+
+
+def _range_of(stored: Any, shape: Sequence[int], wanted: slice) -> torch.Tensor:
+    """Return a range of a flattened tensor, of which only the rows that it touches are read."""
+    width = math.prod(shape[1:])
+    first = wanted.start // width
+    rows: torch.Tensor = stored[first : -(-wanted.stop // width)]
+    return rows.flatten()[wanted.start - first * width : wanted.stop - first * width]
 
 
 @torch.no_grad()

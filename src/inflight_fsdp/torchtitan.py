@@ -29,10 +29,11 @@ from inflight_fsdp.compiled import compile_layers
 from inflight_fsdp.config import parse_config
 from inflight_fsdp.layout import ShardedTensor
 from inflight_fsdp.optimizer import ShardedAdamW
+from inflight_fsdp.parts import DTensorPart
 from inflight_fsdp.pipeline import Pipeline
 from inflight_fsdp.rows import Row
 from inflight_fsdp.sharded import ShardedWorker, make_worker, sum_gradients_over_ranks
-from inflight_fsdp.sharding import read_shards, shardings_of
+from inflight_fsdp.sharding import box_of, read_shards, shardings_of
 from inflight_fsdp.torchtitan_config import TorchTitanConfig
 from inflight_fsdp.torchtitan_model import (
     EMBEDDING,
@@ -92,7 +93,7 @@ class TorchTitanWorker(ShardedWorker):
             names.get(canonical_fqn(name), canonical_fqn(name)): cast(DTensor, p)
             for name, p in decoder.named_parameters()
         }
-        shardings = shardings_of(parameters, shapes, device)
+        shardings = shardings_of({name: box_of(p) for name, p in parameters.items()}, shapes, device)
         laid_out = [ShardedTensor(p.to_local(), shardings[name], layouts[name]) for name, p in parameters.items()]
         on_every_rank(lambda: read_shards(stored, laid_out), device)
         super().__init__(
@@ -100,7 +101,7 @@ class TorchTitanWorker(ShardedWorker):
             device,
             owns_group=owns_group,
             policy=TitanPolicy(decoder, tensor_mesh),
-            parameters=parameters,
+            parts={name: DTensorPart(parameter) for name, parameter in parameters.items()},
             shardings=shardings,
             layouts=layouts,
             optimizer=_optimizer(decoder, parameters, config),

@@ -14,8 +14,9 @@ from inflight_fsdp.agreement import on_every_rank
 from inflight_fsdp.config import WorkerConfig, parse_config
 from inflight_fsdp.model import PolicyModel, empty_policy, layouts_of, load_weights, shard_policy
 from inflight_fsdp.optimizer import make_adamw
+from inflight_fsdp.parts import DTensorPart
 from inflight_fsdp.sharded import ShardedWorker, make_worker
-from inflight_fsdp.sharding import shardings_of
+from inflight_fsdp.sharding import box_of, shardings_of
 
 
 def create_worker(config: WorkerConfig | Mapping[str, object]) -> FsdpWorker:
@@ -44,18 +45,18 @@ class FsdpWorker(ShardedWorker):
         shard_policy(policy, mesh, config)
         parameters: dict[str, DTensor] = dict(causal_lm.named_parameters())
         layouts = layouts_of(causal_lm, stored_tensors(config.model_path))
-        shardings = shardings_of(parameters, {name: tuple(p.shape) for name, p in parameters.items()}, device)
+        boxes = {name: box_of(parameter) for name, parameter in parameters.items()}
+        shardings = shardings_of(boxes, {name: tuple(p.shape) for name, p in parameters.items()}, device)
         on_every_rank(lambda: load_weights(policy, layouts, shardings, config, device), device)
-        parameters = dict(causal_lm.named_parameters())
-        trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+        parts = {name: DTensorPart(parameter) for name, parameter in causal_lm.named_parameters()}
         super().__init__(
             config,
             device,
             owns_group=owns_group,
             policy=policy,
-            parameters=parameters,
+            parts=parts,
             shardings=shardings,
             layouts=layouts,
-            optimizer=on_every_rank(lambda: make_adamw(trained, config), device),
+            optimizer=on_every_rank(lambda: make_adamw(parts, config), device),
             hf_config=causal_lm.config,
         )

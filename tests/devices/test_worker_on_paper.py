@@ -21,6 +21,7 @@ from inflight_fsdp import WorkerConfig, create_worker
 from inflight_fsdp.layout import Sharding
 from inflight_fsdp.model import PolicyModel, layouts_of
 from inflight_fsdp.optimizer import ShardedAdamW
+from inflight_fsdp.parts import DTensorPart
 from inflight_fsdp.sharded import ShardedWorker
 from tests.devices.gpu_on_paper import CUDA, assert_values, move_parameters, on_cuda, paper_gpu
 from tests.devices.test_losses_on_paper import batch_on_cuda
@@ -69,7 +70,7 @@ def worker_on_paper(path):
             CUDA,
             owns_group=False,
             policy=policy,
-            parameters=parameters,
+            parts={name: DTensorPart(parameter) for name, parameter in parameters.items()},
             shardings=shardings,
             layouts=layouts,
             optimizer=ShardedAdamW(adamw, parameters),
@@ -90,7 +91,7 @@ def test_two_steps_have_the_logprobs_norms_and_weights_of_the_fsdp_worker_on_the
         usual.backward(policy_loss(logprobs_T, batch))
         expected.append(logprobs_T.detach())
         norms.append(usual.step().gradient_norm)
-    weights = {name: parameter.full_tensor().detach() for name, parameter in usual._parameters.items()}
+    weights = {name: part.parameter.full_tensor().detach() for name, part in usual._parts.items()}
     with worker_on_paper(path) as (worker, parameters, gpu):
         for batch, wanted_T, norm in zip(batches, expected, norms, strict=True):
             mine = batch if where == "host" else batch_on_cuda(batch)

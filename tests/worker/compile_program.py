@@ -28,7 +28,7 @@ def seen_of(worker: ShardedWorker, lengths: tuple[int, ...], seed: int) -> list[
     batch = make_batch(lengths, seed)
     logprobs_T = worker.forward(batch)
     worker.backward(policy_loss(logprobs_T, batch))
-    gradients = [p.grad.to_local().clone() for p in worker._parameters.values()]  # type: ignore[union-attr]
+    gradients = [part.gradient.clone() for part in worker._parts.values()]
     worker._clear_gradients()
     return [logprobs_T.detach(), *gradients]
 
@@ -59,7 +59,7 @@ def main(directory: Path, trainer: str, recompute: bool) -> None:
         "graphs": num_graphs,
         "graphs of twelve more lengths": counters["stats"]["unique_graphs"] - num_graphs,
         "breaks": list(counters["graph_break"]),
-        "same names": list(eager._parameters) == list(compiled._parameters),
+        "same names": list(eager._parts) == list(compiled._parts),
     }
     (directory / "seen.json").write_text(json.dumps(seen, indent=1))
     compiled.close()

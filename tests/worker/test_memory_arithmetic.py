@@ -71,7 +71,7 @@ def test_shards_and_moments_of_rank_0_are_as_large_as_computed(
     with pytest.warns() if dtype == "bfloat16" else _nothing():
         worker = create_worker(_worker_settings(config))
     computed = terms(config)
-    assert local_bytes(worker._parameters.values()) == computed["parameters"]
+    assert local_bytes(part.local for part in worker._parts.values()) == computed["parameters"]
     assert local_bytes(moments_of(worker)) == computed["optimizer states"]
 
 
@@ -87,11 +87,11 @@ def test_what_is_frozen_has_neither_gradients_nor_moments(tmp_path: Path, model_
     worker = create_worker(_worker_settings(config))
     batch = make_batch((9, 5), seed=1)
     worker.backward(worker.forward(batch).sum())
-    gradients = [parameter.grad for parameter in worker._parameters.values() if parameter.grad is not None]
+    gradients = [p.grad for p in worker._policy.parameters() if p.grad is not None]
     computed = terms(config)
     assert local_bytes(gradients) == computed["gradients"] < computed["parameters"]
     assert local_bytes(moments_of(worker)) == computed["optimizer states"]
-    assert local_bytes(worker._parameters.values()) == computed["parameters"]
+    assert local_bytes(part.local for part in worker._parts.values()) == computed["parameters"]
     worker.close()
 
 

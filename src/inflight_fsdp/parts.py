@@ -1,0 +1,51 @@
+"""This rank's part of each parameter, and of its gradient, whatever holds them. Knows nothing of models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch.distributed.tensor import DTensor
+
+
+class Part(Protocol):
+    """This rank's part of one parameter: one box of it, or one range of the flattened parameter."""
+
+    @property
+    def is_trained(self) -> bool:
+        """Return False for a parameter without gradients and optimizer states."""
+
+    @property
+    def local(self) -> torch.Tensor:
+        """The weights, in memory of the trainer."""
+
+    @property
+    def gradient(self) -> torch.Tensor:
+        """The gradient, summed over ranks, in memory that a step may change; zeros if nothing used the parameter."""
+
+    def clear_gradient(self) -> None:
+        """Drop the gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class DTensorPart:
+    """The shard of a DTensor."""
+
+    parameter: DTensor
+
+    @property
+    def is_trained(self) -> bool:
+        return self.parameter.requires_grad
+
+    @property
+    def local(self) -> torch.Tensor:
+        return self.parameter.to_local()
+
+    @property
+    def gradient(self) -> torch.Tensor:
+        gradient = self.parameter.grad
+        return torch.zeros_like(self.local) if gradient is None else gradient.to_local()  # type: ignore[attr-defined]
+
+    def clear_gradient(self) -> None:
+        self.parameter.grad = None
