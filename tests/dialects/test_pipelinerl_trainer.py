@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import signal
-import socket
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,56 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.servers import TOKEN, ServerProcess
+from tests.dialects.programs import Program, free_port
+from tests.servers import ServerProcess
 from tests.weights.workers import assert_serves, generate, logprobs, weight_version
-from tests.zygote import python
 
 UNIFORM = -math.log(258)  # every logit is 0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-class Program:
-    """A process of ours or of the stand-in's."""
-
-    def __init__(self, log: Path, *arguments: str) -> None:
-        self.log = log
-        environment = {**os.environ, "INFLIGHT_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
-        with log.open("wb") as stream:
-            self.process = subprocess.Popen(
-                [python(), "-m", *arguments],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stream,
-                env=environment,
-                text=True,
-            )
-
-    def line(self) -> str:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, self.log.read_text()
-        return line
-
-    def line_with(self, words: str) -> str:
-        while words not in (line := self.line()):
-            pass
-        return line
-
-    def stop(self) -> None:
-        self.process.send_signal(signal.SIGTERM)
-        try:
-            self.process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait(timeout=10)
-        for stream in (self.process.stdin, self.process.stdout):
-            if stream is not None:
-                stream.close()
 
 
 class Trainer(Program):
