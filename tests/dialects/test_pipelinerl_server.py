@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from inflight.contracts import InferenceEndpoint
+from inflight.dialects.pipelinerl.endpoint import PIPELINERL, PipelineRlEndpoint
 from inflight.errors import ConfigError, PoisonedError, PublishError, UnsupportedError
 from inflight.extensions import imported
 from inflight.types import EndpointOutcome
@@ -22,7 +23,6 @@ from inflight.weights.publish import publish_weights
 from inflight.weights.publisher import WeightPublisher
 from inflight.weights.transports import make_sender
 from inflight.wire import ChatCompletionRequest, ChatMessage, EndpointState, GenerateRequest, SamplingParams
-from inflight_vllm.pipelinerl import PIPELINERL, PipelineRlEndpoint
 from tests.dialects.programs import Program, free_port
 from tests.weights.workers import PlainWorker, checkpoint, silenced
 
@@ -128,7 +128,7 @@ def test_a_server_that_fails_half_way_is_poisoned_and_never_reported_as_updated(
     assert publisher.run(endpoint.weight_version).state is EndpointState.POISONED
     with pytest.raises(PoisonedError):
         sample(publisher)
-    with pytest.raises(PublishError, match="run"):
+    with pytest.raises(PublishError, match="start the server anew"):
         publish(publisher, model_dir, 2, silent=True)
 
 

@@ -1,1 +1,1 @@
-"""Protocols of other codebases, spoken in front of endpoints of the contract. Knows no engine."""
+"""Servers and trainers of other codebases that speak protocols of their own: PipelineRL's, and Nvidia Dynamo's."""

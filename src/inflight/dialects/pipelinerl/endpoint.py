@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import parse_qsl
 
 from inflight.contracts import InferenceEndpoint
+from inflight.dialects.completions import ROUTE, body_of, completion_of, ids_of_tokens
+from inflight.dialects.owned import OwnedEndpoint
 from inflight.dialects.pipelinerl.messages import CHAT_ROUTE, UPDATE_ROUTE, update_request
+from inflight.dialects.told import options_of, options_of_query
 from inflight.engines.checkpoint_specs import checkpoint_of, config_of
 from inflight.engines.kinds import EngineKind, EngineOptions
-from inflight.engines.owned import OwnedEndpoint
 from inflight.engines.requests import reading
 from inflight.engines.routes import EngineRoutes, words_of
 from inflight.errors import ConfigError, DeadlineError, ProtocolError, TransferError, UnreachableError
@@ -40,7 +41,6 @@ from inflight.wire import (
     VersionSpan,
     WeightUpdate,
 )
-from inflight_vllm.completions import ROUTE, body_of, completion_of, ids_of_tokens
 
 if TYPE_CHECKING:
     import torch
@@ -64,18 +64,6 @@ class PipelineRlOptions:
     """Of --max-num-seqs."""
     timeout_s: float = 300.0
     """How long the server may take to join the group, and to take an update."""
-
-    @classmethod
-    def of(cls, query: str) -> PipelineRlOptions:
-        """Read ``group=tcp://HOST:PORT&dtype=bfloat16``. Raises `ConfigError`."""
-        kinds: dict[str, type] = {field.name: type(getattr(cls(), field.name)) for field in fields(cls)}
-        told: dict[str, Any] = {}
-        try:
-            for key, text in parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)):
-                told[key] = kinds[key](text)
-        except (KeyError, ValueError) as error:
-            raise ConfigError(f"?{query} is not understood ({error}); known: {', '.join(kinds)}") from error
-        return cls(**told)
 
 
 class PipelineRlEndpoint(OwnedEndpoint):
@@ -270,7 +258,7 @@ class PipelineRlKind(EngineKind):
         address, _, query = url.partition("?")
         return PipelineRlEndpoint(
             address,
-            PipelineRlOptions.of(query),
+            options_of_query(PipelineRlOptions, query),
             control_timeout_s=control_timeout_s,
             generate_timeout_s=generate_timeout_s,
         )
@@ -280,12 +268,8 @@ PIPELINERL = PipelineRlKind()
 
 
 def attach(model_dir: Path, *, url: str, **options: Any) -> PipelineRlEndpoint:
-    """Return the endpoint of the server at ``url``, for ``inflight serve MODEL_DIR --engine inflight_vllm...``.
+    """Return the endpoint of the server at ``url``, for ``inflight serve MODEL_DIR --engine module:function``.
 
-    Options are those of `PipelineRlOptions`.
+    Options are those of `PipelineRlOptions`. Raises `ConfigError`.
     """
-    known = {field.name for field in fields(PipelineRlOptions)}
-    told = {name: value for name, value in options.items() if name in known}
-    if unknown := sorted(set(options) - known):
-        raise ConfigError(f"unknown options {', '.join(unknown)}; known: {', '.join(sorted(known))}")
-    return PipelineRlEndpoint(url, PipelineRlOptions(**told), model_dir=model_dir)
+    return PipelineRlEndpoint(url, options_of(PipelineRlOptions, options), model_dir=model_dir)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from inflight.contracts import InferenceEndpoint
 from inflight.engines.calls import Attaching
+from inflight.engines.labels import ServedVersion
 from inflight.engines.requests import check_fit
 from inflight.engines.routes import EngineRoutes
 from inflight.errors import InvalidRequestError, UnsupportedError
@@ -84,7 +85,14 @@ class OwnedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
         self._slots = asyncio.Semaphore(can.max_concurrent_sequences)
         self._intake = StagedIntake(make_receiver)
         self._updates = UpdateReceiver(self, self._intake, specs, can)
+        served = await self._served()
+        self._updates.session.found(served.version, served.run_id, torn=served.torn, session_id=served.session_id)
+        self._version = served.version
         return can
+
+    async def _served(self) -> ServedVersion:
+        """Return what the server serves; of a server that cannot tell, the checkpoint that it was started from."""
+        return ServedVersion(0, None)
 
     async def capabilities(self) -> Capabilities:
         """Raises `ConfigError` if the server cannot be attached to."""
