@@ -23,7 +23,14 @@ from inflight.engines.checkpoint_specs import checkpoint_of, config_of
 from inflight.engines.kinds import EngineKind, EngineOptions
 from inflight.engines.requests import reading
 from inflight.engines.routes import EngineRoutes, words_of
-from inflight.errors import ConfigError, DeadlineError, ProtocolError, TransferError, UnreachableError
+from inflight.errors import (
+    ConfigError,
+    DeadlineError,
+    ProtocolError,
+    TransferError,
+    UnreachableError,
+    UnsupportedError,
+)
 from inflight.http.chat import chat_completion_of, check_chat, generate_request_of
 from inflight.transports import receivable
 from inflight.weights.threads import run_abandonable
@@ -48,6 +55,8 @@ if TYPE_CHECKING:
     from inflight.dialects.pipelinerl.group import WeightGroup
 
 _HEALTH_POLL_S = 0.2
+_PARTING_S = 1.0
+"""How long the last broadcast may end after the server has said that it has everything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +179,7 @@ class PipelineRlEndpoint(OwnedEndpoint):
         body |= {"include_stop_str_in_output": True, "repetition_penalty": 1.0, "cache_salt": self._salt}
         sampling = request.sampling()
         if sampling.n != 1 or sampling.seed is not None or sampling.stop:
-            raise ConfigError("chats with several choices, a seed or stop strings are not sent to PipelineRL's servers")
+            raise UnsupportedError("chats with several choices, a seed or stop strings: send token ids instead")
         if sampling.max_tokens is not None:
             body["max_tokens"] = sampling.max_tokens
         async with self._sampling() as version:
@@ -206,17 +215,16 @@ class PipelineRlEndpoint(OwnedEndpoint):
         )
         sending = asyncio.ensure_future(run_abandonable(broadcast, "inflight-broadcast"))
         try:
-            await asyncio.wait({asking, sending}, return_when=asyncio.FIRST_EXCEPTION)
-            if asking.done() and not sending.done():
-                await asyncio.wait({sending}, timeout=1.0)  # it has answered: nothing is left to receive
-            if asking.done():
-                status, answer = asking.result()
-                if status != 200 or not isinstance(answer, dict) or answer.get("status") != "ok":
-                    raise ProtocolError(f"POST {UPDATE_ROUTE} answered status {status}: {words_of(answer)}", self.name)
+            await asyncio.wait({asking, sending}, return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                sending.result()
+            status, answer = await asking
+            if status != 200 or not isinstance(answer, dict) or answer.get("status") != "ok":
+                raise ProtocolError(f"POST {UPDATE_ROUTE} answered status {status}: {words_of(answer)}", self.name)
+            await asyncio.wait({sending}, timeout=_PARTING_S)
             if not sending.done():
                 raise ProtocolError(f"POST {UPDATE_ROUTE} said ok before every tensor was sent", self.name)
             sending.result()
-            await asking
         except BaseException:
             group.abort()  # out of step
             asking.cancel()
