@@ -17,6 +17,7 @@ from inflight.bench.command import add_parser as add_bench
 from inflight.bench.command import bytes_of
 from inflight.conformance.command import add_parser as add_check
 from inflight.contracts import Environment, InferenceEndpoint, Task
+from inflight.dialects.pipelinerl.command import add_parser as add_dialect
 from inflight.environments.command import add_parser as add_proxy
 from inflight.errors import ConfigError, InflightError
 from inflight.http.tokens import TOKEN_VARIABLE, read_token
@@ -136,6 +137,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add_proxy(commands)
     add_relay(commands)
+    add_dialect(commands)
     add_bench(commands)
     add_check(commands)
     return parser

@@ -12,6 +12,7 @@ from inflight.losses import PRESETS
 from inflight.weights.session import TRANSITIONS, Event
 from inflight.wire import EndpointState
 from tests.campaigns.table import campaign_table
+from tests.conformance.backend_tables import backends_table
 from tests.conformance.kept import ROOT, kept, kept_rows, milliseconds
 from tests.conformance.rollout_tables import ROLLOUT_TABLES
 from tests.conformance.scale_tables import SCALE_TABLES
@@ -382,6 +383,7 @@ TABLES = {
     "trainer_memory": trainer_memory_table,
     "trainer_speed": trainer_speed_table,
     "learning": learning_table,
+    "backends": backends_table,
     "certified": certified_table,
     "tested": tested_table,
     "exceptions": exceptions_table,

@@ -184,6 +184,7 @@ LEVELS = {
     "images": 2,
     "http": 2,
     "engines": 2,
+    "dialects": 2,
     "launchers": 2,
     "environments": 2,
     "weights": 2,

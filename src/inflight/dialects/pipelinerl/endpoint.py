@@ -1,0 +1,283 @@
+"""A PipelineRL inference server as an `InferenceEndpoint`: vLLM with PipelineRL's route for updates in front.
+
+The server was started with a group of its own, in which this process is rank 0, the trainer. PipelineRL's answers name
+no version and its servers keep none, so the endpoint is an `OwnedEndpoint`: weights change when nothing runs. What
+arrives is checked and staged here; the commit then posts the update and broadcasts it. A commit that fails leaves torn
+weights, and a group that nobody can form anew: the server has to be restarted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from inflight.contracts import InferenceEndpoint
+from inflight.dialects.completions import ROUTE, body_of, completion_of, ids_of_tokens
+from inflight.dialects.owned import OwnedEndpoint
+from inflight.dialects.pipelinerl.messages import CHAT_ROUTE, UPDATE_ROUTE, update_request
+from inflight.dialects.told import options_of, options_of_query
+from inflight.engines.checkpoint_specs import checkpoint_of, config_of
+from inflight.engines.kinds import EngineKind, EngineOptions
+from inflight.engines.requests import reading
+from inflight.engines.routes import EngineRoutes, words_of
+from inflight.errors import (
+    ConfigError,
+    DeadlineError,
+    ProtocolError,
+    TransferError,
+    UnreachableError,
+    UnsupportedError,
+)
+from inflight.http.chat import chat_completion_of, check_chat, generate_request_of
+from inflight.transports import receivable
+from inflight.weights.threads import run_abandonable
+from inflight.wire import (
+    Capabilities,
+    ChatCompletion,
+    ChatCompletionRequest,
+    Completion,
+    GenerateRequest,
+    GenerateResponse,
+    InFlightPolicy,
+    Manifest,
+    TensorSpec,
+    TransportSpec,
+    VersionSpan,
+    WeightUpdate,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from inflight.dialects.pipelinerl.group import WeightGroup
+
+_HEALTH_POLL_S = 0.2
+_PARTING_S = 1.0
+"""How long the last broadcast may end after the server has said that it has everything."""
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineRlOptions:
+    """What a server does not say of itself; the query of its URL."""
+
+    group: str = ""
+    """``tcp://HOST:PORT`` of --weight-update-group-init-method. Empty: this process does not send weights."""
+    world_size: int = 2
+    """Of --weight-update-group-world-size."""
+    dtype: str = ""
+    """What the server computes in; by default, what the checkpoint says."""
+    max_concurrent: int = 64
+    """Of --max-num-seqs."""
+    timeout_s: float = 300.0
+    """How long the server may take to join the group, and to take an update."""
+
+
+class PipelineRlEndpoint(OwnedEndpoint):
+    """One server at ``url`` with one rank. The first call hosts the group, without which the server does not answer."""
+
+    def __init__(
+        self,
+        url: str,
+        options: PipelineRlOptions,
+        *,
+        model_dir: Path | None = None,
+        control_timeout_s: float = 30.0,
+        generate_timeout_s: float = 600.0,
+    ) -> None:
+        super().__init__(EngineRoutes(url.rstrip("/"), api_key=None, control_timeout_s=control_timeout_s))
+        self._options = options
+        self._model_dir = model_dir
+        self._generate_timeout_s = generate_timeout_s
+        self._group: WeightGroup | None = None
+
+    async def _attach(self) -> tuple[Capabilities, Sequence[TensorSpec] | None]:
+        options = self._options
+        if options.group and (self._group is None or not self._group.is_formed):
+            from inflight.dialects.pipelinerl.group import WeightGroup, place_of
+
+            place = place_of(options.group, rank=0, world_size=options.world_size, timeout_s=options.timeout_s)
+            self._group = WeightGroup(place)
+            await run_abandonable(self._group.join, "inflight-join")
+        await self._until_healthy()
+        paths = await self._routes.offered()
+        if missing := [path for path in (ROUTE, CHAT_ROUTE, UPDATE_ROUTE) if path not in paths]:
+            raise ConfigError(f"{self.name} has no {', '.join(missing)}: is this a server of PipelineRL?")
+        models, version = await asyncio.gather(self._routes.get("/v1/models"), self._routes.get("/version"))
+        with reading("/v1/models"):
+            card = models["data"][0]
+            model, root, max_model_len = str(card["id"]), Path(card["root"]), int(card["max_model_len"])
+        directory = self._model_dir or root
+        config = config_of(directory)
+        dtype = options.dtype or str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+        vocab_size, specs = checkpoint_of(self.name, directory, dtype)
+        can = Capabilities(
+            engine="pipelinerl",
+            engine_version=str(version["version"]),
+            model=model,
+            vocab_size=vocab_size,
+            max_model_len=max_model_len,
+            dtype=dtype,
+            in_flight_policies=(InFlightPolicy.DRAIN,),
+            transports=receivable(on_gpu=False) if options.group else (),
+            staging=True,
+            version_binding="admission",
+            logprob_kind="processed",
+            num_ranks=1,
+            max_concurrent_sequences=options.max_concurrent,
+            streaming=False,
+            chat=True,
+            seeds=False,
+            manifest_digest=None if specs is None else Manifest(tensors=specs).digest(),
+        )
+        return can, specs
+
+    async def _until_healthy(self) -> None:
+        """Return once the server answers, which it does after it has joined the group."""
+        try:
+            async with asyncio.timeout(self._options.timeout_s if self._options.group else None):
+                while True:
+                    try:
+                        status, _ = await self._routes.ask("GET", "/health")
+                    except UnreachableError:
+                        if not self._options.group:
+                            raise
+                        status = 0
+                    if status == 200:
+                        return
+                    if not self._options.group:
+                        raise UnreachableError(f"GET /health answered status {status}", self.name)
+                    await asyncio.sleep(_HEALTH_POLL_S)
+        except TimeoutError as error:
+            raise DeadlineError(f"not healthy within {self._options.timeout_s:g} s", self.name) from error
+
+    async def init_process_group(self, spec: TransportSpec) -> None:
+        """Raises `TransferError` if the server's own group is gone, which only a restart of the server brings back."""
+        await self.capabilities()
+        if self._options.group and (self._group is None or not self._group.is_formed):
+            raise TransferError(f"{self.name}: the group of this server is gone; start the server anew")
+        await super().init_process_group(spec)
+
+    async def _complete(self, request: GenerateRequest, index: int, version: int) -> Completion:
+        can = await self.capabilities()
+        body = body_of(request, model=can.model, room=can.max_model_len - len(request.prompt_token_ids))
+        # Keys cached prefixes by the weights: PipelineRL's server does not clear them.
+        body["cache_salt"] = self._salt
+        answer = await self._routes.request(ROUTE, body, self._generate_timeout_s)
+        with reading(ROUTE):
+            choice = answer["choices"][0]
+            return completion_of(choice, ids_of_tokens(choice["logprobs"]["tokens"]), index, version)
+
+    async def chat_completion(self, request: ChatCompletionRequest) -> ChatCompletion:
+        """One choice, as PipelineRL's own client asks for it; texts are the server's."""
+        can = await self.capabilities()
+        check_chat(request, model=can.model, offers_chat=True, images=False)
+        body = request.model_dump(mode="json", include={"model", "messages", "temperature", "top_p", "top_k", "min_p"})
+        body |= {"logprobs": True, "top_logprobs": 0, "return_token_ids": True, "return_tokens_as_token_ids": True}
+        body |= {"include_stop_str_in_output": True, "repetition_penalty": 1.0, "cache_salt": self._salt}
+        sampling = request.sampling()
+        if sampling.n != 1 or sampling.seed is not None or sampling.stop:
+            raise UnsupportedError("chats with several choices, a seed or stop strings: send token ids instead")
+        if sampling.max_tokens is not None:
+            body["max_tokens"] = sampling.max_tokens
+        async with self._sampling() as version:
+            answer = await self._routes.request(CHAT_ROUTE, body, self._generate_timeout_s)
+        with reading(CHAT_ROUTE):
+            choice = answer["choices"][0]
+            content = choice["logprobs"]["content"]
+            ids = ids_of_tokens([token["token"] for token in content])
+            completion = Completion(
+                index=0,
+                token_ids=tuple(ids),
+                logprobs=tuple(float(token["logprob"]) for token in content),
+                version_spans=(VersionSpan(version=version, start=0, end=len(ids)),) if ids else (),
+                finish_reason=choice["finish_reason"],
+            )
+            asked = generate_request_of(request, answer["prompt_token_ids"])
+            response = GenerateResponse(request_id=asked.request_id, completions=(completion,))
+            texts = [str(choice["message"]["content"] or "")]
+            return chat_completion_of(request, asked, response, texts, [[token["token"] for token in content]])
+
+    async def _replace(self, update: WeightUpdate, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Post the update and broadcast it, as PipelineRL's trainer does. Raises unless the server says ``ok``."""
+        group, timeout_s = self._group, self._options.timeout_s
+        assert group is not None  # transports are declared only then
+        message = update_request(update.version, update.manifest.tensors)
+
+        def broadcast() -> None:
+            for name, tensor in tensors.items():
+                group.broadcast(tensor.contiguous(), timeout_s, f"sending {name}")
+
+        asking = asyncio.ensure_future(
+            self._routes.ask("POST", UPDATE_ROUTE, message.model_dump(mode="json"), timeout_s)
+        )
+        sending = asyncio.ensure_future(run_abandonable(broadcast, "inflight-broadcast"))
+        try:
+            await asyncio.wait({asking, sending}, return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                sending.result()
+            status, answer = await asking
+            if status != 200 or not isinstance(answer, dict) or answer.get("status") != "ok":
+                raise ProtocolError(f"POST {UPDATE_ROUTE} answered status {status}: {words_of(answer)}", self.name)
+            await asyncio.wait({sending}, timeout=_PARTING_S)
+            if not sending.done():
+                raise ProtocolError(f"POST {UPDATE_ROUTE} said ok before every tensor was sent", self.name)
+            sending.result()
+        except BaseException:
+            group.abort()  # out of step
+            asking.cancel()
+            raise
+        finally:
+            await asyncio.gather(sending, return_exceptions=True)
+
+    @property
+    def _salt(self) -> str:
+        return f"inflight-{self._updates.session.session_id or self._version}"
+
+    async def aclose(self) -> None:
+        """Leaves the group, after which the server takes no more updates."""
+        await super().aclose()
+        if self._group is not None:
+            self._group.abort()
+
+
+class PipelineRlKind(EngineKind):
+    """Attaches only: PipelineRL's own launcher starts the servers."""
+
+    name = "pipelinerl"
+    health_path = "/health"
+    liveness_path = None
+
+    def command(self, options: EngineOptions, host: str, port: int) -> list[str]:
+        raise ConfigError(
+            "PipelineRL's servers are started by PipelineRL: python -m pipelinerl.entrypoints.run_vllm1. "
+            f"Attach with pipelinerl+http://{host}:{port}?group=tcp://HOST:PORT"
+        )
+
+    def environment(self, options: EngineOptions) -> Mapping[str, str]:
+        return {}
+
+    def connect(
+        self, url: str, *, token: str | None, control_timeout_s: float, generate_timeout_s: float
+    ) -> InferenceEndpoint:
+        """The query of the URL is `PipelineRlOptions`. The server takes no token. Raises `ConfigError`."""
+        address, _, query = url.partition("?")
+        return PipelineRlEndpoint(
+            address,
+            options_of_query(PipelineRlOptions, query),
+            control_timeout_s=control_timeout_s,
+            generate_timeout_s=generate_timeout_s,
+        )
+
+
+PIPELINERL = PipelineRlKind()
+
+
+def attach(model_dir: Path, *, url: str, **options: Any) -> PipelineRlEndpoint:
+    """Return the endpoint of the server at ``url``, for ``inflight serve MODEL_DIR --engine module:function``.
+
+    Options are those of `PipelineRlOptions`. Raises `ConfigError`.
+    """
+    return PipelineRlEndpoint(url, options_of(PipelineRlOptions, options), model_dir=model_dir)

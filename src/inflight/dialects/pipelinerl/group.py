@@ -1,0 +1,149 @@
+"""The process group in which PipelineRL's weights travel: rank 0 is the trainer, each server is one rank.
+
+The ranks meet at the TCPStore that rank 0 hosts, where PipelineRL's own code waits for all of them
+(``torch_utils._create_stateless_pg``). The group is formed once and for all: a rank that leaves cannot come back. On a
+CPU it is a group of gloo under the keys of torch's own groups, as ``torch_utils.init_extra_process_group`` forms it.
+
+On GPUs PipelineRL's broadcasts go over vLLM's communicator of NCCL, whose id rank 0 leaves in the store as a pickle.
+Nothing is unpickled here, so that group is not joined.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed
+
+from inflight.errors import ConfigError, TransferError
+from inflight.weights.session import transfer_failed
+from inflight.weights.threads import run_unless
+from inflight.weights.transports.groups import GlooGroup, Group, new_gloo_group
+from inflight.weights.transports.rendezvous import GRACE_S, address_towards, timeout_of
+from inflight.weights.transports.store import GIVEN_UP, give_up
+
+dist: Any = torch.distributed  # its stubs leave out the stores
+NAME = "actor"
+"""The name that PipelineRL gave the group while torch formed it."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlace:
+    """Where a group meets, which ``rank`` of it this process is, and how long the others may take to come."""
+
+    address: str
+    port: int
+    rank: int
+    world_size: int
+    timeout_s: float = 300.0
+
+
+def place_of(init_method: str, *, rank: int, world_size: int, timeout_s: float = 300.0) -> GroupPlace:
+    """Return the place that ``tcp://HOST:PORT`` names. Raises `ConfigError`."""
+    try:
+        parts = urlsplit(init_method)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if parts.scheme != "tcp" or not host or not port:
+        raise ConfigError(f"{init_method!r} is not the address of a group; write tcp://HOST:PORT")
+    if not 0 <= rank < world_size or world_size < 2:
+        raise ConfigError(f"rank {rank} of {world_size} is no rank of a group; rank 0 is the trainer's")
+    if not timeout_s > 0:
+        raise ConfigError(f"the timeout of the group must be above 0, not {timeout_s:g}")
+    return GroupPlace(host, port, rank, world_size, timeout_s)
+
+
+class WeightGroup:
+    """One rank's end. Its calls block; `abort` ends them from another thread."""
+
+    def __init__(self, place: GroupPlace) -> None:
+        self._place = place
+        self._given_up: Future[str] = Future()
+        self._group: Group | None = None
+        self._store: Any = None
+
+    @property
+    def is_formed(self) -> bool:
+        return self._group is not None and not self._given_up.done()
+
+    def join(self) -> None:
+        """Host the store if this is rank 0, and return once all ranks have come. Raises `TransferError`."""
+        place = self._place
+        what = f"joining PipelineRL's group at {place.address}:{place.port}"
+        # A store's client tries for its timeout to reach it, and then waits as long for the other ranks.
+        run_unless(self._given_up, lambda: self._form(what), what, place.timeout_s + GRACE_S)
+
+    def broadcast(self, tensor: torch.Tensor, timeout_s: float, what: str) -> None:
+        """Send ``tensor`` as rank 0, or receive into it. It lies on the CPU, contiguous.
+
+        Raises `TransferError`: the ranks are then out of step, and the group is given up.
+        """
+        group = self._group
+        if group is None or self._given_up.done():
+            raise TransferError("PipelineRL's group is not formed, or was given up; start trainer and servers anew")
+        try:
+            flat = tensor.reshape(-1).view(torch.uint8)  # what travels is bytes
+            run_unless(self._given_up, group.broadcasting(flat, timeout_s), what, timeout_s + GRACE_S)
+        except (RuntimeError, TransferError) as error:
+            self.abort()
+            raise error if isinstance(error, TransferError) else transfer_failed(error, what) from error
+
+    def abort(self) -> None:
+        """Leave the group for good, which ends what is pending in it on every rank. Idempotent."""
+        give_up(self._given_up)
+        group, self._group, self._store = self._group, None, None
+        if group is not None:
+            group.abort()
+
+    def _form(self, what: str) -> None:
+        place, deadline = self._place, time.monotonic() + self._place.timeout_s
+        try:
+            store = _hosted(place) if place.rank == 0 else _found(place)
+            local = place.address if place.rank == 0 else address_towards(place.address, place.port)
+            prefixes = (NAME, f"{NAME}/", "cpu/")  # those of `init_extra_process_group`
+            keys = store
+            for prefix in prefixes:
+                keys = dist.PrefixStore(prefix, keys)
+            raw = new_gloo_group(keys, place.rank, place.world_size, local, max(deadline - time.monotonic(), 1.0))
+        except (OSError, RuntimeError) as error:
+            raise transfer_failed(error, what) from error
+        group = GlooGroup(raw)
+        self._store = store  # of rank 0: the others still read it
+        self._group = group
+        if self._given_up.done():
+            self.abort()
+            raise TransferError(GIVEN_UP)
+
+
+def _hosted(place: GroupPlace) -> Any:
+    """Return a store that listens on the address only. PipelineRL's own listens on every one."""
+    family = socket.AF_INET6 if ":" in place.address else socket.AF_INET
+    with socket.socket(family) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((place.address, place.port))
+        listener.listen(128)
+        return dist.TCPStore(
+            place.address,
+            place.port,
+            world_size=place.world_size,
+            is_master=True,
+            timeout=timedelta(seconds=place.timeout_s),
+            use_libuv=False,
+            master_listen_fd=os.dup(listener.fileno()),
+        )
+
+
+def _found(place: GroupPlace) -> Any:
+    """Return rank 0's store; it counts the ranks that have come."""
+    timeout = timeout_of(place.timeout_s)
+    return dist.TCPStore(
+        place.address, place.port, world_size=place.world_size, is_master=False, timeout=timeout, use_libuv=False
+    )

@@ -1,0 +1,109 @@
+"""The messages of PipelineRL over HTTP. Knows neither groups nor servers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from inflight.errors import InvalidRequestError
+from inflight.wire import DTYPE_SIZES, ChatCompletion, Items, Manifest, Natural, TensorSpec
+
+UPDATE_ROUTE = "/receive_weight_update"
+CHAT_ROUTE = "/v1/chat/completions"
+COMPLETIONS_ROUTE = "/v1/completions"
+MAX_UPDATE_BYTES = 64 << 20
+"""Longest message of an update: a name, a shape and a dtype for each tensor."""
+TOKEN_PREFIX = "token_id:"
+"""What comes before a token's id in the place of its text, on a server started with --return-tokens-as-token-ids."""
+_TORCH = "torch."
+
+
+class ParameterInfo(BaseModel):
+    """One tensor that is about to be broadcast; ``dtype`` as torch writes it, ``torch.bfloat16``."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: Annotated[str, Field(min_length=1, max_length=1024)]
+    shape: Annotated[Items[Natural], Field(max_length=64)]
+    dtype: Annotated[str, Field(max_length=64)]
+
+
+class WeightUpdateRequest(BaseModel):
+    """Body of ``POST /receive_weight_update``: the tensors of one update, in the order of their broadcasts.
+
+    ``version`` counts the samples that the trainer has trained on. PipelineRL ignores unknown keys, and so does this.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    kind: Literal["weight_update_request"] = "weight_update_request"
+    version: Natural
+    parameters_info: Annotated[Items[ParameterInfo], Field(min_length=1)]
+    timestamp: float = Field(default_factory=time.time)
+
+    def manifest(self) -> Manifest:
+        """Return the tensors as the contract names them. Raises `InvalidRequestError` for a dtype it does not have."""
+        for info in self.parameters_info:
+            if info.dtype.removeprefix(_TORCH) not in DTYPE_SIZES:
+                raise InvalidRequestError(f"{info.name} is {info.dtype}; weights travel as {', '.join(DTYPE_SIZES)}")
+        try:
+            return Manifest(
+                tensors=tuple(
+                    TensorSpec.model_validate(info.model_dump() | {"dtype": info.dtype.removeprefix(_TORCH)})
+                    for info in self.parameters_info
+                )
+            )
+        except ValueError as error:
+            raise InvalidRequestError(f"the manifest cannot be used: {error}") from error
+
+
+def update_request(version: int, tensors: Iterable[TensorSpec]) -> WeightUpdateRequest:
+    """Return the message that announces broadcasts of these tensors."""
+    return WeightUpdateRequest(
+        version=version,
+        parameters_info=tuple(
+            ParameterInfo(name=spec.name, shape=spec.shape, dtype=f"{_TORCH}{spec.dtype}") for spec in tensors
+        ),
+    )
+
+
+def chat_body(body: Any) -> dict[str, Any]:
+    """Return the body of a chat request of PipelineRL's client as one of the contract's.
+
+    Raises `InvalidRequestError` for what cannot be kept. Fields that the contract does not know stay, and are refused
+    where the result is read.
+    """
+    if not isinstance(body, dict):
+        raise InvalidRequestError("the body of a chat request is a JSON object")
+    told = dict(body)
+    told["logprobs"] = bool(told.get("logprobs"))
+    # Tokens are listed whole in any case. Only a stop string would make the text differ from what was asked for.
+    with_stop = told.pop("include_stop_str_in_output", False)
+    told.pop("skip_special_tokens", None)
+    if with_stop and told.get("stop"):
+        raise InvalidRequestError("include_stop_str_in_output together with stop: texts end before a stop string here")
+    if told.get("top_k") == -1:  # vLLM's word for none
+        told["top_k"] = 0
+    return told
+
+
+def chat_answer(completion: ChatCompletion) -> dict[str, Any]:
+    """Return an answer as PipelineRL's client reads it: in place of its text, each token has its id.
+
+    The contract's own fields stay, version spans among them.
+    """
+    answer = completion.model_dump(mode="json")
+    for choice in answer["choices"]:
+        pairs = zip(choice["token_ids"], choice["token_logprobs"], strict=True)
+        if choice["logprobs"] is not None:
+            choice["logprobs"] = {
+                "content": [
+                    {"token": f"{TOKEN_PREFIX}{token_id}", "logprob": logprob, "bytes": None, "top_logprobs": []}
+                    for token_id, logprob in pairs
+                ]
+            }
+        choice["message"]["tool_calls"] = []
+    return answer

@@ -1,0 +1,33 @@
+"""What the query of an endpoint's URL says of a server that does not say it itself. Knows no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, TypeVar
+from urllib.parse import parse_qsl
+
+from inflight.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def options_of_query(kind: type[T], query: str) -> T:
+    """Return a dataclass of options, all of which have defaults, from ``key=value&...``. Raises `ConfigError`."""
+    try:
+        told = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)))
+    except ValueError as error:
+        raise ConfigError(f"?{query} is not understood: {error}") from error
+    return options_of(kind, told)
+
+
+def options_of(kind: type[T], told: Mapping[str, Any]) -> T:
+    """Return a dataclass of options from values or their texts. Raises `ConfigError`."""
+    defaults = kind()
+    kinds: dict[str, type] = {it.name: type(getattr(defaults, it.name)) for it in fields(defaults)}  # type: ignore[arg-type]
+    if unknown := sorted(set(told) - set(kinds)):
+        raise ConfigError(f"unknown options {', '.join(unknown)}; known: {', '.join(kinds)}")
+    try:
+        return kind(**{name: kinds[name](value) for name, value in told.items()})
+    except ValueError as error:
+        raise ConfigError(f"an option cannot be used: {error}") from error
