@@ -16,8 +16,8 @@ class LoraSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    rank: int = Field(ge=1)
-    alpha: float = Field(gt=0)
+    rank: int = Field(ge=1, le=65536)
+    alpha: float = Field(gt=0, le=1_000_000)
     """Each changed weight is its base plus ``alpha / rank`` times B A."""
     targets: tuple[str, ...] | Literal["all-linear"]
     """The linear layers that are changed, by their names or the ends of their names, such as ``q_proj``;

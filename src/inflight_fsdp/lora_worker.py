@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -63,6 +64,10 @@ class FsdpLoraWorker(FsdpWorker, MergingLoraSource):
         result = super().step()
         self._num_forwards = 0
         return result
+
+    def load(self, path: Path) -> None:
+        super().load(path)
+        self._num_forwards = 0
 
     @torch.no_grad()
     def _state(self, states: Mapping[str, Mapping[str, torch.Tensor]]) -> TrainerState:
