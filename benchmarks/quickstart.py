@@ -41,6 +41,8 @@ def run_quickstart(*overrides: str, num_steps: int = 100, more_config: str = "")
         "lag_mean": statistics.fmean(row["lag_mean"] for row in rows),
         "lag_max": max(row["lag_max"] for row in rows),
         "ess_mean": statistics.fmean(row["effective_sample_size"] for row in rows),
+        "publish_bytes": rows[-1]["publish"]["sent_bytes"],
+        "publish_s": statistics.median(row["publish"]["total_s"] for row in rows if row.get("publish")),
         "reward_first": mean_reward(rows[:10]),
         "reward_last": mean_reward(rows[-10:]),
         "curve": [[row["num_samples"], row["time_s"], row["reward"]] for row in rows],

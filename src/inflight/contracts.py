@@ -236,6 +236,19 @@ class LoraSource(WeightSource, Protocol):
 
 
 @runtime_checkable
+class MergingLoraSource(LoraSource, Protocol):
+    """A source of a LoRA that can also merge it, for endpoints that declare partial updates but no LoRA."""
+
+    @abstractmethod
+    def merged(self, bucket_bytes: int) -> PartialWeightSource:
+        """Return the weights under the LoRA as a source; rank 0 only.
+
+        Its gathering makes the collective calls of this source's with buckets of ``bucket_bytes``, so that the other
+        ranks gather the LoRA, whichever of the two rank 0 publishes.
+        """
+
+
+@runtime_checkable
 class TrainerWorker(WeightSource, Protocol):
     """The whole of what inflight asks of one trainer rank. All ranks make the same calls in the same order.
 

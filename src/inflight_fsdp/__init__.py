@@ -1,6 +1,8 @@
-"""A trainer worker on torch's ``fully_shard``: one class, `FsdpWorker`, and the factory that entry points name."""
+"""Trainer workers on torch's ``fully_shard``: their classes, and the factory that entry points name."""
 
 from inflight_fsdp.config import WorkerConfig
-from inflight_fsdp.worker import FsdpWorker, create_worker
+from inflight_fsdp.lora_worker import FsdpLoraWorker
+from inflight_fsdp.making import create_worker
+from inflight_fsdp.worker import FsdpWorker
 
-__all__ = ["FsdpWorker", "WorkerConfig", "create_worker"]
+__all__ = ["FsdpLoraWorker", "FsdpWorker", "WorkerConfig", "create_worker"]

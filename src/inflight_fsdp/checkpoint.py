@@ -27,6 +27,7 @@ _EDITION = 1
 _WEIGHTS, _TRAINER = "model.safetensors", "trainer.json"
 _OPTIMIZER = "trainer/optimizer.safetensors"
 """In its own directory, since inference servers read every safetensors file next to config.json as weights."""
+_ADAPTER, _ADAPTER_CONFIG = "adapter/adapter_model.safetensors", "adapter/adapter_config.json"
 _COPIED = (
     *("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.*", "merges.txt", "*.model", "chat_template*"),
@@ -49,6 +50,16 @@ class TrainerState:
     """Where tokenizer files come from."""
     device: torch.device
     """From which ranks communicate; the shards may be elsewhere."""
+    adapter: Sequence[ShardedTensor] = ()
+    """A LoRA; the weights are then only written, not read."""
+    adapter_config: str = ""
+    """The text of its adapter_config.json."""
+
+    @property
+    def files(self) -> Sequence[tuple[str, Sequence[ShardedTensor]]]:
+        """The files that hold tensors."""
+        files = ((_WEIGHTS, self.weights), (_ADAPTER, self.adapter), (_OPTIMIZER, self.optimizer))
+        return [(name, tensors) for name, tensors in files if tensors]
 
 
 def save_checkpoint(path: Path, state: TrainerState, group: dist.ProcessGroup | None = None) -> None:
@@ -61,7 +72,7 @@ def save_checkpoint(path: Path, state: TrainerState, group: dist.ProcessGroup | 
     fresh = path.with_name(f".{path.name}.new")
     failure: str | None = None
     device = state.device
-    files = ((_WEIGHTS, state.weights), (_OPTIMIZER, state.optimizer))
+    files = state.files
     is_writer = dist.get_rank() == 0
     if is_writer:
         try:
@@ -100,7 +111,9 @@ def load_checkpoint(path: Path, state: TrainerState) -> tuple[int, int]:
     staged: list[tuple[torch.Tensor, torch.Tensor]] = []
     try:
         counters = _read_counters(source)
-        for name, tensors in ((_WEIGHTS, state.weights), (_OPTIMIZER, state.optimizer)):
+        if state.adapter_config:
+            _check_adapter(source / _ADAPTER_CONFIG, state.adapter_config)
+        for name, tensors in state.files:
             staged += _read_shards(source / name, tensors)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         failure = _reason(error)
@@ -122,6 +135,9 @@ def _prepare(path: Path, fresh: Path, state: TrainerState) -> None:
     shutil.rmtree(fresh, ignore_errors=True)
     (fresh / _OPTIMIZER).parent.mkdir(parents=True)
     _write_file(fresh / "config.json", state.model_config)
+    if state.adapter_config:
+        (fresh / _ADAPTER).parent.mkdir()
+        _write_file(fresh / _ADAPTER_CONFIG, state.adapter_config)
     for file in sorted({file for pattern in _COPIED for file in state.model_path.glob(pattern) if file.is_file()}):
         _write_file(fresh / file.name, file.read_bytes())
 
@@ -129,8 +145,8 @@ def _prepare(path: Path, fresh: Path, state: TrainerState) -> None:
 def _put_in_place(fresh: Path, path: Path) -> None:
     """Rename ``fresh`` to ``path``. If the process dies between the renames, `load_checkpoint` finds the old one."""
     retired = _retired(path)
-    _sync_directory((fresh / _OPTIMIZER).parent)
-    _sync_directory(fresh)
+    for directory in sorted({file.parent for file in fresh.rglob("*") if file.is_file()}):
+        _sync_directory(directory)
     if path.exists():
         shutil.rmtree(retired, ignore_errors=True)
         path.rename(retired)
@@ -236,6 +252,14 @@ def _read_counters(source: Path) -> dict[str, int]:
     if not all(isinstance(counters.get(key), int) for key in ("version", "optimizer_steps")):
         raise ValueError(f"{_TRAINER} must have an integer version and optimizer_steps: {str(counters)[:200]}")
     return counters
+
+
+def _check_adapter(file: Path, described: str) -> None:
+    """Raise ``ValueError`` if the LoRA of a checkpoint is another one than ``described``."""
+    stored, mine = json.loads(file.read_text()), json.loads(described)
+    for key in ("r", "lora_alpha", "target_modules", "use_rslora"):
+        if stored.get(key) != mine[key]:
+            raise ValueError(f"{file.name}: {key} is {stored.get(key)!r}, but this worker's is {mine[key]!r}")
 
 
 def _read_shards(file: Path, tensors: Sequence[ShardedTensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from inflight.errors import ConfigError
+from inflight.lora_settings import LoraSettings
 
 Config = TypeVar("Config", bound="WorkerConfig")
 WireDtype = Literal["float64", "float32", "bfloat16", "float16"]
@@ -72,6 +73,8 @@ class WorkerConfig(BaseModel):
     """Parameters that are not trained, by shell patterns of their names: ``model.layers.[0-9].*``. They have no
     gradients and no optimizer states. Checkpoints still hold them, and a publish leaves them out, so endpoints must
     declare ``partial_updates``. Tied parameters go by the name of the first."""
+    lora: LoraSettings | None = None
+    """Train a LoRA and nothing else. It alone is published; see `LoraSettings`."""
     shard_size: int | None = Field(default=None, ge=1)
     """Neighbouring ranks that share one copy of the parameters, replicated over the others; None: all ranks."""
     context_parallel: int = Field(default=1, ge=1)
@@ -117,6 +120,8 @@ class WorkerConfig(BaseModel):
             raise ValueError("optimizer 'adamw8bit' needs dtype 'float32' or 'bfloat16', not 'float64'")
         if self.float8 and self.dtype == "float64":
             raise ValueError("float8 needs dtype 'float32' or 'bfloat16', not 'float64'")
+        if self.lora is not None and self.frozen:
+            raise ValueError("lora freezes everything but the LoRA: leave out frozen")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must be at least 0 and below 1, not {self.betas}")
         return self

@@ -27,6 +27,7 @@ from inflight_fsdp.compiled import compile_layers
 from inflight_fsdp.config import WorkerConfig
 from inflight_fsdp.float8 import multiply_in_float8
 from inflight_fsdp.layout import Layout, ShardedTensor, Sharding, experts_apart
+from inflight_fsdp.lora import add_lora, initialise, is_lora, lora_layout
 from inflight_fsdp.rows import Row
 from inflight_fsdp.sharded import sum_gradients_over_ranks
 from inflight_fsdp.sharding import read_shards
@@ -104,7 +105,10 @@ def empty_policy(config: WorkerConfig, device: torch.device) -> PolicyModel:
             multiply_in_float8(layer, device)
     if config.compile:
         compile_layers(_layers(policy))
-    _freeze(causal_lm, config.frozen)
+    if config.lora is not None:
+        add_lora(causal_lm, _layers(policy), config.lora, getattr(torch, config.stored_dtype))
+    else:
+        _freeze(causal_lm, config.frozen)
     if config.activation_checkpointing:
         _recompute_layers(policy)
     return policy
@@ -115,7 +119,10 @@ def layouts_of(causal_lm: Any, held: Collection[str] = ()) -> dict[str, Layout]:
 
     Raises `UnsupportedError` for an unknown way.
     """
-    return {name: _layout(name, parameter, causal_lm, held) for name, parameter in causal_lm.named_parameters()}
+    return {
+        name: lora_layout(name, parameter) if is_lora(name) else _layout(name, parameter, causal_lm, held)
+        for name, parameter in causal_lm.named_parameters()
+    }
 
 
 def _layout(name: str, parameter: torch.Tensor, causal_lm: Any, held: Collection[str]) -> Layout:
@@ -140,7 +147,7 @@ def load_weights(
     config: WorkerConfig,
     device: torch.device,
 ) -> None:
-    """Fill this rank's shards of a sharded policy; no rank holds a whole tensor.
+    """Fill this rank's shards of a sharded policy from its checkpoint, those of a LoRA with their first values.
 
     Buffers are not sharded; they are on the ``device`` that computes.
     """
@@ -149,8 +156,12 @@ def load_weights(
     place_buffers(policy, buffers, device)
     policy.causal_lm.tie_weights()
     parameters: dict[str, DTensor] = dict(policy.causal_lm.named_parameters())
-    laid_out = [ShardedTensor(parameters[name].to_local(), shardings[name], layout) for name, layout in layouts.items()]
+    local = {name: parameters[name].to_local() for name in layouts}
+    stored = [name for name in layouts if not is_lora(name)]
+    laid_out = [ShardedTensor(local[name], shardings[name], layouts[name]) for name in stored]
     read_shards(stored_tensors(config.model_path), laid_out)
+    if config.lora is not None:
+        initialise({name: local[name] for name in layouts if is_lora(name)}, shardings, config.lora)
 
 
 def place_buffers(policy: PolicyModel, buffers: Mapping[str, torch.Tensor], device: torch.device) -> None:

@@ -262,14 +262,14 @@ class ShardedWorker(ModelParallelWorker, PartialWeightSource, BackgroundSaver, I
         Waits for a save in the background; if that fails, its error is raised and nothing is written.
         """
         self.finish_save(self._longest_save_s)
-        save_checkpoint(path, self._state(self._optimizer.states))
+        save_checkpoint(path, self._saved_state())
 
     def begin_save(self, path: Path) -> None:
         """The copy takes as much host memory as the shards and their moments."""
         self.finish_save(self._longest_save_s)
         if self._save_group is None:
             self._save_group = make_save_group(self._longest_save_s)
-        state = copy_to_host(self._state(self._optimizer.states))
+        state = copy_to_host(self._saved_state())
         write = partial(save_checkpoint, path.absolute(), state, self._save_group)
         self._begun_save = BackgroundSave(path, write)
 
@@ -318,6 +318,10 @@ class ShardedWorker(ModelParallelWorker, PartialWeightSource, BackgroundSaver, I
     def _wait_for_save(self) -> None:
         if self._begun_save is not None:
             self._begun_save.wait(self._longest_save_s)
+
+    def _saved_state(self) -> TrainerState:
+        """Return what a checkpoint holds now; every rank calls it."""
+        return self._state(self._optimizer.states)
 
     @torch.no_grad()
     def _state(self, states: Mapping[str, Mapping[str, torch.Tensor]]) -> TrainerState:

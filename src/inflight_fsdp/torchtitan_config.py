@@ -33,6 +33,8 @@ class TorchTitanConfig(WorkerConfig):
             raise ValueError("reduce_dtype 'bfloat16': TorchTitan sums gradients in float32; leave it out")
         if self.float8:
             raise ValueError("float8 is for the worker 'fsdp' only; leave it out")
+        if self.lora is not None:
+            raise ValueError("lora is for the worker 'fsdp' only; leave it out")
         return self
 
     @model_validator(mode="after")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -11,21 +9,12 @@ from torch.distributed.tensor import DTensor
 
 from inflight.checkpoints import stored_tensors
 from inflight_fsdp.agreement import on_every_rank
-from inflight_fsdp.config import WorkerConfig, parse_config
+from inflight_fsdp.config import WorkerConfig
 from inflight_fsdp.model import PolicyModel, empty_policy, layouts_of, load_weights, shard_policy
 from inflight_fsdp.optimizer import make_adamw
 from inflight_fsdp.parts import DTensorPart
-from inflight_fsdp.sharded import ShardedWorker, make_worker
+from inflight_fsdp.sharded import ShardedWorker
 from inflight_fsdp.sharding import box_of, shardings_of
-
-
-def create_worker(config: WorkerConfig | Mapping[str, object]) -> FsdpWorker:
-    """Return this process's rank of a worker; collective over torch's default process group.
-
-    Without a default group a group of one is made, and `FsdpWorker.close` ends it. Raises `ConfigError` or
-    `UnsupportedError` on every rank if the settings or the model cannot be used.
-    """
-    return make_worker(FsdpWorker, parse_config(config, WorkerConfig))
 
 
 class FsdpWorker(ShardedWorker):

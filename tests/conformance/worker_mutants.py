@@ -23,6 +23,7 @@ from inflight.errors import CheckpointError, NonFiniteError
 from inflight.types import MicroBatch, StepResult, WeightBucket
 from inflight.wire import BucketSpec, TensorSpec
 from inflight_fsdp.config import WorkerConfig, parse_config
+from inflight_fsdp.lora_worker import FsdpLoraWorker
 from inflight_fsdp.optimizer import global_norm
 from inflight_fsdp.worker import FsdpWorker
 
@@ -35,7 +36,7 @@ def create_worker(config: Mapping[str, Any]) -> FsdpWorker:
     name = options.pop("mutant", "")
     if file := options.pop("mutant_file", ""):
         name = Path(file).read_text()
-    kind = MUTANTS[name].kind if name else FsdpWorker
+    kind = MUTANTS[name].kind if name else FsdpLoraWorker if "lora" in options else FsdpWorker
     return kind(parse_config(options, WorkerConfig), torch.device("cpu"), owns_group=False)
 
 
@@ -536,6 +537,101 @@ class OverwritesInPlace(FsdpWorker):
         super().save(path)
 
 
+# ---------------------------------------------------------------------------------------------------------------
+# LoRA
+
+
+class AlphaIgnored(FsdpLoraWorker):
+    """Adds the product of A and B as if alpha were the rank."""
+
+    def __init__(self, config: WorkerConfig, *arguments: Any, **others: Any) -> None:
+        assert config.lora is not None
+        plain = config.lora.model_copy(update={"alpha": float(config.lora.rank)})
+        super().__init__(config.model_copy(update={"lora": plain}), *arguments, **others)
+        self._lora = config.lora
+
+
+class HalfTrained(FsdpLoraWorker):
+    """A has no gradient."""
+
+    def step(self) -> StepResult:
+        for name, parameter in self._trained.items():
+            if "lora_A" in name and parameter.grad is not None:
+                parameter.grad = None
+        return super().step()
+
+
+class BaseDecays(FsdpLoraWorker):
+    """Weight decay reaches weights that are not trained."""
+
+    def step(self) -> StepResult:
+        result = super().step()
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                if name.endswith("norm.weight"):
+                    parameter.to_local().mul_(0.99)
+        return result
+
+
+class MergedAtEachStep(FsdpLoraWorker):
+    """The weights under the LoRA take its change at every step, and it goes on from there."""
+
+    def step(self) -> StepResult:
+        result = super().step()
+        with torch.no_grad():
+            for layer in self._adapted:
+                name = f"{layer}.weight"
+                self._parameters[name].to_local().copy_(self._merged(name).local)
+        return result
+
+
+class NormsGathered(FsdpLoraWorker):
+    """Publishes the norms of the base beside the LoRA."""
+
+    def parameter_specs(self) -> Sequence[TensorSpec]:
+        norms = [n for n in self._layouts if n.endswith("norm.weight")]
+        more = [TensorSpec(name=n, dtype="float32", shape=self._shardings[n].shape) for n in norms]
+        return [*super().parameter_specs(), *more]
+
+
+class LoraOfNoise(FsdpLoraWorker):
+    """B begins at random, so that a new LoRA changes the model."""
+
+    def __init__(self, *arguments: Any, **others: Any) -> None:
+        super().__init__(*arguments, **others)
+        with torch.no_grad():
+            for name, parameter in self._trained.items():
+                if "lora_B" in name:
+                    parameter.to_local().fill_(0.01)
+
+
+class LoraNotRead(FsdpLoraWorker):
+    """Reads the counters alone: the weights beside config.json are those of the base."""
+
+    def load(self, path: Path) -> None:
+        kept = [parameter.to_local().clone() for parameter in self._trained.values()]
+        super().load(path)
+        with torch.no_grad():
+            for parameter, old in zip(self._trained.values(), kept, strict=True):
+                parameter.to_local().copy_(old)
+
+
+class NoAdapterFiles(FsdpLoraWorker):
+    """Keeps its LoRA where only it finds it."""
+
+    def save(self, path: Path) -> None:
+        super().save(path)
+        if self.rank == 0:
+            (path / "adapter").rename(path / "own")
+
+    def load(self, path: Path) -> None:
+        if self.rank == 0:
+            (path / "own").rename(path / "adapter")
+        super().load(path)
+        if self.rank == 0:
+            (path / "adapter").rename(path / "own")
+
+
 @dataclass(frozen=True)
 class Mutant:
     kind: type[FsdpWorker]
@@ -601,5 +697,13 @@ MUTANTS = {
     "not_on_more_ranks": Mutant(NotOnMoreRanks, "W-39", "a checkpoint of fewer ranks is refused", num_ranks=2),
     "version_first": Mutant(VersionFirst, "W-40", "load sets the version before it has read the weights"),
     "overwrites_in_place": Mutant(OverwritesInPlace, "W-41", "save removes the previous checkpoint first"),
+    "alpha_ignored": Mutant(AlphaIgnored, "W-47", "a LoRA is added without its scale"),
+    "half_trained": Mutant(HalfTrained, "W-47", "A gets no gradient"),
+    "base_decays": Mutant(BaseDecays, "W-48", "norms decay while a LoRA is trained"),
+    "merged_at_each_step": Mutant(MergedAtEachStep, "W-48", "each step is merged into the weights under the LoRA"),
+    "norms_gathered": Mutant(NormsGathered, "W-49", "norms are listed beside the LoRA"),
+    "lora_of_noise": Mutant(LoraOfNoise, "W-49", "B of a new LoRA is not zero"),
+    "lora_not_read": Mutant(LoraNotRead, "W-50", "a loaded LoRA is as it was before the load"),
+    "no_adapter_files": Mutant(NoAdapterFiles, "W-50", "the LoRA is not saved as PEFT's files"),
     "pending_gradients_kept": Mutant(PendingGradientsKept, "W-44", "load keeps gradients of before"),
 }

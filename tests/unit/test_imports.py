@@ -160,7 +160,7 @@ PUBLIC_NAMES = {
         "trained_mask",
         "within_budget",
     ],
-    "inflight_fsdp": ["FsdpWorker", "WorkerConfig", "create_worker"],
+    "inflight_fsdp": ["FsdpLoraWorker", "FsdpWorker", "WorkerConfig", "create_worker"],
     "inflight_sglang": ["KIND", "SglangEndpoint"],
     "inflight_vllm": ["KIND", "VllmEndpoint"],
 }
@@ -174,6 +174,7 @@ LEVELS = {
     "scheduling": 0,
     "extensions": 1,
     "contracts": 1,
+    "lora_settings": 1,
     "transports": 2,
     "attention": 2,
     "head_exchange": 2,

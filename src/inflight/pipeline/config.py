@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validat
 
 from inflight.engines.kinds import load_engine_kind
 from inflight.errors import ConfigError
+from inflight.lora_settings import LoraSettings
 from inflight.losses import Kl, PolicyLoss, preset
 from inflight.rollouts import AdvantageEstimator, Credit
 from inflight.rollouts.critic import Target
@@ -316,6 +317,8 @@ class TrainSection(Section):
     """``fsdp``, ``torchtitan``, another entry point in the group ``inflight.workers``, or ``module:function``."""
     trainer_options: dict[str, Any] = {}
     """Further settings of the workers, such as ``{ cpu_offload = true }``: see `inflight_fsdp.WorkerConfig`."""
+    lora: LoraSettings | None = None
+    """Train and publish a LoRA instead of the model's weights, with a trainer that can: ``fsdp``."""
     num_ranks: int = Field(default=1, ge=1)
     device: Literal["cpu", "cuda"] | None = None
     """None: a GPU for each rank if there are any."""
@@ -442,6 +445,8 @@ class RunConfig(Section):
                 f"train.max_tokens_per_micro_batch {self.train.max_tokens_per_micro_batch}: lower the first or "
                 "raise the second"
             )
+        if self.train.lora is not None and "lora" in self.train.trainer_options:
+            raise ValueError("train.lora and train.trainer_options.lora both set a LoRA: leave the second out")
         if self.servers.release_memory and self.run.mode != "conventional":
             raise ValueError(
                 "servers.release_memory needs run.mode 'conventional', in which servers wait while the trainers train: "

@@ -87,6 +87,11 @@ def _problem(config: RunConfig, vocab_size: int, can: Capabilities) -> str | Non
     for setting, need in needs:
         if lack := can.lacks(**need):
             return f"does not declare {lack}: change servers.{setting}"
+    if config.train.lora is not None and not (can.lora or can.partial_updates):
+        return (
+            "declares neither lora nor partial updates, so it cannot serve what train.lora trains: leave train.lora "
+            "out to train and publish all weights, or use another engine"
+        )
     if can.logprob_kind == "raw" and config.sampling.temperature != 1.0:
         return (
             "declares raw logprobs, which ignore the temperature, but sampling.temperature is "

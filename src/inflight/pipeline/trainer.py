@@ -281,6 +281,7 @@ def _worker_settings(config: RunConfig) -> dict[str, Any]:
         "total_steps": config.run.num_steps,
         **({} if config.train.device is None else {"device": config.train.device}),
         **config.train.model_dump(include=_OF_THE_OPTIMIZER),
+        **({} if config.train.lora is None else {"lora": config.train.lora.model_dump()}),
         **config.train.trainer_options,
     }
 

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from inflight.wire import Manifest, TensorSpec
 
 PREFIX = "base_model.model."
-_A, _B = ".lora_A.weight", ".lora_B.weight"
+PARTS = _A, _B = ".lora_A.weight", ".lora_B.weight"
+"""How the names of A and B end."""
 
 
 def lora_names(module: str) -> tuple[str, str]:

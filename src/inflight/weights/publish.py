@@ -5,10 +5,10 @@ This module knows the Protocols only, no engine and no trainer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Literal
 
-from inflight.contracts import InferenceEndpoint, WeightSource
+from inflight.contracts import InferenceEndpoint, MergingLoraSource, WeightSource
 from inflight.errors import ConfigError, PublishError, UnsupportedError
 from inflight.types import PublishReport
 from inflight.weights.buckets import DEFAULT_BUCKET_BYTES, plan_buckets
@@ -53,11 +53,12 @@ def publish_weights(
     rank, and no endpoint stays paused: reachable endpoints were told to abort, the others resume by themselves when
     their lease ends.
     """
-    gathered = worker.gather_weights(plan_buckets(worker.parameter_specs(), bucket_bytes))
+    endpoints = publisher.endpoints if endpoints is None else endpoints
+    source = _source(worker, publisher, endpoints.values(), bucket_bytes)
+    gathered = source.gather_weights(plan_buckets(source.parameter_specs(), bucket_bytes))
     try:
         if worker.rank != 0:
             raise ConfigError(f"publish_weights is for rank 0; rank {worker.rank} calls gather_only(worker)")
-        endpoints = publisher.endpoints if endpoints is None else endpoints
         if not deadline_s > 0:
             raise ConfigError(f"deadline_s must be above 0, not {deadline_s}")
         if quorum is not None and not quorum >= 1:
@@ -65,7 +66,7 @@ def publish_weights(
         if in_flight not in list(InFlightPolicy):
             raise ConfigError(f"in_flight must be one of {', '.join(InFlightPolicy)}, not {in_flight!r}")
         update = announcement(
-            worker,
+            source,
             run_id=publisher.run_id,
             incarnation=publisher.incarnation,
             bucket_bytes=bucket_bytes,
@@ -90,3 +91,21 @@ def publish_weights(
         whom = "every endpoint" if quorum is None else f"{quorum} endpoints"
         raise PublishError(f"the publish did not reach {whom}: {report.summary()}", report)
     return report
+
+
+def _source(
+    worker: WeightSource, publisher: WeightPublisher, declared: Collection[Capabilities], bucket_bytes: int
+) -> WeightSource:
+    """Return the worker, or the merged weights of its LoRA if an endpoint takes no LoRA but partial updates.
+
+    Once merged weights have been published they are the base of any LoRA that follows, so they are published from then
+    on.
+    """
+    if not isinstance(worker, MergingLoraSource) or worker.rank != 0:
+        return worker
+    if not publisher.merges_lora and all(can.lora for can in declared):
+        return worker
+    if not all(can.partial_updates for can in declared):
+        return worker
+    publisher.merges_lora = True
+    return worker.merged(bucket_bytes)

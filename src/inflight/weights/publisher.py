@@ -78,6 +78,8 @@ class WeightPublisher:
         self.delta = delta
         self.snapshot = Snapshot() if delta else None
         self.packer = Packer()
+        self.merges_lora = False
+        """Whether a LoRA has been published as the weights that it changes."""
         self._incarnation = incarnation
         self._connected = tuple(endpoints)
         self._declared: dict[InferenceEndpoint, Capabilities] = {}

@@ -10,11 +10,12 @@ import torch
 
 import inflight.weights.float8
 from inflight.local.endpoint import LocalEndpoint
+from inflight.weights.base_weights import AdaptedLoad
 from inflight.weights.float8 import decode_float8, payload_size
 from inflight.weights.packing import pack, unpack
 from inflight.weights.transports.arenas import ArenaReceiver
 from inflight.weights.transports.store import regular_file
-from inflight.wire import BucketTransfer, TensorSpec, TransportSpec, UpdateRef, WeightUpdate
+from inflight.wire import BucketTransfer, Manifest, TensorSpec, TransportSpec, UpdateRef, WeightUpdate
 from tests.conformance.mutants.mutant import Mutant
 
 
@@ -51,6 +52,50 @@ def freezes_what_is_missing(endpoint: LocalEndpoint) -> LocalEndpoint:
     def reason(update: WeightUpdate) -> str | None:
         text: str | None = own(update)
         return None if update.manifest.frozen and text is not None and "are missing" in text else text
+
+    session._reason_to_refuse = reason
+    return endpoint
+
+
+def adds_up_loras(endpoint: LocalEndpoint) -> LocalEndpoint:
+    adapted: Any = endpoint._adapted
+    own = adapted.prepare
+
+    def prepare(manifest: Manifest, arrived: Any, present: Any) -> AdaptedLoad:
+        kept = adapted._base
+        adapted._base = {} if manifest.lora is not None else kept
+        try:
+            load: AdaptedLoad = own(manifest, arrived, present)
+        finally:
+            adapted._base = kept
+        return load
+
+    adapted.prepare = prepare
+    return endpoint
+
+
+def leaves_out_the_scale(endpoint: LocalEndpoint) -> LocalEndpoint:
+    adapted: Any = endpoint._adapted
+    own = adapted.prepare
+
+    def prepare(manifest: Manifest, *others: Any) -> AdaptedLoad:
+        if manifest.lora is not None:
+            lora = manifest.lora.model_copy(update={"alpha": float(manifest.lora.rank)})
+            manifest = manifest.model_copy(update={"lora": lora})
+        load: AdaptedLoad = own(manifest, *others)
+        return load
+
+    adapted.prepare = prepare
+    return endpoint
+
+
+def refuses_no_lora(endpoint: LocalEndpoint) -> LocalEndpoint:
+    session: Any = endpoint._updates._session
+    own = session._reason_to_refuse
+
+    def reason(update: WeightUpdate) -> str | None:
+        text: str | None = own(update)
+        return text if update.manifest.lora is None else None
 
     session._reason_to_refuse = reason
     return endpoint
@@ -196,6 +241,9 @@ def without_the_token(endpoint: LocalEndpoint) -> LocalEndpoint:
 MUTANTS = (
     Mutant("damage overlooked", "U-14", "Checksums are not compared.", overlooks_damage),
     Mutant("frozen tensors cleared", "U-15", "What is not sent is zero after the update.", clears_frozen_tensors),
+    Mutant("LoRAs added up", "U-64", "A LoRA is added to the one before.", adds_up_loras),
+    Mutant("scale left out", "U-64", "The product of a LoRA is added without its scale.", leaves_out_the_scale),
+    Mutant("misfitting LoRAs accepted", "U-65", "A LoRA is not compared with the model.", refuses_no_lora),
     Mutant("missing counted as frozen", "U-15", "What is not sent counts as frozen.", freezes_what_is_missing),
     Mutant(
         "bfloat16 taken for float16",

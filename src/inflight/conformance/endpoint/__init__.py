@@ -14,6 +14,7 @@ from inflight.conformance.endpoint import (
     forms,
     http,
     images,
+    loras,
     messages,
     parity,
     partials,
@@ -34,7 +35,7 @@ from inflight.conformance.endpoint import (
 
 _CHECKS = checks_in(
     *(discovery, tokens, sampling, drafts, images, whole, endings, forms),
-    *(pauses, control, staging, sessions, releasing, weights, encodings, stores, versions, caches, recomputing),
+    *(pauses, control, staging, sessions, releasing, weights, encodings, loras, stores, versions, caches, recomputing),
     *(partials, faults, messages, processes, races, http, parity),
 )
 _LEVELS = list(dict.fromkeys(check.level for check in _CHECKS))

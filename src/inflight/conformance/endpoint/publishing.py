@@ -27,6 +27,7 @@ from inflight.wire import (
     BucketTransfer,
     Capabilities,
     InFlightPolicy,
+    LoraSpec,
     Manifest,
     TensorSpec,
     TransportName,
@@ -120,18 +121,20 @@ class SteppedPublisher:
         lease_s: float = 20.0,
         specs: list[TensorSpec] | None = None,
         frozen: tuple[str, ...] = (),
+        lora: LoraSpec | None = None,
         **fields: Any,
     ) -> WeightUpdate:
         """Return the message that announces ``weights``, with ``specs`` instead of the true ones if given.
 
-        ``frozen`` names the tensors that are left out; ``fields`` are further fields of `WeightUpdate`.
+        ``frozen`` names the tensors that are left out, and ``lora`` says that ``weights`` are those of a LoRA;
+        ``fields`` are further fields of `WeightUpdate`.
         """
         specs = specs_of(weights) if specs is None else specs
         return WeightUpdate(
             run_id=self.run_id,
             version=self.version + 1 if version is None else version,
             incarnation=self.incarnation,
-            manifest=Manifest(tensors=tuple(specs), frozen=frozen),
+            manifest=Manifest(tensors=tuple(specs), frozen=frozen, lora=lora),
             buckets=plan_buckets(specs, bucket_bytes),
             in_flight=InFlightPolicy(in_flight or self._capabilities.in_flight_policies[0]),
             deadline_s=deadline_s,

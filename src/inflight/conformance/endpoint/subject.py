@@ -99,6 +99,7 @@ class EndpointSubject:
             "staging": (declared.staging, "staging is not declared"),
             "partial_rollouts": (declared.partial_rollouts, "partial rollouts are not declared"),
             "partial_updates": (declared.partial_updates, "partial updates are not declared"),
+            "lora": (declared.lora, "LoRAs are not declared"),
             "releases_memory": (declared.releases_memory, "releases_memory is not declared"),
         }
         for encoding in ENCODINGS:

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from inflight.conformance.checks import checks_in
-from inflight.conformance.worker import checkpoint, discovery, forward, gather, gradients, memory, packing, steps
+from inflight.conformance.worker import checkpoint, discovery, forward, gather, gradients, lora, memory, packing, steps
 
-CHECKS = checks_in(discovery, forward, packing, gradients, steps, gather, memory, checkpoint)
+CHECKS = checks_in(discovery, forward, packing, gradients, steps, gather, memory, checkpoint, lora)

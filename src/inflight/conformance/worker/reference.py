@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from inflight.checkpoints import load_causal_lm
 from inflight.conformance.checks import require
 from inflight.conformance.worker.batches import loss_of, segment_rows
 from inflight.types import MicroBatch
+from inflight.weights.lora import lora_names
+from inflight.wire import LoraSpec
 
 
 class ReferenceModel:
@@ -28,6 +30,36 @@ class ReferenceModel:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._model: Any = load_causal_lm(path, attention="sdpa", dtype="float64").eval()
+        self._lora: tuple[Mapping[str, torch.Tensor], float] = {}, 0.0
+        self._base: dict[str, torch.Tensor] = {}
+        """Of the weights that a LoRA has changed."""
+
+    def adapt(self, lora: Mapping[str, torch.Tensor], spec: LoraSpec) -> None:
+        """Merge a LoRA in place of the one before."""
+        self._lora = {name: tensor.double() for name, tensor in lora.items()}, spec.scale
+        with torch.no_grad():
+            for name, a, b in self._pairs():
+                weight = self._model.get_parameter(name)
+                base = self._base.setdefault(name, weight.detach().clone())
+                weight.copy_(base + spec.scale * (b @ a))
+
+    def lora_gradient_norm(self, batches: Sequence[MicroBatch]) -> float:
+        """Return the 2-norm of the gradient of A and B, by the chain rule from that of the merged weights."""
+        self._gradients(batches, 1.0)
+        _, scale = self._lora
+        total = 0.0
+        for name, a, b in self._pairs():
+            gradient = scale * self._model.get_parameter(name).grad
+            total += float((b.T @ gradient).square().sum() + (gradient @ a.T).square().sum())
+        return math.sqrt(total)
+
+    def _pairs(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Yield each weight that the LoRA changes, with A and B."""
+        lora, _ = self._lora
+        for name, _ in self._model.named_parameters():
+            a, b = lora_names(name.removesuffix(".weight"))
+            if a in lora:
+                yield name, lora[a], lora[b]
 
     def put(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Replace every weight. Fails the check unless names and shapes are exactly those of the checkpoint."""

@@ -132,11 +132,11 @@ class WorkerSubject:
         with suppress(RuntimeError):
             dist.destroy_process_group()
 
-    def create(self, *, model: Path | None = None, tied: bool = False) -> TrainerWorker:
-        """Return a new worker on ``model``, or on the kit's tiny model; every rank calls this."""
+    def create(self, *, model: Path | None = None, tied: bool = False, **more: object) -> TrainerWorker:
+        """Return a new worker on ``model``, or the kit's tiny model, with further options; every rank calls this."""
         path = model if model is not None else self.model(tied=tied)
         options = self.target.options if self.world_size == 1 else self.target.options | self.target.options_of_ranks
-        worker: TrainerWorker = resolve(self.target.factory)({"model_path": str(path), **options})
+        worker: TrainerWorker = resolve(self.target.factory)({"model_path": str(path), **options, **more})
         return worker
 
     def model(self, *, tied: bool = False) -> Path:

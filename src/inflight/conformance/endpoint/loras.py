@@ -1,0 +1,88 @@
+"""Level weights: updates that are LoRAs."""
+
+from __future__ import annotations
+
+import torch
+
+from inflight.conformance.checks import check, look_at
+from inflight.conformance.endpoint.aftermath import require_old_weights
+from inflight.conformance.endpoint.subject import EndpointSubject
+from inflight.conformance.reference import Weights
+from inflight.weights.lora import lora_names
+from inflight.wire import LoraSpec
+
+LEVEL = "weights"
+_SPEC = LoraSpec(rank=3, alpha=6.0)
+_FIRST, _SECOND = (".q_proj", ".down_proj"), (".q_proj", ".o_proj")
+"""Ends of the names of the layers that the two LoRAs of a check change."""
+
+
+@check("U-64", "updates lora", deadline_s=60)
+@look_at(
+    "the scale alpha / rank, that a LoRA is merged into weights without any, and that layers which the next LoRA or "
+    "update leaves out are as without one"
+)
+async def loras(subject: EndpointSubject) -> None:
+    """After a LoRA logprobs are those of the weights with it added; the next LoRA replaces it, and an update of other
+    tensors removes it."""
+    publisher, reference = subject.publisher, subject.reference
+    base = reference.weights
+    await publisher.publish(base, keep=True)
+    for ends, seed in ((_FIRST, 1), (_SECOND, 2)):
+        lora = _lora(base, ends, seed)
+        await publisher.publish(lora, lora=_SPEC)
+        await subject.require_serves(_merged(base, lora), f"after {lora.label}")
+    whole = reference.with_final_norm(2.0, "A with its final norm doubled")
+    await publisher.publish(whole, keep=True)
+    await subject.require_serves(whole, "after an update of all weights behind a LoRA")
+    lora = _lora(base, _FIRST, 3)
+    await publisher.publish(lora, lora=_SPEC)
+    await subject.require_serves(_merged(whole, lora), "after a LoRA behind an update of all weights")
+    await publisher.publish(base, keep=True)
+
+
+@check("U-65", "updates lora", look_at="pairs, ranks, names and products are compared before anything is received")
+async def loras_that_do_not_fit(subject: EndpointSubject) -> None:
+    """A LoRA of a layer that the model does not have, of another shape, or without one of its halves is refused when it
+    is requested, and the old weights serve on."""
+    base = subject.reference.weights
+    good = _lora(base, _FIRST, 1).tensors
+    a, b = list(good)[:2]
+    faults = {
+        "of a layer that the model does not have": {
+            part.replace("_proj.", "_nowhere."): tensor for part, tensor in good.items()
+        },
+        "of another shape": {**good, a: good[a][:, :-1].contiguous()},
+        "without one of its halves": {name: tensor for name, tensor in good.items() if name != b},
+    }
+    await subject.publisher.form_group()
+    for what, tensors in faults.items():
+        update = subject.publisher.announcement(Weights(f"a LoRA {what}", tensors), lora=_SPEC)
+        await subject.require_refused(subject.endpoint.request_weight_update(update), f"a LoRA {what}")
+        await require_old_weights(subject, f"after a LoRA {what} was refused")
+
+
+def _lora(base: Weights, ends: tuple[str, ...], seed: int) -> Weights:
+    """Return a random LoRA that changes these layers by about a third of their size."""
+    random = torch.Generator().manual_seed(seed)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, weight in base.tensors.items():
+        module = name.removesuffix(".weight")
+        if module.endswith(ends) and weight.dim() == 2:
+            num_out, num_in = weight.shape
+            size = float(weight.double().std()) / (3 * _SPEC.scale * _SPEC.rank**0.5)
+            a, b = lora_names(module)
+            tensors[a] = torch.randn(_SPEC.rank, num_in, generator=random, dtype=torch.float64).to(weight.dtype)
+            tensors[b] = (size * torch.randn(num_out, _SPEC.rank, generator=random, dtype=torch.float64)).to(
+                weight.dtype
+            )
+    return Weights(f"a LoRA of {', '.join(end.removeprefix('.') for end in ends)}", tensors)
+
+
+def _merged(base: Weights, lora: Weights) -> Weights:
+    tensors = dict(base.tensors)
+    for name, weight in base.tensors.items():
+        a, b = (lora.tensors.get(part) for part in lora_names(name.removesuffix(".weight")))
+        if a is not None and b is not None:
+            tensors[name] = (weight.double() + _SPEC.scale * (b.double() @ a.double())).to(weight.dtype)
+    return Weights(f"{base.label} and {lora.label}", tensors)

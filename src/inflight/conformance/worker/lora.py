@@ -1,0 +1,193 @@
+"""Checks of workers that train a LoRA: its gradient, what a step changes, what is published, and what is saved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from inflight.conformance.checks import check, look_at, require, skip
+from inflight.conformance.worker.batches import accumulate, make_batch, take_steps
+from inflight.conformance.worker.gathering import compare_changes, differing, gathered
+from inflight.conformance.worker.reference import ReferenceModel
+from inflight.conformance.worker.subject import WorkerSubject
+from inflight.contracts import LoraSource, TrainerWorker
+from inflight.errors import ConfigError, UnsupportedError
+from inflight.lora_settings import LoraSettings
+from inflight.weights.lora import PARTS, PREFIX, lora_names
+from inflight.wire import LoraSpec
+
+LEVEL = "lora"
+SETTINGS = LoraSettings(rank=3, alpha=12.0, targets=("q_proj", "v_proj", "o_proj"))
+"""A rank that ranks cannot share evenly; every kind of model of the kit has these layers."""
+ADAPTER = Path("adapter") / "adapter_model.safetensors"
+_LENGTHS = (9, 14, 5)
+
+
+@check("W-47", look_at="the scale alpha / rank, whether dropout is off, and that both halves get their gradients")
+def the_gradient_is_that_of_the_halves(subject: WorkerSubject) -> None:
+    """Where a worker trains a LoRA, logprobs are those of the merged weights, and the gradient is that of A and B."""
+    worker, reference = _noticeable_worker(subject), ReferenceModel(subject.model())
+    batches = [make_batch(_LENGTHS, seed=470 + rank) for rank in range(subject.data_size)]
+    mine = batches[subject.data_rank]
+    for what in ("while B is zero", "once it is not"):
+        found_T = worker.forward(mine)
+        lora = _on_every_rank(subject, gathered(worker))
+        reference.adapt(lora, _spec(worker))
+        with torch.no_grad():
+            difference = float((found_T.detach().double() - reference.logprobs(mine)).abs().max())
+        subject.note(**{f"largest_difference ({what})": difference})
+        words = f"{what}, logprobs differ by up to {difference:.2e} nats from those of the merged weights"
+        subject.require_on_all_ranks(difference <= subject.tolerance.logprob, words)
+        accumulate(worker, [mine])
+        subject.compare_norm(worker, reference.lora_gradient_norm(batches), f"of A and B, {what}")
+    later = gathered(worker)
+    # A is so much larger than B that the norm says nothing of its gradient.
+    same = [name for name in later if torch.equal(later[name].double(), lora[name])]
+    words = f"once B is not zero, a step leaves {len(same)} tensors as they are: {same[:3]}"
+    subject.require_on_all_ranks(not same, words)
+
+
+@check("W-48")
+@look_at("requires_grad of everything but the LoRA, weight decay, and that the weights under the LoRA are not merged")
+def a_step_changes_the_lora_alone(subject: WorkerSubject) -> None:
+    """A step of a worker that trains a LoRA leaves the weights under it as they were."""
+    worker, path = _noticeable_worker(subject), subject.fresh_path("lora-base")
+    take_steps(worker, [make_batch(_LENGTHS, seed=480 + 10 * n + subject.data_rank) for n in range(2)])
+    worker.save(path)
+    spec, lora = _spec(worker), gathered(worker)
+    subject.ranks.meet()
+    if subject.rank == 0:
+        start, saved = (_weights(directory) for directory in (subject.model(), path))
+        lost = sorted(start.keys() ^ saved.keys())
+        require(not lost, f"tensors of the model and of what was saved are not the same: {lost[:5]}")
+        changed = {name for name in start if not torch.equal(start[name].float(), saved[name].float())}
+        others = sorted(changed - _changed(lora))
+        require(not others, f"{len(others)} weights that have no LoRA have changed: {others[:5]}")
+        apart = 0.0
+        for name in sorted(_changed(lora)):
+            a, b = (lora[part].double() for part in lora_names(name.removesuffix(".weight")))
+            change = spec.scale * (b @ a)
+            apart = max(apart, float((saved[name].double() - start[name].double() - change).abs().max()))
+        subject.note(num_changed=len(changed), largest_difference=apart)
+        allowed = 8 * subject.tolerance.rounding * max(float(tensor.abs().max()) for tensor in start.values())
+        require(apart <= allowed, f"saved weights differ by up to {apart:.2e} from those of the model plus the LoRA")
+    subject.ranks.meet()
+
+
+@check("W-49", look_at="the names that PEFT saves, pairs of A and B, and that nothing else is listed or gathered")
+def only_the_lora_is_gathered(subject: WorkerSubject) -> None:
+    """A worker that trains a LoRA gathers A and B of the layers that it was told, and nothing else; a new one has a B
+    of zeros, and changes nothing."""
+    worker = _lora_worker(subject)
+    spec, specs = _spec(worker), {tensor.name: tuple(tensor.shape) for tensor in worker.parameter_specs()}
+    require((spec.rank, spec.scale) == (SETTINGS.rank, SETTINGS.spec.scale), f"lora_spec() is {spec}")
+    with_targets = {
+        name: shape for name, shape in _shapes(subject.model()).items() if _is_target(name.removesuffix(".weight"))
+    }
+    wanted: dict[str, tuple[int, ...]] = {}
+    for name, (num_out, num_in) in with_targets.items():
+        a, b = lora_names(name.removesuffix(".weight"))
+        wanted |= {a: (spec.rank, num_in), b: (num_out, spec.rank)}
+    subject.note(num_tensors=len(specs))
+    lost, more = sorted(wanted.keys() - specs.keys()), sorted(specs.keys() - wanted.keys())
+    require(not lost, f"{len(lost)} tensors of the LoRA are not listed: {lost[:3]}")
+    require(not more, f"{len(more)} tensors are listed that are none of the LoRA: {more[:3]}")
+    require(specs == wanted, f"shapes are {specs}, not {wanted}")
+    found = gathered(worker)
+    if subject.rank == 0:
+        require(found.keys() == specs.keys(), f"other tensors are gathered than listed: {sorted(found)[:3]}")
+        filled = [name for name, tensor in found.items() if "lora_B" in name and bool(tensor.any())]
+        require(not filled, f"B of a new LoRA is not zero: {filled[:3]}")
+        empty = [name for name, tensor in found.items() if "lora_A" in name and not bool(tensor.any())]
+        require(not empty, f"A of a new LoRA is zero, so neither half would ever learn: {empty[:3]}")
+
+
+@check("W-50", deadline_s=30)
+@look_at("A, B and their moments are saved and read; `adapter/` has them under the names that PEFT gives them")
+def a_lora_resumes(subject: WorkerSubject) -> None:
+    """What a worker that trains a LoRA saved, it resumes: the LoRA bit for bit, and later steps as without a save. The
+    LoRA lies beside the checkpoint as PEFT's files."""
+    steady, path = _lora_worker(subject), subject.fresh_path("lora-resumed")
+    batches = [make_batch(_LENGTHS, seed=500 + 10 * n + subject.data_rank) for n in range(4)]
+    take_steps(steady, batches[:2])
+    steady.save(path)
+    saved, resumed = gathered(steady), _lora_worker(subject)
+    resumed.load(path)
+    changed = differing(saved, gathered(resumed))
+    subject.note(version=resumed.version, num_differing=len(changed))
+    words = f"version {resumed.version} was loaded, not 2, with other tensors: {changed[:5]}"
+    subject.require_on_all_ranks(resumed.version == 2 and not changed, words)
+    if subject.rank == 0:
+        files = sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
+        require((path / ADAPTER).is_file(), f"there is no {ADAPTER} among {files}")
+        names = load_file(path / ADAPTER).keys()
+        require(names == saved.keys(), f"{ADAPTER} has other tensors than were gathered: {sorted(names)[:3]}")
+        config = (path / ADAPTER).with_name("adapter_config.json")
+        require(config.is_file(), f"there is no {config.name} among {files}")
+    take_steps(steady, batches[2:])
+    take_steps(resumed, batches[2:])
+    expected, found = gathered(steady), gathered(resumed)
+    if subject.rank == 0:
+        compare_changes(subject, saved, expected, found, "two steps with and without a resume before them")
+
+
+def _lora_worker(subject: WorkerSubject) -> TrainerWorker:
+    """Return a new worker with the option ``lora``; skip the check if there is none."""
+    try:
+        worker = subject.create(lora=SETTINGS.model_dump())
+    except (ConfigError, UnsupportedError) as error:
+        skip(f"it trains no LoRA: {error}")
+    if not isinstance(worker, LoraSource):
+        skip("it trains no LoRA: with the option lora it is no LoraSource")
+    return worker
+
+
+def _noticeable_worker(subject: WorkerSubject) -> TrainerWorker:
+    """Return a new worker whose steps change the targets by some percent of their size, at any learning rate."""
+    worker = _lora_worker(subject)
+    take_steps(worker, [make_batch(_LENGTHS, seed=490 + subject.data_rank)])
+    lora, scale = gathered(worker), 0.0
+    if subject.rank == 0:
+        start = _weights(subject.model())
+        pairs = [(name, lora_names(name.removesuffix(".weight"))) for name in _changed(lora)]
+        moved = sum(float((lora[b].double() @ lora[a].double()).abs().mean()) for _, (a, b) in pairs)
+        size = sum(float(start[name].double().abs().mean()) for name, _ in pairs)
+        scale = size / moved / 30 if moved else 0.0
+    (scale, *_) = subject.ranks.exchange(scale)
+    require(scale, "a step changes nothing: the product of A and B is still zero")
+    return subject.create(lora=SETTINGS.model_copy(update={"alpha": SETTINGS.rank * scale}).model_dump())
+
+
+def _spec(worker: TrainerWorker) -> LoraSpec:
+    assert isinstance(worker, LoraSource)
+    return worker.lora_spec()
+
+
+def _on_every_rank(subject: WorkerSubject, lora: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return what rank 0 gathered."""
+    sent = {name: tensor.double().tolist() for name, tensor in lora.items()}
+    return {name: torch.tensor(rows, dtype=torch.float64) for name, rows in subject.ranks.exchange(sent)[0].items()}
+
+
+def _is_target(layer: str) -> bool:
+    return layer.endswith(tuple(f".{target}" for target in SETTINGS.targets))
+
+
+def _changed(lora: Mapping[str, torch.Tensor]) -> set[str]:
+    return {_weight_of(part) for part in lora}
+
+
+def _weight_of(part: str) -> str:
+    module = part.removeprefix(PREFIX)
+    return f"{next(module.removesuffix(half) for half in PARTS if module.endswith(half))}.weight"
+
+
+def _weights(directory: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def _shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in _weights(directory).items()}

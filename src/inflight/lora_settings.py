@@ -1,0 +1,61 @@
+"""What a LoRA is trained with: its rank, its scale and the layers that it changes. Knows nothing of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from inflight.errors import ConfigError
+from inflight.wire import LoraSpec
+
+
+class LoraSettings(BaseModel):
+    """A LoRA as a worker trains it, in PEFT's terms: ``r``, ``lora_alpha``, ``target_modules``, ``lora_dropout``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    rank: int = Field(ge=1, le=65536)
+    alpha: float = Field(gt=0, le=1_000_000)
+    """Each changed weight is its base plus ``alpha / rank`` times B A."""
+    targets: tuple[str, ...] | Literal["all-linear"]
+    """The linear layers that are changed, by their names or the ends of their names, such as ``q_proj``;
+    ``all-linear``: all those of the decoder layers."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share of a layer's inputs that the LoRA does not see, drawn anew in each forward with gradients. The trainer's
+    logprobs then differ from those of the servers, which drop nothing."""
+    seed: int = Field(default=0, ge=0)
+    """Of A, which PEFT also initialises at random, and of the dropout. B begins as zeros."""
+
+    @model_validator(mode="after")
+    def _names_targets_once(self) -> LoraSettings:
+        if self.targets == "all-linear":
+            return self
+        if not self.targets:
+            raise ValueError("targets is empty, so nothing would be trained: name layers, such as 'q_proj'")
+        if twice := sorted({target for target in self.targets if self.targets.count(target) > 1}):
+            raise ValueError(f"targets names {', '.join(twice)} twice")
+        return self
+
+    @property
+    def spec(self) -> LoraSpec:
+        """How endpoints merge it."""
+        return LoraSpec(rank=self.rank, alpha=self.alpha)
+
+    def chosen(self, layers: Sequence[str]) -> list[str]:
+        """Return which of these linear layers are targets, in order. Raises `ConfigError` for targets of no layer."""
+        if self.targets == "all-linear":
+            return list(layers)
+        if unknown := [t for t in self.targets if not any(_is_meant(layer, t) for layer in layers)]:
+            ends = sorted({layer.rpartition(".")[2] for layer in layers})
+            raise ConfigError(
+                f"lora.targets: no linear layer of a decoder layer is named {', '.join(map(repr, unknown))}; "
+                f"their names end with {', '.join(ends) or 'nothing: the model has none'}"
+            )
+        return [layer for layer in layers if any(_is_meant(layer, target) for target in self.targets)]
+
+
+def _is_meant(layer: str, target: str) -> bool:
+    """As PEFT decides for a list of ``target_modules``."""
+    return layer == target or layer.endswith(f".{target}")

@@ -1,0 +1,97 @@
+"""`FsdpLoraWorker`: an `FsdpWorker` that trains and publishes a LoRA alone; the weights under it are frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from inflight.contracts import MergingLoraSource, PartialWeightSource
+from inflight.types import StepResult
+from inflight.weights.base_weights import BaseWeights, merged
+from inflight.weights.lora import PARTS
+from inflight.weights.merged_lora import MergedLora
+from inflight.wire import LoraSpec
+from inflight_fsdp.checkpoint import TrainerState
+from inflight_fsdp.config import WorkerConfig
+from inflight_fsdp.layout import ShardedTensor
+from inflight_fsdp.lora import adapter_config, is_lora, parts_of
+from inflight_fsdp.rows import Row
+from inflight_fsdp.worker import FsdpWorker
+
+
+class FsdpLoraWorker(FsdpWorker, MergingLoraSource):
+    """One trainer rank. Its weights, as it publishes them, are those of the LoRA.
+
+    Checkpoints hold the LoRA as PEFT stores it in ``adapter/``, from where `load` reads it. Beside config.json are the
+    weights with the LoRA merged, for whoever loads the directory as a model.
+    """
+
+    def __init__(self, config: WorkerConfig, device: torch.device, *, owns_group: bool) -> None:
+        assert config.lora is not None
+        self._lora = config.lora
+        super().__init__(config, device, owns_group=owns_group)
+        self._adapted = [name.removesuffix(PARTS[0]) for name in self._layouts if name.endswith(PARTS[0])]
+        """The layers that the LoRA changes."""
+        self._num_forwards = 0
+        """With gradients since the last step; the dropout of each is another one."""
+
+    def lora_spec(self) -> LoraSpec:
+        return self._lora.spec
+
+    def frozen_names(self) -> Sequence[str]:
+        """Empty: a LoRA leaves out every weight of the model."""
+        return ()
+
+    def merged(self, bucket_bytes: int) -> PartialWeightSource:
+        names = [stored for name, layout in self._layouts.items() if not is_lora(name) for stored in layout.shapes]
+        base = BaseWeights(str(self._config.model_path), getattr(torch, self._config.stored_dtype))
+        return MergedLora(self, base, names, self._wire_dtype, bucket_bytes)
+
+    def _compute(self, rows: Sequence[Row]) -> torch.Tensor:
+        if not (self._lora.dropout and torch.is_grad_enabled()):
+            return super()._compute(rows)
+        with torch.random.fork_rng(devices=[] if self._device.type == "cpu" else None):
+            # A sequence of its own: a resumed worker drops what it would have dropped.
+            torch.manual_seed(hash((self._lora.seed, self.version, self.rank, self._num_forwards)) % (1 << 63))
+            self._num_forwards += 1
+            return super()._compute(rows)
+
+    def step(self) -> StepResult:
+        result = super().step()
+        self._num_forwards = 0
+        return result
+
+    def load(self, path: Path) -> None:
+        super().load(path)
+        self._num_forwards = 0
+
+    @torch.no_grad()
+    def _state(self, states: Mapping[str, Mapping[str, torch.Tensor]]) -> TrainerState:
+        state = super()._state(states)
+        lora = [part for name, part in zip(self._layouts, state.weights, strict=True) if is_lora(name)]
+        described = adapter_config(self._lora, self._adapted, self._config.model_path)
+        return replace(state, weights=[], adapter=lora, adapter_config=described)
+
+    def _saved_state(self) -> TrainerState:
+        """Collective: every rank merges its own rows."""
+        weights = [self._merged(name) for name in self._layouts if not is_lora(name)]
+        return replace(super()._saved_state(), weights=weights)
+
+    @torch.no_grad()
+    def _merged(self, name: str) -> ShardedTensor:
+        part = self._sharded(name)
+        layer = name.removesuffix(".weight")
+        if layer not in self._adapted:
+            return part
+        a, b = (self._sharded(half) for half in parts_of(layer))
+        whole_a = torch.zeros(a.sharding.shape, dtype=a.local.dtype, device=self._device)
+        if (box := a.sharding.owners.get(self.rank)) is not None:
+            whole_a[box] = a.local.to(self._device)
+        if self.world_size > 1:
+            dist.all_reduce(whole_a)
+        # Rows are dealt out alike: this rank's rows of B belong to its rows of the weight.
+        return replace(part, local=merged(part.local, whole_a, b.local, self._lora.spec).cpu())
