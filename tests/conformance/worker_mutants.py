@@ -37,6 +37,8 @@ def create_worker(config: Mapping[str, Any]) -> FsdpWorker:
     if file := options.pop("mutant_file", ""):
         name = Path(file).read_text()
     kind = MUTANTS[name].kind if name else FsdpLoraWorker if "lora" in options else FsdpWorker
+    if issubclass(kind, FsdpLoraWorker) and "lora" not in options:
+        kind = FsdpWorker
     return kind(parse_config(options, WorkerConfig), torch.device("cpu"), owns_group=False)
 
 
