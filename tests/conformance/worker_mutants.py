@@ -581,7 +581,7 @@ class MergedAtEachStep(FsdpLoraWorker):
     def step(self) -> StepResult:
         result = super().step()
         with torch.no_grad():
-            for layer in self._adapted:
+            for layer in self._changed:
                 name = f"{layer}.weight"
                 self._parameters[name].to_local().copy_(self._merged(name).local)
         return result
