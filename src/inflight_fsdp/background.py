@@ -39,7 +39,7 @@ def copy_to_host(state: TrainerState) -> TrainerState:
     return replace(
         state,
         weights=list(map(copy, state.weights)),
-        adapter=list(map(copy, state.adapter)),
+        lora=list(map(copy, state.lora)),
         optimizer=list(map(copy, state.optimizer)),
         device=torch.device("cpu"),
     )

@@ -27,7 +27,7 @@ _EDITION = 1
 _WEIGHTS, _TRAINER = "model.safetensors", "trainer.json"
 _OPTIMIZER = "trainer/optimizer.safetensors"
 """In its own directory, since inference servers read every safetensors file next to config.json as weights."""
-_ADAPTER, _ADAPTER_CONFIG = "adapter/adapter_model.safetensors", "adapter/adapter_config.json"
+_LORA, _LORA_CONFIG = "adapter/adapter_model.safetensors", "adapter/adapter_config.json"
 _COPIED = (
     *("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.*", "merges.txt", "*.model", "chat_template*"),
@@ -50,15 +50,15 @@ class TrainerState:
     """Where tokenizer files come from."""
     device: torch.device
     """From which ranks communicate; the shards may be elsewhere."""
-    adapter: Sequence[ShardedTensor] = ()
+    lora: Sequence[ShardedTensor] = ()
     """A LoRA; the weights are then only written, not read."""
-    adapter_config: str = ""
-    """The text of its adapter_config.json."""
+    lora_config: str = ""
+    """The text of its adapter_config.json, as PEFT reads it."""
 
     @property
     def files(self) -> Sequence[tuple[str, Sequence[ShardedTensor]]]:
         """The files that hold tensors."""
-        files = ((_WEIGHTS, self.weights), (_ADAPTER, self.adapter), (_OPTIMIZER, self.optimizer))
+        files = ((_WEIGHTS, self.weights), (_LORA, self.lora), (_OPTIMIZER, self.optimizer))
         return [(name, tensors) for name, tensors in files if tensors]
 
 
@@ -111,8 +111,8 @@ def load_checkpoint(path: Path, state: TrainerState) -> tuple[int, int]:
     staged: list[tuple[torch.Tensor, torch.Tensor]] = []
     try:
         counters = _read_counters(source)
-        if state.adapter_config:
-            _check_adapter(source / _ADAPTER_CONFIG, state.adapter_config)
+        if state.lora_config:
+            _check_lora(source / _LORA_CONFIG, state.lora_config)
         for name, tensors in state.files:
             staged += _read_shards(source / name, tensors)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
@@ -135,9 +135,9 @@ def _prepare(path: Path, fresh: Path, state: TrainerState) -> None:
     shutil.rmtree(fresh, ignore_errors=True)
     (fresh / _OPTIMIZER).parent.mkdir(parents=True)
     _write_file(fresh / "config.json", state.model_config)
-    if state.adapter_config:
-        (fresh / _ADAPTER).parent.mkdir()
-        _write_file(fresh / _ADAPTER_CONFIG, state.adapter_config)
+    if state.lora_config:
+        (fresh / _LORA).parent.mkdir()
+        _write_file(fresh / _LORA_CONFIG, state.lora_config)
     for file in sorted({file for pattern in _COPIED for file in state.model_path.glob(pattern) if file.is_file()}):
         _write_file(fresh / file.name, file.read_bytes())
 
@@ -254,7 +254,7 @@ def _read_counters(source: Path) -> dict[str, int]:
     return counters
 
 
-def _check_adapter(file: Path, described: str) -> None:
+def _check_lora(file: Path, described: str) -> None:
     """Raise ``ValueError`` if the LoRA of a checkpoint is another one than ``described``."""
     stored, mine = json.loads(file.read_text()), json.loads(described)
     for key in ("r", "lora_alpha", "target_modules", "use_rslora"):

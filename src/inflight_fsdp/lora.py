@@ -83,7 +83,7 @@ def initialise(local: Mapping[str, torch.Tensor], shardings: Mapping[str, Shardi
             part.copy_(whole[box])
 
 
-def adapter_config(settings: LoraSettings, layers: Sequence[str], base: Path) -> str:
+def peft_config(settings: LoraSettings, layers: Sequence[str], base: Path) -> str:
     """Return the text of PEFT's adapter_config.json for a LoRA of these layers of the model in ``base``."""
     ends = sorted({layer.rpartition(".")[2] for layer in layers})
     alpha = int(settings.alpha) if settings.alpha.is_integer() else settings.alpha

@@ -18,7 +18,7 @@ from inflight.wire import LoraSpec
 from inflight_fsdp.checkpoint import TrainerState
 from inflight_fsdp.config import WorkerConfig
 from inflight_fsdp.layout import ShardedTensor
-from inflight_fsdp.lora import adapter_config, is_lora, parts_of
+from inflight_fsdp.lora import is_lora, parts_of, peft_config
 from inflight_fsdp.rows import Row
 from inflight_fsdp.worker import FsdpWorker
 
@@ -34,7 +34,7 @@ class FsdpLoraWorker(FsdpWorker, MergingLoraSource):
         assert config.lora is not None
         self._lora = config.lora
         super().__init__(config, device, owns_group=owns_group)
-        self._adapted = [name.removesuffix(PARTS[0]) for name in self._layouts if name.endswith(PARTS[0])]
+        self._changed = [name.removesuffix(PARTS[0]) for name in self._layouts if name.endswith(PARTS[0])]
         """The layers that the LoRA changes."""
         self._num_forwards = 0
         """With gradients since the last step; the dropout of each is another one."""
@@ -73,8 +73,8 @@ class FsdpLoraWorker(FsdpWorker, MergingLoraSource):
     def _state(self, states: Mapping[str, Mapping[str, torch.Tensor]]) -> TrainerState:
         state = super()._state(states)
         lora = [part for name, part in zip(self._layouts, state.weights, strict=True) if is_lora(name)]
-        described = adapter_config(self._lora, self._adapted, self._config.model_path)
-        return replace(state, weights=[], adapter=lora, adapter_config=described)
+        described = peft_config(self._lora, self._changed, self._config.model_path)
+        return replace(state, weights=[], lora=lora, lora_config=described)
 
     def _saved_state(self) -> TrainerState:
         """Collective: every rank merges its own rows."""
@@ -85,7 +85,7 @@ class FsdpLoraWorker(FsdpWorker, MergingLoraSource):
     def _merged(self, name: str) -> ShardedTensor:
         part = self._sharded(name)
         layer = name.removesuffix(".weight")
-        if layer not in self._adapted:
+        if layer not in self._changed:
             return part
         a, b = (self._sharded(half) for half in parts_of(layer))
         whole_a = torch.zeros(a.sharding.shape, dtype=a.local.dtype, device=self._device)

@@ -201,6 +201,21 @@ def trainer_learning_table() -> str:
     return "\n".join(lines)
 
 
+def lora_table() -> str:
+    """Return how the quickstart went with all weights trained and with LoRAs, and what each publish took."""
+    lines = [
+        "| what is trained | learning rate | mean reward, first ten steps | last ten | bytes of a publish | "
+        "a publish took |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {name} | {row['learning_rate']:g} | {row['reward_first']:.3f} | {row['reward_last']:.3f} | "
+        f"{row['publish_bytes']:,} | {milliseconds(row['publish_s'])} |"
+        for name, row in kept("lora")["rows"].items()
+    ]
+    return "\n".join(lines)
+
+
 def trainer_memory_table() -> str:
     """Return the peaks of loading and gathering, per rank."""
     row: Any = kept_rows("memory", "workers")
@@ -379,6 +394,7 @@ TABLES = {
     "preset_learning": preset_learning_table,
     "trainers": trainers_table,
     "layouts": layouts_table,
+    "lora": lora_table,
     "trainer_learning": trainer_learning_table,
     "trainer_memory": trainer_memory_table,
     "trainer_speed": trainer_speed_table,

@@ -37,6 +37,8 @@ def create_worker(config: Mapping[str, Any]) -> FsdpWorker:
     if file := options.pop("mutant_file", ""):
         name = Path(file).read_text()
     kind = MUTANTS[name].kind if name else FsdpLoraWorker if "lora" in options else FsdpWorker
+    if issubclass(kind, FsdpLoraWorker) and "lora" not in options:
+        kind = FsdpWorker
     return kind(parse_config(options, WorkerConfig), torch.device("cpu"), owns_group=False)
 
 
@@ -579,7 +581,7 @@ class MergedAtEachStep(FsdpLoraWorker):
     def step(self) -> StepResult:
         result = super().step()
         with torch.no_grad():
-            for layer in self._adapted:
+            for layer in self._changed:
                 name = f"{layer}.weight"
                 self._parameters[name].to_local().copy_(self._merged(name).local)
         return result

@@ -21,6 +21,7 @@ from inflight.errors import ConfigError, InflightError
 from inflight.pipeline.config import RunConfig
 from inflight.pipeline.devices import Device
 from inflight.pipeline.fleet import check_servers, declared, read_server_list
+from inflight.pipeline.lora_shapes import check_lora, lora_shapes
 from inflight.pipeline.memory import ON_THE_GPU, Term, gib, model_shape
 from inflight.pipeline.memory_check import (
     KNOWN_WORKERS,
@@ -36,6 +37,7 @@ from inflight.pipeline.time_limits import time_limits
 from inflight.rollouts import HistoryStore, load_composer, load_scheduler, load_staleness, load_task
 from inflight.weights.buckets import plan_buckets
 from inflight.weights.packing import encoded_size
+from inflight.wire import TensorSpec
 
 _ASK_S = 3.0
 _CONNECTS_BACK = ("gloo", "nccl", "http")
@@ -96,6 +98,7 @@ def plan_run(config: RunConfig, devices: Sequence[Device]) -> Plan:
     Raises `ConfigError` if the configuration cannot work, or if a GPU's memory cannot hold what it needs.
     """
     check_servers(config.servers)
+    check_lora(config.train, config.model.path)
     config.loss.policy_loss()
     load_task(config.task.name, config.task.params, config.run.seed)
     policies = config.rollouts
@@ -207,6 +210,9 @@ def _update(config: RunConfig) -> PlannedUpdate:
     servers = config.servers
     dtype = str(config.train.trainer_options.get("wire_dtype") or config.model.dtype)
     specs = tensor_specs_of(config.model.path, dtype)
+    if (lora := config.train.lora) is not None:
+        shapes = lora_shapes(lora, config.model.path)
+        specs = tuple(TensorSpec.model_validate({"name": n, "dtype": dtype, "shape": s}) for n, s in shapes.items())
     travels = _TRAVELS.get(servers.transport, "by an installed transport")
     if servers.transport not in ON_THE_GPU:
         travels += "; copied from and to GPUs there"

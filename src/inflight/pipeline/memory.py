@@ -47,6 +47,7 @@ from inflight.engines.checkpoint_specs import config_number, config_of, tensor_s
 from inflight.engines.kinds import GpuUse
 from inflight.errors import ConfigError
 from inflight.pipeline.config import FleetMember, RunConfig
+from inflight.pipeline.lora_shapes import lora_shapes
 from inflight.weights.buckets import DEFAULT_BUCKET_BYTES
 from inflight.wire import DTYPE_SIZES
 
@@ -157,6 +158,9 @@ def trainer_terms(config: RunConfig, model: ModelShape) -> tuple[Term, ...]:
     frozen = [name for name in model.tensors if any(fnmatch.fnmatch(name, it) for it in options.get("frozen", ()))]
     elements = shard_elements(model.tensors, size)
     trained = elements - shard_elements({name: model.tensors[name] for name in frozen}, size)
+    if (lora := config.train.lora) is not None:
+        trained = shard_elements(lora_shapes(lora, config.model.path), size)
+        elements += trained
     num_copies = 1 + ("reference_logprobs" in config.loss.policy_loss().needs)
     moments = optimizer_bytes(trained, master, is_8bit=options.get("optimizer") == "adamw8bit")
     more_ranks = "raise train.num_ranks"

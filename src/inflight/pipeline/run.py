@@ -31,6 +31,7 @@ from inflight.pipeline.groups import work_of
 from inflight.pipeline.interrupt import Interrupt, Interrupted
 from inflight.pipeline.journal import Journal
 from inflight.pipeline.leases import kept_token
+from inflight.pipeline.lora_shapes import check_lora
 from inflight.pipeline.memory import model_shape
 from inflight.pipeline.memory_check import check_fits, device_uses, memory_of
 from inflight.pipeline.memory_turns import MemoryTurns
@@ -141,6 +142,7 @@ class _Run:
     def __init__(self, config: RunConfig, *, resume: bool, tensorboard: bool, before: _Run | None = None) -> None:
         self.config = config
         check_servers(config.servers)
+        check_lora(config.train, config.model.path)
         self.launcher: Launcher = (
             before.launcher if before else load_launcher(config.run.launcher, config.run.launcher_options)
         )

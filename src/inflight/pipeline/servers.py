@@ -70,6 +70,8 @@ class Servers:
     extra: list[Server] = field(default_factory=list)
     """Servers that were started because training waited, with ``servers.scale``; they joined by themselves."""
     scaling: Scaling | None = None
+    run_id: str | None = None
+    """Known once `start` is called."""
     taking_part: dict[InferenceEndpoint, str] = field(default_factory=dict)
     """URLs of the endpoints that versions are published to."""
     lines: dict[str, _Line] = field(default_factory=dict)
@@ -95,6 +97,7 @@ class Servers:
         Own servers that run already stay as they are; those of them that have ended are started again later.
         """
         servers = self.config.servers
+        self.run_id = directory.run_id
         running = [server for server in self.own if server.process.ended is None]
         if not servers.urls and not running and not self.launcher.port:
             await asyncio.gather(*(server.stop() for server in self.own))
@@ -170,7 +173,16 @@ class Servers:
         return connect_endpoint(url, token=self.token, generate_timeout_s=timeout_s)
 
     async def _declared(self, endpoint: InferenceEndpoint) -> Capabilities:
-        return await declared(self.config, self.vocab_size, endpoint)
+        """Return what an endpoint declares. Raises `ConfigError` if it cannot take part."""
+        can = await declared(self.config, self.vocab_size, endpoint)
+        if self.config.train.lora is not None:
+            run_id = (await endpoint.weight_version()).run_id
+            if run_id not in (None, self.run_id):
+                raise ConfigError(
+                    f"{endpoint.name} serves weights of run {run_id!r}, but the LoRA of train.lora is for those that "
+                    "it was started from: start the server again"
+                )
+        return can
 
     async def _keep_running(self, server: Server) -> None:
         """Start a server again whenever its process ends, until it ends repeatedly without having held a version."""

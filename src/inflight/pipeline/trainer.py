@@ -30,6 +30,7 @@ from inflight.launchers.launcher import ADDRESS_VARIABLE
 from inflight.losses import Metric, Metrics, Plan, PolicyLoss, add_metrics, encode_metrics, prepare
 from inflight.pipeline.channel import WorkerChannel
 from inflight.pipeline.config import RunConfig
+from inflight.pipeline.lora_shapes import check_trains_lora
 from inflight.pipeline.meeting import RUN_VARIABLE, meet_run, tell_collectives
 from inflight.pipeline.messages import (
     Doing,
@@ -104,6 +105,7 @@ class TrainerRank:
             resolve(name) if ":" in name else load_installed("worker", "workers", name, ("module:function",))
         )
         self._worker = factory(settings)
+        check_trains_lora(config.train, self._worker)
         self._saver: BackgroundSaver | None = None
         if config.run.background_saves:
             if not isinstance(self._worker, BackgroundSaver):

@@ -5,7 +5,7 @@ This module knows the Protocols only, no engine and no trainer.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Literal
 
 from inflight.contracts import InferenceEndpoint, MergingLoraSource, WeightSource
@@ -47,18 +47,21 @@ def publish_weights(
     ``keep_base`` makes endpoints keep these weights in host memory. Engines that fuse tensors need them if a later
     update is a LoRA or leaves some weights out, unless the weights are those of their checkpoint.
 
+    A LoRA goes to endpoints that declare ``lora``. If one of them declares partial updates only, a `MergingLoraSource`
+    sends the weights that its LoRA changes to all of them, from then on.
+
     Raises `PublishError` if fewer endpoints applied the update; its report names each endpoint's state. `ConfigError`
     and `UnsupportedError` mean that no endpoint was asked for anything, `FencedError` that another trainer has taken
     this one's place. Errors of gathering pass through. Whatever is raised, the collective gather was completed on every
     rank, and no endpoint stays paused: reachable endpoints were told to abort, the others resume by themselves when
     their lease ends.
     """
-    endpoints = publisher.endpoints if endpoints is None else endpoints
-    source = _source(worker, publisher, endpoints.values(), bucket_bytes)
+    source = _source(worker, publisher, endpoints, bucket_bytes)
     gathered = source.gather_weights(plan_buckets(source.parameter_specs(), bucket_bytes))
     try:
         if worker.rank != 0:
             raise ConfigError(f"publish_weights is for rank 0; rank {worker.rank} calls gather_only(worker)")
+        endpoints = publisher.endpoints if endpoints is None else endpoints
         if not deadline_s > 0:
             raise ConfigError(f"deadline_s must be above 0, not {deadline_s}")
         if quorum is not None and not quorum >= 1:
@@ -94,7 +97,10 @@ def publish_weights(
 
 
 def _source(
-    worker: WeightSource, publisher: WeightPublisher, declared: Collection[Capabilities], bucket_bytes: int
+    worker: WeightSource,
+    publisher: WeightPublisher,
+    endpoints: Mapping[InferenceEndpoint, Capabilities] | None,
+    bucket_bytes: int,
 ) -> WeightSource:
     """Return the worker, or the merged weights of its LoRA if an endpoint takes no LoRA but partial updates.
 
@@ -103,6 +109,7 @@ def _source(
     """
     if not isinstance(worker, MergingLoraSource) or worker.rank != 0:
         return worker
+    declared = (publisher.endpoints if endpoints is None else endpoints).values()
     if not publisher.merges_lora and all(can.lora for can in declared):
         return worker
     if not all(can.partial_updates for can in declared):
