@@ -330,6 +330,21 @@ class ImageWorker(Protocol):
 
 
 @runtime_checkable
+class ReplayingWorker(Protocol):
+    """A `TrainerWorker` that says whether it replays the experts of a rollout. One that does not say does not."""
+
+    @property
+    @abstractmethod
+    def replays_routing(self) -> bool:
+        """Return whether `TrainerWorker.forward` takes `MicroBatch.routed_experts_TLK`; if not, it refuses them.
+
+        Raises `UnsupportedError` then. The recorded experts take the place of those that the model's routers would
+        choose, weighted by what the routers, as they are now, give them. A micro-batch without a record may come beside
+        others' with one.
+        """
+
+
+@runtime_checkable
 class BackgroundSaver(Protocol):
     """A `TrainerWorker` that can also save while it trains.
 

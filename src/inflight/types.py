@@ -1,7 +1,7 @@
 """Values inside one process: frozen dataclasses that all parts share.
 
-Shape suffixes: T packed tokens of one micro-batch, S its segments, M its tokens that images fill. Importing this module
-does not load torch, which only annotations name.
+Shape suffixes: T packed tokens of one micro-batch, S its segments, M its tokens that images fill, L layers, K experts
+that compute a token in a layer. Importing this module does not load torch, which only annotations name.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from inflight.wire import Encoding, PromptImage, TensorSpec, UpdateRef, UpdateTimings, VersionSpan
+    from inflight.wire import Encoding, PromptImage, RoutedExperts, TensorSpec, UpdateRef, UpdateTimings, VersionSpan
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -30,6 +30,9 @@ class Turn:
     reward: float | None = None
     """What the environment gave for this turn alone; None if it gave nothing."""
 
+
+FREE_EXPERT = -1
+"""In place of an expert: the router chooses."""
 
 OBSERVED = -1
 """In place of a version: the token was not sampled, but came from the environment."""
@@ -61,6 +64,8 @@ class Rollout:
     """Who speaks, in episodes with several speakers; rewards are compared within a role."""
     images: Sequence[PromptImage] = ()
     """By indices of all tokens, those of the prompt first."""
+    routed_experts: RoutedExperts | None = None
+    """By indices of all tokens, those of the prompt first; None if they are not known."""
 
     @property
     def num_tokens(self) -> int:
@@ -155,6 +160,8 @@ class MicroBatch:
     image_tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """What the model's processor made of the images, by name, such as ``pixel_values``; image after image in the order
     of the segments, in the first dimension"""
+    routed_experts_TLK: torch.Tensor | None = None
+    """int16 [T, L, K], the experts that compute token t as an input; a token with -1 is routed freely. None: all are"""
 
     @property
     def num_tokens(self) -> int:

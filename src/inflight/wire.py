@@ -65,9 +65,9 @@ MAX_IMAGES_LENGTH = 16 << 20
 """Most characters of all its data URLs together: 12 MB of encoded images."""
 
 
-def is_empty(values: tuple[object, ...]) -> bool:
+def is_empty(value: object) -> bool:
     """Return whether a message leaves a field out, for peers that do not know it."""
-    return not values
+    return not value
 
 
 def _usable_host(host: str) -> str:
@@ -513,6 +513,9 @@ class GenerateRequest(WireModel):
     """Only where `Capabilities.images` is declared."""
     sampling: SamplingParams = SamplingParams()
     stream: bool = False
+    routed_experts: bool = Field(default=False, exclude_if=is_empty)
+    """Whether completions say which experts computed them. Only where `Capabilities.routed_experts` is declared, and
+    not in a stream."""
     num_continued: Natural = 0
     """How many of the last prompt tokens are the earlier part of a completion, which this request continues. Only what
     the completion is drafted from depends on it."""
@@ -529,6 +532,67 @@ class GenerateRequest(WireModel):
     def _images_are_in_the_prompt(self) -> GenerateRequest:
         check_images(self.images, len(self.prompt_token_ids))
         return self
+
+
+class RoutedExperts(WireModel):
+    """The experts that the routers of a mixture of experts chose for the first ``num_tokens`` tokens of a sequence.
+
+    Row t says which experts computed token t, counting prompt and completion together, in the forward after which the
+    next token was sampled. The last sampled token never went through the model, so it has no row. A row has
+    ``num_chosen`` experts for each of the model's ``num_layers`` layers, those without experts included, where the
+    numbers mean nothing. The largest number that ``dtype`` holds stands for "not known".
+    """
+
+    num_tokens: Natural
+    num_layers: int = Field(ge=1, le=4096)
+    num_chosen: int = Field(ge=1, le=4096)
+    dtype: Literal["uint8", "uint16"]
+    """Little-endian."""
+    data: str
+    """Base64 of the numbers [``num_tokens``, ``num_layers``, ``num_chosen``], row-major, without gaps."""
+
+    @model_validator(mode="after")
+    def _data_fits(self) -> RoutedExperts:
+        try:
+            size = len(base64.b64decode(self.data, validate=True))
+        except ValueError as error:
+            raise ValueError(f"the data of routed_experts is not base64: {error}") from error
+        if size != self.num_tokens * self.row_bytes:
+            raise ValueError(
+                f"routed_experts has {size} bytes, but {self.num_tokens} rows of {self.row_bytes} bytes were announced"
+            )
+        return self
+
+    @property
+    def row_bytes(self) -> int:
+        return self.num_layers * self.num_chosen * (1 if self.dtype == "uint8" else 2)
+
+    def to_bytes(self) -> bytes:
+        """Return the numbers, row-major."""
+        return base64.b64decode(self.data)
+
+    def followed_by(self, later: RoutedExperts) -> RoutedExperts:
+        """Return these rows and, behind them, the rows of ``later`` for the tokens that have none here.
+
+        ``later`` is of the same sequence, grown. Raises ``ValueError`` if the two are of different models.
+        """
+        ours, theirs = ((it.num_layers, it.num_chosen, it.dtype) for it in (self, later))
+        if ours != theirs:
+            raise ValueError(f"routed_experts of {theirs} (layers, experts, dtype) cannot follow those of {ours}")
+        rows = self.to_bytes() + later.to_bytes()[self.num_tokens * self.row_bytes :]
+        return self.model_copy(
+            update={"num_tokens": len(rows) // self.row_bytes, "data": base64.b64encode(rows).decode("ascii")}
+        )
+
+
+def longest_record(earlier: RoutedExperts | None, later: RoutedExperts | None) -> RoutedExperts | None:
+    """Return what is known of a sequence's experts from two requests, of which the later one continued it.
+
+    Where both know a token's experts, those of the earlier one count: the next token was sampled behind them.
+    """
+    if earlier is None or later is None:
+        return earlier or later
+    return earlier.followed_by(later)
 
 
 class DraftCounts(WireModel):
@@ -565,6 +629,8 @@ class Completion(WireModel):
     finish_reason: FinishReason
     draft_counts: DraftCounts | None = None
     """None unless the endpoint declares them; of an aborted completion they may be missing anyway."""
+    routed_experts: RoutedExperts | None = Field(default=None, exclude_if=is_empty)
+    """None unless the request asked for them; of an aborted completion they may be missing anyway."""
 
     @model_validator(mode="after")
     def _lengths_agree(self) -> Completion:
@@ -842,6 +908,8 @@ class Capabilities(WireModel):
     """Whether completions of a prompt may be drafted from the `DraftHistory` that was recorded for it."""
     draft_counts: bool = False
     """Whether completions have `DraftCounts`, except in streams."""
+    routed_experts: bool = False
+    """Whether a request may ask which experts computed its tokens, see `RoutedExperts`."""
     manifest_digest: str | None = None
     """`Manifest.digest` of the weights that the endpoint accepts, in its own order; None if unknown."""
 
@@ -854,6 +922,7 @@ class Capabilities(WireModel):
         partial_updates: bool = False,
         lora: bool = False,
         releases_memory: bool = False,
+        routed_experts: bool = False,
     ) -> str | None:
         """Return the first of these needs that is not declared, in words that follow "does not declare"."""
         if in_flight is not None and in_flight not in self.in_flight_policies:
@@ -867,6 +936,8 @@ class Capabilities(WireModel):
             return "partial updates"
         if lora and not self.lora:
             return "lora"
+        if routed_experts and not self.routed_experts:
+            return "routed_experts"
         return "releases_memory" if releases_memory and not self.releases_memory else None
 
 

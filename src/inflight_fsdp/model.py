@@ -22,6 +22,7 @@ from inflight.checkpoints import empty_causal_lm, fitting_tensors, stored_shapes
 from inflight.compiler import check_compiler
 from inflight.errors import ConfigError, UnsupportedError
 from inflight.images import takes_images
+from inflight.routing import REPLAYED, Routers, decoder_layers, replay_routing, routers_of
 from inflight.vision import blank_image, embedded, image_features
 from inflight_fsdp.compiled import compile_layers
 from inflight_fsdp.config import WorkerConfig
@@ -39,9 +40,12 @@ _EXPERTS = {"experts.gate_up_proj": ("gate_proj", "up_proj"), "experts.down_proj
 class PolicyModel(nn.Module):
     """The root of the sharded module: inside its forward the head's weight is whole, tied to the embedding or not."""
 
-    def __init__(self, causal_lm: Any) -> None:
+    def __init__(self, causal_lm: Any, routers: Routers | None = None) -> None:
+        """``routers`` are those that can replay a choice of experts; None if the model has none."""
         super().__init__()
         self.causal_lm = causal_lm
+        self.routing_shape = None if routers is None else (*routers.shape, routers.num_experts)
+        """[L, K] of a token's experts, and how many experts a layer has; None if no choice of them can be replayed."""
 
     def forward(self, row: Row) -> torch.Tensor:
         """Return the logprobs [N] of the targets.
@@ -54,6 +58,7 @@ class PolicyModel(nn.Module):
             position_ids=row.position_ids_R.unsqueeze(0),
             use_cache=False,
             segment_plan=row.plan,
+            **({} if row.routed_experts_RLK is None else {REPLAYED: row.routed_experts_RLK}),
         )
         head = self.causal_lm.get_output_embeddings()
         return row.targets.logprobs(output.last_hidden_state, head.weight, head.bias)
@@ -99,7 +104,11 @@ def empty_policy(config: WorkerConfig, device: torch.device) -> PolicyModel:
     wanted = {name: shape for layout in layouts.values() for name, shape in layout.shapes.items()}
     ignored = tuple(causal_lm._keys_to_ignore_on_load_unexpected or ())
     fitting_tensors(config.model_path, wanted, known=known, ignored=ignored)
-    policy = PolicyModel(causal_lm.eval())
+    # Compiled parts of layers would be compiled anew for each choice of experts.
+    routers = None if config.compile else routers_of(causal_lm)
+    policy = PolicyModel(causal_lm.eval(), routers)
+    if routers is not None:
+        replay_routing(causal_lm, routers)
     if config.float8:
         for layer in _layers(policy):
             multiply_in_float8(layer, device)
@@ -218,5 +227,4 @@ def shard_policy(policy: PolicyModel, mesh: DeviceMesh, config: WorkerConfig) ->
 
 def _layers(policy: PolicyModel) -> list[nn.Module]:
     """Return the decoder layers; a vision tower belongs to the rest."""
-    names = policy.causal_lm._no_split_modules or ()
-    return [module for module in policy.causal_lm.get_decoder().modules() if type(module).__name__ in names]
+    return decoder_layers(policy.causal_lm)

@@ -3,7 +3,7 @@
 Knows nothing of models and losses.
 
 Shape suffixes: T packed tokens, R tokens that this rank computes, N targets that it predicts, H hidden,
-M tokens that images fill.
+M tokens that images fill, L layers, K experts of a token in a layer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from inflight.attention import SegmentPlan
 from inflight.head_exchange import HeadExchange
 from inflight.losses.head import chunked_logprobs
-from inflight.types import MicroBatch
+from inflight.types import FREE_EXPERT, MicroBatch
 from inflight_fsdp.config import RankLayout
 
 
@@ -72,6 +72,8 @@ class Row:
     """int64: the targets' indices in the micro-batch."""
     images: PackedImages | None = None
     """Only where the row is the whole micro-batch."""
+    routed_experts_RLK: torch.Tensor | None = None
+    """int64: as in `MicroBatch`."""
 
 
 def rows_of(
@@ -118,6 +120,12 @@ def _row(
         positions_P = torch.arange(padding, device=token_ids_T.device)
         token_ids_T = torch.cat([token_ids_T, torch.zeros_like(positions_P)])
         position_ids_T = torch.cat([position_ids_T, positions_P])
+    experts_RLK = None
+    if batch.routed_experts_TLK is not None:
+        experts_TLK = batch.routed_experts_TLK[tokens]
+        if padding:
+            experts_TLK = torch.cat([experts_TLK, experts_TLK.new_full((padding, *experts_TLK.shape[1:]), FREE_EXPERT)])
+        experts_RLK = experts_TLK[first:last].to(device, torch.int64)
     # The token after each of this rank's. Indices are all that a batch on a GPU is waited for.
     rows_N = batch.loss_mask_T[tokens][first + 1 : last + 1].nonzero().squeeze(1)
     targets_N = rows_N + first + 1
@@ -133,6 +141,7 @@ def _row(
         SegmentPlan.build((*lengths, padding) if padding else lengths, device, exchange),
         targets,
         (targets_N + tokens.start).to(device),
+        routed_experts_RLK=experts_RLK,
     )
 
 

@@ -25,7 +25,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from inflight.attention import segment_kernel_in_words
 from inflight.checkpoints import max_model_len_of
-from inflight.contracts import BackgroundSaver, ImageWorker, ModelParallelWorker, PartialWeightSource
+from inflight.contracts import (
+    BackgroundSaver,
+    ImageWorker,
+    ModelParallelWorker,
+    PartialWeightSource,
+    ReplayingWorker,
+)
 from inflight.errors import (
     CheckpointError,
     ConfigError,
@@ -56,7 +62,7 @@ _TOLD_STEPS = 3
 Worker = TypeVar("Worker", bound="ShardedWorker")
 
 
-class ShardedWorker(ModelParallelWorker, PartialWeightSource, BackgroundSaver, ImageWorker):
+class ShardedWorker(ModelParallelWorker, PartialWeightSource, BackgroundSaver, ImageWorker, ReplayingWorker):
     """One trainer rank."""
 
     num_rows: int = 1
@@ -150,13 +156,20 @@ class ShardedWorker(ModelParallelWorker, PartialWeightSource, BackgroundSaver, I
         is_whole = self._exchange is None and self.num_rows == 1
         return is_whole and bool(getattr(self._policy, "takes_images", False))
 
+    @property
+    def replays_routing(self) -> bool:
+        return getattr(self._policy, "routing_shape", None) is not None
+
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         """Return logprobs on the device of the batch, which may differ from the worker's.
 
-        Raises `TrainerError` for a segment longer than the model's context, and `UnsupportedError` for images that the
-        model does not take, before any collective.
+        Raises `TrainerError` for a segment longer than the model's context and for experts that the model does not
+        have, `UnsupportedError` for images that the model does not take and for experts that this worker does not
+        replay, before any collective.
         """
         images = self._images_of(batch)
+        if batch.routed_experts_TLK is not None:
+            self._check_experts(batch.routed_experts_TLK, batch.num_tokens)
         lengths = batch.segment_lengths
         if lengths and (longest := max(lengths)) > self._context_length:
             raise TrainerError(
@@ -188,6 +201,22 @@ class ShardedWorker(ModelParallelWorker, PartialWeightSource, BackgroundSaver, I
             )
         moved = {name: tensor.to(self._device) for name, tensor in batch.image_tensors.items()}
         return PackedImages(batch.image_rows_M.to(self._device), moved)
+
+    def _check_experts(self, experts_TLK: torch.Tensor, num_tokens: int) -> None:
+        shape: tuple[int, int, int] | None = getattr(self._policy, "routing_shape", None)
+        if shape is None:
+            raise UnsupportedError(
+                "the micro-batch has routed_experts_TLK, but this worker replays none: its model has no routers that "
+                "are known, or its layers are compiled"
+            )
+        *of_token, num_experts = shape
+        if experts_TLK.shape != (num_tokens, *of_token):
+            raise TrainerError(
+                f"routed_experts_TLK is {list(experts_TLK.shape)}, but the micro-batch has {num_tokens} tokens and the "
+                f"model {of_token[0]} layers with {of_token[1]} experts for each"
+            )
+        if num_tokens and (largest := int(experts_TLK.max())) >= num_experts:
+            raise TrainerError(f"routed_experts_TLK names expert {largest}, but the model has {num_experts} in a layer")
 
     def backward(self, loss: torch.Tensor) -> None:
         self._has_gradients = True

@@ -182,6 +182,7 @@ LEVELS = {
     "compiler": 2,
     "checkpoints": 2,
     "vision": 2,
+    "routing": 2,
     "images": 2,
     "http": 2,
     "engines": 2,

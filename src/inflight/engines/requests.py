@@ -34,11 +34,23 @@ class Asked:
     """Completions with different keys share no cached prefix."""
 
 
-def check_fit(request: GenerateRequest, *, max_model_len: int, vocab_size: int, images: bool = False) -> None:
+def check_fit(
+    request: GenerateRequest,
+    *,
+    max_model_len: int,
+    vocab_size: int,
+    images: bool = False,
+    routed_experts: bool = False,
+) -> None:
     """Raise `InvalidRequestError` if a request is too long for the model, or has token ids outside its vocabulary.
 
-    Raises `UnsupportedError` if it has images and ``images`` are not declared.
+    Raises `UnsupportedError` if it has images and ``images`` are not declared, or asks for experts and
+    ``routed_experts`` are not.
     """
+    if request.routed_experts and not routed_experts:
+        raise UnsupportedError(
+            f"request {request.request_id!r} asks for routed_experts, but the endpoint does not declare them"
+        )
     if request.images and not images:
         raise UnsupportedError(f"request {request.request_id!r} has images, but the endpoint does not declare images")
     num_prompt, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens

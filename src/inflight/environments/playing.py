@@ -54,6 +54,8 @@ class PlayingEpisode(Episode):
     proxy: Proxy | None = None
     stream: Stream | None = None
     """None where the endpoint does not declare streaming."""
+    routed_experts: bool = False
+    """Whether the experts of each token are asked for, which cannot be streamed."""
     whole_reward: float | None = None
     """What a client has posted for the episode."""
     recording: Recording = field(default_factory=Recording)
@@ -195,6 +197,7 @@ class PlayingEpisode(Episode):
             prompt_token_ids=tuple(prompt_token_ids),
             images=tuple(images),
             sampling=sampling.model_copy(update=update),
+            routed_experts=self.routed_experts,
         )
 
     def played(self, reward: float) -> PlayedEpisode:

@@ -14,7 +14,16 @@ from pydantic import Field
 
 from inflight.errors import ProtocolError
 from inflight.types import Rollout, Turn
-from inflight.wire import Completion, CompletionChunk, PromptImage, VersionSpan, WireModel, is_empty
+from inflight.wire import (
+    Completion,
+    CompletionChunk,
+    PromptImage,
+    RoutedExperts,
+    VersionSpan,
+    WireModel,
+    is_empty,
+    longest_record,
+)
 
 
 class RecordedCall(WireModel):
@@ -175,8 +184,10 @@ def _rollout(
     logprobs: list[float] = []
     spans: list[VersionSpan] = []
     turns: list[Turn] = []
+    experts: RoutedExperts | None = None
     for number, is_trained in zip(path, is_new, strict=True):
         call = calls[number]
+        experts = longest_record(experts, call.completion.routed_experts)
         observed = call.prompt_token_ids[len(prompt) + len(token_ids) :]
         token_ids += observed
         logprobs += [0.0] * len(observed)
@@ -203,4 +214,5 @@ def _rollout(
         episode=episode,
         role=calls[path[-1]].role,
         images=calls[path[-1]].images,
+        routed_experts=experts,
     )

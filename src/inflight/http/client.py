@@ -106,7 +106,14 @@ class HttpEndpoint(StreamingEndpoint, AbortingEndpoint, ReleasingEndpoint, Draft
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
         num_tokens = _num_tokens(request.sampling)
-        return await self._call(routes.GENERATE, request, self._generate_timeout_s, num_tokens=num_tokens)
+        num_routed = request.sampling.n * len(request.prompt_token_ids) + (num_tokens or 0)
+        return await self._call(
+            routes.GENERATE,
+            request,
+            self._generate_timeout_s,
+            num_tokens=num_tokens,
+            num_routed=num_routed if request.routed_experts else 0,
+        )
 
     def generate_stream(self, request: GenerateRequest) -> AsyncIterator[CompletionChunk]:
         return self._events(routes.GENERATE, request.model_copy(update={"stream": True}), CompletionChunk)
@@ -135,13 +142,17 @@ class HttpEndpoint(StreamingEndpoint, AbortingEndpoint, ReleasingEndpoint, Draft
         timeout_s: float,
         statuses: tuple[int, ...] = (200,),
         num_tokens: int | None = 0,
+        num_routed: int = 0,
     ) -> Response:
-        """Return the answer, of at most ``num_tokens`` tokens; None if the server chooses how many."""
+        """Return the answer, of at most ``num_tokens`` tokens; None if the server chooses how many.
+
+        ``num_routed`` tokens come with their experts.
+        """
         content = None if body is None else body.model_dump_json()
         bound = MAX_RESPONSE_BYTES
         if num_tokens is not None:  # a chat returns the prompt, of which an image makes few tokens
             asked = 0 if content is None else len(content) - _length_of_images(body)
-            bound = route.response_size.bytes_for(num_tokens) + 64 * asked
+            bound = route.response_size.bytes_for(num_tokens, num_routed=num_routed) + 64 * asked
         status, received = await self._http.exchange(
             route.method,
             route.path,

@@ -19,9 +19,16 @@ class Size:
     token_bytes: int = 0
     image_bytes: int = 0
     """Further bytes where images are declared."""
+    routed_bytes: int = 0
+    """Further bytes for each token, those of the prompt included, whose experts are asked for."""
 
-    def bytes_for(self, num_tokens: int, *, images: bool = False) -> int:
-        return self.fixed_bytes + self.token_bytes * num_tokens + (self.image_bytes if images else 0)
+    def bytes_for(self, num_tokens: int, *, images: bool = False, num_routed: int = 0) -> int:
+        return (
+            self.routed_bytes * num_routed
+            + self.fixed_bytes
+            + self.token_bytes * num_tokens
+            + (self.image_bytes if images else 0)
+        )
 
 
 Response = TypeVar("Response", bound=wire.WireModel)
@@ -130,7 +137,7 @@ GENERATE = Route(
     wire.GenerateRequest,
     wire.GenerateResponse,
     request_size=Size(MB, 16, wire.MAX_IMAGES_LENGTH),
-    response_size=Size(MB, 256),
+    response_size=Size(MB, 256, routed_bytes=4 * KB),  # 128 layers of 12 experts, in two bytes each
 )
 CHAT_COMPLETIONS = Route(
     "POST",

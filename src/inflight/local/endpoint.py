@@ -133,6 +133,7 @@ class LocalEndpoint(
             images=self._images is not None,
             drafts=self._engine.speculation.takes_history,
             draft_counts=self._engine.speculation.is_on,
+            routed_experts=self._engine.records_routing,
             manifest_digest=self._manifest.digest(),
         )
 
@@ -257,6 +258,11 @@ class LocalEndpoint(
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
         """Cancelling the call ends the request between two token steps."""
         self._updates.session.refuse_to_sample()
+        if request.routed_experts and not self._engine.records_routing:
+            raise UnsupportedError(
+                f"{self._name} does not declare routed_experts: its model has no routers that are known, or its decode "
+                "step is compiled"
+            )
         finished: Future[list[Completion]] = _outcome()
         tensors = await self._image_tensors(request)
         admitted, submitted = self._engine.submit(
@@ -275,6 +281,8 @@ class LocalEndpoint(
     async def generate_stream(self, request: GenerateRequest) -> AsyncIterator[CompletionChunk]:
         """Yields one chunk per step: one token, or several with drafts. Closing the iterator ends the request."""
         self._updates.session.refuse_to_sample()
+        if request.routed_experts:
+            raise UnsupportedError("routed_experts cannot be streamed: ask for the whole completion")
         loop = asyncio.get_running_loop()
         chunks: asyncio.Queue[CompletionChunk | InflightError | None] = asyncio.Queue()
         sent = [0] * request.sampling.n

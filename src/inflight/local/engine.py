@@ -8,6 +8,7 @@ of HTTP, process groups or runs.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import time
@@ -28,6 +29,7 @@ from inflight.local.sequences import Request, Sequence
 from inflight.local.slots import Slot, SlotStore, token_bytes_of
 from inflight.local.speculation import Drawn, Speculation
 from inflight.rollouts.drafts import DraftSource
+from inflight.routing import RoutingRecorder, routers_of
 from inflight.types import EngineStats
 from inflight.wire import Completion, FinishReason, GenerateRequest, InFlightPolicy, PromptImage
 
@@ -79,6 +81,8 @@ class Engine:
         self._store = SlotStore(config, max_model_len, parameter.dtype, parameter.device, limit, num_fixed)
         decoder = None if compiler is None else Decoder(model, self._store.arenas[0], compiler)
         self._forwards = Forwards(model, self._store, parameter.device, decoder)
+        routers = routers_of(model) if compiler is None else None
+        self._recorder = None if routers is None else RoutingRecorder(routers)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._decode = decode
         self.speculation = Speculation(drafts)
@@ -114,6 +118,11 @@ class Engine:
             self._wake.notify()
         if self._thread.is_alive():
             self._thread.join()
+
+    @property
+    def records_routing(self) -> bool:
+        """Whether requests may ask for their experts: the model has some, and the decode step is not compiled."""
+        return self._recorder is not None
 
     @property
     def failure(self) -> EndpointError | None:
@@ -169,6 +178,7 @@ class Engine:
             request.num_continued,
             images=request.images,
             image_tensors=image_tensors,
+            routed_experts=request.routed_experts,
         )
         return admitted, self.call(lambda: self._add(admitted))
 
@@ -424,11 +434,22 @@ class Engine:
             if (leader := group[0]).slot is not None
         ]
         decoded = {slot: (s.token_ids[-1], *s.draft) for slot, s in running.items()}
-        slots, logits_BV = self._forwards.logits(decoded, prompts)
+        recorder = self._recorder if any(s.request.routed_experts for group in groups for s in group) else None
+        with contextlib.nullcontext() if recorder is None else recorder.recording():
+            slots, logits_BV = self._forwards.logits(decoded, prompts)
         drawing = [running[slot] for slot in slots] + [sequence for group in new for sequence in group]
         rows = [sequence for sequence in drawing for _ in range(1 + len(sequence.draft))]
         uniforms = [number for sequence in drawing for number in sequence.draw(1 + len(sequence.draft))]
         drawn = self.speculation.verify(drawing, *sample(logits_BV, [s.request.sampling for s in rows], uniforms))
+        if recorder is not None:
+            experts_TLK = recorder.take()
+            for slot, it in zip(slots, drawn, strict=False):
+                it.sequence.note_routed(slot.length, experts_TLK[: len(it.token_ids)].copy())
+                experts_TLK = experts_TLK[len(decoded[slot]) :]
+            for group, prompt in zip(new, prompts, strict=True):
+                for sequence in group:
+                    sequence.note_routed(0, experts_TLK[: len(prompt.token_ids)])
+                experts_TLK = experts_TLK[len(prompt.token_ids) :]
         for slot, it in zip(slots, drawn, strict=False):
             slot.length += len(it.token_ids)
         for prompt in prompts:

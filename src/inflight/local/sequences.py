@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from inflight.errors import InflightError
 from inflight.local.slots import Slot
 from inflight.rollouts.drafts import Drafter
-from inflight.wire import Completion, DraftCounts, FinishReason, PromptImage, SamplingParams, VersionSpan
+from inflight.routing import Experts
+from inflight.wire import (
+    Completion,
+    DraftCounts,
+    FinishReason,
+    PromptImage,
+    RoutedExperts,
+    SamplingParams,
+    VersionSpan,
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -33,6 +44,8 @@ class Sequence:
     """Tokens that the next step verifies."""
     num_verifications: int = 0
     num_accepted: int = 0
+    routed: list[Experts] = field(default_factory=list)
+    """[T, L, K] of its tokens from the first on, in parts, if its request asked for them."""
     finish_reason: FinishReason | None = None
 
     def draw(self, num: int) -> list[float]:
@@ -47,6 +60,12 @@ class Sequence:
         del self.drawn[0]
         if self.drafter is not None:
             self.drafter.sampled(token)
+
+    def note_routed(self, start: int, experts_TLK: Experts) -> None:
+        """Keep the experts of tokens ``start``, ``start + 1``, ... that are not known yet."""
+        num_known = sum(map(len, self.routed))
+        if self.request.routed_experts and len(experts_TLK) > num_known - start:
+            self.routed.append(experts_TLK[num_known - start :])
 
     def end(self, reason: FinishReason) -> None:
         self.finish_reason = reason
@@ -72,6 +91,22 @@ class Sequence:
             draft_counts=None
             if self.drafter is None
             else DraftCounts.model_construct(num_verifications=self.num_verifications, num_accepted=self.num_accepted),
+            routed_experts=self._routed_experts(),
+        )
+
+    def _routed_experts(self) -> RoutedExperts | None:
+        if not self.routed:
+            return None
+        num_computed = len(self.request.prompt_token_ids) + len(self.token_ids) - 1
+        experts_TLK = np.concatenate(self.routed)[:num_computed]  # a stop may end it within an accepted draft
+        num_tokens, num_layers, num_chosen = experts_TLK.shape
+        little_endian = experts_TLK.astype(experts_TLK.dtype.newbyteorder("<"), copy=False)
+        return RoutedExperts.model_construct(
+            num_tokens=num_tokens,
+            num_layers=num_layers,
+            num_chosen=num_chosen,
+            dtype=experts_TLK.dtype.name,
+            data=b64encode(little_endian.tobytes()).decode("ascii"),
         )
 
 
@@ -94,6 +129,8 @@ class Request:
     images: tuple[PromptImage, ...] = ()
     image_tensors: Mapping[str, torch.Tensor] | None = None
     """What the vision tower takes of them; None without images."""
+    routed_experts: bool = False
+    """As in `inflight.wire.GenerateRequest`."""
     sequences: list[Sequence] = field(default_factory=list)
 
     def image_rows(self) -> list[int]:

@@ -2,7 +2,7 @@
 
 Knows nothing of losses, and does not decide which samples go together.
 
-Shape suffixes: T packed tokens, N targets (tokens with a true loss mask).
+Shape suffixes: T packed tokens, N targets (tokens with a true loss mask), L layers, K experts of a token in a layer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from inflight.errors import InvalidRequestError, NonFiniteError
-from inflight.types import OBSERVED, MicroBatch, Sample
+from inflight.types import FREE_EXPERT, OBSERVED, MicroBatch, Sample
 
 Int64s = npt.NDArray[np.int64]
 
@@ -74,6 +74,8 @@ def collate(
     }
     if all(with_reference):
         values["reference_logprobs_T"] = at_targets(lambda s: s.reference_logprobs or ())
+    if any(sample.rollout.routed_experts is not None for sample in samples):
+        values["routed_experts_TLK"] = _routed_experts(samples, lengths)
     # By numpy: for tensors of this size torch starts threads that cost more than the work.
     tensors: dict[str, Any] = {name: torch.from_numpy(array).to(device) for name, array in values.items()}
     return MicroBatch(segment_lengths=lengths, **tensors, **_images_of(samples, lengths, device, image_tensors))
@@ -119,6 +121,30 @@ def _versions(samples: Sequence[Sample], lengths: Sequence[int], places: Sequenc
         for span in sample.rollout.version_spans:
             versions_T[start + span.start : start + span.end] = span.version
     return versions_T
+
+
+def _routed_experts(samples: Sequence[Sample], lengths: Sequence[int]) -> npt.NDArray[np.int16]:
+    records = [sample.rollout.routed_experts for sample in samples]
+    shapes = {(it.num_layers, it.num_chosen) for it in records if it is not None}
+    if len(shapes) != 1:
+        raise InvalidRequestError(f"routed_experts of the samples differ in layers and experts: {sorted(shapes)}")
+    (shape,) = shapes
+    experts_TLK = np.full((sum(lengths), *shape), FREE_EXPERT, np.int16)
+    for index, (record, length, end) in enumerate(zip(records, lengths, itertools.accumulate(lengths), strict=True)):
+        if record is None:
+            continue
+        if record.num_tokens > length:
+            raise InvalidRequestError(
+                f"sample {index} has {length} tokens but routed_experts has {record.num_tokens} rows"
+            )
+        dtype = np.dtype(record.dtype).newbyteorder("<")
+        rows_RLK = np.frombuffer(record.to_bytes(), dtype).reshape(record.num_tokens, *shape)
+        start = end - length
+        known = np.where(rows_RLK == np.iinfo(dtype).max, np.int32(FREE_EXPERT), rows_RLK)
+        if known.size and known.max() > np.iinfo(np.int16).max:
+            raise InvalidRequestError(f"sample {index} names expert {known.max()}, more than a model can have here")
+        experts_TLK[start : start + record.num_tokens] = known
+    return experts_TLK
 
 
 def empty_micro_batch(device: torch.device | str | None = None) -> MicroBatch:

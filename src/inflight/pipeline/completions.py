@@ -31,6 +31,8 @@ class Completions(Work):
     """Longest that the rewards of one group may take."""
     pool: ScoringPool | None = None
     """Processes that score; None: a thread for each group."""
+    routed_experts: bool = False
+    """Whether endpoints are asked which experts computed each token."""
 
     is_one_request = True
 
@@ -67,7 +69,7 @@ class Completions(Work):
 
     async def sample(self, seat: Seat, order: Order) -> list[Sampled]:
         sampling = self.sampling.model_copy(update={"n": len(order.numbers), "seed": order.seed})
-        request = request_of(order.request_id, order.prompt_token_ids, sampling)
+        request = request_of(order.request_id, order.prompt_token_ids, sampling, routed_experts=self.routed_experts)
         if order.partial is None:
             sampled = await seat.sample(request)
         else:
@@ -91,6 +93,7 @@ class Completions(Work):
                 finish_reason=completion.finish_reason,
                 reward=reward,
                 temperature=self.sampling.temperature,
+                routed_experts=completion.routed_experts,
             )
             for completion, reward in zip(completions, rewards, strict=True)
         ]

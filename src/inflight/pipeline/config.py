@@ -340,6 +340,9 @@ class TrainSection(Section):
     max_gradient_norm: float = Field(default=1.0, gt=0)
     warmup_steps: int = Field(default=0, ge=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+    router_replay: bool = False
+    """Whether each token is computed with the experts that sampled it, not with those that the trainer's routers would
+    choose. For mixtures of experts; the servers and the trainer must declare it."""
     train_on_equal_rewards: bool = False
     """Groups whose rewards are all equal have no advantage; by default the run counts them without training on them."""
 

@@ -79,6 +79,8 @@ class Episodes(Work):
     """Longest that an episode may take."""
     proxy: Proxy | None = None
     """Serves those that ask for a URL."""
+    routed_experts: bool = False
+    """Whether endpoints are asked which experts computed each token. Nothing is streamed then."""
     loop: PlayLoop = field(default_factory=PlayLoop)
     _played: dict[tuple[int, int], _Played] = field(default_factory=dict)
     """Episodes that are not over, by item and number; those without a seat wait for one."""
@@ -122,6 +124,7 @@ class Episodes(Work):
 
     async def _begun(self, seat: Seat, order: Order) -> _Played:
         declared = await seat.capabilities()
+        streams = declared.streaming and isinstance(seat.endpoint, StreamingEndpoint)
         moving = Moving((EndpointError, SlowRequest), lambda error: played.fail(error))
         episode = PlayingEpisode(
             order.request_id,
@@ -131,7 +134,8 @@ class Episodes(Work):
             self.sampling,
             max_tokens=min(self.max_sequence_tokens, declared.max_model_len),
             proxy=self.proxy,
-            stream=moving.stream if declared.streaming and isinstance(seat.endpoint, StreamingEndpoint) else None,
+            stream=moving.stream if streams and not self.routed_experts else None,
+            routed_experts=self.routed_experts,
         )
         task = asyncio.ensure_future(play(self.environment, order.item, episode, self.loop, self.timeout_s))
         played = _Played(moving, episode, task, asyncio.get_running_loop().create_future())

@@ -79,14 +79,18 @@ def _problem(config: RunConfig, vocab_size: int, can: Capabilities) -> str | Non
     """Return why an endpoint with these capabilities cannot take part and what to change; None if it can."""
     servers, model = config.servers, config.model
     needs: tuple[tuple[str, dict[str, Any]], ...] = (
-        ("in_flight", {"in_flight": servers.in_flight}),
-        ("transport", {"transport": servers.transport}),
-        ("delta" if servers.delta else "encoding", {"encodings": ["delta" if servers.delta else servers.encoding]}),
-        ("release_memory", {"releases_memory": servers.release_memory}),
+        ("servers.in_flight", {"in_flight": servers.in_flight}),
+        ("servers.transport", {"transport": servers.transport}),
+        (
+            "servers.delta" if servers.delta else "servers.encoding",
+            {"encodings": ["delta" if servers.delta else servers.encoding]},
+        ),
+        ("servers.release_memory", {"releases_memory": servers.release_memory}),
+        ("train.router_replay", {"routed_experts": config.train.router_replay}),
     )
     for setting, need in needs:
         if lack := can.lacks(**need):
-            return f"does not declare {lack}: change servers.{setting}"
+            return f"does not declare {lack}: change {setting}"
     if config.train.lora is not None and not (can.lora or can.partial_updates):
         return (
             "declares neither lora nor partial updates, so it cannot serve what train.lora trains: leave train.lora "

@@ -44,6 +44,7 @@ def work_of(
             max_sequence_tokens=max_tokens,
             timeout_s=config.task.episode_timeout_s,
             proxy=proxy,
+            routed_experts=config.train.router_replay,
         )
     for name, is_set in (
         ("task.extra_episodes", config.task.extra_episodes > 0),
@@ -61,4 +62,12 @@ def work_of(
             config.model.path,
             config.run.start_timeout_s,
         )
-    return Completions(task, tokenizer, sampling, max_tokens, config.task.reward_timeout_s, pool)
+    return Completions(
+        task,
+        tokenizer,
+        sampling,
+        max_tokens,
+        config.task.reward_timeout_s,
+        pool,
+        routed_experts=config.train.router_replay,
+    )

@@ -139,10 +139,17 @@ class Seat:
             raise EndpointError(f"generate failed: {type(error).__name__}: {error}", self.name) from error
 
 
-def request_of(request_id: str, prompt_token_ids: tuple[int, ...], sampling: SamplingParams) -> GenerateRequest:
+def request_of(
+    request_id: str, prompt_token_ids: tuple[int, ...], sampling: SamplingParams, *, routed_experts: bool = False
+) -> GenerateRequest:
     """Return a request. Raises `UnusableItem` if the prompt does not make a valid one."""
     try:
-        return GenerateRequest(request_id=request_id, prompt_token_ids=prompt_token_ids, sampling=sampling)
+        return GenerateRequest(
+            request_id=request_id,
+            prompt_token_ids=prompt_token_ids,
+            sampling=sampling,
+            routed_experts=routed_experts,
+        )
     except pydantic.ValidationError as error:
         problem = error.errors(include_url=False, include_input=False)[0]
         raise UnusableItem(f"its prompt does not make a valid request: {problem['loc']}: {problem['msg']}") from error

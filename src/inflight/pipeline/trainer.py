@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from inflight.contracts import BackgroundSaver, ImageWorker, TrainerWorker
+from inflight.contracts import BackgroundSaver, ImageWorker, ReplayingWorker, TrainerWorker
 from inflight.data_ranks import data_ranks_of
 from inflight.errors import ConfigError, InflightError, NonFiniteError, PrecisionWarning, UnsupportedError
 from inflight.extensions import load_installed, resolve
@@ -106,6 +106,13 @@ class TrainerRank:
         )
         self._worker = factory(settings)
         check_trains_lora(config.train, self._worker)
+        if config.train.router_replay and not (
+            isinstance(self._worker, ReplayingWorker) and self._worker.replays_routing
+        ):
+            raise ConfigError(
+                f"train.router_replay is true, but worker {name!r} does not replay the experts of this model: it must "
+                "be a mixture of experts, trained with the trainer 'fsdp' without compile"
+            )
         self._saver: BackgroundSaver | None = None
         if config.run.background_saves:
             if not isinstance(self._worker, BackgroundSaver):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 
-from inflight.wire import Completion, GenerateRequest, VersionSpan
+from inflight.wire import Completion, GenerateRequest, VersionSpan, longest_record
 
 
 def continuation(request: GenerateRequest, partial: Completion, request_id: str) -> GenerateRequest:
@@ -36,7 +36,10 @@ def continuation(request: GenerateRequest, partial: Completion, request_id: str)
 
 
 def joined(first: Completion, second: Completion) -> Completion:
-    """Return a completion and its continuation as one; it has draft counts if both have."""
+    """Return a completion and its continuation as one; it has draft counts if both have.
+
+    Of tokens that the continuation computed again, the experts are those that computed them first.
+    """
     num_tokens = len(first.token_ids)
     spans, later = list(first.version_spans), [_shifted(span, num_tokens) for span in second.version_spans]
     if spans and later and spans[-1].version == later[0].version:
@@ -50,6 +53,7 @@ def joined(first: Completion, second: Completion) -> Completion:
         draft_counts=None
         if first.draft_counts is None or second.draft_counts is None
         else first.draft_counts + second.draft_counts,
+        routed_experts=longest_record(first.routed_experts, second.routed_experts),
     )
 
 
