@@ -53,14 +53,16 @@ class Server:
                 self.parameters[info["name"]].copy_(buffer)
 
     async def sample(self, body: dict[str, Any], ids: list[int]) -> tuple[list[int], list[float]]:
-        tokens, logprobs = list(ids), []
+        tokens, logprobs, cache, new = list(ids), [], None, list(ids)
         for _ in range(body["max_tokens"]):
             async with self.lock:
                 with torch.no_grad():
-                    logits = self.model(torch.tensor([tokens])).logits[0, -1]
+                    answer = self.model(torch.tensor([new]), past_key_values=cache, use_cache=True, logits_to_keep=1)
+                logits, cache = answer.logits[0, -1], answer.past_key_values
                 distribution = torch.log_softmax(logits / max(body["temperature"], 1e-6), -1)
                 tokens.append(int(torch.multinomial(distribution.exp(), 1)))
                 logprobs.append(float(distribution[tokens[-1]]))
+                new = tokens[-1:]
             await asyncio.sleep(self.told.get("step_s", 0.0))
         return tokens[len(ids) :], logprobs
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import subprocess
 import threading
 import tomllib
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from inflight.weights.transports import make_sender
 from inflight.wire import ChatCompletionRequest, ChatMessage, EndpointState, GenerateRequest, SamplingParams
 from tests.dialects.programs import Program, free_port
 from tests.weights.workers import PlainWorker, checkpoint, silenced
+from tests.zygote import python
 
 UNIFORM = -math.log(258)
 ROOT = Path(__file__).parents[2]
@@ -130,6 +132,17 @@ def test_a_server_that_fails_half_way_is_poisoned_and_never_reported_as_updated(
         sample(publisher)
     with pytest.raises(PublishError, match="start the server anew"):
         publish(publisher, model_dir, 2, silent=True)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(600)
+def test_what_the_adapter_declares_holds_on_the_stand_in() -> None:
+    levels = [
+        word for level in ("discovery", "control", "weights", "versions", "caches") for word in ("--level", level)
+    ]
+    command = [python(), "-m", "inflight", "check", "endpoint", "tests.dialects.pipelinerl_factory:start"]
+    run = subprocess.run([*command, "--deadline-scale", "3", *levels], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
 
 
 def test_a_url_says_what_the_server_does_not_and_nothing_else() -> None:

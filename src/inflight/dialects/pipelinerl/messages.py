@@ -8,16 +8,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from inflight.dialects.completions import TOKEN_PREFIX
 from inflight.errors import InvalidRequestError
 from inflight.wire import DTYPE_SIZES, ChatCompletion, Items, Manifest, Natural, TensorSpec
 
 UPDATE_ROUTE = "/receive_weight_update"
 CHAT_ROUTE = "/v1/chat/completions"
-COMPLETIONS_ROUTE = "/v1/completions"
 MAX_UPDATE_BYTES = 64 << 20
 """Longest message of an update: a name, a shape and a dtype for each tensor."""
-TOKEN_PREFIX = "token_id:"
-"""What comes before a token's id in the place of its text, on a server started with --return-tokens-as-token-ids."""
 _TORCH = "torch."
 
 
