@@ -24,12 +24,15 @@ FLOOR = $(1)==$(shell sed -n 's/^ *"$(1)>=\([0-9.]*\)",$$/\1/p' pyproject.toml |
 OLDEST_TESTS := tests/losses tests/weights tests/engine tests/worker
 # TorchTitan needs a newer torch; the tests of background saves use its worker too.
 OLDEST_TESTS += --ignore tests/worker/test_torchtitan.py --ignore tests/worker/test_background_saves.py
+# DeepSpeed is not installed there.
+OLDEST_TESTS += --ignore tests/worker/test_deepspeed.py
 # Frameworks that tests compare losses with.
 ANCHORS := tests/losses/anchors/requirements.txt
 # Libraries of environments that tests play.
 ENVIRONMENTS := tests/environments/requirements.txt
 # Ray, on which tests launch runs.
 RAY := tests/launchers/requirements.txt
+DEEPSPEED := tests/worker/deepspeed.txt
 
 # Each interpreter that the tests start would compile the sources anew where no bytecode is kept.
 export PYTHONDONTWRITEBYTECODE :=
@@ -103,6 +106,8 @@ TRAINERS := fsdp-1 fsdp-2 fsdp-4 torchtitan-1 torchtitan-2
 # Of TorchTitan: number of ranks, and what they share.
 LAYOUTS := 2-tensor_parallel=2 2-context_parallel=2 2-pipeline_parallel=2 2-expert_parallel=2 \
   4-tensor_parallel=2 4-shard_size=2
+# Stages of DeepSpeed, on two ranks.
+STAGES := 2 3
 
 certificates-trainers: $(STAMP)
 	mkdir -p $(CERTIFICATES)
@@ -111,6 +116,9 @@ certificates-trainers: $(STAMP)
 	$(foreach it,$(LAYOUTS),{ $(call STANDS,torchtitan-$(subst =,-,$(it))) $(BIN)/inflight check worker torchtitan \
 	  --ranks $(firstword $(subst -, ,$(it))) --ranks-option $(lastword $(subst -, ,$(it))) --option device=cpu \
 	  $(if $(findstring expert,$(it)),--experts) --json $(CERTIFICATES)/torchtitan-$(subst =,-,$(it)).json; } &&) true
+	$(foreach it,$(STAGES),{ $(call STANDS,deepspeed-2-zero_stage-$(it)) PYTHONPATH=$(CURDIR)/$(VENV)/deepspeed \
+	  $(BIN)/inflight check worker deepspeed --ranks 2 --option zero_stage=$(it) --option device=cpu \
+	  --json $(CERTIFICATES)/deepspeed-2-zero_stage-$(it).json; } &&) true
 
 SERVE = $(BIN)/inflight serve {model} --engine $(1) --python .engines/$(1)-$(2)/bin/python --dtype float32 \
   --port {port} --token-file {token_file}
@@ -153,7 +161,7 @@ SELDOM  := /($(SELDOM)|(datasets|fontTools|google|grpc|mypy|mypyc|openai/types|o
 COMPILE := $(BIN)/python -W ignore -m compileall -qq -x '$(SELDOM)'
 
 # torch first, by itself: the constraint then keeps every later package on that build.
-$(STAMP): pyproject.toml constraints.txt $(ANCHORS) $(ENVIRONMENTS) $(RAY)
+$(STAMP): pyproject.toml constraints.txt $(ANCHORS) $(ENVIRONMENTS) $(RAY) $(DEEPSPEED)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(INSTALL) --constraint constraints.txt torch
@@ -176,7 +184,10 @@ apart:
 	# And Ray: libraries look for it when they are imported.
 	rm -rf $(VENV)/ray
 	$(INSTALL) --no-deps --target $(VENV)/ray --requirement $(RAY)
-	$(COMPILE) $(VENV)/lib/python*/site-packages/torch $(VENV)/lib/python*/site-packages/sympy || true
+	# And DeepSpeed: where transformers finds it, each process that imports transformers loads it. Nothing is compiled.
+	rm -rf $(VENV)/deepspeed
+	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(INSTALL) --no-deps --target $(VENV)/deepspeed --requirement $(DEEPSPEED)
+	$(COMPILE) $(VENV)/lib/python*/site-packages/torch $(VENV)/lib/python*/site-packages/sympy $(VENV)/deepspeed || true
 
 $(STAMP_OLDEST): pyproject.toml constraints.txt $(ANCHORS)
 	$(PYTHON) -m venv $(OLDEST)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -19,11 +20,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.real_engines.servers import ENGINES, python_of
+from tests.worker.ranks import apart
 
 from quickstart import quickstart_model
 from results import read_results, write_results
 
-TRAINERS = ("fsdp", "torchtitan")
+TRAINERS = ("fsdp", "torchtitan", "deepspeed")
 DTYPES = ("float32", "bfloat16")
 
 
@@ -35,7 +37,8 @@ def rows_of(engine: str, trainer: str, model: Path, file: Path) -> list[dict[str
     serve += "" if engine == "local" else f" --engine {engine} --python {python_of(engine)}"
     command = [sys.executable, "-m", "inflight", "check", "parity", "--serve", serve, "--model", str(model)]
     command += ["--worker", trainer, *(word for dtype in DTYPES for word in ("--dtype", dtype))]
-    subprocess.run([*command, "--deadline-scale", "3", "--json", str(file)], check=False, timeout=3600)
+    variables = {**os.environ, **(apart(trainer) if trainer == "deepspeed" else {})}
+    subprocess.run([*command, "--deadline-scale", "3", "--json", str(file)], check=False, timeout=3600, env=variables)
     return [{**row, "trainer": trainer} for row in json.loads(file.read_text())["rows"]]
 
 

@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -25,18 +24,14 @@ from inflight_fsdp.agreement import on_every_rank
 from inflight_fsdp.config import parse_config
 from inflight_fsdp.deepspeed_config import DeepSpeedConfig
 from inflight_fsdp.layout import ShardedTensor
-from inflight_fsdp.model import PolicyModel, empty_policy, layouts_of, place_buffers
+from inflight_fsdp.model import empty_policy, layouts_of, place_buffers
 from inflight_fsdp.optimizer import make_adamw
 from inflight_fsdp.sharded import ShardedWorker, make_worker
 from inflight_fsdp.sharding import read_shards, shardings_of
 
 
 def create_worker(config: DeepSpeedConfig | Mapping[str, object]) -> DeepSpeedWorker:
-    """Return this process's rank of a worker; collective over torch's default process group.
-
-    Without a default group a group of one is made, and `DeepSpeedWorker.close` ends it. Raises `ConfigError` or
-    `UnsupportedError` on every rank if the settings or the model cannot be used.
-    """
+    """Return this process's rank of a worker, as `inflight_fsdp.create_worker` does."""
     return make_worker(DeepSpeedWorker, parse_config(config, DeepSpeedConfig))
 
 
@@ -46,24 +41,25 @@ class DeepSpeedWorker(ShardedWorker):
     def __init__(self, config: DeepSpeedConfig, device: torch.device, *, owns_group: bool) -> None:
         deepspeed = on_every_rank(lambda: _imported(device), device)
         policy = on_every_rank(lambda: empty_policy(config, device), device)
-        layouts = layouts_of(policy.causal_lm, stored_tensors(config.model_path))
-        shapes = {name: tuple(parameter.shape) for name, parameter in policy.causal_lm.named_parameters()}
-        settings = config.engine_settings(
-            sum(parameter.numel() for parameter in policy.parameters()), pin_memory=device.type != "cpu"
-        )
-        _allocate(policy, deepspeed, settings, config, device)
-        averaged_over = dist.get_world_size() if config.zero_stage == 3 else 1
-        self._boundary = _Boundary(policy.parameters(), averaged_over)
+        stored = stored_tensors(config.model_path)
+        layouts = layouts_of(policy.causal_lm, stored)
+        parameters = dict(policy.causal_lm.named_parameters())
+        shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+        settings = config.engine_settings(sum(map(torch.Tensor.numel, parameters.values())), device.type)
+        place_buffers(policy, dict(policy.named_buffers()), device)
+        for parameter in parameters.values():
+            made = torch.zeros_like(parameter, dtype=getattr(torch, config.dtype), device=device)
+            torch.utils.swap_tensors(parameter, nn.Parameter(made))  # type: ignore[no-untyped-call]
+            if config.zero_stage == 3:  # no rank ever holds the whole model
+                deepspeed.zero.Init(nn.ParameterList([parameter]), config_dict_or_path=settings)
+        self._boundary = _Boundary(parameters.values(), dist.get_world_size() if config.zero_stage == 3 else 1)
         self._engine: Any = deepspeed.initialize(model=policy, optimizer=self._boundary, config=settings)[0]
-        ranges = {
-            name: found
-            for name, parameter in policy.causal_lm.named_parameters()
-            if (found := _range_of(parameter, self._engine.optimizer)) is not None
-        }
+        found = {name: _range_of(parameter, self._engine.optimizer) for name, parameter in parameters.items()}
+        ranges = {name: it for name, it in found.items() if it is not None}
         parts = {name: part for name, (_, part) in ranges.items()}
         shardings = shardings_of({name: (box,) for name, (box, _) in ranges.items()}, shapes, device, is_flat=True)
         laid_out = [ShardedTensor(part.local, shardings[name], layouts[name]) for name, part in parts.items()]
-        on_every_rank(lambda: read_shards(stored_tensors(config.model_path), laid_out), device)
+        on_every_rank(lambda: read_shards(stored, laid_out), device)
         super().__init__(
             config,
             device,
@@ -79,41 +75,39 @@ class DeepSpeedWorker(ShardedWorker):
 
     def backward(self, loss: torch.Tensor) -> None:
         self._has_gradients = True
+        # A forward does this. In stage 3 a second backward after it would replace the gradients of the first.
+        self._engine.optimizer.clear_backward_seen_flag()
         self._engine.backward(loss)
 
     def _update(self) -> StepResult:
-        """Let DeepSpeed step: it does not call back if it finds a gradient that is not finite."""
-        result = self._boundary.during(super()._update, self._engine.step)
+        """Let DeepSpeed step, which does not come to the boundary if it finds a gradient that is not finite."""
         self._has_gradients = False
-        if result is None:
-            raise self._refused(float("inf"))
-        return result
+        self._boundary.update = super()._update
+        self._engine.step()
+        outcome = self._boundary.left()
+        if isinstance(outcome, StepResult):
+            return outcome
+        if outcome is None:
+            self._compute_with_masters()  # DeepSpeed left out its last collectives
+        raise outcome or self._refused(float("inf"))
 
     def load(self, path: Path) -> None:
         super().load(path)
         self._compute_with_masters()
 
-    def close(self) -> None:
-        """End the engine too."""
-        if self._engine is not None:
-            self._engine.destroy()
-            self._engine = None
-        super().close()
-
     def _clear_gradients(self) -> None:
         """Let DeepSpeed drop its gradients, in a step that changes nothing."""
-        if self._has_gradients and not self._boundary.is_reached:
-            self._boundary.during(lambda: None, self._engine.step)
+        if self._has_gradients:
+            self._engine.step()
         self._has_gradients = False
 
     @torch.no_grad()
     def _compute_with_masters(self) -> None:
-        """Copy the float32 weights to those that layers compute with; collective."""
+        """Copy the float32 weights to those that layers compute with, as at the end of a step; collective."""
         zero = self._engine.optimizer
         if not hasattr(zero, "fp32_partitioned_groups_flat"):
             zero.update_lp_params()
             return
-        # As at the end of its step.
         zero._partition_all_parameters()
         for group in range(len(zero.fp16_groups)):
             zero._reassign_or_swap_out_partitioned_parameters(group)
@@ -121,14 +115,41 @@ class DeepSpeedWorker(ShardedWorker):
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
 
+class _Boundary(torch.optim.Optimizer):
+    """What DeepSpeed takes for the optimizer: its step comes where gradients are reduced, in float32, on their ranks.
+
+    DeepSpeed must finish its own step, so errors are kept for later.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], averaged_over: int) -> None:
+        super().__init__(parameters, {"lr": 0.0, "betas": (0.0, 0.0)})
+        self._averaged_over = averaged_over
+        self.update: Callable[[], StepResult] | None = None
+        self._outcome: StepResult | Exception | None = None
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if self.update is None:
+            return
+        for flat in (flat for group in self.param_groups for flat in group["params"]):
+            flat.grad.mul_(self._averaged_over)
+        try:
+            self._outcome = self.update()
+        except Exception as error:
+            self._outcome = error
+
+    def left(self) -> StepResult | Exception | None:
+        """Return what the update came to, None if DeepSpeed did not come here, and expect none any more."""
+        outcome, self._outcome, self.update = self._outcome, None, None
+        return outcome
+
+
 @dataclass(frozen=True, slots=True)
 class _ZeroPart:
-    """A range of one of the flat tensors that DeepSpeed keeps its float32 weights in."""
+    """A range of a flat tensor that DeepSpeed keeps float32 weights in; gradients are there at the boundary only."""
 
     flat: torch.Tensor
     within: slice
-
-    is_trained = True
+    is_trained: bool = True
 
     @property
     def local(self) -> torch.Tensor:
@@ -136,7 +157,6 @@ class _ZeroPart:
 
     @property
     def gradient(self) -> torch.Tensor:
-        """Of `_Boundary.step` only."""
         assert self.flat.grad is not None
         return self.flat.grad[self.within]
 
@@ -144,46 +164,10 @@ class _ZeroPart:
         """DeepSpeed does it."""
 
 
-class _Boundary(torch.optim.Optimizer):
-    """What DeepSpeed takes for the optimizer: calls back where gradients are summed, in float32 and on their ranks."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter], averaged_over: int) -> None:
-        super().__init__(parameters, {"lr": 0.0, "betas": (0.0, 0.0)})
-        self._averaged_over = averaged_over
-        self._call: Callable[[], StepResult | None] = lambda: None
-        self._result: StepResult | None = None
-        self._error: Exception | None = None
-        self.is_reached = False
-
-    def during(self, call: Callable[[], StepResult | None], step: Callable[[], None]) -> StepResult | None:
-        """Return what ``call`` returns at the boundary, which ``step`` leads to, or raise what it raises there.
-
-        None if ``step`` does not come to the boundary.
-        """
-        self._call, self._result, self._error = call, None, None
-        step()
-        self._call = lambda: None
-        if self._error is not None:
-            raise self._error
-        return self._result
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for flat in group["params"]:
-                flat.grad.mul_(self._averaged_over)
-        self.is_reached = True
-        try:
-            self._result = self._call()
-        except Exception as error:  # DeepSpeed must finish its step
-            self._error = error
-        self.is_reached = False
-
-
 def _range_of(parameter: Any, zero: Any) -> tuple[slice, _ZeroPart] | None:
     """Return the range of a flattened parameter whose float32 weights are on this rank, None if it has none."""
     if hasattr(zero, "fp32_partitioned_groups_flat"):  # stage 3
-        group, start, _ = zero.grad_position[zero.get_param_id(parameter)]
-        each = parameter.partition_numel()
+        group, start, each = zero.grad_position[zero.get_param_id(parameter)]
         first = min(dist.get_rank() * each, parameter.ds_numel)
         size = min(each, parameter.ds_numel - first)
         flat = zero.fp32_partitioned_groups_flat[group]
@@ -196,20 +180,7 @@ def _range_of(parameter: Any, zero: Any) -> tuple[slice, _ZeroPart] | None:
     return (slice(first, first + size), _ZeroPart(flat, slice(start, start + size))) if size else None
 
 
-def _allocate(
-    policy: PolicyModel, deepspeed: Any, settings: dict[str, Any], config: DeepSpeedConfig, device: torch.device
-) -> None:
-    """Give parameters memory, in stage 3 one after another, so that no rank holds the whole model."""
-    place_buffers(policy, dict(policy.named_buffers()), device)
-    dtype = getattr(torch, config.dtype)
-    for parameter in policy.parameters():
-        made = nn.Parameter(torch.zeros_like(parameter, dtype=dtype, device=device))
-        torch.utils.swap_tensors(parameter, made)  # type: ignore[no-untyped-call]
-        if config.zero_stage == 3:
-            deepspeed.zero.Init(nn.ParameterList([parameter]), config_dict_or_path=settings)
-
-
-def _imported(device: torch.device) -> ModuleType:
+def _imported(device: torch.device) -> Any:
     """Return DeepSpeed, made ready for the ranks of torch's default group. Raises `ConfigError` if it is missing."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     os.environ.setdefault("LOCAL_RANK", "0")  # in a group of one
@@ -220,16 +191,11 @@ def _imported(device: torch.device) -> ModuleType:
     except ImportError as error:
         raise ConfigError(f"the DeepSpeed worker needs deepspeed ({error}): see docs/trainers.md") from error
     if (kind := get_accelerator().device_name()) != device.type:
-        raise ConfigError(
-            f"DeepSpeed was imported for {kind}, but device is {device.type!r}: set DS_ACCELERATOR={device.type}"
-        )
-    # DeepSpeed compiles an all-reduce for inference when it starts on a CPU. Training has no use for it; and if such a
-    # build is killed, its lock stays, and every later start waits for it forever.
+        raise ConfigError(f"DeepSpeed was imported for {kind}: set DS_ACCELERATOR={device.type} for this device")
+    # On a CPU it starts by compiling an all-reduce for inference, which training has no use for. The lock of such a
+    # build that is killed stays, and every later start waits for it forever.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    # As of torch 2.13; it is DeepSpeed's to follow.
     warnings.filterwarnings("ignore", message=".torch.distributed.(reduce_scatter_tensor|all_gather_into_tensor). is")
-    # It keeps using the groups of a default group that has ended.
-    if groups._WORLD_GROUP not in dist.distributed_c10d._world.pg_map:
+    if groups._WORLD_GROUP not in dist.distributed_c10d._world.pg_map:  # of a default group that has ended
         groups._release_process_group_references()
-    module: ModuleType = deepspeed
-    return module
+    return deepspeed

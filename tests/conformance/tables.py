@@ -69,9 +69,11 @@ def certified_table() -> str:
     for certificate in reversed(certificates()):
         rows[certificate["implementation"]] = (certificate["implementation_version"], certificate)
     for certificate in sorted(_certificates("worker"), key=lambda certificate: int(certificate["flags"]["ranks"])):
-        versions = [certificate["environment"][name] for name in ("torch", "torchtitan")]
-        is_titan = "torchtitan" in certificate["implementation"]
-        name, release = ("TorchTitan", versions[1]) if is_titan else ("FSDP2", f"torch {versions[0].split('+')[0]}")
+        versions, module = certificate["environment"], certificate["implementation"].rpartition(".")[0]
+        name, release = {
+            "inflight_fsdp.torchtitan": ("TorchTitan", versions["torchtitan"]),
+            "inflight_fsdp.deepspeed": ("DeepSpeed", versions.get("deepspeed", "")),
+        }.get(module, ("FSDP2", f"torch {versions['torch'].split('+')[0]}"))
         shared = shared_by_ranks(certificate)
         rows[f"{name}, {shared}" if shared else name] = (
             f"{release}, {certificate['flags']['ranks']} ranks",
@@ -87,10 +89,13 @@ def certified_table() -> str:
     return "\n".join(lines)
 
 
+_SHARING = ("shard_size", "zero_stage")
+
+
 def shared_by_ranks(certificate: dict[str, Any]) -> str:
     """Return in words the options that say how ranks share a model."""
     flags = certificate["flags"]
-    return ", ".join(f"{name} {flags[name]}" for name in flags if name.endswith("_parallel") or name == "shard_size")
+    return ", ".join(f"{name} {flags[name]}" for name in flags if name.endswith("_parallel") or name in _SHARING)
 
 
 def exceptions_table() -> str:

@@ -4,23 +4,38 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from tests.zygote import python
 
 
-def run_ranks(path: Path, program: str = "rank_program", num_ranks: int = 2, deadline_s: float = 100.0) -> None:
+def apart(name: str) -> dict[str, str]:
+    """Return variables with which a process finds a package that make installs apart, in a folder of the name."""
+    folder = Path(sys.prefix) / name
+    assert folder.is_dir(), f"{folder} is missing: make installs {name} there"
+    return {"PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+
+
+def run_ranks(
+    path: Path,
+    program: str = "rank_program",
+    num_ranks: int = 2,
+    deadline_s: float = 100.0,
+    environment: Mapping[str, str] | None = None,
+) -> None:
     """Run a program of this folder on so many ranks; fail with their output unless all end well in time."""
     command = [python(), "-W", "error", "-m", f"tests.worker.{program}", str(path)]
     root = Path(__file__).parents[2]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
     logs = [path / f"{num_ranks}-rank{rank}.log" for rank in range(num_ranks)]
     ranks = []
     for rank, log in enumerate(logs):
         with log.open("wb") as out:
             arguments = [*command, str(rank), str(num_ranks)]
-            ranks.append(subprocess.Popen(arguments, cwd=root, env=environment, stdout=out, stderr=subprocess.STDOUT))
+            ranks.append(subprocess.Popen(arguments, cwd=root, env=variables, stdout=out, stderr=subprocess.STDOUT))
     deadline = time.monotonic() + deadline_s
     while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
         if any(rank.poll() not in (None, 0) for rank in ranks):

@@ -123,7 +123,7 @@ def environment() -> dict[str, str]:
     from importlib.metadata import PackageNotFoundError, version
 
     found = {"python": platform.python_version(), "platform": platform.platform(), "cpus": str(os.cpu_count())}
-    for package in ("torch", "transformers", "vllm", "sglang", "torchtitan"):
+    for package in ("torch", "transformers", "vllm", "sglang", "torchtitan", "deepspeed"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:

@@ -314,7 +314,8 @@ class TrainSection(Section):
     """The workers and their optimizer."""
 
     trainer: str = "fsdp"
-    """``fsdp``, ``torchtitan``, another entry point in the group ``inflight.workers``, or ``module:function``."""
+    """``fsdp``, ``torchtitan``, ``deepspeed``, another entry point in the group ``inflight.workers``, or
+    ``module:function``."""
     trainer_options: dict[str, Any] = {}
     """Further settings of the workers, such as ``{ cpu_offload = true }``: see `inflight_fsdp.WorkerConfig`."""
     lora: LoraSettings | None = None
