@@ -3,6 +3,16 @@
 from __future__ import annotations
 
 from inflight.conformance.checks import checks_in
-from inflight.conformance.worker import checkpoint, discovery, forward, gather, gradients, memory, packing, steps
+from inflight.conformance.worker import (
+    checkpoint,
+    discovery,
+    forward,
+    gather,
+    gradients,
+    memory,
+    packing,
+    routing,
+    steps,
+)
 
-CHECKS = checks_in(discovery, forward, packing, gradients, steps, gather, memory, checkpoint)
+CHECKS = checks_in(discovery, forward, packing, routing, gradients, steps, gather, memory, checkpoint)
