@@ -132,6 +132,10 @@ def published_name(name: str) -> str:
     return re.sub(r"^vision_tower\.(?!vision_model\.)", "vision_tower.vision_model.", name)
 
 
+EXPERT_PARTS = {"experts.gate_up_proj": ("gate_proj", "up_proj"), "experts.down_proj": ("down_proj",)}
+"""Parameters of all experts of a layer, and what their matrices are stored as, one expert at a time."""
+
+
 def stored_shapes(model: Any, name: str, parameter: torch.Tensor, held: Collection[str]) -> dict[str, tuple[int, ...]]:
     """Return as which tensors transformers stores a parameter; ``held`` are the names in the model's checkpoint."""
     from transformers.core_model_loading import revert_weight_conversion

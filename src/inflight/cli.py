@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
         "(default: 1, which teaches the form of the answers only)",
     )
     tiny.add_argument("--style", choices=("answer", "grown"), default="grown", help="form of the demonstrations")
-    tiny.add_argument("--family", choices=("llama", "qwen2", "qwen3"), default="llama")
+    tiny.add_argument("--family", choices=("llama", "qwen2", "qwen3", "qwen3_moe"), default="llama")
     tiny.add_argument("--hidden-size", type=int, default=96)
     tiny.add_argument("--layers", type=int, default=2)
     tiny.add_argument("--heads", type=int, default=3)

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 
 from inflight.attention import heads_of, register_segment_attention
-from inflight.checkpoints import empty_causal_lm, fitting_tensors, stored_shapes, stored_tensors
+from inflight.checkpoints import EXPERT_PARTS, empty_causal_lm, fitting_tensors, stored_shapes, stored_tensors
 from inflight.compiler import check_compiler
 from inflight.errors import ConfigError, UnsupportedError
 from inflight.images import takes_images
@@ -32,9 +32,6 @@ from inflight_fsdp.lora import add_lora, initialise, is_lora, lora_layout
 from inflight_fsdp.rows import Row
 from inflight_fsdp.sharded import sum_gradients_over_ranks
 from inflight_fsdp.sharding import read_shards
-
-_EXPERTS = {"experts.gate_up_proj": ("gate_proj", "up_proj"), "experts.down_proj": ("down_proj",)}
-"""Parameters of all experts of a layer, and what their matrices are stored as, one expert at a time."""
 
 
 class PolicyModel(nn.Module):
@@ -139,7 +136,7 @@ def _layout(name: str, parameter: torch.Tensor, causal_lm: Any, held: Collection
     is_renamed = takes_images(causal_lm.config) and list(stored.values()) == [tuple(parameter.shape)]
     if is_renamed or stored == {name: tuple(parameter.shape)}:
         return Layout(stored)
-    if parts := _EXPERTS.get(".".join(name.split(".")[-2:])):
+    if parts := EXPERT_PARTS.get(".".join(name.split(".")[-2:])):
         layout = experts_apart(name, parameter, parts)
         if layout.shapes == stored:
             return layout

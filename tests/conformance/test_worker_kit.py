@@ -41,7 +41,7 @@ def test_the_fsdp_worker_passes_every_check_on_one_rank() -> None:
 
 def test_every_check_has_a_mutant() -> None:
     assert {mutant.caught_by for mutant in MUTANTS.values()} == set(BY_ID)
-    assert sorted(BY_ID) == [f"W-{number:02}" for number in range(1, len(CHECKS) + 1)]
+    assert len(BY_ID) == len(CHECKS)
 
 
 @pytest.fixture(scope="module")

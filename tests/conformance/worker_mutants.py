@@ -170,6 +170,27 @@ class TowerFrozen(FsdpWorker):
         return super().step()
 
 
+class ExpertsIgnored(FsdpWorker):
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        return super().forward(replace(batch, routed_experts_TLK=None))
+
+
+class ExpertsOfTheTokenBefore(FsdpWorker):
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        experts_TLK = batch.routed_experts_TLK
+        return super().forward(
+            replace(batch, routed_experts_TLK=None if experts_TLK is None else experts_TLK.roll(1, dims=0))
+        )
+
+
+class RouterFrozen(FsdpWorker):
+    def step(self) -> StepResult:
+        for name, parameter in self._parameters.items():
+            if name.endswith("mlp.gate.weight"):
+                parameter.grad = None
+        return super().step()
+
+
 class LeakyGradient(FsdpWorker):
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         leaky_T = super().forward(as_one_segment(batch))
@@ -660,6 +681,9 @@ MUTANTS = {
     "leak": Mutant(Leak, "W-12", "segments see those before them"),
     "images_reversed": Mutant(ImagesReversed, "W-46", "the last image of a micro-batch fills the first placeholders"),
     "tower_frozen": Mutant(TowerFrozen, "W-46", "the vision tower gets no gradient"),
+    "experts_of_the_token_before": Mutant(ExpertsOfTheTokenBefore, "W-60", "each token has the experts of another"),
+    "router_frozen": Mutant(RouterFrozen, "W-60", "the routers get no gradient"),
+    "experts_ignored": Mutant(ExpertsIgnored, "W-61", "recorded experts are ignored where none can be replayed"),
     "leaky_gradient": Mutant(LeakyGradient, "W-13", "only the backward sees other segments"),
     "constant_for_nothing": Mutant(ConstantForNothing, "W-14", "a batch without targets gives a constant"),
     "norm_after_clipping": Mutant(NormAfterClipping, "W-15", "the gradient norm is that after clipping"),

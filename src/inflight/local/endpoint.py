@@ -83,7 +83,8 @@ class LocalEndpoint(
         self._name = name
         self._chat = chat
         parameter = next(model.parameters())
-        specs = tuple(tensor_spec(name, parameter, None) for name, parameter in engine.parameters.items())
+        stored = engine.stored.views(engine.parameters)
+        specs = tuple(tensor_spec(name, tensor, None) for name, tensor in stored.items())
         self._device: Any = parameter.device
         self._adapted = AdaptedWeights()
         self._is_borrowed = False
@@ -175,18 +176,18 @@ class LocalEndpoint(
 
     def _prepare(self, update: WeightUpdate, arrived: Named) -> tuple[AdaptedLoad, Named]:
         """Return what the commit loads. Runs in the receiving thread, while tokens are sampled."""
-        parameters, copies = self._engine.parameters, self._engine.keeps_addresses
+        parameters, stored, copies = self._engine.parameters, self._engine.stored, self._engine.keeps_addresses
 
         def present(name: str) -> Any:
-            """Return a parameter in memory that the commit does not write to."""
-            parameter = parameters[name].detach()
-            return parameter.clone() if copies else parameter
+            """Return a tensor of the model in memory that the commit does not write to."""
+            tensor = stored.view(name, parameters).detach()
+            return tensor.clone() if copies else tensor
 
         with beside(self._device):
             if self._is_borrowed:
                 arrived = [(name, tensor.clone()) for name, tensor in arrived]
             load = self._adapted.prepare(update.manifest, arrived, present)
-            return load, made_ready(parameters, load.tensors)
+            return load, made_ready(parameters, stored.joined(load.tensors, parameters.__getitem__))
 
     async def apply(self, update: WeightUpdate) -> None:
         load, ready = self._intake.prepared()

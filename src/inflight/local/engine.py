@@ -28,6 +28,7 @@ from inflight.local.sampler import sample
 from inflight.local.sequences import Request, Sequence
 from inflight.local.slots import Slot, SlotStore, token_bytes_of
 from inflight.local.speculation import Drawn, Speculation
+from inflight.local.stored import StoredTensors
 from inflight.rollouts.drafts import DraftSource
 from inflight.routing import RoutingRecorder, routers_of
 from inflight.types import EngineStats
@@ -67,6 +68,7 @@ class Engine:
         parameter = next(model.parameters())
         self._model = model.eval()
         stored = stored_names(model)
+        self.stored = StoredTensors(model)
         self.parameters = {stored[name]: parameter for name, parameter in model.named_parameters()}
         self.replaced: list[torch.Tensor] = []
         self._head = model.get_output_embeddings()

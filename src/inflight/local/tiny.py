@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from inflight.contracts import Task
 from inflight.errors import ConfigError
 
-Family = Literal["llama", "qwen2", "qwen3"]
+Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe"]
 Style = Literal["answer", "grown"]
 
 _LONGEST_ENDS = 160
@@ -39,7 +39,7 @@ _CHAT_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True)
 class TinyShape:
-    """Size of a tiny model."""
+    """Size of a tiny model. In a mixture of experts, two of eight experts compute each token of a layer."""
 
     family: Family = "llama"
     hidden_size: int = 96
@@ -66,10 +66,14 @@ def byte_tokenizer() -> Any:
 
 def create_tiny_model(shape: TinyShape, seed: int) -> Any:
     """Return a randomly initialised model of a few hundred thousand parameters, float32 on the CPU."""
-    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-    family = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}[shape.family]
-    head_dim = {} if shape.family == "qwen2" else {"head_dim": shape.hidden_size // shape.num_heads}
+    families: dict[Family, Any] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+    family = (families | {"qwen3_moe": Qwen3MoeConfig})[shape.family]
+    further: dict[str, Any] = {} if shape.family == "qwen2" else {"head_dim": shape.hidden_size // shape.num_heads}
+    if shape.family == "qwen3_moe":
+        further |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": shape.hidden_size}
+        further |= {"norm_topk_prob": True}
     config = family(
         vocab_size=VOCAB_SIZE,
         hidden_size=shape.hidden_size,
@@ -83,7 +87,7 @@ def create_tiny_model(shape: TinyShape, seed: int) -> Any:
         bos_token_id=None,
         eos_token_id=EOS,
         pad_token_id=PAD,
-        **head_dim,
+        **further,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -23,6 +23,7 @@ from inflight.conformance.endpoint import (
     races,
     recomputing,
     releasing,
+    routing,
     sampling,
     sessions,
     staging,
@@ -34,7 +35,7 @@ from inflight.conformance.endpoint import (
 )
 
 _CHECKS = checks_in(
-    *(discovery, tokens, sampling, drafts, images, whole, endings, forms),
+    *(discovery, tokens, sampling, drafts, images, routing, whole, endings, forms),
     *(pauses, control, staging, sessions, releasing, weights, encodings, loras, stores, versions, caches, recomputing),
     *(partials, faults, messages, processes, races, http, parity),
 )

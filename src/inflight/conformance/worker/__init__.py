@@ -3,6 +3,17 @@
 from __future__ import annotations
 
 from inflight.conformance.checks import checks_in
-from inflight.conformance.worker import checkpoint, discovery, forward, gather, gradients, lora, memory, packing, steps
+from inflight.conformance.worker import (
+    checkpoint,
+    discovery,
+    forward,
+    gather,
+    gradients,
+    lora,
+    memory,
+    packing,
+    routing,
+    steps,
+)
 
-CHECKS = checks_in(discovery, forward, packing, gradients, steps, gather, memory, checkpoint, lora)
+CHECKS = checks_in(discovery, forward, packing, routing, gradients, steps, gather, memory, checkpoint, lora)

@@ -5,10 +5,12 @@ Shape suffixes: T packed tokens, V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from safetensors.torch import save_file
 from inflight.checkpoints import load_causal_lm
 from inflight.conformance.checks import require
 from inflight.conformance.worker.batches import loss_of, segment_rows
-from inflight.types import MicroBatch
+from inflight.types import FREE_EXPERT, MicroBatch
 from inflight.weights.lora import lora_names
 from inflight.wire import LoraSpec
 
@@ -83,10 +85,24 @@ class ReferenceModel:
         for rows in segment_rows(batch.segment_lengths):
             tokens_T, temperature_T = batch.token_ids_T[rows], batch.temperature_T[rows]
             images = _images_in(batch, rows)
-            logits_TV = self._model(input_ids=tokens_T[None], use_cache=False, **images).logits[0]
+            with self._replaying(batch, rows):
+                logits_TV = self._model(input_ids=tokens_T[None], use_cache=False, **images).logits[0]
             logprobs_TV = torch.log_softmax(logits_TV[:-1] / temperature_T[1:, None].double(), dim=-1)
             parts += [torch.zeros(1, dtype=torch.float64), logprobs_TV.gather(1, tokens_T[1:, None])[:, 0]]
         return torch.where(batch.loss_mask_T, torch.cat(parts), 0.0)
+
+    @contextlib.contextmanager
+    def _replaying(self, batch: MicroBatch, rows: slice) -> Iterator[None]:
+        """Compute with the recorded experts of a segment within, if the batch has any."""
+        if batch.routed_experts_TLK is None:
+            yield
+            return
+        experts_LTK = batch.routed_experts_TLK[rows].long().unbind(1)
+        with contextlib.ExitStack() as hooks:
+            for layer, experts_TK in zip(self._model.model.layers, experts_LTK, strict=True):
+                hook = layer.mlp.gate.register_forward_hook(partial(_with_experts, experts_TK))
+                hooks.callback(hook.remove)
+            yield
 
     def gradient_norm(self, batches: Sequence[MicroBatch], scale: float = 1.0) -> float:
         """Return the 2-norm of the gradient of the loss summed over all these batches."""
@@ -101,6 +117,16 @@ class ReferenceModel:
         for batch in batches:
             torch.autograd.backward(loss_of(self.logprobs(batch), batch, scale))
         return [p.grad for p in self._model.parameters() if p.grad is not None]
+
+
+def _with_experts(experts_TK: torch.Tensor, router: Any, _: Any, routed: tuple[torch.Tensor, ...]) -> Any:
+    """Return what a router of Qwen3-MoE gives, with these experts wherever they are not -1."""
+    logits_TE, _, own_TK = routed
+    chosen_TK = torch.where(experts_TK == FREE_EXPERT, own_TK, experts_TK)
+    shares_TK = torch.softmax(logits_TE, dim=-1, dtype=torch.float32).gather(1, chosen_TK)
+    if router.norm_topk_prob:
+        shares_TK = shares_TK / shares_TK.sum(dim=-1, keepdim=True)
+    return logits_TE, shares_TK.to(logits_TE.dtype), chosen_TK
 
 
 def _images_in(batch: MicroBatch, rows: slice) -> dict[str, torch.Tensor]:

@@ -155,6 +155,10 @@ class WorkerSubject:
         """Return the kit's checkpoint of a model that takes images, which rank 0 makes once."""
         return self._made_once("seeing", make_seeing_model)
 
+    def mixture(self) -> Path:
+        """Return the kit's mixture of experts, which rank 0 makes once."""
+        return self._made_once("mixture", lambda path: make_tiny_model(path, family="qwen3_moe", tokenizer=False))
+
     def _made_once(self, name: str, make: Callable[[Path], object]) -> Path:
         path = self.directory / f"model-{name}"
         if self.rank == 0 and not path.exists():

@@ -1,0 +1,109 @@
+"""Level tokens: which experts computed the tokens, on an endpoint that serves a mixture of experts.
+
+Shape suffixes: T tokens, L layers, K experts of a token in a layer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from inflight.checkpoints import load_causal_lm
+from inflight.conformance.checks import check, fail, look_at, require, skip
+from inflight.conformance.endpoint.subject import EndpointSubject
+from inflight.conformance.models import make_tiny_model
+from inflight.errors import ConfigError, UnsupportedError
+from inflight.wire import Completion, RoutedExperts
+
+LEVEL = "tokens"
+_CHOSEN = 2
+"""Experts of a token in a layer of the kit's mixture of experts."""
+_LENGTHS = ((3, 24), (17, 9), (40, 15))
+"""Tokens of prompts and of their completions."""
+_WRONG = {"float32": 0.002, "float64": 0.002}
+"""Largest share of tokens, over all layers, whose experts may differ because sums are rounded in another order."""
+
+
+@check("E-80", "fresh", deadline_s=180)
+@look_at(
+    "which token a row is of (the first row is of the first prompt token, the last sampled token has none), the order "
+    "of rows where several sequences share a step, and prefixes that were computed by an earlier request"
+)
+async def experts(subject: EndpointSubject) -> None:
+    """Where routed_experts are declared, a completion that was asked for them says of each token that went through the
+    model, prompt included, which experts the model's routers choose for it behind the same tokens."""
+    path = make_tiny_model(subject.directory / "experts", family="qwen3_moe")
+    try:
+        endpoint = (await subject.fresh(path)).endpoint
+        can = await endpoint.capabilities()
+    except (ConfigError, UnsupportedError) as error:
+        skip(f"no server of it starts with a mixture of experts: {error}")
+    if not can.routed_experts:
+        skip("routed_experts are not declared, even for a mixture of experts")
+    requests = [
+        subject.request(subject.prompt(num, seed=num), max_tokens=most, n=2, seed=None).model_copy(
+            update={"routed_experts": True}
+        )
+        for num, most in _LENGTHS
+    ]
+    silent = subject.request(subject.prompt(5), max_tokens=30)
+    wrong = total = 0
+    for _ in range(2):  # the second time, prefixes may be cached
+        requests = [it.model_copy(update={"request_id": f"{it.request_id}+"}) for it in requests]
+        silent = silent.model_copy(update={"request_id": f"{silent.request_id}+"})
+        *answers, unasked = await asyncio.gather(*(endpoint.generate(it) for it in (*requests, silent)))
+        require(
+            unasked.completions[0].routed_experts is None,
+            "a completion has routed_experts that its request did not ask for",
+        )
+        for request, answer in zip(requests, answers, strict=True):
+            for completion in answer.completions:
+                ids = (*request.prompt_token_ids, *completion.token_ids)
+                expected_TLK = _chosen(path, can.dtype, ids[:-1])
+                found_TLK = _rows(completion, expected_TLK.shape)
+                differs_TL = (np.sort(found_TLK, axis=-1) != np.sort(expected_TLK, axis=-1)).any(axis=-1)
+                wrong, total = wrong + int(differs_TL.sum()), total + differs_TL.size
+    allowed = _WRONG.get(can.dtype, 0.1)
+    subject.note(**{"tokens and layers": total, "with other experts": wrong})
+    require(wrong <= allowed * total, f"{wrong} of {total} choices of experts are not those of the model's routers")
+
+
+@check("E-81")
+@look_at("whether the field routed_experts of a request is read where no model could fill it")
+async def undeclared(subject: EndpointSubject) -> None:
+    """Where routed_experts are not declared, a request that asks for them is refused with UnsupportedError."""
+    if subject.capabilities.routed_experts:
+        skip("routed_experts are declared")
+    request = subject.request().model_copy(update={"routed_experts": True})
+    try:
+        await subject.endpoint.generate(request)
+    except UnsupportedError as error:
+        subject.note(refused_with=str(error))
+        return
+    fail("a request for routed_experts was answered")
+
+
+def _rows(completion: Completion, shape: tuple[int, ...]) -> npt.NDArray[np.int64]:
+    record = completion.routed_experts
+    if record is None:
+        fail("routed_experts are declared, but a completion has none")
+    found = (record.num_tokens, record.num_layers, record.num_chosen)
+    require(found == shape, f"routed_experts is {found} (tokens, layers, experts), not {shape}")
+    return _numbers(record).reshape(shape).astype(np.int64)
+
+
+def _numbers(record: RoutedExperts) -> npt.NDArray[np.generic]:
+    return np.frombuffer(record.to_bytes(), np.dtype(record.dtype).newbyteorder("<"))
+
+
+@torch.no_grad()
+def _chosen(path: Path, dtype: str, token_ids: Sequence[int]) -> npt.NDArray[np.int64]:
+    """Return [T, L, K] from the router logits that transformers returns."""
+    model = load_causal_lm(path, attention="sdpa", dtype=dtype)
+    logits = model(torch.tensor([list(token_ids)]), use_cache=False, output_router_logits=True).router_logits
+    return np.stack([logits_TE.topk(_CHOSEN, dim=-1).indices.numpy() for logits_TE in logits], axis=1)

@@ -1,0 +1,83 @@
+"""Checks of replayed experts, on a mixture of experts whatever model the kit was started with.
+
+Shape suffixes: T packed tokens, L layers, K experts of a token in a layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from inflight.conformance.checks import check, fail, look_at, skip
+from inflight.conformance.worker.batches import accumulate, make_batch
+from inflight.conformance.worker.reference import ReferenceModel
+from inflight.conformance.worker.subject import WorkerSubject
+from inflight.contracts import ReplayingWorker
+from inflight.errors import ConfigError, UnsupportedError
+from inflight.types import FREE_EXPERT, MicroBatch
+
+LEVEL = "packing"
+_LAYERS, _EXPERTS, _CHOSEN = 2, 4, 2
+"""Of the kit's mixture of experts."""
+
+
+@check("W-60")
+@look_at(
+    "which token a row of routed_experts_TLK is of (token t as an input), whether the weights are the router's own "
+    "shares of the recorded experts, differentiable, and whether tokens with -1 are routed freely"
+)
+def replayed_experts(subject: WorkerSubject) -> None:
+    """Where a worker replays routing, logprobs and gradients are those of transformers with the recorded experts in
+    place of those that its routers choose, and tokens without a record are routed freely."""
+    model = subject.mixture()
+    try:
+        worker = subject.create(model=model)
+    except (UnsupportedError, ConfigError) as error:
+        skip(f"it takes no mixture of experts: {error}")
+    if not (isinstance(worker, ReplayingWorker) and worker.replays_routing):
+        skip("replays_routing is not declared")
+    batch, reference = _batch(), ReferenceModel(model)
+    with torch.no_grad():
+        expected_T = reference.logprobs(batch)
+        free_T = reference.logprobs(replace(batch, routed_experts_TLK=None))
+    found_T = worker.forward(batch).detach().double()
+    difference = float((found_T - expected_T).abs().max())
+    subject.note(
+        largest_difference=difference,
+        allowed=subject.tolerance.logprob,
+        difference_to_free_routing=float((found_T - free_T).abs().max()),
+    )
+    subject.require_on_all_ranks(
+        difference <= subject.tolerance.logprob,
+        f"logprobs with recorded experts differ by up to {difference:.2e} nats",
+    )
+    others = replace(make_batch((7,), seed=3, targets=False), group_ids_S=None)
+    accumulate(worker, [batch if subject.data_rank == 0 else others])
+    subject.compare_norm(worker, reference.gradient_norm([batch]), "with recorded experts")
+
+
+@check("W-61")
+@look_at("whether routed_experts_TLK is read by a worker that cannot replay it")
+def undeclared_experts_are_refused(subject: WorkerSubject) -> None:
+    """A worker that does not replay routing refuses a micro-batch with recorded experts with UnsupportedError."""
+    worker = subject.create()
+    if isinstance(worker, ReplayingWorker) and worker.replays_routing:
+        skip("replays_routing is declared")
+    refused = ""
+    try:
+        worker.forward(_batch())
+    except UnsupportedError as error:
+        refused = str(error)
+        subject.note(refused_with=refused)
+    if not refused:
+        fail("a micro-batch with recorded experts was computed")
+
+
+def _batch() -> MicroBatch:
+    batch = make_batch((19, 1, 8), seed=60)
+    random = torch.Generator().manual_seed(61)
+    shares_TLE = torch.rand(batch.num_tokens, _LAYERS, _EXPERTS, generator=random)
+    experts_TLK = shares_TLE.topk(_CHOSEN, dim=-1).indices.to(torch.int16)
+    experts_TLK[torch.rand(batch.num_tokens, generator=random) < 0.25] = FREE_EXPERT
+    return replace(batch, routed_experts_TLK=experts_TLK)

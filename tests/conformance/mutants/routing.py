@@ -1,0 +1,65 @@
+"""Faults in which experts an endpoint reports."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from inflight.local.endpoint import LocalEndpoint
+from inflight.local.sequences import Sequence
+from inflight.routing import Experts
+from tests.conformance.mutants.mutant import Mutant
+
+
+def of_a_neighbour(endpoint: LocalEndpoint) -> LocalEndpoint:
+    recorder: Any = endpoint._engine._recorder
+    if recorder is not None:
+        take = recorder.take
+
+        def faulty() -> Experts:
+            experts_TLK = take()
+            experts_TLK[1:] = experts_TLK[:-1].copy()
+            return experts_TLK
+
+        recorder.take = faulty
+    return endpoint
+
+
+def without_the_prompt(endpoint: LocalEndpoint) -> LocalEndpoint:
+    engine: Any = endpoint._engine
+    forward = engine._forward
+
+    def faulty(groups: list[list[Sequence]]) -> Any:
+        drawn = forward(groups)
+        for group in groups:
+            for sequence in group:
+                if len(sequence.routed) == 1:
+                    sequence.routed[0] = sequence.routed[0][:0]
+        return drawn
+
+    engine._forward = faulty
+    return endpoint
+
+
+def ignoring_undeclared(endpoint: LocalEndpoint) -> LocalEndpoint:
+    generate = endpoint.generate
+    faulty: Any = endpoint
+    if not endpoint._engine.records_routing:
+        faulty.generate = lambda request: generate(request.model_copy(update={"routed_experts": False}))
+    return endpoint
+
+
+MUTANTS = (
+    Mutant(
+        "experts of a neighbour",
+        "E-80",
+        "Each token has the experts of the token before it in the step.",
+        of_a_neighbour,
+    ),
+    Mutant("experts without the prompt", "E-80", "Rows begin at the first sampled token.", without_the_prompt),
+    Mutant(
+        "undeclared experts ignored",
+        "E-81",
+        "Without a mixture of experts, a request for experts is answered without.",
+        ignoring_undeclared,
+    ),
+)
