@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -89,4 +90,4 @@ def test_the_worker_of_the_docs(worker, check):
     verdict = worker.run(check)
     verdict.raise_unless_good()
     if verdict.outcome is CheckOutcome.SKIPPED:
-        assert "several ranks" in verdict.message
+        assert re.search("several ranks|no LoRA|replays_routing is not declared|no mixture", verdict.message)
