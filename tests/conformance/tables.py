@@ -253,6 +253,20 @@ def trainer_speed_table() -> str:
     return "\n".join(lines)
 
 
+def router_replay_table() -> str:
+    """Return the mismatch of engine and trainer with the sampled experts and without."""
+    lines = [
+        "| dtype | router replay | k3, mean of the steps | largest of a step | largest log ratio of a token |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {run['dtype']} | {'yes' if run['replay'] else 'no'} | {run['mismatch_k3']:.1e} | "
+        f"{max(run['mismatch_k3_of_steps']):.1e} | {run['max_abs_log_ratio']:.2g} |"
+        for run in kept("router_replay")["rows"]["runs"]
+    ]
+    return "\n".join(lines)
+
+
 def presets_table() -> str:
     """Return one row for each loss preset."""
     lines = ["| preset | loss of a token | advantages | denominator | source |", "|---|---|---|---|---|"]
@@ -400,6 +414,7 @@ TABLES = {
     "trainers": trainers_table,
     "layouts": layouts_table,
     "lora": lora_table,
+    "router_replay": router_replay_table,
     "trainer_learning": trainer_learning_table,
     "trainer_memory": trainer_memory_table,
     "trainer_speed": trainer_speed_table,
