@@ -134,8 +134,8 @@ class ReloadedModel:
 
         On a CPU it packs them when it makes a layer's kernel, and copies later weights into the pack as they are.
         """
-        methods = {getattr(module, "quant_method", None) for module in self._model.modules()}
-        kernels = {it: it.moe_kernel for it in methods if getattr(it, "moe_kernel", None) is not None}
+        methods: set[Any] = {getattr(module, "quant_method", None) for module in self._model.modules()}
+        kernels: dict[Any, Any] = {it: it.moe_kernel for it in methods if getattr(it, "moe_kernel", None) is not None}
         if self._device.type != "cpu":
             kernels = {}
         for method in kernels:
