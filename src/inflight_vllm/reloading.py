@@ -2,14 +2,16 @@
 
 Layers whose load is known to be copies are prepared before sampling is paused; the rest takes vLLM's layerwise reload.
 
-This module handles three facts of vLLM 0.32. A partly loaded layer becomes whatever its memory held, so its other
+This module handles four facts of vLLM 0.32. A partly loaded layer becomes whatever its memory held, so its other
 tensors must be loaded too. A failed reload leaves half-loaded layers behind, which would corrupt the next reload. On a
-CPU linear layers are packed, and a head tied to the embedding keeps its old packing until it is packed again.
+CPU linear layers are packed, and a head tied to the embedding keeps its old packing until it is packed again. Experts
+are packed on a CPU too, but only once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,8 +74,9 @@ class ReloadedModel:
             layer.take()
         if prepared.rest:
             initialize_layerwise_reload(self._model)
-            self._model.load_weights((name, tensor.to(self._device)) for name, tensor in prepared.rest)
-            self._finish()
+            with self._experts_packed_anew():
+                self._model.load_weights((name, tensor.to(self._device)) for name, tensor in prepared.rest)
+                self._finish()
             self._pack_tied_head()
         else:
             for attention in self._attention:  # as a reload ends: some derive weights from other layers
@@ -124,6 +127,25 @@ class ReloadedModel:
             if info.can_load() and info.load_numel <= 0:
                 info.load_numel_total = 0  # the layer keeps its tensors; vLLM need not warn of that
         finalize_layerwise_reload(self._model, self._model_config)
+
+    @contextlib.contextmanager
+    def _experts_packed_anew(self) -> Iterator[None]:
+        """Make vLLM pack the experts that are loaded within.
+
+        On a CPU it packs them when it makes a layer's kernel, and copies later weights into the pack as they are.
+        """
+        methods: set[Any] = {getattr(module, "quant_method", None) for module in self._model.modules()}
+        kernels: dict[Any, Any] = {it: it.moe_kernel for it in methods if getattr(it, "moe_kernel", None) is not None}
+        if self._device.type != "cpu":
+            kernels = {}
+        for method in kernels:
+            method.moe_kernel = None
+        try:
+            yield
+        finally:
+            for method, kernel in kernels.items():
+                if method.moe_kernel is None:  # nothing was loaded for this layer
+                    method.moe_kernel = kernel
 
     def _pack_tied_head(self) -> None:
         if self._device.type != "cpu":
