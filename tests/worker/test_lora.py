@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from inflight.weights.lora import PREFIX, lora_names
 from inflight_fsdp import FsdpLoraWorker, create_worker
 from inflight_fsdp.config import parse_config
 from inflight_fsdp.torchtitan_config import TorchTitanConfig
+from tests.losses.anchors.packages import importable_anchors
 from tests.models import make_model
 from tests.weights.lora import adapted, merged_with
 from tests.worker.lora_program import LORA, batches_of, merged_weights, train
@@ -185,9 +185,9 @@ def test_two_ranks_do_what_one_does_and_resume_it(directory: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT asks transformers for an attribute with an older name
-@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="PEFT is not installed")
 def test_peft_loads_what_was_saved(directory: Path) -> None:
-    from peft import PeftModel
+    with importable_anchors():
+        from peft import PeftModel
 
     base = load_causal_lm(directory / "model", attention="sdpa", dtype="float64")
     found = PeftModel.from_pretrained(base, directory / "alone" / "two" / "adapter", autocast_adapter_dtype=False)
