@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from inflight.pipeline import journal as journal_module
-from inflight.pipeline.journal import Journal, read_events
+from inflight.pipeline.journal import Journal
 from inflight.rollouts.slots import SlotSeconds
+from inflight.trace import events, files
+from inflight.trace.files import read_events, read_lines
 from inflight.types import Group, Rollout
 from inflight.wire import DraftCounts, VersionSpan
 
@@ -25,38 +26,39 @@ def test_what_runs_is_noted_when_it_changes_and_not_by_the_clock(tmp_path: Path)
     for num_groups in (0, 0, 0, 3, 3, 3, 3, 2, 2, 0):
         journal.running(num_groups)
     journal.close()
-    assert [event["num_groups"] for event in read_events(tmp_path)] == [0, 3, 2, 0]
+    assert [event["num_groups"] for event in read_events(tmp_path, ["running"])] == [0, 3, 2, 0]
 
 
 def test_events_are_bounded_on_disk_and_read_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal_module, "_PART_BYTES", 1000)
+    monkeypatch.setattr(files, "PART_BYTES", 1000)
     journal = Journal(tmp_path, None)
     for number in range(1000):
-        journal.event("step", (0.0, 0.0), number=number)
+        journal.event(events.Running, num_groups=number)
     journal.close()
-    files = sorted(tmp_path.glob("events*.jsonl"))
-    assert len(files) == journal_module._NUM_PARTS
-    assert sum(path.stat().st_size for path in files) < journal_module._NUM_PARTS * 1200
-    numbers = [event["number"] for event in read_events(tmp_path)]
+    found = sorted(tmp_path.glob("events*.jsonl"))
+    assert len(found) == files.NUM_PARTS
+    assert sum(path.stat().st_size for path in found) < files.NUM_PARTS * 1200
+    assert all(next(read_lines(path))["kind"] == "began" for path in found)
+    numbers = [event["num_groups"] for event in read_events(tmp_path, ["running"])]
     assert numbers == list(range(numbers[0], 1000))
     assert len(numbers) > 50
 
 
 def test_a_new_run_leaves_no_events_of_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal_module, "_PART_BYTES", 100)
+    monkeypatch.setattr(files, "PART_BYTES", 100)
     first = Journal(tmp_path, None)
     for number in range(20):
-        first.event("step", (0.0, 0.0), number=number)
+        first.event(events.Running, num_groups=number)
     first.close()
     Journal(tmp_path, None).close()
-    assert not list(read_events(tmp_path))
+    assert [event["kind"] for event in read_events(tmp_path)] == ["began"]
 
 
 def test_events_are_yielded_one_by_one(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_text('{"kind": "a"}\nnot json\n')
     events = read_events(tmp_path)
     assert next(events) == {"kind": "a"}
-    with pytest.raises(json.JSONDecodeError):
+    with pytest.raises(ValueError, match="line 1"):
         next(events)
 
 
@@ -80,7 +82,7 @@ def test_rows_of_steps_that_were_lost_are_removed_on_resume(tmp_path: Path, torn
     states = {}
     for version in range(1, 5):
         journal.group_finished(group(float(version)))
-        journal.trained(version, 0.0, 1.0)
+        journal.trained(version, [(0.0, 1.0)])
         journal.step(Counter([0]), 3, {}, [0], SlotSeconds(), DraftCounts())
         states[version] = json.loads(json.dumps(journal.state()))
     journal.close()
@@ -88,7 +90,7 @@ def test_rows_of_steps_that_were_lost_are_removed_on_resume(tmp_path: Path, torn
         file.write(torn)
     resumed = Journal(tmp_path, states[2], 2)
     resumed.group_finished(group(9.0))
-    resumed.trained(3, 1.0, 2.0)
+    resumed.trained(3, [(1.0, 2.0)])
     resumed.step(Counter([0]), 3, {}, [0], SlotSeconds(), DraftCounts())
     resumed.close()
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

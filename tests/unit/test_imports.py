@@ -192,6 +192,7 @@ LEVELS = {
     "weights": 2,
     "losses": 2,
     "rollouts": 2,
+    "trace": 2,
     "local": 3,
     "pipeline": 3,
     "bench": 4,

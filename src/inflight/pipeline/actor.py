@@ -70,6 +70,8 @@ class Actor:
     on_end: Callable[[Group | DroppedItem | None], None]
     on_failed_episode: Callable[[int, str, str], None] = lambda item, kind, what_happened: None
     """Called with the item, a word to count by, and what happened."""
+    on_request: Callable[[Running, Sequence[Sampled], str | None], None] = lambda request, sampled, error: None
+    """Called when a request has ended, with what it brought and why it failed."""
     clock: Callable[[], float] = time.monotonic
     saved: dict[int, Sequence[Sampled | None]] = field(default_factory=dict)
     """Completions of unfinished groups, whole or in part, from an earlier life of the run; by item."""
@@ -381,13 +383,14 @@ class Actor:
         seat.running.add(request)
         seat.num_running += len(numbers)
         self._note_slots(seat)
-        running = group.requests[request] = Running(seat, order)
+        running = group.requests[request] = Running(seat, order, time.time())
 
         def ended(request: asyncio.Task[Sequence[Sampled]]) -> None:
             seat.running.discard(request)
             seat.num_running -= len(numbers)
             self._note_slots(seat)
             del group.requests[request]
+            self._settling(lambda: self.on_request(running, *_outcome(request)))
             if self._open.get(index) is group and not group.is_scoring:  # not if the item has been settled meanwhile
                 self._settling(lambda: self._request_ended(group, running, request))
             self._forget_if_idle(seat)
@@ -545,6 +548,14 @@ class Actor:
                 request.cancel()
             if not group.is_given_up:
                 self._tell(Withdrawn(self.clock(), index))
+
+
+def _outcome(request: asyncio.Task[Sequence[Sampled]]) -> tuple[Sequence[Sampled], str | None]:
+    """Return what a request brought, and why it failed."""
+    if request.cancelled():
+        return (), "cancelled"
+    error = request.exception()
+    return ((), str(error)) if error is not None else (request.result(), None)
 
 
 def _seed(seed: int, index: int, *parts: int) -> int:

@@ -34,6 +34,8 @@ class RunSection(Section):
     directory: Path
     mode: Literal["pipeline", "conventional"] = "pipeline"
     """``pipeline``: generation never stops. ``conventional``: generate for G optimizer steps, then train them."""
+    compress_events: bool = False
+    """Whether files of events are compressed once they are full."""
     conventional_steps: int = Field(default=1, ge=1)
     """G of the conventional mode."""
     launcher: str = "local"

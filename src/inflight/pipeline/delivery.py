@@ -14,6 +14,7 @@ from inflight.pipeline.messages import Served
 from inflight.pipeline.seats import version_of
 from inflight.pipeline.servers import REAP_S, Servers, nobody_left
 from inflight.pipeline.trainer_group import TrainerGroup
+from inflight.trace import events
 from inflight.weights.fleet import MemberState
 from inflight.wire import EndpointState
 
@@ -23,8 +24,6 @@ _VERSION_S = 2.0
 """How long a server that pulls may take to say which version it serves."""
 _SAMPLES = (EndpointState.READY, EndpointState.STAGING, EndpointState.PAUSED, EndpointState.UPDATING)
 _LEFT_OUT = (MemberState.SUSPECT, MemberState.DEAD)
-_PARTS = {"version", "gather_s", "wire_s", "pause_s", "load_s", "sent_bytes"}
-"""The facts of an update that the timeline shows."""
 
 
 class Delivery(Protocol):
@@ -151,11 +150,12 @@ class PullDelivery(Delivery):
             elif version is None and before.get(name) is not None:
                 self.servers.note(f"{name} does not answer or has incomplete weights: it gets no work")
         if self.serving != before:
-            self.servers.journal.event("versions", trainer=self.servers.journal.version, servers=self.serving)
+            self.servers.journal.event(events.Versions, trainer=self.servers.journal.version, servers=self.serving)
         self.servers.actor.serve([name for name, version in self.serving.items() if version is not None], 0)
 
 
 def _note(served: Served | None, journal: Journal) -> None:
     if served is not None and served.facts is not None:
-        journal.event("publish", served.span, **served.facts.model_dump(include=_PARTS))
+        facts = served.facts.model_dump(exclude={"gb_per_s"})
+        journal.event(events.Publish, served.span, **facts)
         journal.paused(served.facts.paused_s)

@@ -8,22 +8,22 @@ import platform
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
+from inflight import __version__
 from inflight.errors import CheckpointError
 from inflight.rollouts.slots import SlotSeconds
+from inflight.trace import events
+from inflight.trace.files import EventWriter, begin_files, resume_files
 from inflight.types import Group
 from inflight.wire import DraftCounts
 
 _WINDOW = 10
 """Number of steps that the first and the last mean reward of the summary average over."""
-_PART_BYTES = 32 * 1024 * 1024
-_NUM_PARTS = 8
-"""``events.jsonl`` is renamed at ``_PART_BYTES``; ``_NUM_PARTS`` files of events are kept, itself included."""
 
 
 class _Counts(BaseModel):
@@ -49,25 +49,29 @@ class _Counts(BaseModel):
 
 
 class Journal:
-    """Writes ``metrics.jsonl``, ``events.jsonl`` and ``summary.json`` to a run directory, and TensorBoard if asked.
+    """Writes the events of a run, ``summary.json``, and TensorBoard's files if asked.
 
     In a resumed run the counters continue from ``state``, as they were at ``version``; rows of later steps, which the
-    earlier process lost, are removed. Older events are in ``events.1.jsonl``, ``events.2.jsonl`` and so on, the highest
-    number being the newest. A full disk raises `CheckpointError`.
+    earlier process lost, are removed. A full disk raises `CheckpointError`.
     """
 
     def __init__(
-        self, directory: Path, state: Mapping[str, Any] | None, version: int = 0, *, tensorboard: bool = False
+        self,
+        directory: Path,
+        state: Mapping[str, Any] | None,
+        version: int = 0,
+        *,
+        config: Mapping[str, Any] | None = None,
+        tensorboard: bool = False,
+        compresses: bool = False,
     ) -> None:
         self._directory = directory
-        metrics, events = directory / "metrics.jsonl", directory / "events.jsonl"
+        self._config = dict(config or {})
         if state is None:
-            for path in (metrics, *_event_files(directory)):
-                path.unlink(missing_ok=True)
+            begin_files(directory)
         else:
-            _keep_lines(metrics, lambda row: row["version"] <= version)
-            _keep_lines(events, lambda _: True)
-        self._metrics, self._events = metrics.open("a", buffering=1), events.open("a", buffering=1)
+            resume_files(directory, version)
+        self._files = EventWriter(directory, compresses=compresses)
         self.version = version
         """The last trained version."""
         self._counts = _Counts.model_validate(state or {})
@@ -81,6 +85,7 @@ class Journal:
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=version + 1)
+        self._begin_file()
 
     def state(self) -> dict[str, Any]:
         """Return the counters that a resumed run continues from."""
@@ -100,36 +105,39 @@ class Journal:
             counts.lengths[rollout.num_sampled_tokens] += 1
             counts.num_completion_tokens += rollout.num_sampled_tokens
 
-    def event(self, kind: str, span: tuple[float, float] | None = None, **facts: Any) -> None:
+    def event(self, of: type[events.Event], span: tuple[float, float] | None = None, /, **facts: Any) -> None:
         """Write an event; ``span`` is its start and end in wall-clock seconds, None: now."""
-        start_s, end_s = (at - self._started for at in span or (time.time(),) * 2)
-        self._write(self._events, {"kind": kind, "start_s": start_s, "end_s": end_s, **facts})
-        if self._events.tell() > _PART_BYTES:
-            self._rotate()
+        start_s, end_s = map(self._since, span or (time.time(),) * 2)
+        if self._files.write(of(start_s=start_s, end_s=end_s, **facts)):
+            self._begin_file()
+
+    def _begin_file(self) -> None:
+        self.event(
+            events.Began, version=self.version, began_at=self._started, inflight=__version__, config=self._config
+        )
+
+    def _since(self, at: float) -> float:
+        return at - self._started
 
     def fleet(self, span: tuple[float, float] | None = None, **facts: Any) -> None:
         """Write which servers came, went or changed state."""
-        nobody: dict[str, Any] = {"restored": [], "joined": [], "removed": [], "changes": [], "left": []}
-        self.event("fleet", span, version=self.version, **nobody | facts)
+        self.event(events.Fleet, span, version=self.version, **facts)
 
     def running(self, num_groups: int) -> None:
         """Write for the timeline how many groups are running, if that has changed."""
         if num_groups != self._num_running:
             self._num_running = num_groups
-            self.event("running", num_groups=num_groups)
+            self.event(events.Running, num_groups=num_groups)
 
-    def _rotate(self) -> None:
-        """Begin a new file of events, and remove the oldest if there are too many."""
-        *older, present = _event_files(self._directory)
-        self._events.close()
-        present.rename(present.with_name(f"events.{_number_of(older[-1]) + 1 if older else 1}.jsonl"))
-        self._events = present.open("a", buffering=1)
-        for path in older[: -(_NUM_PARTS - 2)]:
-            path.unlink()
-
-    def trained(self, version: int, started: float, ended: float) -> None:
+    def trained(self, version: int, ranks: Sequence[tuple[float, float]], items: Sequence[int] = ()) -> None:
+        """Write when each rank began and ended the step that made ``version``, and the items that it trained on."""
         self.version = version
-        self.event("train", (started, ended))
+        times = tuple((self._since(start), self._since(end)) for start, end in ranks)
+        self.event(events.Train, ranks[0], version=version, ranks=times, items=tuple(items))
+
+    def saved(self, version: int) -> None:
+        """Write that the checkpoint of a version is complete."""
+        self.event(events.Saved, version=version)
 
     def paused(self, seconds: Mapping[str, float]) -> None:
         for name, paused_s in seconds.items():
@@ -169,9 +177,10 @@ class Journal:
         self._counts.num_trained_tokens += num_tokens
         if rewards:
             self._counts.rewards.append(statistics.fmean(rewards))
+        now = self.elapsed_s()
         row = {
             "version": self.version,
-            "time_s": self.elapsed_s(),
+            "time_s": now,
             **self._totals(),
             "reward": statistics.fmean(rewards) if rewards else None,
             "completion_length": statistics.fmean(lengths) if lengths else None,
@@ -184,7 +193,7 @@ class Journal:
             "accepted_per_verification": drafted.accepted_per_verification,
             **facts,
         }
-        self._write(self._metrics, row)
+        self._files.write(events.Step.model_validate({"start_s": now, "end_s": now, **row}))
         if self._writer is not None:
             for key, value in row.items():
                 if isinstance(value, int | float):
@@ -226,48 +235,11 @@ class Journal:
 
     def close(self) -> None:
         """Close the files. A full disk loses the end of the last lines."""
-        for file in (self._metrics, self._events, self._writer):
+        for file in (self._files, self._writer):
             with contextlib.suppress(OSError):  # a failed write was reported when it happened
                 if file is not None:
                     file.close()
 
-    def _write(self, file: Any, row: Mapping[str, Any]) -> None:
-        try:
-            file.write(json.dumps(row) + "\n")
-        except OSError as error:
-            raise CheckpointError(f"{file.name} cannot be written: {error.strerror}; is the disk full?") from error
-
-
-def read_events(directory: Path) -> Iterator[dict[str, Any]]:
-    """Yield the events of a run, oldest first."""
-    for path in _event_files(directory):
-        yield from read_lines(path)
-
-
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a file, without an incomplete last one; none if the file does not exist."""
-    if path.exists():
-        with path.open() as file:
-            yield from (json.loads(line) for line in file if line.endswith("\n"))
-
 
 def _sorted(counts: Counter[int]) -> dict[str, int]:
     return {str(key): number for key, number in sorted(counts.items())}
-
-
-def _event_files(directory: Path) -> list[Path]:
-    present = directory / "events.jsonl"
-    older = sorted(directory.glob("events.*.jsonl"), key=_number_of)
-    return [*older, present] if present.exists() else older
-
-
-def _number_of(path: Path) -> int:
-    return int(path.name.split(".")[1])
-
-
-def _keep_lines(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> None:
-    """Rewrite a file with only its complete rows for which ``is_kept`` is true."""
-    partial = path.with_suffix(".partial")
-    with partial.open("w") as kept:
-        kept.writelines(json.dumps(row) + "\n" for row in read_lines(path) if is_kept(row))
-    partial.replace(path)

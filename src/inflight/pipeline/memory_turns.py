@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from inflight.contracts import InferenceEndpoint, ReleasingEndpoint
 from inflight.errors import BusyError, InflightError, UnsupportedError
 from inflight.pipeline.servers import Servers
+from inflight.trace import events
 
 _IDLE_S = 10.0
 """How long a server may take to notice that its last callers have left."""
@@ -56,7 +57,7 @@ class MemoryTurns:
         started = time.time()
         problems = await asyncio.gather(*(self._ask(endpoint, ask) for endpoint in endpoints))
         done = [endpoint.name for endpoint, why in zip(endpoints, problems, strict=True) if why is None]
-        self.servers.journal.event(kind, (started, time.time()), servers=done)
+        self.servers.journal.event(events.MemoryTurn, (started, time.time()), kind=kind, servers=tuple(done))
         for endpoint, why in zip(endpoints, problems, strict=True):
             if why is not None and endpoint.name not in self.servers.actor.lost:
                 self.servers.note(f"{endpoint.name} did not {what} its memory and is left out: {why}")

@@ -18,6 +18,7 @@ from inflight.pipeline.messages import Trained
 from inflight.pipeline.plots import plot_run
 from inflight.pipeline.progress import Progress
 from inflight.pipeline.sampling import Sampling
+from inflight.trace import events
 
 _SAMPLE_S = 0.05
 """How often the number of running groups is recorded."""
@@ -99,6 +100,9 @@ class Notes:
                 "config": json.loads(self.config.model_dump_json()),
             }
         )
+        if failure is not None:
+            self.journal.event(events.Failure, what=failure)
+        self.journal.event(events.Ended, version=self.journal.version, is_interrupted=interrupted)
         self.journal.close()
         plot_run(self.directory)
         self.progress.summary(summary, self.directory)

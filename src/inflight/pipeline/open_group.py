@@ -30,6 +30,8 @@ class Running:
 
     seat: Seat
     order: Order
+    began_at: float
+    """Seconds since 1970."""
 
 
 @dataclass(slots=True, eq=False)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from inflight.errors import CheckpointError
-from inflight.pipeline.journal import read_events, read_lines
+from inflight.trace.files import read_events, read_steps
 
 _COLOURS = {"reward": "#1f6feb", "train": "#2da44e", "publish": "#cf222e", "generate": "#8250df"}
 _PARTS = {"gather_s": "#f6c7c9", "wire_s": "#e5737b", "pause_s": "#8b0f1a"}
@@ -22,7 +22,7 @@ def plot_run(directory: Path) -> None:
 
     A full disk raises `CheckpointError`.
     """
-    rows = list(read_lines(directory / "metrics.jsonl"))
+    rows = list(read_steps(directory))
     if not rows:
         return
     summary = json.loads((directory / "summary.json").read_text())
@@ -32,7 +32,7 @@ def plot_run(directory: Path) -> None:
         "lengths": _draw_lengths(rows, summary["completions_by_length"]),
         "timeline": _draw_timeline(directory),
     }
-    if histories := _histories(event for event in read_events(directory) if event["kind"] == "fleet"):
+    if histories := _histories(read_events(directory, ["fleet"])):
         figures["fleet"] = _draw_fleet(histories, rows[-1]["time_s"])
     target = directory / "plots"
     try:
@@ -95,7 +95,7 @@ def _draw_lengths(rows: Sequence[dict[str, Any]], counts: dict[str, int]) -> Any
 
 def _draw_timeline(directory: Path) -> Any:
     """Draw a few seconds from the middle of the run: how many groups are running, and what the trainer does."""
-    ends = [event["end_s"] for event in read_events(directory) if event["kind"] == "train"]
+    ends = [event["end_s"] for event in read_events(directory, ["train"])]
     middle = ends[len(ends) // 2] if ends else 0.0
     low, high = middle - _TIMELINE_S / 2, middle + _TIMELINE_S / 2
     events = _between(directory, low, high)

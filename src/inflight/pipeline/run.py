@@ -122,7 +122,8 @@ async def _train(run: _Run, batch: StepBatch, *, publish: Members | None) -> lis
 def _note(run: _Run, batch: StepBatch, trained: Sequence[Trained]) -> None:
     """Settle the groups of a step, give work to the servers that have its version, and record the step."""
     run.sampling.settle(batch)
-    run.journal.trained(trained[0].version, *trained[0].span)
+    items = [group.item_index for group in batch.groups]
+    run.journal.trained(trained[0].version, [rank.span for rank in trained], items)
     run.saving.note(trained)
     run.delivery.published(trained[0].served)
     row = run.notes.step(batch, trained, run.delivery.serving)
@@ -193,7 +194,14 @@ class _Run:
         path, state = self.directory.path, self.directory.state
         version = 0 if state is None else state["version"]
         ledger = Ledger() if state is None else Ledger.from_json(state["ledger"])
-        journal = Journal(path, None if state is None else state["journal"], version, tensorboard=tensorboard)
+        journal = Journal(
+            path,
+            None if state is None else state["journal"],
+            version,
+            config=config.model_dump(mode="json"),
+            tensorboard=tensorboard,
+            compresses=config.run.compress_events,
+        )
         self.token: str = before.token if before else os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24)
         if config.servers.lease_s:
             self.token = kept_token(path, self.token)
@@ -229,7 +237,7 @@ class _Run:
             self.memory = MemoryTurns(self.servers, self.trainers.limits.publish_s)
         is_pulled = config.servers.updates == "pull"
         self.delivery: Delivery = PullDelivery(self.servers) if is_pulled else PushDelivery(self.servers, self.trainers)
-        self.saving = Saving(self.trainers, path, config.run, self._state, version)
+        self.saving = Saving(self.trainers, path, config.run, self._state, version, self.journal.saved)
 
     def _is_done(self) -> bool:
         """Return whether all steps are made, or the run has reached ``stop_at_reward``."""

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import math
 import statistics
+import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
@@ -20,12 +21,14 @@ from inflight.pipeline.batches import StepBatch, make_batch, split_evenly
 from inflight.pipeline.config import RunConfig
 from inflight.pipeline.drafts import FinishedGroups
 from inflight.pipeline.journal import Journal
-from inflight.pipeline.open_group import DroppedItem
+from inflight.pipeline.open_group import DroppedItem, Running
 from inflight.pipeline.time_limits import STEP_S
-from inflight.pipeline.work import Work
+from inflight.pipeline.work import Sampled, Work
 from inflight.rollouts import HistoryStore, Ledger, TurnCritic, WaitingGroups, teaches
 from inflight.rollouts.audit import BiasAudit, Comparison
+from inflight.trace import events
 from inflight.types import Group
+from inflight.wire import Completion
 
 _NUM_DROPPED = 24
 """The user is told after this many dropped groups in a row, and after each doubling."""
@@ -91,6 +94,7 @@ class Sampling:
             may_issue=self._may_issue,
             on_end=self._group_ended,
             on_failed_episode=self._episode_failed,
+            on_request=self._request_ended,
         )
 
     def state(self) -> dict[str, Any]:
@@ -259,7 +263,15 @@ class Sampling:
     def _group_finished(self, group: Group) -> None:
         versions = [span.version for rollout in group.rollouts for span in rollout.version_spans]
         oldest, newest = min(versions, default=None), max(versions, default=None)
-        self._journal.event("group", endpoint=group.endpoint, item=group.item_index, oldest=oldest, newest=newest)
+        self._journal.event(
+            events.Group,
+            endpoint=group.endpoint,
+            item=group.item_index,
+            oldest=oldest,
+            newest=newest,
+            rewards=tuple(rollout.reward for rollout in group.rollouts),
+            lengths=tuple(rollout.num_sampled_tokens for rollout in group.rollouts),
+        )
         self._journal.group_finished(group)
         self.history.finished(group)
         if not self._trains_on_equal_rewards and not teaches(group, self._config.rollouts.credit):
@@ -277,6 +289,7 @@ class Sampling:
     def _drop(self, group: Group, reason: str) -> None:
         """Settle a finished group that no step will use; warn if that happens many times in a row."""
         self.ledger.drop(group.item_index, reason)
+        self._journal.event(events.Drop, reason=reason, item=group.item_index)
         self.actor.settled(group.item_index, is_trained=False)
         why = "The composer accepts none like the last one: see rollouts.composer."
         if reason == "stale":  # what is dropped for its rewards is meant to differ from what is trained on
@@ -323,18 +336,32 @@ class Sampling:
                 f"item {item.index} was dropped ({item.reason}): {item.what_happened}. The summary counts "
                 "all items of this kind"
             )
-        self._journal.event("drop", reason=item.reason, item=item.index, what=item.what_happened)
+        self._journal.event(events.Drop, reason=item.reason, item=item.index, what=item.what_happened)
         if item.reason == "stale":
             if item.lengths:
                 self._tell_bias(self.audit.settled(item.lengths, [False] * len(item.lengths)))
             self._count_drop(_WHY_STALE)
+
+    def _request_ended(self, request: Running, sampled: Sequence[Sampled], error: str | None) -> None:
+        order = request.order
+        parts = tuple(_part(number, one) for number, one in zip(order.numbers, sampled, strict=False))
+        self._journal.event(
+            events.Request,
+            (request.began_at, time.time()),
+            endpoint=request.seat.name,
+            item=order.item.index,
+            request_id=order.request_id,
+            numbers=order.numbers,
+            parts=parts,
+            error=error,
+        )
 
     def _episode_failed(self, item: int, kind: str, what_happened: str) -> None:
         """Record an episode that counts for nothing; the first one of each kind is shown."""
         self.num_failed_episodes[kind] += 1
         if self.num_failed_episodes[kind] == 1:
             self._note(f"an episode failed ({kind}): {what_happened}. The summary counts all of this kind")
-        self._journal.event("episode failed", item=item, reason=kind, what=what_happened)
+        self._journal.event(events.EpisodeFailed, item=item, reason=kind, what=what_happened)
 
     async def _until(self, condition: Callable[[], bool], begun: float) -> None:
         async with self._in_time(begun):
@@ -355,3 +382,17 @@ class Sampling:
                 f"{self._waiting.num_tokens} tokens are ready, {self.actor.num_running} groups are running"
                 f"{self._dropped()}. Are all rewards equal?"
             ) from error
+
+
+def _part(number: int, sampled: Sampled) -> events.SampledPart:
+    """Return what a request brought of one completion, or the turns of one episode, one after the other."""
+    completions = [sampled] if isinstance(sampled, Completion) else [call.completion for call in sampled.calls]
+    spans, before = [], 0
+    for completion in completions:
+        spans += [
+            events.Span(start=before + it.start, end=before + it.end, version=it.version)
+            for it in completion.version_spans
+        ]
+        before += completion.num_tokens
+    reason = completions[-1].finish_reason if completions else "failed"
+    return events.SampledPart(number=number, num_tokens=before, spans=tuple(spans), finish_reason=reason)

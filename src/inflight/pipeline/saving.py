@@ -34,6 +34,8 @@ class Saving:
     settings: RunSection
     state: Callable[[], dict[str, Any]]
     last: int
+    on_saved: Callable[[int], None] = lambda version: None
+    """Called with each version whose checkpoint is complete."""
     begun: dict[int, _Begun] = field(default_factory=dict)
     """Incomplete checkpoints by version."""
 
@@ -55,6 +57,7 @@ class Saving:
             if len(begun.ended_on) == len(answers):
                 finish_checkpoint(self.directory, version, begun.state, self.settings.keep_checkpoints)
                 del self.begun[version]
+                self.on_saved(version)
 
     async def _save(self, version: int) -> None:
         """Write a checkpoint, or start writing it; the ledger in it lists untrained work, which is issued again."""

@@ -12,6 +12,7 @@ from inflight.pipeline.config import ScaleSection
 from inflight.pipeline.journal import Journal
 from inflight.pipeline.processes import Server
 from inflight.rollouts.scaling import ScaleRule
+from inflight.trace import events
 
 _LOOK_S = 0.25
 _LEAVE_S = 120.0
@@ -63,7 +64,8 @@ class Scaling:
                 await self._shrink()
             else:
                 continue
-            self._journal.event("scale", change=change, servers=[server.url for server in self._running])
+            servers = tuple(server.url for server in self._running)
+            self._journal.event(events.Scale, change=change, servers=servers)
             self._rule.begin(clock())
 
     async def _grow(self) -> None:
