@@ -387,12 +387,10 @@ class Sampling:
 def _part(number: int, sampled: Sampled) -> events.SampledPart:
     """Return what a request brought of one completion, or the turns of one episode, one after the other."""
     completions = [sampled] if isinstance(sampled, Completion) else [call.completion for call in sampled.calls]
-    spans, before = [], 0
+    spans: list[tuple[int, int, int]] = []
+    before = 0
     for completion in completions:
-        spans += [
-            events.Span(start=before + it.start, end=before + it.end, version=it.version)
-            for it in completion.version_spans
-        ]
+        spans += [(before + it.start, before + it.end, it.version) for it in completion.version_spans]
         before += completion.num_tokens
     reason = completions[-1].finish_reason if completions else "failed"
     return events.SampledPart(number=number, num_tokens=before, spans=tuple(spans), finish_reason=reason)

@@ -42,16 +42,6 @@ class Began(Event):
 # Sampling
 
 
-class Span(BaseModel):
-    """Tokens ``start`` to ``end`` of a completion that one version sampled; -1 stands for observed tokens."""
-
-    model_config = ConfigDict(frozen=True)
-
-    start: int
-    end: int
-    version: int
-
-
 class SampledPart(BaseModel):
     """What a request brought of one completion, or the state of one episode after it."""
 
@@ -61,7 +51,8 @@ class SampledPart(BaseModel):
     """Of the completion in its group, from 0."""
     num_tokens: int
     """So far, with what earlier requests brought."""
-    spans: tuple[Span, ...]
+    spans: tuple[tuple[int, int, int], ...]
+    """Start, end and version of each stretch of its tokens that one version sampled."""
     finish_reason: str
 
 
