@@ -197,6 +197,7 @@ LEVELS = {
     "pipeline": 3,
     "bench": 4,
     "conformance": 4,
+    "watch": 4,
     "cli": 4,
     "__main__": 5,
 }
