@@ -29,6 +29,10 @@ def add_parser(commands: Any) -> None:
     )
     watch.add_argument("--exit-with-stdin", action="store_true", help="stop when standard input ends")
     watch.set_defaults(call=_watch)
+    report = commands.add_parser("report", help="write the page of runs to one HTML file that needs no network")
+    report.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="several are compared with each other")
+    report.add_argument("--output", type=Path, metavar="FILE", help="default: report.html in the first RUN_DIR")
+    report.set_defaults(call=_report)
 
 
 def _watch(arguments: argparse.Namespace, _: Sequence[str]) -> int:
@@ -41,6 +45,15 @@ def _watch(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     token = read_token(arguments.token_file) or secrets.token_urlsafe(24)
     with bind(arguments.host, arguments.port) as listener, following(arguments.runs) as runs:
         asyncio.run(_serve(create_app(runs, token), listener, token, exit_with_stdin=arguments.exit_with_stdin))
+    return 0
+
+
+def _report(arguments: argparse.Namespace, _: Sequence[str]) -> int:
+    from inflight.watch.report import write_report
+
+    output = arguments.output or arguments.runs[0] / "report.html"
+    write_report(arguments.runs, output)
+    print(f"inflight: wrote {output} ({output.stat().st_size / 1e6:.1f} MB)")
     return 0
 
 

@@ -176,7 +176,7 @@ class RunModel:
             }
         )
         self._lane(f"server {name}", name, "server").add(
-            start_s, end_s, (event["item"], num_tokens, segments, bool(error), self._turns(event))
+            start_s, end_s, (event["item"], num_tokens, segments, _outcome(error), self._turns(event))
         )
         self.tokens.add(name, start_s, end_s, num_tokens)
         self.busy.add(name, start_s, end_s, end_s - start_s)
@@ -184,7 +184,7 @@ class RunModel:
         server["num_requests"] += 1
         server["num_tokens"] += num_tokens
         server["last_s"] = end_s
-        if error is not None and error != "cancelled":
+        if _outcome(error) == 1:
             server["num_errors"] += 1
             self._fail(event, "request lost", error, name)
 
@@ -294,7 +294,7 @@ class RunModel:
         if self.status != "failed":
             self.status = "interrupted" if event["is_interrupted"] else "finished"
 
-    # ------------------------------------------------------------------------------------------------------- its parts
+    # ----------------------------------------------------------------------------------------------------- its parts
 
     def _lane(self, key: str, name: str, kind: str) -> Lane:
         if key not in self.lanes:
@@ -324,3 +324,8 @@ class RunModel:
     def _fail(self, event: Event, kind: str, what: str, where: str) -> None:
         self.num_failures[kind] += 1
         self.failures.append({"time_s": event["end_s"], "kind": kind, "what": what[:2000], "where": where})
+
+
+def _outcome(error: str | None) -> int:
+    """Return 0 for a request that was answered, 1 for one that was lost, 2 for one that the run cancelled."""
+    return 0 if error is None else 2 if error == "cancelled" else 1

@@ -55,7 +55,7 @@ class Item:
             "endpoints": list(self.endpoints),
             "rewards": list(self.rewards),
             "lengths": list(self.lengths or (part[0] for _, part in sorted(self.parts.items()))),
-            "num_failures": len(self.what) + sum(request["error"] is not None for request in self.requests),
+            "num_failures": len(self.what) + sum(request["error"] not in (None, "cancelled") for request in self.requests),
         }
 
     def detail(self) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def _mean_reward(item: Item) -> float:
 
 
 _ORDERS = {
-    "newest": lambda item: -item.end_s,
+    "newest": lambda item: (item.state == "unfinished", -item.end_s),
     "reward": _mean_reward,
     "length": lambda item: -sum(item.row()["lengths"]),
     "age": lambda item: -(item.version - item.oldest if item.version is not None and item.oldest is not None else -1),

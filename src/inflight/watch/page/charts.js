@@ -4,6 +4,7 @@
 (() => {
   const { h, s, isNumber } = Watch;
   const DASHES = ["", "7 3", "2 3", "9 3 2 3", "4 2", "1 2"];
+  const DECADES = 8;  // smaller values stand at the bottom of a log scale
   const HEIGHT = 190, LEFT = 46, RIGHT = 10, TOP = 8, BOTTOM = 30;
 
   Watch.dash = (i) => DASHES[i % DASHES.length];
@@ -19,6 +20,12 @@
     return { element, plot, legend };
   }
 
+  // 0.001 as 10⁻³.
+  function power(value) {
+    const digits = String(Math.round(Math.log10(value))).replace(/[-\d]/g, (sign) => "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"["-0123456789".indexOf(sign)]);
+    return `10${digits}`;
+  }
+
   function extent(values) {
     let low = Infinity, high = -Infinity;
     for (const value of values) {
@@ -32,12 +39,12 @@
   // Returns the mapping of values to pixels, and the marks of an axis.
   function axis(low, high, from, to, isLog, count, isTime) {
     if (isLog) {
-      const bottom = Math.floor(Math.log10(low)), top = Math.max(bottom + 1, Math.ceil(Math.log10(high)));
+      const top = Math.ceil(Math.log10(high)), bottom = Math.min(top - 1, Math.max(top - DECADES, Math.floor(Math.log10(low))));
       const marks = [];
       const every = Math.max(1, Math.ceil((top - bottom) / count));
       for (let power = bottom; power <= top; power += every) marks.push(10 ** power);
       const scale = (to - from) / (top - bottom);
-      return { at: (value) => from + (Math.log10(value) - bottom) * scale, marks, step: 0 };
+      return { at: (value) => from + Math.max(0, Math.log10(value) - bottom) * scale, marks, step: 0 };
     }
     const step = Watch.niceStep(high - low, count, isTime);
     const marks = [];
@@ -114,7 +121,8 @@
       if (!options.isLog) {
         if (options.min !== undefined) low = Math.min(low, options.min);
         if (options.max !== undefined) high = Math.max(high, options.max);
-        if (low === high) { low -= Math.abs(low) * 0.1 || 0.5; high += Math.abs(high) * 0.1 || 0.5; }
+        if (low === high && low === 0 && options.min === 0) high = 1;
+        else if (low === high) { low -= Math.abs(low) * 0.1 || 0.5; high += Math.abs(high) * 0.1 || 0.5; }
         else {
           const room = (high - low) * 0.06;
           if (low !== options.min) low -= room;
@@ -127,7 +135,7 @@
       if (!data.isTime && data.isWhole) x.marks = x.marks.filter((mark) => Number.isInteger(mark));
       const y = axis(low, high, HEIGHT - BOTTOM, TOP, options.isLog, 5);
       const svg = s("svg", { viewBox: `0 0 ${width} ${HEIGHT}`, height: HEIGHT, "aria-hidden": "true" });
-      frame(svg, x, y, width, data.xFormat, format, data.xLabel);
+      frame(svg, x, y, width, data.xFormat, options.isLog && !options.format ? power : format, data.xLabel);
       for (const it of series) {
         if (it.low && it.high && !it.faint) {
           const band = bandPath(it, y.at, x.at, options.isLog ? 10 ** Math.floor(Math.log10(low)) : -Infinity);
@@ -166,12 +174,13 @@
       for (const it of layout.series) {
         if (it.faint) continue;
         const i = at === null ? lastNumber(it.mean) : nearest(it.x, at);
-        const value = i === null ? null : it.mean[i];
+        const value = i === null ? null : at === null && data.tells ? data.tells(it) : it.mean[i];
         const range = it.low && isNumber(it.low[i]) && it.low[i] !== it.high[i]
           ? ` (${format(it.low[i])} to ${format(it.high[i])})` : "";
         const sample = s("svg", { viewBox: "0 0 22 10", "aria-hidden": "true" },
           s("line", { x1: 0, x2: 22, y1: 5, y2: 5, class: `line c${it.colour}`, "stroke-dasharray": Watch.dash(it.dash || 0) }));
-        entries.push(h("li", {}, sample, `${it.label} `, h("b", {}, format(value)), range));
+        const which = at === null && data.tells ? "mean " : "";
+        entries.push(h("li", {}, sample, `${it.label} `, which, h("b", {}, format(value)), at === null && data.tells ? "" : range));
       }
       legend.replaceChildren(...entries);
       element.setAttribute("aria-label", `${options.title}. ${legend.textContent}`);

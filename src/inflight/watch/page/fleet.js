@@ -5,7 +5,7 @@
   const { h, byId } = Watch;
   const SIGNS = { healthy: ["●", "good"], joining: ["◐", "accent"], suspect: ["▲", "warn"], dead: ["✕", "bad"], left: ["○", "soft"] };
 
-  const servers = h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Servers" });
+  const servers = h("div", { class: "scroll servers", tabindex: 0, role: "region", "aria-label": "Servers" });
   const failures = h("div", { class: "scroll" });
   const config = h("details", {}, h("summary", {}, "Configuration of the run"), h("pre", {}));
   byId("fleet-body").append(h("div", { class: "card" }, h("h3", {}, "Servers"), servers), h("div", { class: "card" }, h("h3", {}, "Failures"), failures));
@@ -54,7 +54,7 @@
     const share = (count) => (issued ? count / issued : 0);
     const bar = h("div", { class: "bar", role: "img", "aria-label": parts.map(([name, count]) => `${name}: ${count}`).join(", ") },
       parts.filter(([, count]) => count).map(([name, count, fill]) => {
-        const piece = h("span", { class: fill, title: `${name}: ${Watch.count(count)}` }, share(count) > 0.12 ? `${name} ${Watch.percent(share(count))}` : "");
+        const piece = h("span", { class: fill, title: `${name}: ${Watch.count(count)}` }, share(count) * body.clientWidth > 6.6 * (name.length + 8) ? `${name} ${Watch.percent(share(count))}` : "");
         piece.style.flexGrow = count;
         piece.style.flexBasis = "0";
         return piece;

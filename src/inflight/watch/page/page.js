@@ -22,16 +22,16 @@
     { at: "learning", title: "Gradient norm", hint: "before clipping, log scale", isLog: true, lines: [["gradient_norm", "gradient norm"]] },
     { at: "learning", title: "Loss and entropy", hint: "where the loss reports them",
       lines: [["loss", "loss"], ["entropy", "entropy"], ["value_loss", "value loss"], ["reference_kl", "KL to reference"]],
-      empty: "The loss of this run reports neither" },
+      isRare: true },
     { at: "staleness", title: "Lag of trained tokens", hint: "versions behind the trainer", min: 0,
       lines: [["lag_mean", "mean"], ["lag_max", "largest"]] },
-    { at: "staleness", title: "Effective sample size", hint: "1: all ratios are equal", min: 0, max: 1, format: Watch.number,
+    { at: "staleness", title: "Effective sample size", hint: "share of tokens or sequences; 1: all ratios are equal", min: 0.9, max: 1, format: Watch.number,
       lines: [["effective_sample_size", "tokens"], ["effective_sample_size_used", "after the correction"],
         ["effective_sample_size_sequences", "sequences"]] },
     { at: "staleness", title: "Mismatch and staleness", hint: "KL(behaviour ‖ trainer), k3, nats per token, log scale", isLog: true,
       lines: [["behaviour_kl_k3", "all tokens"], ["mismatch_k3", "lag 0: numerics"], ["stale_k3", "lag > 0: staleness"]],
       empty: "No step has measured it yet" },
-    { at: "staleness", title: "Tokens left out", hint: "of each step", min: 0,
+    { at: "staleness", title: "Tokens left out", hint: "of each step", min: 0, isRare: true,
       lines: [["num_stale_tokens", "beyond the lag bound"]] },
     { at: "speed", title: "Trained and sampled tokens", hint: "per second, mean since the run began", min: 0,
       lines: [["trained_tokens_per_s", "trained"], ["completion_tokens_per_s", "sampled"]] },
@@ -54,7 +54,7 @@
   byId("staleness").querySelector(".grid").append(lags.element, ages.element);
   const rate = Watch.lineChart({ title: "Tokens per second by server", hint: "sampled", min: 0, empty: "No request has ended yet" });
   const busy = Watch.lineChart({ title: "Requests at each server", hint: "mean number at a time", min: 0, empty: "No request has ended yet" });
-  const trainers = Watch.lineChart({ title: "Use of trainer ranks", hint: "share of time in a step; the rest waits or publishes", min: 0, max: 1, format: Watch.percent, empty: "No step was taken yet" });
+  const trainers = Watch.lineChart({ title: "Use of trainer ranks", hint: "share of the time; the rest waits or publishes", min: 0, max: 1, format: Watch.percent, empty: "No step was taken yet" });
   byId("speed").querySelector(".grid").append(rate.element, busy.element, trainers.element);
 
   // ------------------------------------------------------------------------------------------------------------ data
@@ -120,7 +120,12 @@
       }
       return { label: names(name), x, mean, colour: i % 8, dash: Math.floor(i / 8) + (i % 8) };
     });
-    return { series: series.slice(0, 16), xLabel: "time", xFormat: AXES.time_s.format, isTime: true };
+    // The mean from the first value on: before it nothing was started.
+    const tells = (it) => {
+      const since = it.mean.slice(Math.max(0, it.mean.findIndex((value) => value > 0)));
+      return since.length ? since.reduce((sum, value) => sum + value, 0) / since.length : null;
+    };
+    return { series: series.slice(0, 16), xLabel: "time", xFormat: AXES.time_s.format, isTime: true, tells };
   }
 
   // ------------------------------------------------------------------------------------------------------------ parts
@@ -145,14 +150,14 @@
     const facts = [
       ["Step", Watch.count(overview.version), overview.num_steps ? `of ${Watch.count(overview.num_steps)}` : ""],
       ["Time", Watch.seconds(overview.end_s), ""],
-      ["Reward", Watch.number(last("reward")), "last step"],
+      ["Reward", Watch.number(last("reward")), "of the last step"],
       ["Sampled", Watch.number(last("completion_tokens_per_s")), "tokens/s"],
       ["Trained", Watch.number(last("trained_tokens_per_s")), "tokens/s"],
-      ["Lag", Watch.number(last("lag_mean")), isNumber(last("lag_max")) ? `mean, largest ${Watch.number(last("lag_max"))}` : ""],
+      ["Mean lag", Watch.number(last("lag_mean")), isNumber(last("lag_max")) ? `largest ${Watch.number(last("lag_max"))}` : "versions"],
       ["Sample size", Watch.percent(last("effective_sample_size")), "effective"],
       ["Servers", known ? `${healthy}/${known}` : "–", "healthy"],
-      ["Groups", share ? Watch.count(share.trained) : "–", share ? `trained, ${Watch.count(dropped)} dropped` : "trained"],
-      ["Failures", Watch.count(failures), failures ? "see Fleet" : ""],
+      ["Trained groups", share ? Watch.count(share.trained) : "–", share ? `${Watch.count(dropped)} dropped` : "trained"],
+      ["Failures", Watch.count(failures), ""],
     ];
     byId("facts").replaceChildren(...facts.map(([name, value, unit]) =>
       h("dl", { class: "fact" }, h("dt", {}, name), h("dd", {}, value, " ", h("small", {}, unit)))));
@@ -160,7 +165,11 @@
 
   function showCharts() {
     const overview = state.overviews[state.shown];
-    for (const chart of CHARTS) chart.view.update(seriesOf(chart));
+    for (const chart of CHARTS) {
+      const data = seriesOf(chart);
+      chart.view.element.hidden = Boolean(chart.isRare) && !data.series.length;
+      chart.view.update(data);
+    }
     const several = state.overviews.length > 1;
     const counts = (key) => state.overviews.map((it, run) => ({ label: several ? state.runs[run].name : "whole run", counts: it[key], colour: several ? run % 8 : 0 }));
     lags.update(counts("lags"));

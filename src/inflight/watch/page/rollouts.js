@@ -58,7 +58,7 @@
       bars,
       h("span", { class: "soft" }, Watch.clock(item.end_s, 1)),
       h("span", { class: item.state === "dropped" ? "warn" : "soft" }, stateOf(item)),
-      h("span", { class: "bad" }, item.num_failures ? `${item.num_failures} lost` : "")));
+      h("span", { class: "bad" }, item.num_failures ? `${item.num_failures} failed` : "")));
   }
 
   async function open(item, scrolls) {
@@ -83,7 +83,7 @@
     const completions = it.parts.map((part, i) => completion(part, it.rewards.length === it.parts.length ? it.rewards[i] : null, average, spread, longest,
       records ? records.filter((record) => record.number === part.number) : []));
     const loose = records ? records.filter((record) => !it.parts.some((part) => part.number === record.number)) : [];
-    detail.replaceChildren(
+    detail.replaceChildren(h("div", {},
       h("div", { class: "tools" }, h("h3", {}, `Group ${it.item}`), h("span", { class: "soft" }, stateOf(it)), h("span", { class: "gap" }),
         records ? colourings() : h("span", { class: "soft" }, "coloured by version")),
       h("p", { class: "soft" }, `${Watch.clock(it.start_s, 0.1)} to ${Watch.clock(it.end_s, 0.1)} at ${it.endpoints.map(Watch.shortServer).join(", ") || "no server"}`,
@@ -92,7 +92,7 @@
       records && records.length ? promptOf(records[0]) : h("p", { class: "soft" }, "The run recorded no tokens: lengths, versions and rewards are shown. Texts need [run] record = true."),
       completions.length ? completions : h("p", { class: "soft" }, "Nothing was sampled."),
       loose.map((record) => recordText(record)),
-      requests(it));
+      requests(it)));
   }
 
   function colourings() {

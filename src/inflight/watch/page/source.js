@@ -86,7 +86,7 @@
       const mean = (item) => item.rewards.reduce((sum, it) => sum + it, 0) / item.rewards.length;
       const age = (item) => (item.version === null || item.oldest === null ? -1 : item.version - item.oldest);
       const orders = {
-        newest: (item) => item.end_s,
+        newest: (item) => (item.state === "unfinished" ? item.end_s - 1e12 : item.end_s),
         reward: (item) => (item.rewards.length ? mean(item) : -1e300),
         length: (item) => item.lengths.reduce((sum, it) => sum + it, 0),
         age,

@@ -169,7 +169,7 @@
       const [start, until, row, facts] = span;
       const left = x(start), right = x(until);
       if (right < 0 || left > width) continue;
-      const box = { left: Math.max(-4, left), right: Math.min(width + 4, Math.max(right, left + 1)), top: top + row * tall, tall: tall > 4 ? tall - 1 : tall, lane, span };
+      const box = { left: Math.max(-4, left), right: Math.min(width + 4, Math.max(right, left + (lane.kind === "publish" ? 2 : 1))), top: top + row * tall, tall: tall > 4 ? tall - 1 : tall, lane, span };
       if (lane.kind === "server") drawRequest(pen, box, left, right, facts, colour);
       else {
         const version = lane.kind === "memory" ? 0 : facts;
@@ -206,7 +206,7 @@
       }
     }
     if (failed) {
-      pen.strokeStyle = colour("bad");
+      pen.strokeStyle = colour(failed === 1 ? "bad" : "soft");
       pen.lineWidth = 1.5;
       pen.strokeRect(box.left + 0.75, box.top + 0.75, Math.max(1, box.right - box.left - 1.5), Math.max(1, box.tall - 1.5));
       pen.beginPath();
@@ -275,7 +275,7 @@
     const swatch = (number) => h("span", { class: `swatch f${number}` });
     const entries = [];
     if (hasBins) entries.push(h("li", {}, "height: how much was under way; zoom in for single spans"));
-    if (kinds.includes("server")) entries.push(h("li", {}, "colours within a request: weight versions ", [0, 1, 2, 3, 4, 5].map(swatch), " in turn"), h("li", {}, "red border: lost or cancelled"));
+    if (kinds.includes("server")) entries.push(h("li", {}, "colours within a request: weight versions ", [0, 1, 2, 3, 4, 5].map(swatch), " in turn"), h("li", {}, "border: lost (red) or cancelled"));
     if (kinds.includes("publish")) entries.push(h("li", {}, "publish: ", PART_NAMES.map((name, i) => [swatch(i === 4 ? 5 : i), `${name} `])));
     entries.push(h("li", {}, "◆ checkpoint  ↻ resumed  ↕ servers added or removed  ✕ failure"));
     legend.replaceChildren(...entries);
@@ -303,7 +303,7 @@
     const [item, tokens, versions, failed, turns] = facts;
     const names = versions.map(([, version]) => `v${version}`).join(", ");
     return `item ${item} at ${Watch.shortServer(box.lane.name)}\n${times}\n${Watch.count(tokens)} tokens${names ? `, longest completion by ${names}` : ""}` +
-      `${turns && turns.length ? `\n${turns.length} turns` : ""}${failed ? "\nlost or cancelled" : ""}`;
+      `${turns && turns.length ? `\n${turns.length} turns` : ""}${["", "\nlost", "\ncancelled"][failed]}`;
   }
 
   let drag = null;
