@@ -132,6 +132,16 @@ class EventFollower:
         A resumed run replaces its steps; all of them are yielded again then, and before them a `Began`, which says from
         which version on earlier ones do not count.
         """
+        yield from self._read_events()
+        yield from self.read_steps()
+
+    def read_steps(self) -> Iterator[dict[str, Any]]:
+        """Yield the steps since the call before; those that a resumed run replaces again, from the first one."""
+        if self._steps.is_replaced():
+            self._steps.reopen()
+        yield from self._steps.read()
+
+    def _read_events(self) -> Iterator[dict[str, Any]]:
         for path in self._pending:
             yield from self._checked(read_lines(path))
         self._pending = []
@@ -144,9 +154,6 @@ class EventFollower:
             self._number = self._newest() + 1
             self._events.reopen()
             yield from self._checked(self._events.read())
-        if self._steps.is_replaced():
-            self._steps.reopen()
-        yield from self._steps.read()
 
     def close(self) -> None:
         self._events.close()

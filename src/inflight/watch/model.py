@@ -36,8 +36,10 @@ class RunModel:
         self.lock = threading.Lock()
         self.revision = 0
         """Changes whenever something was folded."""
-        self.read_share = 0.0
-        """How much of the files' events has been read, while they are read for the first time."""
+        self.is_read = False
+        """Whether all that the files held at first has been folded."""
+        self.unreadable = ""
+        """Why the files cannot be read, if they cannot."""
         self.began: Event = {}
         self.config: Mapping[str, Any] = {}
         self.version = 0

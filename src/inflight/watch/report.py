@@ -35,7 +35,7 @@ def write_report(directories: Sequence[Path], output: Path) -> None:
         follower = EventFollower(directory)
         run.fold(follower.read())
         follower.close()
-        run.read_share = 1.0
+        run.is_read = True
         runs.append(_embedded(run))
     try:
         output.write_text(_page(to_json({"runs": runs}, inf_nan_mode="null").decode()), encoding="utf-8")

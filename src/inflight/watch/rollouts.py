@@ -55,7 +55,7 @@ class Item:
             "endpoints": list(self.endpoints),
             "rewards": list(self.rewards),
             "lengths": list(self.lengths or (part[0] for _, part in sorted(self.parts.items()))),
-            "num_failures": len(self.what) + sum(request["error"] not in (None, "cancelled") for request in self.requests),
+            "num_failures": len(self.what) + sum(it["error"] not in (None, "cancelled") for it in self.requests),
         }
 
     def detail(self) -> dict[str, Any]:

@@ -55,18 +55,18 @@ class Follower(threading.Thread):
     def __init__(self, run: RunModel) -> None:
         super().__init__(name=f"inflight-watch-{run.directory.name}", daemon=True)
         self.run_model = run
-        self.failure: InflightError | None = None
         self._stop_it = threading.Event()
 
     def run(self) -> None:
         follower = EventFollower(self.run_model.directory)
         try:
+            self.run_model.fold(follower.read_steps())  # few bytes, and most of what the page shows first
             while not self._stop_it.is_set():
                 self.run_model.fold(follower.read())
-                self.run_model.read_share = 1.0
+                self.run_model.is_read = True
                 self._stop_it.wait(FOLLOW_S)
         except InflightError as error:
-            self.failure = error
+            self.run_model.unreadable = str(error)
         finally:
             follower.close()
 

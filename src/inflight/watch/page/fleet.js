@@ -35,14 +35,19 @@
   function showFailures(overview) {
     const counts = Object.entries(overview.num_failures);
     if (!counts.length) { failures.replaceChildren(h("p", { class: "soft" }, "None so far")); return; }
-    const newest = overview.failures.slice(-40).reverse();
+    const newest = [];
+    for (const failure of [...overview.failures].reverse()) {
+      const same = newest.find((it) => it.kind === failure.kind && it.what === failure.what && it.where === failure.where);
+      if (same) same.times += 1;
+      else if (newest.length < 40) newest.push({ ...failure, times: 1 });
+    }
     failures.replaceChildren(
       h("p", {}, counts.map(([kind, count], i) => [i ? " · " : "", `${kind}: `, h("b", {}, Watch.count(count))])),
       h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, "time"), h("th", {}, "what"), h("th", {}, "where"))),
         h("tbody", {}, newest.map((failure) => h("tr", {},
           h("td", { class: "number" }, Watch.clock(failure.time_s, 0.1)),
-          h("td", {}, h("span", { class: "bad" }, failure.kind), failure.what ? ` ${failure.what.length > 240 ? `${failure.what.slice(0, 240)} …` : failure.what}` : ""),
-          h("td", { class: "soft" }, Watch.shortServer(failure.where)))))));
+          h("td", {}, h("span", { class: "bad" }, failure.kind), failure.times > 1 ? h("b", {}, ` ${failure.times} times`) : "", failure.what ? ` ${failure.what.length > 240 ? `${failure.what.slice(0, 240)} …` : failure.what}` : ""),
+          h("td", { class: "soft where" }, Watch.shortServer(failure.where)))))));
   }
 
   function showLedger(overview) {

@@ -26,7 +26,7 @@
     { at: "staleness", title: "Lag of trained tokens", hint: "versions behind the trainer", min: 0,
       lines: [["lag_mean", "mean"], ["lag_max", "largest"]] },
     { at: "staleness", title: "Effective sample size", hint: "share of tokens or sequences; 1: all ratios are equal", min: 0.9, max: 1, format: Watch.number,
-      lines: [["effective_sample_size", "tokens"], ["effective_sample_size_used", "after the correction"],
+      compared: ["effective_sample_size", "effective_sample_size_sequences"], lines: [["effective_sample_size", "tokens"], ["effective_sample_size_used", "after the correction"],
         ["effective_sample_size_sequences", "sequences"]] },
     { at: "staleness", title: "Mismatch and staleness", hint: "KL(behaviour ‖ trainer), k3, nats per token, log scale", isLog: true,
       lines: [["behaviour_kl_k3", "all tokens"], ["mismatch_k3", "lag 0: numerics"], ["stale_k3", "lag > 0: staleness"]],
@@ -36,8 +36,8 @@
     { at: "speed", title: "Trained and sampled tokens", hint: "per second, mean since the run began", min: 0,
       lines: [["trained_tokens_per_s", "trained"], ["completion_tokens_per_s", "sampled"]] },
     { at: "speed", title: "Use of the slots of servers", hint: "between two steps", min: 0, max: 1, format: Watch.percent,
-      lines: [["utilisation", "busy"], ["bubble_share", "bubbles"], ["paused_share", "paused (since the run began)"]] },
-    { at: "speed", title: "Parts of a publish", hint: "seconds, log scale; gather and wire overlap", isLog: true, format: Watch.seconds,
+      compared: ["utilisation"], lines: [["utilisation", "busy"], ["bubble_share", "bubbles"], ["paused_share", "paused (since the run began)"]] },
+    { at: "speed", title: "Parts of a publish", hint: "seconds, log scale; gather and wire overlap", isLog: true, format: Watch.seconds, compared: ["publish.total_s", "publish.pause_s"],
       lines: [["publish.gather_s", "gather"], ["publish.wire_s", "wire"], ["publish.pause_s", "pause"], ["publish.load_s", "load"],
         ["publish.first_token_s", "first token"], ["publish.total_s", "total"]], empty: "No version was published yet" },
     { at: "speed", title: "Groups", hint: "when a step was taken", min: 0,
@@ -72,10 +72,9 @@
   function smoothed(values, window) {
     const kept = [];
     return values.map((value) => {
-      if (!isNumber(value)) return null;
-      kept.push(value);
+      if (isNumber(value)) kept.push(value);
       if (kept.length > window) kept.shift();
-      return kept.reduce((sum, it) => sum + it, 0) / kept.length;
+      return !kept.length ? null : kept.reduce((sum, it) => sum + it, 0) / kept.length;
     });
   }
 
@@ -84,14 +83,15 @@
     const series = [], badAt = [];
     state.overviews.forEach((overview, run) => {
       const x = xsOf(overview);
-      chart.lines.forEach(([name, label], i) => {
+      const lines = several && chart.compared ? chart.lines.filter(([name]) => chart.compared.includes(name)) : chart.lines;
+      lines.forEach(([name, label], i) => {
         const values = overview.steps.series[name];
         if (!values || !values.mean.some(isNumber)) {
           if (values === undefined || !(name in overview.steps.not_finite)) return;
         }
         const colour = several ? run % 8 : i % 8;
-        const dash = several ? (chart.lines.length > 1 ? i : run) : i;
-        const text = several ? (chart.lines.length > 1 ? `${state.runs[run].name} · ${label}` : state.runs[run].name) : label;
+        const dash = several ? (lines.length > 1 ? i : run) : i;
+        const text = several ? (lines.length > 1 ? `${state.runs[run].name} · ${label}` : state.runs[run].name) : label;
         if (chart.smooth && values.mean.length > 10) {
           series.push({ label: text, x, mean: values.mean, colour, dash: 0, faint: true });
           series.push({ label: `${text}, mean of ten`, x, mean: smoothed(values.mean, 10), low: values.low, high: values.high, colour, dash });
@@ -134,7 +134,8 @@
     const words = { running: "● running", finished: "✓ finished", interrupted: "◼ interrupted", failed: "✕ failed", empty: "○ no events yet" };
     const element = byId("status");
     element.className = `status ${overview.status}`;
-    element.textContent = words[overview.status] || overview.status;
+    element.textContent = overview.is_read ? words[overview.status] || overview.status : "… reading its events";
+    if (overview.unreadable) complain(overview.unreadable);
     byId("run-name").textContent = state.runs[state.shown].name;
     document.title = `${state.runs[state.shown].name} · inflight`;
   }
