@@ -37,6 +37,7 @@ from inflight.pipeline.memory_check import check_fits, device_uses, memory_of
 from inflight.pipeline.memory_turns import MemoryTurns
 from inflight.pipeline.messages import Members, Trained
 from inflight.pipeline.notes import Notes
+from inflight.pipeline.page import serve_page
 from inflight.pipeline.placement import place, place_elsewhere, uses_gpus
 from inflight.pipeline.progress import Progress
 from inflight.pipeline.run_directory import claim
@@ -260,7 +261,10 @@ class _Run:
         Returns None if a rank was lost and ``may_restart`` is set: then only the servers run.
         """
         self.interrupt.listen()
-        async with self.proxy, _beside(self.notes.tell_what_is_waited_for()):
+        beside = [self.notes.tell_what_is_waited_for()]
+        if self.config.run.page:
+            beside.append(serve_page(self.directory.path, self.directory.logs, self.progress.note))
+        async with self.proxy, _beside(*beside):
             return await self._run(may_restart=may_restart)
 
     async def _run(self, *, may_restart: bool) -> int | None:

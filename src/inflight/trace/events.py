@@ -54,6 +54,8 @@ class SampledPart(BaseModel):
     spans: tuple[tuple[int, int, int], ...]
     """Start, end and version of each stretch of its tokens that one version sampled."""
     finish_reason: str
+    turns: tuple[tuple[float, float, int], ...] = ()
+    """Of an episode: start, end and sampled tokens of each turn. Between them its environment was at work."""
 
 
 class Request(Event):

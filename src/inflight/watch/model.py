@@ -15,7 +15,7 @@ from inflight.watch.series import Counts, StepTable, TimeBins
 
 Event = Mapping[str, Any]
 
-_CHUNK = 2000
+_CHUNK = 500
 """Events that are folded before another thread may ask."""
 _NUM_FAILURES = 500
 _NUM_MARKS = 2000
@@ -193,8 +193,8 @@ class RunModel:
     @staticmethod
     def _turns(event: Event) -> list[list[float]]:
         """Return start and end of each turn that was sampled in a request."""
-        turns = (turn for part in event["parts"] for turn in part.get("turns") or ())
-        return sorted([turn[0], turn[1]] for turn in turns if turn[1] >= event["start_s"])
+        parts = [part["turns"] for part in event["parts"] if part.get("turns")]
+        return sorted([turn[0], turn[1]] for turns in parts for turn in turns if turn[1] >= event["start_s"])
 
     def _running(self, event: Event) -> None:
         since_s, num = self._num_running

@@ -144,37 +144,44 @@ class TimeBins:
 
     def __init__(self) -> None:
         self.width_s = _FIRST_WIDTH_S
-        self._amounts: dict[str, Array] = {}
+        self._amounts: dict[str, list[float]] = {}
+        """Lists: a span has few bins, for which numpy would be slower."""
         self.end_s = 0.0
 
     def add(self, name: str, start_s: float, end_s: float, amount: float) -> None:
         self.end_s = max(self.end_s, end_s)
         while end_s >= NUM_BINS * self.width_s:
             self.width_s *= 2
-            self._amounts = {key: _halved(values, np.add) for key, values in self._amounts.items()}
-        amounts = self._amounts.setdefault(name, np.zeros(NUM_BINS))
+            for key, old in self._amounts.items():
+                joined = [one + other for one, other in zip(old[0::2], old[1::2], strict=True)]
+                self._amounts[key] = joined + [0.0] * len(joined)
+        amounts = self._amounts.get(name)
+        if amounts is None:
+            amounts = self._amounts[name] = [0.0] * NUM_BINS
         start_s = max(0.0, start_s)
         first, last = int(start_s / self.width_s), int(end_s / self.width_s)
         if first == last or end_s <= start_s:
-            amounts[last] += amount
+            amounts[max(0, last)] += amount
             return
         per_bin = amount * self.width_s / (end_s - start_s)
         amounts[first] += per_bin * (first + 1 - start_s / self.width_s)
-        amounts[first + 1 : last] += per_bin
+        for i in range(first + 1, last):
+            amounts[i] += per_bin
         amounts[last] += per_bin * (end_s / self.width_s - last)
 
     def forget_after(self, time_s: float) -> None:
         """Forget what came after a time."""
         self.end_s = min(self.end_s, time_s)
+        first = int(time_s / self.width_s) + 1
         for amounts in self._amounts.values():
-            amounts[int(time_s / self.width_s) + 1 :] = 0
+            amounts[first:] = [0.0] * (NUM_BINS - first)
 
     def per_second(self, until_s: float) -> dict[str, list[float]]:
         """Return the rate of each bin up to a time; the last bin is as long as it has been."""
         num = min(NUM_BINS, int(until_s / self.width_s) + 1)
         widths = np.full(num, self.width_s)
         widths[-1] = max(until_s - (num - 1) * self.width_s, self.width_s / 4)
-        return {name: rounded(amounts[:num] / widths) for name, amounts in self._amounts.items()}
+        return {name: rounded(np.array(amounts[:num]) / widths) for name, amounts in self._amounts.items()}
 
 
 def rounded(values: Array, digits: int = 5) -> list[float]:
