@@ -22,6 +22,7 @@ from inflight.environments.command import add_parser as add_proxy
 from inflight.errors import ConfigError, InflightError
 from inflight.http.tokens import TOKEN_VARIABLE, read_token
 from inflight.launchers.launcher import ADDRESS_VARIABLE
+from inflight.replay.command import add_parser as add_replay
 from inflight.weights.relay_command import add_parser as add_relay
 
 _Follow = Callable[[InferenceEndpoint], Awaitable[None]]
@@ -140,6 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     add_dialect(commands)
     add_bench(commands)
     add_check(commands)
+    add_replay(commands)
     return parser
 
 

@@ -46,7 +46,7 @@ class Recording:
         if version and (self._writer.directory / MANIFEST).exists():
             start = read_manifest(self._writer.directory).start
         else:
-            start = await asyncio.to_thread(_weights, self._config.model.path)
+            start = await asyncio.to_thread(weights_of, self._config.model.path)
         self._manifest = self._manifest.model_copy(update={"start": start})
         await asyncio.to_thread(self._writer.begin, self._manifest)
 
@@ -72,7 +72,7 @@ class Recording:
     def _write_final(self) -> None:
         checkpoint, state = latest_checkpoint(self._directory)
         if checkpoint is not None and state is not None:
-            final = {"final": _weights(checkpoint), "final_version": state["version"]}
+            final = {"final": weights_of(checkpoint), "final_version": state["version"]}
             self._writer.write_manifest(self._manifest.model_copy(update=final))
 
 
@@ -96,6 +96,7 @@ def outcome_of(by_share: Sequence[Trained]) -> Outcome:
     )
 
 
-def _weights(directory: Path) -> Weights:
+def weights_of(directory: Path) -> Weights:
+    """Return what tells the weights of a model directory apart. Raises `ConfigError`."""
     sha256, size_bytes = weights_digest(directory)
     return Weights(path=str(directory.absolute()), sha256=sha256, size_bytes=size_bytes)
