@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tomllib
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from inflight.engines.factories import keyword_arguments
 from inflight.errors import ConfigError
+from inflight.http.tokens import TOKEN_VARIABLE
+
+if TYPE_CHECKING:
+    from inflight.trace.records import Manifest
 
 
 def add_parser(commands: Any) -> None:
@@ -32,6 +38,24 @@ def add_parser(commands: Any) -> None:
     replay.add_argument("--config", type=Path, metavar="RUN.toml", help="for an imported record, which has none")
     replay.add_argument("--steps", type=int, metavar="N", help="train the first N steps only")
     replay.add_argument("--to", type=Path, metavar="DIR", help="keep the logs and the final weights here")
+    replay.add_argument(
+        "--engine",
+        metavar="URL",
+        help="sample again on this server instead, which serves the start weights; vllm+http://... for an engine's own",
+    )
+    replay.add_argument(
+        "--version", type=int, default=0, metavar="N", help="the recorded version that the server has (default: 0)"
+    )
+    replay.add_argument(
+        "--groups", type=int, default=16, metavar="N", help="requests to sample again (default: %(default)s)"
+    )
+    replay.add_argument(
+        "--tolerance",
+        type=float,
+        default=1e-3,
+        metavar="NATS",
+        help="largest difference of a logprob that is not told (default: %(default)s)",
+    )
     replay.add_argument("--json", type=Path, metavar="FILE", help="also write the report to this file")
     replay.set_defaults(call=_replay)
 
@@ -42,11 +66,13 @@ def _replay(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     from inflight.replay.training import replay_config, replay_training
     from inflight.trace.records import read_manifest, record_of
 
-    for name in ("ranks", "steps"):
+    for name in ("ranks", "steps", "groups"):
         if (value := getattr(arguments, name)) is not None and value < 1:
             raise ConfigError(f"--{name} must be at least 1, not {value}")
     record = record_of(arguments.record)
     manifest = read_manifest(record)
+    if arguments.engine is not None:
+        return _sample_again(arguments, record, manifest)
 
     def make(directory: Path) -> RunConfig:
         return replay_config(
@@ -71,6 +97,26 @@ def _replay(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(as_json(replayed), indent=2) + "\n")
     return int(first_beyond_rounding(replayed) is not None)
+
+
+def _sample_again(arguments: argparse.Namespace, record: Path, manifest: Manifest) -> int:
+    """Print where what an endpoint samples now parts from the record; return 1 if it does."""
+    from inflight.checkpoints import load_tokenizer
+    from inflight.engines.kinds import connect_endpoint
+    from inflight.replay.report import described_sampling
+    from inflight.replay.sampling import replay_sampling
+
+    endpoint = connect_endpoint(arguments.engine, token=os.environ.get(TOKEN_VARIABLE))
+    found = replay_sampling(
+        record, endpoint, version=arguments.version, num_groups=arguments.groups, tolerance=arguments.tolerance
+    )
+    model = arguments.model or (None if manifest.start is None else Path(manifest.start.path))
+    tokenizer = load_tokenizer(model) if model is not None and model.is_dir() else None
+    decode = (lambda token_ids: "") if tokenizer is None else tokenizer.decode
+    print(described_sampling(found, arguments.tolerance, decode))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps([asdict(it) for it in found], indent=2) + "\n")
+    return int(any(it.parts_at is not None or it.parts_by_logprob_at is not None for it in found))
 
 
 def _toml(path: Path) -> dict[str, Any]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from inflight.bench.weights import aligned
 from inflight.replay.differences import ROUNDING, StepDifference
+from inflight.replay.sampling import Resampled
 from inflight.replay.training import Replayed
+
+_NUM_SHOWN = 8
+"""Completions that part, of which the report has a row."""
 
 
 def as_json(replayed: Replayed) -> dict[str, Any]:
@@ -134,3 +138,32 @@ def _of_weights(replayed: Replayed) -> list[str]:
 
 def _ranks(number: int) -> str:
     return f"{number} rank{'s' * (number != 1)}"
+
+
+def described_sampling(found: Sequence[Resampled], tolerance: float, decode: Callable[[Sequence[int]], str]) -> str:
+    """Return the report of what was sampled again; ``decode`` gives a token's text."""
+    parted = [it for it in found if it.parts_at is not None]
+    largest = max(it.largest_difference for it in found)
+    num_tokens = sum(it.num_tokens if it.parts_at is None else it.parts_at for it in found)
+    lines = [
+        f"{len(found)} completions sampled again: {len(found) - len(parted)} have the recorded tokens, "
+        f"{len(parted)} part from them",
+        f"logprobs of the {num_tokens} tokens in common differ by {largest:.2g} at most",
+    ]
+    by_logprob = [it for it in found if it.parts_by_logprob_at is not None]
+    if by_logprob:
+        lines.append(f"{len(by_logprob)} completions have a logprob that differs by more than {tolerance:g}")
+    if parted:
+        rows = [("item", "completion", "parts at", "of", "recorded", "logprob", "now", "logprob")]
+        for it in sorted(parted, key=lambda it: it.parts_at or 0)[:_NUM_SHOWN]:
+            recorded, now = (_token(token, decode) for token in (it.recorded_token, it.token))
+            first, second = ("-" if value is None else f"{value:.3f}" for value in (it.recorded_logprob, it.logprob))
+            rows.append(
+                (str(it.item), str(it.number), str(it.parts_at), str(it.num_tokens), recorded, first, now, second)
+            )
+        lines += ["", aligned(rows)]
+    return "\n".join(lines)
+
+
+def _token(token: int | None, decode: Callable[[Sequence[int]], str]) -> str:
+    return "end" if token is None else f"{token} {decode([token])!r}"
