@@ -10,14 +10,15 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from inflight.engines.factories import keyword_arguments
 from inflight.errors import ConfigError
 from inflight.http.tokens import TOKEN_VARIABLE
+from inflight.rollouts import AdvantageEstimator
 
 if TYPE_CHECKING:
-    from inflight.trace.records import Manifest
+    from inflight.pipeline.config import RunConfig
 
 
 def add_parser(commands: Any) -> None:
@@ -58,10 +59,49 @@ def add_parser(commands: Any) -> None:
     )
     replay.add_argument("--json", type=Path, metavar="FILE", help="also write the report to this file")
     replay.set_defaults(call=_replay)
+    _add_import(commands)
+
+
+def _add_import(commands: Any) -> None:
+    imports = commands.add_parser("import", help="make a record of the rollouts that another framework stored")
+    sources = imports.add_subparsers(dest="source", required=True, metavar="FRAMEWORK")
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("files", type=Path, nargs="+", metavar="FILE", help="each is one step")
+    shared.add_argument("--to", type=Path, required=True, metavar="DIR", help="where to write the record")
+    shared.add_argument(
+        "--advantages", choices=get_args(AdvantageEstimator), default="std", help="default: %(default)s"
+    )
+    shared.add_argument("--temperature", type=float, default=1.0, help="of the sampling (default: %(default)s)")
+    slime = sources.add_parser("slime", parents=[shared], help="files of slime's --save-debug-rollout-data")
+    slime.add_argument("--reward-key", metavar="KEY", help="which of several rewards to take")
+    verl = sources.add_parser("verl", parents=[shared], help="files of verl's trainer.rollout_data_dir")
+    verl.add_argument("--tokenizer", type=Path, required=True, metavar="DIR", help="the model directory of the run")
+    imports.set_defaults(call=_import)
+
+
+def _import(arguments: argparse.Namespace, _: Sequence[str]) -> int:
+    from inflight.replay.importing import write_imported
+
+    if not arguments.temperature > 0:
+        raise ConfigError(f"--temperature must be above 0, not {arguments.temperature:g}")
+    if arguments.source == "slime":
+        from inflight.replay.slime import read_slime
+
+        found = read_slime(arguments.files, temperature=arguments.temperature, reward_key=arguments.reward_key)
+    else:
+        from inflight.replay.verl import read_verl
+
+        found = read_verl(arguments.files, tokenizer=arguments.tokenizer, temperature=arguments.temperature)
+    manifest = write_imported(
+        found, arguments.to, source=arguments.source, advantages=arguments.advantages, files=arguments.files
+    )
+    print(f"wrote {len(found.steps)} steps to {arguments.to}")
+    for note in (*(f"it lacks {what}" for what in manifest.lacks), *manifest.notes):
+        print(f"  {note}")
+    return 0
 
 
 def _replay(arguments: argparse.Namespace, _: Sequence[str]) -> int:
-    from inflight.pipeline.config import RunConfig
     from inflight.replay.report import as_json, described, first_beyond_rounding
     from inflight.replay.training import replay_config, replay_training
     from inflight.trace.records import read_manifest, record_of
@@ -71,8 +111,6 @@ def _replay(arguments: argparse.Namespace, _: Sequence[str]) -> int:
             raise ConfigError(f"--{name} must be at least 1, not {value}")
     record = record_of(arguments.record)
     manifest = read_manifest(record)
-    if arguments.engine is not None:
-        return _sample_again(arguments, record, manifest)
 
     def make(directory: Path) -> RunConfig:
         return replay_config(
@@ -85,6 +123,8 @@ def _replay(arguments: argparse.Namespace, _: Sequence[str]) -> int:
             options=keyword_arguments(arguments.trainer_option, "--trainer-option"),
         )
 
+    if arguments.engine is not None:
+        return _sample_again(arguments, record, make(record))
     replayed = replay_training(
         record,
         make,
@@ -99,7 +139,7 @@ def _replay(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     return int(first_beyond_rounding(replayed) is not None)
 
 
-def _sample_again(arguments: argparse.Namespace, record: Path, manifest: Manifest) -> int:
+def _sample_again(arguments: argparse.Namespace, record: Path, config: RunConfig) -> int:
     """Print where what an endpoint samples now parts from the record; return 1 if it does."""
     from inflight.checkpoints import load_tokenizer
     from inflight.engines.kinds import connect_endpoint
@@ -108,10 +148,9 @@ def _sample_again(arguments: argparse.Namespace, record: Path, manifest: Manifes
 
     endpoint = connect_endpoint(arguments.engine, token=os.environ.get(TOKEN_VARIABLE))
     found = replay_sampling(
-        record, endpoint, version=arguments.version, num_groups=arguments.groups, tolerance=arguments.tolerance
+        record, config, endpoint, version=arguments.version, num_groups=arguments.groups, tolerance=arguments.tolerance
     )
-    model = arguments.model or (None if manifest.start is None else Path(manifest.start.path))
-    tokenizer = load_tokenizer(model) if model is not None and model.is_dir() else None
+    tokenizer = load_tokenizer(config.model.path) if config.model.path.is_dir() else None
     decode = (lambda token_ids: "") if tokenizer is None else tokenizer.decode
     print(described_sampling(found, arguments.tolerance, decode))
     if arguments.json is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,9 +14,9 @@ from inflight.contracts import InferenceEndpoint
 from inflight.environments.moving import fitted
 from inflight.errors import ConfigError
 from inflight.pipeline.actor import seed_of
-from inflight.replay.training import replay_config
+from inflight.pipeline.config import RunConfig
 from inflight.trace.files import EVENTS, read_events
-from inflight.trace.records import Manifest, read_manifest, read_steps
+from inflight.trace.records import read_steps
 from inflight.types import Group, Rollout
 from inflight.wire import Completion, GenerateRequest, SamplingParams
 
@@ -50,7 +51,7 @@ class _Asked:
 
 
 async def sample_again(
-    record: Path, endpoint: InferenceEndpoint, *, version: int, num_groups: int, tolerance: float
+    record: Path, config: RunConfig, endpoint: InferenceEndpoint, *, version: int, num_groups: int, tolerance: float
 ) -> list[Resampled]:
     """Sample groups of a record again whose tokens all came from ``version``, which the endpoint must serve.
 
@@ -59,16 +60,14 @@ async def sample_again(
     after an abort are left out. Raises `ConfigError` if nothing can be sampled again, or if the endpoint takes no
     seeds.
     """
-    manifest = read_manifest(record)
     capabilities = await endpoint.capabilities()
     if not capabilities.seeds:
         raise ConfigError(f"{endpoint.name} takes no seeds: what it samples differs from call to call")
-    config = replay_config(manifest, record)
     sampling = SamplingParams(
         n=config.sampling.group_size, max_tokens=config.sampling.max_tokens, temperature=config.sampling.temperature
     )
     found: list[Resampled] = []
-    asked = _asked(record, manifest, version, config.sampling.group_size)
+    asked = _asked(record, config, version)
     for number, one in enumerate(itertools.islice(asked, num_groups)):
         settings = sampling.model_copy(update={"n": len(one.numbers), "seed": one.seed})
         rollout = one.group.rollouts[one.numbers[0]]
@@ -96,6 +95,7 @@ def compared(item: int, number: int, recorded: Rollout, again: Completion, toler
         num_shared = min(len(before), len(after))
     end = len(before) if num_shared is None else num_shared
     differences = [abs(recorded.behaviour_logprobs[i] - again.logprobs[i]) for i in range(end)]
+    known = [it for it in differences if not math.isnan(it)]  # an imported record may lack them
     has_before, has_after = end < len(before), end < len(after)
     return Resampled(
         item=item,
@@ -104,17 +104,16 @@ def compared(item: int, number: int, recorded: Rollout, again: Completion, toler
         parts_at=num_shared,
         recorded_token=before[end] if has_before else None,
         token=after[end] if has_after else None,
-        recorded_logprob=recorded.behaviour_logprobs[end] if has_before else None,
+        recorded_logprob=recorded.behaviour_logprobs[end] if has_before and known else None,
         logprob=again.logprobs[end] if has_after else None,
-        largest_difference=max(differences, default=0.0),
+        largest_difference=max(known, default=0.0),
         parts_by_logprob_at=next((i for i, it in enumerate(differences) if it > tolerance), None),
     )
 
 
-def _asked(record: Path, manifest: Manifest, version: int, size: int) -> Iterator[_Asked]:
+def _asked(record: Path, config: RunConfig, version: int) -> Iterator[_Asked]:
     """Yield the requests that can be made again."""
-    assert manifest.config is not None, "replay_config has refused it"
-    seed = int(manifest.config.get("run", {}).get("seed", 0))
+    seed, size = config.run.seed, config.sampling.group_size
     requests = _requests(record.parent)
     for step in read_steps(record):
         if step.version < version:
@@ -150,13 +149,15 @@ def _is_alone(numbers: tuple[int, ...], asked: Sequence[tuple[int, ...]]) -> boo
 
 
 def replay_sampling(
-    record: Path, endpoint: InferenceEndpoint, *, version: int, num_groups: int, tolerance: float
+    record: Path, config: RunConfig, endpoint: InferenceEndpoint, *, version: int, num_groups: int, tolerance: float
 ) -> list[Resampled]:
     """Run `sample_again`, and close the endpoint."""
 
     async def run() -> list[Resampled]:
         try:
-            return await sample_again(record, endpoint, version=version, num_groups=num_groups, tolerance=tolerance)
+            return await sample_again(
+                record, config, endpoint, version=version, num_groups=num_groups, tolerance=tolerance
+            )
         finally:
             await endpoint.aclose()
 

@@ -228,7 +228,8 @@ def _told(
     def where(mask: Sequence[bool] | None, values: Sequence[float] | None) -> list[float | None] | None:
         if mask is None or values is None:
             return None
-        return [value if is_there else None for is_there, value in zip(mask, values, strict=True)]
+        pairs = zip(mask, values, strict=True)
+        return [value if is_there and value == value else None for is_there, value in pairs]  # NaN: not known
 
     return {
         "reward": rollout.reward,
