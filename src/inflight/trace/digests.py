@@ -10,6 +10,7 @@ from typing import Any
 from inflight.errors import ConfigError
 
 _CHUNK_BYTES = 1 << 24
+_MAX_HEADER_BYTES = 1 << 27
 
 
 def weights_digest(directory: Path) -> tuple[str, int]:
@@ -43,7 +44,7 @@ def _tensors_in(path: Path) -> dict[str, tuple[Path, int, dict[str, Any]]]:
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
-            header: dict[str, Any] = json.loads(file.read(size))
+            header: dict[str, Any] = json.loads(file.read(min(size, _MAX_HEADER_BYTES)))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{str(path)!r} is not a safetensors file: {error}") from error
     return {name: (path, 8 + size, entry) for name, entry in header.items() if name != "__metadata__"}
