@@ -23,6 +23,7 @@ from inflight.errors import ConfigError, InflightError
 from inflight.http.tokens import TOKEN_VARIABLE, read_token
 from inflight.launchers.launcher import ADDRESS_VARIABLE
 from inflight.watch.command import add_parser as add_watch
+from inflight.replay.command import add_parser as add_replay
 from inflight.weights.relay_command import add_parser as add_relay
 
 _Follow = Callable[[InferenceEndpoint], Awaitable[None]]
@@ -142,6 +143,7 @@ def _parser() -> argparse.ArgumentParser:
     add_bench(commands)
     add_check(commands)
     add_watch(commands)
+    add_replay(commands)
     return parser
 
 

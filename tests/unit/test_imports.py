@@ -196,6 +196,7 @@ LEVELS = {
     "local": 3,
     "pipeline": 3,
     "bench": 4,
+    "replay": 4,
     "conformance": 4,
     "watch": 4,
     "cli": 4,
