@@ -22,8 +22,8 @@ from inflight.environments.command import add_parser as add_proxy
 from inflight.errors import ConfigError, InflightError
 from inflight.http.tokens import TOKEN_VARIABLE, read_token
 from inflight.launchers.launcher import ADDRESS_VARIABLE
-from inflight.watch.command import add_parser as add_watch
 from inflight.replay.command import add_parser as add_replay
+from inflight.watch.command import add_parser as add_watch
 from inflight.weights.relay_command import add_parser as add_relay
 
 _Follow = Callable[[InferenceEndpoint], Awaitable[None]]
