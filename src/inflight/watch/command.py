@@ -43,7 +43,7 @@ def _watch(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     for run in arguments.runs:
         if not run.is_dir():
             raise ConfigError(f"there is no run directory {str(run)!r}: give the run.directory of a run")
-    _collect_rarely()
+    collect_rarely()
     token = read_token(arguments.token_file) or secrets.token_urlsafe(24)
     with bind(arguments.host, arguments.port) as listener, following(arguments.runs) as runs:
         asyncio.run(_serve(create_app(runs, token), listener, token, exit_with_stdin=arguments.exit_with_stdin))
@@ -53,14 +53,14 @@ def _watch(arguments: argparse.Namespace, _: Sequence[str]) -> int:
 def _report(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     from inflight.watch.report import write_report
 
-    _collect_rarely()
+    collect_rarely()
     output = arguments.output or arguments.runs[0] / "report.html"
     write_report(arguments.runs, output)
     print(f"inflight: wrote {output} ({output.stat().st_size / 1e6:.1f} MB)")
     return 0
 
 
-def _collect_rarely() -> None:
+def collect_rarely() -> None:
     """Look for garbage more rarely: what is kept of events are many small objects, which hold no cycles."""
     gc.set_threshold(200_000, 20, 20)
 
