@@ -46,7 +46,9 @@ def _watch(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     collect_rarely()
     token = read_token(arguments.token_file) or secrets.token_urlsafe(24)
     with bind(arguments.host, arguments.port) as listener, following(arguments.runs) as runs:
-        asyncio.run(_serve(create_app(runs, token), listener, token, exit_with_stdin=arguments.exit_with_stdin))
+        closing = threading.Event()
+        app = create_app(runs, token, closing)
+        asyncio.run(_serve(app, listener, token, closing, exit_with_stdin=arguments.exit_with_stdin))
     return 0
 
 
@@ -65,7 +67,9 @@ def collect_rarely() -> None:
     gc.set_threshold(200_000, 20, 20)
 
 
-async def _serve(app: Any, listener: socket.socket, token: str, *, exit_with_stdin: bool) -> None:
+async def _serve(
+    app: Any, listener: socket.socket, token: str, closing: threading.Event, *, exit_with_stdin: bool
+) -> None:
     """Serve until SIGINT or SIGTERM or, if told so, the end of standard input."""
     from inflight.environments.proxy_server import InLoopServer
 
@@ -80,6 +84,7 @@ async def _serve(app: Any, listener: socket.socket, token: str, *, exit_with_std
         print(f"inflight: watch at {url}/#token={token}", flush=True)
         await stopping.wait()
     finally:
+        closing.set()
         await server.aclose()
 
 

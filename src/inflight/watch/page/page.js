@@ -213,7 +213,7 @@
   let pending = new Set(), isBusy = false;
   async function changed(numbers) {
     numbers.forEach((it) => pending.add(it));
-    if (isBusy) return;
+    if (isBusy || document.hidden) return;
     isBusy = true;
     try {
       while (pending.size) {
@@ -228,6 +228,7 @@
     isBusy = false;
   }
 
+  document.addEventListener("visibilitychange", () => changed([]));
   byId("theme").addEventListener("click", () => Watch.theme.toggle());
   Watch.theme.listen(() => { if (Watch.timeline) Watch.timeline.draw(); });
   byId("axis-select").addEventListener("change", (event) => { state.axis = event.target.value; showAll(); });
