@@ -221,8 +221,9 @@
         pending = new Set();
         const began = performance.now();
         await load(now);
+        const isWhole = now.every((run) => state.overviews[run].is_read);
         // A run with many steps takes longer to show; most of the time is left for whoever looks at it.
-        await new Promise((resolve) => setTimeout(resolve, Math.max(700, 3 * (performance.now() - began))));
+        await new Promise((resolve) => setTimeout(resolve, Math.max(isWhole ? 700 : 100, 3 * (performance.now() - began))));
       }
     } catch (error) { complain(error.message); }
     isBusy = false;
