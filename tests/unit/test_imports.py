@@ -193,6 +193,8 @@ LEVELS = {
     "losses": 2,
     "rollouts": 2,
     "trace": 2,
+    "trackers": 2,
+    "exports": 2,
     "local": 3,
     "pipeline": 3,
     "bench": 4,
