@@ -67,6 +67,8 @@ class RunSection(Section):
     for a step what moving the weights may take besides, at 0.5 GB/s."""
     save_timeout_s: float | None = Field(default=None, gt=0)
     """Longest wait for a checkpoint. None: 900 s, and what writing its bytes may take besides, at 0.5 GB/s."""
+    metrics_port: int | None = Field(default=None, ge=0, le=65535)
+    """Port on loopback where the run serves ``/metrics`` for Prometheus; 0: any free one. None: it serves none."""
     trackers: Annotated[tuple[str, ...], BeforeValidator(_listed)] = ()
     """Where people watch the run besides its directory: ``tensorboard``, ``wandb``, ``trackio``, ``mlflow``, another
     entry point in the group ``inflight.trackers``, or ``module:attribute``. A text with commas is a list."""

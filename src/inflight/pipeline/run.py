@@ -13,12 +13,13 @@ import contextlib
 import os
 import secrets
 import signal
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from typing import Any
 
 from inflight.checkpoints import check_weights, load_config, load_tokenizer
 from inflight.environments.proxy_server import ProxyServer
 from inflight.errors import CheckpointError, ConfigError, FencedError, InflightError, WorkerDiedError
+from inflight.exports.prometheus import MetricsServer, RunMetrics
 from inflight.http.tokens import TOKEN_VARIABLE
 from inflight.images import load_image_processor
 from inflight.launchers import Launcher, load_launcher
@@ -197,6 +198,7 @@ class _Run:
         version = 0 if state is None else state["version"]
         ledger = Ledger() if state is None else Ledger.from_json(state["ledger"])
         settings = config.model_dump(mode="json")
+        self.metrics = None if config.run.metrics_port is None else RunMetrics()
         self.reporting = Reporting(trackers, TrackedRun(self.directory.run_id, path, settings, version), note)
         journal = Journal(
             path,
@@ -204,7 +206,7 @@ class _Run:
             version,
             config=settings,
             compresses=config.run.compress_events,
-            listeners=[self.reporting.heard],
+            listeners=[self.reporting.heard] if self.metrics is None else [self.reporting.heard, self.metrics.heard],
         )
         self.token: str = before.token if before else os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24)
         if config.servers.lease_s:
@@ -264,6 +266,21 @@ class _Run:
         Returns None if a rank was lost and ``may_restart`` is set: then only the servers run.
         """
         self.interrupt.listen()
+        with self._serving_metrics():
+            return await self._run_and_report(may_restart=may_restart)
+
+    @contextlib.contextmanager
+    def _serving_metrics(self) -> Iterator[None]:
+        """Serve the metrics during the body, if the configuration names a port."""
+        port = self.config.run.metrics_port
+        if self.metrics is None or port is None:
+            yield
+            return
+        with MetricsServer(self.metrics, port) as server:
+            self.progress.note(f"metrics for Prometheus at {server.url}")
+            yield
+
+    async def _run_and_report(self, *, may_restart: bool) -> int | None:
         async with self.proxy, _beside(self.notes.tell_what_is_waited_for()):
             try:
                 status = await self._run(may_restart=may_restart)
