@@ -54,3 +54,21 @@ class Lives:
                 present, following = following, next(lives, None)
             if present is not None:
                 yield present.began_at, step
+
+
+def publish_parts(publish: Row) -> dict[str, tuple[float, float]]:
+    """Return start and end of the parts of a publish that took time, in seconds of its process.
+
+    Only durations are measured. A publish gathers first and pauses last; the weights have arrived when it pauses, and
+    loading begins then.
+    """
+    start, end = publish["start_s"], publish["end_s"]
+    paused = end - publish["pause_s"]
+    places = {
+        "gather": (start, start + publish["gather_s"]),
+        "wire": (max(start, paused - publish["wire_s"]), paused),
+        "load": (paused, paused + publish["load_s"]),
+        "pause": (paused, end),
+        "first token": (end, end + (publish["first_token_s"] or 0.0)),
+    }
+    return {name: span for name, span in places.items() if span[1] > span[0]}

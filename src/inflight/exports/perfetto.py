@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from inflight.errors import ConfigError
-from inflight.exports.lives import Lives, Row
+from inflight.exports.lives import Lives, Row, publish_parts
 
 _RUN, _TRAINER = "run", "trainer"
 _COUNTERS = ("reward", "lag_mean", "effective_sample_size", "groups_waiting", "completion_length", "utilisation")
 """Of a step."""
-_PUBLISH_PARTS = ("gather_s", "wire_s", "load_s", "pause_s", "first_token_s")
 _INSTANTS = ("drop", "episode failed", "saved", "scale", "failure", "ended")
 """Kinds without a duration that are told on the run's own track."""
 
@@ -113,7 +112,7 @@ class _Trace:
             facts["error"] = event["error"]
         span = _span(event, shift_s)
         yield from self._slice(event["endpoint"], "requests", f"item {event['item']} {served}", span, facts)
-        if event.get("error"):
+        if event.get("error") not in (None, "cancelled"):
             yield from self._mark(event["endpoint"], "failures", event["error"], span[1], facts)
 
     def _train(self, event: Row, shift_s: float) -> Iterator[Row]:
@@ -127,18 +126,9 @@ class _Trace:
         start, end = _span(event, shift_s)
         facts = {key: event[key] for key in ("version", "size_bytes", "sent_bytes", "total_s", "outcomes")}
         yield from self._slice(_TRAINER, "publish", f"publish v{event['version']}", (start, end), facts)
-        paused = end - event["pause_s"]
-        places = {
-            "gather_s": (start, start + event["gather_s"]),
-            "wire_s": (max(start, paused - event["wire_s"]), paused),
-            "load_s": (paused, paused + event["load_s"]),
-            "pause_s": (paused, end),
-            "first_token_s": (end, end + (event["first_token_s"] or 0.0)),
-        }
-        for part in _PUBLISH_PARTS:
-            if event[part]:
-                name = part.removesuffix("_s").replace("_", " ")
-                yield from self._slice(_TRAINER, f"publish: {name}", name, places[part], {"version": event["version"]})
+        for part, span in publish_parts(event).items():
+            placed = (span[0] + shift_s, span[1] + shift_s)
+            yield from self._slice(_TRAINER, f"publish: {part}", part, placed, {"version": event["version"]})
         for endpoint, pause_s in event["paused_s"].items():
             facts = {"version": event["version"], "outcome": event["outcomes"].get(endpoint)}
             name = f"update to v{event['version']}"
