@@ -34,6 +34,7 @@ PAGES = (
             "inference-adapter",
             "trainer-adapter",
             "design",
+            "events",
         )
     ),
 )

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from inflight.losses import PRESETS
+from inflight.trace.schema import markdown as event_tables
 from inflight.weights.session import TRANSITIONS, Event
 from inflight.wire import EndpointState
 from tests.campaigns.table import campaign_table
@@ -401,6 +402,7 @@ def environments_table() -> str:
 
 
 TABLES = {
+    "events": event_tables,
     "environments": environments_table,
     **WEIGHT_TABLES,
     **ROLLOUT_TABLES,

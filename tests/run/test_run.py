@@ -47,7 +47,7 @@ def start_run(tmp_path: Path, model_dir: Path) -> Iterator[Callable[..., RunProc
 def test_pipeline_run_trains_publishes_every_step_and_writes_everything_down(
     start_run: Callable[..., RunProcess],
 ) -> None:
-    run = start_run("--tensorboard")
+    run = start_run("--run.trackers", "tensorboard")
     assert run.wait() == 0, run.output()
     rows, summary = run.rows(), run.summary()
     assert [row["version"] for row in rows] == [1, 2, 3, 4, 5, 6]
