@@ -23,6 +23,7 @@ from inflight.errors import ConfigError, InflightError
 from inflight.exports.command import add_parser as add_trace
 from inflight.http.tokens import TOKEN_VARIABLE, read_token
 from inflight.launchers.launcher import ADDRESS_VARIABLE
+from inflight.replay.command import add_parser as add_replay
 from inflight.weights.relay_command import add_parser as add_relay
 
 _Follow = Callable[[InferenceEndpoint], Awaitable[None]]
@@ -141,6 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     add_dialect(commands)
     add_bench(commands)
     add_check(commands)
+    add_replay(commands)
     return parser
 
 

@@ -199,6 +199,7 @@ LEVELS = {
     "local": 3,
     "pipeline": 3,
     "bench": 4,
+    "replay": 4,
     "conformance": 4,
     "cli": 4,
     "__main__": 5,

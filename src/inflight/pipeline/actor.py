@@ -374,7 +374,7 @@ class Actor:
             group.item,
             group.prompt_token_ids,
             numbers,
-            _seed(self.seed, index, *parts),
+            seed_of(self.seed, index, *parts),
             partial,
         )
         if partial is not None:
@@ -558,7 +558,7 @@ def _outcome(request: asyncio.Task[Sequence[Sampled]]) -> tuple[Sequence[Sampled
     return ((), str(error)) if error is not None else (request.result(), None)
 
 
-def _seed(seed: int, index: int, *parts: int) -> int:
+def seed_of(seed: int, index: int, *parts: int) -> int:
     """Return a seed for one item of one run, or for a part of it; it does not depend on the order of the items."""
     text = ":".join(map(str, (seed, index, *parts)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest())

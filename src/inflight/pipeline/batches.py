@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from inflight.contracts import BatchComposer, StalenessPolicy
 from inflight.images import ImageProcessor
@@ -13,6 +17,16 @@ from inflight.pipeline.channel import encode
 from inflight.pipeline.messages import Members, Train, tensors_of
 from inflight.rollouts import AdvantageEstimator, Credit, TurnCritic, pack, token_advantages, trained_mask
 from inflight.types import Group, Sample
+
+
+class StepData(Protocol):
+    """What the trainer ranks need of the data of one optimizer step."""
+
+    @property
+    def groups(self) -> Sequence[Group]: ...
+
+    @property
+    def samples(self) -> Sequence[Sample]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +104,18 @@ def split_evenly(groups: Sequence[Group], num_parts: int) -> list[list[Group]]:
 
 
 def frames_of(
-    batch: StepBatch,
+    batch: StepData,
     max_tokens: int,
     num_shares: int,
     *,
     publish: Members | None,
     images: ImageProcessor | None = None,
+    returns_logprobs: bool = False,
 ) -> list[bytes]:
     """Return the frame of a request for each share of the data; all have the same number of micro-batches.
 
-    ``images`` is the processor of a model that takes images.
+    ``images`` is the processor of a model that takes images. With ``returns_logprobs`` the ranks' answers have what
+    `logprobs_of_samples` takes.
     """
     image_tensors = None if images is None else images.tensors
     lengths = [sample.rollout.num_tokens for sample in batch.samples]
@@ -112,6 +128,25 @@ def frames_of(
             num_groups=len(batch.groups),
             num_sequences=sum(len(group.rollouts) for group in batch.groups),
             publish=publish,
+            returns_logprobs=returns_logprobs,
         )
         frames.append(encode(request, tensors_of(collated)))
     return frames
+
+
+def logprobs_of_samples(
+    samples: Sequence[Sample], max_tokens: int, by_share: Sequence[Sequence[npt.NDArray[np.float32]]]
+) -> list[Sequence[float]]:
+    """Return the trainer logprobs of each sample's completion tokens, from those of each share's micro-batches.
+
+    ``max_tokens`` is as for `frames_of`, which gives each micro-batch its samples.
+    """
+    lengths = [sample.rollout.num_tokens for sample in samples]
+    found: list[Sequence[float]] = [()] * len(samples)
+    for micro_batches, arrays in zip(pack(lengths, max_tokens, len(by_share)), by_share, strict=True):
+        for ids, logprobs_T in zip(micro_batches, arrays, strict=True):
+            end = 0
+            for i in ids:
+                end += lengths[i]
+                found[i] = logprobs_T[end - len(samples[i].rollout.completion_token_ids) : end].tolist()
+    return found

@@ -41,6 +41,8 @@ class RunSection(Section):
     """``pipeline``: generation never stops. ``conventional``: generate for G optimizer steps, then train them."""
     compress_events: bool = False
     """Whether files of events are compressed once they are full."""
+    record: bool = False
+    """Whether what decided each step is kept in the directory ``record``, for ``inflight replay``."""
     conventional_steps: int = Field(default=1, ge=1)
     """G of the conventional mode."""
     launcher: str = "local"

@@ -6,13 +6,24 @@ tensors of micro-batches travel beside the message, by name.
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from pydantic import BaseModel, ConfigDict, Field, field_serializer
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    InstanceOf,
+    PlainSerializer,
+    field_serializer,
+)
 
 from inflight.errors import TrainerError
 from inflight.pipeline.config import RunConfig
@@ -44,7 +55,8 @@ class Start(Message):
     type: Literal["start"] = "start"
     config: RunConfig
     run_id: str
-    members: Members
+    members: Members | None
+    """None: nothing is ever published."""
     checkpoint: Path | None
     rendezvous: str
     """``HOST:PORT`` of rank 0's store, in which the ranks meet; empty for a single rank."""
@@ -66,6 +78,8 @@ class Train(Message):
     num_sequences: int
     publish: Members | None
     """None: the new version is not published."""
+    returns_logprobs: bool = False
+    """Whether the answer has the trainer logprobs."""
 
 
 class Publish(Message):
@@ -162,6 +176,23 @@ class Failed(Message):
     blames_another_rank: bool
 
 
+def _encoded(values: npt.NDArray[np.float32]) -> str:
+    return base64.b64encode(values.astype("<f4").tobytes()).decode("ascii")
+
+
+def _decoded(value: Any) -> Any:
+    return np.frombuffer(base64.b64decode(value), "<f4") if isinstance(value, str) else value
+
+
+Floats = Annotated[
+    npt.NDArray[np.float32],
+    InstanceOf(),
+    BeforeValidator(_decoded),
+    PlainSerializer(_encoded, return_type=str),
+]
+"""A float32 array, in JSON as base64 of its bytes, little-endian."""
+
+
 class RankAnswer(Message):
     """Base of the answers to a fulfilled request."""
 
@@ -198,6 +229,8 @@ class Trained(RankAnswer):
     """As `encode_metrics` returns them."""
     span: tuple[float, float]
     """Start and end of the training, without the publish."""
+    logprobs: tuple[Floats, ...] = ()
+    """Trainer logprobs [T] of each micro-batch before the step, 0.0 where there is no target; empty if not asked."""
 
 
 Reply = Annotated[Here | Doing | Failed | Done | Ready | Trained, Field(discriminator="type")]

@@ -40,12 +40,14 @@ from inflight.pipeline.messages import Members, Trained
 from inflight.pipeline.notes import Notes
 from inflight.pipeline.placement import place, place_elsewhere, uses_gpus
 from inflight.pipeline.progress import Progress
+from inflight.pipeline.recording import Recording
 from inflight.pipeline.run_directory import claim
 from inflight.pipeline.sampling import Sampling
 from inflight.pipeline.saving import Saving
 from inflight.pipeline.servers import Servers, nobody_left
 from inflight.pipeline.trainer_group import TrainerGroup
 from inflight.rollouts import EssGuard, HistoryStore, Ledger, load_composer, load_scheduler, load_staleness, load_task
+from inflight.trace.records import RECORD, remove_steps
 from inflight.trackers import Reporting, TrackedRun, load_trackers
 
 
@@ -84,7 +86,7 @@ async def _pipeline(run: _Run) -> None:
         run.sampling.compose(batch.version + 1)  # from groups that finish while the ranks train
         trained = await _train(run, batch, publish=run.servers.members())
         _note(run, batch, trained)
-        await run.saving.save_if_due(run.journal.version)
+        await _keep(run, batch, trained)
 
 
 async def _conventional(run: _Run) -> None:
@@ -97,7 +99,7 @@ async def _conventional(run: _Run) -> None:
             batch = run.sampling.batch_of(groups, run.journal.version)
             trained = await _train_last(run, batch) if i == len(steps) else await _train(run, batch, publish=None)
             _note(run, batch, trained)
-            await run.saving.save_if_due(run.journal.version)
+            await _keep(run, batch, trained)
             if run.is_over():
                 break
 
@@ -117,8 +119,23 @@ async def _train(run: _Run, batch: StepBatch, *, publish: Members | None) -> lis
     train = run.config.train
     shares, max_tokens = run.trainers.num_shares, train.max_tokens_per_micro_batch
     # In a thread: numpy and safetensors release the lock, and requests go out meanwhile.
-    frames = await asyncio.to_thread(frames_of, batch, max_tokens, shares, publish=publish, images=run.images)
+    frames = await asyncio.to_thread(
+        frames_of,
+        batch,
+        max_tokens,
+        shares,
+        publish=publish,
+        images=run.images,
+        returns_logprobs=run.recording is not None,
+    )
     return await run.trainers.train(frames)
+
+
+async def _keep(run: _Run, batch: StepBatch, trained: Sequence[Trained]) -> None:
+    """Record a step if that is asked for, and save a checkpoint if it is time."""
+    if run.recording is not None:
+        await run.recording.step(batch, run.trainers.by_share(trained))
+    await run.saving.save_if_due(run.journal.version)
 
 
 def _note(run: _Run, batch: StepBatch, trained: Sequence[Trained]) -> None:
@@ -196,6 +213,7 @@ class _Run:
             check_weights(self.directory.checkpoint)
         path, state = self.directory.path, self.directory.state
         version = 0 if state is None else state["version"]
+        remove_steps(path / RECORD, version)
         ledger = Ledger() if state is None else Ledger.from_json(state["ledger"])
         settings = config.model_dump(mode="json")
         self.metrics = None if config.run.metrics_port is None else RunMetrics()
@@ -243,7 +261,8 @@ class _Run:
             self.memory = MemoryTurns(self.servers, self.trainers.limits.publish_s)
         is_pulled = config.servers.updates == "pull"
         self.delivery: Delivery = PullDelivery(self.servers) if is_pulled else PushDelivery(self.servers, self.trainers)
-        self.saving = Saving(self.trainers, path, config.run, self._state, version, self.journal.saved)
+        self.recording = Recording(config, path) if config.run.record else None
+        self.saving = Saving(self.trainers, path, config.run, self._state, version, self.journal.saved, self.recording)
 
     def _is_done(self) -> bool:
         """Return whether all steps are made, or the run has reached ``stop_at_reward``."""
@@ -304,6 +323,8 @@ class _Run:
                 self.progress.close()
                 await asyncio.gather(self.trainers.stop(), self.servers.disconnect())
                 self.journal.close()
+                if self.recording is not None:
+                    await self.recording.written()
                 return None
             await self.servers.tell_dead()
             await self._stop()
@@ -318,7 +339,8 @@ class _Run:
         self.notes.doing = "starting servers and trainers"
         self.progress.note(self.notes.doing)
         await self.trainers.spawn()
-        await self.servers.start(self.directory)
+        beginning = [] if self.recording is None else [self.recording.begin(self.journal.version)]
+        await asyncio.gather(self.servers.start(self.directory), *beginning)
         if self.memory is not None:
             await self.memory.to_servers()  # an earlier run may have been killed when it was the trainers' turn
         started = await self.trainers.load_and_connect(
@@ -345,6 +367,8 @@ class _Run:
             with contextlib.suppress(Interrupted):  # earlier steps are kept
                 await (_pipeline if self.config.run.mode == "pipeline" else _conventional)(self)
             await self.saving.finish(self.journal.version)
+            if self.recording is not None:
+                await self.recording.finish()
 
     async def _stop(self) -> None:
         self.notes.doing = "stopping servers and trainers"
@@ -353,6 +377,9 @@ class _Run:
             await self.trainers.stop()
             await self.memory.end()
         await asyncio.gather(self.trainers.stop(), self.servers.stop())
+        if self.recording is not None:
+            with contextlib.suppress(CheckpointError):  # report the first failure
+                await self.recording.written()
 
     def _kill(self) -> None:
         for child in (*self.trainers.ranks, *self.servers.own, *self.servers.extra):

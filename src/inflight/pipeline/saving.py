@@ -13,6 +13,7 @@ from typing import Any
 from inflight.pipeline.checkpoints import checkpoint_path, finish_checkpoint
 from inflight.pipeline.config import RunSection
 from inflight.pipeline.messages import RankAnswer
+from inflight.pipeline.recording import Recording
 from inflight.pipeline.trainer_group import TrainerGroup
 
 
@@ -36,6 +37,8 @@ class Saving:
     last: int
     on_saved: Callable[[int], None] = lambda version: None
     """Called with each version whose checkpoint is complete."""
+    recording: Recording | None = None
+    """Has written every step of a checkpoint before that begins."""
     begun: dict[int, _Begun] = field(default_factory=dict)
     """Incomplete checkpoints by version."""
 
@@ -61,6 +64,8 @@ class Saving:
 
     async def _save(self, version: int) -> None:
         """Write a checkpoint, or start writing it; the ledger in it lists untrained work, which is issued again."""
+        if self.recording is not None:
+            await self.recording.written()
         answers = await self.trainers.save(checkpoint_path(self.directory, version))
         self.begun[version] = _Begun(self.state())
         self.last = version

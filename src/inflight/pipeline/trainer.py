@@ -27,7 +27,7 @@ from inflight.errors import ConfigError, InflightError, NonFiniteError, Precisio
 from inflight.extensions import load_installed, resolve
 from inflight.http.tokens import TOKEN_VARIABLE
 from inflight.launchers.launcher import ADDRESS_VARIABLE
-from inflight.losses import Metric, Metrics, Plan, PolicyLoss, add_metrics, encode_metrics, prepare
+from inflight.losses import LossOutput, Metric, Metrics, Plan, PolicyLoss, add_metrics, encode_metrics, prepare
 from inflight.pipeline.channel import WorkerChannel
 from inflight.pipeline.config import RunConfig
 from inflight.pipeline.lora_shapes import check_trains_lora
@@ -134,10 +134,12 @@ class TrainerRank:
         self._gather = gather_only if is_pulled else take_part
         """How the other ranks take part in rank 0's publish."""
         self._publishing: Publishing | None = None
-        """On rank 0 only."""
-        if self._worker.rank == 0 and is_pulled:
+        """On rank 0 only, and only if anything is published."""
+        if self._worker.rank or start.members is None:
+            return
+        if is_pulled:
             self._publishing = Pull(config.servers, start.run_id, limits.publish_s)
-        elif self._worker.rank == 0:
+        else:
             self._begin("connecting to the servers")
             self._publishing = Push(config.servers, start.members.urls, start.run_id, limits.publish_s)
 
@@ -157,7 +159,8 @@ class TrainerRank:
         match request:
             case Start():  # the model is loaded already
                 data_rank = data_ranks_of(self._worker).rank
-                return Ready(version=version, served=self._publish(request.members), data_rank=data_rank)
+                served = None if request.members is None else self._publish(request.members)
+                return Ready(version=version, served=served, data_rank=data_rank)
             case Publish():
                 return Done(version=version, served=self._publish(request.members))
             case Train():
@@ -185,8 +188,12 @@ class TrainerRank:
             self._refuse_unless_images()
         batches, plan = planned(self._worker, self._loss, batches, request)
         metrics: Metrics = {}
+        logprobs: list[torch.Tensor] = []
         for batch in batches:
-            metrics = add_metrics(metrics, self._forward_backward(batch, plan, number))
+            output, logprobs_T = self._forward_backward(batch, plan, number)
+            metrics = add_metrics(metrics, output.metrics)
+            if request.returns_logprobs:
+                logprobs.append(logprobs_T.detach())
         self._begin(f"running the optimizer for {number}")
         result = self._worker.step()
         if result.rounded_away is not None:
@@ -198,6 +205,7 @@ class TrainerRank:
             learning_rate=result.learning_rate,
             metrics=encode_metrics(metrics),
             span=(started, trained),
+            logprobs=tuple(logprobs_T.float().cpu().numpy() for logprobs_T in logprobs),
             served=None if request.publish is None else self._publish(request.publish),
             saved=None if self._saver is None or self._saver.save_pending else self._finish_save(0.0),
         )
@@ -209,7 +217,8 @@ class TrainerRank:
                 "that takes them with the trainer 'fsdp'"
             )
 
-    def _forward_backward(self, batch: MicroBatch, plan: Plan, number: str) -> Metrics:
+    def _forward_backward(self, batch: MicroBatch, plan: Plan, number: str) -> tuple[LossOutput, torch.Tensor]:
+        """Return the loss and the trainer logprobs of a micro-batch, once its gradient is accumulated."""
         self._begin(f"running the forward of {number}")
         if self._reference is not None:
             with torch.no_grad():
@@ -220,7 +229,7 @@ class TrainerRank:
             raise NonFiniteError(f"the loss of {number} is {output.loss.item()}; the last checkpoint is intact")
         self._begin(f"running the backward of {number}")
         self._worker.backward(output.loss)
-        return output.metrics
+        return output, logprobs_T
 
     # ------------------------------------------------------------------------------------------------------- saving
 

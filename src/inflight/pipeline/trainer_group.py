@@ -85,8 +85,8 @@ class TrainerGroup:
         """Shares of the data; each is computed by one rank, or by several together."""
         return max(self.data_ranks) + 1
 
-    async def load_and_connect(self, members: Members, run_id: str, checkpoint: Path | None) -> Ready:
-        """Load the model or a checkpoint, connect to the servers, and bring them to these weights.
+    async def load_and_connect(self, members: Members | None, run_id: str, checkpoint: Path | None) -> Ready:
+        """Load the model or a checkpoint, connect to the servers if there are any, and bring them to these weights.
 
         Returns rank 0's answer.
         """
@@ -111,14 +111,18 @@ class TrainerGroup:
     async def train(self, frames: Sequence[bytes]) -> list[Trained]:
         """Take one optimizer step on the frame of each share; return every rank's answer.
 
-        Of ranks that compute a share together, only the first answers with metrics.
+        Of ranks that compute a share together, only the first answers with metrics and logprobs.
         """
         answers = await self._ask([frames[share] for share in self.data_ranks], Trained, self.limits.step_s)
         firsts = {share: rank for rank, share in reversed(list(enumerate(self.data_ranks)))}
         return [
-            answer if rank in firsts.values() else answer.model_copy(update={"metrics": {}})
+            answer if rank in firsts.values() else answer.model_copy(update={"metrics": {}, "logprobs": ()})
             for rank, answer in enumerate(answers)
         ]
+
+    def by_share(self, answers: Sequence[Trained]) -> list[Trained]:
+        """Return the answer of each share's first rank."""
+        return [answers[self.data_ranks.index(share)] for share in range(self.num_shares)]
 
     async def publish(self, members: Members) -> Done:
         """Publish the present version again, once the ranks are free; return rank 0's answer.

@@ -1,0 +1,139 @@
+"""How a replay differs from its record: pure comparisons of figures, logprobs and weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import safe_open
+
+from inflight.checkpoints import stored_tensors
+from inflight.losses import Metrics, add_metrics, decode_metrics, metric_values
+from inflight.trace.steps import Outcome, RecordedStep
+
+ROUNDING = {"float32": 1e-4, "bfloat16": 5e-2}
+"""By dtype of the computation, what sums in another order explain: relative for a gradient norm, absolute for a
+logprob. Float32 has 24 bits and bfloat16 8; a forward and a backward lose about 10 and 4 of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobDifference:
+    """Trainer logprobs of the targets of one step, in nats."""
+
+    num_targets: int
+    largest: float
+    mean: float
+    num_equal: int
+    """Targets whose logprobs are equal to the last bit."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepDifference:
+    """One step, recorded and again."""
+
+    version: int
+    """That it made."""
+    gradient_norm: float
+    recorded_gradient_norm: float | None
+    """None if the record does not say what came of the step."""
+    unequal: tuple[str, ...]
+    """Figures that are not equal to the last bit."""
+    figures: Mapping[str, tuple[float, float]]
+    """Those that differ: recorded, and again."""
+    logprobs: LogprobDifference | None
+    """None if the record has no trainer logprobs."""
+
+    @property
+    def is_bit_equal(self) -> bool:
+        return not self.unequal and (self.logprobs is None or self.logprobs.num_equal == self.logprobs.num_targets)
+
+    @property
+    def gradient_norm_difference(self) -> float | None:
+        """Relative to the recorded one."""
+        if self.recorded_gradient_norm is None:
+            return None
+        scale = max(abs(self.recorded_gradient_norm), abs(self.gradient_norm))
+        return abs(self.gradient_norm - self.recorded_gradient_norm) / scale if scale else 0.0
+
+    def exceeds(self, rounding: float) -> bool:
+        """Return whether the gradient norm or the mean logprob differ by more than ``rounding``."""
+        difference = self.gradient_norm_difference
+        beyond = difference is not None and difference > rounding
+        return beyond or (self.logprobs is not None and self.logprobs.mean > rounding)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightDifference:
+    """Final weights: the L2 norm of their difference, over that of what training changed, and the largest element."""
+
+    relative: float
+    largest: float
+
+
+def step_difference(step: RecordedStep, outcome: Outcome, logprobs: Sequence[Sequence[float]]) -> StepDifference:
+    """Return how a step differs; ``logprobs`` are the trainer's of each sample's completion tokens."""
+    recorded = step.outcome
+    unequal: list[str] = []
+    figures: dict[str, tuple[float, float]] = {}
+    if recorded is not None:
+        before, after = _figures(recorded), _figures(outcome)
+        for name in sorted({*before} | {*after}):
+            pair = before.get(name, float("nan")), after.get(name, float("nan"))
+            if pair[0] != pair[1] and not (np.isnan(pair[0]) and np.isnan(pair[1])):
+                figures[name] = pair
+        unequal = [*figures]
+    return StepDifference(
+        version=step.version + 1,
+        gradient_norm=outcome.gradient_norm,
+        recorded_gradient_norm=None if recorded is None else recorded.gradient_norm,
+        unequal=tuple(unequal),
+        figures=figures,
+        logprobs=_logprob_difference(step, logprobs),
+    )
+
+
+def _figures(outcome: Outcome) -> dict[str, float]:
+    total: Metrics = {}
+    for share in outcome.metrics:
+        total = add_metrics(total, decode_metrics(share))
+    own = {"gradient_norm": outcome.gradient_norm, "learning_rate": outcome.learning_rate}
+    return {**metric_values(total), **own}
+
+
+def _logprob_difference(step: RecordedStep, logprobs: Sequence[Sequence[float]]) -> LogprobDifference | None:
+    if step.trainer_logprobs is None:
+        return None
+    masks = [np.asarray(sample.loss_mask, bool) for sample in step.samples]
+    pairs = zip(step.trainer_logprobs, logprobs, masks, strict=True)
+    parts = [np.abs(np.asarray(a)[mask] - np.asarray(b)[mask]) for a, b, mask in pairs]
+    differences = np.concatenate(parts) if parts else np.empty(0)
+    return LogprobDifference(
+        num_targets=len(differences),
+        largest=float(differences.max(initial=0.0)),
+        mean=float(differences.mean()) if len(differences) else 0.0,
+        num_equal=int((differences == 0).sum()),
+    )
+
+
+def weight_difference(start: Path, recorded: Path, again: Path) -> WeightDifference | None:
+    """Return how two directories of weights that were trained from ``start`` differ; None if tensors differ by name."""
+    stored = [stored_tensors(path) for path in (start, recorded, again)]
+    if not {*stored[0]} >= {*stored[1]} == {*stored[2]}:
+        return None
+    squared, changed, largest = 0.0, 0.0, 0.0
+    for name in stored[1]:
+        before, first, second = (_tensor(of[name].file, name) for of in stored)
+        difference = (first - second).abs()
+        squared += float(difference.square().sum())
+        changed += float((first - before).square().sum())
+        largest = max(largest, float(difference.max()) if difference.numel() else 0.0)
+    return WeightDifference(relative=(squared / changed) ** 0.5 if changed else float("inf"), largest=largest)
+
+
+def _tensor(file: Path, name: str) -> torch.Tensor:
+    with safe_open(file, framework="pt") as tensors:
+        found: torch.Tensor = tensors.get_tensor(name)
+    return found.double()

@@ -1,0 +1,78 @@
+"""Records made of what other frameworks stored of their rollouts, as far as their formats say what a step was made of.
+
+One file is one step here. What a format leaves out is listed in the manifest: a record that lacks behaviour logprobs
+can be looked at and sampled again, but not trained on.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from inflight.errors import ConfigError
+from inflight.pipeline.batches import make_batch
+from inflight.rollouts import AdvantageEstimator, MaxLag
+from inflight.trace.records import Manifest, RecordWriter, step_files
+from inflight.trace.steps import RecordedStep
+from inflight.types import Group, Rollout
+
+_ANY_LAG = 1 << 40
+
+
+@dataclass(slots=True)
+class Found:
+    """What the files of a framework held."""
+
+    steps: list[list[Group]] = field(default_factory=list)
+    """The groups of each file, in order."""
+    lacks: set[str] = field(default_factory=set)
+    """As `inflight.trace.records.Manifest.lacks`."""
+    assumed: Counter[str] = field(default_factory=Counter)
+    """What had to be assumed, with how many samples it concerns."""
+
+
+def write_imported(
+    found: Found, directory: Path, *, source: str, advantages: AdvantageEstimator, files: Sequence[Path]
+) -> Manifest:
+    """Write a record and return its manifest. Raises `ConfigError` if the directory holds one already."""
+    if step_files(directory):
+        raise ConfigError(f"{str(directory)!r} holds a record already: choose another directory with --to")
+    notes = [f"{what} ({number} samples)" for what, number in found.assumed.items()]
+    notes.append(f"advantages are {advantages}, by group of one prompt, since {source} does not store them")
+    notes.append("each file is one step: " + ", ".join(path.name for path in files))
+    manifest = Manifest(source=source, lacks=tuple(sorted(found.lacks)), notes=tuple(notes))
+    writer = RecordWriter(directory)
+    writer.begin(manifest)
+    for version, groups in enumerate(found.steps):
+        batch = make_batch(groups, version, advantages, MaxLag(_ANY_LAG))
+        writer.write_step(RecordedStep(version, batch.groups, batch.samples))
+    return manifest
+
+
+def grouped(rollouts: Sequence[tuple[Any, Rollout]], first_item: int) -> list[Group]:
+    """Return groups of the rollouts with the same key, in the order of their first ones, as items from a number on."""
+    by_key: dict[Any, list[Rollout]] = {}
+    for key, rollout in rollouts:
+        by_key.setdefault(key, []).append(rollout)
+    return [Group(item + 1, item, members) for item, members in enumerate(by_key.values(), first_item)]
+
+
+def field_of(values: Mapping[str, Any], name: str, is_valid: Callable[[Any], bool], wanted: str, where: str) -> Any:
+    """Return a field of a stored sample. Raises `ConfigError`, which says what it should be."""
+    value = values.get(name)
+    if not is_valid(value):
+        raise ConfigError(f"{where}: {name} is {str(value)[:80]!r}, not {wanted}")
+    return value
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a stored value is a number, which true and false are not."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def are_ids(value: Any) -> bool:
+    """Return whether a stored value is a list of token ids."""
+    return isinstance(value, list) and all(type(it) is int and 0 <= it < 2**31 for it in value)

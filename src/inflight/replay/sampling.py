@@ -1,0 +1,164 @@
+"""Samples again what a run recorded, on an endpoint with the same weights, and finds where tokens or logprobs part."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from inflight.contracts import InferenceEndpoint
+from inflight.environments.moving import fitted
+from inflight.errors import ConfigError
+from inflight.pipeline.actor import seed_of
+from inflight.pipeline.config import RunConfig
+from inflight.trace.files import EVENTS, read_events
+from inflight.trace.records import read_steps
+from inflight.types import Group, Rollout
+from inflight.wire import Completion, GenerateRequest, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Resampled:
+    """One completion, recorded and sampled again."""
+
+    item: int
+    number: int
+    num_tokens: int
+    parts_at: int | None
+    """Index of the first token that differs, or that only one of the two has; None: all tokens are equal."""
+    recorded_token: int | None
+    """At that index; None where the completion has ended."""
+    token: int | None
+    recorded_logprob: float | None
+    """Of the recorded token, when it was sampled."""
+    logprob: float | None
+    """Of the token sampled now."""
+    largest_difference: float
+    """Of the logprobs of the tokens before that, in nats."""
+    parts_by_logprob_at: int | None
+    """Index of the first of them whose logprobs differ by more than the tolerance."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    group: Group
+    numbers: tuple[int, ...]
+    seed: int
+
+
+async def sample_again(
+    record: Path, config: RunConfig, endpoint: InferenceEndpoint, *, version: int, num_groups: int, tolerance: float
+) -> list[Resampled]:
+    """Sample groups of a record again whose tokens all came from ``version``, which the endpoint must serve.
+
+    The seeds, prompts and settings are those of the run. Of a record in a run directory, the events tell which
+    completions a request asked for; without them each group counts as one request. Completions that were continued
+    after an abort are left out. Raises `ConfigError` if nothing can be sampled again, or if the endpoint takes no
+    seeds.
+    """
+    capabilities = await endpoint.capabilities()
+    if not capabilities.seeds:
+        raise ConfigError(f"{endpoint.name} takes no seeds: what it samples differs from call to call")
+    sampling = SamplingParams(
+        n=config.sampling.group_size, max_tokens=config.sampling.max_tokens, temperature=config.sampling.temperature
+    )
+    found: list[Resampled] = []
+    asked = _asked(record, config, version)
+    for number, one in enumerate(itertools.islice(asked, num_groups)):
+        settings = sampling.model_copy(update={"n": len(one.numbers), "seed": one.seed})
+        rollout = one.group.rollouts[one.numbers[0]]
+        request = GenerateRequest(
+            request_id=f"replay-{one.group.item_index}-{number}",
+            prompt_token_ids=tuple(rollout.prompt_token_ids),
+            images=tuple(rollout.images),
+            sampling=settings,
+        )
+        response = await endpoint.generate(fitted(request, capabilities))
+        for i, completion in zip(one.numbers, response.completions, strict=True):
+            found.append(compared(one.group.item_index, i, one.group.rollouts[i], completion, tolerance))
+    if not found:
+        raise ConfigError(
+            f"no group of the record was sampled from version {version} alone, in requests that can be made again"
+        )
+    return found
+
+
+def compared(item: int, number: int, recorded: Rollout, again: Completion, tolerance: float) -> Resampled:
+    """Return where a completion parts from the recorded one."""
+    before, after = recorded.completion_token_ids, again.token_ids
+    num_shared = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), None)
+    if num_shared is None and len(before) != len(after):
+        num_shared = min(len(before), len(after))
+    end = len(before) if num_shared is None else num_shared
+    differences = [abs(recorded.behaviour_logprobs[i] - again.logprobs[i]) for i in range(end)]
+    known = [it for it in differences if not math.isnan(it)]  # an imported record may lack them
+    has_before, has_after = end < len(before), end < len(after)
+    return Resampled(
+        item=item,
+        number=number,
+        num_tokens=len(before),
+        parts_at=num_shared,
+        recorded_token=before[end] if has_before else None,
+        token=after[end] if has_after else None,
+        recorded_logprob=recorded.behaviour_logprobs[end] if has_before and known else None,
+        logprob=again.logprobs[end] if has_after else None,
+        largest_difference=max(known, default=0.0),
+        parts_by_logprob_at=next((i for i, it in enumerate(differences) if it > tolerance), None),
+    )
+
+
+def _asked(record: Path, config: RunConfig, version: int) -> Iterator[_Asked]:
+    """Yield the requests that can be made again."""
+    seed, size = config.run.seed, config.sampling.group_size
+    requests = _requests(record.parent)
+    for step in read_steps(record):
+        if step.version < version:
+            continue
+        for group in step.groups:
+            if len(group.rollouts) != size:
+                continue
+            for numbers in requests.get(group.item_index, [tuple(range(size))]):
+                if all(_is_from(group.rollouts[i], version) for i in numbers):
+                    parts = () if len(numbers) == size else (numbers[0],)
+                    yield _Asked(group, numbers, seed_of(seed, group.item_index, *parts))
+
+
+def _is_from(rollout: Rollout, version: int) -> bool:
+    is_one_turn = not rollout.turns and rollout.num_sampled_tokens == len(rollout.completion_token_ids)
+    return is_one_turn and all(span.version == version for span in rollout.version_spans)
+
+
+def _requests(directory: Path) -> Mapping[int, Sequence[tuple[int, ...]]]:
+    """Return, by item, the completions that were asked for together, without those of several requests."""
+    if not (directory / EVENTS).exists():
+        return {}
+    found: dict[int, list[tuple[int, ...]]] = defaultdict(list)
+    for event in read_events(directory, ("request",)):
+        if event["parts"]:
+            found[event["item"]].append(tuple(event["numbers"]))
+    return {item: [it for it in asked if _is_alone(it, asked)] for item, asked in found.items()}
+
+
+def _is_alone(numbers: tuple[int, ...], asked: Sequence[tuple[int, ...]]) -> bool:
+    """Return whether no other request was for one of these completions."""
+    return sum(bool({*numbers} & {*other}) for other in asked) == 1
+
+
+def replay_sampling(
+    record: Path, config: RunConfig, endpoint: InferenceEndpoint, *, version: int, num_groups: int, tolerance: float
+) -> list[Resampled]:
+    """Run `sample_again`, and close the endpoint."""
+
+    async def run() -> list[Resampled]:
+        try:
+            return await sample_again(
+                record, config, endpoint, version=version, num_groups=num_groups, tolerance=tolerance
+            )
+        finally:
+            await endpoint.aclose()
+
+    return asyncio.run(run())

@@ -1,0 +1,191 @@
+"""Trains again from a record, without engines: the same batches, over the same path to the ranks as in a run."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pydantic
+
+from inflight.checkpoints import check_weights
+from inflight.errors import ConfigError
+from inflight.images import load_image_processor
+from inflight.pipeline.batches import frames_of, logprobs_of_samples
+from inflight.pipeline.config import RunConfig
+from inflight.pipeline.recording import outcome_of, weights_of
+from inflight.pipeline.trainer_group import TrainerGroup
+from inflight.replay.differences import StepDifference, WeightDifference, step_difference, weight_difference
+from inflight.trace.records import Manifest, Weights, read_manifest, read_steps, versions_of
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What training again came to, step by step."""
+
+    trainer: str
+    num_ranks: int
+    recorded_trainer: str | None
+    """None if the record does not say how the run was configured."""
+    recorded_ranks: int | None
+    dtype: str
+    steps: tuple[StepDifference, ...]
+    final: Weights
+    recorded_final: Weights | None
+    """None if the run has not ended, or the replay ended before it."""
+    weights: WeightDifference | None
+    """None if the recorded weights are gone, or equal."""
+
+    @property
+    def is_bit_equal(self) -> bool:
+        """Whether every figure of every step and the final weights are those of the record."""
+        is_final_equal = self.recorded_final is None or self.recorded_final.sha256 == self.final.sha256
+        return is_final_equal and all(step.is_bit_equal for step in self.steps)
+
+
+def replay_config(
+    manifest: Manifest,
+    directory: Path,
+    *,
+    base: Mapping[str, Any] | None = None,
+    model: Path | None = None,
+    trainer: str | None = None,
+    num_ranks: int | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> RunConfig:
+    """Return the configuration of a replay that keeps its files in ``directory``: that of the run, without servers.
+
+    ``base`` stands in for a configuration that the record lacks. Options of the trainer are the run's only if the
+    trainer is. Raises `ConfigError`.
+    """
+    recorded = manifest.config if base is None else base
+    if recorded is None:
+        raise ConfigError(
+            f"the record was imported from {manifest.source} and has no configuration: give that of a run with --config"
+        )
+    train = {name: value for name, value in recorded.get("train", {}).items() if name not in ("devices", "place")}
+    if trainer is not None and trainer != train.get("trainer", "fsdp"):
+        train |= {"trainer": trainer, "trainer_options": {}}
+    if num_ranks is not None:
+        train["num_ranks"] = num_ranks
+    train["trainer_options"] = {**train.get("trainer_options", {}), **(options or {})}
+    kept = {name: recorded["run"][name] for name in ("mode", "num_steps", "seed") if name in recorded["run"]}
+    sampling = recorded.get("sampling", {})
+    values = {
+        **recorded,
+        "run": {**kept, "directory": str(directory)},
+        "servers": {"max_concurrent": max(64, int(sampling.get("group_size", 0)))},
+        "rollouts": {},
+        "train": train,
+        "model": {**recorded["model"], **({} if model is None else {"path": str(model)})},
+    }
+    if values["run"].get("mode") == "conventional":
+        del values["run"]["mode"]  # it only says how sampling and training take turns
+    try:
+        return RunConfig.model_validate(values)
+    except pydantic.ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        where = ".".join(map(str, problem["loc"]))
+        raise ConfigError(f"the configuration in the record is not valid here: {where}: {problem['msg']}") from error
+
+
+def check_record(record: Path, manifest: Manifest, config: RunConfig) -> None:
+    """Raise `ConfigError` if training cannot begin where the record begins."""
+    if "behaviour_logprobs" in manifest.lacks:
+        raise ConfigError(
+            f"the record has no behaviour logprobs, because what {manifest.source} stored has none, and the loss is "
+            "made of their ratios: it can be sampled again with --engine, but not trained on"
+        )
+    versions = versions_of(record)
+    if not versions:
+        raise ConfigError(f"the record {str(record)!r} has no step")
+    if versions[0] != 1:
+        raise ConfigError(
+            f"the record {str(record)!r} begins with the step to version {versions[0]}: training again needs every "
+            "step from version 1 on"
+        )
+    check_weights(config.model.path)
+    found = weights_of(config.model.path)
+    if manifest.start is not None and found.sha256 != manifest.start.sha256:
+        raise ConfigError(
+            f"the weights in {str(config.model.path)!r} have SHA-256 {found.sha256[:16]}..., but the run began with "
+            f"{manifest.start.sha256[:16]}...: give the directory of those with --model"
+        )
+
+
+async def train_again(
+    record: Path,
+    config: RunConfig,
+    *,
+    num_steps: int | None = None,
+    note: Callable[[str], None],
+    on_step: Callable[[StepDifference], None],
+) -> Replayed:
+    """Train the steps of a record again, and return how each differs from what was recorded.
+
+    Files go to ``run.directory``: ``logs``, and ``weights`` with the final checkpoint. Raises `ConfigError` for a
+    record that cannot be trained on, and what `TrainerGroup` raises.
+    """
+    manifest = read_manifest(record)
+    check_record(record, manifest, config)
+    directory, images = config.run.directory, load_image_processor(config.model.path)
+    max_tokens = config.train.max_tokens_per_micro_batch
+    (directory / "logs").mkdir(parents=True, exist_ok=True)
+    group = TrainerGroup(config, directory / "logs", secrets.token_urlsafe(24), note)
+    differences: list[StepDifference] = []
+    try:
+        await group.spawn()
+        await group.load_and_connect(None, "replay", None)
+        for step in read_steps(record):
+            frames = await asyncio.to_thread(
+                frames_of, step, max_tokens, group.num_shares, publish=None, images=images, returns_logprobs=True
+            )
+            answers = group.by_share(await group.train(frames))
+            logprobs = logprobs_of_samples(step.samples, max_tokens, [answer.logprobs for answer in answers])
+            differences.append(step_difference(step, outcome_of(answers), logprobs))
+            on_step(differences[-1])
+            if len(differences) == num_steps:
+                break
+        await group.save(directory / "weights")
+    finally:
+        await group.stop()
+    final = weights_of(directory / "weights")
+    recorded_final = manifest.final if manifest.final_version == differences[-1].version else None
+    return Replayed(
+        trainer=config.train.trainer,
+        num_ranks=config.train.num_ranks,
+        recorded_trainer=None if manifest.config is None else manifest.config.get("train", {}).get("trainer", "fsdp"),
+        recorded_ranks=manifest.num_ranks,
+        dtype=config.model.dtype,
+        steps=tuple(differences),
+        final=final,
+        recorded_final=recorded_final,
+        weights=_weight_difference(config, final, recorded_final),
+    )
+
+
+def _weight_difference(config: RunConfig, final: Weights, recorded: Weights | None) -> WeightDifference | None:
+    if recorded is None or recorded.sha256 == final.sha256 or not Path(recorded.path).is_dir():
+        return None
+    if weights_of(Path(recorded.path)).sha256 != recorded.sha256:
+        return None  # something else is there now
+    return weight_difference(config.model.path, Path(recorded.path), Path(final.path))
+
+
+def replay_training(
+    record: Path,
+    make_config: Callable[[Path], RunConfig],
+    directory: Path | None,
+    *,
+    num_steps: int | None = None,
+    note: Callable[[str], None],
+    on_step: Callable[[StepDifference], None] = lambda step: None,
+) -> Replayed:
+    """Train again with the configuration that ``make_config`` makes for a directory; None: one that is removed."""
+    with tempfile.TemporaryDirectory(prefix="inflight-replay-") as temporary:
+        config = make_config(Path(temporary) if directory is None else directory)
+        return asyncio.run(train_again(record, config, num_steps=num_steps, note=note, on_step=on_step))

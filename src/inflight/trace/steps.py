@@ -1,0 +1,241 @@
+"""One recorded step as JSON for its structure and flat arrays for its tokens, and back.
+
+Knows nothing of files. docs/replay.md describes every field.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict
+
+from inflight.types import Group, Rollout, Sample, Turn
+from inflight.wire import PromptImage, RoutedExperts, VersionSpan
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+
+class Kept(BaseModel):
+    """Base of what is stored as JSON. Keeps NaN and infinity, as Python's JSON does."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="constants")
+
+
+class Outcome(Kept):
+    """What a step did, to compare a replay with."""
+
+    gradient_norm: float
+    learning_rate: float
+    metrics: tuple[dict[str, list[float]], ...]
+    """Of each share of the data: ``[sum, weight]`` of a mean, ``[value]`` of a maximum."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedStep:
+    """One optimizer step: its groups in order, the samples made of them, and what came of it."""
+
+    version: int
+    """Of the weights that it starts from."""
+    groups: Sequence[Group]
+    samples: Sequence[Sample]
+    trainer_logprobs: Sequence[Sequence[float]] | None = None
+    """Of each sample, one per completion token, 0.0 where the loss has no target; None if they are not known."""
+    outcome: Outcome | None = None
+
+
+class StoredRollout(Kept):
+    """A rollout, without its tokens."""
+
+    prompt: int
+    """Index into the step's prompts."""
+    num_tokens: int
+    """Of the completion."""
+    spans: tuple[tuple[int, int, int], ...]
+    """Start, end and version of each stretch that one version sampled."""
+    finish_reason: str
+    reward: float
+    temperature: float
+    turns: tuple[tuple[int, int, float | None], ...] = ()
+    episode: int | None = None
+    role: str = ""
+    images: tuple[PromptImage, ...] = ()
+    has_routed_experts: bool = False
+
+
+class StoredGroup(Kept):
+    """A group; ``item`` is its ``item_index``."""
+
+    group_id: int
+    item: int
+    endpoint: str
+    rollouts: tuple[StoredRollout, ...]
+
+
+class StoredSample(Kept):
+    """Which rollout a sample is made of, and which of the step's groups it belongs to."""
+
+    rollout: int
+    """Index into all rollouts of the step: those of the groups in order, then those of ``more_rollouts``."""
+    group: int
+
+
+class StoredStep(Kept):
+    """A step, without its arrays."""
+
+    version: int
+    prompts: tuple[int, ...]
+    """Tokens of each prompt."""
+    groups: tuple[StoredGroup, ...]
+    more_rollouts: tuple[StoredRollout, ...] = ()
+    """Those that a composer made of others."""
+    samples: tuple[StoredSample, ...]
+    outcome: Outcome | None = None
+
+
+def taken_apart(step: RecordedStep) -> tuple[StoredStep, Arrays]:
+    """Return a step as its structure and its arrays. Logprobs and advantages become float32, as ranks get them."""
+    prompts: dict[tuple[int, ...], int] = {}
+    rollouts = [rollout for group in step.groups for rollout in group.rollouts]
+    num_of_groups = len(rollouts)
+    indices = {id(rollout): index for index, rollout in enumerate(rollouts)}
+    for sample in step.samples:
+        if indices.setdefault(id(sample.rollout), len(rollouts)) == len(rollouts):
+            rollouts.append(sample.rollout)
+    facts = [_facts_of(rollout, prompts.setdefault((*rollout.prompt_token_ids,), len(prompts))) for rollout in rollouts]
+    rest = iter(facts)
+    groups = tuple(
+        StoredGroup(
+            group_id=group.group_id,
+            item=group.item_index,
+            endpoint=group.endpoint,
+            rollouts=tuple(next(rest) for _ in group.rollouts),
+        )
+        for group in step.groups
+    )
+    arrays: Arrays = {
+        "prompt_token_ids": _flat(prompts, np.int32),
+        "completion_token_ids": _flat((it.completion_token_ids for it in rollouts), np.int32),
+        "behaviour_logprobs": _flat((it.behaviour_logprobs for it in rollouts), np.float32),
+        "advantages": _flat((sample.advantages for sample in step.samples), np.float32),
+        "loss_mask": _flat((sample.loss_mask for sample in step.samples), np.bool_),
+    }
+    if any(sample.reference_logprobs is not None for sample in step.samples):
+        arrays["reference_logprobs"] = _flat((it.reference_logprobs or () for it in step.samples), np.float32)
+    if step.trainer_logprobs is not None:
+        arrays["trainer_logprobs"] = _flat(step.trainer_logprobs, np.float32)
+    for index, rollout in enumerate(rollouts):
+        if (experts := rollout.routed_experts) is not None:
+            shape = (experts.num_tokens, experts.num_layers, experts.num_chosen)
+            dtype = np.dtype(experts.dtype).newbyteorder("<")
+            arrays[f"routed_experts.{index}"] = np.frombuffer(experts.to_bytes(), dtype).reshape(shape)
+    samples = tuple(StoredSample(rollout=indices[id(it.rollout)], group=it.group_index) for it in step.samples)
+    more = tuple(facts[num_of_groups:])
+    return StoredStep(
+        version=step.version,
+        prompts=tuple(map(len, prompts)),
+        groups=groups,
+        more_rollouts=more,
+        samples=samples,
+        outcome=step.outcome,
+    ), arrays
+
+
+def _facts_of(rollout: Rollout, prompt: int) -> StoredRollout:
+    return StoredRollout(
+        prompt=prompt,
+        num_tokens=len(rollout.completion_token_ids),
+        spans=tuple((it.start, it.end, it.version) for it in rollout.version_spans),
+        finish_reason=rollout.finish_reason,
+        reward=rollout.reward,
+        temperature=rollout.temperature,
+        turns=tuple((turn.start, turn.end, turn.reward) for turn in rollout.turns),
+        episode=rollout.episode,
+        role=rollout.role,
+        images=tuple(rollout.images),
+        has_routed_experts=rollout.routed_experts is not None,
+    )
+
+
+def put_together(facts: StoredStep, arrays: Arrays) -> RecordedStep:
+    """Return the step that `taken_apart` took apart. Raises ``KeyError``, ``IndexError`` or ``ValueError``."""
+    of_groups = [rollout for group in facts.groups for rollout in group.rollouts]
+    every = [*of_groups, *facts.more_rollouts]
+    lengths = [rollout.num_tokens for rollout in every]
+    prompts = _cut(arrays["prompt_token_ids"], facts.prompts)
+    ids, logprobs = _cut(arrays["completion_token_ids"], lengths), _cut(arrays["behaviour_logprobs"], lengths)
+    rollouts = [
+        _rollout_of(it, prompts[it.prompt], ids[i], logprobs[i], arrays.get(f"routed_experts.{i}"))
+        for i, it in enumerate(every)
+    ]
+    rest = iter(rollouts)
+    groups = [Group(it.group_id, it.item, [next(rest) for _ in it.rollouts], it.endpoint) for it in facts.groups]
+    of_samples = [lengths[sample.rollout] for sample in facts.samples]
+
+    def per_sample(name: str) -> list[list[Any]]:
+        return _cut(arrays[name], of_samples)
+
+    nothing = [None] * len(facts.samples)
+    references = per_sample("reference_logprobs") if "reference_logprobs" in arrays else nothing
+    samples = [
+        Sample(rollouts[it.rollout], advantages, mask, reference, it.group)
+        for it, advantages, mask, reference in zip(
+            facts.samples, per_sample("advantages"), per_sample("loss_mask"), references, strict=True
+        )
+    ]
+    trained = per_sample("trainer_logprobs") if "trainer_logprobs" in arrays else None
+    return RecordedStep(facts.version, groups, samples, trained, facts.outcome)
+
+
+def _rollout_of(
+    facts: StoredRollout,
+    prompt: Sequence[int],
+    token_ids: Sequence[int],
+    logprobs: Sequence[float],
+    experts: npt.NDArray[Any] | None,
+) -> Rollout:
+    if facts.has_routed_experts and experts is None:
+        raise ValueError("the routed experts of a rollout are missing")
+    return Rollout(
+        prompt_token_ids=prompt,
+        completion_token_ids=token_ids,
+        behaviour_logprobs=logprobs,
+        version_spans=tuple(VersionSpan(start=start, end=end, version=at) for start, end, at in facts.spans),
+        finish_reason=facts.finish_reason,
+        reward=facts.reward,
+        temperature=facts.temperature,
+        turns=tuple(Turn(start, end, reward) for start, end, reward in facts.turns),
+        episode=facts.episode,
+        role=facts.role,
+        images=facts.images,
+        routed_experts=None if experts is None else _experts_of(experts),
+    )
+
+
+def _experts_of(rows: npt.NDArray[Any]) -> RoutedExperts:
+    num_tokens, num_layers, num_chosen = rows.shape
+    return RoutedExperts(
+        num_tokens=num_tokens,
+        num_layers=num_layers,
+        num_chosen=num_chosen,
+        dtype="uint8" if rows.dtype == np.uint8 else "uint16",
+        data=base64.b64encode(rows.tobytes()).decode("ascii"),
+    )
+
+
+def _flat(values: Any, dtype: type[np.generic]) -> npt.NDArray[Any]:
+    rows = [np.asarray(row, dtype) for row in values]
+    return np.concatenate(rows) if rows else np.empty(0, dtype)
+
+
+def _cut(flat: npt.NDArray[Any], lengths: Sequence[int]) -> list[list[Any]]:
+    """Return the rows of a flat array. Raises ``ValueError`` if they are not all of it."""
+    if flat.ndim != 1 or len(flat) != sum(lengths):
+        raise ValueError(f"an array has shape {flat.shape}, but its rows have {sum(lengths)} elements")
+    ends = np.cumsum([0, *lengths])
+    return [flat[start:end].tolist() for start, end in itertools.pairwise(ends)]
