@@ -22,6 +22,7 @@ from inflight.environments.command import add_parser as add_proxy
 from inflight.errors import ConfigError, InflightError
 from inflight.http.tokens import TOKEN_VARIABLE, read_token
 from inflight.launchers.launcher import ADDRESS_VARIABLE
+from inflight.planning.command import add_parser as add_plan
 from inflight.weights.relay_command import add_parser as add_relay
 
 _Follow = Callable[[InferenceEndpoint], Awaitable[None]]
@@ -138,6 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     add_proxy(commands)
     add_relay(commands)
     add_dialect(commands)
+    add_plan(commands)
     add_bench(commands)
     add_check(commands)
     return parser

@@ -7,9 +7,10 @@ its completions are taken to advance evenly in between.
 from __future__ import annotations
 
 import bisect
+import math
 import random
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -112,8 +113,12 @@ class Costs:
     trainer: TrainerCost
     publish: PublishCost
     score_time: float
-    prompted: MeasuredGroups | None = None
-    group_size: int = 0
+    prompted: Callable[[int], Callable[[int, int], Prompted]] | None = None
+    """By the size of groups, what `Setup.prompted` is."""
+    prompt_token_time: float = 0.0
+    tokens_per_forward: float = 1.0
+    mean_time_to_failure: float = math.inf
+    restart_time: float = 0.0
     notes: dict[str, float] = field(default_factory=dict)
     """How well the fits agree with what they were made from."""
 
@@ -157,9 +162,8 @@ def calibrate(directories: Sequence[Path], num_skipped: int = 3) -> Costs:
         cost,
         _publish_cost(traces, begins),
         _score_time(traces),
-        MeasuredGroups(groups, num_prompt_tokens),
-        traces[0].config["sampling"]["group_size"],
-        notes,
+        lambda _: MeasuredGroups(groups, num_prompt_tokens),
+        notes=notes,
     )
 
 
@@ -293,11 +297,20 @@ def _token_times(rows: Sequence[_RequestRow]) -> tuple[TokenTime, float, dict[St
                 by_state[state] += spent * seconds / (intercept + slope * num)
             matrix.append([by_state[state] for state in states])
         rates = fit(matrix, [float(row.num_tokens) for row in rows])
-        reference = rates[0] or max(rates)
-        factors = {state: reference / rate if rate else 1.0 for state, rate in zip(states, rates, strict=True)}
+        factors = _factors(states, rates)
     error = _token_error(rows, request_time, intercept, slope, factors)
     curve = TokenTime(((1.0, intercept + slope), (max(2.0, largest), intercept + slope * max(2.0, largest))))
     return curve, request_time, factors, error
+
+
+def _factors(states: Sequence[State], rates: Sequence[float]) -> dict[State, float]:
+    """Return how much slower each state is than the one in which least works; never faster than one with less work."""
+    factors: dict[State, float] = {}
+    reference = rates[0] or max(rates)
+    for state, rate in zip(states, rates, strict=True):
+        less = [factors[other] for other in factors if other[0] <= state[0] and other[1] <= state[1]]
+        factors[state] = max([reference / rate if rate else 1.0, 1.0, *less])
+    return factors
 
 
 def _token_error(
@@ -335,9 +348,8 @@ def _step_times(
         matrix = [[factor, factor * num] for (num, _, _), factor in zip(rows, slowed, strict=True)]
         cost = TrainerCost(*fit(matrix, [seconds for _, seconds, _ in rows]))
         rates = fit([[spent.get(n, 0.0) for n in states] for _, _, spent in rows], [cost(num) for num, _, _ in rows])
-        reference = rates[0] or max(rates)
-        factors = {num: reference / rate if rate else 1.0 for num, rate in zip(states, rates, strict=True)}
-        cost = TrainerCost(cost.per_step / reference, cost.per_token / reference)
+        by_state = _factors([(num, False) for num in states], rates)
+        factors = {num: by_state[num, False] for num in states}
     errors = [abs(cost(num) - sum(s / factors[n] for n, s in spent.items())) / cost(num) for num, _, spent in rows]
     return cost, factors, statistics.fmean(errors)
 

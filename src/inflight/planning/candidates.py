@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from inflight.errors import ConfigError
 from inflight.planning.calibration import Costs, Measured, Trace
-from inflight.planning.costs import Endpoint
+from inflight.planning.costs import Endpoint, TrainerCost
 from inflight.planning.outcome import Outcome
 from inflight.planning.simulation import Setup, simulate
 from inflight.rollouts import HistoryStore, load_composer, load_scheduler, load_staleness
@@ -25,6 +26,8 @@ class Candidate:
     tokens_per_step: int
     conventional_steps: int = 0
     """0: the pipeline."""
+    num_training_gpus: int = 1
+    """That share the tokens of a step."""
     max_lag: int = 8
     scheduler: str = "least_loaded"
     scheduler_params: Mapping[str, Any] = field(default_factory=dict)
@@ -66,20 +69,32 @@ def simulated(costs: Costs, candidate: Candidate, num_steps: int) -> Outcome:
         history=history,
         seed=candidate.seed,
     )
-    endpoint = Endpoint("", candidate.max_concurrent, costs.token_time, request_time=costs.request_time)
-    assert costs.prompted is not None
+    capacity = max(candidate.max_concurrent, candidate.group_size)  # as the run does: a group is one request
+    endpoint = Endpoint(
+        "",
+        capacity,
+        costs.token_time,
+        costs.prompt_token_time,
+        costs.request_time,
+        costs.tokens_per_forward,
+        mean_time_to_failure=costs.mean_time_to_failure,
+        restart_time=costs.restart_time,
+    )
+    if costs.prompted is None:
+        raise ConfigError("lengths of completions are unknown: give [prompts], or measure them with --from RUN_DIR")
+    per_token = costs.trainer.per_token / candidate.num_training_gpus
     return simulate(
         Setup(
             scheduler,
             history,
             [dataclasses.replace(endpoint, name=f"endpoint-{i}") for i in range(candidate.num_endpoints)],
-            costs.prompted,
+            costs.prompted(candidate.group_size),
             candidate.tokens_per_step,
             num_steps,
             staleness=load_staleness(candidate.staleness, candidate.staleness_params, candidate.max_lag),
             composer=load_composer(candidate.composer, candidate.composer_params, candidate.tokens_per_step),
             conventional_steps=candidate.conventional_steps,
-            trainer=costs.trainer,
+            trainer=TrainerCost(costs.trainer.per_step, per_token),
             publish=costs.publish,
             contention=costs.contention,
             whole_requests=True,

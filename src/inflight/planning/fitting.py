@@ -4,20 +4,39 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 from inflight.errors import ConfigError
 
+_REWEIGHTED = 6
+
 
 def fit(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
-    """Return the coefficients, none negative, that come closest to ``values``; columns without a value get 0.
+    """Return the coefficients, none negative, that come relatively closest to ``values``, which are above 0.
 
-    Every set of columns is tried: meant for a few columns. Raises `ConfigError` if there are no rows.
+    Half of the relative errors, the larger ones, count by their size instead of its square, so that a few outliers
+    decide little (Huber 1964). Columns without a value get 0. Raises `ConfigError` if there are no rows.
     """
     import numpy
 
-    matrix, target = numpy.asarray(rows, float), numpy.asarray(values, float)
-    if matrix.size == 0:
+    if not len(rows):
         raise ConfigError("there is nothing to fit: the run has too few steps")
+    target = numpy.asarray(values, float)
+    matrix = numpy.asarray(rows, float) / target[:, None]
+    weights = numpy.ones(len(target))
+    found: list[float] = []
+    for _ in range(_REWEIGHTED):
+        found = _fitted(matrix * weights[:, None], weights)
+        errors = numpy.abs(matrix @ numpy.asarray(found) - 1.0)
+        usual = max(1e-9, float(numpy.median(errors)))
+        weights = numpy.sqrt(numpy.minimum(1.0, usual / numpy.maximum(errors, 1e-12)))
+    return found
+
+
+def _fitted(matrix: Any, target: Any) -> list[float]:
+    """Return the least squares without negative coefficients: the best of every set of columns."""
+    import numpy
+
     used = [i for i in range(matrix.shape[1]) if matrix[:, i].any()]
     best, least = [0.0] * matrix.shape[1], float(target @ target)
     for size in range(1, len(used) + 1):
