@@ -38,35 +38,35 @@ class Kind:
 
 PIPELINE, CONVENTIONAL = "--run.mode=pipeline", "--run.mode=conventional"
 CALIBRATION = (
-    Kind("1 endpoint, conventional", 24, (CONVENTIONAL,)),
-    Kind("2 endpoints, pipeline", 50, (PIPELINE, "--servers.count=2")),
+    Kind("1 endpoint, conventional", 20, (CONVENTIONAL,)),
+    Kind("2 endpoints, pipeline", 40, (PIPELINE, "--servers.count=2")),
 )
 PREDICTED = (
-    Kind("1 endpoint, pipeline", 50, (PIPELINE,)),
+    Kind("1 endpoint, pipeline", 40, (PIPELINE,)),
     Kind(
         "1 endpoint, pipeline, shortest_first, lag 2",
-        50,
+        40,
         (PIPELINE, "--rollouts.scheduler=shortest_first", "--rollouts.max_lag=2"),
     ),
     Kind(
         "1 endpoint, conventional G=2, over_provision",
-        24,
+        20,
         (CONVENTIONAL, "--run.conventional_steps=2", "--rollouts.scheduler=over_provision"),
     ),
-    Kind("2 endpoints, conventional G=2", 30, (CONVENTIONAL, "--run.conventional_steps=2", "--servers.count=2")),
+    Kind("2 endpoints, conventional G=2", 20, (CONVENTIONAL, "--run.conventional_steps=2", "--servers.count=2")),
     Kind(
         "2 endpoints, pipeline, probe_first, lag 4",
-        50,
+        40,
         (PIPELINE, "--servers.count=2", "--rollouts.scheduler=probe_first", "--rollouts.max_lag=4"),
     ),
     Kind(
         "2 endpoints of 64, pipeline, lag 1",
-        50,
+        40,
         (PIPELINE, "--servers.count=2", "--servers.max_concurrent=64", "--rollouts.max_lag=1"),
     ),
     Kind(
         "1 endpoint of 64, conventional, shortest_first",
-        24,
+        20,
         (CONVENTIONAL, "--servers.max_concurrent=64", "--rollouts.scheduler=shortest_first"),
     ),
 )

@@ -10,7 +10,7 @@ import bisect
 import math
 import random
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from inflight.trace.files import read_events, read_steps
 
 _ROUNDS = 8
 """Of fitting the curve and the factors of sharing in turns; both have settled by then."""
+_RARE = 0.03
+"""A state in which less than this share of the time was spent is taken for its nearest neighbour."""
 _WINDOW = 64
 """Measured groups that an item is drawn from: those sampled at versions nearest to its own."""
 State = tuple[int, bool]
@@ -145,15 +147,14 @@ def calibrate(directories: Sequence[Path], num_skipped: int = 3) -> Costs:
     traces = [Trace.read(directory) for directory in directories]
     loads = [_Loads.of(trace) for trace in traces]
     begins = [trace.steps[min(num_skipped, len(trace.steps) - 2)]["time_s"] for trace in traces]
-    requests = [
-        _RequestRow.of(request, load)
+    stretches = [
+        stretch
         for trace, load, begin in zip(traces, loads, begins, strict=True)
-        for request in trace.requests
-        if request["start_s"] >= begin
+        for stretch in _stretches(trace, load, begin)
     ]
-    points, request_time, factors, error = _token_times(requests)
+    points, request_time, factors, error = _token_times(stretches)
     cost, of_trainer, step_error = _step_times(traces, loads, begins)
-    notes = {"requests": len(requests), "request_error": error, "step_error": step_error}
+    notes = {"stretches": len(stretches), "stretch_error": error, "step_error": step_error}
     groups, num_prompt_tokens = _groups_of(traces)
     return Costs(
         points,
@@ -233,24 +234,40 @@ def _summed(changes: list[tuple[float, int]]) -> tuple[list[float], list[int]]:
 
 
 @dataclass(slots=True)
-class _RequestRow:
-    """One request: how many tokens its longest completion has, how long it took, and what ran meanwhile."""
+class _Stretch:
+    """A part of a request: how many tokens its longest completion got in it, and what ran meanwhile."""
 
     num_tokens: int
     seconds: float
     parts: list[tuple[float, float, State]]
     """Duration, mean number of running completions, and what else worked."""
+    is_last: bool
+    """Whether the request ends with it: it then has the time until the run has the answer."""
 
-    @classmethod
-    def of(cls, request: dict[str, Any], load: _Loads) -> _RequestRow:
-        start, end = request["start_s"], request["end_s"]
-        times, numbers = load.running[request["endpoint"]]
-        parts = [
-            (until - since, _mean(times, numbers, since, until), state)
-            for since, until, state in load.between(start, end)
-        ]
-        longest = max(part["num_tokens"] for part in request["parts"])
-        return cls(longest, end - start, [(seconds, num, (max(1, s[0]), s[1])) for seconds, num, s in parts])
+
+def _stretches(trace: Trace, load: _Loads, begin: float) -> Iterator[_Stretch]:
+    """Yield the requests of a run, cut where a version began to be served.
+
+    Spans say at which token that was, so a stretch in the middle has nothing but tokens.
+    """
+    served = {publish["version"]: publish["end_s"] for publish in trace.publishes}
+    for request in trace.requests:
+        if request["start_s"] < begin:
+            continue
+        longest = max(request["parts"], key=lambda part: part["num_tokens"])
+        start, token = request["start_s"], 0
+        cuts = [(first, served.get(version), False) for first, _, version in longest["spans"][1:]]
+        for at, end, is_last in [*cuts, (longest["num_tokens"], request["end_s"], True)]:
+            if end is None or end <= start or at <= token:
+                continue  # a publish that other endpoints had first, say
+            times, numbers = load.running[request["endpoint"]]
+            parts = [
+                (until - since, _mean(times, numbers, since, until), (max(1, state[0]), state[1]))
+                for since, until, state in load.between(start, end)
+            ]
+            if parts:
+                yield _Stretch(at - token, end - start, parts, is_last)
+            start, token = end, at
 
 
 def _mean(times: Sequence[float], numbers: Sequence[int], start: float, end: float) -> float:
@@ -268,13 +285,17 @@ def _mean(times: Sequence[float], numbers: Sequence[int], start: float, end: flo
 # The fits
 
 
-def _token_times(rows: Sequence[_RequestRow]) -> tuple[TokenTime, float, dict[State, float], float]:
+def _token_times(rows: Sequence[_Stretch]) -> tuple[TokenTime, float, dict[State, float], float]:
     """Return the curve of token times, the time of a request besides, and the factors by what else works.
 
-    A request takes o + n (a + c b) f, with n tokens of its longest completion, b running completions and the factor f
-    of what works. The factors are in turn the ones that make n of the time that was spent in each state.
+    A stretch takes n (a + c b) f, with n tokens of its longest completion, b running completions and the factor f of
+    what works, and the last one of a request o more. The factors are in turn the ones that make n of the time that was
+    spent in each state.
     """
-    states = sorted({state for row in rows for _, _, state in row.parts})
+    stand_ins = _stand_ins((state, seconds) for row in rows for seconds, _, state in row.parts)
+    for row in rows:
+        row.parts = [(seconds, num, stand_ins[state]) for seconds, num, state in row.parts]
+    states = sorted({*stand_ins.values()})
     factors = dict.fromkeys(states, 1.0)
     largest = max(num for row in rows for _, num, _ in row.parts)
     intercept = slope = request_time = 0.0
@@ -286,21 +307,33 @@ def _token_times(rows: Sequence[_RequestRow]) -> tuple[TokenTime, float, dict[St
             total = sum(seconds for seconds, _ in work)
             factor = row.seconds / total
             running = sum(seconds * num for seconds, num in work) / total
-            matrix.append([1.0, row.num_tokens * factor, row.num_tokens * factor * running])
+            matrix.append([float(row.is_last), row.num_tokens * factor, row.num_tokens * factor * running])
             target.append(row.seconds)
         request_time, intercept, slope = fit(matrix, target)
         matrix = []
         for row in rows:
-            spent = max(1e-9, row.seconds - request_time) / row.seconds
+            spent = max(1e-9, row.seconds - request_time * row.is_last) / row.seconds
             by_state = dict.fromkeys(states, 0.0)
             for seconds, num, state in row.parts:
-                by_state[state] += spent * seconds / (intercept + slope * num)
+                by_state[state] += spent * seconds / max(1e-12, intercept + slope * num)
             matrix.append([by_state[state] for state in states])
         rates = fit(matrix, [float(row.num_tokens) for row in rows])
         factors = _factors(states, rates)
     error = _token_error(rows, request_time, intercept, slope, factors)
     curve = TokenTime(((1.0, intercept + slope), (max(2.0, largest), intercept + slope * max(2.0, largest))))
     return curve, request_time, factors, error
+
+
+def _stand_ins(spent: Iterable[tuple[State, float]]) -> dict[State, State]:
+    """Return for each state itself, or for a rare one the nearest that is not."""
+    total: dict[State, float] = {}
+    for state, seconds in spent:
+        total[state] = total.get(state, 0.0) + seconds
+    common = [state for state, seconds in total.items() if seconds >= _RARE * sum(total.values())]
+    return {
+        state: min(common, key=lambda other: (other != state, abs(other[0] - state[0]) + 2 * (other[1] != state[1])))
+        for state in total
+    }
 
 
 def _factors(states: Sequence[State], rates: Sequence[float]) -> dict[State, float]:
@@ -314,7 +347,7 @@ def _factors(states: Sequence[State], rates: Sequence[float]) -> dict[State, flo
 
 
 def _token_error(
-    rows: Sequence[_RequestRow], request_time: float, intercept: float, slope: float, factors: dict[State, float]
+    rows: Sequence[_Stretch], request_time: float, intercept: float, slope: float, factors: dict[State, float]
 ) -> float:
     """Return the mean relative difference between requests and their fit."""
     errors = []
@@ -322,7 +355,7 @@ def _token_error(
         work = [(seconds / factors[state], num) for seconds, num, state in row.parts]
         total = sum(seconds for seconds, _ in work)
         running = sum(seconds * num for seconds, num in work) / total
-        found = request_time + row.num_tokens * (intercept + slope * running) * row.seconds / total
+        found = request_time * row.is_last + row.num_tokens * (intercept + slope * running) * row.seconds / total
         errors.append(abs(found - row.seconds) / row.seconds)
     return statistics.fmean(errors)
 
@@ -340,7 +373,13 @@ def _step_times(
                 for since, until, (num, _) in load.between(train["start_s"], train["end_s"]):
                     spent[num] = spent.get(num, 0.0) + until - since
                 rows.append((tokens[train["version"]], train["end_s"] - train["start_s"], spent))
-    states = sorted({num for _, _, spent in rows for num in spent})
+    stand_ins = _stand_ins(((num, False), seconds) for _, _, spent in rows for num, seconds in spent.items())
+    for _, _, spent in rows:
+        for num in [*spent]:
+            stand_in = stand_ins[num, False][0]
+            if stand_in != num:
+                spent[stand_in] = spent.get(stand_in, 0.0) + spent.pop(num)
+    states = sorted({num for num, _ in stand_ins.values()})
     factors = dict.fromkeys(states, 1.0)
     cost = TrainerCost()
     for _ in range(_ROUNDS):
@@ -349,6 +388,7 @@ def _step_times(
         cost = TrainerCost(*fit(matrix, [seconds for _, seconds, _ in rows]))
         rates = fit([[spent.get(n, 0.0) for n in states] for _, _, spent in rows], [cost(num) for num, _, _ in rows])
         by_state = _factors([(num, False) for num in states], rates)
+        cost = TrainerCost(cost.per_step / rates[0], cost.per_token / rates[0]) if rates[0] else cost
         factors = {num: by_state[num, False] for num in states}
     errors = [abs(cost(num) - sum(s / factors[n] for n, s in spent.items())) / cost(num) for num, _, spent in rows]
     return cost, factors, statistics.fmean(errors)

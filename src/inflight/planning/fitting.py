@@ -8,29 +8,20 @@ from typing import Any
 
 from inflight.errors import ConfigError
 
-_REWEIGHTED = 6
-
 
 def fit(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
-    """Return the coefficients, none negative, that come relatively closest to ``values``, which are above 0.
+    """Return the coefficients, none negative, that come closest to ``values``, which are above 0.
 
-    Half of the relative errors, the larger ones, count by their size instead of its square, so that a few outliers
-    decide little (Huber 1964). Columns without a value get 0. Raises `ConfigError` if there are no rows.
+    Squares are divided by the values: sums agree then, which a fit of relative errors would make too small where
+    values scatter. Columns without a value get 0. Raises `ConfigError` if there are no rows.
     """
     import numpy
 
     if not len(rows):
         raise ConfigError("there is nothing to fit: the run has too few steps")
     target = numpy.asarray(values, float)
-    matrix = numpy.asarray(rows, float) / target[:, None]
-    weights = numpy.ones(len(target))
-    found: list[float] = []
-    for _ in range(_REWEIGHTED):
-        found = _fitted(matrix * weights[:, None], weights)
-        errors = numpy.abs(matrix @ numpy.asarray(found) - 1.0)
-        usual = max(1e-9, float(numpy.median(errors)))
-        weights = numpy.sqrt(numpy.minimum(1.0, usual / numpy.maximum(errors, 1e-12)))
-    return found
+    weights = 1.0 / numpy.sqrt(numpy.maximum(target, 1e-9))
+    return _fitted(numpy.asarray(rows, float) * weights[:, None], target * weights)
 
 
 def _fitted(matrix: Any, target: Any) -> list[float]:

@@ -40,6 +40,7 @@ class Request:
     server: Server
     num_left: int
     """Completions that run or wait for their environment."""
+    began: float
     ended: dict[int, Spans] = field(default_factory=dict)
     """Spans of those that have ended, by number."""
     is_over: bool = False

@@ -13,7 +13,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from inflight.contracts import BatchComposer, Scheduler, StalenessPolicy
 from inflight.errors import InvalidRequestError
@@ -78,6 +78,8 @@ class Setup:
     """Of a group, before any has finished. 0: those of the first."""
     seed: int = 0
     """Of failures."""
+    record: Callable[[str, dict[str, Any]], None] | None = None
+    """Is given the kind and the fields of events as a live run would write them, as far as `calibrate` reads them."""
 
 
 def simulate(setup: Setup) -> Outcome:
@@ -263,7 +265,7 @@ class _Run:
             self._request(self._touched(server), group, numbers)
 
     def _request(self, server: Server, group: OpenGroup, numbers: tuple[int, ...]) -> None:
-        request = Request(group.item, numbers, server, len(numbers))
+        request = Request(group.item, numbers, server, len(numbers), self.now)
         prompted = group.prompted
         if (prompt_time := server.endpoint.prompt_token_time) > 0.0:
             server.delay(prompt_time * (prompted.num_prompt_tokens + sum(group.num_tokens(i) for i in numbers)))
@@ -308,6 +310,8 @@ class _Run:
         request.is_over = True
         self.num_under_way -= 1
         server, group = self._touched(request.server), self.groups[request.item]
+        if self.setup.record is not None and len(request.ended) == len(request.numbers):
+            self._record_request(request)
         is_whole = len(request.ended) == len(request.numbers)
         server.num_held -= len(request.numbers)
         for i in request.numbers:
@@ -337,6 +341,19 @@ class _Run:
             else:
                 self._scored(group)
 
+    def _record_request(self, request: Request) -> None:
+        parts = [
+            {"number": i, "num_tokens": spans[-1][1], "spans": spans, "finish_reason": "stop"}
+            for i, spans in request.ended.items()
+        ]
+        self._record(
+            "request", request.began, endpoint=request.server.endpoint.name, item=request.item, parts=parts, error=None
+        )
+
+    def _record(self, kind: str, start: float, **fields: Any) -> None:
+        if self.setup.record is not None:
+            self.setup.record(kind, {"start_s": start, "end_s": self.now, **fields})
+
     def _scored(self, group: OpenGroup) -> None:
         del self.groups[group.item]
         self.num_issued -= 1
@@ -346,6 +363,12 @@ class _Run:
         self.setup.history.record(prompted.prompt, prompted.lengths, rewards)
         self._tell(Scored(self.now, group.item, prompted.prompt, prompted.lengths, rewards))
         finished = group.as_group()
+        if self.setup.record is not None:
+            versions = [version for spans in group.spans for _, _, version in spans]
+            self._record(
+                "group", self.now, item=group.item, oldest=min(versions), newest=max(versions), rewards=rewards,
+                lengths=prompted.lengths,
+            )  # fmt: skip
         self._first_version[group.item] = min(spans[0][2] for spans in group.spans)
         if not self.setup.trains_on_equal_rewards and not teaches(finished):
             self._drop(group.item, "equal rewards", counts=True)
@@ -453,6 +476,8 @@ class _Run:
 
     def _trained(self) -> None:
         batch = self.trainer.finish(self.now)
+        items = [group.item_index for group in batch.groups]
+        self._record("train", self.trainer.began, version=self.version + 1, items=items)
         is_published = not self.setup.conventional_steps or not self.phase
         cost = self.setup.publish if is_published else PublishCost()
         end = self.now + cost.total
@@ -488,6 +513,12 @@ class _Run:
         busy = sum(server.busy_time for server in self.servers.values())
         slots = sum(server.slot_time for server in self.servers.values())
         outcome.steps.append(batch.row(self.now, busy, slots, self.trainer.busy_time))
+        if is_published:
+            pauses = dict.fromkeys(self.servers, self.setup.publish.pause)
+            cost = self.setup.publish
+            start = self.now - cost.total
+            self._record("publish", start, version=self.version, pause_s=cost.pause, paused_s=pauses)
+        self._record("step", self.now, version=self.version, time_s=self.now, **batch.fields())
         outcome.num_tokens += batch.num_tokens
         outcome.ages.update(batch.ages)
         outcome.lags.update(batch.lags)

@@ -6,6 +6,7 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from inflight.contracts import BatchComposer, StalenessPolicy
 from inflight.planning.costs import TrainerCost
@@ -26,23 +27,36 @@ class Batch:
     """Completions by the lag of their first token."""
     lags: Counter[int]
     """Tokens by lag."""
+    num_stale_tokens: int = 0
 
     def row(self, time: float, busy_time: float, slot_time: float, train_time: float) -> StepRow:
         age, lag = (statistics.fmean(counts, counts.values()) if counts else 0.0 for counts in (self.ages, self.lags))
         return StepRow(time, self.num_tokens, self.ages.total(), age, lag, busy_time, slot_time, train_time)
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of a live run's step that it knows."""
+        return {
+            "num_step_tokens": self.num_tokens,
+            "num_step_sequences": self.ages.total(),
+            "num_stale_tokens": self.num_stale_tokens,
+            "completions_by_age": {str(age): num for age, num in self.ages.items()},
+            "lag_mean": statistics.fmean(self.lags, self.lags.values()) if self.lags else 0.0,
+        }
 
 
 def batch_of(
     groups: Sequence[Group], version: int, staleness: StalenessPolicy, composer: BatchComposer | None
 ) -> Batch:
     """Return what a step from ``version`` trains on, shaped by the composer if it does that."""
-    num_tokens, ages, lags = 0, Counter[int](), Counter[int]()
+    num_tokens, num_stale, ages, lags = 0, 0, Counter[int](), Counter[int]()
     shapes = composer is not None and type(composer).shaped is not BatchComposer.shaped
     samples = []
     for index, group in enumerate(groups):
         mean = statistics.fmean(rollout.reward for rollout in group.rollouts)
         for rollout in group.rollouts:
             kept = kept_tokens(rollout, staleness, version)
+            spans = rollout.version_spans
+            num_stale += sum(span.end - span.start for span, is_kept in zip(spans, kept, strict=True) if not is_kept)
             if not any(kept):
                 continue
             if shapes:
@@ -63,7 +77,7 @@ def batch_of(
         ages[version - rollout.version_spans[0].version] += 1
         for span in rollout.version_spans:
             lags[version - span.version] += sum(sample.loss_mask[span.start : span.end])
-    return Batch(groups, version, num_tokens, ages, +lags)
+    return Batch(groups, version, num_tokens, ages, +lags, num_stale)
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +88,8 @@ class Trainer:
     groups: Sequence[Group] = ()
     """Of the batch that it has, until its version is published."""
     busy_time: float = 0.0
+    began: float = 0.0
+    """When the last step did."""
     stamp: int = 0
     """Counts the changes that move `end`."""
     _batch: Batch | None = None
@@ -93,6 +109,7 @@ class Trainer:
 
     def begin(self, now: float, batch: Batch, slowdown: float) -> None:
         self._batch, self._left, self._since, self._slowdown = batch, self.cost(batch.num_tokens), now, slowdown
+        self.began = now
         self.stamp += 1
 
     def slow_down(self, now: float, slowdown: float) -> None:
