@@ -23,6 +23,7 @@ from inflight.errors import ConfigError, InflightError
 from inflight.exports.command import add_parser as add_trace
 from inflight.http.tokens import TOKEN_VARIABLE, read_token
 from inflight.launchers.launcher import ADDRESS_VARIABLE
+from inflight.planning.command import add_parser as add_plan
 from inflight.replay.command import add_parser as add_replay
 from inflight.weights.relay_command import add_parser as add_relay
 
@@ -140,6 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     add_proxy(commands)
     add_relay(commands)
     add_dialect(commands)
+    add_plan(commands)
     add_bench(commands)
     add_check(commands)
     add_replay(commands)

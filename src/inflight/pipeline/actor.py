@@ -109,6 +109,11 @@ class Actor:
         return len(self._open)
 
     @property
+    def num_issued(self) -> int:
+        """Those of them of which something is or was sampled."""
+        return sum(group.has_part for group in self._open.values())
+
+    @property
     def oldest(self) -> int:
         """Number, in the order of offers, of the oldest group that is sampled or scored, or else of the next one."""
         first = next(iter(self._open.values()), None)  # in the order of offers

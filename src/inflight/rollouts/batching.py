@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from inflight.contracts import BatchComposer, StalenessPolicy
@@ -24,12 +24,18 @@ class WaitingGroups:
     """Finished groups in the order of `add`, until a composer puts them into a step or all their tokens are too old.
 
     Tokens are counted as the step that `advance` names will see them: tokens that ``staleness`` masks do not count, and
-    neither does the prompt of a completion without any other.
+    neither does the prompt of a completion without any other. ``count`` may count otherwise.
     """
 
-    def __init__(self, staleness: StalenessPolicy, composer: BatchComposer) -> None:
+    def __init__(
+        self,
+        staleness: StalenessPolicy,
+        composer: BatchComposer,
+        count: Callable[[Group, StalenessPolicy, int], int] = num_trained_tokens,
+    ) -> None:
         self._staleness = staleness
         self._composer = composer
+        self._count = count
         self._version = 0
         self._waiting: list[tuple[Group, int]] = []
         """Groups and how many of their tokens can be trained on."""
@@ -57,7 +63,7 @@ class WaitingGroups:
 
     def add(self, group: Group) -> bool:
         """Put a finished group at the end of the line; returns False, and leaves it out, if all its tokens are old."""
-        num_tokens = num_trained_tokens(group, self._staleness, self._version)
+        num_tokens = self._count(group, self._staleness, self._version)
         if num_tokens:
             self._waiting.append((group, num_tokens))
             self._num_tokens += num_tokens
@@ -110,3 +116,15 @@ class WaitingGroups:
                 "each at most once"
             )
         return [indices[i] for i in chosen]
+
+
+def split_evenly(groups: Sequence[Group], num_parts: int) -> list[list[Group]]:
+    """Return the groups, in order, as ``num_parts`` parts of about equal tokens; fewer if there are too few groups."""
+    total = sum(group.num_tokens for group in groups)
+    parts: list[list[Group]] = [[] for _ in range(num_parts)]
+    before = 0
+    for group in groups:
+        middle = before + group.num_tokens / 2
+        parts[min(num_parts - 1, int(middle * num_parts / total))].append(group)
+        before += group.num_tokens
+    return [part for part in parts if part]
