@@ -25,6 +25,7 @@ from inflight.http.tokens import TOKEN_VARIABLE, read_token
 from inflight.launchers.launcher import ADDRESS_VARIABLE
 from inflight.planning.command import add_parser as add_plan
 from inflight.replay.command import add_parser as add_replay
+from inflight.watch.command import add_parser as add_watch
 from inflight.weights.relay_command import add_parser as add_relay
 
 _Follow = Callable[[InferenceEndpoint], Awaitable[None]]
@@ -145,6 +146,7 @@ def _parser() -> argparse.ArgumentParser:
     add_bench(commands)
     add_check(commands)
     add_replay(commands)
+    add_watch(commands)
     return parser
 
 

@@ -212,6 +212,7 @@ LEVELS = {
     "bench": 4,
     "replay": 4,
     "conformance": 4,
+    "watch": 4,
     "cli": 4,
     "__main__": 5,
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass, field
@@ -138,13 +139,13 @@ class PlayingEpisode(Episode):
         sampling: SamplingParams | None,
         images: Sequence[PromptImage],
     ) -> tuple[int, Completion]:
-        request = self._request(prompt_token_ids, sampling, images)
+        request, began = self._request(prompt_token_ids, sampling, images), time.time()
         try:
             completion = await self.generate(request)
         except Exception as error:
             self.error = self.error or error
             raise
-        return self.recording.add(prompt_token_ids, completion, role, images), completion
+        return self.recording.add(prompt_token_ids, completion, role, images, (began, time.time())), completion
 
     async def sample_stream(
         self,
@@ -161,7 +162,7 @@ class PlayingEpisode(Episode):
         if self.stream is None:
             yield await self.sample(prompt_token_ids, role, sampling, images)
             return
-        request = self._request(prompt_token_ids, sampling, images)
+        request, began = self._request(prompt_token_ids, sampling, images), time.time()
         chunks: list[CompletionChunk] = []
         try:
             async with aclosing(self.stream(request)) as stream:
@@ -172,7 +173,7 @@ class PlayingEpisode(Episode):
         except Exception as error:
             self.error = self.error or error
             raise
-        yield self.recording.add(prompt_token_ids, completion, role, images), completion
+        yield self.recording.add(prompt_token_ids, completion, role, images, (began, time.time())), completion
 
     def _request(
         self, prompt_token_ids: Sequence[int], sampling: SamplingParams | None, images: Sequence[PromptImage]

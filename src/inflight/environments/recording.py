@@ -35,6 +35,8 @@ class RecordedCall(WireModel):
     role: str = ""
     reward: float | None = None
     """Of this turn alone."""
+    span: tuple[float, float] | None = None
+    """When it was asked for and when it was there, in seconds since 1970; None: not known."""
 
 
 class PlayedEpisode(WireModel):
@@ -90,11 +92,16 @@ class Recording:
         completion: Completion,
         role: str = "",
         images: Sequence[PromptImage] = (),
+        span: tuple[float, float] | None = None,
     ) -> int:
         """Record a turn and return its number."""
         self._calls.append(
             RecordedCall(
-                prompt_token_ids=tuple(prompt_token_ids), images=tuple(images), completion=completion, role=role
+                prompt_token_ids=tuple(prompt_token_ids),
+                images=tuple(images),
+                completion=completion,
+                role=role,
+                span=span,
             )
         )
         return len(self._calls) - 1

@@ -43,6 +43,8 @@ class RunSection(Section):
     """Whether files of events are compressed once they are full."""
     record: bool = False
     """Whether what decided each step is kept in the directory ``record``, for ``inflight replay``."""
+    page: bool = False
+    """Whether the run serves its page, as ``inflight watch`` does; its address is printed."""
     conventional_steps: int = Field(default=1, ge=1)
     """G of the conventional mode."""
     launcher: str = "local"

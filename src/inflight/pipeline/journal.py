@@ -103,7 +103,7 @@ class Journal:
 
     def event(self, of: type[events.Event], span: tuple[float, float] | None = None, /, **facts: Any) -> None:
         """Write an event; ``span`` is its start and end in wall-clock seconds, None: now."""
-        start_s, end_s = map(self._since, span or (time.time(),) * 2)
+        start_s, end_s = map(self.since, span or (time.time(),) * 2)
         # Unknown facts are refused here, where readers ignore them.
         self._write(of.model_validate({"start_s": start_s, "end_s": end_s, **facts}, extra="forbid"))
 
@@ -119,7 +119,8 @@ class Journal:
             events.Began, version=self.version, began_at=self._started, inflight=__version__, config=self._config
         )
 
-    def _since(self, at: float) -> float:
+    def since(self, at: float) -> float:
+        """Return a wall-clock time in seconds since the run began."""
         return at - self._started
 
     def fleet(self, span: tuple[float, float] | None = None, **facts: Any) -> None:
@@ -135,7 +136,7 @@ class Journal:
     def trained(self, version: int, ranks: Sequence[tuple[float, float]], items: Sequence[int] = ()) -> None:
         """Write when each rank began and ended the step that made ``version``, and the items that it trained on."""
         self.version = version
-        times = tuple((self._since(start), self._since(end)) for start, end in ranks)
+        times = tuple((self.since(start), self.since(end)) for start, end in ranks)
         self.event(events.Train, ranks[0], version=version, ranks=times, items=tuple(items))
 
     def saved(self, version: int) -> None:

@@ -38,6 +38,7 @@ from inflight.pipeline.memory_check import check_fits, device_uses, memory_of
 from inflight.pipeline.memory_turns import MemoryTurns
 from inflight.pipeline.messages import Members, Trained
 from inflight.pipeline.notes import Notes
+from inflight.pipeline.page import serve_page
 from inflight.pipeline.placement import place, place_elsewhere, uses_gpus
 from inflight.pipeline.progress import Progress
 from inflight.pipeline.recording import Recording
@@ -300,7 +301,10 @@ class _Run:
             yield
 
     async def _run_and_report(self, *, may_restart: bool) -> int | None:
-        async with self.proxy, _beside(self.notes.tell_what_is_waited_for()):
+        beside = [self.notes.tell_what_is_waited_for()]
+        if self.config.run.page:
+            beside.append(serve_page(self.directory.path, self.directory.logs, self.progress.note))
+        async with self.proxy, _beside(*beside):
             try:
                 status = await self._run(may_restart=may_restart)
             except InflightError as error:

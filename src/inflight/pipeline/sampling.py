@@ -358,7 +358,8 @@ class Sampling:
 
     def _request_ended(self, request: Running, sampled: Sequence[Sampled], error: str | None) -> None:
         order = request.order
-        parts = tuple(_part(number, one) for number, one in zip(order.numbers, sampled, strict=False))
+        since = self._journal.since
+        parts = tuple(_part(number, one, since) for number, one in zip(order.numbers, sampled, strict=False))
         self._journal.event(
             events.Request,
             (request.began_at, time.time()),
@@ -398,8 +399,10 @@ class Sampling:
             ) from error
 
 
-def _part(number: int, sampled: Sampled) -> events.SampledPart:
+def _part(number: int, sampled: Sampled, since: Callable[[float], float]) -> events.SampledPart:
     """Return what a request brought of one completion, or the turns of one episode, one after the other."""
+    calls = [] if isinstance(sampled, Completion) else sampled.calls
+    turns = [(since(call.span[0]), since(call.span[1]), call.completion.num_tokens) for call in calls if call.span]
     completions = [sampled] if isinstance(sampled, Completion) else [call.completion for call in sampled.calls]
     spans: list[tuple[int, int, int]] = []
     before = 0
@@ -407,4 +410,6 @@ def _part(number: int, sampled: Sampled) -> events.SampledPart:
         spans += [(before + it.start, before + it.end, it.version) for it in completion.version_spans]
         before += completion.num_tokens
     reason = completions[-1].finish_reason if completions else "failed"
-    return events.SampledPart(number=number, num_tokens=before, spans=tuple(spans), finish_reason=reason)
+    return events.SampledPart(
+        number=number, num_tokens=before, spans=tuple(spans), finish_reason=reason, turns=tuple(turns)
+    )

@@ -57,6 +57,8 @@ class SampledPart(BaseModel):
     """Start, end and version of each stretch of its tokens that one version sampled."""
     finish_reason: str
     """``stop``, ``length``, ``abort`` where the rest was sampled by another request, or ``failed``."""
+    turns: tuple[tuple[float, float, int], ...] = ()
+    """Of an episode: start, end and sampled tokens of each turn. Between them its environment was at work."""
 
 
 class Request(Event):

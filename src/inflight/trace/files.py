@@ -153,6 +153,10 @@ class EventFollower:
         which version on earlier ones do not count. Events that a run removed before this call are left out.
         """
         yield from self._events.read()
+        yield from self.read_steps()
+
+    def read_steps(self) -> Iterator[dict[str, Any]]:
+        """Yield the steps since the call before; those that a resumed run replaces again, from the first one."""
         if self._steps.is_replaced():
             if self._events.life == self._life_of_steps:
                 return  # the process that replaced them is about to write its `Began`

@@ -1,0 +1,49 @@
+"""The page of a run, served beside it by ``inflight watch`` in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from inflight.http.tokens import TOKEN_VARIABLE
+
+_PARTING_S = 5.0
+
+
+async def serve_page(directory: Path, logs: Path, note: Callable[[str], None]) -> None:
+    """Serve the page until cancelled, and tell its address. The run goes on without it if it ends by itself."""
+    environment = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}  # it gets its own
+    command = [sys.executable, "-m", "inflight", "watch", str(directory), "--port", "0", "--exit-with-stdin"]
+    log = logs / "page.log"
+    with log.open("wb") as output:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=output,
+            env=environment,
+            start_new_session=True,  # Ctrl-C reaches the run only
+        )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        async for line in process.stdout:
+            note(line.decode(errors="replace").strip().removeprefix("inflight: "))
+        note(f"the page of the run has ended; its output is in {log}. inflight watch {directory} serves it again")
+        await process.wait()
+    finally:
+        process.stdin.close()
+        with contextlib.suppress(ProcessLookupError):
+            await _ended(process)
+
+
+async def _ended(process: asyncio.subprocess.Process) -> None:
+    try:
+        async with asyncio.timeout(_PARTING_S):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()

@@ -1,0 +1,211 @@
+"""Numbers of many steps or of much time in bins, whose number is bounded: when they are full, two become one.
+
+Knows nothing of events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+NUM_BINS = 1024
+NUM_COLUMNS = 256
+_FIRST_WIDTH_S = 0.1
+_LARGEST = 1 << 1000
+"""Integers from here on may have no float."""
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class StepTable:
+    """Named numbers of each step: mean, least and largest of each bin of consecutive versions."""
+
+    def __init__(self) -> None:
+        self.width = 1
+        """Versions in a bin; bin i begins at version i * width."""
+        self.last = 0
+        """Newest version."""
+        self._columns: dict[str, int] = {}
+        self._counts = np.zeros((NUM_BINS, 0), dtype=np.int64)
+        self._sums = np.zeros((NUM_BINS, 0))
+        self._lows = np.zeros((NUM_BINS, 0))
+        self._highs = np.zeros((NUM_BINS, 0))
+        self.first_not_finite: dict[str, int] = {}
+        """First version whose number is NaN or infinite, by name."""
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._columns)
+
+    def add(self, versions: Sequence[int], rows: Sequence[Mapping[str, Any]]) -> None:
+        """Add the numbers of some steps, in the order of their versions; other values than numbers are left out."""
+        if not rows:
+            return
+        self._add_columns(rows)
+        self._make_room(versions[-1])
+        self.last = versions[-1]
+        values = _matrix(rows, list(self._columns))
+        is_bad = ~np.isfinite(values)
+        if is_bad.any():
+            self._note_not_finite(versions, rows, is_bad)
+            values[is_bad] = np.nan
+        bins = np.asarray(versions, dtype=np.int64) // self.width
+        starts = np.flatnonzero(np.diff(bins, prepend=-1))
+        at = bins[starts]
+        self._counts[at] += np.add.reduceat((~is_bad).astype(np.int64), starts, axis=0)
+        self._sums[at] += np.add.reduceat(np.where(is_bad, 0.0, values), starts, axis=0)
+        self._lows[at] = np.fmin(self._lows[at], np.fmin.reduceat(values, starts, axis=0))
+        self._highs[at] = np.fmax(self._highs[at], np.fmax.reduceat(values, starts, axis=0))
+
+    def forget_from(self, version: int) -> None:
+        """Forget the bins from that of a version on."""
+        self.last = min(self.last, version - 1)
+        first = version // self.width
+        self._counts[first:], self._sums[first:] = 0, 0.0
+        self._lows[first:], self._highs[first:] = np.nan, np.nan
+        self.first_not_finite = {name: bad for name, bad in self.first_not_finite.items() if bad < version}
+
+    def bins(self) -> list[int]:
+        """Return the numbers of the bins that have a value."""
+        return [int(i) for i in np.flatnonzero(self._counts.any(axis=1))]
+
+    def values(self, name: str, bins: Sequence[int]) -> dict[str, list[float]]:
+        """Return the ``mean`` of one number, NaN where there is none, and ``low`` and ``high`` if bins are wider."""
+        column = self._columns[name]
+        counts = self._counts[bins, column]
+        with np.errstate(invalid="ignore", divide="ignore"):
+            found = {"mean": rounded(self._sums[bins, column] / counts)}
+        if self.width > 1:
+            found |= {"low": rounded(self._lows[bins, column]), "high": rounded(self._highs[bins, column])}
+        return found
+
+    def latest(self, name: str) -> float | None:
+        """Return the mean of the newest bin that has this number."""
+        if (column := self._columns.get(name)) is None:
+            return None
+        (found,) = np.nonzero(self._counts[:, column])
+        return float(self._sums[found[-1], column] / self._counts[found[-1], column]) if len(found) else None
+
+    def _add_columns(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        for name in sorted(set().union(*rows) - self._columns.keys()):
+            if len(self._columns) < NUM_COLUMNS and any(_is_number(row.get(name)) for row in rows):
+                self._columns[name] = len(self._columns)
+        missing = len(self._columns) - self._counts.shape[1]
+        self._counts = np.pad(self._counts, ((0, 0), (0, missing)))
+        self._sums = np.pad(self._sums, ((0, 0), (0, missing)))
+        self._lows = np.pad(self._lows, ((0, 0), (0, missing)), constant_values=np.nan)
+        self._highs = np.pad(self._highs, ((0, 0), (0, missing)), constant_values=np.nan)
+
+    def _make_room(self, version: int) -> None:
+        while version // self.width >= NUM_BINS:
+            self.width *= 2
+            self._counts, self._sums = _halved(self._counts, np.add), _halved(self._sums, np.add)
+            self._lows, self._highs = _halved(self._lows, np.fmin, np.nan), _halved(self._highs, np.fmax, np.nan)
+
+    def _note_not_finite(self, versions: Sequence[int], rows: Sequence[Mapping[str, Any]], is_bad: Array) -> None:
+        for name, column in self._columns.items():
+            if name not in self.first_not_finite:
+                for i in np.flatnonzero(is_bad[:, column]).tolist():
+                    if _is_number(rows[i].get(name)):
+                        self.first_not_finite[name] = versions[i]
+                        break
+
+
+class Counts:
+    """How often each small number occurred, by bins of consecutive versions."""
+
+    LARGEST = 64
+    """Larger numbers are counted here."""
+
+    def __init__(self) -> None:
+        self._width = 1
+        self._counts = np.zeros((NUM_BINS, self.LARGEST + 1))
+
+    def add(self, version: int, counts: Iterable[tuple[int, float]]) -> None:
+        while version // self._width >= NUM_BINS:
+            self._width *= 2
+            self._counts = _halved(self._counts, np.add)
+        for number, count in counts:
+            self._counts[version // self._width, min(max(number, 0), self.LARGEST)] += count
+
+    def forget_from(self, version: int) -> None:
+        self._counts[version // self._width :] = 0
+
+    def total(self) -> list[float]:
+        """Return how often each number occurred, up to the largest that did."""
+        totals = self._counts.sum(axis=0)
+        return [float(it) for it in totals[: int(np.flatnonzero(totals)[-1]) + 1]] if totals.any() else []
+
+
+class TimeBins:
+    """Amounts over time: each is spread evenly between its start and its end."""
+
+    def __init__(self) -> None:
+        self.width_s = _FIRST_WIDTH_S
+        self._amounts: dict[str, list[float]] = {}
+        """Lists: a span has few bins, for which numpy would be slower."""
+        self.end_s = 0.0
+
+    def add(self, name: str, start_s: float, end_s: float, amount: float) -> None:
+        self.end_s = max(self.end_s, end_s)
+        while end_s >= NUM_BINS * self.width_s:
+            self.width_s *= 2
+            for key, old in self._amounts.items():
+                joined = [one + other for one, other in zip(old[0::2], old[1::2], strict=True)]
+                self._amounts[key] = joined + [0.0] * len(joined)
+        amounts = self._amounts.get(name)
+        if amounts is None:
+            amounts = self._amounts[name] = [0.0] * NUM_BINS
+        start_s = max(0.0, start_s)
+        first, last = int(start_s / self.width_s), int(end_s / self.width_s)
+        if first == last or end_s <= start_s:
+            amounts[max(0, last)] += amount
+            return
+        per_bin = amount * self.width_s / (end_s - start_s)
+        amounts[first] += per_bin * (first + 1 - start_s / self.width_s)
+        for i in range(first + 1, last):
+            amounts[i] += per_bin
+        amounts[last] += per_bin * (end_s / self.width_s - last)
+
+    def forget_after(self, time_s: float) -> None:
+        """Forget what came after a time."""
+        self.end_s = min(self.end_s, time_s)
+        first = int(time_s / self.width_s) + 1
+        for amounts in self._amounts.values():
+            amounts[first:] = [0.0] * (NUM_BINS - first)
+
+    def per_second(self, until_s: float) -> dict[str, list[float]]:
+        """Return the rate of each bin up to a time; the last bin is as long as it has been."""
+        num = min(NUM_BINS, int(until_s / self.width_s) + 1)
+        widths = np.full(num, self.width_s)
+        widths[-1] = max(until_s - (num - 1) * self.width_s, self.width_s / 4)
+        return {name: rounded(np.array(amounts[:num]) / widths) for name, amounts in self._amounts.items()}
+
+
+def rounded(values: Array, digits: int = 5) -> list[float]:
+    """Return numbers with a few significant digits, which are what a page can show."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        scale = 10.0 ** (digits - 1 - np.floor(np.log10(np.abs(values))))
+        short = np.where(np.isfinite(scale), np.round(values * scale) / scale, values)
+    return [float(it) for it in short]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or (type(value) is int and abs(value) < _LARGEST)
+
+
+def _matrix(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Array:
+    """Return the numbers of each row [rows, names]; NaN for what is none."""
+    try:
+        return np.array([[row.get(name) for name in names] for row in rows], dtype=np.float64)
+    except (TypeError, ValueError, OverflowError):
+        numbers = [[it if _is_number(it := row.get(name)) else None for name in names] for row in rows]
+        return np.array(numbers, dtype=np.float64)
+
+
+def _halved(values: Array, join: np.ufunc, empty: float = 0) -> Array:
+    """Return bins of twice the width, followed by as many empty ones."""
+    joined = join(values[0::2], values[1::2])
+    return np.concatenate([joined, np.full_like(joined, empty)])
