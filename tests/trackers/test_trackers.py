@@ -181,6 +181,16 @@ def test_a_tracker_that_hangs_holds_up_neither_steps_nor_the_end(
     reporting.end(None)
 
 
+def test_the_tracker_of_the_example_follows_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    file = tmp_path / "steps.txt"
+    trackers = load_trackers(["line_tracker:LineTracker"], {"line_tracker:LineTracker": {"file": str(file)}})
+    reporting = Reporting(trackers, TrackedRun(RUN_ID, tmp_path, {}, 6), lambda _: None)
+    reporting.heard(events.Step.model_validate({**step_of(7).model_dump(), "lag_mean": 1.5}))
+    reporting.end(None)
+    assert file.read_text().splitlines() == [f"{RUN_ID} from step 7", "7: reward 0.5, lag 1.5", "done"]
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # Names and options
 
