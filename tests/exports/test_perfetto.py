@@ -173,7 +173,7 @@ def test_values_that_json_does_not_have_are_left_out(tmp_path: Path) -> None:
 def test_a_long_run_is_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "_CHUNK_BYTES", 1 << 14)
     run = PaperRun(tmp_path)
-    for number in range(5000):
+    for number in range(2000):
         run.request(number, number, number + 3.0)
     run.close()
     write_perfetto(tmp_path, tmp_path / "warm.json")

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import time
@@ -47,7 +48,11 @@ def start_run(tmp_path: Path, model_dir: Path) -> Iterator[Callable[..., RunProc
 def test_pipeline_run_trains_publishes_every_step_and_writes_everything_down(
     start_run: Callable[..., RunProcess],
 ) -> None:
-    run = start_run("--run.trackers", "tensorboard")
+    run = start_run("--run.trackers", "tensorboard", "--run.metrics_port", "0")
+    run.wait_for_output("metrics for Prometheus at")
+    (url,) = re.findall(r"metrics for Prometheus at (\S+)", run.output())
+    run.wait_for_steps(1)
+    assert re.search(r"^inflight_run_steps_total [1-9]", httpx.get(url).text, re.MULTILINE)
     assert run.wait() == 0, run.output()
     rows, summary = run.rows(), run.summary()
     assert [row["version"] for row in rows] == [1, 2, 3, 4, 5, 6]

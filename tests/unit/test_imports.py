@@ -232,7 +232,6 @@ TORCH_FREE = (
     "environments",
     "images",
     "rollouts",
-    "trace",
     "exports",
     "cli",
     "progress",

@@ -203,7 +203,7 @@ def make_run(directory: Path, num_endpoints: int, *, conventional: bool) -> Path
         "run": CONFIG["run"] | {"mode": mode},
         "servers": CONFIG["servers"] | {"count": num_endpoints},
     }
-    began = {"kind": "began", "start_s": 0.0, "end_s": 0.0, "schema_version": 1, "inflight": "0", "config": config}
+    began = {"kind": "began", "start_s": 0.0, "end_s": 0.0, "schema_version": 1, "began_at": 0.0, "inflight": "0", "config": config}
     events: list[dict[str, Any]] = [began]
     history = HistoryStore()
     simulate(

@@ -67,6 +67,8 @@ class _TrackerThread:
         self._thread.start()
 
     def tell(self, version: int, metrics: Mapping[str, float]) -> None:
+        if not self._thread.is_alive():
+            return  # it failed, and was told of
         if self._waiting.qsize() < _MAX_WAITING:
             self._waiting.put(lambda: self._tracker.step(version, metrics))
         elif not self._is_behind:
