@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import random
@@ -13,14 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inflight.cli import main
-from inflight.errors import ConfigError
 from inflight.planning import Endpoint, Outcome, Prompted, PublishCost, Setup, TokenTime, TrainerCost, simulate
-from inflight.planning.applying import apply
 from inflight.planning.calibration import Costs, calibrate, measured
-from inflight.planning.candidates import Candidate, candidate_of, predict
+from inflight.planning.candidates import candidate_of, predict
 from inflight.planning.costs import Contention
-from inflight.planning.parts import parts_of
 from inflight.planning.servers import Server
 from inflight.rollouts import HistoryStore, MaxLag
 from inflight.rollouts.littles_law import WINDOW, LittlesLaw
@@ -65,7 +60,7 @@ class PlainServer:
 
 @given(
     points=st.lists(st.floats(0.1, 3.0), min_size=1, max_size=4),
-    orders=st.lists(st.tuples(st.sampled_from("begin end remove block slow serve".split()), st.integers(1, 40)), max_size=40),
+    orders=st.lists(st.tuples(st.sampled_from(["begin", "end", "remove", "block", "slow", "serve"]), st.integers(1, 40)), max_size=40),
 )  # fmt: skip
 @settings(max_examples=150, deadline=None)
 def test_the_clock_of_an_endpoint_agrees_with_counting_every_completion(
