@@ -69,17 +69,17 @@ def pipelinerl() -> list[dict[str, Any]]:
     lengths = log_normal(0, 20_000)
     mean = statistics.fmean(lengths)
     rows = []
-    for cost, lag in itertools.product((0.004, 0.008), (2, 4, 8)):
+    for cost, lag in itertools.product((0.004, 0.008), (4, 8)):
         total = BATCH * mean * cost
         phases = run(lengths, DEVICES, 4096, total / DEVICES, steps=2 * lag, conventional=lag)
         best: dict[str, Any] = {}
         share = cost / (cost + 1 / KNEE)
-        splits = sorted({max(1, round(DEVICES * share * factor)) for factor in (0.85, 1.0, 1.2)})
-        for training, capacity in itertools.product(splits, (48, 64, 96, 128)):
+        splits = sorted({max(1, round(DEVICES * share * factor)) for factor in (0.9, 1.1)})
+        for training, capacity in itertools.product(splits, (64, 96, 128)):
             if training >= DEVICES:
                 continue
-            found = run(lengths, DEVICES - training, capacity, total / training, steps=18, staleness=MaxLag(lag))
-            steady = found.steady(6)
+            found = run(lengths, DEVICES - training, capacity, total / training, steps=16, staleness=MaxLag(lag))
+            steady = found.steady(5)
             tokens = steady.tokens_per_time
             if tokens > best.get("tokens", 0.0):
                 best = {
@@ -196,13 +196,13 @@ def areal() -> list[dict[str, Any]]:
     rows = []
     lengths = log_normal(3, 20_000)
     mean = statistics.fmean(lengths)
-    for cost in (0.001, 0.0026):
+    for cost in (0.0026, 0.004):
         total = BATCH * mean * cost
-        plain = run(lengths, DEVICES, 4096, total / DEVICES, steps=12, conventional=1)
+        plain = run(lengths, DEVICES, 4096, total / DEVICES, steps=8, conventional=1)
         for eta in (0, 1, 4, 8):
-            found = run(lengths, 24, 128, total / 8, steps=24, staleness=EtaGate(eta))
-            ratio = found.steady(6).tokens_per_time / plain.tokens_per_time
-            rows.append({"cost": cost, "eta": eta, "ratio": ratio, "token_age": found.steady(6).lag})
+            found = run(lengths, 24, 128, total / 8, steps=16, staleness=EtaGate(eta))
+            ratio = found.steady(5).tokens_per_time / plain.tokens_per_time
+            rows.append({"cost": cost, "eta": eta, "ratio": ratio, "token_age": found.steady(5).lag})
     return rows
 
 

@@ -13,12 +13,17 @@ import shutil
 import statistics
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from inflight.planning import Endpoint, PublishCost, Setup, TokenTime, TrainerCost, simulate
 from inflight.planning.calibration import calibrate, measured
 from inflight.planning.candidates import Candidate, candidate_of, predict
+from inflight.planning.plan import PromptsSection
+from inflight.rollouts import HistoryStore, MaxLag
+from inflight.rollouts.schedulers import SCHEDULERS
 from results import write_results
 
 ROOT = Path(__file__).parents[1]
@@ -104,15 +109,53 @@ def compared(runs: Path, num_rounds: int) -> dict[str, Any]:
     return {"runs": rows, "costs": costs.as_json()}
 
 
+SCALE_ENDPOINTS, SCALE_TRAINING_GPUS, SCALE_COMPLETIONS = 80, 360, 1_000_000
+
+
+def scale(num_completions: int) -> dict[str, Any]:
+    """Simulate 80 endpoints of 8 GPUs beside 360 training GPUs, in CPU seconds."""
+    prompts = PromptsSection(median_tokens=1500, max_tokens=16384, prompt_tokens=200)
+    groups_per_step, history = 256, HistoryStore()
+    setup = Setup(
+        SCHEDULERS["least_loaded"](group_size=8, history=history),
+        history,
+        [Endpoint(f"endpoint-{i}", 256, TokenTime.roofline(0.02, 128)) for i in range(SCALE_ENDPOINTS)],
+        lambda item, _: prompts.prompted(8, 0, item),
+        groups_per_step * 8 * 2200,
+        max(1, num_completions // (groups_per_step * 8)),
+        staleness=MaxLag(8),
+        trainer=TrainerCost(5.0, 3.6e-4 / SCALE_TRAINING_GPUS),
+        publish=PublishCost(2.0, 0.5, 0.5),
+        whole_requests=True,
+        score_time=0.1,
+    )
+    began = time.process_time()
+    outcome = simulate(setup)
+    return {
+        "gpus": 8 * SCALE_ENDPOINTS + SCALE_TRAINING_GPUS,
+        "completions": outcome.num_completions,
+        "steps": len(outcome.steps),
+        "tokens": outcome.num_tokens,
+        "cpu_s": time.process_time() - began,
+        "load": os.getloadavg()[0],
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
+    parser.add_argument("model", type=Path, nargs="?", default=Path("models/tiny"))
     parser.add_argument("--runs", type=Path, default=Path("runs/planner"))
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--compare", action="store_true")
     parser.add_argument("--only", help="make only runs whose names contain this, and compare nothing")
     parser.add_argument("--shared-machine", action="store_true", help="note that other work shared the machine")
+    parser.add_argument("--scale", action="store_true", help="only simulate a million completions")
     arguments = parser.parse_args()
+    if arguments.scale:
+        found = scale(SCALE_COMPLETIONS)
+        print(found)
+        write_results("planner-scale", found)
+        return
     load = os.getloadavg()[0]
     if not arguments.compare:
         for i in range(arguments.rounds):

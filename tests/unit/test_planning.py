@@ -60,8 +60,11 @@ class PlainServer:
 
 @given(
     points=st.lists(st.floats(0.1, 3.0), min_size=1, max_size=4),
-    orders=st.lists(st.tuples(st.sampled_from(["begin", "end", "remove", "block", "slow", "serve"]), st.integers(1, 40)), max_size=40),
-)  # fmt: skip
+    orders=st.lists(
+        st.tuples(st.sampled_from(["begin", "end", "remove", "block", "slow", "serve"]), st.integers(1, 40)),
+        max_size=40,
+    ),
+)
 @settings(max_examples=150, deadline=None)
 def test_the_clock_of_an_endpoint_agrees_with_counting_every_completion(
     points: list[float], orders: list[tuple[str, int]]
@@ -113,26 +116,26 @@ def prompted(item: int, version: int) -> Prompted:
 def outcome_of(scheduler: str = "least_loaded", num_steps: int = 60, **others: Any) -> Outcome:
     history = HistoryStore()
     endpoints = [Endpoint(f"endpoint-{i}", 24, TokenTime.roofline(1.0, 12), request_time=0.3) for i in range(2)]
-    own = dict(
-        endpoints=endpoints,
-        prompted=prompted,
-        step_size=4000,
-        num_steps=num_steps,
-        staleness=MaxLag(4),
-        trainer=TrainerCost(5.0, 0.02),
-        publish=PublishCost(2.0, 1.0, 0.5),
-        score_time=0.5,
-        whole_requests=True,
-        trains_on_equal_rewards=False,
-    )
+    own: dict[str, Any] = {
+        "endpoints": endpoints,
+        "prompted": prompted,
+        "step_size": 4000,
+        "num_steps": num_steps,
+        "staleness": MaxLag(4),
+        "trainer": TrainerCost(5.0, 0.02),
+        "publish": PublishCost(2.0, 1.0, 0.5),
+        "score_time": 0.5,
+        "whole_requests": True,
+        "trains_on_equal_rewards": False,
+    }
     scheduler_of_run = SCHEDULERS[scheduler](group_size=4, history=history)
-    return simulate(Setup(scheduler_of_run, history, **own | others))  # type: ignore[arg-type]
+    return simulate(Setup(scheduler_of_run, history, **own | others))
 
 
 @pytest.mark.parametrize("conventional_steps", [0, 1, 3])
 @pytest.mark.parametrize("scheduler", ["least_loaded", "probe_first", "over_provision"])
 def test_ages_are_what_is_under_way_over_a_step_in_simulation(scheduler: str, conventional_steps: int) -> None:
-    outcome = outcome_of(scheduler, 96, conventional_steps=conventional_steps)
+    outcome = outcome_of(scheduler, 60, conventional_steps=conventional_steps)
     terms = outcome.law.terms()
     assert terms is not None and outcome.dropped["equal rewards"] > 0
     # What is under way at both ends of the window may differ.
@@ -203,7 +206,15 @@ def make_run(directory: Path, num_endpoints: int, *, conventional: bool) -> Path
         "run": CONFIG["run"] | {"mode": mode},
         "servers": CONFIG["servers"] | {"count": num_endpoints},
     }
-    began = {"kind": "began", "start_s": 0.0, "end_s": 0.0, "schema_version": 1, "began_at": 0.0, "inflight": "0", "config": config}
+    began = {
+        "kind": "began",
+        "start_s": 0.0,
+        "end_s": 0.0,
+        "schema_version": 1,
+        "began_at": 0.0,
+        "inflight": "0",
+        "config": config,
+    }
     events: list[dict[str, Any]] = [began]
     history = HistoryStore()
     simulate(
@@ -255,3 +266,76 @@ def test_costs_are_found_again_in_events_and_predict_other_runs(runs: dict[str, 
         assert predicted.tokens_per_s == pytest.approx(found.tokens_per_s, rel=0.1), name
         assert predicted.age == pytest.approx(found.age, rel=0.1, abs=0.1), name
         assert predicted.lag == pytest.approx(found.lag, rel=0.1, abs=0.1), name
+
+
+# ---------------------------------------------------------------------------------------------------------------- plans
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "plan.toml"
+QUICKSTART = EXAMPLE.with_name("quickstart.toml")
+
+
+def test_the_command_prints_what_none_beats_and_where_the_speed_up_comes_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, plot = tmp_path / "all.json", tmp_path / "plan.png"
+    assert main(["plan", str(EXAMPLE), "--json", str(out), "--plot", str(plot)]) == 0
+    printed = capsys.readouterr().out
+    rows = json.loads(out.read_text())
+    best = max(row["tokens_per_s"] for row in rows)
+    assert f"{best:,.0f}" in printed and "bubbles" in printed
+    assert {row["mode"] for row in rows} == {"pipeline", "conventional"}
+    assert all(row["endpoints"] + row["training_gpus"] == 8 for row in rows if row["mode"] == "pipeline")
+    assert plot.stat().st_size > 10_000
+
+
+def test_a_run_is_planned_from_its_events_and_the_choice_becomes_a_copy_of_its_file(
+    runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = tmp_path / "plan.toml"
+    plan.write_text('[search]\nmode = ["pipeline"]\nmax_lag = [1, 3]\nnum_steps = 8\n')
+    target = tmp_path / "new.toml"
+    order = ["plan", str(plan), "--from", str(runs["one, pipeline"]), "--apply", str(QUICKSTART)]
+    assert main([*order, "--output", str(target)]) == 0
+    text = target.read_text()
+    assert "# any reasoning-gym dataset" in text and "group_size = 4\n" in text and 'mode = "pipeline"' in text
+    assert main([*order, "--output", str(target)]) == 1
+    assert "exists" in capsys.readouterr().err
+
+
+def test_a_configuration_is_not_written_over_a_list_of_servers(tmp_path: Path) -> None:
+    source = tmp_path / "run.toml"
+    source.write_text('[servers]\nurls = ["http://127.0.0.1:1"]\n')
+    with pytest.raises(ConfigError, match="lists its servers itself"):
+        apply(Candidate(1, 8, 4, 4000), source, tmp_path / "new.toml")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[search]\nlag = [1]\n", "search.lag"),
+        ("[generation]\ntoken_s = [[2, 0.1], [1, 0.2]]\n", "ascending"),
+        ("[search]\nmax_lag = [1]\n", "no section generation"),
+    ],
+)
+def test_a_plan_that_cannot_be_searched_says_why(
+    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = tmp_path / "plan.toml"
+    plan.write_text(text)
+    assert main(["plan", str(plan)]) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_a_directory_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--from", str(tmp_path)]) == 1
+    assert "does not hold the events of a run" in capsys.readouterr().err
+
+
+def test_the_parts_of_a_speed_up_multiply_to_it() -> None:
+    costs = dataclasses.replace(TRUE, tokens_per_forward=1.5)
+    conventional = Candidate(2, 16, 4, 4000, conventional_steps=1, trains_on_equal_rewards=True)
+    pipeline = dataclasses.replace(conventional, conventional_steps=0, max_concurrent=24, max_lag=4)
+    parts = parts_of(costs, conventional, pipeline, 20)
+    plain = predict(dataclasses.replace(costs, tokens_per_forward=1.0), conventional, 20, 4)
+    assert parts.product == pytest.approx(predict(costs, pipeline, 20, 4).tokens_per_s / plain.tokens_per_s)
+    assert parts.memory > 1 and parts.stragglers > 1 and parts.drafts > 1

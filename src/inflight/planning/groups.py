@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 from inflight.contracts import StalenessPolicy
-from inflight.planning.servers import Job, Server
+from inflight.planning.servers import Job, Server, Span
 from inflight.types import Group, Rollout
-from inflight.wire import VersionSpan
 
-Spans = list[tuple[int, int, int]]
-"""Start, end and version of each stretch of tokens that one version sampled."""
+Spans = list[Span]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +85,7 @@ class OpenGroup:
                 prompt,
                 range(length),
                 (),
-                [VersionSpan.model_construct(start=start, end=end, version=version) for start, end, version in spans],
+                cast(Any, spans),
                 "stop",
                 self.prompted.reward(i),
                 1.0,
@@ -98,13 +97,10 @@ class OpenGroup:
 
 def continued(before: Spans, server: Server, job: Job, num_tokens: int) -> Spans:
     """Return the spans of a completion with what a server has added; neighbours of one version become one."""
-    spans = [*before]
-    for start, end, version in server.spans_of(job, num_tokens, before[-1][1] if before else 0):
-        if spans and spans[-1][2] == version:
-            spans[-1] = (spans[-1][0], end, version)
-        else:
-            spans.append((start, end, version))
-    return spans
+    added = server.spans_of(job, num_tokens, before[-1].end if before else 0)
+    if before and added and before[-1].version == added[0].version:
+        return [*before[:-1], Span(before[-1].start, added[0].end, added[0].version), *added[1:]]
+    return [*before, *added]
 
 
 def kept_tokens(rollout: Rollout, staleness: StalenessPolicy, version: int) -> Sequence[bool]:

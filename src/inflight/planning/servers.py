@@ -12,11 +12,20 @@ import heapq
 import itertools
 import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from inflight.planning.costs import Endpoint
 
 Key = tuple[int, int]
 """Item and completion."""
+
+
+class Span(NamedTuple):
+    """Tokens that one version sampled: an `inflight.wire.VersionSpan` that costs less to make."""
+
+    start: int
+    end: int
+    version: int
 
 
 @dataclass(slots=True, eq=False)
@@ -55,14 +64,20 @@ class Server:
     is_open: bool = True
     _heap: list[tuple[float, int, Job]] = field(default_factory=list)
     _serial: itertools.count[int] = field(default_factory=itertools.count)
+    _times: list[float] = field(init=False)
+    """Time of a token by running completions."""
     _clocks: list[float] = field(default_factory=lambda: [0.0])
     _versions: list[int] = field(default_factory=lambda: [0])
     """Versions served, and the clock from which on."""
 
+    def __post_init__(self) -> None:
+        endpoint = self.endpoint
+        self._times = [endpoint.token_time(i) / endpoint.tokens_per_forward for i in range(endpoint.capacity + 1)]
+
     @property
     def token_time(self) -> float:
         """Time of a token of each completion, with what runs now."""
-        return self.endpoint.token_time(self.num_running) * self.slowdown / self.endpoint.tokens_per_forward
+        return self._times[self.num_running] * self.slowdown
 
     def advance(self, now: float) -> None:
         """Let time pass."""
@@ -138,18 +153,18 @@ class Server:
     def version(self) -> int:
         return self._versions[-1]
 
-    def spans_of(self, job: Job, num_tokens: int, before: int = 0) -> list[tuple[int, int, int]]:
+    def spans_of(self, job: Job, num_tokens: int, before: int = 0) -> list[Span]:
         """Return start, end and version of the first ``num_tokens`` tokens of a completion, counted from ``before``.
 
         Token k was sampled when the clock had moved k tokens from where the completion began.
         """
         i = bisect.bisect_right(self._clocks, job.began) - 1
-        spans, start = list[tuple[int, int, int]](), 0
+        spans, start = list[Span](), 0
         while start < num_tokens:
             is_last = i + 1 == len(self._clocks)
             end = num_tokens if is_last else min(num_tokens, math.floor(self._clocks[i + 1] - job.began + 1e-9))
             if end > start:
-                spans.append((before + start, before + end, self._versions[i]))
+                spans.append(Span(before + start, before + end, self._versions[i]))
                 start = end
             i += 1
         return spans

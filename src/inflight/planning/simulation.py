@@ -118,6 +118,7 @@ class _Run:
     _changed: dict[str, Server] = field(default_factory=dict)
     """Servers whose next end must be looked at again."""
     _load: tuple[int, bool] = (0, False)
+    _is_news: bool = True
     _random: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
@@ -144,7 +145,9 @@ class _Run:
             self._join(server)
         self._begin_phase() if self.setup.conventional_steps else self._compose(0)
         while self.version < self.setup.num_steps:
-            self._decide()
+            if self._is_news:  # without, a scheduler has nothing to decide
+                self._decide()
+                self._is_news = False
             if self.setup.conventional_steps:
                 self._end_phase_if_ready()
             self._share()
@@ -171,6 +174,7 @@ class _Run:
         heapq.heappush(self._times, (time, next(self._serial), call))
 
     def _tell(self, event: Event) -> None:
+        self._is_news = True
         self.setup.scheduler.tell(event)
 
     def _touched(self, server: Server) -> Server:
