@@ -35,11 +35,13 @@ RAY := tests/launchers/requirements.txt
 DEEPSPEED := tests/worker/deepspeed.txt
 # Trackers that tests report to.
 TRACKERS := tests/trackers/requirements.txt
+# The browser in which tests look at the page of a run.
+CHROMIUM := $(VENV)/.chromium
 
 # Each interpreter that the tests start would compile the sources anew where no bytecode is kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all test-oldest test-verifiers test-openenv coverage test-engines engines certificates certificate-vllm certificate-sglang certificates-trainers apart lint format types docs bench gpu clean
+.PHONY: demo test test-all test-oldest test-verifiers test-openenv coverage test-engines engines certificates certificate-vllm certificate-sglang certificates-trainers apart lint format types docs bench gpu screenshots clean
 
 demo: $(STAMP)
 	@test -d models/tiny || $(BIN)/inflight tiny-model models/tiny
@@ -49,11 +51,11 @@ demo: $(STAMP)
 TESTS := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 40
 
 # Every module and every check, in minutes.
-test: $(STAMP) lint types
+test: $(STAMP) $(CHROMIUM) lint types
 	$(TESTS) $(PYTEST)
 
 # The exhaustive grids, campaigns and soaks too, with a new interpreter for each process that a test starts.
-test-all: $(STAMP) lint types
+test-all: $(STAMP) $(CHROMIUM) lint types
 	INFLIGHT_TESTS_FORK=0 $(TESTS) -m "" $(PYTEST)
 
 test-oldest: $(STAMP_OLDEST)
@@ -68,7 +70,7 @@ test-openenv: $(STAMP_OPENENV)
 	$(OPENENV)/bin/python -m pytest tests/environments/test_openenv.py tests/environments/test_openenv_trace.py $(PYTEST)
 
 # Lines and branches of src that `make test` comes to, in its processes too; PYTEST='-m ""' measures all tests.
-coverage: $(STAMP)
+coverage: $(STAMP) $(CHROMIUM)
 	$(BIN)/coverage erase
 	$(BIN)/coverage run -m pytest --numprocesses $(WORKERS) --dist worksteal $(PYTEST)
 	$(BIN)/coverage combine --quiet
@@ -223,6 +225,17 @@ $(STAMP_OPENENV): pyproject.toml constraints.txt
 	$(OPENENV)/bin/pip install --quiet $(shell grep '^torch==' constraints.txt) openenv==0.10.0 \
 	  --editable '.[local]' hypothesis pytest pytest-timeout pytest-xdist trl
 	touch $@
+
+$(CHROMIUM): $(STAMP)
+	@command -v chromium || command -v chromium-browser || command -v google-chrome \
+	  || { apt-get update -qq && apt-get install -y --no-install-recommends chromium fonts-dejavu-core; } \
+	  || { echo "tests/watch needs a browser, and apt-get could not install chromium: install chromium or Google Chrome"; \
+	       exit 1; }
+	touch $@
+
+# The images of docs/watch.md, from a run and from one whose server is killed; takes minutes.
+screenshots: $(STAMP) $(CHROMIUM)
+	$(BIN)/python -m tests.watch.screenshots
 
 $(STAMP_VLLM): engines/install engines/torchvision_on_cpu.py
 	PYTHON=$(PYTHON) engines/install vllm $(VLLM) $(dir $@)

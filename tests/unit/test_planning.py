@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import random
@@ -12,10 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inflight.cli import main
+from inflight.errors import ConfigError
 from inflight.planning import Endpoint, Outcome, Prompted, PublishCost, Setup, TokenTime, TrainerCost, simulate
+from inflight.planning.applying import apply
 from inflight.planning.calibration import Costs, calibrate, measured
-from inflight.planning.candidates import candidate_of, predict
+from inflight.planning.candidates import Candidate, candidate_of, predict
 from inflight.planning.costs import Contention
+from inflight.planning.parts import parts_of
 from inflight.planning.servers import Server
 from inflight.rollouts import HistoryStore, MaxLag
 from inflight.rollouts.littles_law import WINDOW, LittlesLaw
@@ -206,15 +211,8 @@ def make_run(directory: Path, num_endpoints: int, *, conventional: bool) -> Path
         "run": CONFIG["run"] | {"mode": mode},
         "servers": CONFIG["servers"] | {"count": num_endpoints},
     }
-    began = {
-        "kind": "began",
-        "start_s": 0.0,
-        "end_s": 0.0,
-        "schema_version": 1,
-        "began_at": 0.0,
-        "inflight": "0",
-        "config": config,
-    }
+    began = {"kind": "began", "start_s": 0.0, "end_s": 0.0, "schema_version": 1, "began_at": 0.0}
+    began |= {"inflight": "0", "config": config}
     events: list[dict[str, Any]] = [began]
     history = HistoryStore()
     simulate(

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from inflight.errors import CheckpointError, ConfigError, InvalidRequestError
+from inflight.errors import CheckpointError, ConfigError
 from inflight.trace.files import EVENTS, STEPS, EventFollower
 from inflight.watch import views
 from inflight.watch.model import RunModel
@@ -22,7 +22,7 @@ _TILE_FACTOR = 4
 """Each level of the timeline divides the tiles of the one before in so many; the page counts on it."""
 _MAX_LEVELS = 6
 _TIMELINE_BYTES = 24 * 1024 * 1024
-_NUM_ITEMS, _NUM_DETAILS = 2000, 400
+_NUM_ITEMS, _NUM_DETAILS, _NUM_WITH_TOKENS = 2000, 400, 60
 
 
 def write_report(directories: Sequence[Path], output: Path) -> None:
@@ -46,11 +46,8 @@ def write_report(directories: Sequence[Path], output: Path) -> None:
 def _embedded(run: RunModel) -> dict[str, Any]:
     listed = views.rollouts(run, "", "newest", 0, _NUM_ITEMS)
     details = {}
-    for row in listed["items"][:_NUM_DETAILS]:
-        try:
-            details[row["item"]] = views.rollout(run, row["item"])
-        except InvalidRequestError:
-            continue
+    for number, row in enumerate(listed["items"][:_NUM_DETAILS]):
+        details[row["item"]] = views.rollout(run, row["item"], with_tokens=number < _NUM_WITH_TOKENS)
     return {
         "overview": views.overview(run, run.steps.names),
         "timeline": _levels(run),

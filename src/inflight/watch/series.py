@@ -186,7 +186,7 @@ class TimeBins:
 
 def rounded(values: Array, digits: int = 5) -> list[float]:
     """Return numbers with a few significant digits, which are what a page can show."""
-    with np.errstate(divide="ignore", invalid="ignore"):
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         scale = 10.0 ** (digits - 1 - np.floor(np.log10(np.abs(values))))
         short = np.where(np.isfinite(scale), np.round(values * scale) / scale, values)
     return [float(it) for it in short]

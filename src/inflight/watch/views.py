@@ -98,7 +98,7 @@ def rollouts(run: RunModel, state: str, order: str, offset: int, limit: int) -> 
         return run.items.page(state, order, max(0, offset), min(max(1, limit), 500))
 
 
-def rollout(run: RunModel, number: int) -> dict[str, Any]:
+def rollout(run: RunModel, number: int, *, with_tokens: bool = True) -> dict[str, Any]:
     """Return all that is known of an item. Raises `InvalidRequestError` if nothing is."""
     with run.lock:
         item = run.items.get(number)
@@ -107,7 +107,8 @@ def rollout(run: RunModel, number: int) -> dict[str, Any]:
                 f"nothing is known of item {number}: it is older than what the page keeps, or new"
             )
         detail = item.detail()
-    return {**detail, "tokens": rollout_details(run.directory, number)}
+    tokens = rollout_details(run.directory, detail["version"], number) if with_tokens else None
+    return {**detail, "tokens": tokens}
 
 
 _LANE_ORDER = {"server": 0, "rank": 1, "publish": 2, "memory": 3}

@@ -3,7 +3,7 @@
 
 (() => {
   const { h, byId, isNumber } = Watch;
-  const PAGE = 50;
+  const PAGE = 50, MOST_TOKENS = 5000;
   const view = { run: 0, revision: -1, state: "", order: "newest", offset: 0, item: null, colouring: "version", detail: null };
 
   const STATES = [["", "all"], ["trained", "trained"], ["waiting", "waiting for a step"], ["dropped", "dropped"], ["unfinished", "not finished"]];
@@ -81,19 +81,22 @@
     const average = mean(it.rewards);
     const spread = Math.sqrt(mean(it.rewards.map((reward) => (reward - average) ** 2)) || 0);
     const completions = it.parts.map((part, i) => completion(part, it.rewards.length === it.parts.length ? it.rewards[i] : null, average, spread, longest,
-      records ? records.filter((record) => record.number === part.number) : []));
-    const loose = records ? records.filter((record) => !it.parts.some((part) => part.number === record.number)) : [];
+      records ? records.filter((_, number) => numberOf(records, number) === part.number) : []));
+    const loose = records ? records.filter((_, number) => !it.parts.some((part) => part.number === numberOf(records, number))) : [];
     detail.replaceChildren(h("div", {},
       h("div", { class: "tools" }, h("h3", {}, `Group ${it.item}`), h("span", { class: "soft" }, stateOf(it)), h("span", { class: "gap" }),
         records ? colourings() : h("span", { class: "soft" }, "coloured by version")),
       h("p", { class: "soft" }, `${Watch.clock(it.start_s, 0.1)} to ${Watch.clock(it.end_s, 0.1)} at ${it.endpoints.map(Watch.shortServer).join(", ") || "no server"}`,
         it.rewards.length ? ` · mean reward ${Watch.number(average)}, deviation ${Watch.number(spread)}` : ""),
       it.what.map((what) => h("p", { class: "bad" }, what)),
-      records && records.length ? promptOf(records[0]) : h("p", { class: "soft" }, "The run recorded no tokens: lengths, versions and rewards are shown. Texts need [run] record = true."),
+      records && records.length ? promptOf(records[0]) : h("p", { class: "soft" }, it.state === "trained" ? "No tokens of this group were recorded: run with [run] record = true to see texts." : "Texts are recorded of groups that were trained on, with [run] record = true."),
       completions.length ? completions : h("p", { class: "soft" }, "Nothing was sampled."),
       loose.map((record) => recordText(record)),
       requests(it)));
   }
+
+  // Rollouts of one completion each have no episodes; an episode may have several rollouts.
+  const numberOf = (records, number) => (records.every((record) => record.episode === records[0].episode) ? number : records[number].episode);
 
   function colourings() {
     const options = [["version", "version"], ["advantage", "advantage"], ["difference", "logprob difference"]];
@@ -125,17 +128,31 @@
   }
 
   function promptOf(record) {
-    return h("details", { open: record.prompt.length < 1500 }, h("summary", {}, `Prompt, ${Watch.count(record.num_prompt_tokens)} tokens`), h("div", { class: "text", tabindex: 0 }, record.prompt));
+    const text = textOf(record.prompt);
+    return h("details", { open: text.length < 1500 }, h("summary", {}, `Prompt, ${Watch.count(record.prompt.token_ids.length)} tokens`),
+      h("div", { class: "text", tabindex: 0 }, text));
   }
 
-  // A record: number, prompt, num_prompt_tokens, pieces: [{text, version, advantage, difference, observed}]
+  const textOf = (part) => (part.pieces ? part.pieces.join("") : part.token_ids.join(" "));
+
+  // The tokens of a recorded rollout; what its environment or its tools said stands between them.
   function recordText(record) {
-    return h("div", { class: "text", tabindex: 0 }, record.pieces.map((piece) => {
-      if (piece.observed) return h("span", { class: "observed", title: "not sampled: from the environment" }, piece.text);
-      const element = h("span", { class: "t", title: titleOf(piece) }, piece.text);
-      paint(element, piece);
+    const { token_ids: ids, pieces, versions, behaviour_logprobs: behaviour, trainer_logprobs: trainer, advantages } = record.completion;
+    const at = (values, i) => (values ? values[i] : null);
+    const runs = [];
+    for (let i = 0; i < Math.min(ids.length, MOST_TOKENS); i++) {
+      const token = { text: pieces ? pieces[i] : `${ids[i]} `, version: versions[i], logprob: at(behaviour, i), advantage: at(advantages, i), difference: null };
+      if (isNumber(at(trainer, i)) && isNumber(token.logprob)) token.difference = trainer[i] - token.logprob;
+      const last = runs[runs.length - 1];
+      const isSame = last && last.version === token.version && (view.colouring === "version" || (view.colouring === "advantage" && last.advantage === token.advantage));
+      if (isSame) { last.text += token.text; last.logprob = last.difference = null; if (last.advantage !== token.advantage) last.advantage = null; } else runs.push(token);
+    }
+    return h("div", { class: "text", tabindex: 0 }, runs.map((run) => {
+      if (run.version === null) return h("span", { class: "observed", title: "not sampled: from the environment or a tool" }, run.text);
+      const element = h("span", { class: "t", title: titleOf(run) }, run.text);
+      paint(element, run);
       return element;
-    }));
+    }), ids.length > MOST_TOKENS ? h("span", { class: "soft" }, ` … and ${Watch.count(ids.length - MOST_TOKENS)} more tokens`) : "");
   }
 
   const titleOf = (piece) => [`version ${piece.version}`, isNumber(piece.logprob) ? `logprob ${piece.logprob.toFixed(3)}` : "", isNumber(piece.difference) ? `trainer minus behaviour ${piece.difference.toFixed(4)}` : "",

@@ -60,6 +60,7 @@
   }
 
   async function fetchNow() {
+    if (!view.overview) return;
     if (view.inFlight) { view.isWanted = true; return; }
     view.inFlight = true;
     const { run, from, to } = view;
