@@ -20,6 +20,7 @@ from pathlib import Path
 from inflight.trace import events
 from inflight.trace.files import NUM_PARTS, PART_BYTES
 from inflight.watch import views
+from inflight.watch.command import collect_rarely
 from inflight.watch.model import RunModel
 from inflight.watch.report import write_report
 
@@ -161,6 +162,7 @@ def measure_fold(directory: Path) -> dict[str, float]:
     """Return what it takes to fold the files, to answer the page's questions, and to write the report."""
     from inflight.trace.files import EventFollower
 
+    collect_rarely()
     run, follower = RunModel(directory), EventFollower(directory)
     began = time.perf_counter()
     run.fold(follower.read_steps())

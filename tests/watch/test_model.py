@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -108,6 +109,20 @@ def test_steps_that_come_again_replace_those_that_were_read(tmp_path: Path) -> N
     run.fold(follower.read())
     follower.close()
     assert views.overview(run, ["reward"])["steps"]["versions"] == [1, 2]
+
+
+def test_parts_of_events_that_are_full_and_compressed_are_read_too(tmp_path: Path) -> None:
+    a_run(tmp_path, 2)
+    events_file = tmp_path / "events.jsonl"
+    (tmp_path / "events.1.jsonl.zst").write_bytes(zstandard.compress(events_file.read_bytes()))
+    events_file.unlink()
+    written = WrittenRun(tmp_path)
+    written.began(2.0, version=2)
+    written.step(3)
+    run = folded(tmp_path)
+    spans = views.timeline(run, 0.0, 9.0, 100)["lanes"][0]["spans"]
+    assert [facts[0] for _, _, _, facts in spans] == [0, 1, 2]
+    assert views.overview(run, [])["marks"] == [], "a new file is no new life"
 
 
 def test_what_is_not_a_number_is_left_out_and_told(tmp_path: Path) -> None:

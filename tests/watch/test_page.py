@@ -32,12 +32,15 @@ def client(*directories: Path) -> TestClient:
 def watched(*directories: Path) -> Iterator[str]:
     """Yield the address of a real ``inflight watch``."""
     command = [sys.executable, "-m", "inflight", "watch", *map(str, directories), "--port", "0", "--exit-with-stdin"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdin is not None and process.stdout is not None
         try:
             yield process.stdout.readline().split()[-1]
             process.stdin.close()
             assert process.wait(20) == 0
+            assert process.stderr is not None and process.stderr.read() == ""
         finally:
             process.kill()
 

@@ -43,29 +43,33 @@ def _watch(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     for run in arguments.runs:
         if not run.is_dir():
             raise ConfigError(f"there is no run directory {str(run)!r}: give the run.directory of a run")
-    _collect_rarely()
+    collect_rarely()
     token = read_token(arguments.token_file) or secrets.token_urlsafe(24)
     with bind(arguments.host, arguments.port) as listener, following(arguments.runs) as runs:
-        asyncio.run(_serve(create_app(runs, token), listener, token, exit_with_stdin=arguments.exit_with_stdin))
+        closing = threading.Event()
+        app = create_app(runs, token, closing)
+        asyncio.run(_serve(app, listener, token, closing, exit_with_stdin=arguments.exit_with_stdin))
     return 0
 
 
 def _report(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     from inflight.watch.report import write_report
 
-    _collect_rarely()
+    collect_rarely()
     output = arguments.output or arguments.runs[0] / "report.html"
     write_report(arguments.runs, output)
     print(f"inflight: wrote {output} ({output.stat().st_size / 1e6:.1f} MB)")
     return 0
 
 
-def _collect_rarely() -> None:
+def collect_rarely() -> None:
     """Look for garbage more rarely: what is kept of events are many small objects, which hold no cycles."""
     gc.set_threshold(200_000, 20, 20)
 
 
-async def _serve(app: Any, listener: socket.socket, token: str, *, exit_with_stdin: bool) -> None:
+async def _serve(
+    app: Any, listener: socket.socket, token: str, closing: threading.Event, *, exit_with_stdin: bool
+) -> None:
     """Serve until SIGINT or SIGTERM or, if told so, the end of standard input."""
     from inflight.environments.proxy_server import InLoopServer
 
@@ -80,6 +84,7 @@ async def _serve(app: Any, listener: socket.socket, token: str, *, exit_with_std
         print(f"inflight: watch at {url}/#token={token}", flush=True)
         await stopping.wait()
     finally:
+        closing.set()
         await server.aclose()
 
 

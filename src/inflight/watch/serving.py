@@ -75,8 +75,12 @@ class Follower(threading.Thread):
         self.join(5.0)
 
 
-def create_app(runs: Sequence[RunModel], token: str) -> ASGIApp:
-    """Return the application that shows runs to whoever has the token; the page itself, without data, to everyone."""
+def create_app(runs: Sequence[RunModel], token: str, closing: threading.Event | None = None) -> ASGIApp:
+    """Return the application that shows runs to whoever has the token; the page itself, without data, to everyone.
+
+    Once ``closing`` is set, pages are no longer told of changes, so that the server can end.
+    """
+    closing = closing or threading.Event()
 
     def run_of(request: Request) -> RunModel:
         number: int = _number(request.path_params, "run", int)
@@ -113,7 +117,7 @@ def create_app(runs: Sequence[RunModel], token: str) -> ASGIApp:
         return _json(views.rollout(run_of(request), _number(request.path_params, "item", int)))
 
     async def follow(request: Request) -> Response:
-        return StreamingResponse(_changes(runs, request), media_type="text/event-stream")
+        return StreamingResponse(_changes(runs, request, closing), media_type="text/event-stream")
 
     def guarded(call: Callable[[Request], Any]) -> Callable[[Request], Any]:
         async def answer(request: Request) -> Response:
@@ -142,12 +146,12 @@ def create_app(runs: Sequence[RunModel], token: str) -> ASGIApp:
     return _WithHeaders(Starlette(routes=routes))
 
 
-async def _changes(runs: Sequence[RunModel], request: Request) -> AsyncIterator[str]:
+async def _changes(runs: Sequence[RunModel], request: Request, closing: threading.Event) -> AsyncIterator[str]:
     """Yield server-sent events that name the runs which have changed."""
     known = [-1] * len(runs)
     waited_s = 0.0
     yield "retry: 2000\n\n"
-    while not await request.is_disconnected():
+    while not closing.is_set() and not await request.is_disconnected():
         changed = [i for i, run in enumerate(runs) if run.revision != known[i]]
         if changed:
             known = [run.revision for run in runs]

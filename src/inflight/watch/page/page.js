@@ -151,7 +151,7 @@
     const facts = [
       ["Step", Watch.count(overview.version), overview.num_steps ? `of ${Watch.count(overview.num_steps)}` : ""],
       ["Time", Watch.seconds(overview.end_s), ""],
-      ["Reward", Watch.number(last("reward")), "of the last step"],
+      ["Reward", Watch.number(last("reward")), "last step"],
       ["Sampled", Watch.number(last("completion_tokens_per_s")), "tokens/s"],
       ["Trained", Watch.number(last("trained_tokens_per_s")), "tokens/s"],
       ["Mean lag", Watch.number(last("lag_mean")), isNumber(last("lag_max")) ? `largest ${Watch.number(last("lag_max"))}` : "versions"],
@@ -168,7 +168,7 @@
     const overview = state.overviews[state.shown];
     for (const chart of CHARTS) {
       const data = seriesOf(chart);
-      chart.view.element.hidden = Boolean(chart.isRare) && !data.series.length;
+      chart.view.element.hidden = Boolean(chart.isRare) && !data.series.some((it) => it.mean.some((value) => value));
       chart.view.update(data);
     }
     const several = state.overviews.length > 1;
@@ -213,7 +213,7 @@
   let pending = new Set(), isBusy = false;
   async function changed(numbers) {
     numbers.forEach((it) => pending.add(it));
-    if (isBusy) return;
+    if (isBusy || document.hidden) return;
     isBusy = true;
     try {
       while (pending.size) {
@@ -228,6 +228,7 @@
     isBusy = false;
   }
 
+  document.addEventListener("visibilitychange", () => changed([]));
   byId("theme").addEventListener("click", () => Watch.theme.toggle());
   Watch.theme.listen(() => { if (Watch.timeline) Watch.timeline.draw(); });
   byId("axis-select").addEventListener("change", (event) => { state.axis = event.target.value; showAll(); });
