@@ -1,8 +1,7 @@
 """What ``run.record`` costs: the quickstart with it and without, in turns, and what recording itself takes.
 
 Speed is counted from the end of the first step to the end of the last. Beside it stands the processor time of making
-and writing the records of a run again, over the seconds of its steps: what recording would cost if nothing of it
-happened beside sampling and training. Unlike the speeds, it does not depend on what else runs on the machine.
+and writing the records of a run again, which does not depend on what else runs on the machine.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ def run_once(directory: Path, seed: int, num_steps: int, *, records: bool) -> di
     return {"records": records, "seed": seed, "seconds": seconds, "tokens_per_s": num_tokens / seconds}
 
 
-def cost_of(directory: Path, seconds: float) -> dict[str, float]:
-    """Write the record of a run again; return processor time over the run's seconds, and bytes by token."""
+def cost_of(directory: Path) -> dict[str, float]:
+    """Write the record of a run again; return the processor time of a step, and bytes by token."""
     steps = list(read_steps(directory / RECORD))[1:]
     with tempfile.TemporaryDirectory() as name:
         writer = RecordWriter(Path(name))
@@ -58,7 +57,6 @@ def cost_of(directory: Path, seconds: float) -> dict[str, float]:
     num_tokens = sum(sample.rollout.num_tokens for step in steps for sample in step.samples)
     return {
         "processor_s_per_step": processor_s / len(steps),
-        "share": processor_s / seconds,
         "bytes_per_token": size_bytes / num_tokens,
     }
 
@@ -74,7 +72,7 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as name:
                 runs.append(run_once(Path(name) / "run", seed, arguments.steps, records=records))
                 if records:
-                    costs.append(cost_of(Path(name) / "run", runs[-1]["seconds"]))
+                    costs.append(cost_of(Path(name) / "run"))
             print(json.dumps(runs[-1]), flush=True)
     speeds = {kind: [run["tokens_per_s"] for run in runs if run["records"] is kind] for kind in (True, False)}
     ratios = [after / before for after, before in zip(speeds[True], speeds[False], strict=True)]
