@@ -29,6 +29,7 @@ PAGES = (
             "losses",
             "rollouts",
             "scale",
+            "replay",
             "environments",
             "weights",
             "inference-adapter",
