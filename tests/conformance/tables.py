@@ -15,6 +15,7 @@ from inflight.wire import EndpointState
 from tests.campaigns.table import campaign_table
 from tests.conformance.backend_tables import backends_table
 from tests.conformance.kept import ROOT, kept, kept_rows, milliseconds
+from tests.conformance.planner_tables import PLANNER_TABLES
 from tests.conformance.rollout_tables import ROLLOUT_TABLES
 from tests.conformance.scale_tables import SCALE_TABLES
 from tests.conformance.weight_tables import WEIGHT_TABLES
@@ -406,6 +407,7 @@ TABLES = {
     "environments": environments_table,
     **WEIGHT_TABLES,
     **ROLLOUT_TABLES,
+    **PLANNER_TABLES,
     **SCALE_TABLES,
     "campaign": campaign_table,
     "presets": presets_table,
