@@ -35,6 +35,8 @@ def _cell(of: dict[str, Any], form: str) -> str:
 
 def planner_scale_table() -> str:
     """Return how long a large simulation takes."""
+    if not (RESULTS / "planner-scale.json").exists():
+        return "Not measured yet: `python benchmarks/planner.py --scale`."
     row = kept("planner-scale")["rows"]
     return (
         "| simulated GPUs | completions | tokens | steps | CPU time, one core | load of the machine |\n"
