@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from inflight.planning import Endpoint, PublishCost, Setup, TokenTime, TrainerCost, simulate
-from inflight.planning.calibration import calibrate, measured
+from inflight.planning.calibration import calibrate
 from inflight.planning.candidates import candidate_of, predict
 from inflight.planning.plan import PromptsSection
+from inflight.planning.traces import measured
 from inflight.rollouts import HistoryStore, MaxLag
 from inflight.rollouts.schedulers import SCHEDULERS
 from inflight.trace.files import read_steps
