@@ -45,6 +45,7 @@ def run(
     steps: int,
     conventional: int = 0,
     staleness: Any = None,
+    batch: int = BATCH,
 ) -> Outcome:
     """Simulate PipelineRL's setting: single completions, endpoints flat up to 128 running."""
     history = HistoryStore()
@@ -54,7 +55,7 @@ def run(
             history,
             [Endpoint(f"device-{i}", capacity, TokenTime.roofline(1.0, KNEE)) for i in range(endpoints)],
             lambda item, _: Prompted((lengths[item % len(lengths)],), str(item)),
-            BATCH,
+            batch,
             steps,
             unit="groups",
             staleness=staleness or MaxLag(MAX_LAG),
@@ -192,17 +193,18 @@ def error_of_recall(lengths: Sequence[int], wanted: float) -> float:
 
 
 def areal() -> list[dict[str, Any]]:
-    """Its gate at several eta on three quarters of the devices, over taking turns on all of them, step by step."""
+    """Its gate at several eta on three quarters of the devices, over taking turns on all of them, step by step.
+
+    A step has 128 sequences for each device, as in its runs, which train on 512 prompts with 16 answers.
+    """
+    lengths, cost, batch = log_normal(3, 20_000), 0.004, 4096
+    total = batch * statistics.fmean(lengths) * cost
+    plain = run(lengths, DEVICES, 4096, total / DEVICES, steps=4, conventional=1, batch=batch)
     rows = []
-    lengths = log_normal(3, 20_000)
-    mean = statistics.fmean(lengths)
-    for cost in (0.0026, 0.004):
-        total = BATCH * mean * cost
-        plain = run(lengths, DEVICES, 4096, total / DEVICES, steps=8, conventional=1)
-        for eta in (0, 1, 4, 8):
-            found = run(lengths, 24, 128, total / 8, steps=16, staleness=EtaGate(eta))
-            ratio = found.steady(5).tokens_per_time / plain.tokens_per_time
-            rows.append({"cost": cost, "eta": eta, "ratio": ratio, "token_age": found.steady(5).lag})
+    for eta in (0, 1, 4, 8):
+        found = run(lengths, 24, 128, total / 8, steps=10, staleness=EtaGate(eta), batch=batch)
+        ratio = found.steady(4).tokens_per_time / plain.tokens_per_time
+        rows.append({"cost": cost, "eta": eta, "ratio": ratio, "token_age": found.steady(4).lag})
     return rows
 
 

@@ -19,17 +19,18 @@ from pathlib import Path
 from typing import Any
 
 from inflight.planning import Endpoint, PublishCost, Setup, TokenTime, TrainerCost, simulate
-from inflight.planning.calibration import calibrate, measured
-from inflight.planning.candidates import Candidate, candidate_of, predict
+from inflight.planning.calibration import calibrate
+from inflight.planning.candidates import candidate_of, predict
 from inflight.planning.plan import PromptsSection
+from inflight.planning.traces import measured
 from inflight.rollouts import HistoryStore, MaxLag
 from inflight.rollouts.schedulers import SCHEDULERS
+from inflight.trace.files import read_steps
 from results import write_results
 
 ROOT = Path(__file__).parents[1]
 NUM_SKIPPED = 5
 """Steps at the beginning of a run that are not compared: processes warm up, and the pipeline fills."""
-TOLERANCE = 0.1
 
 
 @dataclass(frozen=True)
@@ -92,21 +93,33 @@ def make_run(model: Path, directory: Path, kind: Kind) -> None:
 
 
 def compared(runs: Path, num_rounds: int) -> dict[str, Any]:
-    costs = calibrate([directory_of(runs, kind, i) for kind in CALIBRATION for i in range(num_rounds)], NUM_SKIPPED)
+    """Compare the runs that are long enough. Raises `ConfigError` if none of a kind to calibrate with is."""
+    made = {
+        kind: [it for i in range(num_rounds) if is_long_enough(it := directory_of(runs, kind, i))]
+        for kind in (*CALIBRATION, *PREDICTED)
+    }
+    costs = calibrate([directory for kind in CALIBRATION for directory in made[kind]], NUM_SKIPPED)
     rows = []
-    for kind in (*CALIBRATION, *PREDICTED):
-        directories = [directory_of(runs, kind, i) for i in range(num_rounds)]
+    for kind, directories in made.items():
+        if not directories:
+            continue
         found = [measured(directory, NUM_SKIPPED) for directory in directories]
-        candidate: Candidate = candidate_of(directories[0])
-        predicted = predict(costs, candidate, kind.num_steps, NUM_SKIPPED)
-        row: dict[str, Any] = {"name": kind.name, "is_calibration": kind in CALIBRATION}
+        num_steps = len([*read_steps(directories[0])])
+        predicted = predict(costs, candidate_of(directories[0]), num_steps, NUM_SKIPPED)
+        row: dict[str, Any] = {"name": kind.name, "is_calibration": kind in CALIBRATION, "steps": num_steps}
         for field in ("tokens_per_s", "age", "lag", "steps_per_s"):
             values = [getattr(it, field) for it in found]
             row[field] = {
-                "measured": statistics.fmean(values), "all": values, "predicted": getattr(predicted, field)
-            }  # fmt: skip
+                "measured": statistics.fmean(values),
+                "all": values,
+                "predicted": getattr(predicted, field),
+            }
         rows.append(row)
     return {"runs": rows, "costs": costs.as_json()}
+
+
+def is_long_enough(directory: Path) -> bool:
+    return len([*read_steps(directory)]) >= 2 * NUM_SKIPPED
 
 
 SCALE_ENDPOINTS, SCALE_TRAINING_GPUS, SCALE_COMPLETIONS = 80, 360, 1_000_000

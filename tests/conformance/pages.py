@@ -28,6 +28,7 @@ PAGES = (
             "trainers",
             "losses",
             "rollouts",
+            "planner",
             "scale",
             "replay",
             "environments",

@@ -15,6 +15,7 @@ from inflight.wire import EndpointState
 from tests.campaigns.table import campaign_table
 from tests.conformance.backend_tables import backends_table
 from tests.conformance.kept import ROOT, kept, kept_rows, milliseconds
+from tests.conformance.planner_tables import PLANNER_TABLES
 from tests.conformance.replay_tables import REPLAY_TABLES
 from tests.conformance.rollout_tables import ROLLOUT_TABLES
 from tests.conformance.scale_tables import SCALE_TABLES
@@ -407,6 +408,7 @@ TABLES = {
     "environments": environments_table,
     **WEIGHT_TABLES,
     **ROLLOUT_TABLES,
+    **PLANNER_TABLES,
     **SCALE_TABLES,
     **REPLAY_TABLES,
     "campaign": campaign_table,

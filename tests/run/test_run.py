@@ -66,6 +66,9 @@ def test_pipeline_run_trains_publishes_every_step_and_writes_everything_down(
     assert sum(summary["completions_by_length"].values()) == summary["num_samples"]
     assert 0 < summary["paused_share"] < 1
     assert all(0 <= row["utilisation"] <= 1 and 0 <= row["bubble_share"] <= 1 for row in rows)
+    law = rows[-1]["littles_law"]
+    in_edges = law["expected_age"] ** 2 / len(rows)  # what is under way at the end has not left
+    assert abs(law["age"] - law["expected_age"]) <= 0.25 * law["expected_age"] + in_edges
     assert 0 < summary["utilisation"] < 1
     assert 0 < summary["bubble_share"] < 1
     assert sum(summary["completions_by_age"].values()) == sum(row["num_step_sequences"] for row in rows)

@@ -17,11 +17,12 @@ from inflight.cli import main
 from inflight.errors import ConfigError
 from inflight.planning import Endpoint, Outcome, Prompted, PublishCost, Setup, TokenTime, TrainerCost, simulate
 from inflight.planning.applying import apply
-from inflight.planning.calibration import Costs, calibrate, measured
+from inflight.planning.calibration import Costs, calibrate
 from inflight.planning.candidates import Candidate, candidate_of, predict
 from inflight.planning.costs import Contention
 from inflight.planning.parts import parts_of
 from inflight.planning.servers import Server
+from inflight.planning.traces import measured
 from inflight.rollouts import HistoryStore, MaxLag
 from inflight.rollouts.littles_law import WINDOW, LittlesLaw
 from inflight.rollouts.schedulers import SCHEDULERS

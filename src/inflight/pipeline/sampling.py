@@ -351,6 +351,8 @@ class Sampling:
                 "all items of this kind"
             )
         self._journal.event(events.Drop, reason=item.reason, item=item.index, what=item.what_happened)
+        if item.first_version is not None:
+            self.littles_law.left(item.first_version, is_trained=False)
         if item.reason == "stale":
             if item.lengths:
                 self._tell_bias(self.audit.settled(item.lengths, [False] * len(item.lengths)))

@@ -4,6 +4,9 @@ Nothing here loads torch or starts a process.
 """
 
 from inflight.planning.costs import Endpoint, PublishCost, TokenTime, TrainerCost
-from inflight.planning.simulation import Outcome, Prompted, Setup, simulate
+from inflight.planning.groups import Prompted
+from inflight.planning.outcome import Outcome
+from inflight.planning.setup import Setup
+from inflight.planning.simulation import simulate
 
 __all__ = ["Endpoint", "Outcome", "Prompted", "PublishCost", "Setup", "TokenTime", "TrainerCost", "simulate"]

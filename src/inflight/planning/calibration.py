@@ -10,16 +10,16 @@ import bisect
 import math
 import random
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from inflight.errors import ConfigError
 from inflight.planning.costs import Contention, PublishCost, TokenTime, TrainerCost
 from inflight.planning.fitting import fit
 from inflight.planning.groups import Prompted
-from inflight.trace.files import read_events, read_steps
+from inflight.planning.loads import Loads, State, Stretch, stretches_of
+from inflight.planning.traces import Trace
 
 _ROUNDS = 8
 """Of fitting the curve and the factors of sharing in turns; both have settled by then."""
@@ -27,65 +27,6 @@ _RARE = 0.03
 """A state in which less than this share of the time was spent is taken for its nearest neighbour."""
 _WINDOW = 64
 """Measured groups that an item is drawn from: those sampled at versions nearest to its own."""
-State = tuple[int, bool]
-"""Endpoints that work, and whether the trainer trains."""
-
-
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """The events of one run that calibration needs."""
-
-    directory: Path
-    config: dict[str, Any]
-    requests: list[dict[str, Any]]
-    groups: list[dict[str, Any]]
-    trained: list[dict[str, Any]]
-    publishes: list[dict[str, Any]]
-    steps: list[dict[str, Any]]
-
-    @classmethod
-    def read(cls, directory: Path) -> Trace:
-        """Raises `ConfigError` if the directory does not hold a run that trained."""
-        kinds: dict[str, list[dict[str, Any]]] = {k: [] for k in ("began", "request", "group", "train", "publish")}
-        for event in read_events(directory, kinds):
-            kinds[event["kind"]].append(event)
-        steps = [*read_steps(directory)]
-        if not kinds["began"] or len(steps) < 4 or not kinds["request"]:
-            raise ConfigError(
-                f"{directory} does not hold the events of a run with at least 4 steps: give the directory of a run"
-            )
-        whole = [it for it in kinds["request"] if it["parts"] and it["error"] is None]
-        began = kinds["began"][0]
-        return cls(directory, began["config"], whole, kinds["group"], kinds["train"], kinds["publish"], steps)
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """What a run came to, after its first steps."""
-
-    tokens_per_s: float
-    steps_per_s: float
-    age: float
-    """Mean over trained completions of the step's version minus that of their first token."""
-    lag: float
-    """Mean over trained tokens of the step's version minus theirs."""
-
-
-def measured(directory: Path, num_skipped: int) -> Measured:
-    """Return what a run came to after its first ``num_skipped`` steps. Raises `ConfigError` if it has no more."""
-    steps = [*read_steps(directory)]
-    if len(steps) <= num_skipped + 1:
-        raise ConfigError(f"{directory} has {len(steps)} steps: more than {num_skipped + 1} are needed")
-    first, rest = steps[num_skipped - 1], steps[num_skipped:]
-    seconds = rest[-1]["time_s"] - first["time_s"]
-    num_tokens = sum(row["num_step_tokens"] for row in rest)
-    ages = [(int(age), num) for row in rest for age, num in row["completions_by_age"].items()]
-    return Measured(
-        num_tokens / seconds,
-        len(rest) / seconds,
-        sum(age * num for age, num in ages) / sum(num for _, num in ages),
-        sum(row["lag_mean"] * row["num_step_tokens"] for row in rest) / num_tokens,
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,12 +86,12 @@ def calibrate(directories: Sequence[Path], num_skipped: int = 3) -> Costs:
     Raises `ConfigError` if a directory does not hold a run.
     """
     traces = [Trace.read(directory) for directory in directories]
-    loads = [_Loads.of(trace) for trace in traces]
+    loads = [Loads.of(trace) for trace in traces]
     begins = [trace.steps[min(num_skipped, len(trace.steps) - 2)]["time_s"] for trace in traces]
     stretches = [
         stretch
         for trace, load, begin in zip(traces, loads, begins, strict=True)
-        for stretch in _stretches(trace, load, begin)
+        for stretch in stretches_of(trace, load, begin)
     ]
     points, request_time, factors, error = _token_times(stretches)
     cost, of_trainer, step_error = _step_times(traces, loads, begins)
@@ -169,123 +110,10 @@ def calibrate(directories: Sequence[Path], num_skipped: int = 3) -> Costs:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# What runs when
-
-
-@dataclass(frozen=True, slots=True)
-class _Loads:
-    """Running completions of each endpoint, as steps over time, and when the trainer trains."""
-
-    running: dict[str, tuple[list[float], list[int]]]
-    """By endpoint: times, and the completions from each on."""
-    training: list[tuple[float, float]]
-    states: tuple[list[float], list[State]]
-
-    @classmethod
-    def of(cls, trace: Trace) -> _Loads:
-        changes: dict[str, list[tuple[float, int]]] = {}
-        for request in trace.requests:
-            start, end = request["start_s"], request["end_s"]
-            longest = max(part["num_tokens"] for part in request["parts"])
-            of_endpoint = changes.setdefault(request["endpoint"], [])
-            for part in request["parts"]:
-                of_endpoint.append((start, 1))
-                of_endpoint.append((start + (end - start) * part["num_tokens"] / max(1, longest), -1))
-        running = {name: _summed(of_endpoint) for name, of_endpoint in changes.items()}
-        training = [(it["start_s"], it["end_s"]) for it in trace.trained]
-        busy: list[tuple[float, tuple[int, int]]] = []
-        for times, numbers in running.values():
-            was = 0
-            for time, number in zip(times, numbers, strict=True):
-                if (number > 0) != (was > 0):
-                    busy.append((time, (1 if number > 0 else -1, 0)))
-                was = number
-        busy += [(time, (0, sign)) for start, end in training for time, sign in ((start, 1), (end, -1))]
-        busy.sort()
-        times, states, now = [0.0], [(0, False)], [0, 0]
-        for time, (endpoints, trainers) in busy:
-            now = [now[0] + endpoints, now[1] + trainers]
-            times.append(time)
-            states.append((now[0], now[1] > 0))
-        return cls(running, training, (times, states))
-
-    def between(self, start: float, end: float) -> Iterator[tuple[float, float, State]]:
-        """Yield the parts of a stretch of time with what worked in each."""
-        times, states = self.states
-        i = max(0, bisect.bisect_right(times, start) - 1)
-        while i < len(times) and times[i] < end:
-            until = times[i + 1] if i + 1 < len(times) else end
-            if min(until, end) > max(times[i], start):
-                yield max(times[i], start), min(until, end), states[i]
-            i += 1
-
-
-def _summed(changes: list[tuple[float, int]]) -> tuple[list[float], list[int]]:
-    changes.sort()
-    times, numbers, number = [0.0], [0], 0
-    for time, change in changes:
-        number += change
-        if time == times[-1]:
-            numbers[-1] = number
-        else:
-            times.append(time)
-            numbers.append(number)
-    return times, numbers
-
-
-@dataclass(slots=True)
-class _Stretch:
-    """A part of a request: how many tokens its longest completion got in it, and what ran meanwhile."""
-
-    num_tokens: int
-    seconds: float
-    parts: list[tuple[float, float, State]]
-    """Duration, mean number of running completions, and what else worked."""
-    is_last: bool
-    """Whether the request ends with it: it then has the time until the run has the answer."""
-
-
-def _stretches(trace: Trace, load: _Loads, begin: float) -> Iterator[_Stretch]:
-    """Yield the requests of a run, cut where a version began to be served.
-
-    Spans say at which token that was, so a stretch in the middle has nothing but tokens.
-    """
-    served = {publish["version"]: publish["end_s"] for publish in trace.publishes}
-    for request in trace.requests:
-        if request["start_s"] < begin:
-            continue
-        longest = max(request["parts"], key=lambda part: part["num_tokens"])
-        start, token = request["start_s"], 0
-        cuts = [(first, served.get(version), False) for first, _, version in longest["spans"][1:]]
-        for at, end, is_last in [*cuts, (longest["num_tokens"], request["end_s"], True)]:
-            if end is None or end <= start or at <= token:
-                continue  # a publish that other endpoints had first, say
-            times, numbers = load.running[request["endpoint"]]
-            parts = [
-                (until - since, _mean(times, numbers, since, until), (max(1, state[0]), state[1]))
-                for since, until, state in load.between(start, end)
-            ]
-            if parts:
-                yield _Stretch(at - token, end - start, parts, is_last)
-            start, token = end, at
-
-
-def _mean(times: Sequence[float], numbers: Sequence[int], start: float, end: float) -> float:
-    """Return the mean of a step function."""
-    i = max(0, bisect.bisect_right(times, start) - 1)
-    total = 0.0
-    while i < len(times) and times[i] < end:
-        until = times[i + 1] if i + 1 < len(times) else end
-        total += numbers[i] * max(0.0, min(until, end) - max(times[i], start))
-        i += 1
-    return total / (end - start)
-
-
-# ---------------------------------------------------------------------------------------------------------------
 # The fits
 
 
-def _token_times(rows: Sequence[_Stretch]) -> tuple[TokenTime, float, dict[State, float], float]:
+def _token_times(rows: Sequence[Stretch]) -> tuple[TokenTime, float, dict[State, float], float]:
     """Return the curve of token times, the time of a request besides, and the factors by what else works.
 
     A stretch takes n (a + c b) f, with n tokens of its longest completion, b running completions and the factor f of
@@ -347,7 +175,7 @@ def _factors(states: Sequence[State], rates: Sequence[float]) -> dict[State, flo
 
 
 def _token_error(
-    rows: Sequence[_Stretch], request_time: float, intercept: float, slope: float, factors: dict[State, float]
+    rows: Sequence[Stretch], request_time: float, intercept: float, slope: float, factors: dict[State, float]
 ) -> float:
     """Return the mean relative difference between requests and their fit."""
     errors = []
@@ -361,7 +189,7 @@ def _token_error(
 
 
 def _step_times(
-    traces: Sequence[Trace], loads: Sequence[_Loads], begins: Sequence[float]
+    traces: Sequence[Trace], loads: Sequence[Loads], begins: Sequence[float]
 ) -> tuple[TrainerCost, dict[int, float], float]:
     """Return the cost of a step where nothing else works, and the factors by endpoints that do."""
     rows: list[tuple[int, float, dict[int, float]]] = []

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from inflight.errors import ConfigError
-from inflight.planning.calibration import Costs, Measured, Trace
+from inflight.planning.calibration import Costs
 from inflight.planning.costs import Endpoint, TrainerCost
 from inflight.planning.outcome import Outcome
-from inflight.planning.simulation import Setup, simulate
+from inflight.planning.setup import Setup
+from inflight.planning.simulation import simulate
+from inflight.planning.traces import Measured, Trace
 from inflight.rollouts import HistoryStore, load_composer, load_scheduler, load_staleness
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -102,8 +101,3 @@ class Outcome:
             (last.slot_time - first.slot_time) / (time * self.num_slots),
             (last.train_time - first.train_time) / time,
         )
-
-
-def mean(counts: Counter[int]) -> float:
-    """Return the mean of counted numbers; 0 without any."""
-    return statistics.fmean(counts, counts.values()) if counts else 0.0

@@ -62,21 +62,17 @@ def draw(found: Sequence[Planned], best: Sequence[Planned], path: Path) -> None:
 
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     axis = figure.subplots()
-    looks: dict[str, Any] = {"conventional": ("#1f6feb", "s"), "pipeline": ("#8250df", "o")}
-    for mode, (colour, marker) in looks.items():
-        own = [it for it in found if mode_of(it.candidate).startswith(mode)]
-        axis.scatter(
-            [it.steady.lag for it in own], [it.steady.tokens_per_time for it in own],
-            c=colour, marker=marker, s=26, alpha=0.45, linewidths=0, label=mode,
-        )  # fmt: skip
     line = sorted(best, key=lambda it: it.steady.lag)
-    axis.plot(
-        [it.steady.lag for it in line], [it.steady.tokens_per_time for it in line],
-        color="#24292f", marker="o", markersize=4, linewidth=1, label="beaten by none",
-    )  # fmt: skip
+    axis.plot(*_points(line), color="#8c959f", linewidth=1, zorder=1, label="beaten by none")
+    for mode, colour, marker in (("conventional", "#1f6feb", "s"), ("pipeline", "#8250df", "o")):
+        own = [it for it in found if mode_of(it.candidate).startswith(mode)]
+        axis.scatter(*_points(own), c=colour, marker=marker, s=22, alpha=0.35, linewidths=0, zorder=2)
+        chosen = [it for it in best if it in own]
+        axis.scatter(*_points(chosen), c=colour, marker=marker, s=44, linewidths=0, zorder=3, label=mode)
     for number, it in enumerate(best, 1):
         at = (it.steady.lag, it.steady.tokens_per_time)
-        axis.annotate(str(number), at, xytext=(4, 5), textcoords="offset points", fontsize=8)
+        axis.annotate(str(number), at, xytext=(-4, 6), textcoords="offset points", fontsize=8, ha="right")
+    axis.yaxis.set_major_formatter("{x:,.0f}")
     axis.set(xlabel="mean age of trained tokens, in optimizer steps", ylabel="trained tokens per second")
     axis.set_ylim(bottom=0)
     axis.grid(alpha=0.3)
@@ -85,6 +81,10 @@ def draw(found: Sequence[Planned], best: Sequence[Planned], path: Path) -> None:
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:
         raise ConfigError(f"the plot cannot be written to {path}: {error}") from error
+
+
+def _points(found: Sequence[Planned]) -> tuple[list[float], list[float]]:
+    return [it.steady.lag for it in found], [it.steady.tokens_per_time for it in found]
 
 
 def as_json(it: Planned) -> dict[str, Any]:
