@@ -81,7 +81,7 @@ def test_spans_form_whole_trees_within_their_parents_and_times(spans: list[Any])
             assert parent.start_time_unix_nano <= span.start_time_unix_nano
             assert span.end_time_unix_nano <= parent.end_time_unix_nano
     roots = Counter(span.name for span in spans if not span.parent_span_id)
-    assert roots == {"publish": 1, "item": 5, "step": 3, "failure": 1}
+    assert roots == {"publish": 1, "item": 7, "step": 3, "failure": 1}
     assert all((link.trace_id, link.span_id) in by_id for span in spans for link in span.links)
 
 
@@ -94,6 +94,8 @@ def test_items_have_their_requests_versions_rewards_and_outcome(spans: list[Any]
         (2, "failed", None),
         (3, "trained", 2),
         (3, "trained", 2),
+        (4, "outstanding", None),
+        (4, "outstanding", None),
     ]
     (item,) = [span for span in spans if span.name == "item" and attributes(span)["rl.item"] == 0]
     assert attributes(item)["rl.rewards"] == [0.0, 1.0]

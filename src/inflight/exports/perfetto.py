@@ -1,8 +1,9 @@
 """A run as a trace that ui.perfetto.dev opens, in Chrome's Trace Event Format.
 
 Processes are the run itself, the trainer and each server. A server's requests are slices in as few tracks as hold them
-without overlap, the trainer's ranks and the parts of a publish have a track each. Lag, reward and running groups are
-counters; failures and changes of the fleet are instants. Times are microseconds since the run began.
+without overlap, the trainer's ranks and the parts of a publish have a track each. Lag, reward, running groups and the
+version of each server are counters; failures and changes of the fleet are instants. Times are microseconds since the
+run began.
 """
 
 from __future__ import annotations
@@ -79,6 +80,7 @@ class _Trace:
             "request": self._request,
             "train": self._train,
             "publish": self._publish,
+            "versions": self._versions,
             "running": self._running,
             "fleet": self._fleet,
             "released": self._memory_turn,
@@ -133,6 +135,15 @@ class _Trace:
             facts = {"version": event["version"], "outcome": event["outcomes"].get(endpoint)}
             name = f"update to v{event['version']}"
             yield from self._slice(endpoint, "updates", name, (end - pause_s, end), facts)
+
+        for endpoint, outcome in event["outcomes"].items():
+            if outcome == "applied":
+                yield from self._counter("weight version", event["version"], end, endpoint)
+
+    def _versions(self, event: Row, shift_s: float) -> Iterator[Row]:
+        for endpoint, version in event["servers"].items():
+            if version is not None:
+                yield from self._counter("weight version", version, event["end_s"] + shift_s, endpoint)
 
     def _running(self, event: Row, shift_s: float) -> Iterator[Row]:
         yield from self._counter("groups running", event["num_groups"], event["end_s"] + shift_s)
@@ -195,8 +206,8 @@ class _Trace:
             "args": dict(facts),
         }
 
-    def _counter(self, name: str, value: float, at_s: float) -> Iterator[Row]:
-        pid, tid, new = self._place(_RUN, "counters")
+    def _counter(self, name: str, value: float, at_s: float, process: str = _RUN) -> Iterator[Row]:
+        pid, tid, new = self._place(process, "counters")
         yield from new
         yield {"ph": "C", "name": name, "pid": pid, "tid": tid, "ts": _microseconds(at_s), "args": {"value": value}}
 
