@@ -33,6 +33,8 @@ ENVIRONMENTS := tests/environments/requirements.txt
 # Ray, on which tests launch runs.
 RAY := tests/launchers/requirements.txt
 DEEPSPEED := tests/worker/deepspeed.txt
+# Trackers that tests report to.
+TRACKERS := tests/trackers/requirements.txt
 # The browser in which tests look at the page of a run.
 CHROMIUM := $(VENV)/.chromium
 
@@ -152,6 +154,7 @@ gpu:
 
 docs: $(STAMP)
 	$(BIN)/python -m inflight.http.openapi > docs/openapi.json
+	$(BIN)/python -m inflight.trace.schema > docs/events.schema.json
 	$(BIN)/python -m benchmarks.render
 	$(BIN)/python -m tests.conformance.pages
 
@@ -163,7 +166,7 @@ SELDOM  := /($(SELDOM)|(datasets|fontTools|google|grpc|mypy|mypyc|openai/types|o
 COMPILE := $(BIN)/python -W ignore -m compileall -qq -x '$(SELDOM)'
 
 # torch first, by itself: the constraint then keeps every later package on that build.
-$(STAMP): pyproject.toml constraints.txt $(ANCHORS) $(ENVIRONMENTS) $(RAY) $(DEEPSPEED)
+$(STAMP): pyproject.toml constraints.txt $(ANCHORS) $(ENVIRONMENTS) $(RAY) $(DEEPSPEED) $(TRACKERS)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(INSTALL) --constraint constraints.txt torch
@@ -186,6 +189,9 @@ apart:
 	# And Ray: libraries look for it when they are imported.
 	rm -rf $(VENV)/ray
 	$(INSTALL) --no-deps --target $(VENV)/ray --requirement $(RAY)
+	# And trackers, which bring servers and clients of their own.
+	rm -rf $(VENV)/trackers
+	$(INSTALL) --no-deps --target $(VENV)/trackers --requirement $(TRACKERS)
 	# And DeepSpeed: where transformers finds it, each process that imports transformers loads it. Nothing is compiled.
 	rm -rf $(VENV)/deepspeed
 	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(INSTALL) --no-deps --target $(VENV)/deepspeed --requirement $(DEEPSPEED)

@@ -31,10 +31,10 @@ from inflight.losses import PRESETS, PolicyLoss, collate, metric_values, prepare
 from inflight.losses.aggregation import Budget, SegmentMean, TokenMean
 from inflight.losses.gates import Score
 from inflight.pipeline.batches import StepBatch, make_batch
+from inflight.planning import Endpoint, Prompted, Setup, TokenTime, TrainerCost, simulate
 from inflight.rollouts import HistoryStore, MaxLag, WaitingGroups
 from inflight.rollouts.composers import ConstantTokens
 from inflight.rollouts.schedulers import SCHEDULERS
-from inflight.rollouts.simulation import Endpoint, simulate
 from inflight.rollouts.split import best_split
 from inflight.types import Group, Rollout
 from inflight.wire import VersionSpan
@@ -393,15 +393,18 @@ def _simulated(
     history = HistoryStore()
     groups = steps * SAMPLES_PER_STEP
     return simulate(
-        SCHEDULERS["least_loaded"](group_size=1, history=history),
-        [Endpoint(f"device-{i}", capacity, KNEE) for i in range(num_devices)],
-        lambda item: (lengths[item % len(lengths)],),
-        history=history,
-        groups_per_step=groups,
-        num_steps=SIMULATED_STEPS // steps,
-        step_time=step_time,
-        max_lag=MAX_LAG,
-        conventional=conventional,
+        Setup(
+            SCHEDULERS["least_loaded"](group_size=1, history=history),
+            history,
+            [Endpoint(f"device-{i}", capacity, TokenTime.roofline(1.0, KNEE)) for i in range(num_devices)],
+            lambda item, _: Prompted((lengths[item % len(lengths)],), str(item)),
+            groups,
+            num_steps=SIMULATED_STEPS // steps,
+            unit="groups",
+            staleness=MaxLag(MAX_LAG),
+            conventional_steps=int(conventional),
+            trainer=TrainerCost(step_time),
+        )
     )
 
 

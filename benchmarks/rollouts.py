@@ -15,9 +15,9 @@ import statistics
 import time
 from typing import Any
 
-from inflight.rollouts import HistoryStore
+from inflight.planning import Endpoint, Outcome, Prompted, Setup, TokenTime, TrainerCost, simulate
+from inflight.rollouts import HistoryStore, MaxLag
 from inflight.rollouts.schedulers import SCHEDULERS
-from inflight.rollouts.simulation import Endpoint, Outcome, simulate
 from inflight.scheduling import Finished, Joined, Offered, Scored, StepWanted
 from results import write_results
 
@@ -25,8 +25,8 @@ GROUP_SIZE = 8
 NUM_PROMPTS = 256
 SEEDS = (0, 1)
 SETTINGS = {
-    "conventional": {"conventional": True},
-    "pipeline, max_lag 1": {"max_lag": 1, "step_time": 1500.0},
+    "conventional": {"conventional_steps": 1},
+    "pipeline, max_lag 1": {"staleness": MaxLag(1), "trainer": TrainerCost(1500.0)},
 }
 CLAIMS = {
     "least_loaded": ("PipelineRL", "the default; every other row is relative to it"),
@@ -45,20 +45,20 @@ def lengths(seed: int, item: int) -> tuple[int, ...]:
     return tuple(max(1, min(819, round(base * churn.lognormvariate(0, 0.15)))) for _ in range(GROUP_SIZE))
 
 
-def outcome(name: str, seed: int, setting: dict[str, Any]) -> tuple[Outcome, dict[str, float]]:
+def outcome(name: str, seed: int, setting: dict[str, Any]) -> Outcome:
     history = HistoryStore()
-    scheduler = SCHEDULERS[name](group_size=GROUP_SIZE, history=history)
-    found = simulate(
-        scheduler,
-        [Endpoint(f"endpoint-{i}", 64, 32.0) for i in range(4)],
-        lambda item: lengths(seed, item),
-        history=history,
-        groups_per_step=64,
-        num_steps=12,
-        prompt=lambda item: str(item % NUM_PROMPTS),
-        **setting,
+    return simulate(
+        Setup(
+            SCHEDULERS[name](group_size=GROUP_SIZE, history=history),
+            history,
+            [Endpoint(f"endpoint-{i}", 64, TokenTime.roofline(1.0, 32.0)) for i in range(4)],
+            lambda item, _: Prompted(lengths(seed, item), str(item % NUM_PROMPTS)),
+            64,
+            num_steps=12,
+            unit="groups",
+            **setting,
+        )
     )
-    return found, dict(scheduler.metrics())
 
 
 def decision_ms(name: str) -> float:
@@ -92,21 +92,19 @@ def decision_ms(name: str) -> float:
 def main() -> None:
     rows = []
     plain = {
-        (label, seed): outcome("least_loaded", seed, setting)[0]
-        for label, setting in SETTINGS.items()
-        for seed in SEEDS
+        (label, seed): outcome("least_loaded", seed, setting) for label, setting in SETTINGS.items() for seed in SEEDS
     }
     for name, (paper, claim) in CLAIMS.items():
         row: dict[str, Any] = {"name": name, "paper": paper, "claim": claim, "decision_ms": decision_ms(name)}
         for label, setting in SETTINGS.items():
             ratios, slots, lags = [], [], []
             for seed in SEEDS:
-                found, metrics = outcome(name, seed, setting)
+                found = outcome(name, seed, setting)
                 ratios.append(found.tokens_per_time / plain[label, seed].tokens_per_time)
                 slots.append(sum(found.slot_time.values()) / (4 * 64 * found.time))
                 lags.append(statistics.fmean(found.group_lags))
             row[label] = {"ratios": ratios, "slot_share": statistics.fmean(slots), "lag": statistics.fmean(lags)}
-            row["recall"] = metrics.get("predictor_recall")
+            row["recall"] = found.scheduler.get("predictor_recall")
         rows.append(row)
         print(row, flush=True)
     write_results("rollouts", rows)

@@ -20,8 +20,10 @@ from inflight.contracts import Environment, InferenceEndpoint, Task
 from inflight.dialects.pipelinerl.command import add_parser as add_dialect
 from inflight.environments.command import add_parser as add_proxy
 from inflight.errors import ConfigError, InflightError
+from inflight.exports.command import add_parser as add_trace
 from inflight.http.tokens import TOKEN_VARIABLE, read_token
 from inflight.launchers.launcher import ADDRESS_VARIABLE
+from inflight.planning.command import add_parser as add_plan
 from inflight.replay.command import add_parser as add_replay
 from inflight.watch.command import add_parser as add_watch
 from inflight.weights.relay_command import add_parser as add_relay
@@ -98,7 +100,6 @@ def _parser() -> argparse.ArgumentParser:
         "--launcher", metavar="NAME", help="what starts servers and trainers, as run.launcher: local or ray"
     )
     train.add_argument("--resume-if-begun", action="store_true", help="the same if there is one; otherwise begin")
-    train.add_argument("--tensorboard", action="store_true", help="also write TensorBoard events to the run directory")
     train.add_argument(
         "--dry-run",
         action="store_true",
@@ -137,13 +138,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     losses.set_defaults(call=_losses)
 
+    add_trace(commands)
     add_proxy(commands)
     add_relay(commands)
     add_dialect(commands)
+    add_plan(commands)
     add_bench(commands)
     add_check(commands)
-    add_watch(commands)
     add_replay(commands)
+    add_watch(commands)
     return parser
 
 
@@ -520,7 +523,7 @@ def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     config = load_config(arguments.config, overrides)
     is_begun = arguments.resume_if_begun and (config.run.directory / "config.json").exists()
-    return train(config, resume=arguments.resume or is_begun, tensorboard=arguments.tensorboard)
+    return train(config, resume=arguments.resume or is_begun)
 
 
 def _launch(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:

@@ -23,7 +23,7 @@ class DeepSpeedConfig(WorkerConfig):
     def _is_supported(self) -> DeepSpeedConfig:
         if self.dtype == "float64" or self.master_dtype == "bfloat16":
             raise ValueError("DeepSpeed computes in float32 or bfloat16 here, and keeps weights in float32")
-        for name in ("float8", "compile", "frozen", "shard_size"):
+        for name in ("float8", "compile", "frozen", "shard_size", "lora"):
             if getattr(self, name):
                 raise ValueError(f"{name} is not a setting of the DeepSpeed worker; leave it out")
         return self

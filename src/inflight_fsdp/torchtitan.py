@@ -169,7 +169,19 @@ def _parallel_dims(config: TorchTitanConfig, device: torch.device) -> ParallelDi
 def _parallelize(
     decoder: Decoder, family: Family, dims: ParallelDims, config: TorchTitanConfig, device: torch.device
 ) -> None:
-    """Shard the decoder as TorchTitan does."""
+    """Shard the decoder as TorchTitan does, but for a tied head, which stays tied to its embedding.
+
+    TorchTitan cuts the two for tensor parallelism one by one, and ties them once FSDP2 has taken them for two: where
+    ranks have parts of other sizes, FSDP2 then computes with an embedding that no step changes.
+    """
+    cut = decoder.parallelize
+
+    def cut_and_tie(dims: ParallelDims) -> None:
+        cut(dims)
+        if decoder.enable_weight_tying:
+            decoder.tok_embeddings.weight = decoder.lm_head.weight
+
+    decoder.parallelize = cut_and_tie
     family.parallelize(
         decoder,
         parallel_dims=dims,

@@ -28,12 +28,15 @@ PAGES = (
             "trainers",
             "losses",
             "rollouts",
+            "planner",
             "scale",
+            "replay",
             "environments",
             "weights",
             "inference-adapter",
             "trainer-adapter",
             "design",
+            "events",
         )
     ),
 )

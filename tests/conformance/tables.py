@@ -9,11 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 from inflight.losses import PRESETS
+from inflight.trace.schema import markdown as event_tables
 from inflight.weights.session import TRANSITIONS, Event
 from inflight.wire import EndpointState
 from tests.campaigns.table import campaign_table
 from tests.conformance.backend_tables import backends_table
 from tests.conformance.kept import ROOT, kept, kept_rows, milliseconds
+from tests.conformance.planner_tables import PLANNER_TABLES
+from tests.conformance.replay_tables import REPLAY_TABLES
 from tests.conformance.rollout_tables import ROLLOUT_TABLES
 from tests.conformance.scale_tables import SCALE_TABLES
 from tests.conformance.weight_tables import WEIGHT_TABLES
@@ -401,10 +404,13 @@ def environments_table() -> str:
 
 
 TABLES = {
+    "events": event_tables,
     "environments": environments_table,
     **WEIGHT_TABLES,
     **ROLLOUT_TABLES,
+    **PLANNER_TABLES,
     **SCALE_TABLES,
+    **REPLAY_TABLES,
     "campaign": campaign_table,
     "presets": presets_table,
     "transitions": transitions_table,

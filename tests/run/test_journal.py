@@ -62,6 +62,30 @@ def test_events_are_yielded_one_by_one(tmp_path: Path) -> None:
         next(events)
 
 
+def test_a_fact_that_the_schema_does_not_have_is_refused_and_not_dropped(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, None)
+    with pytest.raises(ValueError, match=r"num_grups\n.*Extra inputs"):
+        journal.event(events.Running, num_groups=1, num_grups=1)
+    part = {"number": 0, "num_tokens": 1, "spans": (), "finish_reason": "stop", "colour": "red"}
+    with pytest.raises(ValueError, match=r"parts\.0\.colour\n.*Extra inputs"):
+        journal.event(
+            events.Request, endpoint="http://a", item=0, request_id="a", numbers=(0,), parts=(part,), error=None
+        )
+    journal.close()
+    assert [event["kind"] for event in read_events(tmp_path)] == ["began"]
+
+
+def test_listeners_hear_what_is_written_and_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "PART_BYTES", 1000)
+    heard: list[events.Event] = []
+    journal = Journal(tmp_path, None, listeners=[heard.append])
+    for number in range(50):
+        journal.event(events.Running, num_groups=number)
+    journal.close()
+    assert [json.loads(event.model_dump_json()) for event in heard][-20:] == list(read_events(tmp_path))[-20:]
+    assert [event.num_groups for event in heard if isinstance(event, events.Running)] == list(range(50))
+
+
 def test_groups_that_no_step_follows_leave_numbers_and_no_tokens_in_memory(tmp_path: Path) -> None:
     journal = Journal(tmp_path, None)
     for _ in range(100):

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import time
@@ -47,7 +48,11 @@ def start_run(tmp_path: Path, model_dir: Path) -> Iterator[Callable[..., RunProc
 def test_pipeline_run_trains_publishes_every_step_and_writes_everything_down(
     start_run: Callable[..., RunProcess],
 ) -> None:
-    run = start_run("--tensorboard")
+    run = start_run("--run.trackers", "tensorboard", "--run.metrics_port", "0")
+    run.wait_for_output("metrics for Prometheus at")
+    (url,) = re.findall(r"metrics for Prometheus at (\S+)", run.output())
+    run.wait_for_steps(1)
+    assert re.search(r"^inflight_run_steps_total [1-9]", httpx.get(url).text, re.MULTILINE)
     assert run.wait() == 0, run.output()
     rows, summary = run.rows(), run.summary()
     assert [row["version"] for row in rows] == [1, 2, 3, 4, 5, 6]
@@ -61,6 +66,9 @@ def test_pipeline_run_trains_publishes_every_step_and_writes_everything_down(
     assert sum(summary["completions_by_length"].values()) == summary["num_samples"]
     assert 0 < summary["paused_share"] < 1
     assert all(0 <= row["utilisation"] <= 1 and 0 <= row["bubble_share"] <= 1 for row in rows)
+    law = rows[-1]["littles_law"]
+    in_edges = law["expected_age"] ** 2 / len(rows)  # what is under way at the end has not left
+    assert abs(law["age"] - law["expected_age"]) <= 0.25 * law["expected_age"] + in_edges
     assert 0 < summary["utilisation"] < 1
     assert 0 < summary["bubble_share"] < 1
     assert sum(summary["completions_by_age"].values()) == sum(row["num_step_sequences"] for row in rows)

@@ -191,7 +191,7 @@ def test_a_broken_checkpoint_is_no_reason_to_begin_anew(tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_killed_and_resumed_has_each_step_once(start_run: Callable[..., RunProcess]) -> None:
-    words = ("--run.num_steps", "100000", "--run.checkpoint_every_steps", "4", "--tensorboard")
+    words = ("--run.num_steps", "100000", "--run.checkpoint_every_steps", "4", "--run.trackers", "tensorboard")
     run = start_run(*words)
     run.wait_for_steps(7)
     run.kill()
@@ -200,7 +200,7 @@ def test_a_run_that_is_killed_and_resumed_has_each_step_once(start_run: Callable
     with (run.directory / "events.jsonl").open("a") as file:
         file.write('{"kind": "tra')
     checkpoint = json.loads((run.directory / "checkpoints" / "latest.json").read_text())["version"]
-    resumed = start_run("--run.num_steps", str(checkpoint + 6), "--resume", "--tensorboard")
+    resumed = start_run("--run.num_steps", str(checkpoint + 6), "--resume", "--run.trackers", "tensorboard")
     assert resumed.wait() == 0, resumed.output()
     assert [row["version"] for row in resumed.rows()] == list(range(1, checkpoint + 7))
     times = [row["time_s"] for row in resumed.rows()]

@@ -14,6 +14,7 @@ import pytest
 
 from inflight.http.openapi import openapi_document
 from inflight.pipeline.config import load_config
+from inflight.trace.schema import json_schema
 from tests.zygote import python
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +40,7 @@ def test_commands_in_the_docs_are_understood(page: Path) -> None:
         for line in block.replace("\\\n", " ").splitlines():
             words = shlex.split(line)
             if words[:2] == ["inflight", "train"]:
-                flags = ("--resume", "--tensorboard", "--dry-run", "--json", "--devices", "8x80GiB")
+                flags = ("--resume", "--dry-run", "--json", "--devices", "8x80GiB")
                 overrides = [word for word in words[3:] if word not in flags]
                 load_config(ROOT / words[2], overrides)
             elif words[:1] == ["make"]:
@@ -76,6 +77,11 @@ def test_the_loop_in_the_design_is_that_of_the_run() -> None:
 def test_openapi_document_is_current() -> None:
     checked_in = json.loads((ROOT / "docs" / "openapi.json").read_text())
     assert checked_in == json.loads(json.dumps(openapi_document())), "run: make docs"
+
+
+def test_the_schema_of_events_in_docs_is_that_of_the_models() -> None:
+    checked_in = json.loads((ROOT / "docs" / "events.schema.json").read_text())
+    assert checked_in == json.loads(json.dumps(json_schema())), "run: make docs"
 
 
 def test_every_example_configuration_is_valid() -> None:

@@ -106,6 +106,7 @@ def test_steps_that_come_again_replace_those_that_were_read(tmp_path: Path) -> N
     rows = metrics.read_text().splitlines(keepends=True)[:2]
     metrics.unlink()
     metrics.write_text("".join(rows))
+    WrittenRun(tmp_path).began(2.0, version=2, began_at=1.7e9 + 100)
     run.fold(follower.read())
     follower.close()
     assert views.overview(run, ["reward"])["steps"]["versions"] == [1, 2]

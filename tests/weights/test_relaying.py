@@ -84,9 +84,13 @@ def spec_of(directory: Path) -> DirectorySpec:
 
 
 def newest(directory: Path) -> StoredUpdate | None:
+    """Return the newest version, None if there is none or it is just replaced by the next one."""
     receiver = FileReceiver(spec_of(directory))
     ref = receiver.latest(10.0)
-    return None if ref is None else receiver.read_manifest(ref, 10.0)
+    try:
+        return None if ref is None else receiver.read_manifest(ref, 10.0)
+    except TransferError:
+        return None
 
 
 def files_of(directory: Path, stored: StoredUpdate) -> dict[str, bytes]:

@@ -144,6 +144,7 @@ def test_the_worker_conforms(monkeypatch: pytest.MonkeyPatch, stage: int, num_ra
         ({"compile": True}, "compile is not a setting of the DeepSpeed worker"),
         ({"frozen": ["*"]}, "frozen is not a setting"),
         ({"shard_size": 2}, "shard_size is not a setting"),
+        ({"lora": {"rank": 2, "alpha": 4, "targets": ["q_proj"]}}, "lora is not a setting"),
         ({"zero_stage": 0}, r"zero_stage: Input should be 1, 2 or 3"),
         ({"stage": 2}, r"Known keys: .*zero_stage"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import sys
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from inflight.errors import ConfigError
+from inflight.http.tokens import TOKEN_VARIABLE, read_token
 
 
 def add_parser(commands: Any) -> None:
@@ -38,6 +40,48 @@ def add_parser(commands: Any) -> None:
     )
     weights.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     weights.set_defaults(call=_weights)
+    engine = subjects.add_parser(
+        "engine",
+        help="measure token times of a running server, by how many completions run, for inflight plan",
+        epilog=f"${TOKEN_VARIABLE} is the server's token. Nothing else should use the server meanwhile.",
+    )
+    engine.add_argument("url", metavar="URL", help="http://HOST:PORT, or an engine's own ENGINE+http://HOST:PORT")
+    engine.add_argument("--batches", default="1,8,32,64", metavar="N,N,...", help="default: %(default)s")
+    engine.add_argument("--tokens", type=int, default=128, help="of a long completion (default: %(default)s)")
+    engine.add_argument("--prompt-tokens", type=int, default=32, help="default: %(default)s")
+    engine.add_argument("--rounds", type=int, default=3, help="of long and short ones (default: %(default)s)")
+    engine.set_defaults(call=_engine)
+
+
+def _engine(arguments: argparse.Namespace, _: Sequence[str]) -> int:
+    from inflight.bench.engine import as_plan, measure
+    from inflight.engines.kinds import connect_endpoint
+
+    try:
+        batches = sorted({int(number) for number in arguments.batches.split(",")})
+    except ValueError as error:
+        raise ConfigError(f"--batches must be numbers such as 1,8,64, not {arguments.batches!r}") from error
+    if min(batches) < 1 or arguments.rounds < 1 or arguments.prompt_tokens < 1:
+        raise ConfigError("--batches, --rounds and --prompt-tokens must be at least 1")
+    endpoint = connect_endpoint(arguments.url, token=read_token(None))
+
+    async def measured() -> str:
+        try:
+            found = await measure(
+                endpoint,
+                batches,
+                num_tokens=arguments.tokens,
+                num_prompt_tokens=arguments.prompt_tokens,
+                num_rounds=arguments.rounds,
+                tell=lambda text: print(f"bench: {text}", file=sys.stderr, flush=True),
+            )
+        finally:
+            await endpoint.aclose()
+        besides = max(it.request_s for it in found)
+        return f"{as_plan(found)}\nrequest_s = {besides:.3g}  # with a prompt of {arguments.prompt_tokens} tokens"
+
+    print(asyncio.run(measured()))
+    return 0
 
 
 def _weights(arguments: argparse.Namespace, _: Sequence[str]) -> int:

@@ -109,6 +109,11 @@ class Actor:
         return len(self._open)
 
     @property
+    def num_issued(self) -> int:
+        """Those of them of which something is or was sampled."""
+        return sum(group.has_part for group in self._open.values())
+
+    @property
     def oldest(self) -> int:
         """Number, in the order of offers, of the oldest group that is sampled or scored, or else of the next one."""
         first = next(iter(self._open.values()), None)  # in the order of offers
@@ -305,7 +310,9 @@ class Actor:
         if group.is_stale(self._can_train):
             lengths = [one.num_tokens for one in group.sampled if one is not None]
             what = "the first tokens of all its completions are older than rollouts.max_lag allows"
-            self._drop(index, "stale", what, tuple(lengths) if len(lengths) == self.work.size else ())
+            known = [version for version in group.first_versions if version is not None]
+            whole = tuple(lengths) if len(lengths) == self.work.size else ()
+            self._drop(index, "stale", what, whole, min(known, default=None))
             return
         group.is_given_up = False
         group.begun = [None] * self.work.size
@@ -528,12 +535,19 @@ class Actor:
             self._fail(TaskError(f"none of the first {self._num_unusable} items can be used; the last: {why}"))
         self._drop(index, reason, why)
 
-    def _drop(self, index: int, reason: str, what_happened: str, lengths: tuple[int, ...] = ()) -> None:
+    def _drop(
+        self,
+        index: int,
+        reason: str,
+        what_happened: str,
+        lengths: tuple[int, ...] = (),
+        first_version: int | None = None,
+    ) -> None:
         self._num_failures.pop(index, None)
         self.work.forget(index)
         self.ledger.drop(index, reason)
         self._withdraw(index)
-        self.on_end(DroppedItem(index, reason, what_happened, lengths))
+        self.on_end(DroppedItem(index, reason, what_happened, lengths, first_version))
 
     def _requeue(self, group: OpenGroup) -> None:
         self.ledger.requeue(group.item.index)

@@ -91,18 +91,6 @@ def make_batch(
     return StepBatch(groups, shaped, version, +lags, num_stale, kept)
 
 
-def split_evenly(groups: Sequence[Group], num_parts: int) -> list[list[Group]]:
-    """Return the groups, in order, as ``num_parts`` parts of about equal tokens; fewer if there are too few groups."""
-    total = sum(group.num_tokens for group in groups)
-    parts: list[list[Group]] = [[] for _ in range(num_parts)]
-    before = 0
-    for group in groups:
-        middle = before + group.num_tokens / 2
-        parts[min(num_parts - 1, int(middle * num_parts / total))].append(group)
-        before += group.num_tokens
-    return [part for part in parts if part]
-
-
 def frames_of(
     batch: StepData,
     max_tokens: int,

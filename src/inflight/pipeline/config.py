@@ -6,10 +6,10 @@ import difflib
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 import pydantic
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt, model_validator
 
 from inflight.engines.kinds import load_engine_kind
 from inflight.errors import ConfigError
@@ -28,6 +28,11 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+def _listed(value: object) -> object:
+    """Return the parts of a text that has commas between them, as it comes from the command line."""
+    return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
+
+
 class RunSection(Section):
     """What kind of run, how long, and where its files go."""
 
@@ -36,10 +41,10 @@ class RunSection(Section):
     """``pipeline``: generation never stops. ``conventional``: generate for G optimizer steps, then train them."""
     compress_events: bool = False
     """Whether files of events are compressed once they are full."""
-    page: bool = False
-    """Whether the run serves its page, as ``inflight watch`` does; its address is printed."""
     record: bool = False
     """Whether what decided each step is kept in the directory ``record``, for ``inflight replay``."""
+    page: bool = False
+    """Whether the run serves its page, as ``inflight watch`` does; its address is printed."""
     conventional_steps: int = Field(default=1, ge=1)
     """G of the conventional mode."""
     launcher: str = "local"
@@ -66,6 +71,13 @@ class RunSection(Section):
     for a step what moving the weights may take besides, at 0.5 GB/s."""
     save_timeout_s: float | None = Field(default=None, gt=0)
     """Longest wait for a checkpoint. None: 900 s, and what writing its bytes may take besides, at 0.5 GB/s."""
+    metrics_port: int | None = Field(default=None, ge=0, le=65535)
+    """Port on loopback where the run serves ``/metrics`` for Prometheus; 0: any free one. None: it serves none."""
+    trackers: Annotated[tuple[str, ...], BeforeValidator(_listed)] = ()
+    """Where people watch the run besides its directory: ``tensorboard``, ``wandb``, ``trackio``, ``mlflow``, another
+    entry point in the group ``inflight.trackers``, or ``module:attribute``. A text with commas is a list."""
+    tracker_options: dict[str, dict[str, Any]] = {}
+    """Options by tracker, such as ``{ wandb = { project = "letters", mode = "offline" } }``."""
 
 
 class ModelSection(Section):

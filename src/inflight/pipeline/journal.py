@@ -8,7 +8,7 @@ import platform
 import statistics
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ class _Counts(BaseModel):
 
 
 class Journal:
-    """Writes the events of a run, ``summary.json``, and TensorBoard's files if asked.
+    """Writes the events of a run and ``summary.json``. Each of ``listeners`` is told every event that was written.
 
     In a resumed run the counters continue from ``state``, as they were at ``version``; rows of later steps, which the
     earlier process lost, are removed. A full disk raises `CheckpointError`.
@@ -62,8 +62,8 @@ class Journal:
         version: int = 0,
         *,
         config: Mapping[str, Any] | None = None,
-        tensorboard: bool = False,
         compresses: bool = False,
+        listeners: Sequence[Callable[[events.Event], None]] = (),
     ) -> None:
         self._directory = directory
         self._config = dict(config or {})
@@ -80,11 +80,7 @@ class Journal:
         self._lengths_since: list[int] = []
         """Lengths of the completions finished since the last step; rewards likewise."""
         self._num_running = -1
-        self._writer: Any = None
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=version + 1)
+        self._listeners = listeners
         self._begin_file()
 
     def state(self) -> dict[str, Any]:
@@ -108,7 +104,14 @@ class Journal:
     def event(self, of: type[events.Event], span: tuple[float, float] | None = None, /, **facts: Any) -> None:
         """Write an event; ``span`` is its start and end in wall-clock seconds, None: now."""
         start_s, end_s = map(self.since, span or (time.time(),) * 2)
-        if self._files.write(of(start_s=start_s, end_s=end_s, **facts)):
+        # Unknown facts are refused here, where readers ignore them.
+        self._write(of.model_validate({"start_s": start_s, "end_s": end_s, **facts}, extra="forbid"))
+
+    def _write(self, event: events.Event) -> None:
+        begins_file = self._files.write(event)
+        for hear in self._listeners:
+            hear(event)
+        if begins_file:
             self._begin_file()
 
     def _begin_file(self) -> None:
@@ -194,11 +197,7 @@ class Journal:
             "accepted_per_verification": drafted.accepted_per_verification,
             **facts,
         }
-        self._files.write(events.Step.model_validate({"start_s": now, "end_s": now, **row}))
-        if self._writer is not None:
-            for key, value in row.items():
-                if isinstance(value, int | float):
-                    self._writer.add_scalar(key, value, self.version)
+        self._write(events.Step.model_validate({"start_s": now, "end_s": now, **row}))
         return row
 
     def recent_reward(self) -> float | None:
@@ -236,10 +235,8 @@ class Journal:
 
     def close(self) -> None:
         """Close the files. A full disk loses the end of the last lines."""
-        for file in (self._files, self._writer):
-            with contextlib.suppress(OSError):  # a failed write was reported when it happened
-                if file is not None:
-                    file.close()
+        with contextlib.suppress(OSError):  # a failed write was reported when it happened
+            self._files.close()
 
 
 def _sorted(counts: Counter[int]) -> dict[str, int]:

@@ -60,6 +60,7 @@ class Notes:
                 "resumed_tokens": self.sampling.actor.num_resumed_tokens,
                 "scheduler": self.sampling.actor.scheduler.metrics(),
                 "bias": self.sampling.audit.metrics(),
+                "littles_law": self.sampling.littles_law.row(),
                 "ledger": self._ledger_counts(),
                 "failed_episodes": dict(self.sampling.num_failed_episodes),
                 "rewritten_conversations": self.sampling.actor.num_rewritten,

@@ -22,6 +22,8 @@ class DroppedItem:
     what_happened: str
     lengths: tuple[int, ...] = ()
     """Tokens that its completions had; empty if that is not known of all of them."""
+    first_version: int | None = None
+    """Of its oldest token, if it is dropped as too old."""
 
 
 @dataclass(frozen=True, slots=True)

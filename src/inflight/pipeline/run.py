@@ -13,12 +13,13 @@ import contextlib
 import os
 import secrets
 import signal
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from typing import Any
 
 from inflight.checkpoints import check_weights, load_config, load_tokenizer
 from inflight.environments.proxy_server import ProxyServer
 from inflight.errors import CheckpointError, ConfigError, FencedError, InflightError, WorkerDiedError
+from inflight.exports.prometheus import MetricsServer, RunMetrics
 from inflight.http.tokens import TOKEN_VARIABLE
 from inflight.images import load_image_processor
 from inflight.launchers import Launcher, load_launcher
@@ -48,23 +49,24 @@ from inflight.pipeline.servers import Servers, nobody_left
 from inflight.pipeline.trainer_group import TrainerGroup
 from inflight.rollouts import EssGuard, HistoryStore, Ledger, load_composer, load_scheduler, load_staleness, load_task
 from inflight.trace.records import RECORD, remove_steps
+from inflight.trackers import Reporting, TrackedRun, load_trackers
 
 
-def train(config: RunConfig, *, resume: bool = False, tensorboard: bool = False) -> int:
+def train(config: RunConfig, *, resume: bool = False) -> int:
     """Run to the end or until Ctrl-C; return the exit status (0 done, 130 interrupted with everything saved).
 
     Raises the `InflightError` that stopped the run; the last checkpoint is whole then.
     """
-    return asyncio.run(_until_over(config, resume=resume, tensorboard=tensorboard))
+    return asyncio.run(_until_over(config, resume=resume))
 
 
-async def _until_over(config: RunConfig, *, resume: bool, tensorboard: bool) -> int:
+async def _until_over(config: RunConfig, *, resume: bool) -> int:
     """Run; as long as ``run.restarts`` allows, begin again from the last checkpoint when a rank is lost."""
-    run = _Run(config, resume=resume, tensorboard=tensorboard)
+    run = _Run(config, resume=resume)
     try:
         num_left = config.run.restarts
         while (status := await run.run(may_restart=num_left > 0)) is None:
-            again = _Run(config, resume=True, tensorboard=tensorboard, before=run)
+            again = _Run(config, resume=True, before=run)
             num_left = num_left - 1 if again.directory.checkpoint == run.directory.checkpoint else config.run.restarts
             run = again
         return status
@@ -158,7 +160,7 @@ class _Run:
     One that comes after another (``before``), whose ranks were lost, takes over its servers and its directory.
     """
 
-    def __init__(self, config: RunConfig, *, resume: bool, tensorboard: bool, before: _Run | None = None) -> None:
+    def __init__(self, config: RunConfig, *, resume: bool, before: _Run | None = None) -> None:
         self.config = config
         check_servers(config.servers)
         check_lora(config.train, config.model.path)
@@ -195,6 +197,7 @@ class _Run:
             history=history,
             seed=config.run.seed,
         )
+        trackers = load_trackers(config.run.trackers, config.run.tracker_options)
         check_weights(config.model.path)
         vocab_size = int(load_config(config.model.path).get_text_config().vocab_size)
         tokenizer = load_tokenizer(config.model.path)
@@ -213,13 +216,16 @@ class _Run:
         version = 0 if state is None else state["version"]
         remove_steps(path / RECORD, version)
         ledger = Ledger() if state is None else Ledger.from_json(state["ledger"])
+        settings = config.model_dump(mode="json")
+        self.metrics = None if config.run.metrics_port is None else RunMetrics()
+        self.reporting = Reporting(trackers, TrackedRun(self.directory.run_id, path, settings, version), note)
         journal = Journal(
             path,
             None if state is None else state["journal"],
             version,
-            config=config.model_dump(mode="json"),
-            tensorboard=tensorboard,
+            config=settings,
             compresses=config.run.compress_events,
+            listeners=[self.reporting.heard] if self.metrics is None else [self.reporting.heard, self.metrics.heard],
         )
         self.token: str = before.token if before else os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24)
         if config.servers.lease_s:
@@ -280,11 +286,32 @@ class _Run:
         Returns None if a rank was lost and ``may_restart`` is set: then only the servers run.
         """
         self.interrupt.listen()
+        with self._serving_metrics():
+            return await self._run_and_report(may_restart=may_restart)
+
+    @contextlib.contextmanager
+    def _serving_metrics(self) -> Iterator[None]:
+        """Serve the metrics during the body, if the configuration names a port."""
+        port = self.config.run.metrics_port
+        if self.metrics is None or port is None:
+            yield
+            return
+        with MetricsServer(self.metrics, port) as server:
+            self.progress.note(f"metrics for Prometheus at {server.url}")
+            yield
+
+    async def _run_and_report(self, *, may_restart: bool) -> int | None:
         beside = [self.notes.tell_what_is_waited_for()]
         if self.config.run.page:
             beside.append(serve_page(self.directory.path, self.directory.logs, self.progress.note))
         async with self.proxy, _beside(*beside):
-            return await self._run(may_restart=may_restart)
+            try:
+                status = await self._run(may_restart=may_restart)
+            except InflightError as error:
+                await asyncio.to_thread(self.reporting.end, str(error))
+                raise
+            await asyncio.to_thread(self.reporting.end, None)
+            return status
 
     async def _run(self, *, may_restart: bool) -> int | None:
         try:

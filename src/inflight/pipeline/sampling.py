@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
-import statistics
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from inflight.contracts import BatchComposer, Scheduler, StalenessPolicy
 from inflight.errors import TrainerError
 from inflight.pipeline.actor import Actor
-from inflight.pipeline.batches import StepBatch, make_batch, split_evenly
+from inflight.pipeline.batches import StepBatch, make_batch
 from inflight.pipeline.config import RunConfig
 from inflight.pipeline.drafts import FinishedGroups
 from inflight.pipeline.journal import Journal
@@ -25,7 +23,10 @@ from inflight.pipeline.open_group import DroppedItem, Running
 from inflight.pipeline.time_limits import STEP_S
 from inflight.pipeline.work import Sampled, Work
 from inflight.rollouts import HistoryStore, Ledger, TurnCritic, WaitingGroups, teaches
+from inflight.rollouts.admission import Admission
 from inflight.rollouts.audit import BiasAudit, Comparison
+from inflight.rollouts.batching import split_evenly
+from inflight.rollouts.littles_law import LittlesLaw
 from inflight.trace import events
 from inflight.types import Group
 from inflight.wire import Completion
@@ -66,14 +67,15 @@ class Sampling:
         rollouts = config.rollouts
         self._critic = TurnCritic(rollouts.critic_target, rollouts.discount) if rollouts.credit == "critic" else None
         self._waiting = WaitingGroups(staleness, composer)
-        self._recent_tokens: deque[int] = deque(maxlen=64)
-        """Training tokens of the groups that finished last; 0 for one that is not trained on."""
+        guess = work.size * (64 + config.sampling.max_tokens / 2)
+        self._admission = Admission(config.tokens_per_step, guess)
         self._tokens_per_phase = config.tokens_per_step * config.run.conventional_steps
         self._is_in_phase = False
         self._num_dropped_in_a_row = 0
         self.num_failed_episodes: Counter[str] = Counter()
         """Episodes that count for nothing, by what went wrong."""
         self.audit = BiasAudit()
+        self.littles_law = LittlesLaw(journal.version)
         self._told_reasons: set[str] = set()
         """Reasons of which the user was shown a dropped item."""
         self._wanted: int | None = None
@@ -150,7 +152,7 @@ class Sampling:
         self._drop_stale(version)
         self._drop_stale_running(version)
         self._wanted, self._composed, self._begun = version, None, asyncio.get_running_loop().time()
-        self.actor.step_wanted(version, self._num_groups(self._config.tokens_per_step))
+        self.actor.step_wanted(version, self._admission.num_groups())
         self._compose_if_ready()
 
     async def batch(self) -> StepBatch:
@@ -165,7 +167,7 @@ class Sampling:
         now = asyncio.get_running_loop().time
         self._drop_stale_running(version)
         self._is_in_phase = True
-        self.actor.step_wanted(version, self._num_groups(self._tokens_per_phase))
+        self.actor.step_wanted(version, self._admission.num_groups(self._config.run.conventional_steps))
         await self._until(lambda: self._waiting.num_tokens >= self._tokens_per_phase, now())
         self._is_in_phase = False
         self.actor.step_ready(version)
@@ -193,41 +195,52 @@ class Sampling:
 
     def settle(self, batch: StepBatch) -> None:
         self.is_training = False
+        queued = self.ledger.outstanding - self.actor.num_running - len(batch.groups)
+        under_way = self.actor.num_issued, queued, len(batch.groups)
         for group, kept in zip(batch.groups, batch.kept, strict=True):
+            self._leaves(group, is_trained=True)
             self.ledger.train(group.item_index)
             self.actor.settled(group.item_index, is_trained=True)
             self._audit(group, kept)
+        self.littles_law.stepped(*under_way)
+        self._check_littles_law()
         self.actor.wake()
 
-    def _tokens_per_group(self) -> float:
-        """Return the training tokens of an average group."""
-        if len(self._recent_tokens) < 4:  # a guess
-            return self.actor.work.size * (64 + self._config.sampling.max_tokens / 2)
-        return max(1.0, statistics.fmean(self._recent_tokens))
+    def _leaves(self, group: Group, *, is_trained: bool) -> None:
+        """Tell Little's law of a group that is settled."""
+        versions = [span.version for rollout in group.rollouts for span in rollout.version_spans]
+        if versions:
+            self.littles_law.left(min(versions), is_trained=is_trained)
 
-    def _num_groups(self, num_tokens: int) -> int:
-        return max(1, math.ceil(num_tokens / self._tokens_per_group()))
+    def _check_littles_law(self) -> None:
+        """Tell the user if ages and counts disagree: at once, and after each doubling of such windows."""
+        terms = self.littles_law.alarm()
+        if terms is None or self.littles_law.num_alarms.bit_count() != 1:
+            return
+        self._note(
+            f"groups are {terms.age:.1f} steps old when they are settled, by their versions, but by Little's law they "
+            f"should be {terms.expected_age:.1f}: {terms.in_flight:.0f} in flight, {terms.queued:.0f} queued and "
+            f"{terms.training:.0f} in training, of which {terms.left:.1f} leave per step; this is alarm "
+            f"{self.littles_law.num_alarms}. If they are older, servers are behind the trainer; if younger, requests "
+            "wait in an engine (lower servers.max_concurrent), or the ledger holds groups that nothing will settle"
+        )
 
     def _may_issue(self) -> bool:
-        """Return whether the actor may offer another group.
-
-        A conventional phase offers until running and finished groups together bring the tokens that it needs, or the
-        scheduler's surplus of them. In the pipeline, the groups that are offered and not yet trained stay within what
-        the lag bound allows. Where generation is faster than training, that bound alone would let every token reach the
-        largest lag, so nothing is offered while a whole step is ready.
-        """
-        tokens_per_group = self._tokens_per_group()
+        """Return whether the actor may offer another group."""
         num_running = self.actor.num_running
         if self._config.run.mode == "conventional":
-            num_tokens = self._waiting.num_tokens + num_running * tokens_per_group
-            return self._is_in_phase and num_tokens < self.actor.scheduler.surplus * self._tokens_per_phase
-        bound = self._staleness.max_outstanding_groups(self._config.tokens_per_step / tokens_per_group)
-        is_idle = not self.is_training and num_running == 0
-        return not self._is_ready() and (self.ledger.outstanding < bound or is_idle)
+            steps, surplus = self._config.run.conventional_steps, self.actor.scheduler.surplus
+            return self._is_in_phase and self._admission.in_phase(self._waiting.num_tokens, num_running, steps, surplus)
+        return self._admission.in_pipeline(
+            self._staleness,
+            self.ledger.outstanding,
+            is_step_ready=self._is_ready(),
+            is_idle=not self.is_training and num_running == 0,
+        )
 
     def _order(self) -> tuple[int, float]:
         """Return the oldest group that is sampled, in the order of offers, and the groups of an average step."""
-        return self.actor.oldest, self._config.tokens_per_step / self._tokens_per_group()
+        return self.actor.oldest, self._admission.groups_per_step
 
     def _is_ready(self) -> bool:
         return self._waiting.ready(*self._order())
@@ -275,13 +288,13 @@ class Sampling:
         self._journal.group_finished(group)
         self.history.finished(group)
         if not self._trains_on_equal_rewards and not teaches(group, self._config.rollouts.credit):
-            self._recent_tokens.append(0)
+            self._admission.finished(0)
             self._drop(group, "equal rewards")
         elif not self._composer.accepts(group):
-            self._recent_tokens.append(0)
+            self._admission.finished(0)
             self._drop(group, "filtered")
         elif self._waiting.add(group):
-            self._recent_tokens.append(group.num_tokens)
+            self._admission.finished(group.num_tokens)
             self._num_dropped_in_a_row = 0
         else:
             self._drop(group, "stale")
@@ -289,6 +302,7 @@ class Sampling:
     def _drop(self, group: Group, reason: str) -> None:
         """Settle a finished group that no step will use; warn if that happens many times in a row."""
         self.ledger.drop(group.item_index, reason)
+        self._leaves(group, is_trained=False)
         self._journal.event(events.Drop, reason=reason, item=group.item_index)
         self.actor.settled(group.item_index, is_trained=False)
         why = "The composer accepts none like the last one: see rollouts.composer."
@@ -337,6 +351,8 @@ class Sampling:
                 "all items of this kind"
             )
         self._journal.event(events.Drop, reason=item.reason, item=item.index, what=item.what_happened)
+        if item.first_version is not None:
+            self.littles_law.left(item.first_version, is_trained=False)
         if item.reason == "stale":
             if item.lengths:
                 self._tell_bias(self.audit.settled(item.lengths, [False] * len(item.lengths)))

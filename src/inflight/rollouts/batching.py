@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from inflight.contracts import BatchComposer, StalenessPolicy
@@ -24,15 +24,22 @@ class WaitingGroups:
     """Finished groups in the order of `add`, until a composer puts them into a step or all their tokens are too old.
 
     Tokens are counted as the step that `advance` names will see them: tokens that ``staleness`` masks do not count, and
-    neither does the prompt of a completion without any other.
+    neither does the prompt of a completion without any other. ``count`` may count otherwise.
     """
 
-    def __init__(self, staleness: StalenessPolicy, composer: BatchComposer) -> None:
+    def __init__(
+        self,
+        staleness: StalenessPolicy,
+        composer: BatchComposer,
+        count: Callable[[Group, StalenessPolicy, int], int] = num_trained_tokens,
+    ) -> None:
         self._staleness = staleness
         self._composer = composer
+        self._count = count
         self._version = 0
-        self._waiting: list[tuple[Group, int]] = []
-        """Groups and how many of their tokens can be trained on."""
+        self._waiting: list[Group] = []
+        self._tokens: list[int] = []
+        """For each of them, how many of its tokens can be trained on."""
         self._num_tokens = 0
         self._composed: tuple[tuple[int, float], Sequence[int]] | None = None
         """What was composed last, for which ``oldest`` and ``groups_per_step``; None if groups have changed since."""
@@ -57,9 +64,10 @@ class WaitingGroups:
 
     def add(self, group: Group) -> bool:
         """Put a finished group at the end of the line; returns False, and leaves it out, if all its tokens are old."""
-        num_tokens = num_trained_tokens(group, self._staleness, self._version)
+        num_tokens = self._count(group, self._staleness, self._version)
         if num_tokens:
-            self._waiting.append((group, num_tokens))
+            self._waiting.append(group)
+            self._tokens.append(num_tokens)
             self._num_tokens += num_tokens
             self._composed = None
         return num_tokens > 0
@@ -78,17 +86,18 @@ class WaitingGroups:
             raise InvalidRequestError(
                 f"the {self.num_tokens} waiting training tokens do not make a step: call ready() first"
             )
-        step = [self._waiting[i][0] for i in chosen]
+        step = [self._waiting[i] for i in chosen]
         taken = {*chosen}
-        self._num_tokens -= sum(self._waiting[i][1] for i in taken)
-        self._waiting = [waiting for i, waiting in enumerate(self._waiting) if i not in taken]
+        self._num_tokens -= sum(self._tokens[i] for i in taken)
+        rest = [i for i in range(len(self._waiting)) if i not in taken]
+        self._waiting, self._tokens = [self._waiting[i] for i in rest], [self._tokens[i] for i in rest]
         self._composed = None
         return step
 
     def take_all(self) -> list[Group]:
         """Remove and return every group that waits, oldest first; may be none."""
-        groups = [group for group, _ in self._waiting]
-        self._waiting, self._num_tokens, self._composed = [], 0, None
+        groups, self._waiting, self._tokens = self._waiting, [], []
+        self._num_tokens, self._composed = 0, None
         return groups
 
     def _compose(self, oldest: int, groups_per_step: float) -> Sequence[int]:
@@ -99,14 +108,30 @@ class WaitingGroups:
         return self._composed[1]
 
     def _chosen(self, oldest: int, groups_per_step: float) -> Sequence[int]:
-        ids = [group.group_id for group, _ in self._waiting]
-        allowed = self._staleness.trainable(ids, oldest, groups_per_step)
-        indices = [i for i, is_allowed in enumerate(allowed) if is_allowed]
-        groups = [self._waiting[i][0] for i in indices]
-        chosen = self._composer.compose(groups, [self._waiting[i][1] for i in indices])
-        if len({*chosen} & {*range(len(groups))}) != len(chosen):
+        if type(self._staleness).trainable is StalenessPolicy.trainable:  # all are: no need to ask, in long lines
+            indices: Sequence[int] = range(len(self._waiting))
+            groups, num_tokens = self._waiting, self._tokens
+        else:
+            ids = [group.group_id for group in self._waiting]
+            allowed = self._staleness.trainable(ids, oldest, groups_per_step)
+            indices = [i for i, is_allowed in enumerate(allowed) if is_allowed]
+            groups, num_tokens = [self._waiting[i] for i in indices], [self._tokens[i] for i in indices]
+        chosen = self._composer.compose(groups, num_tokens)
+        if len({*chosen} & {*range(len(groups))} if chosen else ()) != len(chosen):
             raise InvalidRequestError(
                 f"the batch composer chose {list(chosen)} of {len(groups)} groups: it must choose valid indices, "
                 "each at most once"
             )
         return [indices[i] for i in chosen]
+
+
+def split_evenly(groups: Sequence[Group], num_parts: int) -> list[list[Group]]:
+    """Return the groups, in order, as ``num_parts`` parts of about equal tokens; fewer if there are too few groups."""
+    total = sum(group.num_tokens for group in groups)
+    parts: list[list[Group]] = [[] for _ in range(num_parts)]
+    before = 0
+    for group in groups:
+        middle = before + group.num_tokens / 2
+        parts[min(num_parts - 1, int(middle * num_parts / total))].append(group)
+        before += group.num_tokens
+    return [part for part in parts if part]

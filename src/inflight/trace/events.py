@@ -17,7 +17,7 @@ SCHEMA_VERSION = 1
 class Event(BaseModel):
     """Base of every event. Keeps NaN and infinity, as Python's JSON does."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="constants")
+    model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="constants", use_attribute_docstrings=True)
 
     kind: str
     start_s: float
@@ -29,11 +29,13 @@ class Began(Event):
 
     kind: Literal["began"] = "began"
     schema_version: int = SCHEMA_VERSION
+    """Of the lines that follow."""
     began_at: float
     """Second 0 of this process's events, in seconds since 1970."""
     version: int
     """Trained versions so far; 0 in a new run."""
     inflight: str
+    """The release that writes."""
     config: dict[str, Any] = {}
     """The run's configuration, as in ``config.json``."""
 
@@ -45,7 +47,7 @@ class Began(Event):
 class SampledPart(BaseModel):
     """What a request brought of one completion, or the state of one episode after it."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
     number: int
     """Of the completion in its group, from 0."""
@@ -54,6 +56,7 @@ class SampledPart(BaseModel):
     spans: tuple[tuple[int, int, int], ...]
     """Start, end and version of each stretch of its tokens that one version sampled."""
     finish_reason: str
+    """``stop``, ``length``, ``abort`` where the rest was sampled by another request, or ``failed``."""
     turns: tuple[tuple[float, float, int], ...] = ()
     """Of an episode: start, end and sampled tokens of each turn. Between them its environment was at work."""
 
@@ -63,13 +66,17 @@ class Request(Event):
 
     kind: Literal["request"] = "request"
     endpoint: str
+    """The server's URL."""
     item: int
+    """Index of the task's item, which the ledger counts."""
     request_id: str
+    """As the server knew it."""
     numbers: tuple[int, ...]
     """Completions that it asked for."""
     parts: tuple[SampledPart, ...]
     """What it brought; empty if it was lost or cancelled."""
     error: str | None = None
+    """Why it brought nothing; ``cancelled`` if the run wanted it no longer."""
 
 
 class Running(Event):
@@ -90,6 +97,7 @@ class Group(Event):
     """Oldest and newest version that sampled one of its tokens."""
     newest: int | None
     rewards: tuple[float, ...]
+    """Of each rollout."""
     lengths: tuple[int, ...]
     """Sampled tokens."""
 
@@ -99,8 +107,10 @@ class Drop(Event):
 
     kind: Literal["drop"] = "drop"
     reason: str
+    """``equal rewards``, ``filtered``, ``stale``, ``unusable``, ``failed`` or ``failed episodes``."""
     item: int
     what: str = ""
+    """What happened, where more is known than the reason."""
 
 
 class EpisodeFailed(Event):
@@ -109,7 +119,9 @@ class EpisodeFailed(Event):
     kind: Literal["episode failed"] = "episode failed"
     item: int
     reason: str
+    """The class of failure, by which the run counts."""
     what: str
+    """What happened."""
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -134,17 +146,23 @@ class Publish(Event):
     kind: Literal["publish"] = "publish"
     version: int
     size_bytes: int
+    """Of the version."""
     sent_bytes: int
+    """Sent or stored, once however many servers took them."""
     gather_s: float
+    """Gathering the weights from the ranks."""
     wire_s: float
+    """Their way to the servers."""
     load_s: float
+    """Loading, on the slowest server."""
     pause_s: float
     """From the first server asked to pause to the last one resumed."""
     first_token_s: float | None
-    """From the resume to the first token."""
+    """From the resume to the first token, on the slowest server; None if none was sampled."""
     total_s: float
+    """Seen from the publisher."""
     paused_s: dict[str, float]
-    """By endpoint."""
+    """How long each server sampled nothing."""
     outcomes: dict[str, str]
     """By endpoint, as `inflight.types.EndpointOutcome`."""
 
@@ -152,10 +170,11 @@ class Publish(Event):
 class Step(Event):
     """An optimizer step is complete, with all its metrics; the rows of ``metrics.jsonl``."""
 
-    model_config = ConfigDict(frozen=True, extra="allow", ser_json_inf_nan="constants")
+    model_config = ConfigDict(extra="allow")
 
     kind: Literal["step"] = "step"
     version: int
+    """The version that it made."""
     time_s: float
     """Equal to ``end_s``."""
     reward: float | None
@@ -178,15 +197,21 @@ class Fleet(Event):
 
     kind: Literal["fleet"] = "fleet"
     version: int
+    """Trained versions so far."""
     restored: tuple[str, ...] = ()
+    """Known servers that hold the present version again."""
     joined: tuple[str, ...] = ()
+    """New servers that hold it."""
     removed: tuple[str, ...] = ()
+    """Servers that the publisher no longer knows."""
     left: tuple[str, ...] = ()
+    """Servers that are no longer listed."""
     changes: tuple[tuple[str, str | None, str], ...] = ()
     """Endpoint, state before (None for a new one), state after."""
     states: dict[str, str] = {}
     """Of every member, where the publisher told them."""
     serving: tuple[str, ...] = ()
+    """Those that get work."""
 
 
 class Versions(Event):
@@ -194,6 +219,7 @@ class Versions(Event):
 
     kind: Literal["versions"] = "versions"
     trainer: int
+    """Trained versions so far."""
     servers: dict[str, int | None]
 
 
@@ -203,6 +229,7 @@ class Scale(Event):
     kind: Literal["scale"] = "scale"
     change: Literal["grow", "shrink"]
     servers: tuple[str, ...]
+    """Those that it has started and that still run."""
 
 
 class MemoryTurn(Event):

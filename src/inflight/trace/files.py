@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from io import BytesIO, FileIO
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,60 +23,81 @@ PART_BYTES = 32 * 1024 * 1024
 NUM_PARTS = 8
 """``events.jsonl`` is renamed at ``PART_BYTES``; ``NUM_PARTS`` files of events are kept, itself included."""
 _CHUNK_BYTES = 1 << 20
+_COMPRESS_S = 10.0
+"""How long the last file may take to be compressed once the run has ended."""
 
 EVENTS, STEPS = "events.jsonl", "metrics.jsonl"
 
 
 class EventWriter:
-    """Appends events to the files of a run directory. A full disk raises `CheckpointError`."""
+    """Appends events to the files of a run directory. A full disk raises `CheckpointError` and leaves whole lines."""
 
     def __init__(self, directory: Path, *, compresses: bool = False) -> None:
         self._directory = directory
         self._compresses = compresses
-        self._events, self._steps = ((directory / name).open("a", buffering=1) for name in (EVENTS, STEPS))
+        self._compressing: threading.Thread | None = None
+        self._events, self._steps = ((directory / name).open("ab", buffering=0) for name in (EVENTS, STEPS))
 
     def write(self, event: Event) -> bool:
         """Write an event; return whether the next one is the first of a new file."""
         file = self._steps if event.kind == "step" else self._events
         try:
-            file.write(event.model_dump_json() + "\n")
+            _append(file, event.model_dump_json().encode() + b"\n")
+            if event.kind in ("step", "began") or file.tell() <= PART_BYTES:
+                return False
+            self._rotate()
         except OSError as error:
             raise CheckpointError(f"{file.name} cannot be written: {error.strerror}; is the disk full?") from error
-        if event.kind in ("step", "began") or file.tell() <= PART_BYTES:
-            return False
-        self._rotate()
         return True
 
     def close(self) -> None:
-        """Close the files. Raises OSError if the end of the last lines is lost."""
-        try:
-            self._steps.close()
-        finally:
-            self._events.close()
+        """Close the files, and wait a little for one that is being compressed."""
+        self._steps.close()
+        self._events.close()
+        if self._compressing is not None:
+            self._compressing.join(_COMPRESS_S)
 
     def _rotate(self) -> None:
         """Begin a new file of events, and remove the oldest if there are too many."""
-        *older, present = event_files(self._directory)
+        parts = _parts(self._directory)
+        number = max(parts, default=0) + 1
+        parts[number] = self._directory / f"events.{number}.jsonl"
         self._events.close()
-        part = present.with_name(f"events.{_number_of(older[-1]) + 1 if older else 1}.jsonl")
-        present.rename(part)
-        self._events = present.open("a", buffering=1)
-        for path in older[: -(NUM_PARTS - 2)]:
-            path.unlink(missing_ok=True)
-        if self._compresses:
-            threading.Thread(target=_compress, args=(part,), name="inflight-compress", daemon=True).start()
+        (self._directory / EVENTS).rename(parts[number])
+        self._events = (self._directory / EVENTS).open("ab", buffering=0)
+        kept = sorted(parts)[-(NUM_PARTS - 1) :]
+        for removed in parts.keys() - set(kept):
+            parts[removed].unlink(missing_ok=True)
+        if self._compresses and (self._compressing is None or not self._compressing.is_alive()):
+            plain = [parts[it] for it in kept if parts[it].suffix == ".jsonl"]
+            self._compressing = threading.Thread(target=_compress, args=(plain,), name="inflight-compress", daemon=True)
+            self._compressing.start()
+
+
+def _append(file: FileIO, line: bytes) -> None:
+    """Write a whole line or nothing."""
+    begin = os.fstat(file.fileno()).st_size
+    try:
+        while line:
+            line = line[file.write(line) :]
+    except OSError:
+        file.truncate(begin)
+        raise
 
 
 def begin_files(directory: Path) -> None:
     """Remove the events of an earlier run in the same directory."""
-    for path in (directory / STEPS, *event_files(directory)):
+    for path in (directory / STEPS, *event_files(directory), *_unfinished(directory)):
         path.unlink(missing_ok=True)
 
 
 def resume_files(directory: Path, version: int) -> None:
-    """Remove incomplete last lines, and steps after ``version``, which the earlier process has lost."""
+    """Remove what a killed process left incomplete, and steps after ``version``, which it has lost."""
+    for path in _unfinished(directory):
+        path.unlink()
     _keep_lines(directory / STEPS, lambda row: row["version"] <= version)
-    _keep_lines(directory / EVENTS, lambda _: True)
+    if (directory / EVENTS).exists():
+        _cut_torn_line(directory / EVENTS)  # in place: who follows the file goes on reading it
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -87,12 +109,13 @@ def read_events(directory: Path, kinds: Collection[str] = ()) -> Iterator[dict[s
 
     They are as written, and not validated. Raises `ConfigError` if a newer release of inflight wrote them.
     """
-    for path in event_files(directory):
-        for event in read_lines(path):
-            if event.get("kind") == "began":
-                check_schema(event, directory)
+    reader = _EventReader(directory)
+    try:
+        for event in reader.read():
             if not kinds or event["kind"] in kinds:
                 yield event
+    finally:
+        reader.close()
 
 
 def read_steps(directory: Path) -> Iterator[dict[str, Any]]:
@@ -120,105 +143,165 @@ class EventFollower:
     """Reads what a run adds to its files, call by call, also while it runs in another process."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._pending = [path for path in event_files(directory) if path.name != EVENTS]
-        self._number = self._newest() + 1
-        """That the present ``events.jsonl`` will have once it is full."""
-        self._events, self._steps = _Tail(directory / EVENTS), _Tail(directory / STEPS)
+        self._events, self._steps = _EventReader(directory), _Tail(directory / STEPS)
+        self._life_of_steps: float | None = None
 
     def read(self) -> Iterator[dict[str, Any]]:
         """Yield the events since the call before, the steps after all others. Raises `ConfigError` as `read_events`.
 
         A resumed run replaces its steps; all of them are yielded again then, and before them a `Began`, which says from
-        which version on earlier ones do not count.
+        which version on earlier ones do not count. Events that a run removed before this call are left out.
         """
-        yield from self._read_events()
+        yield from self._events.read()
         yield from self.read_steps()
 
     def read_steps(self) -> Iterator[dict[str, Any]]:
         """Yield the steps since the call before; those that a resumed run replaces again, from the first one."""
         if self._steps.is_replaced():
+            if self._events.life == self._life_of_steps:
+                return  # the process that replaced them is about to write its `Began`
             self._steps.reopen()
+        self._life_of_steps = self._events.life
         yield from self._steps.read()
-
-    def _read_events(self) -> Iterator[dict[str, Any]]:
-        for path in self._pending:
-            yield from self._checked(read_lines(path))
-        self._pending = []
-        yield from self._checked(self._events.read())
-        if self._events.is_replaced():
-            yield from self._checked(self._events.read())  # what was written before it was renamed
-            for path in event_files(self._directory):
-                if path.name != EVENTS and _number_of(path) > self._number:
-                    yield from self._checked(read_lines(path))
-            self._number = self._newest() + 1
-            self._events.reopen()
-            yield from self._checked(self._events.read())
 
     def close(self) -> None:
         self._events.close()
         self._steps.close()
 
-    def _newest(self) -> int:
-        return max((_number_of(path) for path in event_files(self._directory) if path.name != EVENTS), default=0)
 
-    def _checked(self, events: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        for event in events:
-            if event.get("kind") == "began":
-                check_schema(event, self._directory)
-            yield event
+class _EventReader:
+    """Reads files of events one after the other, also while they are renamed, compressed and removed.
+
+    Files are told apart by the number that they have once they are full: of ``events.jsonl``, one more than the newest.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._number = 0
+        """Of the file that is read, or to be read next; 0: the oldest."""
+        self._tail: _Tail | None = None
+        self.life: float | None = None
+        """When the process began whose events were read last."""
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """Yield all further events. Raises `ConfigError` if a newer release wrote them."""
+        while self._tail is not None or self._open():
+            assert self._tail is not None
+            is_removed = self._tail.is_removed()
+            is_full = self._newest() >= self._number  # asked first: what is read after that is all of it
+            for event in self._tail.read():
+                if event.get("kind") == "began":
+                    check_schema(event, self._directory)
+                    self.life = event["began_at"]
+                yield event
+            if not is_full and not is_removed:
+                return
+            self.close()
+            self._number += 1
+
+    def close(self) -> None:
+        if self._tail is not None:
+            self._tail.close()
+            self._tail = None
+
+    def _open(self) -> bool:
+        """Open the file to read next; return whether there is one."""
+        while True:
+            if numbers := [number for number in sorted(_parts(self._directory)) if number >= self._number]:
+                self._number = numbers[0]
+                plain = self._directory / f"events.{self._number}.jsonl"
+                for tail in (_Tail(plain), _Tail(plain.with_suffix(".jsonl.zst"))):
+                    if tail.open():
+                        self._tail = tail
+                        return True
+                continue  # it was removed meanwhile
+            tail = _Tail(self._directory / EVENTS)
+            is_there, number = tail.open(), self._newest() + 1
+            self._number = self._number or 1
+            if self._number == number:
+                self._tail = tail if is_there else None
+                return is_there
+            tail.close()  # it has taken the place of one that was full
+            if self._number > number:
+                self._number = 0  # a new run has begun in the directory
+
+    def _newest(self) -> int:
+        return max(_parts(self._directory), default=0)
 
 
 class _Tail:
-    """Reads the complete lines that a file gains."""
+    """Reads the complete lines that a file gains. An incomplete last one may be replaced."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: IO[bytes] | None = None
-        self._rest = b""
+        self._offset = 0
+        """Where the lines end that were yielded."""
+
+    def open(self) -> bool:
+        """Open the file; return whether it exists."""
+        try:
+            self._file = _opened(self._path)
+        except FileNotFoundError:
+            return False
+        if self._path.suffix == ".zst":
+            with self._file as compressed:
+                self._file = BytesIO(compressed.read())
+        return True
 
     def read(self) -> Iterator[dict[str, Any]]:
-        if self._file is None:
-            if not self._path.exists():
-                return
-            self._file = self._path.open("rb")
-        while chunk := self._file.read(_CHUNK_BYTES):
-            *lines, self._rest = (self._rest + chunk).split(b"\n")
-            yield from (from_json(line) for line in lines)
+        if self._file is None and not self.open():
+            return
+        assert self._file is not None
+        self._file.seek(self._offset)
+        for line in _lines_of(self._file):
+            self._offset += len(line) + 1
+            yield from_json(line)
 
     def is_replaced(self) -> bool:
-        """Return whether the path names another file now, or the file was made shorter."""
+        """Return whether the path names another file now."""
         if self._file is None:
             return False
         try:
-            found, own = self._path.stat(), os.fstat(self._file.fileno())
+            return self._path.stat().st_ino != os.fstat(self._file.fileno()).st_ino
         except FileNotFoundError:
             return False  # between two files
-        return found.st_ino != own.st_ino or found.st_size < self._file.tell()
+
+    def is_removed(self) -> bool:
+        """Return whether the file has no name any more."""
+        is_in_memory = self._file is None or isinstance(self._file, BytesIO)
+        return not is_in_memory and os.fstat(self._file.fileno()).st_nlink == 0  # type: ignore[union-attr]
 
     def reopen(self) -> None:
         self.close()
-        self._file, self._rest = None, b""
+        self._file, self._offset = None, 0
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
 
 
+# ---------------------------------------------------------------------------------------------------------------
+# Files
+
+
 def event_files(directory: Path) -> list[Path]:
     """Return the files of events, oldest first; of a part that is just being compressed, one of its two files."""
-    parts = {_number_of(path): path for path in sorted(directory.glob("events.*.jsonl*"))[::-1] if _is_part(path)}
+    parts = _parts(directory)
     older = [parts[number] for number in sorted(parts)]
     present = directory / EVENTS
     return [*older, present] if present.exists() else older
 
 
-def _is_part(path: Path) -> bool:
-    return path.name.endswith((".jsonl", ".jsonl.zst"))
+def _parts(directory: Path) -> dict[int, Path]:
+    """Return the full files of events by number."""
+    found = sorted(directory.glob("events.*.jsonl*"))[::-1]
+    return {int(path.name.split(".")[1]): path for path in found if path.name.endswith((".jsonl", ".jsonl.zst"))}
 
 
-def _number_of(path: Path) -> int:
-    return int(path.name.split(".")[1])
+def _unfinished(directory: Path) -> list[Path]:
+    """Return what a process left that was killed while it compressed a file."""
+    return list(directory.glob("events.*.partial"))
 
 
 def _opened(path: Path) -> IO[bytes]:
@@ -246,15 +329,21 @@ def _keep_lines(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> None:
     partial.replace(path)
 
 
-def _compress(path: Path) -> None:
-    """Replace a part by its compressed form. A part that was removed meanwhile, or a full disk, leaves it as it is."""
+def _cut_torn_line(path: Path) -> None:
+    with path.open("rb+") as file:
+        file.truncate(sum(len(line) + 1 for line in _lines_of(file)))
+
+
+def _compress(paths: Sequence[Path]) -> None:
+    """Replace parts by their compressed form. One that was removed meanwhile, or a full disk, leaves it as it is."""
     import zstandard
 
-    target, partial = path.with_suffix(".jsonl.zst"), path.with_suffix(".partial")
-    try:
-        with path.open("rb") as file, partial.open("wb") as out:
-            zstandard.ZstdCompressor().copy_stream(file, out)
-        partial.rename(target)
-        path.unlink()
-    except OSError:
-        partial.unlink(missing_ok=True)
+    for path in paths:
+        target, partial = path.with_suffix(".jsonl.zst"), path.with_suffix(".partial")
+        try:
+            with path.open("rb") as file, partial.open("wb") as out:
+                zstandard.ZstdCompressor().copy_stream(file, out)
+            partial.rename(target)
+            path.unlink()
+        except OSError:
+            partial.unlink(missing_ok=True)

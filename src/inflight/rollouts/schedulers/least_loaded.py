@@ -25,8 +25,7 @@ class LeastLoaded(Scheduler):
         self._board.tell(event)
 
     def num_wanted(self) -> int:
-        has_room = self._board.least_loaded(self._group_size) is not None
-        return 1 if has_room and not self._board.unissued() else 0
+        return 1 if not self._board.unissued() and self._board.least_loaded(self._group_size) is not None else 0
 
     def decide(self, time_s: float) -> Sequence[Decision]:
         decisions: list[Decision] = []

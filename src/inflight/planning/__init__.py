@@ -1,0 +1,12 @@
+"""The planner: a run in simulated time with the live policies, its calibration from a run's events, and the search.
+
+Nothing here loads torch or starts a process.
+"""
+
+from inflight.planning.costs import Endpoint, PublishCost, TokenTime, TrainerCost
+from inflight.planning.groups import Prompted
+from inflight.planning.outcome import Outcome
+from inflight.planning.setup import Setup
+from inflight.planning.simulation import simulate
+
+__all__ = ["Endpoint", "Outcome", "Prompted", "PublishCost", "Setup", "TokenTime", "TrainerCost", "simulate"]

@@ -1,0 +1,123 @@
+"""What things cost in simulated time: tokens of an endpoint by its load, steps of the trainer, publishes, sharing.
+
+All times are in one unit, seconds where costs were measured.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from inflight.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTime:
+    """Time of one token of each running completion, by the number of completions that run: a curve through points.
+
+    Between two points it is linear, before the first one it is flat, and behind the last one it goes on with the slope
+    of the last two. One point is a constant. With a curve that begins flat this is a roofline.
+    """
+
+    points: tuple[tuple[float, float], ...]
+    """(running completions, time of a token), by completions, ascending."""
+
+    def __post_init__(self) -> None:
+        sizes = [size for size, _ in self.points]
+        if not self.points or sizes != sorted(set(sizes)) or min(time for _, time in self.points) <= 0:
+            raise ConfigError(
+                f"a curve of token times needs points (running completions, time above 0), ascending; not {self.points}"
+            )
+
+    @classmethod
+    def roofline(cls, base: float, knee: float = math.inf) -> TokenTime:
+        """Return ``base`` up to ``knee`` running completions, and in proportion to their number beyond it."""
+        if knee == math.inf:
+            return cls(((1.0, base),))
+        return cls(((knee, base), (2 * knee, 2 * base)))
+
+    def __call__(self, num_running: float) -> float:
+        points = self.points
+        if num_running <= points[0][0] or len(points) == 1:
+            return points[0][1]
+        i = min(bisect.bisect_left(points, (num_running,)), len(points) - 1)
+        (low, at_low), (high, at_high) = points[i - 1], points[i]
+        return at_low + (at_high - at_low) * (num_running - low) / (high - low)
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A model of one endpoint."""
+
+    name: str
+    capacity: int
+    """Completions that it may be given at a time."""
+    token_time: TokenTime = field(default_factory=lambda: TokenTime.roofline(1.0))
+    prompt_token_time: float = 0.0
+    """For each token of a prompt, nothing else is sampled for so long. Completions of a request share their prompt."""
+    request_time: float = 0.0
+    """From the end of the last completion of a request until the run has it."""
+    tokens_per_forward: float = 1.0
+    """1 and the drafted tokens that a forward accepts on average."""
+    keeps_partials: bool = True
+    mean_time_to_failure: float = math.inf
+    """Failures come at random, with this mean time between the start of the endpoint and its failure."""
+    restart_time: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerCost:
+    """Time of an optimizer step: a part for each token, and a part for each step."""
+
+    per_step: float = 0.0
+    per_token: float = 0.0
+
+    def __call__(self, num_tokens: int) -> float:
+        return self.per_step + self.per_token * num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class PublishCost:
+    """From the end of a step until its version is served."""
+
+    total: float = 0.0
+    pause: float = 0.0
+    """The last part of it, in which endpoints sample nothing."""
+    turnaround: float = 0.0
+    """From there until the next step begins, if its batch is ready."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contention:
+    """How much slower processes are that share the same cores: by how many endpoints work, and whether training does.
+
+    What was not measured is taken from the nearest number of endpoints, in proportion to all that work.
+    """
+
+    endpoint: Mapping[tuple[int, bool], float] = field(default_factory=dict)
+    """By (endpoints that work, whether the trainer trains): the factor on token times."""
+    trainer: Mapping[int, float] = field(default_factory=dict)
+    """By endpoints that work: the factor on the time of a step."""
+
+    @property
+    def is_any(self) -> bool:
+        return bool(self.endpoint) or bool(self.trainer)
+
+    def of_endpoint(self, num_busy: int, *, is_training: bool) -> float:
+        return _nearest({n: f for (n, trains), f in self.endpoint.items() if trains == is_training}, num_busy)
+
+    def of_trainer(self, num_busy: int) -> float:
+        return _nearest(self.trainer, num_busy)
+
+
+def _nearest(factors: Mapping[int, float], num_busy: int) -> float:
+    if not factors or num_busy in factors:
+        return factors.get(num_busy, 1.0)
+    known: Sequence[int] = sorted(factors)
+    below, above = [n for n in known if n < num_busy], [n for n in known if n > num_busy]
+    if below and above:
+        low, high = below[-1], above[0]
+        return factors[low] + (factors[high] - factors[low]) * (num_busy - low) / (high - low)
+    return factors[below[-1] if below else above[0]] * (max(1, num_busy) / known[-1] if below else 1.0)

@@ -1,0 +1,148 @@
+"""Simulates every configuration of a plan, and finds those that no other beats in both speed and age."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from inflight.errors import ConfigError
+from inflight.planning.calibration import Costs
+from inflight.planning.candidates import Candidate, simulated
+from inflight.planning.costs import Contention, PublishCost, TokenTime, TrainerCost
+from inflight.planning.outcome import Steady
+from inflight.planning.plan import Plan
+
+_NUM_SPLITS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A configuration, and what it comes to."""
+
+    candidate: Candidate
+    steady: Steady
+    num_dropped: int
+    """Groups that no step trained on."""
+
+
+def costs_of(plan: Plan, measured: Costs | None) -> Costs:
+    """Return what a plan says, and where it says nothing what was measured. Raises `ConfigError` if both are silent."""
+    if measured is None:
+        missing = [it for it in ("generation", "training", "prompts", "hardware") if getattr(plan, it) is None]
+        if missing:
+            raise ConfigError(
+                f"the plan has no section {', '.join(missing)}: write it, or measure it with --from RUN_DIR"
+            )
+        blank = PublishCost()
+        measured = Costs(TokenTime(((1.0, 1.0),)), 0.0, Contention(), TrainerCost(), blank, 0.0)
+    costs = measured
+    if (generation := plan.generation) is not None:
+        failing = generation.mean_hours_to_failure
+        costs = dataclasses.replace(
+            costs,
+            token_time=TokenTime(generation.token_s),
+            request_time=generation.request_s,
+            prompt_token_time=generation.prompt_token_s,
+            tokens_per_forward=1.0 + generation.drafted_tokens,
+            mean_time_to_failure=math.inf if failing is None else 3600 * failing,
+            restart_time=generation.restart_s,
+        )
+    if (training := plan.training) is not None:
+        costs = dataclasses.replace(costs, trainer=TrainerCost(training.step_s, training.token_gpu_s))
+    if (publish := plan.publish) is not None:
+        costs = dataclasses.replace(costs, publish=PublishCost(publish.total_s, publish.pause_s))
+    if (prompts := plan.prompts) is not None:
+        seed = plan.search.seed
+        costs = dataclasses.replace(
+            costs, prompted=lambda group_size: lambda item, _: prompts.prompted(group_size, seed, item)
+        )
+    return costs
+
+
+def candidates(plan: Plan, base: Candidate | None) -> Iterator[Candidate]:
+    """Yield every combination that the plan asks for; ``base`` is the configuration of the run that was measured."""
+    search, hardware, generation = plan.search, plan.hardware, plan.generation
+    if base is None:
+        if search.tokens_per_step is None or search.group_size is None or generation is None:
+            raise ConfigError("without --from, a plan needs search.tokens_per_step, search.group_size and [generation]")
+        base = Candidate(1, generation.max_concurrent, search.group_size[0], search.tokens_per_step,
+                         trains_on_equal_rewards=True)  # fmt: skip
+    if search.group_size is not None and plan.prompts is None and {*search.group_size} != {base.group_size}:
+        raise ConfigError(
+            f"the run has groups of {base.group_size}, and lengths of other groups are unknown: give [prompts], or "
+            f"search.group_size = [{base.group_size}]"
+        )
+    base = dataclasses.replace(
+        base, tokens_per_step=search.tokens_per_step or base.tokens_per_step, conventional_steps=0
+    )
+    policies = [
+        {"conventional_steps": 0, "max_lag": lag, "scheduler": scheduler}
+        for lag, scheduler in itertools.product(search.max_lag, search.scheduler)
+        if "pipeline" in search.mode
+    ] + [
+        {"conventional_steps": steps, "scheduler": scheduler, "max_lag": max(steps, base.max_lag)}
+        for steps, scheduler in itertools.product(search.conventional_steps, search.scheduler)
+        if "conventional" in search.mode
+    ]
+    sizes = search.group_size or (base.group_size,)
+    room = search.max_concurrent or (generation.max_concurrent if generation else base.max_concurrent,)
+    for group_size, max_concurrent, policy in itertools.product(sizes, room, policies):
+        own = dataclasses.replace(base, group_size=group_size, max_concurrent=max_concurrent, **policy)  # type: ignore[arg-type]
+        if hardware is None:
+            counts = search.endpoints or (base.num_endpoints,)
+            yield from (dataclasses.replace(own, num_endpoints=num) for num in counts)
+        elif own.conventional_steps:
+            shared = generation.conventional_max_concurrent if generation else None
+            yield dataclasses.replace(
+                own,
+                num_endpoints=hardware.gpus // hardware.gpus_per_endpoint,
+                num_training_gpus=hardware.gpus,
+                max_concurrent=min(max_concurrent, shared or max_concurrent),
+            )
+        else:
+            for num in search.endpoints or splits(hardware.gpus, hardware.gpus_per_endpoint, hardware.trainer_unit):
+                rest = hardware.gpus - num * hardware.gpus_per_endpoint
+                num_training = rest // hardware.trainer_unit * hardware.trainer_unit
+                if num_training < 1:
+                    raise ConfigError(
+                        f"search.endpoints: {num} endpoints of {hardware.gpus_per_endpoint} GPUs leave none to train "
+                        f"of {hardware.gpus}"
+                    )
+                yield dataclasses.replace(own, num_endpoints=num, num_training_gpus=num_training)
+
+
+def splits(gpus: int, per_endpoint: int, unit: int) -> list[int]:
+    """Return about ten numbers of endpoints, evenly from one to as many as leave one unit for the trainer."""
+    most = (gpus - unit) // per_endpoint
+    if most < 1:
+        raise ConfigError(f"{gpus} GPUs do not hold an endpoint of {per_endpoint} beside a trainer of {unit}")
+    return sorted({max(1, round(most * i / _NUM_SPLITS)) for i in range(1, _NUM_SPLITS + 1)})
+
+
+def planned(costs: Costs, candidate: Candidate, num_steps: int) -> Planned:
+    """Simulate one configuration."""
+    outcome = simulated(costs, candidate, num_steps)
+    return Planned(candidate, outcome.steady(num_steps // 5), outcome.dropped.total())
+
+
+def search(
+    costs: Costs, wanted: Sequence[Candidate], num_steps: int, tell: Callable[[int], None] = lambda _: None
+) -> list[Planned]:
+    """Simulate configurations; ``tell`` is called with how many are done."""
+    found = []
+    for candidate in wanted:
+        found.append(planned(costs, candidate, num_steps))
+        tell(len(found))
+    return found
+
+
+def pareto(found: Sequence[Planned]) -> list[Planned]:
+    """Return the configurations that no other beats in tokens per second without older tokens; fastest first."""
+    best: list[Planned] = []
+    for it in sorted(found, key=lambda it: (-it.steady.tokens_per_time, it.steady.lag)):
+        if not best or it.steady.lag < best[-1].steady.lag:
+            best.append(it)
+    return best

@@ -1,0 +1,176 @@
+"""One endpoint in simulated time. It has a clock that counts the tokens of a completion that always runs.
+
+Every running completion gets a token whenever the clock passes a whole token of it, so one heap, by the clock at which
+each ends, holds all that must be known; an event costs the logarithm of what runs. Knows nothing of items and versions
+beyond their numbers.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import itertools
+import math
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from inflight.planning.costs import Endpoint
+
+Key = tuple[int, int]
+"""Item and completion."""
+
+
+class Span(NamedTuple):
+    """Tokens that one version sampled: an `inflight.wire.VersionSpan` that costs less to make."""
+
+    start: int
+    end: int
+    version: int
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A completion that runs, or ran until it ended or was removed."""
+
+    key: Key
+    began: float
+    """Clock of the endpoint when it began here."""
+    end: float
+    """Clock at which its last token is sampled."""
+    is_running: bool = True
+
+
+@dataclass(slots=True, eq=False)
+class Server:
+    """What runs on one endpoint at ``now``; all methods but `advance` and `next_end` are for that moment."""
+
+    endpoint: Endpoint
+    now: float = 0.0
+    clock: float = 0.0
+    num_running: int = 0
+    num_held: int = 0
+    """Slots that requests hold, with completions that have ended before others of their request."""
+    slowdown: float = 1.0
+    """Factor on the time of a token."""
+    blocked_until: float = 0.0
+    """Nothing is sampled before."""
+    busy_time: float = 0.0
+    """Time in which something ran."""
+    slot_time: float = 0.0
+    """Held slots times time."""
+    stamp: int = 0
+    """Counts the changes that move `next_end`."""
+    jobs: dict[Key, Job] = field(default_factory=dict)
+    is_open: bool = True
+    _heap: list[tuple[float, int, Job]] = field(default_factory=list)
+    _serial: itertools.count[int] = field(default_factory=itertools.count)
+    _times: list[float] = field(init=False)
+    """Time of a token by running completions."""
+    _clocks: list[float] = field(default_factory=lambda: [0.0])
+    _versions: list[int] = field(default_factory=lambda: [0])
+    """Versions served, and the clock from which on."""
+
+    def __post_init__(self) -> None:
+        endpoint = self.endpoint
+        self._times = [endpoint.token_time(i) / endpoint.tokens_per_forward for i in range(endpoint.capacity + 1)]
+
+    @property
+    def token_time(self) -> float:
+        """Time of a token of each completion, with what runs now."""
+        return self._times[self.num_running] * self.slowdown
+
+    def advance(self, now: float) -> None:
+        """Let time pass."""
+        elapsed = now - self.now
+        if elapsed > 0.0:
+            if self.num_running:
+                self.busy_time += elapsed
+                sampling = now - self.blocked_until if self.blocked_until > self.now else elapsed
+                if sampling > 0.0:
+                    self.clock += sampling / self.token_time
+            self.slot_time += elapsed * self.num_held
+            self.now = now
+
+    def next_end(self) -> float:
+        """Return when a completion ends, if nothing changes before; infinite if none runs."""
+        heap = self._heap
+        while heap and not heap[0][2].is_running:
+            heapq.heappop(heap)
+        if not heap:
+            return math.inf
+        left = heap[0][0] - self.clock
+        return max(self.now, self.blocked_until) + (left * self.token_time if left > 0.0 else 0.0)
+
+    def begin(self, key: Key, num_tokens: float) -> None:
+        """Start a completion that has so many tokens to go."""
+        job = self.jobs[key] = Job(key, self.clock, self.clock + num_tokens)
+        heapq.heappush(self._heap, (job.end, next(self._serial), job))
+        self.num_running += 1
+
+    def take_ended(self, *, at_least_one: bool) -> list[Job]:
+        """Remove and return the completions that have ended; ``at_least_one``: the next has, whatever rounding says."""
+        heap, ended = self._heap, list[Job]()
+        while heap:
+            end, _, job = heap[0]
+            if job.is_running:
+                if at_least_one and not ended:
+                    self.clock = max(self.clock, end)
+                elif end > self.clock + 1e-9:
+                    break
+                job.is_running = False
+                del self.jobs[job.key]
+                self.num_running -= 1
+                ended.append(job)
+            heapq.heappop(heap)
+        return ended
+
+    def remove(self, key: Key) -> int:
+        """End a running completion; return how many tokens it has got here."""
+        job = self.jobs.pop(key)
+        job.is_running = False
+        self.num_running -= 1
+        return max(0, min(math.floor(self.clock - job.began + 1e-9), math.ceil(job.end - job.began) - 1))
+
+    def block(self, until: float) -> None:
+        """Sample nothing before a time."""
+        self.blocked_until = max(self.blocked_until, until)
+
+    def delay(self, duration: float) -> None:
+        """Sample nothing for so long, once what blocks it already is over."""
+        self.blocked_until = max(self.blocked_until, self.now) + duration
+
+    def serve(self, version: int) -> None:
+        """Sample tokens with another version from now on."""
+        if self._clocks[-1] == self.clock:
+            self._versions[-1] = version
+        else:
+            self._clocks.append(self.clock)
+            self._versions.append(version)
+        if len(self._clocks) > 4096:
+            self._forget()
+
+    @property
+    def version(self) -> int:
+        return self._versions[-1]
+
+    def spans_of(self, job: Job, num_tokens: int, before: int = 0) -> list[Span]:
+        """Return start, end and version of the first ``num_tokens`` tokens of a completion, counted from ``before``.
+
+        Token k was sampled when the clock had moved k tokens from where the completion began.
+        """
+        i = bisect.bisect_right(self._clocks, job.began) - 1
+        spans, start = list[Span](), 0
+        while start < num_tokens:
+            is_last = i + 1 == len(self._clocks)
+            end = num_tokens if is_last else min(num_tokens, math.floor(self._clocks[i + 1] - job.began + 1e-9))
+            if end > start:
+                spans.append(Span(before + start, before + end, self._versions[i]))
+                start = end
+            i += 1
+        return spans
+
+    def _forget(self) -> None:
+        """Drop the versions that no running completion has a token of."""
+        oldest = min((job.began for job in self.jobs.values()), default=self.clock)
+        first = max(0, bisect.bisect_right(self._clocks, oldest) - 1)
+        del self._clocks[:first], self._versions[:first]

@@ -1,0 +1,67 @@
+"""What the planner reads of a run that was made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from inflight.errors import ConfigError
+from inflight.trace.files import read_events, read_steps
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The events of one run that calibration needs."""
+
+    directory: Path
+    config: dict[str, Any]
+    requests: list[dict[str, Any]]
+    groups: list[dict[str, Any]]
+    trained: list[dict[str, Any]]
+    publishes: list[dict[str, Any]]
+    steps: list[dict[str, Any]]
+
+    @classmethod
+    def read(cls, directory: Path) -> Trace:
+        """Raises `ConfigError` if the directory does not hold a run that trained."""
+        kinds: dict[str, list[dict[str, Any]]] = {k: [] for k in ("began", "request", "group", "train", "publish")}
+        for event in read_events(directory, kinds):
+            kinds[event["kind"]].append(event)
+        steps = [*read_steps(directory)]
+        if not kinds["began"] or len(steps) < 4 or not kinds["request"]:
+            raise ConfigError(
+                f"{directory} does not hold the events of a run with at least 4 steps: give the directory of a run"
+            )
+        whole = [it for it in kinds["request"] if it["parts"] and it["error"] is None]
+        began = kinds["began"][0]
+        return cls(directory, began["config"], whole, kinds["group"], kinds["train"], kinds["publish"], steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a run came to, after its first steps."""
+
+    tokens_per_s: float
+    steps_per_s: float
+    age: float
+    """Mean over trained completions of the step's version minus that of their first token."""
+    lag: float
+    """Mean over trained tokens of the step's version minus theirs."""
+
+
+def measured(directory: Path, num_skipped: int) -> Measured:
+    """Return what a run came to after its first ``num_skipped`` steps. Raises `ConfigError` if it has no more."""
+    steps = [*read_steps(directory)]
+    if len(steps) <= num_skipped + 1:
+        raise ConfigError(f"{directory} has {len(steps)} steps: more than {num_skipped + 1} are needed")
+    first, rest = steps[num_skipped - 1], steps[num_skipped:]
+    seconds = rest[-1]["time_s"] - first["time_s"]
+    num_tokens = sum(row["num_step_tokens"] for row in rest)
+    ages = [(int(age), num) for row in rest for age, num in row["completions_by_age"].items()]
+    return Measured(
+        num_tokens / seconds,
+        len(rest) / seconds,
+        sum(age * num for age, num in ages) / sum(num for _, num in ages),
+        sum(row["lag_mean"] * row["num_step_tokens"] for row in rest) / num_tokens,
+    )

@@ -1,0 +1,99 @@
+"""Little's law, by which a run checks its own books: the mean age of groups is what is under way, divided by a step.
+
+With optimizer steps as the clock: the steps that a group has seen, from its first token to the end of the step that
+trains on it, are on average the groups under way when a step ends (in flight, queued and in training), divided by those
+that leave per step (Little 1961, L = lambda W). Ages come from the versions that servers report, and counts from the
+ledger: they part if servers are behind the trainer or mislabel tokens, if requests wait in an engine, or if the ledger
+keeps a group that nothing will ever settle.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+WINDOW = 32
+"""Steps that both sides are averaged over."""
+TOLERANCE = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """Groups of an average step."""
+
+    in_flight: float
+    """Groups that are sampled or scored when a step ends."""
+    queued: float
+    training: float
+    left: float
+    """Settled per step, by training or otherwise."""
+    age: float
+    """Steps that those have seen: 1 for one that was sampled and trained within one step."""
+
+    @property
+    def expected_age(self) -> float:
+        """The right side of the law."""
+        return (self.in_flight + self.queued + self.training) / self.left
+
+    @property
+    def edge(self) -> float:
+        """How far the sides may part over one step because as much is under way at its end as it leaves behind."""
+        return self.expected_age**2
+
+
+@dataclass(slots=True)
+class LittlesLaw:
+    """Told of each group that leaves and of each step; `terms` has both sides."""
+
+    version: int = 0
+    """Steps so far, those of earlier lives of the run included."""
+    window: int = WINDOW
+    num_alarms: int = 0
+    _num_left: int = 0
+    _age: int = 0
+    _steps: deque[tuple[int, int, int, int, int]] = field(init=False)
+    """In flight, queued, training, left and the sum of their ages."""
+    _since: int = 0
+    """Steps since the last verdict."""
+
+    def __post_init__(self) -> None:
+        self._steps = deque(maxlen=self.window)
+
+    def left(self, first_version: int, *, is_trained: bool) -> None:
+        """A group was settled whose first token ``first_version`` sampled; a trained one by the step that ends now."""
+        self._num_left += 1
+        self._age += self.version - first_version + is_trained
+
+    def stepped(self, in_flight: int, queued: int, training: int) -> None:
+        """A step has ended. The counts are those before its groups were settled."""
+        self._steps.append((in_flight, queued, training, self._num_left, self._age))
+        self._num_left = self._age = 0
+        self.version += 1
+        self._since += 1
+
+    def terms(self) -> Terms | None:
+        """Return the means over the window; None before anything has left."""
+        in_flight, queued, training, left, age = map(sum, zip(*self._steps, strict=True)) if self._steps else (0,) * 5
+        if not left:
+            return None
+        num = len(self._steps)
+        return Terms(in_flight / num, queued / num, training / num, left / num, age / left)
+
+    def row(self) -> dict[str, Any] | None:
+        """Return the terms as a field of a step."""
+        terms = self.terms()
+        return None if terms is None else {**asdict(terms), "expected_age": terms.expected_age}
+
+    def alarm(self) -> Terms | None:
+        """Return the terms once a window in which the law does not hold is complete; each window is judged once."""
+        if self._since < self.window:
+            return None
+        self._since = 0
+        terms = self.terms()
+        if terms is None:
+            return None
+        if abs(terms.age - terms.expected_age) <= TOLERANCE * terms.expected_age + terms.edge / self.window:
+            return None
+        self.num_alarms += 1
+        return terms
