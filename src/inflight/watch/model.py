@@ -19,7 +19,7 @@ _NUM_FAILURES = 500
 _NUM_MARKS = 2000
 _PARTS = ("gather_s", "wire_s", "load_s", "pause_s", "first_token_s")
 """Of a publish; their order is that of the rows of its lane."""
-_SECTIONS = ("publish", "ledger")
+_SECTIONS = ("publish", "ledger", "littles_law")
 """Dicts within a step whose numbers are series too."""
 _QUIET_REASONS = ("equal rewards", "stale", "filtered", "surplus")
 """Reasons for a drop that are no failures."""
