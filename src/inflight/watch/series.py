@@ -6,6 +6,7 @@ Knows nothing of events.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,8 @@ class StepTable:
         self.last = 0
         """Newest version."""
         self._columns: dict[str, int] = {}
+        self._no_numbers: set[str] = set()
+        """Names whose first values were none."""
         self._counts = np.zeros((NUM_BINS, 0), dtype=np.int64)
         self._sums = np.zeros((NUM_BINS, 0))
         self._lows = np.zeros((NUM_BINS, 0))
@@ -46,6 +49,8 @@ class StepTable:
         self._add_columns(rows)
         self._make_room(versions[-1])
         self.last = versions[-1]
+        if not self._columns:
+            return
         values = _matrix(rows, list(self._columns))
         is_bad = ~np.isfinite(values)
         if is_bad.any():
@@ -89,9 +94,12 @@ class StepTable:
         return float(self._sums[found[-1], column] / self._counts[found[-1], column]) if len(found) else None
 
     def _add_columns(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        for name in sorted(set().union(*rows) - self._columns.keys()):
-            if len(self._columns) < NUM_COLUMNS and any(_is_number(row.get(name)) for row in rows):
+        for name in sorted(set().union(*rows) - self._columns.keys() - self._no_numbers):
+            values = [value for row in rows if (value := row.get(name)) is not None]
+            if len(self._columns) < NUM_COLUMNS and any(map(_is_number, values)):
                 self._columns[name] = len(self._columns)
+            elif values:
+                self._no_numbers.add(name)
         missing = len(self._columns) - self._counts.shape[1]
         self._counts = np.pad(self._counts, ((0, 0), (0, missing)))
         self._sums = np.pad(self._sums, ((0, 0), (0, missing)))
@@ -209,9 +217,11 @@ def _is_number(value: Any) -> bool:
 
 def _matrix(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Array:
     """Return the numbers of each row [rows, names]; NaN for what is none."""
+    # One call for a whole row, where it has all of them; a name alone would not make a tuple.
+    get = itemgetter(*names, names[0])
     try:
-        return np.array([[row.get(name) for name in names] for row in rows], dtype=np.float64)
-    except (TypeError, ValueError, OverflowError):
+        return np.array([get(row) for row in rows], dtype=np.float64)[:, : len(names)]
+    except (KeyError, TypeError, ValueError, OverflowError):
         numbers = [[it if _is_number(it := row.get(name)) else None for name in names] for row in rows]
         return np.array(numbers, dtype=np.float64)
 

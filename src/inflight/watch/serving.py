@@ -28,7 +28,7 @@ FOLLOW_S = 0.5
 """How often files are looked at for new events; ``_TELL_S``: how often pages are told of them."""
 _TELL_S = 0.2
 _HEARTBEAT_S = 15.0
-_STEPS_AT_ONCE = 2000
+_STEPS_AT_ONCE = 1000
 _ASSETS = {"index.html": "text/html; charset=utf-8", "page.css": "text/css; charset=utf-8"} | dict.fromkeys(
     ("kit.js", "source.js", "charts.js", "timeline.js", "rollouts.js", "fleet.js", "metrics.js", "page.js"),
     "text/javascript; charset=utf-8",
