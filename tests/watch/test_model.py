@@ -39,11 +39,13 @@ def a_run(directory: Path, num_steps: int = 3) -> WrittenRun:
 
 
 def test_a_run_is_shown_as_its_events_say(tmp_path: Path) -> None:
-    written = a_run(tmp_path)
+    written = a_run(tmp_path, 2)
+    written.step(3, littles_law={"age": 2.0, "expected_age": 2.5})
     written.ended(4.0, 3)
     run = folded(tmp_path)
-    seen = views.overview(run, ["reward", "publish.wire_s", "no such metric"])
+    seen = views.overview(run, ["reward", "littles_law.expected_age", "no such metric"])
     assert (seen["status"], seen["version"], seen["num_steps"]) == ("finished", 3, 10)
+    assert seen["steps"]["series"]["littles_law.expected_age"]["mean"][-1] == 2.5
     assert seen["steps"]["series"]["reward"]["mean"] == pytest.approx([0.1, 0.2, 0.3])
     assert "no such metric" not in seen["steps"]["series"]
     assert seen["ages"] == [0, 6]

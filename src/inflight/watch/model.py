@@ -15,15 +15,12 @@ from inflight.watch.series import Counts, StepTable, TimeBins
 
 Event = Mapping[str, Any]
 
-_CHUNK = 500
-"""Events that are folded before another thread may ask."""
 _NUM_FAILURES = 500
 _NUM_MARKS = 2000
 _PARTS = ("gather_s", "wire_s", "load_s", "pause_s", "first_token_s")
 """Of a publish; their order is that of the rows of its lane."""
-_SECTIONS = ("publish", "ledger")
+_SECTIONS = ("publish", "ledger", "littles_law")
 """Dicts within a step whose numbers are series too."""
-_NO_SERIES = {"kind", "start_s", "end_s", "version"}
 _QUIET_REASONS = ("equal rewards", "stale", "filtered", "surplus")
 """Reasons for a drop that are no failures."""
 
@@ -52,6 +49,8 @@ class RunModel:
         self.tokens, self.busy, self.training = TimeBins(), TimeBins(), TimeBins()
         self.running = TimeBins()
         self._num_running = (0.0, 0)
+        self._names: dict[str, dict[str, str]] = {section: {} for section in _SECTIONS}
+        """Names of the series of each section, which would take long to make for each step."""
         self.items = Items()
         self.lanes: dict[str, Lane] = {}
         self.servers: dict[str, dict[str, Any]] = {}
@@ -79,10 +78,13 @@ class RunModel:
 
     # ------------------------------------------------------------------------------------------------------- folding
 
-    def fold(self, events: Iterable[Event]) -> bool:
-        """Fold events and steps, as `EventFollower` yields them; return whether there were any."""
+    def fold(self, events: Iterable[Event], at_once: int = 500) -> bool:
+        """Fold events and steps, as `EventFollower` yields them; return whether there were any.
+
+        Others may ask after each ``at_once`` events.
+        """
         events, is_changed = iter(events), False
-        while chunk := list(islice(events, _CHUNK)):
+        while chunk := list(islice(events, at_once)):
             with self.lock:
                 steps: list[Event] = []
                 for event in chunk:
@@ -114,11 +116,15 @@ class RunModel:
             return
         versions, rows = [], []
         for step in steps:
-            row = {key: step[key] for key in step.keys() - _NO_SERIES}
-            for section in _SECTIONS:
-                if isinstance(part := step.get(section), dict):
-                    row.update(zip(map(f"{section}.{{}}".format, part), part.values(), strict=True))
-            versions.append(step["version"])
+            row = dict(step)
+            for section, names in self._names.items():
+                if isinstance(part := row.pop(section, None), dict):
+                    for key, value in part.items():
+                        if (name := names.get(key)) is None:
+                            name = names[key] = f"{section}.{key}"
+                        row[name] = value
+            del row["start_s"], row["end_s"]
+            versions.append(row.pop("version"))
             rows.append(row)
             if ages := step.get("completions_by_age"):
                 self.ages.add(step["version"], ((int(age), count) for age, count in ages.items()))

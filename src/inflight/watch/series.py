@@ -121,22 +121,33 @@ class Counts:
 
     def __init__(self) -> None:
         self._width = 1
-        self._counts = np.zeros((NUM_BINS, self.LARGEST + 1))
+        self._counts: dict[int, list[float]] = {}
+        """By bin. Lists: a step has few numbers, for which numpy would be slower."""
 
     def add(self, version: int, counts: Iterable[tuple[int, float]]) -> None:
         while version // self._width >= NUM_BINS:
-            self._width *= 2
-            self._counts = _halved(self._counts, np.add)
+            self._halve()
+        row = self._counts.setdefault(version // self._width, [0.0] * (self.LARGEST + 1))
         for number, count in counts:
-            self._counts[version // self._width, min(max(number, 0), self.LARGEST)] += count
+            row[min(max(number, 0), self.LARGEST)] += count
 
     def forget_from(self, version: int) -> None:
-        self._counts[version // self._width :] = 0
+        self._counts = {at: row for at, row in self._counts.items() if at < version // self._width}
 
     def total(self) -> list[float]:
         """Return how often each number occurred, up to the largest that did."""
-        totals = self._counts.sum(axis=0)
-        return [float(it) for it in totals[: int(np.flatnonzero(totals)[-1]) + 1]] if totals.any() else []
+        totals = [sum(row[number] for row in self._counts.values()) for number in range(self.LARGEST + 1)]
+        while totals and not totals[-1]:
+            totals.pop()
+        return totals
+
+    def _halve(self) -> None:
+        self._width *= 2
+        wider: dict[int, list[float]] = {}
+        for at, row in self._counts.items():
+            other = wider.get(at // 2)
+            wider[at // 2] = row if other is None else [a + b for a, b in zip(row, other, strict=True)]
+        self._counts = wider
 
 
 class TimeBins:

@@ -25,8 +25,10 @@ from inflight.watch import views
 from inflight.watch.model import RunModel
 
 FOLLOW_S = 0.5
-"""How often files are looked at for new events, and pages told of them."""
+"""How often files are looked at for new events; ``_TELL_S``: how often pages are told of them."""
+_TELL_S = 0.2
 _HEARTBEAT_S = 15.0
+_STEPS_AT_ONCE = 2000
 _ASSETS = {"index.html": "text/html; charset=utf-8", "page.css": "text/css; charset=utf-8"} | dict.fromkeys(
     ("kit.js", "source.js", "charts.js", "timeline.js", "rollouts.js", "fleet.js", "metrics.js", "page.js"),
     "text/javascript; charset=utf-8",
@@ -60,7 +62,8 @@ class Follower(threading.Thread):
     def run(self) -> None:
         follower = EventFollower(self.run_model.directory)
         try:
-            self.run_model.fold(follower.read_steps())  # few bytes, and most of what the page shows first
+            # Steps first: they have few bytes, and are most of what the page shows.
+            self.run_model.fold(follower.read_steps(), _STEPS_AT_ONCE)
             while not self._stop_it.is_set():
                 self.run_model.fold(follower.read())
                 self.run_model.is_read = True
@@ -160,8 +163,8 @@ async def _changes(runs: Sequence[RunModel], request: Request, closing: threadin
         elif waited_s > _HEARTBEAT_S:
             yield ": nothing new\n\n"
             waited_s = 0.0
-        await asyncio.sleep(FOLLOW_S)
-        waited_s += FOLLOW_S
+        await asyncio.sleep(_TELL_S)
+        waited_s += _TELL_S
 
 
 class _WithHeaders:

@@ -31,6 +31,8 @@
     { at: "staleness", title: "Mismatch and staleness", hint: "KL(behaviour ‖ trainer), k3, nats per token, log scale", isLog: true,
       lines: [["behaviour_kl_k3", "all tokens"], ["mismatch_k3", "lag 0: numerics"], ["stale_k3", "lag > 0: staleness"]],
       empty: "No step has measured it yet" },
+    { at: "staleness", title: "Little's law", hint: "age of groups in steps: as their versions say, and as counts say", min: 0, isRare: true,
+      lines: [["littles_law.age", "by versions"], ["littles_law.expected_age", "by counts"]] },
     { at: "staleness", title: "Tokens left out", hint: "of each step", min: 0, isRare: true,
       lines: [["num_stale_tokens", "beyond the lag bound"]] },
     { at: "speed", title: "Trained and sampled tokens", hint: "per second, mean since the run began", min: 0,
@@ -221,8 +223,9 @@
         pending = new Set();
         const began = performance.now();
         await load(now);
+        const isWhole = now.every((run) => state.overviews[run].is_read);
         // A run with many steps takes longer to show; most of the time is left for whoever looks at it.
-        await new Promise((resolve) => setTimeout(resolve, Math.max(700, 3 * (performance.now() - began))));
+        await new Promise((resolve) => setTimeout(resolve, Math.max(isWhole ? 700 : 100, 3 * (performance.now() - began))));
       }
     } catch (error) { complain(error.message); }
     isBusy = false;
