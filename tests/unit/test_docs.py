@@ -49,7 +49,8 @@ def test_commands_in_the_docs_are_understood(page: Path) -> None:
                 command = [
                     word
                     for word in words[1:3]
-                    if word in ("check", "endpoint", "worker", "transport", "fleet", "parity")
+                    if word
+                    in ("check", "endpoint", "worker", "transport", "fleet", "parity", "import", "slime", "verl")
                 ]
                 answer = subprocess.run(
                     [python(), "-m", "inflight", *(command or words[1:2]), "--help"],
