@@ -73,12 +73,8 @@ def candidates(plan: Plan, base: Candidate | None, *, knows_lengths: bool = True
             raise ConfigError("without --from, a plan needs search.tokens_per_step, search.group_size and [generation]")
         base = Candidate(1, generation.max_concurrent, search.group_size[0], search.tokens_per_step,
                          trains_on_equal_rewards=True)  # fmt: skip
-    if (
-        knows_lengths
-        and search.group_size is not None
-        and plan.prompts is None
-        and {*search.group_size} != {base.group_size}
-    ):
+    sizes = search.group_size or (base.group_size,)
+    if knows_lengths and plan.prompts is None and {*sizes} != {base.group_size}:
         raise ConfigError(
             f"the run has groups of {base.group_size}, and lengths of other groups are unknown: give [prompts], or "
             f"search.group_size = [{base.group_size}]"
