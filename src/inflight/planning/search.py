@@ -39,6 +39,8 @@ def costs_of(plan: Plan, measured: Costs | None) -> Costs:
         blank = PublishCost()
         measured = Costs(TokenTime(((1.0, 1.0),)), 0.0, Contention(), TrainerCost(), blank, 0.0)
     costs = measured
+    if plan.hardware is not None:  # every endpoint has GPUs of its own
+        costs = dataclasses.replace(costs, contention=Contention())
     if (generation := plan.generation) is not None:
         failing = generation.mean_hours_to_failure
         costs = dataclasses.replace(
