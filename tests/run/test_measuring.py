@@ -12,6 +12,7 @@ from tests.run.runs import CONFIG
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(400)
 def test_a_machine_measures_its_configurations_and_writes_the_fastest(
     model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
