@@ -1,8 +1,7 @@
 """What ``run.record`` costs: the quickstart with it and without, in turns, and what recording itself takes.
 
-Speed is counted from the end of the first step to the end of the last. Processor time is that of a whole run with its
-servers and ranks, by trained token. Beside them stands the processor time of making and writing the records of a run
-again, which depends least on what else runs on the machine.
+Speed is counted from the end of the first step to the end of the last. Beside it stands the processor time of making
+and writing the records of a run again, which does not depend on what else runs on the machine.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -39,20 +37,11 @@ def run_once(directory: Path, seed: int, num_steps: int, *, records: bool) -> di
     }
     words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
     command = [sys.executable, "-m", "inflight", "train", str(ROOT / "examples" / "quickstart.toml"), *words]
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=1800)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     seconds = rows[-1]["time_s"] - rows[0]["time_s"]
     num_tokens = rows[-1]["num_trained_tokens"] - rows[0]["num_trained_tokens"]
-    processor_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return {
-        "records": records,
-        "seed": seed,
-        "seconds": seconds,
-        "tokens_per_s": num_tokens / seconds,
-        "processor_us_per_token": 1e6 * processor_s / rows[-1]["num_trained_tokens"],
-    }
+    return {"records": records, "seed": seed, "seconds": seconds, "tokens_per_s": num_tokens / seconds}
 
 
 def cost_of(directory: Path) -> dict[str, float]:
@@ -87,7 +76,6 @@ def main() -> None:
             print(json.dumps(runs[-1]), flush=True)
     speeds = {kind: [run["tokens_per_s"] for run in runs if run["records"] is kind] for kind in (True, False)}
     ratios = [after / before for after, before in zip(speeds[True], speeds[False], strict=True)]
-    used = {kind: [run["processor_us_per_token"] for run in runs if run["records"] is kind] for kind in (True, False)}
     write_results(
         "recording",
         {
@@ -97,7 +85,6 @@ def main() -> None:
             "costs": costs,
             "ratio": statistics.median(ratios),
             "ratios": ratios,
-            "processor_ratios": [after / before for after, before in zip(used[True], used[False], strict=True)],
             "load_average": os.getloadavg()[1],
         },
     )

@@ -77,7 +77,6 @@ def recording_table() -> str:
             f"| trained tokens per s, without | {spread(speeds[False], ',.0f')} |",
             f"| with `run.record` | {spread(speeds[True], ',.0f')} |",
             f"| with over without, in each round | {spread(rows['ratios'], '.3f')} |",
-            f"| processor time of the whole run, with over without | {spread(rows['processor_ratios'], '.3f')} |",
             f"| processor time of making and writing a step | {1000 * costs['processor_s_per_step']:.1f} ms |",
             f"| the same over a step's time in the fastest run | {share:.2f} % |",
             f"| bytes on disk per trained token | {costs['bytes_per_token']:.1f} |",

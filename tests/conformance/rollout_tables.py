@@ -136,7 +136,12 @@ def criteria_table() -> str:
         ("ReaL", "a search over layouts", "not built; `best_split` divides devices between two stages only", ""),
         ("SRL", "a contract for streams of samples", "the endpoint contract, one completion or chunk at a time", _KIT),
         ("ArCHer", "advantages by turn from a critic", '`rollouts.credit = "critic"`', "`tests/unit/test_critic.py`"),
-        ("Spreeze", "a machine tunes itself", "not built: `servers.max_concurrent` is the user's", ""),
+        (
+            "Spreeze",
+            "a machine tunes itself",
+            "short runs of each configuration, and the same table",
+            "`inflight plan --measure`",
+        ),
         ("JOWA, SORL", "does not apply", "offline RL on Atari and on flows, without rollouts of a language model", ""),
         ("Echo Chamber", "does not apply", "a study of what RL amplifies in pretrained models, not a mechanism", ""),
     ]

@@ -276,7 +276,7 @@ def test_logprobs_and_spans_are_true_while_an_update_comes_after_every_few_steps
     assert stats.num_accepted > 100
     assert stats.num_updates > 10
     # When a completion ends depends on how this machine rounds.
-    assert max(len(completion.version_spans) for completion in completions) > 10
+    assert max(len(completion.version_spans) for completion in completions) > 5
     for request, completion in zip(requests, completions, strict=True):
         Completion.model_validate(completion.model_dump())
         versions = [span.version for span in completion.version_spans]

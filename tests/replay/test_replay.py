@@ -20,8 +20,9 @@ from inflight.replay.training import Replayed, check_record, replay_config
 from inflight.trace.records import Manifest, RecordWriter, Weights, read_manifest, read_step, record_of, versions_of
 from inflight.trace.steps import Outcome
 from inflight.wire import Completion, VersionSpan
+from tests.replay.test_importing import slime_dump, slime_sample
 from tests.replay.test_records import example
-from tests.run.runs import RunProcess
+from tests.run.runs import CONFIG, RunProcess
 from tests.servers import ServerProcess
 
 pytestmark = pytest.mark.timeout(300)
@@ -103,6 +104,43 @@ def test_an_endpoint_with_the_start_weights_samples_the_same_tokens(
         assert all(row["parts_at"] is not None for row in rows), told
     finally:
         server.kill()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("forks")
+def test_a_run_that_started_its_ranks_again_is_trained_again_to_the_same_bits(
+    tmp_path: Path, model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--run.record", "true", "--run.restarts", "1", "--run.checkpoint_every_steps", "2")
+    run = RunProcess(tmp_path, model_dir, *words, "--run.num_steps", "5")
+    run.wait_until(lambda: (run.directory / "record" / "step-000003.safetensors").exists())
+    os.kill(run.processes()["trainer-0"], signal.SIGKILL)
+    assert run.wait() == 0, run.output()
+    assert "start again from the last checkpoint" in run.output()
+    assert versions_of(run.directory / "record") == [1, 2, 3, 4, 5]
+    status, told, report = replay(capsys, run.directory)
+    assert (status, report["is_bit_equal"]) == (0, True), told
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("forks")
+def test_an_imported_record_is_trained_on_with_the_configuration_of_a_run(
+    tmp_path: Path, model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokens = [*b"spell", *b"lleps"]
+    samples = [
+        slime_sample(tokens=tokens, response_length=5, reward=reward, rollout_log_probs=[-5.5] * 5)
+        for reward in (0.0, 1.0)
+    ]
+    files = [slime_dump(tmp_path / f"{number}.pt", number, *samples) for number in range(2)]
+    assert main(["import", "slime", *files, "--to", str(tmp_path / "imported")]) == 0
+    config = tmp_path / "run.toml"
+    config.write_text(CONFIG.format(directory=tmp_path / "run", model=model_dir))
+    status, told, report = replay(capsys, tmp_path / "imported", "--config", str(config))
+    assert status == 0, told
+    assert "nothing to compare" in told
+    assert [step["version"] for step in report["steps"]] == [1, 2]
+    assert all(step["gradient_norm"] > 0 for step in report["steps"])
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import pytest
 
 from inflight.http.openapi import openapi_document
 from inflight.pipeline.config import load_config
+from inflight.planning.plan import load_plan
 from inflight.trace.schema import json_schema
 from tests.zygote import python
 
@@ -49,7 +50,8 @@ def test_commands_in_the_docs_are_understood(page: Path) -> None:
                 command = [
                     word
                     for word in words[1:3]
-                    if word in ("check", "endpoint", "worker", "transport", "fleet", "parity")
+                    if word
+                    in ("check", "endpoint", "worker", "transport", "fleet", "parity", "import", "slime", "verl")
                 ]
                 answer = subprocess.run(
                     [python(), "-m", "inflight", *(command or words[1:2]), "--help"],
@@ -86,5 +88,6 @@ def test_the_schema_of_events_in_docs_is_that_of_the_models() -> None:
 
 def test_every_example_configuration_is_valid() -> None:
     for path in (ROOT / "examples").glob("*.toml"):
-        assert load_config(path).model_dump()
+        load = load_plan if path.name == "plan.toml" else load_config
+        assert load(path).model_dump()
         assert tomllib.loads(path.read_text())

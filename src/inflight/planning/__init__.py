@@ -1,6 +1,6 @@
 """The planner: a run in simulated time with the live policies, its calibration from a run's events, and the search.
 
-Nothing here loads torch or starts a process.
+Nothing here loads torch, and only `inflight.planning.measuring` starts processes.
 """
 
 from inflight.planning.costs import Endpoint, PublishCost, TokenTime, TrainerCost

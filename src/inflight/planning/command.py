@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,13 @@ def add_parser(commands: Any) -> None:
         "--from", type=Path, action="append", default=[], dest="runs", metavar="RUN_DIR",
         help="measure costs from the events of this run; several are measured together, and the first is the base",
     )  # fmt: skip
+    plan.add_argument(
+        "--measure", type=Path, metavar="RUN.toml",
+        help="make a short run of each configuration on this machine, instead of simulating it",
+    )  # fmt: skip
+    plan.add_argument(
+        "--limit", type=float, default=600.0, metavar="SECONDS", help="of one run of --measure (default: %(default)g)"
+    )
     plan.add_argument("--plot", type=Path, metavar="FILE.png", help="draw tokens per second against token age")
     plan.add_argument("--json", type=Path, metavar="FILE", help="write every configuration and its figures")
     plan.add_argument("--all", action="store_true", help="print every configuration, not only those that none beats")
@@ -41,27 +48,21 @@ def _plan(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     from inflight.planning.search import candidates, costs_of, pareto, search
     from inflight.planning.showing import as_json, draw, table
 
-    if arguments.plan is None and not arguments.runs:
-        raise ConfigError("inflight plan needs PLAN.toml, or --from RUN_DIR, or both")
+    if arguments.plan is None and not arguments.runs and arguments.measure is None:
+        raise ConfigError("inflight plan needs PLAN.toml, --from RUN_DIR, or --measure RUN.toml")
     plan = Plan() if arguments.plan is None else load_plan(arguments.plan)
-    measured = calibrate(arguments.runs) if arguments.runs else None
-    costs = costs_of(plan, measured)
-    wanted = [*candidates(plan, candidate_of(arguments.runs[0]) if arguments.runs else None)]
-    if not wanted:
-        raise ConfigError("the plan searches nothing: give search.mode, and at least one value of each list")
-
-    def tell(done: int) -> None:
-        if sys.stderr.isatty():
-            print(f"\r{done} of {len(wanted)} configurations", end="", file=sys.stderr, flush=True)
-
-    found = search(costs, wanted, plan.search.num_steps, tell)
-    if sys.stderr.isatty():
-        print("\r" + " " * 40 + "\r", end="", file=sys.stderr, flush=True)
+    if arguments.measure is not None:
+        found, costs = _measured(arguments, plan), None
+    else:
+        costs = costs_of(plan, calibrate(arguments.runs) if arguments.runs else None)
+        wanted = [*candidates(plan, candidate_of(arguments.runs[0]) if arguments.runs else None)]
+        found = search(costs, _some(wanted), plan.search.num_steps, _telling(len(wanted)))
     best = pareto(found)
     shown = sorted(found, key=lambda it: -it.steady.tokens_per_time) if arguments.all else best
     print(f"{len(found)} configurations; {len(best)} are beaten by none in tokens per second and token age\n")
     print(table(shown, [best.index(it) + 1 if it in best else 0 for it in shown]))
-    _print_parts(costs, best, found, plan.search.num_steps)
+    if costs is not None:
+        _print_parts(costs, best, found, plan.search.num_steps)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps([as_json(it) for it in found], indent=2) + "\n")
     if arguments.plot is not None:
@@ -70,6 +71,33 @@ def _plan(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     if arguments.apply is not None:
         _apply(arguments, best)
     return 0
+
+
+def _measured(arguments: argparse.Namespace, plan: Any) -> Any:
+    from inflight.planning.measuring import base_of, measure
+    from inflight.planning.search import candidates
+
+    if arguments.runs or plan.hardware is not None or plan.prompts is not None:
+        raise ConfigError("--measure makes runs on this machine: leave out --from, [hardware] and [prompts]")
+    wanted = _some([*candidates(plan, base_of(arguments.measure), knows_lengths=False)])
+    return measure(arguments.measure, wanted, plan, arguments.limit, _telling(len(wanted)))
+
+
+def _some(wanted: list[Any]) -> list[Any]:
+    if not wanted:
+        raise ConfigError("the plan searches nothing: give search.mode, and at least one value of each list")
+    return wanted
+
+
+def _telling(num: int) -> Callable[[int], None]:
+    """Return what shows how many configurations are done, on a terminal."""
+
+    def tell(done: int) -> None:
+        if sys.stderr.isatty():
+            text = f"{done} of {num} configurations" if done < num else " " * 40
+            print(f"\r{text}\r", end="", file=sys.stderr, flush=True)
+
+    return tell
 
 
 def _print_parts(costs: Any, best: Sequence[Any], found: Sequence[Any], num_steps: int) -> None:

@@ -39,6 +39,8 @@ def costs_of(plan: Plan, measured: Costs | None) -> Costs:
         blank = PublishCost()
         measured = Costs(TokenTime(((1.0, 1.0),)), 0.0, Contention(), TrainerCost(), blank, 0.0)
     costs = measured
+    if plan.hardware is not None:  # every endpoint has GPUs of its own
+        costs = dataclasses.replace(costs, contention=Contention())
     if (generation := plan.generation) is not None:
         failing = generation.mean_hours_to_failure
         costs = dataclasses.replace(
@@ -62,15 +64,19 @@ def costs_of(plan: Plan, measured: Costs | None) -> Costs:
     return costs
 
 
-def candidates(plan: Plan, base: Candidate | None) -> Iterator[Candidate]:
-    """Yield every combination that the plan asks for; ``base`` is the configuration of the run that was measured."""
+def candidates(plan: Plan, base: Candidate | None, *, knows_lengths: bool = True) -> Iterator[Candidate]:
+    """Yield every combination that the plan asks for; ``base`` is the configuration of the run that was measured.
+
+    ``knows_lengths``: lengths are those that were measured, so that groups must be as large.
+    """
     search, hardware, generation = plan.search, plan.hardware, plan.generation
     if base is None:
         if search.tokens_per_step is None or search.group_size is None or generation is None:
             raise ConfigError("without --from, a plan needs search.tokens_per_step, search.group_size and [generation]")
         base = Candidate(1, generation.max_concurrent, search.group_size[0], search.tokens_per_step,
                          trains_on_equal_rewards=True)  # fmt: skip
-    if search.group_size is not None and plan.prompts is None and {*search.group_size} != {base.group_size}:
+    sizes = search.group_size or (base.group_size,)
+    if knows_lengths and plan.prompts is None and {*sizes} != {base.group_size}:
         raise ConfigError(
             f"the run has groups of {base.group_size}, and lengths of other groups are unknown: give [prompts], or "
             f"search.group_size = [{base.group_size}]"
@@ -87,7 +93,6 @@ def candidates(plan: Plan, base: Candidate | None) -> Iterator[Candidate]:
         for steps, scheduler in itertools.product(search.conventional_steps, search.scheduler)
         if "conventional" in search.mode
     ]
-    sizes = search.group_size or (base.group_size,)
     room = search.max_concurrent or (generation.max_concurrent if generation else base.max_concurrent,)
     for group_size, max_concurrent, policy in itertools.product(sizes, room, policies):
         own = dataclasses.replace(base, group_size=group_size, max_concurrent=max_concurrent, **policy)  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ def _row(number: int, it: Planned) -> tuple[str, ...]:
         f"{steady.lag:.2f}",
         f"{steady.age:.2f}",
         f"{3600 * steady.steps_per_time:,.0f}",
-        f"{steady.busy_share:.0%}",
+        "" if math.isnan(steady.busy_share) else f"{steady.busy_share:.0%}",
         f"{steady.slot_share:.0%}",
         f"{steady.train_share:.0%}",
     )
@@ -103,7 +104,7 @@ def as_json(it: Planned) -> dict[str, Any]:
         "steps_per_hour": 3600 * steady.steps_per_time,
         "token_age": steady.lag,
         "sample_age": steady.age,
-        "endpoints_busy": steady.busy_share,
+        "endpoints_busy": None if math.isnan(steady.busy_share) else steady.busy_share,
         "slots_held": steady.slot_share,
         "trainer_busy": steady.train_share,
         "dropped_groups": it.num_dropped,

@@ -1,4 +1,5 @@
-"""What a run writes about itself: versioned events, the files that hold them, and readers of both.
+"""What a run writes about itself: versioned events, what decided its steps, and readers of both.
 
-`inflight.trace.events` is the schema, `inflight.trace.files` the files.
+`inflight.trace.events` is the schema of events, `inflight.trace.files` their files, `inflight.trace.records` the record
+of the steps.
 """

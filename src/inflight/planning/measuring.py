@@ -1,0 +1,93 @@
+"""Live measurements in place of simulations: short runs of a machine, one after another (as Spreeze tunes itself)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from inflight.errors import ConfigError
+from inflight.planning.applying import settings_of
+from inflight.planning.candidates import Candidate
+from inflight.planning.outcome import Steady
+from inflight.planning.plan import Plan
+from inflight.planning.search import Planned
+from inflight.planning.traces import measured
+from inflight.trace.files import read_events, read_steps
+
+
+def base_of(path: Path) -> Candidate:
+    """Return the configuration of a run's file. Raises `ConfigError` if it lists its servers itself."""
+    from inflight.pipeline.config import load_config
+
+    config = load_config(path)
+    servers = config.servers
+    if servers.fleet or servers.urls or servers.urls_file or servers.join:
+        raise ConfigError(f"{path} lists its servers itself: --measure sets servers.count, and cannot be used with it")
+    return Candidate(
+        config.servers.count,
+        config.servers.max_concurrent,
+        config.sampling.group_size,
+        config.tokens_per_step,
+        max_lag=config.rollouts.max_lag,
+        scheduler=config.rollouts.scheduler,
+    )
+
+
+def measure(
+    source: Path, wanted: Sequence[Candidate], plan: Plan, limit_s: float, tell: Callable[[int], None]
+) -> list[Planned]:
+    """Make a run of ``search.num_steps`` steps of every configuration, in a directory that is removed afterwards.
+
+    Nothing else should use the machine. Raises `ConfigError` if one fails or takes longer than ``limit_s``.
+    """
+    values = tomllib.loads(source.read_text())
+    num_steps, found = plan.search.num_steps, []
+    with tempfile.TemporaryDirectory(prefix="inflight-measure-") as parent:
+        for number, candidate in enumerate(wanted):
+            directory = Path(parent) / str(number)
+            settings = {
+                **settings_of(candidate, values),
+                "run.directory": str(directory),
+                "run.num_steps": num_steps,
+                "run.checkpoint_every_steps": num_steps,
+            }
+            _run(source, settings, limit_s)
+            found.append(Planned(candidate, _steady(directory, num_steps // 5), 0))
+            tell(len(found))
+    return found
+
+
+def _run(source: Path, settings: dict[str, Any], limit_s: float) -> None:
+    overrides = [f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in settings.items()]
+    command = [sys.executable, "-m", "inflight", "train", str(source), *overrides]
+    what = " ".join(overrides)
+    try:
+        made = subprocess.run(
+            command, timeout=limit_s, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"a run with {what} took longer than --limit {limit_s:g} seconds") from error
+    if made.returncode:
+        raise ConfigError(f"a run with {what} failed: {made.stderr.strip()[-400:]}")
+
+
+def _steady(directory: Path, num_skipped: int) -> Steady:
+    """Return what a run came to. When an endpoint runs something at all, a run does not write down."""
+    num_skipped = max(1, num_skipped)
+    whole = measured(directory, num_skipped)
+    steps = [*read_steps(directory)]
+    begin, end = steps[num_skipped - 1]["time_s"], steps[-1]["time_s"]
+    trained = sum(
+        event["end_s"] - event["start_s"] for event in read_events(directory, ["train"]) if event["start_s"] >= begin
+    )
+    held = [step["utilisation"] or 0.0 for step in steps[num_skipped:]]
+    share = sum(held) / len(held)
+    return Steady(
+        whole.tokens_per_s, whole.steps_per_s, whole.age, whole.lag, float("nan"), share, trained / (end - begin)
+    )
