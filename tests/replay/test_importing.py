@@ -108,13 +108,13 @@ class _Code:
         return os.mkdir, ("it-ran",)
 
 
-@pytest.mark.parametrize("content", [_Code(), {"samples": []}, [1, 2], None])
+@pytest.mark.parametrize("content", [_Code(), {"samples": []}, [1, 2], b"no file of torch", b"root:x:0:0:root:/root:"])
 def test_a_file_with_code_in_it_is_refused_and_not_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, content: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    if content is None:
-        (tmp_path / "0.pt").write_bytes(b"not a file of torch")
+    if isinstance(content, bytes):
+        (tmp_path / "0.pt").write_bytes(content)
     else:
         torch.save(content, tmp_path / "0.pt")
     assert main(["import", "slime", str(tmp_path / "0.pt"), "--to", str(tmp_path / "record")]) == 1

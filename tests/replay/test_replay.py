@@ -16,7 +16,7 @@ from inflight.errors import ConfigError
 from inflight.replay.differences import LogprobDifference, StepDifference, step_difference
 from inflight.replay.report import described, first_beyond_rounding, first_unequal
 from inflight.replay.sampling import compared
-from inflight.replay.training import Replayed, check_record, replay_config
+from inflight.replay.training import Replayed, check_record, check_tokens, replay_config
 from inflight.trace.records import Manifest, RecordWriter, Weights, read_manifest, read_step, record_of, versions_of
 from inflight.trace.steps import Outcome
 from inflight.wire import Completion, VersionSpan
@@ -187,6 +187,16 @@ def test_training_again_needs_the_start_weights_and_every_step(tmp_path: Path, m
     with pytest.raises(ConfigError, match=r"the run began with 0000000000000000\.\.\.: give the directory"):
         check_record(record_of(tmp_path), read_manifest(writer.directory), config)
     check_record(writer.directory, of_run(), config)
+    with pytest.raises(ConfigError, match="ends with the step to version 2, but the run ended with version 3"):
+        check_record(writer.directory, of_run(final_version=3), config)
+
+
+def test_tokens_that_the_model_does_not_have_are_told() -> None:
+    step = example(1)
+    largest = max(max(it.prompt_token_ids + it.completion_token_ids) for group in step.groups for it in group.rollouts)
+    check_tokens(step, largest + 1)
+    with pytest.raises(ConfigError, match=f"version 2 has token {largest} in item .* vocabulary has {largest}"):
+        check_tokens(step, largest)
 
 
 def outcome(gradient_norm: float, ratio: float = 2.0) -> Outcome:

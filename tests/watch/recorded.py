@@ -90,8 +90,8 @@ class WrittenRun:
             outcomes={SERVER: outcome},
         )
 
-    def ended(self, at_s: float, version: int) -> None:
-        self.write(events.Ended, at_s, version=version, is_interrupted=False)
+    def ended(self, at_s: float, version: int, **facts: Any) -> None:
+        self.write(events.Ended, at_s, version=version, is_interrupted=False, **facts)
 
 
 @contextlib.contextmanager

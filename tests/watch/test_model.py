@@ -100,6 +100,24 @@ def test_a_resumed_run_forgets_what_its_checkpoint_did_not_have(tmp_path: Path) 
     assert views.rollouts(run, "", "newest", 0, 50)["counts"] == {"trained": 3}
 
 
+def test_servers_of_an_ended_process_have_left_unless_they_are_heard_of_again(tmp_path: Path) -> None:
+    written = a_run(tmp_path, 2)
+    written.request(90, 1.5, endpoint=OTHER)
+    written.publish(2)
+    resumed = WrittenRun(tmp_path)
+    resumed.began(2.0, version=2, began_at=1.7e9 + 100)
+    resumed.request(91, 2.5, endpoint=OTHER)
+    states = {it["name"]: it["state"] for it in views.overview(folded(tmp_path), [])["servers"]}
+    assert states == {SERVER: "left", OTHER: "healthy"}
+
+
+def test_the_ledger_of_a_finished_run_is_that_of_its_end(tmp_path: Path) -> None:
+    written = a_run(tmp_path, 2)
+    ledger = {"trained": 2, "dropped": {"stale": 3}, "requeued": 4, "outstanding": 5}
+    written.ended(4.0, 2, ledger=ledger)
+    assert views.overview(folded(tmp_path), [])["ledger"] == ledger
+
+
 def test_steps_that_come_again_replace_those_that_were_read(tmp_path: Path) -> None:
     a_run(tmp_path, 4)
     run, follower = RunModel(tmp_path), EventFollower(tmp_path)

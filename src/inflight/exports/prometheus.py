@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter as Tally
 from collections.abc import Mapping
 from types import TracebackType
@@ -50,6 +51,8 @@ class RunMetrics:
         self._info = Info("inflight_run", "The run", registry=registry)
         self._version = gauge("inflight_run_weight_version", "Trained versions so far")
         self._of_steps = {key: gauge(name, text) for key, (name, text) in _OF_STEPS.items()}
+        for of_step in self._of_steps.values():
+            of_step.set(math.nan)  # nothing is known of them before the first step
         self._steps = counter("inflight_run_steps", "Optimizer steps")
         self._train = histogram("inflight_run_train_seconds", "Optimizer steps, without the publish")
         self._trained_tokens = counter("inflight_run_trained_tokens", "Tokens of optimizer steps")

@@ -103,7 +103,9 @@ class Notes:
         )
         if failure is not None:
             self.journal.event(events.Failure, what=failure)
-        self.journal.event(events.Ended, version=self.journal.version, is_interrupted=interrupted)
+        self.journal.event(
+            events.Ended, version=self.journal.version, is_interrupted=interrupted, ledger=self._ledger_counts()
+        )
         self.journal.close()
         plot_run(self.directory)
         self.progress.summary(summary, self.directory)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from inflight.errors import ConfigError
+
+_LINE_EVERY_S = 10.0
+"""How often progress is told where the output is no terminal."""
 
 
 def add_parser(commands: Any) -> None:
@@ -90,9 +94,14 @@ def _some(wanted: list[Any]) -> list[Any]:
 
 
 def _telling(num: int) -> Callable[[int], None]:
-    """Return what shows how many configurations are done, on a terminal."""
+    """Return what shows how many configurations are done: at once on a terminal, else by a line from time to time."""
+    told_at = time.monotonic()
 
     def tell(done: int) -> None:
+        nonlocal told_at
+        if not sys.stderr.isatty() and time.monotonic() - told_at > _LINE_EVERY_S:
+            told_at = time.monotonic()
+            print(f"inflight: {done} of {num} configurations", file=sys.stderr, flush=True)
         if sys.stderr.isatty():
             text = f"{done} of {num} configurations" if done < num else " " * 40
             print(f"\r{text}\r", end="", file=sys.stderr, flush=True)

@@ -6,7 +6,7 @@ import math
 import random
 import tomllib
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -19,7 +19,7 @@ from inflight.planning.groups import Prompted
 class Section(BaseModel):
     """Base of every section: immutable, refuses unknown keys."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class HardwareSection(Section):
@@ -92,20 +92,24 @@ class PromptsSection(Section):
         return Prompted(lengths, str(prompt), self.prompt_tokens, waits=waits)
 
 
+T = TypeVar("T")
+Tried = Annotated[tuple[T, ...], Field(min_length=1)]
+
+
 class SearchSection(Section):
     """What is tried: every combination."""
 
     mode: tuple[Literal["pipeline", "conventional"], ...] = ("pipeline", "conventional")
-    endpoints: tuple[int, ...] | None = None
+    endpoints: Tried[int] | None = None
     """None: with ``[hardware]`` about ten splits of its GPUs, else as many as the run had."""
     tokens_per_step: int | None = Field(default=None, ge=1)
     """None: as the run had."""
-    group_size: tuple[int, ...] | None = None
-    max_lag: tuple[int, ...] = (1, 2, 4, 8)
+    group_size: Tried[int] | None = None
+    max_lag: Tried[int] = (1, 2, 4, 8)
     """Of the pipeline."""
-    conventional_steps: tuple[int, ...] = (1, 4)
-    max_concurrent: tuple[int, ...] | None = None
-    scheduler: tuple[str, ...] = ("least_loaded",)
+    conventional_steps: Tried[int] = (1, 4)
+    max_concurrent: Tried[int] | None = None
+    scheduler: Tried[str] = ("least_loaded",)
     num_steps: int = Field(default=24, ge=4)
     """Simulated steps; the first fifth is not counted."""
     seed: int = 0

@@ -65,7 +65,7 @@ def described(replayed: Replayed) -> str:
         final = (
             f"the final weights have SHA-256 {replayed.final.sha256}"
             if replayed.recorded_final is not None
-            else "the record has no final weights to compare"
+            else "final weights were not compared: the run has not ended, or the replay ended before it"
         )
         return "\n".join([*lines, "bit-equal: every metric, gradient norm and trainer logprob of every step", final])
     return "\n".join([*lines, *_first_difference(replayed), "", _table(replayed.steps), *_of_weights(replayed)])

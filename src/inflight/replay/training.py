@@ -12,7 +12,7 @@ from typing import Any
 
 import pydantic
 
-from inflight.checkpoints import check_weights
+from inflight.checkpoints import check_weights, load_config
 from inflight.errors import ConfigError
 from inflight.images import load_image_processor
 from inflight.pipeline.batches import frames_of, logprobs_of_samples
@@ -21,6 +21,7 @@ from inflight.pipeline.recording import outcome_of, weights_of
 from inflight.pipeline.trainer_group import TrainerGroup
 from inflight.replay.differences import StepDifference, WeightDifference, step_difference, weight_difference
 from inflight.trace.records import Manifest, Weights, read_manifest, read_steps, versions_of
+from inflight.trace.steps import RecordedStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,11 @@ def check_record(record: Path, manifest: Manifest, config: RunConfig) -> None:
             f"the record {str(record)!r} begins with the step to version {versions[0]}: training again needs every "
             "step from version 1 on"
         )
+    if manifest.final_version is not None and versions[-1] < manifest.final_version:
+        raise ConfigError(
+            f"the record {str(record)!r} ends with the step to version {versions[-1]}, but the run ended with version "
+            f"{manifest.final_version}: the files of its last steps are missing"
+        )
     check_weights(config.model.path)
     found = weights_of(config.model.path)
     if manifest.start is not None and found.sha256 != manifest.start.sha256:
@@ -115,6 +121,19 @@ def check_record(record: Path, manifest: Manifest, config: RunConfig) -> None:
             f"the weights in {str(config.model.path)!r} have SHA-256 {found.sha256[:16]}..., but the run began with "
             f"{manifest.start.sha256[:16]}...: give the directory of those with --model"
         )
+
+
+def check_tokens(step: RecordedStep, vocab_size: int) -> None:
+    """Raise `ConfigError` if a step has tokens that the model does not have."""
+    for group in step.groups:
+        for rollout in group.rollouts:
+            largest = max((*rollout.prompt_token_ids, *rollout.completion_token_ids), default=0)
+            if largest >= vocab_size:
+                raise ConfigError(
+                    f"the record of the step to version {step.version + 1} has token {largest} in item "
+                    f"{group.item_index}, and the model's vocabulary has {vocab_size}: is it another model, or was "
+                    "the file changed?"
+                )
 
 
 async def train_again(
@@ -140,7 +159,9 @@ async def train_again(
     try:
         await group.spawn()
         await group.load_and_connect(None, "replay", None)
+        vocab_size = int(load_config(config.model.path).get_text_config().vocab_size)
         for step in read_steps(record):
+            check_tokens(step, vocab_size)
             frames = await asyncio.to_thread(
                 frames_of, step, max_tokens, group.num_shares, publish=None, images=images, returns_logprobs=True
             )

@@ -256,6 +256,9 @@ class Ended(Event):
     kind: Literal["ended"] = "ended"
     version: int
     is_interrupted: bool
+    ledger: dict[str, Any] = {}
+    """At the end, as in a step: ``trained``, ``dropped`` by reason, ``requeued``, and ``outstanding``, which no step
+    will train on unless the run is resumed."""
 
 
 AnyEvent = Annotated[

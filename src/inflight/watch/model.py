@@ -46,6 +46,8 @@ class RunModel:
         """``empty``, ``running``, ``finished``, ``interrupted`` or ``failed``."""
         self.steps, self.ages, self.lags = StepTable(), Counts(), Counts()
         self.ledger: Event = {}
+        self._last_ledger: dict[str, Any] = {}
+        """At the end, if the run has come to it."""
         self.tokens, self.busy, self.training = TimeBins(), TimeBins(), TimeBins()
         self.running = TimeBins()
         self._num_running = (0.0, 0)
@@ -131,7 +133,7 @@ class RunModel:
         self.steps.add(versions, rows)
         newest = steps[-1]
         self.version = newest["version"]
-        self.ledger = newest.get("ledger") or {}
+        self.ledger = self._last_ledger or newest.get("ledger") or {}
         self.end_s = max(self.end_s, newest["end_s"])
 
     def _began(self, event: Event) -> None:
@@ -139,7 +141,7 @@ class RunModel:
         self.began = event
         self.config = event.get("config") or self.config
         self.version = max(self.version, event["version"]) if not is_again else event["version"]
-        self.status = "running"
+        self.status, self._last_ledger = "running", {}
         if is_again:
             self._forget_after(event["start_s"], event["version"])
             self._mark(event, "resumed", f"resumed from version {event['version']}")
@@ -155,6 +157,8 @@ class RunModel:
         self._num_running = (time_s, 0)
         self.items.forget_after(time_s, version)
         self.marks = deque((mark for mark in self.marks if mark["time_s"] <= time_s), _NUM_MARKS)
+        for server in self.servers.values():  # those that the new process finds again are heard of again
+            self._go(server, time_s, "left")
 
     def _request(self, event: Event) -> None:
         start_s, end_s, name = event["start_s"], event["end_s"], event["endpoint"]
@@ -188,7 +192,7 @@ class RunModel:
         )
         self.tokens.add(name, start_s, end_s, num_tokens)
         self.busy.add(name, start_s, end_s, end_s - start_s)
-        server = self._server(name)
+        server = self._heard_of(name, end_s)
         server["num_requests"] += 1
         server["num_tokens"] += num_tokens
         server["last_s"] = end_s
@@ -258,7 +262,7 @@ class RunModel:
             if (length := event[part]) is not None:
                 lane.add(begins[part], begins[part] + length, event["version"], row)
         for name, outcome in event["outcomes"].items():
-            server = self._server(name)
+            server = self._heard_of(name, end_s) if outcome == "applied" else self._server(name)
             server["outcome"] = outcome
             server["paused_s"] += event["paused_s"].get(name, 0.0)
             if outcome == "applied":
@@ -276,11 +280,7 @@ class RunModel:
                 self._change(event, name, state, None)
 
     def _change(self, event: Event, name: str, state: str, before: str | None) -> None:
-        server = self._server(name)
-        if not server["history"]:
-            server["history"].append((0.0, before or "healthy"))
-        server["history"].append((event["end_s"], state))
-        server["state"] = state
+        self._go(self._server(name), event["end_s"], state, before)
         self._mark(event, "fleet", f"{name} {state}")
         if state in ("suspect", "dead"):
             self._fail(event, "server", state, name)
@@ -301,6 +301,8 @@ class RunModel:
     def _ended(self, event: Event) -> None:
         if self.status != "failed":
             self.status = "interrupted" if event["is_interrupted"] else "finished"
+        self._last_ledger = event.get("ledger") or {}
+        self.ledger = self._last_ledger or self.ledger
 
     # ----------------------------------------------------------------------------------------------------- its parts
 
@@ -308,6 +310,20 @@ class RunModel:
         if key not in self.lanes:
             self.lanes[key] = Lane(name, kind)
         return self.lanes[key]
+
+    @staticmethod
+    def _go(server: dict[str, Any], time_s: float, state: str, before: str | None = None) -> None:
+        if not server["history"]:
+            server["history"].append((0.0, before or "healthy"))
+        server["history"].append((time_s, state))
+        server["state"] = state
+
+    def _heard_of(self, name: str, time_s: float) -> dict[str, Any]:
+        """Return a server that works; one of an ended process goes on then."""
+        server = self._server(name)
+        if server["state"] == "left":
+            self._go(server, time_s, "healthy")
+        return server
 
     def _server(self, name: str) -> dict[str, Any]:
         return self.servers.setdefault(

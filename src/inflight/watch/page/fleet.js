@@ -54,7 +54,7 @@
     const body = byId("ledger-body");
     const ledger = overview.ledger;
     if (!ledger || ledger.trained === undefined) { body.replaceChildren(h("p", { class: "soft" }, "No step has settled an item yet")); return; }
-    const parts = [["trained", ledger.trained, "f2"], ...Object.entries(ledger.dropped || {}).map(([reason, count], i) => [`dropped: ${reason}`, count, ["f1", "f3", "f4"][i % 3]]), ["in flight", ledger.outstanding, "f0"]];
+    const parts = [["trained", ledger.trained, "f2"], ...Object.entries(ledger.dropped || {}).map(([reason, count], i) => [`dropped: ${reason}`, count, ["f1", "f3", "f4"][i % 3]]), [overview.status === "running" ? "in flight" : "left over", ledger.outstanding, "f0"]];
     const issued = parts.reduce((sum, [, count]) => sum + count, 0);
     const share = (count) => (issued ? count / issued : 0);
     const bar = h("div", { class: "bar", role: "img", "aria-label": parts.map(([name, count]) => `${name}: ${count}`).join(", ") },

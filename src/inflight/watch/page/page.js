@@ -132,11 +132,19 @@
 
   // ------------------------------------------------------------------------------------------------------------ parts
 
+  const SILENT_S = 60;
+
   function showStatus(overview) {
     const words = { running: "● running", finished: "✓ finished", interrupted: "◼ interrupted", failed: "✕ failed", empty: "○ no events yet" };
     const element = byId("status");
     element.className = `status ${overview.status}`;
     element.textContent = overview.is_read ? words[overview.status] || overview.status : "… reading its events";
+    const silentSeconds = Date.now() / 1000 - (overview.began_at + overview.end_s);
+    if (overview.is_read && overview.status === "running" && silentSeconds > SILENT_S) {
+      element.className = "status interrupted";
+      element.textContent = `◌ no event for ${Watch.clock(silentSeconds, 1)}`;
+      element.title = "The run is waiting for something, or was killed.";
+    } else element.removeAttribute("title");
     if (overview.unreadable) complain(overview.unreadable);
     byId("run-name").textContent = state.runs[state.shown].name;
     document.title = `${state.runs[state.shown].name} · inflight`;
@@ -235,6 +243,7 @@
   byId("theme").addEventListener("click", () => Watch.theme.toggle());
   Watch.theme.listen(() => { if (Watch.timeline) Watch.timeline.draw(); });
   byId("axis-select").addEventListener("change", (event) => { state.axis = event.target.value; showAll(); });
+  setInterval(() => { if (state.overviews[state.shown]) showStatus(state.overviews[state.shown]); }, 10000); // silence brings no event
   byId("run-select").addEventListener("change", (event) => { state.shown = Number(event.target.value); showAll(); });
 
   try {
