@@ -17,7 +17,7 @@ from inflight.cli import main
 from inflight.errors import ConfigError
 from inflight.planning import Endpoint, Outcome, Prompted, PublishCost, Setup, TokenTime, TrainerCost, simulate
 from inflight.planning.applying import apply
-from inflight.planning.calibration import Costs, calibrate
+from inflight.planning.calibration import Costs, _factors, calibrate
 from inflight.planning.candidates import Candidate, candidate_of, predict
 from inflight.planning.costs import Contention
 from inflight.planning.parts import parts_of
@@ -340,3 +340,8 @@ def test_the_parts_of_a_speed_up_multiply_to_it() -> None:
     plain = predict(dataclasses.replace(costs, tokens_per_forward=1.0), conventional, 20, 4)
     assert parts.product == pytest.approx(predict(costs, pipeline, 20, 4).tokens_per_s / plain.tokens_per_s)
     assert parts.memory > 1 and parts.stragglers > 1 and parts.drafts > 1
+
+
+def test_what_shares_cores_fairly_is_at_most_as_many_times_slower_as_there_are_processes() -> None:
+    assert _factors([(1, False), (2, True)], [1.0, 0.01]) == {(1, False): 1.0, (2, True): 3.0}
+    assert _factors([(0, True), (2, True)], [1.0, 0.5]) == {(0, True): 1.0, (2, True): 2.0}

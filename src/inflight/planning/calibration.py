@@ -165,12 +165,17 @@ def _stand_ins(spent: Iterable[tuple[State, float]]) -> dict[State, State]:
 
 
 def _factors(states: Sequence[State], rates: Sequence[float]) -> dict[State, float]:
-    """Return how much slower each state is than the one in which least works; never faster than one with less work."""
+    """Return how much slower each state is than the one in which least works; never faster than one with less work.
+
+    Processes that share cores fairly are at most as many times slower as there are of them. Without that bound, curve
+    and factors could grow against each other where a run was hardly ever in the first state.
+    """
     factors: dict[State, float] = {}
     reference = rates[0] or max(rates)
     for state, rate in zip(states, rates, strict=True):
         less = [factors[other] for other in factors if other[0] <= state[0] and other[1] <= state[1]]
-        factors[state] = max([reference / rate if rate else 1.0, 1.0, *less])
+        num_sharing = (state[0] + state[1]) / (states[0][0] + states[0][1])
+        factors[state] = max([min(reference / rate if rate else 1.0, num_sharing), 1.0, *less])
     return factors
 
 
@@ -215,9 +220,9 @@ def _step_times(
         matrix = [[factor, factor * num] for (num, _, _), factor in zip(rows, slowed, strict=True)]
         cost = TrainerCost(*fit(matrix, [seconds for _, seconds, _ in rows]))
         rates = fit([[spent.get(n, 0.0) for n in states] for _, _, spent in rows], [cost(num) for num, _, _ in rows])
-        by_state = _factors([(num, False) for num in states], rates)
+        by_state = _factors([(num, True) for num in states], rates)
         cost = TrainerCost(cost.per_step / rates[0], cost.per_token / rates[0]) if rates[0] else cost
-        factors = {num: by_state[num, False] for num in states}
+        factors = {num: by_state[num, True] for num in states}
     errors = [abs(cost(num) - sum(s / factors[n] for n, s in spent.items())) / cost(num) for num, _, spent in rows]
     return cost, factors, statistics.fmean(errors)
 
