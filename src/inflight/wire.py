@@ -655,10 +655,14 @@ class Completion(WireModel):
         return self.finish_reason != "abort"
 
 
+MAX_ABORTED = 1024
+"""Ids in one `AbortRequests`."""
+
+
 class AbortRequests(WireModel):
     """Names running requests that are to end with what they have."""
 
-    request_ids: Items[RequestId] = Field(min_length=1, max_length=1024)
+    request_ids: Items[RequestId] = Field(min_length=1, max_length=MAX_ABORTED)
 
 
 class GenerateResponse(WireModel):

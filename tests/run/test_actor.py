@@ -18,7 +18,7 @@ from inflight.pipeline.open_group import DroppedItem
 from inflight.rollouts import HistoryStore, Ledger, load_task
 from inflight.rollouts.schedulers import LeastLoaded
 from inflight.types import Group
-from inflight.wire import GenerateRequest, GenerateResponse, SamplingParams, WeightVersion
+from inflight.wire import AbortRequests, GenerateRequest, GenerateResponse, SamplingParams, WeightVersion
 from tests.servers import TOKEN, ServerProcess
 
 pytestmark = pytest.mark.timeout(120)
@@ -358,6 +358,19 @@ def test_a_server_that_leaves_in_order_hands_on_what_it_has_sampled(
     else:
         assert partials == {}
     assert len(outcome.ledger.to_json()["unsettled"]) == 3
+
+
+def test_requests_that_end_together_are_aborted_in_one_call(shared_server: ServerProcess, model_dir: Path) -> None:
+    calls: list[tuple[str, ...]] = []
+
+    class CountingEndpoint(HttpEndpoint):
+        async def abort_requests(self, requests: AbortRequests) -> None:
+            calls.append(requests.request_ids)
+            await super().abort_requests(requests)
+
+    endpoint = CountingEndpoint(shared_server.url, token=TOKEN)
+    act_on_stale(endpoint, model_dir, 0, lambda first: first > 1, keeps_partials=True)
+    assert [len(ids) for ids in calls] == [3]
 
 
 @pytest.mark.parametrize("keeps_partials", [True, False], ids=["keeps_partials", "keeps_none"])

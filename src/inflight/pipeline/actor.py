@@ -90,7 +90,9 @@ class Actor:
     _open: dict[int, OpenGroup] = field(default_factory=dict, init=False)
     """Groups that are being sampled or scored, by item."""
     _beside: set[asyncio.Task[Any]] = field(default_factory=set, init=False)
-    """Calls that score a group, or abort a request."""
+    """Calls that score a group, or abort requests."""
+    _to_abort: dict[asyncio.Task[Any], Running] = field(default_factory=dict, init=False)
+    """Requests that the next turn of the loop aborts, in one call for each endpoint."""
     _num_failures: Counter[int] = field(default_factory=Counter, init=False)
     """Failed requests of each item that is not settled yet."""
     _num_offered: int = field(default=0, init=False)
@@ -243,6 +245,7 @@ class Actor:
         try:
             while self._failure is None:
                 self._changed.clear()
+                self._send_aborts()
                 await self._offer_and_issue()
                 if not (self._changed.is_set() or self._beside or any(seat.running for seat in self._seats)):
                     self.quiet.set()
@@ -263,6 +266,7 @@ class Actor:
             decisions = self.scheduler.decide(self.clock())
             for decision in decisions:
                 self._carry_out(decision)
+            self._send_aborts()
             if not decisions:
                 return
 
@@ -407,19 +411,19 @@ class Actor:
 
     def _abort(self, request: asyncio.Task[Any], running: Running) -> None:
         """End a request with what it has, or without that if the endpoint cannot do it."""
-
-        async def abort() -> None:
-            try:
-                while not request.done():  # a call can overtake the request that it is to end, and is then ignored
-                    await running.seat.abort(running.order.request_id)
-                    await asyncio.wait({request}, timeout=_ABORT_AGAIN_S)
-            except InflightError:
-                request.cancel()
-
         if self._keeps_partials(running.seat):
-            self._run_beside(abort(), lambda _: None)
+            self._to_abort[request] = running
+            self.wake()
         else:
             request.cancel()
+
+    def _send_aborts(self) -> None:
+        by_seat: dict[Seat, dict[asyncio.Task[Any], str]] = {}
+        for request, running in self._to_abort.items():
+            by_seat.setdefault(running.seat, {})[request] = running.order.request_id
+        self._to_abort.clear()
+        for seat, requests in by_seat.items():
+            self._run_beside(_aborted(seat, requests), lambda _: None)
 
     def _run_beside(self, call: Coroutine[Any, Any, T], on_end: Callable[[asyncio.Task[T]], None]) -> None:
         task = asyncio.ensure_future(call)
@@ -562,6 +566,18 @@ class Actor:
                 request.cancel()
             if not group.is_given_up:
                 self._tell(Withdrawn(self.clock(), index))
+
+
+async def _aborted(seat: Seat, requests: Mapping[asyncio.Task[Any], str]) -> None:
+    """Abort requests of one endpoint by their ids, and return once they have ended."""
+    try:
+        while ids := tuple(request_id for request, request_id in requests.items() if not request.done()):
+            await seat.abort(ids)
+            # A call can overtake a request that it is to end, and is then ignored.
+            await asyncio.wait(requests, timeout=_ABORT_AGAIN_S)
+    except InflightError:
+        for request in requests:
+            request.cancel()
 
 
 def _outcome(request: asyncio.Task[Sequence[Sampled]]) -> tuple[Sequence[Sampled], str | None]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ from inflight.errors import (
     UnsupportedError,
 )
 from inflight.wire import (
+    MAX_ABORTED,
     AbortRequests,
     Capabilities,
     Completion,
@@ -85,11 +86,13 @@ class Seat:
         """Whether what was sampled of an aborted completion is kept."""
         return self.declared is not None and self.declared.partial_rollouts
 
-    async def abort(self, request_id: str) -> None:
-        """End a request with what it has, if the endpoint can do that. Raises `EndpointError`."""
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests with what they have, if the endpoint can do that. Raises `EndpointError`."""
         if not isinstance(self.endpoint, AbortingEndpoint):
             raise UnsupportedError(f"{self.name} declares partial_rollouts and has no abort_requests")
-        await self.endpoint.abort_requests(AbortRequests(request_ids=(request_id,)))
+        for start in range(0, len(request_ids), MAX_ABORTED):
+            ids = tuple(request_ids[start : start + MAX_ABORTED])
+            await self.endpoint.abort_requests(AbortRequests(request_ids=ids))
 
     async def sample(self, request: GenerateRequest) -> tuple[Completion, ...]:
         """Return the completions of one request. The seed is left out if the endpoint takes none.
