@@ -17,7 +17,7 @@ from inflight.cli import main
 from inflight.errors import ConfigError
 from inflight.planning import Endpoint, Outcome, Prompted, PublishCost, Setup, TokenTime, TrainerCost, simulate
 from inflight.planning.applying import apply
-from inflight.planning.calibration import Costs, _factors, calibrate
+from inflight.planning.calibration import Costs, calibrate, factors_of
 from inflight.planning.candidates import Candidate, candidate_of, predict
 from inflight.planning.costs import Contention
 from inflight.planning.parts import parts_of
@@ -40,21 +40,28 @@ class PlainServer:
         self.slowdown = 1.0
         self.done: dict[int, float] = {}
         self.wanted: dict[int, int] = {}
+        self.before: dict[int, int] = {}
         self.versions: dict[int, list[int]] = {}
         self.version = 0
 
     def next_end(self) -> float:
         left = [self.wanted[key] - done for key, done in self.done.items()]
-        return max(self.now, self.blocked_until) + min(left) * self.token_time if left else math.inf
+        return max(self.now, self.blocked_until) + self.duration(min(left)) if left else math.inf
 
-    @property
-    def token_time(self) -> float:
-        return self.endpoint.token_time(len(self.done)) * self.slowdown
+    def duration(self, num_tokens: float) -> float:
+        """Return the time of so many tokens of each completion; the longest grows meanwhile."""
+        longest = max(self.before[key] + done for key, done in self.done.items()) + num_tokens / 2
+        context = self.endpoint.context_time * len(self.done) * longest
+        return (self.endpoint.token_time(len(self.done)) + context) * self.slowdown * num_tokens
 
     def advance(self, now: float) -> None:
         sampling = max(0.0, now - max(self.now, self.blocked_until))
+        low, high = 0.0, 1e4
+        for _ in range(80 if self.done else 0):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self.duration(middle) < sampling else (low, middle)
         for key in self.done:
-            self.done[key] += sampling / self.token_time
+            self.done[key] += low
             self.note(key)
         self.now = now
 
@@ -66,6 +73,7 @@ class PlainServer:
 
 @given(
     points=st.lists(st.floats(0.1, 3.0), min_size=1, max_size=4),
+    context_time=st.sampled_from([0.0, 0.001, 0.05]),
     orders=st.lists(
         st.tuples(st.sampled_from(["begin", "end", "remove", "block", "slow", "serve"]), st.integers(1, 40)),
         max_size=40,
@@ -73,9 +81,10 @@ class PlainServer:
 )
 @settings(max_examples=150, deadline=None)
 def test_the_clock_of_an_endpoint_agrees_with_counting_every_completion(
-    points: list[float], orders: list[tuple[str, int]]
+    points: list[float], context_time: float, orders: list[tuple[str, int]]
 ) -> None:
-    endpoint = Endpoint("one", 1000, TokenTime(tuple((4.0 * i + 1, time) for i, time in enumerate(points))))
+    curve = TokenTime(tuple((4.0 * i + 1, time) for i, time in enumerate(points)))
+    endpoint = Endpoint("one", 1000, curve, context_time)
     server, plain = Server(endpoint), PlainServer(endpoint)
     for number, (what, size) in enumerate(orders):
         now = min(server.now + size / 7, server.next_end())
@@ -95,8 +104,9 @@ def test_the_clock_of_an_endpoint_agrees_with_counting_every_completion(
             del plain.done[job.key[0]]
             assert [v for start, end, v in spans for _ in range(start, end)] == plain.versions[job.key[0]]
         if what == "begin":
-            server.begin((number, 0), size)
+            server.begin((number, 0), size, number)
             plain.done[number], plain.wanted[number], plain.versions[number] = 0.0, size, []
+            plain.before[number] = number
         elif what == "remove" and server.jobs:
             key = min(server.jobs)
             assert server.remove(key) == min(math.floor(plain.done.pop(key[0]) + 1e-6), plain.wanted[key[0]] - 1)
@@ -184,13 +194,15 @@ def test_endpoints_that_fail_lose_tokens_and_the_run_goes_on() -> None:
 # ---------------------------------------------------------------------------------------------------------- calibration
 
 TRUE = Costs(
-    TokenTime(((1.0, 0.011), (64.0, 0.074))),
+    TokenTime(((1.0, 0.011),)),
     0.05,
-    Contention({(1, False): 1.0, (1, True): 1.3, (2, False): 1.2, (2, True): 1.8}, {0: 1.0, 1: 1.2, 2: 1.5}),
+    Contention({1: 1.0, 2: 1.2, 3: 1.7}, {0: 1.0, 1: 2.0, 2: 3.0}),
     TrainerCost(0.5, 4e-4),
     PublishCost(0.06, 0.02, 0.01),
     0.02,
     lambda group_size: prompted,
+    context_time=1.2e-5,
+    admission_time=0.03,
 )
 CONFIG = {
     "run": {"mode": "pipeline", "conventional_steps": 1, "seed": 0},
@@ -204,13 +216,16 @@ CONFIG = {
 }  # fmt: skip
 
 
-def make_run(directory: Path, num_endpoints: int, *, conventional: bool) -> Path:
+def make_run(
+    directory: Path, num_endpoints: int, *, conventional: bool = False, scheduler: str = "least_loaded"
+) -> Path:
     """Write the events of a simulated run as a live run would."""
     directory.mkdir()
     mode = "conventional" if conventional else "pipeline"
     config = CONFIG | {
         "run": CONFIG["run"] | {"mode": mode},
         "servers": CONFIG["servers"] | {"count": num_endpoints},
+        "rollouts": CONFIG["rollouts"] | {"scheduler": scheduler},
     }
     began = {"kind": "began", "start_s": 0.0, "end_s": 0.0, "schema_version": 1, "began_at": 0.0}
     began |= {"inflight": "0", "config": config}
@@ -218,9 +233,19 @@ def make_run(directory: Path, num_endpoints: int, *, conventional: bool) -> Path
     history = HistoryStore()
     simulate(
         Setup(
-            SCHEDULERS["least_loaded"](group_size=4, history=history),
+            SCHEDULERS[scheduler](group_size=4, history=history),
             history,
-            [Endpoint(str(i), 24, TRUE.token_time, request_time=TRUE.request_time) for i in range(num_endpoints)],
+            [
+                Endpoint(
+                    str(i),
+                    24,
+                    TRUE.token_time,
+                    TRUE.context_time,
+                    admission_time=TRUE.admission_time,
+                    request_time=TRUE.request_time,
+                )
+                for i in range(num_endpoints)
+            ],
             prompted,
             4000,
             30,
@@ -245,18 +270,26 @@ def make_run(directory: Path, num_endpoints: int, *, conventional: bool) -> Path
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     parent = tmp_path_factory.mktemp("runs")
     return {
-        "one, conventional": make_run(parent / "a", 1, conventional=True),
-        "two, pipeline": make_run(parent / "b", 2, conventional=False),
-        "one, pipeline": make_run(parent / "c", 1, conventional=False),
-        "two, conventional": make_run(parent / "d", 2, conventional=True),
+        "one, conventional, single": make_run(parent / "a", 1, conventional=True, scheduler="shortest_first"),
+        "two, pipeline": make_run(parent / "b", 2),
+        "one, pipeline": make_run(parent / "c", 1),
+        "one, conventional": make_run(parent / "d", 1, conventional=True),
+        "two, conventional": make_run(parent / "e", 2, conventional=True),
+        "two, conventional, over": make_run(parent / "f", 2, conventional=True, scheduler="over_provision"),
+        "one, pipeline, probing": make_run(parent / "g", 1, scheduler="probe_first"),
     }
 
 
 def test_costs_are_found_again_in_events_and_predict_other_runs(runs: dict[str, Path]) -> None:
     """Requests of several completions are taken to advance evenly, which they do not quite."""
-    costs = calibrate([runs["one, conventional"], runs["two, pipeline"]], 3)
-    for num in (8, 24):
-        assert costs.token_time(num) == pytest.approx(TRUE.token_time(num), rel=0.1)
+    costs = calibrate([runs["one, conventional, single"], runs["two, pipeline"]], 3)
+    for found, true in (
+        (costs.token_time(1) + 2000 * costs.context_time, TRUE.token_time(1) + 2000 * TRUE.context_time),
+        (costs.admission_time, TRUE.admission_time),
+        (costs.contention.of(3), TRUE.contention.of(3)),
+    ):
+        assert found == pytest.approx(true, rel=0.15)
+    assert costs.contention.of_publish(2) == pytest.approx(TRUE.contention.of_publish(2), rel=0.1)
     assert costs.publish.total == pytest.approx(TRUE.publish.total)
     assert costs.publish.turnaround == pytest.approx(TRUE.publish.turnaround)
     assert costs.score_time == pytest.approx(TRUE.score_time)
@@ -343,5 +376,5 @@ def test_the_parts_of_a_speed_up_multiply_to_it() -> None:
 
 
 def test_what_shares_cores_fairly_is_at_most_as_many_times_slower_as_there_are_processes() -> None:
-    assert _factors([(1, False), (2, True)], [1.0, 0.01]) == {(1, False): 1.0, (2, True): 3.0}
-    assert _factors([(0, True), (2, True)], [1.0, 0.5]) == {(0, True): 1.0, (2, True): 2.0}
+    assert factors_of([1, 3], [1.0, 0.01]) == {1: 1.0, 3: 3.0}
+    assert factors_of([1, 3], [1.0, 0.5]) == {1: 1.0, 3: 2.0}

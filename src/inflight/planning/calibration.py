@@ -10,7 +10,8 @@ import bisect
 import math
 import random
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,14 @@ from typing import Any
 from inflight.planning.costs import Contention, PublishCost, TokenTime, TrainerCost
 from inflight.planning.fitting import fit
 from inflight.planning.groups import Prompted
-from inflight.planning.loads import Loads, State, Stretch, stretches_of
+from inflight.planning.loads import Loads, stretches_of
+from inflight.planning.token_times import token_times
 from inflight.planning.traces import Trace
 
 _ROUNDS = 8
-"""Of fitting the curve and the factors of sharing in turns; both have settled by then."""
+"""Of fitting times of steps and the factors of sharing in turns; both have settled by then."""
 _RARE = 0.03
-"""A state in which less than this share of the time was spent is taken for its nearest neighbour."""
+"""A number of working processes at which less than this share of the time was spent counts as the nearest one."""
 _WINDOW = 64
 """Measured groups that an item is drawn from: those sampled at versions nearest to its own."""
 
@@ -58,7 +60,9 @@ class Costs:
     score_time: float
     prompted: Callable[[int], Callable[[int, int], Prompted]] | None = None
     """By the size of groups, what `Setup.prompted` is."""
+    context_time: float = 0.0
     prompt_token_time: float = 0.0
+    admission_time: float = 0.0
     tokens_per_forward: float = 1.0
     mean_time_to_failure: float = math.inf
     restart_time: float = 0.0
@@ -67,12 +71,13 @@ class Costs:
 
     def as_json(self) -> dict[str, Any]:
         """Return the costs as JSON values, without the measured groups."""
-        sharing = {f"{num}{' + trainer' if trains else ''}": f for (num, trains), f in self.contention.endpoint.items()}
         return {
             "token_time": self.token_time.points,
+            "context_time": self.context_time,
+            "admission_time": self.admission_time,
             "request_time": self.request_time,
-            "contention_of_endpoints": sharing,
-            "contention_of_trainer": {str(num): factor for num, factor in self.contention.trainer.items()},
+            "slower_by_working": {str(num): factor for num, factor in self.contention.shared.items()},
+            "slower_publish_by_busy": {str(num): factor for num, factor in self.contention.publish.items()},
             "trainer": [self.trainer.per_step, self.trainer.per_token],
             "publish": [self.publish.total, self.publish.pause, self.publish.turnaround],
             "score_time": self.score_time,
@@ -86,117 +91,36 @@ def calibrate(directories: Sequence[Path], num_skipped: int = 3) -> Costs:
     Raises `ConfigError` if a directory does not hold a run.
     """
     traces = [Trace.read(directory) for directory in directories]
-    loads = [Loads.of(trace) for trace in traces]
+    groups, num_prompt_tokens = _groups_of(traces)
+    loads = [Loads.of(trace, num_prompt_tokens) for trace in traces]
     begins = [trace.steps[min(num_skipped, len(trace.steps) - 2)]["time_s"] for trace in traces]
     stretches = [
         stretch
         for trace, load, begin in zip(traces, loads, begins, strict=True)
         for stretch in stretches_of(trace, load, begin)
     ]
-    points, request_time, factors, error = _token_times(stretches)
-    cost, of_trainer, step_error = _step_times(traces, loads, begins)
-    notes = {"stretches": len(stretches), "stretch_error": error, "step_error": step_error}
-    groups, num_prompt_tokens = _groups_of(traces)
+    cost, shared, step_error = _step_times(traces, loads, begins)
+    publish, of_publish = _publish_cost(traces, loads, begins)
+    contention = Contention(shared, of_publish)
+    tokens = token_times(stretches, contention)
     return Costs(
-        points,
-        request_time,
-        Contention(factors, of_trainer),
+        TokenTime(((1.0, tokens.token_time),)),
+        tokens.request_time,
+        contention,
         cost,
-        _publish_cost(traces, begins),
+        publish,
         _score_time(traces),
         lambda _: MeasuredGroups(groups, num_prompt_tokens),
-        notes=notes,
+        context_time=tokens.context_time,
+        admission_time=tokens.admission_time,
+        notes={"stretches": len(stretches), "stretch_error": tokens.error, "step_error": step_error},
     )
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# The fits
-
-
-def _token_times(rows: Sequence[Stretch]) -> tuple[TokenTime, float, dict[State, float], float]:
-    """Return the curve of token times, the time of a request besides, and the factors by what else works.
-
-    A stretch takes n (a + c b) f, with n tokens of its longest completion, b running completions and the factor f of
-    what works, and the last one of a request o more. The factors are in turn the ones that make n of the time that was
-    spent in each state.
-    """
-    stand_ins = _stand_ins((state, seconds) for row in rows for seconds, _, state in row.parts)
-    for row in rows:
-        row.parts = [(seconds, num, stand_ins[state]) for seconds, num, state in row.parts]
-    states = sorted({*stand_ins.values()})
-    factors = dict.fromkeys(states, 1.0)
-    largest = max(num for row in rows for _, num, _ in row.parts)
-    intercept = slope = request_time = 0.0
-    for _ in range(_ROUNDS):
-        matrix, target = [], []
-        for row in rows:
-            # Tokens are made in each part in proportion to its time over its factor.
-            work = [(seconds / factors[state], num) for seconds, num, state in row.parts]
-            total = sum(seconds for seconds, _ in work)
-            factor = row.seconds / total
-            running = sum(seconds * num for seconds, num in work) / total
-            matrix.append([float(row.is_last), row.num_tokens * factor, row.num_tokens * factor * running])
-            target.append(row.seconds)
-        request_time, intercept, slope = fit(matrix, target)
-        matrix = []
-        for row in rows:
-            spent = max(1e-9, row.seconds - request_time * row.is_last) / row.seconds
-            by_state = dict.fromkeys(states, 0.0)
-            for seconds, num, state in row.parts:
-                by_state[state] += spent * seconds / max(1e-12, intercept + slope * num)
-            matrix.append([by_state[state] for state in states])
-        rates = fit(matrix, [float(row.num_tokens) for row in rows])
-        factors = _factors(states, rates)
-    error = _token_error(rows, request_time, intercept, slope, factors)
-    curve = TokenTime(((1.0, intercept + slope), (max(2.0, largest), intercept + slope * max(2.0, largest))))
-    return curve, request_time, factors, error
-
-
-def _stand_ins(spent: Iterable[tuple[State, float]]) -> dict[State, State]:
-    """Return for each state itself, or for a rare one the nearest that is not."""
-    total: dict[State, float] = {}
-    for state, seconds in spent:
-        total[state] = total.get(state, 0.0) + seconds
-    common = [state for state, seconds in total.items() if seconds >= _RARE * sum(total.values())]
-    return {
-        state: min(common, key=lambda other: (other != state, abs(other[0] - state[0]) + 2 * (other[1] != state[1])))
-        for state in total
-    }
-
-
-def _factors(states: Sequence[State], rates: Sequence[float]) -> dict[State, float]:
-    """Return how much slower each state is than the one in which least works; never faster than one with less work.
-
-    Processes that share cores fairly are at most as many times slower as there are of them. Without that bound, curve
-    and factors could grow against each other where a run was hardly ever in the first state.
-    """
-    factors: dict[State, float] = {}
-    reference = rates[0] or max(rates)
-    for state, rate in zip(states, rates, strict=True):
-        less = [factors[other] for other in factors if other[0] <= state[0] and other[1] <= state[1]]
-        num_sharing = (state[0] + state[1]) / (states[0][0] + states[0][1])
-        factors[state] = max([min(reference / rate if rate else 1.0, num_sharing), 1.0, *less])
-    return factors
-
-
-def _token_error(
-    rows: Sequence[Stretch], request_time: float, intercept: float, slope: float, factors: dict[State, float]
-) -> float:
-    """Return the mean relative difference between requests and their fit."""
-    errors = []
-    for row in rows:
-        work = [(seconds / factors[state], num) for seconds, num, state in row.parts]
-        total = sum(seconds for seconds, _ in work)
-        running = sum(seconds * num for seconds, num in work) / total
-        found = request_time * row.is_last + row.num_tokens * (intercept + slope * running) * row.seconds / total
-        errors.append(abs(found - row.seconds) / row.seconds)
-    return statistics.fmean(errors)
 
 
 def _step_times(
     traces: Sequence[Trace], loads: Sequence[Loads], begins: Sequence[float]
 ) -> tuple[TrainerCost, dict[int, float], float]:
-    """Return the cost of a step where nothing else works, and the factors by endpoints that do."""
+    """Return the cost of a step where nothing else works, the factors by how many work, and the mean relative error."""
     rows: list[tuple[int, float, dict[int, float]]] = []
     for trace, load, begin in zip(traces, loads, begins, strict=True):
         tokens = {step["version"]: step["num_step_tokens"] for step in trace.steps}
@@ -204,15 +128,10 @@ def _step_times(
             if train["start_s"] >= begin and train["version"] in tokens:
                 spent: dict[int, float] = {}
                 for since, until, (num, _) in load.between(train["start_s"], train["end_s"]):
-                    spent[num] = spent.get(num, 0.0) + until - since
+                    spent[1 + num] = spent.get(1 + num, 0.0) + until - since
                 rows.append((tokens[train["version"]], train["end_s"] - train["start_s"], spent))
-    stand_ins = _stand_ins(((num, False), seconds) for _, _, spent in rows for num, seconds in spent.items())
-    for _, _, spent in rows:
-        for num in [*spent]:
-            stand_in = stand_ins[num, False][0]
-            if stand_in != num:
-                spent[stand_in] = spent.get(stand_in, 0.0) + spent.pop(num)
-    states = sorted({num for num, _ in stand_ins.values()})
+    _merge_rare([spent for _, _, spent in rows])
+    states = sorted({num for _, _, spent in rows for num in spent})
     factors = dict.fromkeys(states, 1.0)
     cost = TrainerCost()
     for _ in range(_ROUNDS):
@@ -220,29 +139,61 @@ def _step_times(
         matrix = [[factor, factor * num] for (num, _, _), factor in zip(rows, slowed, strict=True)]
         cost = TrainerCost(*fit(matrix, [seconds for _, seconds, _ in rows]))
         rates = fit([[spent.get(n, 0.0) for n in states] for _, _, spent in rows], [cost(num) for num, _, _ in rows])
-        by_state = _factors([(num, True) for num in states], rates)
+        factors = factors_of(states, rates)
         cost = TrainerCost(cost.per_step / rates[0], cost.per_token / rates[0]) if rates[0] else cost
-        factors = {num: by_state[num, True] for num in states}
     errors = [abs(cost(num) - sum(s / factors[n] for n, s in spent.items())) / cost(num) for num, _, spent in rows]
     return cost, factors, statistics.fmean(errors)
 
 
-def _publish_cost(traces: Sequence[Trace], begins: Sequence[float]) -> PublishCost:
-    totals, pauses, turnarounds = [], [], []
-    for trace, begin in zip(traces, begins, strict=True):
+def _merge_rare(spent: Sequence[dict[int, float]]) -> None:
+    """Count the time with a rare number of processes as that of the nearest number which is not."""
+    total: Counter[int] = Counter()
+    for it in spent:
+        total.update(it)
+    common = [num for num, seconds in total.items() if seconds >= _RARE * total.total()]
+    for it in spent:
+        for num in [num for num in it if num not in common]:
+            nearest = min(common, key=lambda other: abs(other - num))
+            it[nearest] = it.get(nearest, 0.0) + it.pop(num)
+
+
+def factors_of(states: Sequence[int], rates: Sequence[float]) -> dict[int, float]:
+    """Return how much slower a process is by how many work, ascending; never faster than with fewer.
+
+    Processes that share cores fairly are at most as many times slower as there are of them. Without that bound, times
+    and factors could grow against each other where the fewest hardly ever worked.
+    """
+    factors: dict[int, float] = {}
+    reference = rates[0] or max(rates)
+    for num, rate in zip(states, rates, strict=True):
+        factors[num] = max([min(reference / rate if rate else 1.0, num / states[0]), 1.0, *factors.values()])
+    return factors
+
+
+def _publish_cost(
+    traces: Sequence[Trace], loads: Sequence[Loads], begins: Sequence[float]
+) -> tuple[PublishCost, dict[int, float]]:
+    """Return the cost of a publish where least works, and the factors by endpoints that do."""
+    totals: dict[int, list[float]] = {}
+    pauses, turnarounds = [], []
+    for trace, load, begin in zip(traces, loads, begins, strict=True):
         published = {it["version"]: it for it in trace.publishes if it["version"] > 0}
         trained = {it["version"]: it for it in trace.trained}
         ended = {group["item"]: group["end_s"] for group in trace.groups}
         for version, train in trained.items():
             if train["start_s"] < begin:
                 continue
-            if (publish := published.get(version)) is not None:
-                totals.append(publish["end_s"] - train["end_s"])
+            if (publish := published.get(version)) is not None and publish["end_s"] > train["end_s"]:
+                num_busy = round(load.num_busy(train["end_s"], publish["end_s"]))
+                totals.setdefault(num_busy, []).append(publish["end_s"] - train["end_s"])
                 pauses.append(max(publish["paused_s"].values(), default=publish["pause_s"]))
             ready = max((ended[item] for item in train["items"] if item in ended), default=train["start_s"])
             before = published.get(version - 1) or trained.get(version - 1)
             turnarounds.append(train["start_s"] - max(ready, before["end_s"] if before else 0.0))
-    return PublishCost(*(_median(values) for values in (totals, pauses, turnarounds)))
+    means = {num: statistics.fmean(totals[num]) for num in sorted(totals)}
+    total = next(iter(means.values()), 0.0)
+    factors = {num: max(1.0, mean / total) for num, mean in means.items()}
+    return PublishCost(total, _median(pauses), _median(turnarounds)), factors
 
 
 def _score_time(traces: Sequence[Trace]) -> float:

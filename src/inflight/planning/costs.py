@@ -55,8 +55,13 @@ class Endpoint:
     capacity: int
     """Completions that it may be given at a time."""
     token_time: TokenTime = field(default_factory=lambda: TokenTime.roofline(1.0))
+    context_time: float = 0.0
+    """Added to the time of a token for each token of context that is read: running completions times the tokens of the
+    longest, prompt included. So it is where attention pads completions to the longest of them."""
     prompt_token_time: float = 0.0
     """For each token of a prompt, nothing else is sampled for so long. Completions of a request share their prompt."""
+    admission_time: float = 0.0
+    """For each request, nothing else is sampled for so long."""
     request_time: float = 0.0
     """From the end of the last completion of a request until the run has it."""
     tokens_per_forward: float = 1.0
@@ -91,25 +96,26 @@ class PublishCost:
 
 @dataclass(frozen=True, slots=True)
 class Contention:
-    """How much slower processes are that share the same cores: by how many endpoints work, and whether training does.
+    """How much slower processes are that share the same cores.
 
-    What was not measured is taken from the nearest number of endpoints, in proportion to all that work.
+    What was not measured is taken from the nearest numbers; beyond the largest, times grow in proportion.
     """
 
-    endpoint: Mapping[tuple[int, bool], float] = field(default_factory=dict)
-    """By (endpoints that work, whether the trainer trains): the factor on token times."""
-    trainer: Mapping[int, float] = field(default_factory=dict)
-    """By endpoints that work: the factor on the time of a step."""
+    shared: Mapping[int, float] = field(default_factory=dict)
+    """By how many of the endpoints and the trainer work: the factor on the time of each of them. Cores are shared
+    fairly, so that it is the same."""
+    publish: Mapping[int, float] = field(default_factory=dict)
+    """By endpoints that work: the factor on the time of a publish."""
 
     @property
     def is_any(self) -> bool:
-        return bool(self.endpoint) or bool(self.trainer)
+        return bool(self.shared) or bool(self.publish)
 
-    def of_endpoint(self, num_busy: int, *, is_training: bool) -> float:
-        return _nearest({n: f for (n, trains), f in self.endpoint.items() if trains == is_training}, num_busy)
+    def of(self, num_working: int) -> float:
+        return _nearest(self.shared, max(1, num_working))
 
-    def of_trainer(self, num_busy: int) -> float:
-        return _nearest(self.trainer, num_busy)
+    def of_publish(self, num_busy: int) -> float:
+        return _nearest(self.publish, num_busy)
 
 
 def _nearest(factors: Mapping[int, float], num_busy: int) -> float:

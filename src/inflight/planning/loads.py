@@ -3,51 +3,68 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Sequence
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from inflight.planning.traces import Trace
 
 State = tuple[int, bool]
-"""Endpoints that work, and whether the trainer trains."""
+"""Endpoints that work, and whether the trainer trains or publishes."""
+
+
+class Running(NamedTuple):
+    """What runs on an endpoint from a time on."""
+
+    since: float
+    num: int
+    first: float
+    """When the longest completion would have had no token, its prompt included."""
+    rate: float
+    """Tokens per second that it gets."""
+
+    def context(self, start: float, end: float) -> float:
+        """Return the integral over a time of the completions times the tokens of the longest."""
+        return self.num * self.rate * (end - start) * ((start + end) / 2 - self.first)
 
 
 @dataclass(frozen=True, slots=True)
 class Loads:
     """Running completions of each endpoint, as steps over time, and when the trainer trains."""
 
-    running: dict[str, tuple[list[float], list[int]]]
-    """By endpoint: times, and the completions from each on."""
-    training: list[tuple[float, float]]
+    running: dict[str, list[Running]]
     states: tuple[list[float], list[State]]
 
     @classmethod
-    def of(cls, trace: Trace) -> Loads:
-        changes: dict[str, list[tuple[float, int]]] = {}
+    def of(cls, trace: Trace, num_prompt_tokens: int) -> Loads:
+        """Completions of a request are taken to advance evenly, and prompts to have so many tokens."""
+        sampled: dict[str, list[tuple[float, float, float, float]]] = {}
         for request in trace.requests:
-            start, end = request["start_s"], request["end_s"]
-            longest = max(part["num_tokens"] for part in request["parts"])
-            of_endpoint = changes.setdefault(request["endpoint"], [])
-            for part in request["parts"]:
-                of_endpoint.append((start, 1))
-                of_endpoint.append((start + (end - start) * part["num_tokens"] / max(1, longest), -1))
-        running = {name: _summed(of_endpoint) for name, of_endpoint in changes.items()}
-        training = [(it["start_s"], it["end_s"]) for it in trace.trained]
+            start, rate = request["start_s"], rate_of(request)
+            for part in request["parts"] if rate else ():
+                num = part["num_tokens"] - part["num_before"]
+                first = start - (num_prompt_tokens + part["num_before"]) / rate
+                sampled.setdefault(request["endpoint"], []).append((start, start + num / rate, first, rate))
+        running = {name: _steps(of_endpoint) for name, of_endpoint in sampled.items()}
         busy: list[tuple[float, tuple[int, int]]] = []
-        for times, numbers in running.values():
+        for steps in running.values():
             was = 0
-            for time, number in zip(times, numbers, strict=True):
-                if (number > 0) != (was > 0):
-                    busy.append((time, (1 if number > 0 else -1, 0)))
-                was = number
-        busy += [(time, (0, sign)) for start, end in training for time, sign in ((start, 1), (end, -1))]
+            for step in steps:
+                if (step.num > 0) != (was > 0):
+                    busy.append((step.since, (1 if step.num > 0 else -1, 0)))
+                was = step.num
+        served = {it["version"]: it["end_s"] for it in trace.publishes}
+        for it in trace.trained:
+            end = max(it["end_s"], served.get(it["version"], 0.0))
+            busy += [(it["start_s"], (0, 1)), (end, (0, -1))]
         busy.sort()
         times, states, now = [0.0], [(0, False)], [0, 0]
         for time, (endpoints, trainers) in busy:
             now = [now[0] + endpoints, now[1] + trainers]
             times.append(time)
             states.append((now[0], now[1] > 0))
-        return cls(running, training, (times, states))
+        return cls(running, (times, states))
 
     def between(self, start: float, end: float) -> Iterator[tuple[float, float, State]]:
         """Yield the parts of a stretch of time with what worked in each."""
@@ -59,18 +76,43 @@ class Loads:
                 yield max(times[i], start), min(until, end), states[i]
             i += 1
 
+    def num_busy(self, start: float, end: float) -> float:
+        """Return how many endpoints work on average."""
+        return sum((until - since) * state[0] for since, until, state in self.between(start, end)) / (end - start)
 
-def _summed(changes: list[tuple[float, int]]) -> tuple[list[float], list[int]]:
-    changes.sort()
-    times, numbers, number = [0.0], [0], 0
-    for time, change in changes:
+
+def rate_of(request: Mapping[str, Any]) -> float:
+    """Return the tokens per second of the completion that got most in a request."""
+    most = max(part["num_tokens"] - part["num_before"] for part in request["parts"])
+    return float(most / max(1e-9, request["end_s"] - request["start_s"]))
+
+
+def _steps(sampled: list[tuple[float, float, float, float]]) -> list[Running]:
+    """Return what runs over time, of completions by their start, end, ``Running.first`` and rate."""
+    changes = sorted([(it[0], 1, it) for it in sampled] + [(it[1], -1, it) for it in sampled], key=lambda it: it[:2])
+    steps, number, longest = [Running(0.0, 0, 0.0, 0.0)], 0, list[tuple[float, float, float]]()
+    for time, change, (_, end, first, rate) in changes:
         number += change
-        if time == times[-1]:
-            numbers[-1] = number
+        if change > 0:
+            heapq.heappush(longest, (first, end, rate))
+        while longest and longest[0][1] <= time:
+            heapq.heappop(longest)
+        step = Running(time, number, longest[0][0], longest[0][2]) if longest else Running(time, 0, 0.0, 0.0)
+        if time == steps[-1].since:
+            steps[-1] = step
         else:
-            times.append(time)
-            numbers.append(number)
-    return times, numbers
+            steps.append(step)
+    return steps
+
+
+class Part(NamedTuple):
+    """A part of a stretch in which the same processes worked: averages over it."""
+
+    seconds: float
+    context: float
+    """Running completions times the tokens of the longest."""
+    num_working: int
+    """Endpoints and trainer."""
 
 
 @dataclass(slots=True)
@@ -79,8 +121,9 @@ class Stretch:
 
     num_tokens: int
     seconds: float
-    parts: list[tuple[float, float, State]]
-    """Duration, mean number of running completions, and what else worked."""
+    parts: list[Part]
+    num_admitted: int
+    """Requests that began at the endpoint meanwhile, itself included."""
     is_last: bool
     """Whether the request ends with it: it then has the time until the run has the answer."""
 
@@ -91,31 +134,37 @@ def stretches_of(trace: Trace, load: Loads, begin: float) -> Iterator[Stretch]:
     Spans say at which token that was, so a stretch in the middle has nothing but tokens.
     """
     served = {publish["version"]: publish["end_s"] for publish in trace.publishes}
+    begins: dict[str, list[float]] = {}
     for request in trace.requests:
-        if request["start_s"] < begin:
+        begins.setdefault(request["endpoint"], []).append(request["start_s"])
+    for times in begins.values():
+        times.sort()
+    for request in trace.requests:
+        if request["start_s"] < begin or not rate_of(request):
             continue
-        longest = max(request["parts"], key=lambda part: part["num_tokens"])
-        start, token = request["start_s"], 0
-        cuts = [(first, served.get(version), False) for first, _, version in longest["spans"][1:]]
+        longest = max(request["parts"], key=lambda part: part["num_tokens"] - part["num_before"])
+        start, token = request["start_s"], longest["num_before"]
+        cuts = [(first, served.get(version), False) for first, _, version in longest["spans"] if first > token]
+        times, running = begins[request["endpoint"]], load.running[request["endpoint"]]
         for at, end, is_last in [*cuts, (longest["num_tokens"], request["end_s"], True)]:
             if end is None or end <= start or at <= token:
                 continue  # a publish that other endpoints had first, say
-            times, numbers = load.running[request["endpoint"]]
             parts = [
-                (until - since, _mean(times, numbers, since, until), (max(1, state[0]), state[1]))
+                Part(until - since, _mean_context(running, since, until), max(1, sum(state)))
                 for since, until, state in load.between(start, end)
             ]
             if parts:
-                yield Stretch(at - token, end - start, parts, is_last)
+                num_admitted = bisect.bisect_left(times, end) - bisect.bisect_left(times, start)
+                yield Stretch(at - token, end - start, parts, num_admitted, is_last)
             start, token = end, at
 
 
-def _mean(times: Sequence[float], numbers: Sequence[int], start: float, end: float) -> float:
-    """Return the mean of a step function."""
-    i = max(0, bisect.bisect_right(times, start) - 1)
-    total = 0.0
-    while i < len(times) and times[i] < end:
-        until = times[i + 1] if i + 1 < len(times) else end
-        total += numbers[i] * max(0.0, min(until, end) - max(times[i], start))
+def _mean_context(steps: Sequence[Running], start: float, end: float) -> float:
+    """Return the mean over a time of the running completions times the tokens of the longest."""
+    i = max(0, bisect.bisect_right(steps, start, key=lambda step: step.since) - 1)
+    context = 0.0
+    while i < len(steps) and steps[i].since < end:
+        until = min(end, steps[i + 1].since) if i + 1 < len(steps) else end
+        context += steps[i].context(max(start, steps[i].since), until)
         i += 1
-    return total / (end - start)
+    return context / (end - start)

@@ -40,6 +40,10 @@ class Job:
     is_running: bool = True
 
 
+Ahead = tuple[float, int, Job]
+"""Minus the tokens by which a completion is ahead of the clock, a serial number, and the completion."""
+
+
 @dataclass(slots=True, eq=False)
 class Server:
     """What runs on one endpoint at ``now``; all methods but `advance` and `next_end` are for that moment."""
@@ -63,6 +67,8 @@ class Server:
     jobs: dict[Key, Job] = field(default_factory=dict)
     is_open: bool = True
     _heap: list[tuple[float, int, Job]] = field(default_factory=list)
+    _longest: list[Ahead] = field(default_factory=list)
+    """The longest first; kept only if the context costs time."""
     _serial: itertools.count[int] = field(default_factory=itertools.count)
     _times: list[float] = field(init=False)
     """Time of a token by running completions."""
@@ -74,10 +80,16 @@ class Server:
         endpoint = self.endpoint
         self._times = [endpoint.token_time(i) / endpoint.tokens_per_forward for i in range(endpoint.capacity + 1)]
 
-    @property
-    def token_time(self) -> float:
-        """Time of a token of each completion, with what runs now."""
-        return self._times[self.num_running] * self.slowdown
+    def _token_time(self) -> tuple[float, float]:
+        """Return the time of a token of each completion, and by how much that of each further one is longer."""
+        time = self._times[self.num_running] * self.slowdown
+        if not self.endpoint.context_time or not self.num_running:
+            return time, 0.0
+        longest = self._longest
+        while not longest[0][2].is_running:
+            heapq.heappop(longest)
+        growth = self.endpoint.context_time / self.endpoint.tokens_per_forward * self.num_running * self.slowdown
+        return time + growth * (self.clock - longest[0][0]), growth
 
     def advance(self, now: float) -> None:
         """Let time pass."""
@@ -87,7 +99,9 @@ class Server:
                 self.busy_time += elapsed
                 sampling = now - self.blocked_until if self.blocked_until > self.now else elapsed
                 if sampling > 0.0:
-                    self.clock += sampling / self.token_time
+                    time, growth = self._token_time()
+                    # What solves sampling = time * tokens + growth * tokens ** 2 / 2.
+                    self.clock += 2 * sampling / (time + math.sqrt(time * time + 2 * growth * sampling))
             self.slot_time += elapsed * self.num_held
             self.now = now
 
@@ -98,13 +112,16 @@ class Server:
             heapq.heappop(heap)
         if not heap:
             return math.inf
-        left = heap[0][0] - self.clock
-        return max(self.now, self.blocked_until) + (left * self.token_time if left > 0.0 else 0.0)
+        left = max(0.0, heap[0][0] - self.clock)
+        time, growth = self._token_time()
+        return max(self.now, self.blocked_until) + left * (time + growth * left / 2)
 
-    def begin(self, key: Key, num_tokens: float) -> None:
-        """Start a completion that has so many tokens to go."""
+    def begin(self, key: Key, num_tokens: float, num_before: int = 0) -> None:
+        """Start a completion that has so many tokens to go, after so many with its prompt."""
         job = self.jobs[key] = Job(key, self.clock, self.clock + num_tokens)
         heapq.heappush(self._heap, (job.end, next(self._serial), job))
+        if self.endpoint.context_time:
+            heapq.heappush(self._longest, (self.clock - num_before, next(self._serial), job))
         self.num_running += 1
 
     def take_ended(self, *, at_least_one: bool) -> list[Job]:

@@ -17,7 +17,6 @@ from typing import Any
 
 from inflight.contracts import StalenessPolicy
 from inflight.errors import InvalidRequestError
-from inflight.planning.costs import PublishCost
 from inflight.planning.groups import OpenGroup, Request, continued, num_kept_tokens, whole_groups
 from inflight.planning.outcome import Outcome
 from inflight.planning.servers import Server
@@ -150,15 +149,15 @@ class _Run:
         """Let what works slow the rest down, where processes share cores."""
         if not self.setup.contention.is_any:
             return
-        load = sum(server.num_running > 0 for server in self.servers.values()), self.trainer.is_busy
+        load = sum(server.num_running > 0 for server in self.servers.values()), self.trainer.is_working
         if load == self._load:
             return
         self._load = load
-        factor = self.setup.contention.of_endpoint(load[0], is_training=load[1])
+        factor = self.setup.contention.of(sum(load))
         for server in self.servers.values():
             self._touched(server).slowdown = factor
         if self.trainer.is_busy:
-            self.trainer.slow_down(self.now, self.setup.contention.of_trainer(load[0]))
+            self.trainer.slow_down(self.now, factor)
             self._look_at_trainer()
 
     def _look_ahead(self) -> None:
@@ -233,15 +232,17 @@ class _Run:
 
     def _request(self, server: Server, group: OpenGroup, numbers: tuple[int, ...]) -> None:
         request = Request(group.item, numbers, server, len(numbers), self.now)
-        prompted = group.prompted
-        if (prompt_time := server.endpoint.prompt_token_time) > 0.0:
-            server.delay(prompt_time * (prompted.num_prompt_tokens + sum(group.num_tokens(i) for i in numbers)))
+        prompted, endpoint = group.prompted, server.endpoint
+        if endpoint.prompt_token_time > 0.0 or endpoint.admission_time > 0.0:
+            num_tokens = prompted.num_prompt_tokens + sum(group.num_tokens(i) for i in numbers)
+            server.delay((endpoint.admission_time + endpoint.prompt_token_time * num_tokens) * server.slowdown)
         server.num_held += len(numbers)
         self.num_under_way += 1
         for i in numbers:
             group.begun[i] = server.version
             group.requests[i] = request
-            server.begin((group.item, i), prompted.lengths[i] - group.num_tokens(i))
+            num_before = group.num_tokens(i)
+            server.begin((group.item, i), prompted.lengths[i] - num_before, prompted.num_prompt_tokens + num_before)
 
     def _server_event(self, server: Server, stamp: int) -> None:
         if stamp != server.stamp:
@@ -433,8 +434,7 @@ class _Run:
         self.trainer.groups = batch.groups  # it is under way from now on, and begins once the last step is settled
 
         def begin() -> None:
-            factor = self.setup.contention.of_trainer(self._load[0])
-            self.trainer.begin(self.now, batch, factor)
+            self.trainer.begin(self.now, batch, self.setup.contention.of(self._load[0] + 1))
             self._look_at_trainer()
 
         self._at(max(self.now, self.ready_at) + self.setup.publish.turnaround, begin)
@@ -446,21 +446,22 @@ class _Run:
         items = [group.item_index for group in batch.groups]
         self._record("train", self.trainer.began, version=self.version + 1, items=items)
         is_published = not self.setup.conventional_steps or not self.phase
-        cost = self.setup.publish if is_published else PublishCost()
-        end = self.now + cost.total
-        if is_published and cost.pause > 0.0:
-            self._at(end - cost.pause, lambda: self._pause(end))
-        if cost.total > 0.0:
-            self._at(end, lambda: self._settle(batch, is_published=is_published))
-        else:
-            self._settle(batch, is_published=is_published)
+        if not is_published:
+            self._settle(batch, None)
+            return
+        self.trainer.publishes = True
+        cost, since = self.setup.publish, self.now
+        end = since + cost.total * self.setup.contention.of_publish(self._load[0])
+        if cost.pause > 0.0:
+            self._at(max(since, end - cost.pause), lambda: self._pause(end))
+        self._at(end, lambda: self._settle(batch, since))
 
     def _pause(self, until: float) -> None:
         for server in self.servers.values():
             self._touched(server).block(until)
 
-    def _settle(self, batch: Batch, *, is_published: bool) -> None:
-        """A step is complete, and published: its groups are settled, and the next one may begin."""
+    def _settle(self, batch: Batch, published_since: float | None) -> None:
+        """A step is complete, and published, if it was: its groups are settled, and the next one may begin."""
         law, outcome = self.outcome.law, self.outcome
         num_composed = (len(self.composed.groups) if self.composed is not None else 0) + sum(map(len, self.phase))
         queued = self.waiting.num_groups + num_composed
@@ -472,19 +473,18 @@ class _Run:
             self._tell(Settled(self.now, group.item_index, is_trained=True))
         law.stepped(self.num_issued, queued, len(batch.groups))
         self.version += 1
-        self.trainer.groups, self.ready_at = (), self.now
+        self.trainer.groups, self.trainer.publishes, self.ready_at = (), False, self.now
         for server in self.servers.values():
             server.advance(self.now)
-            if is_published:
+            if published_since is not None:
                 server.serve(self.version)
         busy = sum(server.busy_time for server in self.servers.values())
         slots = sum(server.slot_time for server in self.servers.values())
         outcome.steps.append(batch.row(self.now, busy, slots, self.trainer.busy_time))
-        if is_published:
-            pauses = dict.fromkeys(self.servers, self.setup.publish.pause)
-            cost = self.setup.publish
-            start = self.now - cost.total
-            self._record("publish", start, version=self.version, pause_s=cost.pause, paused_s=pauses)
+        if published_since is not None:
+            pause = self.setup.publish.pause
+            pauses = dict.fromkeys(self.servers, pause)
+            self._record("publish", published_since, version=self.version, pause_s=pause, paused_s=pauses)
         self._record("step", self.now, version=self.version, time_s=self.now, **batch.fields())
         outcome.num_tokens += batch.num_tokens
         outcome.ages.update(batch.ages)

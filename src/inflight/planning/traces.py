@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ class Trace:
     directory: Path
     config: dict[str, Any]
     requests: list[dict[str, Any]]
+    """Those that were answered. Each part has ``num_before``: what earlier requests brought of its tokens."""
     groups: list[dict[str, Any]]
     trained: list[dict[str, Any]]
     publishes: list[dict[str, Any]]
@@ -34,8 +36,19 @@ class Trace:
                 f"{directory} does not hold the events of a run with at least 4 steps: give the directory of a run"
             )
         whole = [it for it in kinds["request"] if it["parts"] and it["error"] is None]
+        _count_sampled(whole)
         began = kinds["began"][0]
         return cls(directory, began["config"], whole, kinds["group"], kinds["train"], kinds["publish"], steps)
+
+
+def _count_sampled(requests: Iterable[dict[str, Any]]) -> None:
+    brought: dict[tuple[int, int], int] = {}
+    for request in requests:
+        for part in request["parts"]:
+            key = request["item"], part["number"]
+            before = brought.get(key, 0)
+            part["num_before"] = before if before <= part["num_tokens"] else 0  # it began anew
+            brought[key] = part["num_tokens"]
 
 
 @dataclass(frozen=True, slots=True)

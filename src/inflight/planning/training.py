@@ -90,6 +90,7 @@ class Trainer:
     busy_time: float = 0.0
     began: float = 0.0
     """When the last step did."""
+    publishes: bool = False
     stamp: int = 0
     """Counts the changes that move `end`."""
     _batch: Batch | None = None
@@ -101,6 +102,11 @@ class Trainer:
     @property
     def is_busy(self) -> bool:
         return self._batch is not None
+
+    @property
+    def is_working(self) -> bool:
+        """Whether it trains or publishes."""
+        return self.is_busy or self.publishes
 
     @property
     def end(self) -> float:
