@@ -23,8 +23,6 @@ from inflight.planning.loads import Loads, stretches_of
 from inflight.planning.token_times import token_times
 from inflight.planning.traces import Trace
 
-_ROUNDS = 8
-"""Of fitting times of steps and the factors of sharing in turns; both have settled by then."""
 _RARE = 0.03
 """A number of working processes at which less than this share of the time was spent counts as the nearest one."""
 _WINDOW = 64
@@ -63,6 +61,7 @@ class Costs:
     context_time: float = 0.0
     prompt_token_time: float = 0.0
     admission_time: float = 0.0
+    admission_time_each: float = 0.0
     tokens_per_forward: float = 1.0
     mean_time_to_failure: float = math.inf
     restart_time: float = 0.0
@@ -74,7 +73,7 @@ class Costs:
         return {
             "token_time": self.token_time.points,
             "context_time": self.context_time,
-            "admission_time": self.admission_time,
+            "admission_time": [self.admission_time, self.admission_time_each],
             "request_time": self.request_time,
             "slower_by_working": {str(num): factor for num, factor in self.contention.shared.items()},
             "slower_publish_by_busy": {str(num): factor for num, factor in self.contention.publish.items()},
@@ -113,6 +112,7 @@ def calibrate(directories: Sequence[Path], num_skipped: int = 3) -> Costs:
         lambda _: MeasuredGroups(groups, num_prompt_tokens),
         context_time=tokens.context_time,
         admission_time=tokens.admission_time,
+        admission_time_each=tokens.admission_time_each,
         notes={"stretches": len(stretches), "stretch_error": tokens.error, "step_error": step_error},
     )
 
@@ -131,17 +131,18 @@ def _step_times(
                     spent[1 + num] = spent.get(1 + num, 0.0) + until - since
                 rows.append((tokens[train["version"]], train["end_s"] - train["start_s"], spent))
     _merge_rare([spent for _, _, spent in rows])
-    states = sorted({num for _, _, spent in rows for num in spent})
-    factors = dict.fromkeys(states, 1.0)
-    cost = TrainerCost()
-    for _ in range(_ROUNDS):
-        slowed = [seconds / sum(s / factors[n] for n, s in spent.items()) for _, seconds, spent in rows]
-        matrix = [[factor, factor * num] for (num, _, _), factor in zip(rows, slowed, strict=True)]
-        cost = TrainerCost(*fit(matrix, [seconds for _, seconds, _ in rows]))
-        rates = fit([[spent.get(n, 0.0) for n in states] for _, _, spent in rows], [cost(num) for num, _, _ in rows])
-        factors = factors_of(states, rates)
-        cost = TrainerCost(cost.per_step / rates[0], cost.per_token / rates[0]) if rates[0] else cost
-    errors = [abs(cost(num) - sum(s / factors[n] for n, s in spent.items())) / cost(num) for num, _, spent in rows]
+    fewest, *more = sorted({num for _, _, spent in rows for num in spent})
+    # A step takes what was spent with the fewest, and of the rest a share for each number, 1 over its factor.
+    found = fit(
+        [[1.0, float(tokens), *(-spent.get(num, 0.0) for num in more)] for tokens, _, spent in rows],
+        [spent.get(fewest, 0.0) for _, _, spent in rows],
+        [seconds for _, seconds, _ in rows],
+    )
+    cost = TrainerCost(*found[:2])
+    factors = factors_of([fewest, *more], [1.0, *found[2:]])
+    errors = [
+        abs(cost(tokens) - sum(s / factors[n] for n, s in spent.items())) / seconds for tokens, seconds, spent in rows
+    ]
     return cost, factors, statistics.fmean(errors)
 
 
@@ -157,16 +158,14 @@ def _merge_rare(spent: Sequence[dict[int, float]]) -> None:
             it[nearest] = it.get(nearest, 0.0) + it.pop(num)
 
 
-def factors_of(states: Sequence[int], rates: Sequence[float]) -> dict[int, float]:
+def factors_of(numbers: Sequence[int], speeds: Sequence[float]) -> dict[int, float]:
     """Return how much slower a process is by how many work, ascending; never faster than with fewer.
 
-    Processes that share cores fairly are at most as many times slower as there are of them. Without that bound, times
-    and factors could grow against each other where the fewest hardly ever worked.
+    Processes that share cores fairly are at most as many times slower as there are of them.
     """
     factors: dict[int, float] = {}
-    reference = rates[0] or max(rates)
-    for num, rate in zip(states, rates, strict=True):
-        factors[num] = max([min(reference / rate if rate else 1.0, num / states[0]), 1.0, *factors.values()])
+    for num, speed in zip(numbers, speeds, strict=True):
+        factors[num] = max([min(1.0 / max(speed, 1e-9), num / numbers[0]), 1.0, *factors.values()])
     return factors
 
 

@@ -79,6 +79,7 @@ def simulated(costs: Costs, candidate: Candidate, num_steps: int) -> Outcome:
         costs.context_time,
         costs.prompt_token_time,
         costs.admission_time,
+        costs.admission_time_each,
         costs.request_time,
         costs.tokens_per_forward,
         mean_time_to_failure=costs.mean_time_to_failure,

@@ -61,7 +61,8 @@ class Endpoint:
     prompt_token_time: float = 0.0
     """For each token of a prompt, nothing else is sampled for so long. Completions of a request share their prompt."""
     admission_time: float = 0.0
-    """For each request, nothing else is sampled for so long."""
+    """For each request, nothing else is sampled for so long; ``admission_time_each``: for each of its completions."""
+    admission_time_each: float = 0.0
     request_time: float = 0.0
     """From the end of the last completion of a request until the run has it."""
     tokens_per_forward: float = 1.0

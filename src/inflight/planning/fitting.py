@@ -9,18 +9,19 @@ from typing import Any
 from inflight.errors import ConfigError
 
 
-def fit(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
-    """Return the coefficients, none negative, that come closest to ``values``, which are above 0.
+def fit(rows: Sequence[Sequence[float]], values: Sequence[float], sizes: Sequence[float] | None = None) -> list[float]:
+    """Return the coefficients, none negative, that come closest to ``values``.
 
-    Squares are divided by the values: sums agree then, which a fit of relative errors would make too small where
-    values scatter. Columns without a value get 0. Raises `ConfigError` if there are no rows.
+    Squares are divided by ``sizes``, which are the values if they are not given, and above 0: sums agree then, which a
+    fit of relative errors would make too small where values scatter. Columns without a value get 0. Raises
+    `ConfigError` if there are no rows.
     """
     import numpy
 
     if not len(rows):
         raise ConfigError("there is nothing to fit: the run has too few steps")
     target = numpy.asarray(values, float)
-    weights = 1.0 / numpy.sqrt(numpy.maximum(target, 1e-9))
+    weights = 1.0 / numpy.sqrt(numpy.maximum(target if sizes is None else sizes, 1e-9))
     return _fitted(numpy.asarray(rows, float) * weights[:, None], target * weights)
 
 

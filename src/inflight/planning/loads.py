@@ -122,6 +122,8 @@ class Stretch:
     num_tokens: int
     seconds: float
     parts: list[Part]
+    size: int
+    """Completions of the request."""
     num_admitted: int
     """Requests that began at the endpoint meanwhile, itself included."""
     is_last: bool
@@ -155,7 +157,7 @@ def stretches_of(trace: Trace, load: Loads, begin: float) -> Iterator[Stretch]:
             ]
             if parts:
                 num_admitted = bisect.bisect_left(times, end) - bisect.bisect_left(times, start)
-                yield Stretch(at - token, end - start, parts, num_admitted, is_last)
+                yield Stretch(at - token, end - start, parts, len(request["parts"]), num_admitted, is_last)
             start, token = end, at
 
 

@@ -48,6 +48,7 @@ def costs_of(plan: Plan, measured: Costs | None) -> Costs:
             token_time=TokenTime(generation.token_s),
             context_time=0.0,
             admission_time=0.0,
+            admission_time_each=0.0,
             request_time=generation.request_s,
             prompt_token_time=generation.prompt_token_s,
             tokens_per_forward=1.0 + generation.drafted_tokens,

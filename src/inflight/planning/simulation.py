@@ -233,9 +233,13 @@ class _Run:
     def _request(self, server: Server, group: OpenGroup, numbers: tuple[int, ...]) -> None:
         request = Request(group.item, numbers, server, len(numbers), self.now)
         prompted, endpoint = group.prompted, server.endpoint
-        if endpoint.prompt_token_time > 0.0 or endpoint.admission_time > 0.0:
-            num_tokens = prompted.num_prompt_tokens + sum(group.num_tokens(i) for i in numbers)
-            server.delay((endpoint.admission_time + endpoint.prompt_token_time * num_tokens) * server.slowdown)
+        time = endpoint.admission_time + endpoint.admission_time_each * len(numbers)
+        if endpoint.prompt_token_time > 0.0:
+            time += endpoint.prompt_token_time * (
+                prompted.num_prompt_tokens + sum(group.num_tokens(i) for i in numbers)
+            )
+        if time > 0.0:
+            server.delay(time * server.slowdown)
         server.num_held += len(numbers)
         self.num_under_way += 1
         for i in numbers:

@@ -23,6 +23,7 @@ class TokenTimes:
     token_time: float
     context_time: float
     admission_time: float
+    admission_time_each: float
     request_time: float
     error: float
     """Mean relative difference between stretches and their fit."""
@@ -37,7 +38,12 @@ def token_times(stretches: Sequence[Stretch], contention: Contention) -> TokenTi
         for row, stretch in zip(rows, stretches, strict=True)
     ]
     request_time, token_time, context_time, admission_time = found
-    return TokenTimes(max(1e-9, token_time), context_time, admission_time, request_time, statistics.fmean(errors))
+    # Where all requests are of one size, nothing tells what another size would cost: completions then share the cost.
+    sizes = {stretch.size for stretch in stretches}
+    each = admission_time / sizes.pop() if len(sizes) == 1 else 0.0
+    admission_time = 0.0 if each else admission_time
+    error = statistics.fmean(errors)
+    return TokenTimes(max(1e-9, token_time), context_time, admission_time, each, request_time, error)
 
 
 def _row(stretch: Stretch, contention: Contention) -> list[float]:
