@@ -44,36 +44,37 @@ class Kind:
 
 PIPELINE, CONVENTIONAL = "--run.mode=pipeline", "--run.mode=conventional"
 CALIBRATION = (
-    Kind("1 endpoint, conventional", 20, (CONVENTIONAL,)),
-    Kind("2 endpoints, pipeline", 40, (PIPELINE, "--servers.count=2")),
+    # They differ in mode, endpoints, slots, and whether a request has one completion or a whole group.
+    Kind(
+        "1 endpoint of 64, conventional, shortest_first",
+        40,
+        (CONVENTIONAL, "--servers.max_concurrent=64", "--rollouts.scheduler=shortest_first"),
+    ),
+    Kind("2 endpoints, pipeline", 60, (PIPELINE, "--servers.count=2")),
 )
 PREDICTED = (
-    Kind("1 endpoint, pipeline", 40, (PIPELINE,)),
+    Kind("1 endpoint, conventional", 40, (CONVENTIONAL,)),
+    Kind("1 endpoint, pipeline", 60, (PIPELINE,)),
     Kind(
         "1 endpoint, pipeline, shortest_first, lag 2",
-        40,
+        60,
         (PIPELINE, "--rollouts.scheduler=shortest_first", "--rollouts.max_lag=2"),
     ),
     Kind(
         "1 endpoint, conventional G=2, over_provision",
-        20,
+        40,
         (CONVENTIONAL, "--run.conventional_steps=2", "--rollouts.scheduler=over_provision"),
     ),
-    Kind("2 endpoints, conventional G=2", 20, (CONVENTIONAL, "--run.conventional_steps=2", "--servers.count=2")),
+    Kind("2 endpoints, conventional G=2", 40, (CONVENTIONAL, "--run.conventional_steps=2", "--servers.count=2")),
     Kind(
         "2 endpoints, pipeline, probe_first, lag 4",
-        40,
+        60,
         (PIPELINE, "--servers.count=2", "--rollouts.scheduler=probe_first", "--rollouts.max_lag=4"),
     ),
     Kind(
         "2 endpoints of 64, pipeline, lag 1",
-        40,
+        60,
         (PIPELINE, "--servers.count=2", "--servers.max_concurrent=64", "--rollouts.max_lag=1"),
-    ),
-    Kind(
-        "1 endpoint of 64, conventional, shortest_first",
-        20,
-        (CONVENTIONAL, "--servers.max_concurrent=64", "--rollouts.scheduler=shortest_first"),
     ),
 )
 
@@ -134,7 +135,7 @@ def scale(num_completions: int) -> dict[str, Any]:
         history,
         [Endpoint(f"endpoint-{i}", 256, TokenTime.roofline(0.02, 128)) for i in range(SCALE_ENDPOINTS)],
         lambda item, _: prompts.prompted(8, 0, item),
-        groups_per_step * 8 * 2200,
+        groups_per_step * 8 * 1730,  # the mean of such lengths, and their prompts
         max(1, num_completions // (groups_per_step * 8)),
         staleness=MaxLag(8),
         trainer=TrainerCost(5.0, 3.6e-4 / SCALE_TRAINING_GPUS),
@@ -158,7 +159,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, nargs="?", default=Path("models/tiny"))
     parser.add_argument("--runs", type=Path, default=Path("runs/planner"))
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--compare", action="store_true")
     parser.add_argument("--only", help="make only runs whose names contain this, and compare nothing")
     parser.add_argument("--shared-machine", action="store_true", help="note that other work shared the machine")

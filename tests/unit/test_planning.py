@@ -300,6 +300,20 @@ def test_costs_are_found_again_in_events_and_predict_other_runs(runs: dict[str, 
         assert predicted.lag == pytest.approx(found.lag, rel=0.1, abs=0.1), name
 
 
+def test_one_run_predicts_others_roughly_and_is_said_to_be_of_one_load(
+    runs: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for directory in runs.values():
+        costs = calibrate([directory], 3)
+        for other in runs.values():
+            assert predict(costs, candidate_of(other), 10, 3).tokens_per_s > 0
+    assert main(["plan", "--from", str(runs["two, conventional"])]) == 0
+    assert "about one load" in capsys.readouterr().err
+    both = ["--from", str(runs["one, conventional, single"]), "--from", str(runs["two, pipeline"])]
+    assert main(["plan", *both]) == 0
+    assert "about one load" not in capsys.readouterr().err
+
+
 # ---------------------------------------------------------------------------------------------------------------- plans
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "plan.toml"
@@ -358,6 +372,18 @@ def test_a_plan_that_cannot_be_searched_says_why(
     plan.write_text(text)
     assert main(["plan", str(plan)]) == 1
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("gpus = 8", "gpus = 1_000_000_000"), ("= 150_000", "= 1_000_000_000_000_000")]
+)
+def test_a_plan_that_would_take_hours_to_simulate_is_refused(
+    before: str, after: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = tmp_path / "plan.toml"
+    plan.write_text(EXAMPLE.read_text().replace(before, after))
+    assert main(["plan", str(plan)]) == 1
+    assert "take hours: lower hardware.gpus" in capsys.readouterr().err
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,6 +25,8 @@ from inflight.planning.traces import Trace
 
 _RARE = 0.03
 """A number of working processes at which less than this share of the time was spent counts as the nearest one."""
+_ONE_LOAD = 0.3
+"""Spread of loads below which they count as one: runs of one mode have 0.1 to 0.3, of two modes 0.35 and more."""
 _WINDOW = 64
 """Measured groups that an item is drawn from: those sampled at versions nearest to its own."""
 
@@ -67,6 +69,11 @@ class Costs:
     restart_time: float = 0.0
     notes: dict[str, float] = field(default_factory=dict)
     """How well the fits agree with what they were made from."""
+
+    @property
+    def is_of_one_load(self) -> bool:
+        """Whether endpoints were measured at about one load, so that token times at others are a guess."""
+        return self.notes.get("load_spread", 1.0) < _ONE_LOAD
 
     def as_json(self) -> dict[str, Any]:
         """Return the costs as JSON values, without the measured groups."""
@@ -113,7 +120,12 @@ def calibrate(directories: Sequence[Path], num_skipped: int = 3) -> Costs:
         context_time=tokens.context_time,
         admission_time=tokens.admission_time,
         admission_time_each=tokens.admission_time_each,
-        notes={"stretches": len(stretches), "stretch_error": tokens.error, "step_error": step_error},
+        notes={
+            "stretches": len(stretches),
+            "stretch_error": tokens.error,
+            "step_error": step_error,
+            "load_spread": tokens.spread,
+        },
     )
 
 

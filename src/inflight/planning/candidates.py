@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from inflight.errors import ConfigError
 from inflight.planning.calibration import Costs
 from inflight.planning.costs import Endpoint, TrainerCost
+from inflight.planning.groups import Prompted
 from inflight.planning.outcome import Outcome
 from inflight.planning.setup import Setup
 from inflight.planning.simulation import simulate
@@ -61,6 +62,13 @@ def candidate_of(directory: Path) -> Candidate:
     )  # fmt: skip
 
 
+def prompted_of(costs: Costs, group_size: int) -> Callable[[int, int], Prompted]:
+    """Return what is sampled for an item offered at a version. Raises `ConfigError` if no lengths are known."""
+    if costs.prompted is None:
+        raise ConfigError("lengths of completions are unknown: give [prompts], or measure them with --from RUN_DIR")
+    return costs.prompted(group_size)
+
+
 def simulated(costs: Costs, candidate: Candidate, num_steps: int) -> Outcome:
     """Simulate a configuration. Raises `ConfigError` if a policy does not take its parameters."""
     history = HistoryStore()
@@ -85,15 +93,13 @@ def simulated(costs: Costs, candidate: Candidate, num_steps: int) -> Outcome:
         mean_time_to_failure=costs.mean_time_to_failure,
         restart_time=costs.restart_time,
     )
-    if costs.prompted is None:
-        raise ConfigError("lengths of completions are unknown: give [prompts], or measure them with --from RUN_DIR")
     per_token = costs.trainer.per_token / candidate.num_training_gpus
     return simulate(
         Setup(
             scheduler,
             history,
             [dataclasses.replace(endpoint, name=f"endpoint-{i}") for i in range(candidate.num_endpoints)],
-            costs.prompted(candidate.group_size),
+            prompted_of(costs, candidate.group_size),
             candidate.tokens_per_step,
             num_steps,
             staleness=load_staleness(candidate.staleness, candidate.staleness_params, candidate.max_lag),

@@ -58,7 +58,14 @@ def _plan(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     if arguments.measure is not None:
         found, costs = _measured(arguments, plan), None
     else:
-        costs = costs_of(plan, calibrate(arguments.runs) if arguments.runs else None)
+        measured = calibrate(arguments.runs) if arguments.runs else None
+        if measured is not None and measured.is_of_one_load and plan.generation is None:
+            print(
+                "inflight: endpoints had about one load in what --from measured, so token times at other loads are a "
+                "guess: give --from another run too, such as one of the other mode and another scheduler",
+                file=sys.stderr,
+            )
+        costs = costs_of(plan, measured)
         wanted = [*candidates(plan, candidate_of(arguments.runs[0]) if arguments.runs else None)]
         found = search(costs, _some(wanted), plan.search.num_steps, _telling(len(wanted)))
     best = pareto(found)

@@ -127,4 +127,4 @@ def _nearest(factors: Mapping[int, float], num_busy: int) -> float:
     if below and above:
         low, high = below[-1], above[0]
         return factors[low] + (factors[high] - factors[low]) * (num_busy - low) / (high - low)
-    return factors[below[-1] if below else above[0]] * (max(1, num_busy) / known[-1] if below else 1.0)
+    return factors[below[-1] if below else above[0]] * (max(1, num_busy) / max(1, known[-1]) if below else 1.0)

@@ -5,17 +5,20 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from inflight.errors import ConfigError
 from inflight.planning.calibration import Costs
-from inflight.planning.candidates import Candidate, simulated
+from inflight.planning.candidates import Candidate, prompted_of, simulated
 from inflight.planning.costs import Contention, PublishCost, TokenTime, TrainerCost
 from inflight.planning.outcome import Steady
 from inflight.planning.plan import Plan
 
 _NUM_SPLITS = 10
+_MAX_COMPLETIONS = 50_000_000
+"""Of all simulations of a search: at some 20,000 a second, the better part of an hour."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,12 +142,30 @@ def planned(costs: Costs, candidate: Candidate, num_steps: int) -> Planned:
 def search(
     costs: Costs, wanted: Sequence[Candidate], num_steps: int, tell: Callable[[int], None] = lambda _: None
 ) -> list[Planned]:
-    """Simulate configurations; ``tell`` is called with how many are done."""
+    """Simulate configurations; ``tell`` is called with how many are done.
+
+    Raises `ConfigError` if that would take hours.
+    """
+    num = sum(num_completions(costs, candidate, num_steps) for candidate in wanted)
+    if num > _MAX_COMPLETIONS:
+        raise ConfigError(
+            f"{len(wanted)} configurations of {num_steps} steps would simulate about {num:,.0f} completions, and more "
+            f"than {_MAX_COMPLETIONS:,} take hours: lower hardware.gpus, search.num_steps or search.tokens_per_step, "
+            "or search fewer configurations"
+        )
     found = []
     for candidate in wanted:
         found.append(planned(costs, candidate, num_steps))
         tell(len(found))
     return found
+
+
+def num_completions(costs: Costs, candidate: Candidate, num_steps: int) -> float:
+    """Return about how many completions a simulation samples: those of its steps, and what fills all slots."""
+    prompted = prompted_of(costs, candidate.group_size)
+    groups = [prompted(item, 0) for item in range(32)]
+    tokens = statistics.fmean(length + it.num_prompt_tokens for it in groups for length in it.lengths)
+    return num_steps * candidate.tokens_per_step / tokens + candidate.num_endpoints * candidate.max_concurrent
 
 
 def pareto(found: Sequence[Planned]) -> list[Planned]:

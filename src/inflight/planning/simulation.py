@@ -6,6 +6,7 @@ are none: prompts, publishes, rewards and environments then take no time.
 
 from __future__ import annotations
 
+import gc
 import heapq
 import itertools
 import math
@@ -46,7 +47,12 @@ from inflight.types import Group
 
 def simulate(setup: Setup) -> Outcome:
     """Simulate a run. Raises `InvalidRequestError` if the scheduler issues what it may not, or if nothing can go on."""
-    return _Run(setup).run()
+    before = gc.get_threshold()
+    gc.set_threshold(200_000, 20, 20)  # a simulation keeps many small objects, and hardly any in cycles
+    try:
+        return _Run(setup).run()
+    finally:
+        gc.set_threshold(*before)
 
 
 @dataclass(slots=True, eq=False)

@@ -27,6 +27,8 @@ class TokenTimes:
     request_time: float
     error: float
     """Mean relative difference between stretches and their fit."""
+    spread: float
+    """Standard deviation of x over its mean. Where it is small, nothing tells a, c and r apart."""
 
 
 def token_times(stretches: Sequence[Stretch], contention: Contention) -> TokenTimes:
@@ -42,8 +44,11 @@ def token_times(stretches: Sequence[Stretch], contention: Contention) -> TokenTi
     sizes = {stretch.size for stretch in stretches}
     each = admission_time / sizes.pop() if len(sizes) == 1 else 0.0
     admission_time = 0.0 if each else admission_time
-    error = statistics.fmean(errors)
-    return TokenTimes(max(1e-9, token_time), context_time, admission_time, each, request_time, error)
+    contexts = [row[2] / row[1] for row in rows]
+    spread = statistics.pstdev(contexts) / max(1e-9, statistics.fmean(contexts))
+    return TokenTimes(
+        max(1e-9, token_time), context_time, admission_time, each, request_time, statistics.fmean(errors), spread
+    )
 
 
 def _row(stretch: Stretch, contention: Contention) -> list[float]:
