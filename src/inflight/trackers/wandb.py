@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ class WeightsAndBiases(Tracker):
     """
 
     def __init__(self, **options: Any) -> None:
+        inspect.signature(wandb.init).bind_partial(**options)
         self._options = options
         self._run: Any = None
 
