@@ -33,6 +33,7 @@ class WeightsAndBiases(Tracker):
             # The run's own output goes where the user wants it, and its signals mean what they meant.
             "settings": {"console": "off", "silent": True},
         }
+        wandb.setup(wandb.Settings(silent=True))  # else it asks for a login on the run's own terminal
         self._run = wandb.init(**(given | self._options))
         if self._run.offline:
             return f"wandb sync {self._run.settings.sync_dir}"
