@@ -246,6 +246,11 @@ def test_a_directory_without_a_run_and_a_file_that_cannot_be_written_are_refused
 ) -> None:
     with pytest.raises(ConfigError, match="holds no events of a run: name a run directory"):
         write_perfetto(tmp_path, tmp_path / "out.json")
+    writer = files.EventWriter(tmp_path)
+    writer.write(events.Running(start_s=1.0, end_s=1.0, num_groups=1))
+    writer.close()
+    with pytest.raises(ConfigError, match="begin with 'running', so when they were is not known: write a 'began'"):
+        write_perfetto(tmp_path, tmp_path / "out.json")
     run = PaperRun(tmp_path)
     run.add(events.Running, 1.0, num_groups=1)
     run.close()

@@ -55,8 +55,12 @@ class Lives:
                 life = Life(event["began_at"], event["version"])
                 if not self._lives or self._lives[-1].began_at != life.began_at:
                     self._lives.append(life)
-            if self._lives:
-                yield self._lives[-1].began_at, event
+            if not self._lives:
+                raise ConfigError(
+                    f"the events in {str(self._directory)!r} begin with {event['kind']!r}, so when they were is not "
+                    "known: write a 'began' event first"
+                )
+            yield self._lives[-1].began_at, event
 
     def steps(self) -> Iterator[tuple[float, Row]]:
         """Yield every step likewise, once `events` is exhausted. Steps that a resumed run made again are left out."""
