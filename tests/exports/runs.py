@@ -32,8 +32,17 @@ class PaperRun:
         self.heard.append(event)
         self._files.write(event)
 
-    def request(self, item: int, start_s: float, end_s: float, endpoint: str = A, error: str | None = None) -> None:
-        part = {"number": 0, "num_tokens": 30, "spans": ((0, 20, 4), (20, 30, 5)), "finish_reason": "stop"}
+    def request(
+        self,
+        item: int,
+        start_s: float,
+        end_s: float,
+        endpoint: str = A,
+        error: str | None = None,
+        turns: tuple[tuple[float, float, int], ...] = (),
+    ) -> None:
+        spans = ((0, 20, 4), (20, 30, 5))
+        part = {"number": 0, "num_tokens": 30, "spans": spans, "finish_reason": "stop", "turns": turns}
         self.add(
             events.Request,
             start_s,
@@ -93,7 +102,7 @@ def whole_run(directory: Path) -> PaperRun:
     run.group(0, 5.0)
     run.request(1, 2.5, 5.5, B)
     run.request(2, 5.0, 5.6, B, error="ConnectionError: refused")
-    run.request(3, 3.0, 6.0)
+    run.request(3, 3.0, 6.0, turns=((2.8, 4.0, 15), (4.5, 5.0, 15)))
     run.group(1, 6.0)
     run.add(events.Drop, 6.1, reason="failed", item=2, what="three tries")
     run.add(events.EpisodeFailed, 6.1, item=3, reason="TimeoutError", what="too slow")

@@ -108,6 +108,18 @@ def test_items_have_their_requests_versions_rewards_and_outcome(spans: list[Any]
     assert failed.status.message == "ConnectionError: refused"
 
 
+def test_turns_of_an_episode_are_spans_of_its_request_with_their_tokens_and_versions(spans: list[Any]) -> None:
+    turns = [span for span in spans if span.name == "turn"]
+    requests = {attributes(span)["rl.item"] for span in spans for turn in turns if span.span_id == turn.parent_span_id}
+    assert requests == {3}
+    assert [attributes(turn) for turn in turns] == [
+        {"rl.item": 3, "rl.turn": 1, "rl.num_tokens": 15, "rl.version_spans": ["0-15 v4"]},
+        {"rl.item": 3, "rl.turn": 2, "rl.num_tokens": 15, "rl.version_spans": ["15-20 v4", "20-30 v5"]},
+    ]
+    times = [(turn.start_time_unix_nano / 1e9, turn.end_time_unix_nano / 1e9) for turn in turns]
+    assert times == [(1003.0, 1004.0), (1004.5, 1005.0)]
+
+
 def test_steps_have_their_ranks_publish_metrics_and_links_to_their_items(spans: list[Any]) -> None:
     step = next(span for span in spans if span.name == "step")
     within = [span for span in spans if span.trace_id == step.trace_id and span is not step]

@@ -83,8 +83,13 @@ def checked(path: Path) -> list[dict[str, Any]]:
         if row["ph"] == "X":
             slices[row["pid"], row["tid"]].append((row["ts"], row["ts"] + row["dur"]))
     for spans in slices.values():
-        spans.sort()
-        assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
+        spans.sort(key=lambda span: (span[0], -span[1]))
+        outer = [(-1, spans[-1][1] + 1)]
+        for start, end in spans:
+            while outer[-1][1] <= start:
+                outer.pop()
+            assert end <= outer[-1][1], "slices lie within each other, or apart"
+            outer.append((start, end))
     return rows
 
 
@@ -99,13 +104,20 @@ def named(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], list[Mappi
     return found
 
 
+def counter(row: Mapping[str, Any]) -> tuple[str, float]:
+    """Name and value of a counter, as Perfetto shows them."""
+    ((series, value),) = row["args"].items()
+    return f"{row['name']} {series}", value
+
+
 def test_a_trace_has_every_request_step_publish_and_failure(tmp_path: Path) -> None:
     whole_run(tmp_path)
     num_rows = write_perfetto(tmp_path, tmp_path / "out.json")
     rows = checked(tmp_path / "out.json")
     assert len(rows) == num_rows
     found = named(rows)
-    on_a = [(row["name"], row["ts"], row["dur"]) for row in found[A, "requests"] + found[A, "requests 2"]]
+    requests = [row for row in found[A, "requests"] + found[A, "requests 2"] if row["cat"] == "requests"]
+    on_a = [(row["name"], row["ts"], row["dur"]) for row in requests]
     assert sorted(on_a) == [
         ("item 0 v4-v5", 2_000_000, 3_000_000),
         ("item 3 v4-v5", 3_000_000, 3_000_000),
@@ -128,17 +140,55 @@ def test_a_trace_has_every_request_step_publish_and_failure(tmp_path: Path) -> N
     assert [row["name"] for row in found[A, "memory"]] == ["released"]
     assert [row["name"] for row in found["run", "failure"]] == ["a rank was lost"]
     assert [(row["name"], row["args"]["what"]) for row in found["run", "drop"]] == [("failed", "three tries")]
-    counters = [(row["name"], row["args"]["value"]) for row in rows if row["ph"] == "C"]
+    counters = [counter(row) for row in rows if row["ph"] == "C"]
     assert ("groups running", 2) in counters
     assert [value for name, value in counters if name == "weight version"] == [0, 1, 2, 2]
-    assert counters.count(("lag mean", 1.5)) == 2, "the step that was lost is not there"
+    assert counters.count(("mean lag", 1.5)) == 2, "the step that was lost is not there"
+
+
+def test_turns_of_an_episode_lie_within_its_request_and_the_environment_around_them(tmp_path: Path) -> None:
+    run = PaperRun(tmp_path)
+    run.request(7, 10.0, 20.0, turns=((8.0, 9.5, 5), (9.8, 12.0, 5), (12.5, 14.0, 15), (16.0, 19.0, 5)))
+    run.request(8, 10.0, 20.0)
+    run.request(9, 20.0, 21.0, error="cancelled")
+    run.close()
+    write_perfetto(tmp_path, tmp_path / "out.json")
+    found = named(checked(tmp_path / "out.json"))
+    (episode,) = [rows for rows in found.values() if rows[0]["name"] == "item 7 v4-v5"]
+    assert [(row["name"], row["ts"] / 1e6, row["dur"] / 1e6) for row in episode[1:]] == [
+        ("turn 2 v4", 10.0, 2.0),  # the first one ended at another server, and this one went on here
+        ("environment", 12.0, 0.5),
+        ("turn 3 v4-v5", 12.5, 1.5),
+        ("environment", 14.0, 2.0),
+        ("turn 4 v5", 16.0, 3.0),
+        ("environment", 19.0, 1.0),
+    ]
+    assert episode[1]["args"] == {"item": 7, "tokens": 5, "versions": [4]}
+    (others,) = [rows for rows in found.values() if rows[0]["name"] == "item 8 v4-v5"]
+    assert [row["name"] for row in others[1:]] == ["item 9 cancelled"], "completions have no turns"
+
+
+def test_turns_that_overlap_have_a_track_of_their_own_and_no_environment_beside_them(tmp_path: Path) -> None:
+    run = PaperRun(tmp_path)
+    run.request(7, 10.0, 20.0, turns=((10.0, 12.0, 10), (11.0, 15.0, 10), (13.0, 14.0, 5), (16.0, 20.0, 5)))
+    run.close()
+    write_perfetto(tmp_path, tmp_path / "out.json")
+    found = named(checked(tmp_path / "out.json"))
+    assert [(row["name"], row["ts"] / 1e6, row["dur"] / 1e6) for row in found[A, "requests"][1:]] == [
+        ("turn 1 v4", 10.0, 2.0),
+        ("turn 3 v5", 13.0, 1.0),
+        ("environment", 15.0, 1.0),
+        ("turn 4 v5", 16.0, 4.0),
+    ]
+    assert [row["name"] for row in found[A, "turns beside others"]] == ["turn 2 v4"]
 
 
 def test_times_of_a_step_are_those_of_the_process_that_made_it(tmp_path: Path) -> None:
     whole_run(tmp_path)
     write_perfetto(tmp_path, tmp_path / "out.json")
     rows = checked(tmp_path / "out.json")
-    assert [row["ts"] for row in rows if row["name"] == "reward"] == [8_700_000, 32_600_000]
+    rewards = [row["ts"] for row in rows if row["ph"] == "C" and counter(row)[0] == "mean reward"]
+    assert rewards == [8_700_000, 32_600_000]
 
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20)), max_size=40)
@@ -170,8 +220,8 @@ def test_values_that_json_does_not_have_are_left_out(tmp_path: Path) -> None:
     run.step(1, 1.0, reward=None, utilisation=float("nan"))
     run.close()
     write_perfetto(tmp_path, tmp_path / "out.json")
-    assert {row["name"] for row in checked(tmp_path / "out.json") if row["ph"] == "C"} == {
-        "lag mean",
+    assert {counter(row)[0] for row in checked(tmp_path / "out.json") if row["ph"] == "C"} == {
+        "mean lag",
         "effective sample size",
     }
 
@@ -195,6 +245,11 @@ def test_a_directory_without_a_run_and_a_file_that_cannot_be_written_are_refused
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(ConfigError, match="holds no events of a run: name a run directory"):
+        write_perfetto(tmp_path, tmp_path / "out.json")
+    writer = files.EventWriter(tmp_path)
+    writer.write(events.Running(start_s=1.0, end_s=1.0, num_groups=1))
+    writer.close()
+    with pytest.raises(ConfigError, match="begin with 'running', so when they were is not known: write a 'began'"):
         write_perfetto(tmp_path, tmp_path / "out.json")
     run = PaperRun(tmp_path)
     run.add(events.Running, 1.0, num_groups=1)

@@ -13,10 +13,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from inflight.errors import ConfigError
 from inflight.exports.prometheus import MetricsServer, RunMetrics
-from inflight.http.server import _Collected
-from inflight.types import EngineStats
-from inflight.wire import EndpointState, WeightVersion
 from tests.exports.runs import whole_run
+from tests.run.runs import RunProcess
+
+pytestmark = pytest.mark.timeout(300)
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
 
@@ -78,32 +78,75 @@ def test_a_port_that_is_taken_is_refused_with_its_number() -> None:
             MetricsServer(RunMetrics(), port)
 
 
-def test_the_dashboard_asks_for_metrics_and_labels_that_exist(tmp_path: Path) -> None:
-    run, server = RunMetrics(), WeightVersion(version=1, state=EndpointState.READY)
-    for event in whole_run(tmp_path).heard:
-        run.heard(event)
-    families = [*run.registry.collect(), *_Collected(server, EngineStats(*range(8), *range(3))).collect()]
-    labels: dict[str, set[str]] = {}
-    for family in families:
+# ---------------------------------------------------------------------------------------------------------------
+# The dashboard and the documents
+
+SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}
+
+
+@pytest.fixture(scope="module")
+def labels(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> dict[str, set[str]]:
+    """The labels of every sample that a real run and its server have, by name; empty where none has been set yet."""
+    run = RunProcess(tmp_path_factory.mktemp("run"), model_dir, "--run.num_steps", "100000", "--run.metrics_port", "0")
+    try:
+        run.wait_for_steps(1)
+        (url,) = re.findall(r"metrics for Prometheus at (\S+)", run.output())
+        texts = []
+        for address in (url, *(f"{server}/metrics" for server in run.server_urls())):
+            with urllib.request.urlopen(address, timeout=10) as answer:
+                texts.append(answer.read().decode())
+    finally:
+        run.kill()
+    families = [family for text in texts for family in text_string_to_metric_families(text)]
+    found = {f"{it.name}{suffix}": set[str]() for it in families for suffix in SUFFIXES.get(it.type, ("",))}
+    on_paper = RunMetrics()
+    for event in whole_run(tmp_path_factory.mktemp("paper")).heard:
+        on_paper.heard(event)
+    for family in (*families, *on_paper.registry.collect()):
         for sample in family.samples:
-            labels.setdefault(sample.name, set()).update(sample.labels)
-        if family.type == "counter":
-            labels.setdefault(f"{family.name}_total", set())
+            found.setdefault(sample.name, set()).update(sample.labels)
+    return found
+
+
+def test_the_dashboard_asks_for_metrics_and_labels_that_a_real_run_and_its_server_have(
+    labels: dict[str, set[str]],
+) -> None:
     dashboard = json.loads(DASHBOARD.read_text())
-    panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
-    targets = [target for panel in panels for target in panel["targets"]]
-    queries = [target["expr"] for target in targets] + [it["definition"] for it in dashboard["templating"]["list"][1:]]
-    asked = {name for query in queries for name in re.findall(r"inflight_\w+", query)}
-    assert asked <= labels.keys()
-    families_of_run = {re.sub(r"_(total|bucket|sum|count|created)$", "", name) for name in labels if "_run_" in name}
-    shown = {re.sub(r"_(total|bucket|sum|count|created)$", "", name) for name in asked if "_run_" in name}
-    assert families_of_run - shown == {
+    targets = [target for panel in dashboard["panels"] for target in panel.get("targets", [])]
+    variables = dashboard["templating"]["list"][1:]
+    assert all(it["definition"] == it["query"]["query"] for it in variables)
+    for target in [*targets, *({"expr": it["definition"], "legendFormat": ""} for it in variables)]:
+        names = re.findall(r"inflight_\w+", target["expr"])
+        assert names and set(names) <= labels.keys(), target
+        assert all(
+            name.endswith(("_total", *SUFFIXES["histogram"])) for name in re.findall(r"rate\((\w+)", target["expr"])
+        )
+        for name, matchers in re.findall(r"(inflight_\w+){(.*?)}", target["expr"]):
+            assert set(re.findall(r"(\w+)[=!][=~]?\"", matchers)) <= labels[name] | {"instance"}, target
+        grouped = [word for words in re.findall(r"by \((.*?)\)", target["expr"]) for word in words.split(", ")]
+        shown = re.findall(r"{{(\w+)}}", target["legendFormat"])
+        for name in names:
+            assert {*grouped, *shown} <= labels[name] | {"instance"}, target
+        assert not grouped or set(shown) <= set(grouped), "other labels are gone"
+
+
+def test_the_dashboard_shows_every_metric_of_a_run_and_lays_no_panel_on_another(labels: dict[str, set[str]]) -> None:
+    dashboard = json.loads(DASHBOARD.read_text())
+    asked = set(re.findall(r"inflight_run_\w+", DASHBOARD.read_text()))
+    families = {re.sub(r"_(total|bucket|sum|count|created)$", "", name) for name in labels if "_run_" in name}
+    assert families - {re.sub(r"_(total|bucket|sum|count)$", "", name) for name in asked} == {
         "inflight_run_trained_tokens_per_second",
         "inflight_run_completion_tokens_per_second",
     }, "means since the run began, which rates replace"
-    for target in targets:
-        known = set.union(*(labels[name] for name in re.findall(r"inflight_\w+", target["expr"]))) | {"instance"}
-        used = re.findall(r"{{(\w+)}}", target["legendFormat"]) + re.findall(r"by \((\w+)\)", target["expr"])
-        assert set(used) <= known, target
     places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in dashboard["panels"]]
     assert len(set(places)) == len(places) == len({panel["id"] for panel in dashboard["panels"]})
+
+
+def test_metrics_that_the_documents_name_exist_with_their_labels(labels: dict[str, set[str]]) -> None:
+    packages = {path.name for path in (DASHBOARD.parents[1] / "src").iterdir()}
+    histograms = {name.removesuffix("_bucket"): known for name, known in labels.items() if name.endswith("_bucket")}
+    known = labels | histograms
+    text = "".join(path.read_text() for path in DASHBOARD.parent.glob("*.md"))
+    assert len(named := set(re.findall(r"`(inflight_\w+)`", text)) - packages) > 10
+    assert named <= known.keys()
+    assert all(label in known[name] for name, label in re.findall(r"`(inflight_\w+)`, by (\w+)", text))

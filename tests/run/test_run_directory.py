@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -16,8 +17,10 @@ from typing import Any
 import pytest
 
 from inflight.errors import ConfigError
+from inflight.pipeline.config import load_config
+from inflight.pipeline.run import train
 from inflight.pipeline.run_directory import RunDirectory, claim
-from tests.run.runs import RunProcess, ends_within
+from tests.run.runs import CONFIG, RunProcess, ends_within
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -264,3 +267,27 @@ def test_a_checkpoint_that_is_not_whole_is_named_before_anything_is_started(
     assert again.wait(60) == 1
     assert str(weights) in again.output()
     assert "starting servers" not in again.output().split("written to")[-1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "remedy"),
+    [
+        (("--run.metrics_port", "PORT"), "choose another run.metrics_port"),
+        (("--servers.join", "127.0.0.1:PORT"), "choose another address for servers.join"),
+        (
+            ("--run.launcher", "outside", "--run.launcher_options", "{ port = PORT }", "--servers.join", "127.0.0.1:0"),
+            "choose another port in run.launcher_options",
+        ),
+    ],
+)
+def test_a_port_that_is_taken_is_refused_before_anything_is_written(
+    tmp_path: Path, model_dir: Path, settings: tuple[str, ...], remedy: str
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(CONFIG.format(directory=tmp_path / "run", model=model_dir))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        config = load_config(file, [word.replace("PORT", port) for word in settings])
+        with pytest.raises(ConfigError, match=rf"cannot listen on \S+:{port}: Address already in use; {remedy}"):
+            train(config)
+    assert not config.run.directory.exists()

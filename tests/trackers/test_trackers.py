@@ -80,6 +80,24 @@ def test_wandb_continues_the_same_run_offline(tmp_path: Path) -> None:
     assert all(line.startswith("tracker 'wandb': wandb sync ") for line in stored["told"]), stored["told"]
 
 
+def test_wandb_without_a_login_fails_and_does_not_ask_on_the_terminal_of_the_run(tmp_path: Path) -> None:
+    ours, terminal = os.openpty()
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.trackers.tracked", "wandb", "{}", str(tmp_path)],
+        stdin=terminal,
+        stdout=subprocess.PIPE,
+        stderr=terminal,
+        timeout=120,
+        env=environment | {"HOME": str(tmp_path), "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "TERM": "xterm"},
+        cwd=ROOT,
+    )
+    os.close(terminal)
+    os.close(ours)
+    told = json.loads(ran.stdout.splitlines()[-1])["told"]
+    assert all("failed, and gets no more steps: UsageError: No API key" in line for line in told), told
+
+
 @pytest.mark.skipif(not FOLDER.is_dir(), reason="make installs trackers apart")
 def test_trackio_continues_the_same_run(tmp_path: Path) -> None:
     options = {"project": "letters", "auto_log_cpu": False}
@@ -143,13 +161,14 @@ def test_a_tracker_is_told_the_run_its_steps_and_its_end(tmp_path: Path) -> None
     assert told == ["tracker 'ours': here"]
 
 
+@pytest.mark.parametrize("error", [RuntimeError, SystemExit])
 @pytest.mark.parametrize("where", ["begin", "step", "end"])
 def test_a_tracker_that_fails_is_told_of_once_and_gets_no_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, error: type[BaseException]
 ) -> None:
     def fail(call: str) -> None:
         if call == where:
-            raise RuntimeError("no network")
+            raise error("no network")
 
     tracker, told = Recorded(fail), []
     reporting = reporting_to(tracker, tmp_path, told)
@@ -159,7 +178,7 @@ def test_a_tracker_that_fails_is_told_of_once_and_gets_no_more(
     monkeypatch.setattr(reporting_module, "_MAX_WAITING", 0)
     reporting.heard(step_of(4))
     assert [line for line in told if line != "tracker 'ours': here"] == [
-        "tracker 'ours' failed, and gets no more steps: RuntimeError: no network"
+        f"tracker 'ours' failed, and gets no more steps: {error.__name__}: no network"
     ]
     assert len(tracker.calls) == {"begin": 0, "step": 1, "end": 4}[where]
 
@@ -223,6 +242,8 @@ def test_names_and_options_that_fit_nothing_are_refused() -> None:
         load_trackers([], {"wandb": {}})
     with pytest.raises(ConfigError, match=r"tracker 'tensorboard' could not be made: TypeError: .*colour"):
         load_trackers(["tensorboard"], {"tensorboard": {"colour": "red"}})
+    with pytest.raises(ConfigError, match=r"tracker 'wandb' could not be made: TypeError: .*projekt"):
+        load_trackers(["wandb"], {"wandb": {"projekt": "letters"}})
     with pytest.raises(ConfigError, match="is a dict, not a Tracker: it needs begin, end, step"):
         load_trackers(["builtins:dict"], {})
 

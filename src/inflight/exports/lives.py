@@ -1,4 +1,4 @@
-"""When the events of a run happened.
+"""When the events of a run happened, and what lies within them.
 
 Times of events leave out the time between a run's processes, and a process that resumes a killed run goes back to its
 last checkpoint. By the clock on the wall nothing overlaps that did not.
@@ -26,6 +26,19 @@ class Life:
     """Trained versions when it began."""
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A sampled turn of an episode."""
+
+    number: int
+    """From 1, of all turns of the episode."""
+    start_s: float
+    end_s: float
+    num_tokens: int
+    spans: tuple[tuple[int, int, int], ...]
+    """Start, end and version of each stretch of it, over the indices of the episode's sampled tokens."""
+
+
 class Lives:
     """Reads a run, and knows which of its processes wrote what."""
 
@@ -42,8 +55,12 @@ class Lives:
                 life = Life(event["began_at"], event["version"])
                 if not self._lives or self._lives[-1].began_at != life.began_at:
                     self._lives.append(life)
-            if self._lives:
-                yield self._lives[-1].began_at, event
+            if not self._lives:
+                raise ConfigError(
+                    f"the events in {str(self._directory)!r} begin with {event['kind']!r}, so when they were is not "
+                    "known: write a 'began' event first"
+                )
+            yield self._lives[-1].began_at, event
 
     def steps(self) -> Iterator[tuple[float, Row]]:
         """Yield every step likewise, once `events` is exhausted. Steps that a resumed run made again are left out."""
@@ -54,6 +71,21 @@ class Lives:
                 present, following = following, next(lives, None)
             if present is not None:
                 yield present.began_at, step
+
+
+def turns_of(request: Row) -> list[Turn]:
+    """Return the turns that an episode had in a request, by their starts. Earlier ones were at other servers."""
+    turns = []
+    for part in request["parts"]:
+        first = 0
+        for number, (start_s, end_s, num_tokens) in enumerate(part.get("turns", ()), 1):
+            last = first + num_tokens
+            if end_s >= request["start_s"]:
+                spans = ((max(start, first), min(end, last), version) for start, end, version in part["spans"])
+                spans_of_turn = tuple(span for span in spans if span[0] < span[1])
+                turns.append(Turn(number, max(start_s, request["start_s"]), end_s, num_tokens, spans_of_turn))
+            first = last
+    return sorted(turns, key=lambda turn: turn.start_s)
 
 
 def publish_parts(publish: Row) -> dict[str, tuple[float, float]]:

@@ -1,8 +1,8 @@
 """A run as OpenTelemetry spans, in OTLP's JSON: a line of a file, or the body of a request, for each batch.
 
 A trace for each step (``step`` with ``train`` on each rank, and ``publish`` with its parts) and for each item (``item``
-with its ``request`` spans). A step links to the items that it trained on. Ids are made of the run's id and of what they
-name, so a run that is exported twice has the same spans.
+with its ``request`` spans, and in these the ``turn`` spans of an episode). A step links to the items that it trained
+on. Ids are made of the run's id and of what they name, so a run that is exported twice has the same spans.
 
 Format: https://opentelemetry.io/docs/specs/otlp/#json-protobuf-encoding and
 https://opentelemetry.io/docs/specs/otel/protocol/file-exporter/
@@ -25,7 +25,7 @@ from urllib.parse import unquote, urlsplit
 
 from inflight import __version__
 from inflight.errors import ConfigError
-from inflight.exports.lives import Lives, Row, publish_parts
+from inflight.exports.lives import Lives, Row, publish_parts, turns_of
 
 _BATCH = 500
 _TIMEOUT_S = 30.0
@@ -151,7 +151,7 @@ class _Spans:
                         yield from self._end_life()
                     self._began_at = began_at
                 case "request":
-                    yield self._request(event, began_at)
+                    yield from self._request(event, began_at)
                 case "group":
                     self._group(event, began_at)
                 case "drop":
@@ -175,7 +175,7 @@ class _Spans:
         yield from self._end_life()
         yield from self._metrics_of_steps()
 
-    def _request(self, event: Row, began_at: float) -> Span:
+    def _request(self, event: Row, began_at: float) -> Iterator[Span]:
         index, (start, end) = event["item"], _placed(event, began_at)
         if index not in self._items:
             trace_id = self._id("item", index, began_at)
@@ -196,7 +196,17 @@ class _Spans:
         }
         is_failed = event.get("error") not in (None, "cancelled")
         error = event["error"] if is_failed else None
-        return self._span("request", item.trace_id, item.span_id, (start, end), facts, kind=_CLIENT, error=error)
+        request = self._span("request", item.trace_id, item.span_id, (start, end), facts, kind=_CLIENT, error=error)
+        yield request
+        for turn in turns_of(event):
+            facts = {
+                "rl.item": index,
+                "rl.turn": turn.number,
+                "rl.num_tokens": turn.num_tokens,
+                "rl.version_spans": [f"{begin}-{stop} v{version}" for begin, stop, version in turn.spans],
+            }
+            times = (turn.start_s + began_at, turn.end_s + began_at)
+            yield self._span("turn", item.trace_id, request["spanId"], times, facts, kind=_CLIENT)
 
     def _group(self, event: Row, began_at: float) -> None:
         if (item := self._items.get(event["item"])) is not None:

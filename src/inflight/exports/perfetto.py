@@ -1,25 +1,33 @@
 """A run as a trace that ui.perfetto.dev opens, in Chrome's Trace Event Format.
 
 Processes are the run itself, the trainer and each server. A server's requests are slices in as few tracks as hold them
-without overlap, the trainer's ranks and the parts of a publish have a track each. Lag, reward, running groups and the
-version of each server are counters; failures and changes of the fleet are instants. Times are microseconds since the
-run began.
+without overlap; within the request of an episode lie its turns and, where none is sampled, its environment. The
+trainer's ranks and the parts of a publish have a track each. Lag, reward, running groups and the version of each server
+are counters; failures and changes of the fleet are instants. Times are microseconds since the run began.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from inflight.errors import ConfigError
-from inflight.exports.lives import Lives, Row, publish_parts
+from inflight.exports.lives import Lives, Row, Turn, publish_parts, turns_of
 
 _RUN, _TRAINER = "run", "trainer"
-_COUNTERS = ("reward", "lag_mean", "effective_sample_size", "groups_waiting", "completion_length", "utilisation")
-"""Of a step."""
+_COUNTERS = {
+    "reward": "mean reward",
+    "lag_mean": "mean lag",
+    "effective_sample_size": "effective sample size",
+    "groups_waiting": "groups waiting",
+    "completion_length": "completion length",
+    "utilisation": "slot utilisation",
+}
+"""Metrics of a step, and what they are called."""
 _INSTANTS = ("drop", "episode failed", "saved", "scale", "failure", "ended")
 """Kinds without a duration that are told on the run's own track."""
 
@@ -44,6 +52,16 @@ def _write_array(rows: Iterator[Row], file: IO[str]) -> int:
         file.write(("\n" if num_rows == 1 else ",\n") + json.dumps(row, allow_nan=False))
     file.write("\n]}\n")
     return num_rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Inner:
+    """A slice within another one."""
+
+    name: str
+    category: str
+    span: tuple[float, float]
+    facts: Mapping[str, Any]
 
 
 class _Tracks:
@@ -101,7 +119,6 @@ class _Trace:
 
     def _request(self, event: Row, shift_s: float) -> Iterator[Row]:
         versions = sorted({version for part in event["parts"] for _, _, version in part["spans"]})
-        served = "lost" if not versions else "-".join(f"v{version}" for version in {versions[0]: 0, versions[-1]: 0})
         facts = {
             "item": event["item"],
             "request_id": event["request_id"],
@@ -110,12 +127,18 @@ class _Trace:
             "versions": versions,
             "finish_reasons": sorted({part["finish_reason"] for part in event["parts"]}),
         }
-        if event.get("error"):
-            facts["error"] = event["error"]
+        error = event.get("error")
+        if error:
+            facts["error"] = error
         span = _span(event, shift_s)
-        yield from self._slice(event["endpoint"], "requests", f"item {event['item']} {served}", span, facts)
-        if event.get("error") not in (None, "cancelled"):
-            yield from self._mark(event["endpoint"], "failures", event["error"], span[1], facts)
+        brought = _first_to_last(versions) or {None: "without tokens", "cancelled": "cancelled"}.get(error, "lost")
+        name = f"item {event['item']} {brought}"
+        inner, beside = _within(event, shift_s)
+        yield from self._slice(event["endpoint"], "requests", name, span, facts, inner)
+        for turn in beside:
+            yield from self._slice(event["endpoint"], "turns beside others", turn.name, turn.span, turn.facts)
+        if error not in (None, "cancelled"):
+            yield from self._mark(event["endpoint"], "failures", error, span[1], facts)
 
     def _train(self, event: Row, shift_s: float) -> Iterator[Row]:
         facts = {"version": event["version"], "items": event["items"]}
@@ -165,31 +188,40 @@ class _Trace:
         yield from self._mark(_RUN, event["kind"], name, event["end_s"] + shift_s, facts)
 
     def _step(self, step: Row, shift_s: float) -> Iterator[Row]:
-        for name in _COUNTERS:
-            if isinstance(value := step.get(name), int | float) and math.isfinite(value):
-                yield from self._counter(name.replace("_", " "), value, step["end_s"] + shift_s)
+        for key, name in _COUNTERS.items():
+            if isinstance(value := step.get(key), int | float) and math.isfinite(value):
+                yield from self._counter(name, value, step["end_s"] + shift_s)
 
     # ----------------------------------------------------------------------------------------------------------- rows
 
     def _slice(
-        self, process: str, track: str, name: str, span: tuple[float, float], facts: Mapping[str, Any]
+        self,
+        process: str,
+        track: str,
+        name: str,
+        span: tuple[float, float],
+        facts: Mapping[str, Any],
+        inner: Sequence[_Inner] = (),
     ) -> Iterator[Row]:
-        """Yield a slice in a track of this name that has room for it."""
+        """Yield a slice in a track of this name that has room for it, and then those that lie within it."""
         start, end = map(_microseconds, span)
         number = self._tracks.setdefault((process, track), _Tracks()).place(start, end)
         thread = track if number == 0 else f"{track} {number + 1}"
         pid, tid, new = self._place(process, thread)
         yield from new
-        yield {
-            "ph": "X",
-            "name": name,
-            "cat": track.partition(":")[0],
-            "pid": pid,
-            "tid": tid,
-            "ts": start,
-            "dur": end - start,
-            "args": dict(facts),
-        }
+        whole = _Inner(name, track.partition(":")[0], span, facts)
+        for one in (whole, *inner):
+            start, end = map(_microseconds, one.span)
+            yield {
+                "ph": "X",
+                "name": one.name,
+                "cat": one.category,
+                "pid": pid,
+                "tid": tid,
+                "ts": start,
+                "dur": end - start,
+                "args": dict(one.facts),
+            }
 
     def _mark(self, process: str, track: str, name: str, at_s: float, facts: Mapping[str, Any]) -> Iterator[Row]:
         pid, tid, new = self._place(process, track)
@@ -209,7 +241,8 @@ class _Trace:
     def _counter(self, name: str, value: float, at_s: float, process: str = _RUN) -> Iterator[Row]:
         pid, tid, new = self._place(process, "counters")
         yield from new
-        yield {"ph": "C", "name": name, "pid": pid, "tid": tid, "ts": _microseconds(at_s), "args": {"value": value}}
+        counter, _, series = name.rpartition(" ")  # Perfetto shows both in one line
+        yield {"ph": "C", "name": counter, "pid": pid, "tid": tid, "ts": _microseconds(at_s), "args": {series: value}}
 
     def _place(self, process: str, thread: str) -> tuple[int, int, list[Row]]:
         """Return the numbers of a process and a thread, and the rows that name those that are new."""
@@ -224,6 +257,43 @@ class _Trace:
             tid = self._threads[pid, thread] = len(self._threads) + 1
             new.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": thread}})
         return pid, self._threads[pid, thread], new
+
+
+def _within(request: Row, shift_s: float) -> tuple[list[_Inner], list[_Inner]]:
+    """Return what to draw within a request, and turns that another one overlaps, which have no room there.
+
+    Where no turn is sampled, the episode's environment is at work.
+    """
+    inner: list[_Inner] = []
+    beside: list[_Inner] = []
+    free_s = sampled_s = request["start_s"]
+    for turn in turns_of(request):
+        if turn.start_s > sampled_s:
+            inner.append(_environment(sampled_s + shift_s, turn.start_s + shift_s))
+        if turn.start_s >= free_s:
+            inner.append(_drawn(turn, request["item"], shift_s))
+            free_s = turn.end_s
+        else:
+            beside.append(_drawn(turn, request["item"], shift_s))
+        sampled_s = max(sampled_s, turn.end_s)
+    if inner and request["end_s"] > sampled_s:
+        inner.append(_environment(sampled_s + shift_s, request["end_s"] + shift_s))
+    return inner, beside
+
+
+def _environment(start_s: float, end_s: float) -> _Inner:
+    return _Inner("environment", "environment", (start_s, end_s), {})
+
+
+def _drawn(turn: Turn, item: int, shift_s: float) -> _Inner:
+    versions = sorted({version for _, _, version in turn.spans})
+    facts = {"item": item, "tokens": turn.num_tokens, "versions": versions}
+    span = (turn.start_s + shift_s, turn.end_s + shift_s)
+    return _Inner(f"turn {turn.number} {_first_to_last(versions)}".rstrip(), "turn", span, facts)
+
+
+def _first_to_last(versions: Sequence[int]) -> str:
+    return "-".join(f"v{version}" for version in dict.fromkeys((*versions[:1], *versions[-1:])))
 
 
 def _span(event: Row, shift_s: float) -> tuple[float, float]:

@@ -29,19 +29,25 @@ _PARTING_S = 0.5
 """How long running requests may take to end once the server has failed."""
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Return a listening socket. Raises `ConfigError` if the address cannot be used; port 0 takes any free one."""
+def bind(
+    host: str, port: int, remedy: str = "choose another --port, or 0 for any", *, listens: bool = True
+) -> socket.socket:
+    """Return a listening socket, or with ``listens=False`` one to which nobody can connect; port 0 takes any free one.
+
+    Raises `ConfigError`, with the remedy, if the address cannot be used.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio disables Nagle's algorithm only on sockets with a named protocol; it would delay each answer by 40 ms.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-        listener.listen(2048)
+        if listens:
+            listener.listen(2048)
     except (OSError, OverflowError) as error:
         listener.close()
         reason = error.strerror if isinstance(error, OSError) else "no such port"
-        raise ConfigError(f"cannot listen on {host}:{port}: {reason}; choose another --port, or 0 for any") from error
+        raise ConfigError(f"cannot listen on {host}:{port}: {reason}; {remedy}") from error
     return listener
 
 

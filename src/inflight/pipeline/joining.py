@@ -33,6 +33,14 @@ class _Guest:
     has_said_goodbye: bool = False
 
 
+def host_and_port(at: str) -> tuple[str, int]:
+    """Return the parts of ``servers.join``. Raises `ConfigError` if it has others."""
+    host, _, port = at.rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError(f"servers.join {at!r} is not HOST:PORT, such as 10.0.0.1:8100")
+    return host.strip("[]"), int(port)
+
+
 class JoinDesk:
     """Lists the servers that have joined. ``at`` is HOST:PORT; off loopback, hosts share a private network."""
 
@@ -46,11 +54,9 @@ class JoinDesk:
 
     async def open(self) -> str:
         """Listen, and return the URL. Raises `ConfigError` if the address cannot be used."""
-        host, _, port = self._at.rpartition(":")
-        if not host or not port.isdigit():
-            raise ConfigError(f"servers.join {self._at!r} is not HOST:PORT, such as 10.0.0.1:8100")
+        listener = bind(*host_and_port(self._at), "choose another address for servers.join")
         app = Starlette(routes=[Route(JOIN_PATH, self._answer, methods=["POST", "DELETE"])])
-        self._server = InLoopServer(app, bind(host.strip("[]"), int(port)))
+        self._server = InLoopServer(app, listener)
         return await self._server.started()
 
     async def close(self) -> None:

@@ -40,6 +40,7 @@ from inflight.pipeline.messages import Members, Trained
 from inflight.pipeline.notes import Notes
 from inflight.pipeline.page import serve_page
 from inflight.pipeline.placement import place, place_elsewhere, uses_gpus
+from inflight.pipeline.ports import check_ports
 from inflight.pipeline.progress import Progress
 from inflight.pipeline.recording import Recording
 from inflight.pipeline.run_directory import claim
@@ -206,7 +207,10 @@ class _Run:
         self.images = load_image_processor(config.model.path)
         self.progress = Progress(config.run.num_steps)
         note, config_json = self.progress.note, config.model_dump_json(indent=2)
+        self.proxy = ProxyServer(config.model.path.resolve().name, note)
+        work = work_of(config, task, tokenizer, self.images, self.proxy.serve)
         if before is None:
+            check_ports(config, self.launcher)
             self.directory = claim(config.run.directory, config_json, resume=resume, note=note)
         else:
             self.directory = before.directory.at_latest_checkpoint()
@@ -236,8 +240,6 @@ class _Run:
         if placement.placed:
             note("; ".join(map(str, placement.placed)))
         self.interrupt = Interrupt(note, self._kill)
-        self.proxy = ProxyServer(config.model.path.resolve().name, note)
-        work = work_of(config, task, tokenizer, self.images, self.proxy.serve)
         self.sampling = Sampling(config, work, staleness, composer, scheduler, ledger, history, journal, note)
         if state is not None:
             self.sampling.restore(state)

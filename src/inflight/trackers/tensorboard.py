@@ -15,11 +15,11 @@ class TensorBoard(Tracker):
     """Writes event files. Steps that a resumed run makes again replace the earlier ones."""
 
     def __init__(self, directory: str | None = None) -> None:
-        self._directory = directory
+        self._directory = None if directory is None else Path(directory)
         self._writer: SummaryWriter | None = None
 
     def begin(self, run: TrackedRun) -> str:
-        directory = Path(self._directory or run.directory / "tensorboard")
+        directory = self._directory or run.directory / "tensorboard"
         self._writer = SummaryWriter(str(directory), purge_step=run.version + 1)
         if run.version == 0:
             self._writer.add_text("config", f"```json\n{json.dumps(dict(run.config), indent=2)}\n```")

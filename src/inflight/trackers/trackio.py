@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ class Trackio(Tracker):
     """
 
     def __init__(self, **options: Any) -> None:
+        inspect.signature(trackio.init).bind_partial(**options)
         self._options = {"project": "inflight"} | options
         self._run: Any = None
 

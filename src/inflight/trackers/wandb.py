@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ class WeightsAndBiases(Tracker):
     """
 
     def __init__(self, **options: Any) -> None:
+        inspect.signature(wandb.init).bind_partial(**options)
         self._options = options
         self._run: Any = None
 
@@ -31,6 +33,7 @@ class WeightsAndBiases(Tracker):
             # The run's own output goes where the user wants it, and its signals mean what they meant.
             "settings": {"console": "off", "silent": True},
         }
+        wandb.setup(wandb.Settings(silent=True))  # else it asks for a login on the run's own terminal
         self._run = wandb.init(**(given | self._options))
         if self._run.offline:
             return f"wandb sync {self._run.settings.sync_dir}"
