@@ -14,6 +14,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from inflight.trace import events
+from inflight.trace.files import begin_files
 from inflight.watch.model import RunModel
 from inflight.watch.report import write_report
 from inflight.watch.serving import create_app
@@ -160,12 +161,15 @@ def test_the_page_follows_a_run_and_its_report_needs_no_network(tmp_path: Path) 
             assert opened.errors == []
             assert all(url.startswith((address.partition("#")[0], "data:")) for url in opened.requests)
 
+            check_replaced(page, tmp_path)
+            assert opened.errors == []
+
         report = tmp_path / "report.html"
         write_report([tmp_path], report)
         opened = Opened(chromium, report.as_uri())
-        assert "3\n" in opened.text(".fact >> nth=0")
-        opened.page.locator(".items button[data-item='50']").click()
-        opened.page.get_by_text("Group 50").wait_for()
+        assert "1\n" in opened.text(".fact >> nth=0")
+        opened.page.locator(".items button[data-item='60']").click()
+        opened.page.get_by_text("Group 60").wait_for()
         assert opened.page.evaluate("window.hurt") is None
         assert opened.page.evaluate("Watch.timeline.view.data.lanes.length") == 5
         assert opened.errors == []
@@ -196,6 +200,21 @@ def check_narrow(page: Any) -> None:
     page.wait_for_timeout(200)
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
     page.set_viewport_size({"width": 1280, "height": 900})
+
+
+def check_replaced(page: Any, directory: Path) -> None:
+    """A new run in the directory is shown from its beginning, and nothing of the one before."""
+    page.evaluate("Watch.timeline.show(0.5, 1.0)")
+    begin_files(directory)
+    again = WrittenRun(directory)
+    again.began(began_at=1.7e9 + 100)
+    again.request(60, 0.1, endpoint=OTHER, error=HOSTILE)
+    again.step(1)
+    page.locator(".items button[data-item='60']").wait_for(timeout=10_000)
+    page.get_by_text("Choose a group to see its completions.").wait_for()
+    page.locator(".fact dd", has_text="1").first.wait_for(timeout=10_000)
+    assert page.locator(".items button[data-item='50']").count() == 0
+    assert page.evaluate("Watch.timeline.view.isAll")
 
 
 @pytest.mark.exhaustive

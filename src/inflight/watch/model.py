@@ -37,6 +37,30 @@ class RunModel:
         """Whether all that the files held at first has been folded."""
         self.unreadable = ""
         """Why the files cannot be read, if they cannot."""
+        self.number = 0
+        """How many runs have taken the place of the first one in the directory."""
+        self._folds: dict[str, Callable[[Event], None]] = {
+            "began": self._began,
+            "request": self._request,
+            "running": self._running,
+            "group": self._group,
+            "drop": self._drop,
+            "episode failed": self._episode_failed,
+            "train": self._train,
+            "publish": self._publish,
+            "saved": lambda event: self._mark(event, "saved", f"checkpoint of version {event['version']}"),
+            "fleet": self._fleet,
+            "versions": self._versions,
+            "scale": lambda event: self._mark(event, "scale", f"{event['change']}: {', '.join(event['servers'])}"),
+            "released": self._memory,
+            "restored": self._memory,
+            "failure": self._failure,
+            "ended": self._ended,
+        }
+        self._forget_all()
+
+    def _forget_all(self) -> None:
+        """Begin with nothing folded."""
         self.began: Event = {}
         self.config: Mapping[str, Any] = {}
         self.version = 0
@@ -59,24 +83,6 @@ class RunModel:
         self.marks: deque[dict[str, Any]] = deque(maxlen=_NUM_MARKS)
         self.failures: deque[dict[str, Any]] = deque(maxlen=_NUM_FAILURES)
         self.num_failures: Counter[str] = Counter()
-        self._folds: dict[str, Callable[[Event], None]] = {
-            "began": self._began,
-            "request": self._request,
-            "running": self._running,
-            "group": self._group,
-            "drop": self._drop,
-            "episode failed": self._episode_failed,
-            "train": self._train,
-            "publish": self._publish,
-            "saved": lambda event: self._mark(event, "saved", f"checkpoint of version {event['version']}"),
-            "fleet": self._fleet,
-            "versions": self._versions,
-            "scale": lambda event: self._mark(event, "scale", f"{event['change']}: {', '.join(event['servers'])}"),
-            "released": self._memory,
-            "restored": self._memory,
-            "failure": self._failure,
-            "ended": self._ended,
-        }
 
     # ------------------------------------------------------------------------------------------------------- folding
 
@@ -137,6 +143,9 @@ class RunModel:
         self.end_s = max(self.end_s, newest["end_s"])
 
     def _began(self, event: Event) -> None:
+        if event.get("is_new_run"):
+            self._forget_all()
+            self.number += 1
         is_again = bool(self.began) and abs(event["began_at"] - self.began["began_at"]) > 0.5
         self.began = event
         self.config = event.get("config") or self.config

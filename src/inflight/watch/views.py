@@ -30,6 +30,7 @@ def overview(run: RunModel, names: Sequence[str]) -> dict[str, Any]:
             "is_read": run.is_read,
             "unreadable": run.unreadable,
             "revision": run.revision,
+            "number": run.number,
             "version": run.version,
             "num_steps": _at(run.config, "run", "num_steps"),
             "began_at": run.began.get("began_at"),

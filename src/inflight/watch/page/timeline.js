@@ -395,7 +395,7 @@
     view,
     show: (from, to) => { view.isAll = false; show(from, to); },
     update(run, overview) {
-      const isOther = run !== view.run || view.overview === null;
+      const isOther = run !== view.run || view.overview === null || overview.number !== view.overview.number;
       const wasAtEnd = view.overview && view.to >= view.overview.end_s;
       const before = view.overview ? view.overview.end_s : 0;
       const isNew = isOther || overview.revision !== view.overview.revision;
