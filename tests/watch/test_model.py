@@ -230,7 +230,7 @@ def test_bins_keep_mean_and_extremes_of_all_steps(values: list[float], stride: i
     versions = [1 + i * stride for i in range(len(values))]
     for start in range(0, len(values), 7):
         chunk = slice(start, start + 7)
-        table.add(versions[chunk], [{"x": value} for value in values[chunk]])
+        table.add(versions[chunk], {"x": values[chunk]})
     bins = table.bins()
     by_bin: dict[int, list[float]] = {}
     for version, value in zip(versions, values, strict=True):

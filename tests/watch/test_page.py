@@ -6,6 +6,7 @@ import contextlib
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,10 @@ import pytest
 from starlette.testclient import TestClient
 
 from inflight.trace import events
-from inflight.trace.files import begin_files
+from inflight.trace.files import EventFollower, begin_files
 from inflight.watch.model import RunModel
 from inflight.watch.report import write_report
-from inflight.watch.serving import create_app
+from inflight.watch.serving import create_app, following
 from tests.watch.recorded import OTHER, WrittenRun, browser
 from tests.watch.test_model import a_run, folded
 
@@ -82,6 +83,28 @@ def test_a_question_that_cannot_be_answered_says_why(tmp_path: Path, path: str, 
     answer = client(tmp_path).get(path, headers={"authorization": f"Bearer {TOKEN}"})
     assert answer.status_code == 400
     assert said in answer.json()["error"]
+
+
+def test_a_page_that_is_opened_while_steps_are_read_is_told_all_of_them_at_once(tmp_path: Path) -> None:
+    a_run(tmp_path)
+    run = RunModel(tmp_path)
+    run.has_steps.clear()
+
+    def read_late() -> None:
+        follower = EventFollower(tmp_path)
+        run.fold(follower.read_steps())
+        follower.close()
+        run.has_steps.set()
+
+    late = threading.Timer(0.2, read_late)
+    late.start()
+    http = TestClient(create_app([run], TOKEN))
+    seen = http.get("/api/runs/0", headers={"authorization": f"Bearer {TOKEN}"}).json()
+    late.join()
+    assert seen["steps"]["versions"] == [1, 2, 3]
+    with following([tmp_path]) as (followed,):
+        assert followed.has_steps.wait(20)
+        assert followed.steps.last == 3
 
 
 def test_every_answer_forbids_what_is_not_the_pages() -> None:

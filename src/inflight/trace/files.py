@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 PART_BYTES = 32 * 1024 * 1024
 NUM_PARTS = 8
 """``events.jsonl`` is renamed at ``PART_BYTES``; ``NUM_PARTS`` files of events are kept, itself included."""
-_CHUNK_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 17
 _COMPRESS_S = 10.0
 """How long the last file may take to be compressed once the run has ended."""
 
