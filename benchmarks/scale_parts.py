@@ -30,7 +30,7 @@ from typing import Any
 
 from inflight.environments.proxy_server import ProxyServer
 from inflight.http.client import HttpEndpoint
-from inflight.http.serving import bind
+from inflight.http.listening import bind
 from inflight.local.tiny import VOCAB_SIZE, byte_tokenizer
 from inflight.pipeline.batches import frames_of, make_batch
 from inflight.pipeline.config import RunConfig

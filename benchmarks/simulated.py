@@ -29,8 +29,8 @@ import uvicorn
 
 from inflight.contracts import InferenceEndpoint, Task, TrainerWorker
 from inflight.errors import UnsupportedError
+from inflight.http.listening import bind
 from inflight.http.server import create_app
-from inflight.http.serving import bind
 from inflight.transports import receivable
 from inflight.types import MicroBatch, StepResult, TaskItem, WeightBucket
 from inflight.weights.intakes import StagedIntake

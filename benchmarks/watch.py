@@ -1,30 +1,43 @@
-"""How fast `inflight watch` opens a long run: until its page draws all steps, and until all events are read.
+"""How fast `inflight watch` opens a long run: until a browser shows all steps, and until all events are read.
 
     python benchmarks/watch.py
 
-The run is made on the spot, from the shape of a real one: 100,000 steps, and as many events as their files keep.
+makes a run of the shape of a real one: 100,000 steps, and as many events as their files keep. It types the command,
+opens the address in a browser that runs already, and writes benchmarks/results/watch.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import random
+import select
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+from pydantic_core import to_json
 
 from inflight.trace import events
-from inflight.trace.files import NUM_PARTS, PART_BYTES
+from inflight.trace.files import NUM_PARTS, PART_BYTES, STEPS, EventFollower
 from inflight.watch import views
 from inflight.watch.command import collect_rarely
 from inflight.watch.model import RunModel
 from inflight.watch.report import write_report
+from results import write_results
 
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
+LIMIT_S = 120
+"""How long each thing is waited for."""
+SETTLE_S = 1.0
+"""How long the browser gets to come to rest before the command is typed."""
 METRICS = [f"metric_{number}" for number in range(30)]
 
 
@@ -105,83 +118,145 @@ def _step_events(draw: random.Random, version: int, first: int) -> list[str]:
     return [event.model_dump_json() for event in found]
 
 
-def measure_page(directory: Path, num_steps: int) -> dict[str, float]:
-    """Return the seconds from the start of ``inflight watch`` until a browser has drawn the last step, and the rest."""
-    from playwright.sync_api import sync_playwright
+@contextlib.contextmanager
+def watching(directory: Path) -> Iterator[subprocess.Popen[str]]:
+    """Run ``inflight watch``."""
+    command = [sys.executable, "-m", "inflight", "watch", str(directory), "--port", "0", "--exit-with-stdin"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+            assert process.stdin is not None
+            process.stdin.close()
+            process.wait(20)
+        finally:
+            process.kill()
 
-    chromium = next((path for name in CHROMIUM if (path := shutil.which(name))), None)
-    if chromium is None:
-        sys.exit("no chromium was found: apt-get install chromium")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
-        page = browser.new_page(viewport={"width": 1280, "height": 900})
-        command = [sys.executable, "-m", "inflight", "watch", str(directory), "--port", "0", "--exit-with-stdin"]
-        began = time.perf_counter()
-        server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert server.stdin is not None and server.stdout is not None
-        url = server.stdout.readline().split()[-1]
-        served = time.perf_counter()
-        page.goto(url)
-        page.locator(".fact dd", has_text=f"{num_steps:,}").first.wait_for(timeout=120_000)
-        drawn = time.perf_counter()
-        page.locator("#status", has_text="running").wait_for(timeout=120_000)
-        read = time.perf_counter()
-        reload = time.perf_counter()
-        page.reload()
-        page.wait_for_selector("html[data-ready]")
-        reloaded = time.perf_counter() - reload
-        browser.close()
-        server.stdin.close()
-        server.wait(10)
+
+def address_of(process: subprocess.Popen[str]) -> str:
+    """Return the address that ``inflight watch`` prints."""
+    assert process.stdout is not None
+    if not select.select([process.stdout], [], [], LIMIT_S)[0]:
+        sys.exit(f"inflight watch printed no address within {LIMIT_S} s")
+    words = process.stdout.readline().split()
+    if not words:
+        sys.exit(f"inflight watch ended with status {process.wait(20)} and printed no address")
+    return words[-1]
+
+
+def processor_s(process: subprocess.Popen[str]) -> float:
+    """Return the processor time of a process so far."""
+    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def wait_until(page: Any, condition: str, what: str) -> float:
+    """Wait until a condition holds in the page and is painted; return the time."""
+    from playwright.sync_api import TimeoutError as NotInTime
+
+    try:
+        page.wait_for_function(condition, timeout=LIMIT_S * 1000)
+    except NotInTime:
+        said = page.evaluate("['status', 'facts', 'notice'].map((id) => document.getElementById(id)?.textContent)")
+        sys.exit(f"the page did not show {what} within {LIMIT_S} s; it shows {said}")
+    page.evaluate("new Promise((painted) => requestAnimationFrame(() => setTimeout(painted)))")
+    return time.perf_counter()
+
+
+def measure_page(browser: Any, directory: Path, num_steps: int) -> dict[str, float]:
+    """Type the command, open its address, and wait until all steps are drawn and all events are read."""
+    has_steps = f"document.querySelector('.fact dd')?.textContent.startsWith('{num_steps:,} ')"
+    has_events = "!document.getElementById('status').textContent.includes('reading')"
+    # Playwright evaluates what it waits for, which the page's policy forbids.
+    page = browser.new_context(viewport={"width": 1280, "height": 900}, bypass_csp=True).new_page()
+    time.sleep(SETTLE_S)
+    began = time.perf_counter()
+    with watching(directory) as process:
+        address = address_of(process)
+        served, start_processor_s = time.perf_counter(), processor_s(process)
+        page.goto(address, wait_until="commit")
+        drawn = wait_until(page, has_steps, f"step {num_steps:,}")
+        drawn_processor_s = processor_s(process)
+        read = wait_until(page, has_events, "that it has read all events")
+        again = time.perf_counter()
+        page.reload(wait_until="commit")
+        drawn_again = wait_until(page, has_steps, f"step {num_steps:,} after it was opened again")
+        page.context.close()
     return {
         "start_s": served - began,
-        "all_steps_drawn_s": drawn - served,
-        "all_events_read_s": read - served,
-        "opened_again_s": reloaded,
+        "start_processor_s": start_processor_s,
+        "opened_to_drawn_s": drawn - served,
+        "command_to_drawn_s": drawn - began,
+        "command_to_drawn_processor_s": drawn_processor_s,
+        "command_to_read_s": read - began,
+        "opened_again_s": drawn_again - again,
     }
+
+
+def measure_parts(directory: Path) -> dict[str, float]:
+    """Return the processor time of folding the files, of the page's questions, and of the report."""
+    collect_rarely()
+    run, follower = RunModel(directory), EventFollower(directory)
+    times = [time.process_time()]
+
+    def lap() -> float:
+        times.append(time.process_time())
+        return times[-1] - times[-2]
+
+    run.fold(follower.read_steps())
+    found = {"fold_steps_s": lap()}
+    run.fold(follower.read())
+    found["fold_events_s"] = lap()
+    to_json(views.overview(run, ["reward", "lag_mean", "time_s", *METRICS[:20]]), inf_nan_mode="null")
+    found["overview_s"] = lap()
+    to_json(views.timeline(run, 0.0, run.end_s, 1200), inf_nan_mode="null")
+    found["timeline_s"] = lap()
+    follower.close()
+    write_report([directory], directory / "report.html")
+    found["report_s"] = lap()
+    return {**found, "report_mb": (directory / "report.html").stat().st_size / 1e6}
+
+
+def say(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    from playwright.sync_api import sync_playwright
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100_000)
-    parser.add_argument("--parts", type=int, default=NUM_PARTS)
-    parser.add_argument("--no-browser", action="store_true")
+    parser.add_argument("--rounds", type=int, default=5, help="how often the page is opened")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
+    chromium = next((path for name in CHROMIUM if (path := shutil.which(name))), None)
+    if chromium is None:
+        sys.exit("no chromium was found: apt-get install chromium")
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         directory = Path(folder) / "long"
-        make_run(directory, arguments.steps, arguments.parts)
-        size = sum(path.stat().st_size for path in directory.iterdir())
-        found = {"num_steps": arguments.steps, "size_mb": round(size / 1e6)}
-        found |= measure_fold(directory)
-        if not arguments.no_browser:
-            found |= measure_page(directory, arguments.steps)
-        print(json.dumps({key: round(value, 3) for key, value in found.items()}, indent=2))
-
-
-def measure_fold(directory: Path) -> dict[str, float]:
-    """Return what it takes to fold the files, to answer the page's questions, and to write the report."""
-    from inflight.trace.files import EventFollower
-
-    collect_rarely()
-    run, follower = RunModel(directory), EventFollower(directory)
-    began = time.perf_counter()
-    run.fold(follower.read_steps())
-    steps = time.perf_counter()
-    run.fold(follower.read())
-    folded = time.perf_counter()
-    views.overview(run, ["reward", "lag_mean", "time_s", *METRICS[:20]])
-    overview = time.perf_counter()
-    views.timeline(run, 0.0, run.end_s, 1200)
-    timeline = time.perf_counter()
-    write_report([directory], directory / "report.html")
-    return {
-        "fold_steps_s": steps - began,
-        "fold_events_s": folded - steps,
-        "overview_s": overview - folded,
-        "timeline_s": timeline - overview,
-        "report_s": time.perf_counter() - timeline,
-        "report_mb": (directory / "report.html").stat().st_size / 1e6,
-    }
+        say(f"making a run of {arguments.steps:,} steps")
+        make_run(directory, arguments.steps, NUM_PARTS)
+        sizes = {path.name: path.stat().st_size / 1e6 for path in directory.iterdir()}
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+        rounds = []
+        for number in range(1, arguments.rounds + 1):
+            say(f"round {number} of {arguments.rounds}: opening the page")
+            rounds.append(measure_page(browser, directory, arguments.steps))
+            say(json.dumps(rounds[-1]))
+        browser.close()
+        say("folding in this process, and writing the report")
+        parts = measure_parts(directory)
+        say(json.dumps(parts))
+    steps_mb = sizes.pop(STEPS)
+    write_results(
+        "watch",
+        {
+            "num_steps": arguments.steps,
+            "steps_mb": steps_mb,
+            "events_mb": sum(sizes.values()),
+            "rounds": rounds,
+            "parts": parts,
+            "load_average": os.getloadavg()[1],
+        },
+    )
 
 
 if __name__ == "__main__":

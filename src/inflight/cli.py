@@ -351,7 +351,8 @@ def _serve_local(
     """Serve with the embedded engine, in this process."""
     import torch
 
-    from inflight.http.serving import bind, serve
+    from inflight.http.listening import bind
+    from inflight.http.serving import serve
     from inflight.local.loading import load_endpoint
     from inflight.progress import say_what_is_logged
 

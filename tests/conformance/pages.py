@@ -37,6 +37,7 @@ PAGES = (
             "trainer-adapter",
             "design",
             "events",
+            "watch",
         )
     ),
 )

@@ -19,6 +19,7 @@ from tests.conformance.planner_tables import PLANNER_TABLES
 from tests.conformance.replay_tables import REPLAY_TABLES
 from tests.conformance.rollout_tables import ROLLOUT_TABLES
 from tests.conformance.scale_tables import SCALE_TABLES
+from tests.conformance.watch_table import watch_table
 from tests.conformance.weight_tables import WEIGHT_TABLES
 
 CERTIFICATES = ROOT / "docs" / "certificates"
@@ -433,6 +434,7 @@ TABLES = {
     "publish": publish_table,
     "house": house_table,
     "beside": beside_table,
+    "watch": watch_table,
 }
 
 

@@ -22,6 +22,7 @@ ACTIONS = st.lists(
         st.tuples(st.just("write"), st.integers(1, 8)),
         st.just(("step", 1)),
         st.tuples(st.just("kill"), st.integers(0, 40)),
+        st.tuples(st.just("restart"), st.integers(0, 30)),
         st.just(("follow", 0)),
         st.just(("read", 0)),
     ),
@@ -87,6 +88,15 @@ class Run:
         self.meanwhile()
         self._begin()
 
+    def restart(self, num_events: int) -> None:
+        """Begin another run in the directory, which is some files further when readers look again."""
+        self.files.close()
+        begin_files(self.directory)
+        self.written, self.steps, self.version = [], [], 0
+        self.meanwhile()
+        self._begin()
+        self.write(num_events)
+
 
 class Reader:
     """Reads as a page does, which knows of a run what the follower tells it."""
@@ -109,6 +119,9 @@ class Reader:
         for event in self.follower.read():
             if event["kind"] == "running":
                 self.numbers.append(event["num_groups"])
+            elif event.get("is_new_run"):
+                assert event["began_at"] != self.life
+                self.numbers, self.steps, self.life, self.last = [], {}, event["began_at"], 0
             elif event["kind"] == "began" and event["began_at"] != self.life:
                 self.life, self.may_restart = event["began_at"], True
                 self.steps = {version: life for version, life in self.steps.items() if version <= event["version"]}
@@ -194,20 +207,46 @@ def test_a_follower_that_is_late_goes_on_with_the_oldest_file_there_is(
     assert (reader.numbers[0], reader.numbers[-1]) == (0, 201)
 
 
-def test_a_follower_notices_a_new_run_in_the_directory(tmp_path: Path) -> None:
-    first = Run(tmp_path)
-    first.write(50)
-    first.step(1)
+@pytest.mark.parametrize("compresses", [False, True])
+def test_a_follower_reads_a_new_run_in_the_directory_from_its_beginning(tmp_path: Path, compresses: bool) -> None:
+    run = Run(tmp_path, compresses=compresses)
+    run.write(5)  # its first file is not full: that of the new run is, and has the same number
+    run.step(1)
     with Reader(tmp_path) as reader:
         reader.read()
-        first.files.close()
-        reader.numbers = []
-        second = Run(tmp_path, life=7)
-        second.write(50)
+        run.restart(50)
         reader.read()
-    second.files.close()
-    assert reader.numbers == second.written
-    assert reader.steps == {}
+        assert reader.numbers == run.written
+        assert reader.steps == {}
+        run.step(1)
+        reader.read()
+        assert reader.steps == {1: run.life}
+    run.files.close()
+
+
+def test_steps_of_a_run_that_was_replaced_before_its_events_were_read_do_not_count(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.step(1)
+    follower = EventFollower(tmp_path)
+    assert [step["version"] for step in follower.read_steps()] == [1]
+    run.restart(50)
+    began, *others = follower.read()
+    assert (began["kind"], began["is_new_run"]) == ("began", True)
+    assert not any("is_new_run" in event for event in others), "they belong to the new run"
+    follower.close()
+    run.files.close()
+
+
+@pytest.mark.parametrize("compresses", [False, True])
+def test_events_of_two_runs_are_never_read_as_one(tmp_path: Path, compresses: bool) -> None:
+    run = Run(tmp_path, compresses=compresses)
+    run.write(50)
+    reading = read_events(tmp_path, ["running"])
+    next(reading)
+    run.restart(50)
+    with pytest.raises(ConfigError, match="another run has begun in"):
+        list(reading)
+    run.files.close()
 
 
 def test_a_compressed_run_reads_like_a_plain_one_and_leaves_no_other_files(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from inflight.errors import ConfigError, InvalidRequestError
 from inflight.trace import events
-from inflight.trace.files import EventFollower
+from inflight.trace.files import EventFollower, begin_files
 from inflight.watch import views
 from inflight.watch.lanes import Lane
 from inflight.watch.model import RunModel
@@ -132,6 +132,29 @@ def test_steps_that_come_again_replace_those_that_were_read(tmp_path: Path) -> N
     assert views.overview(run, ["reward"])["steps"]["versions"] == [1, 2]
 
 
+def test_a_new_run_in_the_directory_is_shown_as_if_the_old_one_had_never_been(tmp_path: Path) -> None:
+    written = a_run(tmp_path, 4)
+    written.request(7, 1.0, endpoint=OTHER, error="the server disconnected")
+    written.write(events.Failure, 4.0, what="disk full")
+    run, follower = RunModel(tmp_path), EventFollower(tmp_path)
+    run.fold(follower.read())
+    begin_files(tmp_path)
+    again = WrittenRun(tmp_path)
+    again.began(began_at=1.7e9 + 100)
+    run.fold(follower.read())
+    expected, seen = views.overview(folded(tmp_path), ["reward"]), views.overview(run, ["reward"])
+    assert (seen.pop("number"), expected.pop("number")) == (1, 0)
+    assert seen["revision"] != expected.pop("revision"), "the page is told of it"
+    seen.pop("revision")
+    assert seen == expected
+    again.step(1)
+    run.fold(follower.read())
+    follower.close()
+    assert views.overview(run, ["reward"])["steps"]["versions"] == [1]
+    assert views.rollouts(run, "", "newest", 0, 50) == views.rollouts(folded(tmp_path), "", "newest", 0, 50)
+    assert views.timeline(run, 0.0, 9.0, 100) == views.timeline(folded(tmp_path), 0.0, 9.0, 100)
+
+
 def test_parts_of_events_that_are_full_and_compressed_are_read_too(tmp_path: Path) -> None:
     a_run(tmp_path, 2)
     events_file = tmp_path / "events.jsonl"
@@ -207,7 +230,7 @@ def test_bins_keep_mean_and_extremes_of_all_steps(values: list[float], stride: i
     versions = [1 + i * stride for i in range(len(values))]
     for start in range(0, len(values), 7):
         chunk = slice(start, start + 7)
-        table.add(versions[chunk], [{"x": value} for value in values[chunk]])
+        table.add(versions[chunk], {"x": values[chunk]})
     bins = table.bins()
     by_bin: dict[int, list[float]] = {}
     for version, value in zip(versions, values, strict=True):

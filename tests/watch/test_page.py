@@ -6,6 +6,7 @@ import contextlib
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ import pytest
 from starlette.testclient import TestClient
 
 from inflight.trace import events
+from inflight.trace.files import EventFollower, begin_files
 from inflight.watch.model import RunModel
 from inflight.watch.report import write_report
-from inflight.watch.serving import create_app
+from inflight.watch.serving import create_app, following
 from tests.watch.recorded import OTHER, WrittenRun, browser
 from tests.watch.test_model import a_run, folded
 
@@ -81,6 +83,28 @@ def test_a_question_that_cannot_be_answered_says_why(tmp_path: Path, path: str, 
     answer = client(tmp_path).get(path, headers={"authorization": f"Bearer {TOKEN}"})
     assert answer.status_code == 400
     assert said in answer.json()["error"]
+
+
+def test_a_page_that_is_opened_while_steps_are_read_is_told_all_of_them_at_once(tmp_path: Path) -> None:
+    a_run(tmp_path)
+    run = RunModel(tmp_path)
+    run.has_steps.clear()
+
+    def read_late() -> None:
+        follower = EventFollower(tmp_path)
+        run.fold(follower.read_steps())
+        follower.close()
+        run.has_steps.set()
+
+    late = threading.Timer(0.2, read_late)
+    late.start()
+    http = TestClient(create_app([run], TOKEN))
+    seen = http.get("/api/runs/0", headers={"authorization": f"Bearer {TOKEN}"}).json()
+    late.join()
+    assert seen["steps"]["versions"] == [1, 2, 3]
+    with following([tmp_path]) as (followed,):
+        assert followed.has_steps.wait(20)
+        assert followed.steps.last == 3
 
 
 def test_every_answer_forbids_what_is_not_the_pages() -> None:
@@ -160,12 +184,15 @@ def test_the_page_follows_a_run_and_its_report_needs_no_network(tmp_path: Path) 
             assert opened.errors == []
             assert all(url.startswith((address.partition("#")[0], "data:")) for url in opened.requests)
 
+            check_replaced(page, tmp_path)
+            assert opened.errors == []
+
         report = tmp_path / "report.html"
         write_report([tmp_path], report)
         opened = Opened(chromium, report.as_uri())
-        assert "3\n" in opened.text(".fact >> nth=0")
-        opened.page.locator(".items button[data-item='50']").click()
-        opened.page.get_by_text("Group 50").wait_for()
+        assert "1\n" in opened.text(".fact >> nth=0")
+        opened.page.locator(".items button[data-item='60']").click()
+        opened.page.get_by_text("Group 60").wait_for()
         assert opened.page.evaluate("window.hurt") is None
         assert opened.page.evaluate("Watch.timeline.view.data.lanes.length") == 5
         assert opened.errors == []
@@ -196,6 +223,21 @@ def check_narrow(page: Any) -> None:
     page.wait_for_timeout(200)
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
     page.set_viewport_size({"width": 1280, "height": 900})
+
+
+def check_replaced(page: Any, directory: Path) -> None:
+    """A new run in the directory is shown from its beginning, and nothing of the one before."""
+    page.evaluate("Watch.timeline.show(0.5, 1.0)")
+    begin_files(directory)
+    again = WrittenRun(directory)
+    again.began(began_at=1.7e9 + 100)
+    again.request(60, 0.1, endpoint=OTHER, error=HOSTILE)
+    again.step(1)
+    page.locator(".items button[data-item='60']").wait_for(timeout=10_000)
+    page.get_by_text("Choose a group to see its completions.").wait_for()
+    page.locator(".fact dd", has_text="1").first.wait_for(timeout=10_000)
+    assert page.locator(".items button[data-item='50']").count() == 0
+    assert page.evaluate("Watch.timeline.view.isAll")
 
 
 @pytest.mark.exhaustive

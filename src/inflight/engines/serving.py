@@ -17,7 +17,8 @@ from inflight.engines.kinds import EngineKind, EngineOptions
 from inflight.engines.launch import start_engine
 from inflight.errors import ConfigError
 from inflight.http.joining import JoinSettings
-from inflight.http.serving import bind, serve
+from inflight.http.listening import bind
+from inflight.http.serving import serve
 
 _CONTROL_TIMEOUT_S = 30.0
 _GENERATE_TIMEOUT_S = 3600.0

@@ -49,7 +49,7 @@ def _proxy(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     from inflight.engines.kinds import connect_endpoint
     from inflight.environments.episode_service import EpisodeService
     from inflight.environments.transcripts import ChatTemplate
-    from inflight.http.serving import bind
+    from inflight.http.listening import bind
     from inflight.images import load_image_processor
     from inflight.wire import SamplingParams
 
@@ -84,7 +84,7 @@ def _proxy(arguments: argparse.Namespace, _: Sequence[str]) -> int:
 
 async def _serve(service: Any, endpoints: Sequence[InferenceEndpoint], listener: socket.socket) -> None:
     """Serve until SIGINT or SIGTERM."""
-    from inflight.environments.proxy_server import InLoopServer
+    from inflight.http.listening import InLoopServer
 
     stopping = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

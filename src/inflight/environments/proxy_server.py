@@ -4,21 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-import socket
-from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any
-
-import uvicorn
-from starlette.types import ASGIApp
+from collections.abc import AsyncIterator, Callable
 
 from inflight.environments.playing import PlayingEpisode
 from inflight.environments.proxy import ServedEpisodes, proxy_app, proxy_routes
-from inflight.errors import InflightError
-from inflight.http.serving import bind
-
-_PARTING_S = 2
-"""How long answers that are on their way may take once the proxy ends."""
+from inflight.http.listening import InLoopServer, bind
 
 
 class ProxyServer:
@@ -50,54 +40,3 @@ class ProxyServer:
         url = await self._server.started()
         with self._episodes.serving(episode, self._model, role) as key:
             yield f"{url}/e/{key}/v1"
-
-
-class InLoopServer:
-    """A uvicorn server in the running event loop, which leaves signals to others."""
-
-    def __init__(self, app: ASGIApp, listener: socket.socket) -> None:
-        config = uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            timeout_keep_alive=60,
-            timeout_graceful_shutdown=_PARTING_S,
-            ws="none",
-        )
-        host, port = listener.getsockname()[:2]
-        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-        self._started = asyncio.Event()
-        self._server = _Uvicorn(config, self._started)
-        self._serving = asyncio.ensure_future(self._server.serve(sockets=[listener]))
-
-    async def started(self) -> str:
-        """Return the URL once it answers. Raises `InflightError` if it has ended."""
-        starting = asyncio.ensure_future(self._started.wait())
-        try:
-            await asyncio.wait({starting, self._serving}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            starting.cancel()
-        if self._serving.done():
-            raise InflightError(f"the server for agents at {self.url} has ended")
-        return self.url
-
-    async def aclose(self) -> None:
-        """End it, with what it still answers."""
-        self._server.should_exit = True
-        await asyncio.gather(self._serving, return_exceptions=True)
-
-
-class _Uvicorn(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, started: asyncio.Event) -> None:
-        super().__init__(config)
-        self._is_started = started
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def startup(self, sockets: list[Any] | None = None) -> None:
-        await super().startup(sockets)
-        self._is_started.set()

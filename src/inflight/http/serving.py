@@ -19,7 +19,7 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inflight.contracts import InferenceEndpoint
-from inflight.errors import ConfigError, InflightError, error_from_code
+from inflight.errors import InflightError, error_from_code
 from inflight.http.joining import JoinSettings, Membership
 from inflight.http.server import create_app, error_response
 from inflight.types import EngineStats
@@ -27,28 +27,6 @@ from inflight.types import EngineStats
 _POLL_S = 0.1
 _PARTING_S = 0.5
 """How long running requests may take to end once the server has failed."""
-
-
-def bind(
-    host: str, port: int, remedy: str = "choose another --port, or 0 for any", *, listens: bool = True
-) -> socket.socket:
-    """Return a listening socket, or with ``listens=False`` one to which nobody can connect; port 0 takes any free one.
-
-    Raises `ConfigError`, with the remedy, if the address cannot be used.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio disables Nagle's algorithm only on sockets with a named protocol; it would delay each answer by 40 ms.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        if listens:
-            listener.listen(2048)
-    except (OSError, OverflowError) as error:
-        listener.close()
-        reason = error.strerror if isinstance(error, OSError) else "no such port"
-        raise ConfigError(f"cannot listen on {host}:{port}: {reason}; {remedy}") from error
-    return listener
 
 
 async def serve(

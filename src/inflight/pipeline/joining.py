@@ -17,10 +17,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from inflight.engines.kinds import connect_endpoint
-from inflight.environments.proxy_server import InLoopServer
 from inflight.errors import ConfigError
 from inflight.http.joining import JOIN_PATH, RENEW_S, Joined, Joining
-from inflight.http.serving import bind
+from inflight.http.listening import InLoopServer, bind
 
 _SILENT_S = 4 * RENEW_S
 _MAX_BODY_BYTES = 4096

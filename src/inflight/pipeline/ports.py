@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inflight.http.serving import bind
+from inflight.http.listening import bind
 from inflight.launchers import Launcher
 from inflight.pipeline.config import RunConfig
 from inflight.pipeline.joining import host_and_port

@@ -12,17 +12,19 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from io import BytesIO, FileIO
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from pydantic_core import from_json
 
 from inflight.errors import CheckpointError, ConfigError
-from inflight.trace.events import SCHEMA_VERSION, Event
+
+if TYPE_CHECKING:
+    from inflight.trace.events import Event
 
 PART_BYTES = 32 * 1024 * 1024
 NUM_PARTS = 8
 """``events.jsonl`` is renamed at ``PART_BYTES``; ``NUM_PARTS`` files of events are kept, itself included."""
-_CHUNK_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 17
 _COMPRESS_S = 10.0
 """How long the last file may take to be compressed once the run has ended."""
 
@@ -107,11 +109,14 @@ def resume_files(directory: Path, version: int) -> None:
 def read_events(directory: Path, kinds: Collection[str] = ()) -> Iterator[dict[str, Any]]:
     """Yield the events of a run without its steps, oldest first; only those of some ``kinds`` if any are given.
 
-    They are as written, and not validated. Raises `ConfigError` if a newer release of inflight wrote them.
+    They are as written, and not validated. Raises `ConfigError` if a newer release of inflight wrote them, or if
+    another run replaces them meanwhile.
     """
     reader = _EventReader(directory)
     try:
         for event in reader.read():
+            if event.get("is_new_run"):
+                raise ConfigError(f"another run has begun in {directory} while its events were read: read them again")
             if not kinds or event["kind"] in kinds:
                 yield event
     finally:
@@ -132,6 +137,8 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 def check_schema(began: dict[str, Any], directory: Path) -> None:
     """Raise `ConfigError` if events were written by a release whose fields have another meaning."""
+    from inflight.trace.events import SCHEMA_VERSION
+
     if (found := began["schema_version"]) > SCHEMA_VERSION:
         raise ConfigError(
             f"{directory} was written by inflight {began['inflight']} with schema {found} of events, and this release "
@@ -150,9 +157,18 @@ class EventFollower:
         """Yield the events since the call before, the steps after all others. Raises `ConfigError` as `read_events`.
 
         A resumed run replaces its steps; all of them are yielded again then, and before them a `Began`, which says from
-        which version on earlier ones do not count. Events that a run removed before this call are left out.
+        which version on earlier ones do not count. Events that a run removed before this call are left out. Where
+        another run has taken the place of the one that was read, its first `Began` has ``is_new_run`` set: nothing that
+        was yielded before belongs to it.
         """
-        yield from self._events.read()
+        for event in self._events.read():
+            if event["kind"] == "began":
+                # Steps that were read before any event may be of a run that was replaced since.
+                if self._life_of_steps is None and self._steps.is_replaced():
+                    event["is_new_run"] = True
+                if event.get("is_new_run"):
+                    self._steps.reopen()
+            yield event
         yield from self.read_steps()
 
     def read_steps(self) -> Iterator[dict[str, Any]]:
@@ -180,6 +196,8 @@ class _EventReader:
         self._number = 0
         """Of the file that is read, or to be read next; 0: the oldest."""
         self._tail: _Tail | None = None
+        self._is_lost = False
+        """Whether the file that was read last is no longer there: of a new run, or of one that was read too late."""
         self.life: float | None = None
         """When the process began whose events were read last."""
 
@@ -187,17 +205,32 @@ class _EventReader:
         """Yield all further events. Raises `ConfigError` if a newer release wrote them."""
         while self._tail is not None or self._open():
             assert self._tail is not None
-            is_removed = self._tail.is_removed()
-            is_full = self._newest() >= self._number  # asked first: what is read after that is all of it
+            # Asked first: what is read after that is all of it.
+            is_complete = self._tail.is_complete() or self._newest() >= self._number
             for event in self._tail.read():
                 if event.get("kind") == "began":
                     check_schema(event, self._directory)
-                    self.life = event["began_at"]
+                    if self._is_lost and event["began_at"] != self.life:
+                        event["is_new_run"] = True
+                    self._is_lost, self.life = False, event["began_at"]
                 yield event
-            if not is_full and not is_removed:
+            if not is_complete:
                 return
+            if self._is_kept():
+                self._number += 1
+            else:
+                self._lose()
             self.close()
-            self._number += 1
+
+    def _is_kept(self) -> bool:
+        """Return whether the directory still has the file that was read, under its number."""
+        assert self._tail is not None
+        plain = self._directory / f"events.{self._number}.jsonl"
+        return self._tail.is_at(plain) or self._tail.begins_like(plain.with_suffix(".jsonl.zst"))
+
+    def _lose(self) -> None:
+        """Go on with the oldest file that there is."""
+        self._is_lost, self._number = True, 0
 
     def close(self) -> None:
         if self._tail is not None:
@@ -223,7 +256,7 @@ class _EventReader:
                 return is_there
             tail.close()  # it has taken the place of one that was full
             if self._number > number:
-                self._number = 0  # a new run has begun in the directory
+                self._lose()
 
     def _newest(self) -> int:
         return max(_parts(self._directory), default=0)
@@ -259,18 +292,31 @@ class _Tail:
             yield from_json(line)
 
     def is_replaced(self) -> bool:
-        """Return whether the path names another file now."""
-        if self._file is None:
-            return False
-        try:
-            return self._path.stat().st_ino != os.fstat(self._file.fileno()).st_ino
-        except FileNotFoundError:
-            return False  # between two files
+        """Return whether the path names another file now; False between two files."""
+        return self._file is not None and self._path.exists() and not self.is_at(self._path)
 
-    def is_removed(self) -> bool:
-        """Return whether the file has no name any more."""
-        is_in_memory = self._file is None or isinstance(self._file, BytesIO)
-        return not is_in_memory and os.fstat(self._file.fileno()).st_nlink == 0  # type: ignore[union-attr]
+    def is_at(self, path: Path) -> bool:
+        """Return whether a path names the open file."""
+        assert self._file is not None
+        try:
+            return not isinstance(self._file, BytesIO) and path.stat().st_ino == os.fstat(self._file.fileno()).st_ino
+        except FileNotFoundError:
+            return False
+
+    def is_complete(self) -> bool:
+        """Return whether the file gains no more lines: it is compressed, or has no name any more."""
+        assert self._file is not None
+        return isinstance(self._file, BytesIO) or os.fstat(self._file.fileno()).st_nlink == 0
+
+    def begins_like(self, path: Path) -> bool:
+        """Return whether the file at a path has the same first line, as a compressed copy has."""
+        assert self._file is not None
+        self._file.seek(0)
+        try:
+            with _opened(path) as other:
+                return next(_lines_of(other), None) == next(_lines_of(self._file), None)
+        except FileNotFoundError:
+            return False
 
     def reopen(self) -> None:
         self.close()

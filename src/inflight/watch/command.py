@@ -37,7 +37,7 @@ def add_parser(commands: Any) -> None:
 
 
 def _watch(arguments: argparse.Namespace, _: Sequence[str]) -> int:
-    from inflight.http.serving import bind
+    from inflight.http.listening import bind
     from inflight.watch.serving import create_app, following
 
     for run in arguments.runs:
@@ -71,7 +71,7 @@ async def _serve(
     app: Any, listener: socket.socket, token: str, closing: threading.Event, *, exit_with_stdin: bool
 ) -> None:
     """Serve until SIGINT or SIGTERM or, if told so, the end of standard input."""
-    from inflight.environments.proxy_server import InLoopServer
+    from inflight.http.listening import InLoopServer
 
     loop, stopping = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -11,7 +11,7 @@ from typing import Any
 
 from inflight.watch.lanes import Lane
 from inflight.watch.rollouts import Items, longest_part
-from inflight.watch.series import Counts, StepTable, TimeBins
+from inflight.watch.series import Counts, StepTable, TimeBins, columns_of
 
 Event = Mapping[str, Any]
 
@@ -33,32 +33,15 @@ class RunModel:
         self.lock = threading.Lock()
         self.revision = 0
         """Changes whenever something was folded."""
+        self.has_steps = threading.Event()
+        """Unset while a follower reads the steps that the files held at first."""
+        self.has_steps.set()
         self.is_read = False
         """Whether all that the files held at first has been folded."""
         self.unreadable = ""
         """Why the files cannot be read, if they cannot."""
-        self.began: Event = {}
-        self.config: Mapping[str, Any] = {}
-        self.version = 0
-        self.end_s = 0.0
-        """Time of the newest event."""
-        self.status = "empty"
-        """``empty``, ``running``, ``finished``, ``interrupted`` or ``failed``."""
-        self.steps, self.ages, self.lags = StepTable(), Counts(), Counts()
-        self.ledger: Event = {}
-        self._last_ledger: dict[str, Any] = {}
-        """At the end, if the run has come to it."""
-        self.tokens, self.busy, self.training = TimeBins(), TimeBins(), TimeBins()
-        self.running = TimeBins()
-        self._num_running = (0.0, 0)
-        self._names: dict[str, dict[str, str]] = {section: {} for section in _SECTIONS}
-        """Names of the series of each section, which would take long to make for each step."""
-        self.items = Items()
-        self.lanes: dict[str, Lane] = {}
-        self.servers: dict[str, dict[str, Any]] = {}
-        self.marks: deque[dict[str, Any]] = deque(maxlen=_NUM_MARKS)
-        self.failures: deque[dict[str, Any]] = deque(maxlen=_NUM_FAILURES)
-        self.num_failures: Counter[str] = Counter()
+        self.number = 0
+        """How many runs have taken the place of the first one in the directory."""
         self._folds: dict[str, Callable[[Event], None]] = {
             "began": self._began,
             "request": self._request,
@@ -77,6 +60,30 @@ class RunModel:
             "failure": self._failure,
             "ended": self._ended,
         }
+        self._forget_all()
+
+    def _forget_all(self) -> None:
+        """Begin with nothing folded."""
+        self.began: Event = {}
+        self.config: Mapping[str, Any] = {}
+        self.version = 0
+        self.end_s = 0.0
+        """Time of the newest event."""
+        self.status = "empty"
+        """``empty``, ``running``, ``finished``, ``interrupted`` or ``failed``."""
+        self.steps, self.ages, self.lags = StepTable(), Counts(), Counts()
+        self.ledger: Event = {}
+        self._last_ledger: dict[str, Any] = {}
+        """At the end, if the run has come to it."""
+        self.tokens, self.busy, self.training = TimeBins(), TimeBins(), TimeBins()
+        self.running = TimeBins()
+        self._num_running = (0.0, 0)
+        self.items = Items()
+        self.lanes: dict[str, Lane] = {}
+        self.servers: dict[str, dict[str, Any]] = {}
+        self.marks: deque[dict[str, Any]] = deque(maxlen=_NUM_MARKS)
+        self.failures: deque[dict[str, Any]] = deque(maxlen=_NUM_FAILURES)
+        self.num_failures: Counter[str] = Counter()
 
     # ------------------------------------------------------------------------------------------------------- folding
 
@@ -116,27 +123,24 @@ class RunModel:
     def _add_steps(self, steps: Sequence[Event]) -> None:
         if not steps:
             return
-        versions, rows = [], []
         for step in steps:
-            row = dict(step)
-            for section, names in self._names.items():
-                if isinstance(part := row.pop(section, None), dict):
-                    for key, value in part.items():
-                        if (name := names.get(key)) is None:
-                            name = names[key] = f"{section}.{key}"
-                        row[name] = value
-            del row["start_s"], row["end_s"]
-            versions.append(row.pop("version"))
-            rows.append(row)
             if ages := step.get("completions_by_age"):
-                self.ages.add(step["version"], ((int(age), count) for age, count in ages.items()))
-        self.steps.add(versions, rows)
+                self.ages.add(step["version"], zip(map(int, ages), ages.values(), strict=True))
+        columns = columns_of(steps)
+        for section in _SECTIONS:
+            parts = columns_of([it if isinstance(it, dict) else {} for it in columns.pop(section, [{}])])
+            columns |= {f"{section}.{name}": values for name, values in parts.items()}
+        del columns["start_s"], columns["end_s"]
+        self.steps.add(columns.pop("version"), columns)
         newest = steps[-1]
         self.version = newest["version"]
         self.ledger = self._last_ledger or newest.get("ledger") or {}
         self.end_s = max(self.end_s, newest["end_s"])
 
     def _began(self, event: Event) -> None:
+        if event.get("is_new_run"):
+            self._forget_all()
+            self.number += 1
         is_again = bool(self.began) and abs(event["began_at"] - self.began["began_at"]) > 0.5
         self.began = event
         self.config = event.get("config") or self.config

@@ -6,7 +6,6 @@ Knows nothing of events.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -42,27 +41,27 @@ class StepTable:
     def names(self) -> list[str]:
         return list(self._columns)
 
-    def add(self, versions: Sequence[int], rows: Sequence[Mapping[str, Any]]) -> None:
+    def add(self, versions: Sequence[int], columns: Mapping[str, Sequence[Any]]) -> None:
         """Add the numbers of some steps, in the order of their versions; other values than numbers are left out."""
-        if not rows:
-            return
-        self._add_columns(rows)
+        self._add_columns(columns)
         self._make_room(versions[-1])
         self.last = versions[-1]
         if not self._columns:
             return
-        values = _matrix(rows, list(self._columns))
+        values = np.full((len(self._columns), len(versions)), np.nan)
+        for name in self._columns.keys() & columns.keys():
+            values[self._columns[name]] = _numbers(columns[name])
         is_bad = ~np.isfinite(values)
         if is_bad.any():
-            self._note_not_finite(versions, rows, is_bad)
+            self._note_not_finite(versions, columns, is_bad)
             values[is_bad] = np.nan
         bins = np.asarray(versions, dtype=np.int64) // self.width
         starts = np.flatnonzero(np.diff(bins, prepend=-1))
         at = bins[starts]
-        self._counts[at] += np.add.reduceat((~is_bad).astype(np.int64), starts, axis=0)
-        self._sums[at] += np.add.reduceat(np.where(is_bad, 0.0, values), starts, axis=0)
-        self._lows[at] = np.fmin(self._lows[at], np.fmin.reduceat(values, starts, axis=0))
-        self._highs[at] = np.fmax(self._highs[at], np.fmax.reduceat(values, starts, axis=0))
+        self._counts[at] += np.add.reduceat((~is_bad).astype(np.int64), starts, axis=1).T
+        self._sums[at] += np.add.reduceat(np.where(is_bad, 0.0, values), starts, axis=1).T
+        self._lows[at] = np.fmin(self._lows[at], np.fmin.reduceat(values, starts, axis=1).T)
+        self._highs[at] = np.fmax(self._highs[at], np.fmax.reduceat(values, starts, axis=1).T)
 
     def forget_from(self, version: int) -> None:
         """Forget the bins from that of a version on."""
@@ -93,9 +92,9 @@ class StepTable:
         (found,) = np.nonzero(self._counts[:, column])
         return float(self._sums[found[-1], column] / self._counts[found[-1], column]) if len(found) else None
 
-    def _add_columns(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        for name in sorted(set().union(*rows) - self._columns.keys() - self._no_numbers):
-            values = [value for row in rows if (value := row.get(name)) is not None]
+    def _add_columns(self, columns: Mapping[str, Sequence[Any]]) -> None:
+        for name in sorted(columns.keys() - self._columns.keys() - self._no_numbers):
+            values = [value for value in columns[name] if value is not None]
             if len(self._columns) < NUM_COLUMNS and any(map(_is_number, values)):
                 self._columns[name] = len(self._columns)
             elif values:
@@ -112,13 +111,21 @@ class StepTable:
             self._counts, self._sums = _halved(self._counts, np.add), _halved(self._sums, np.add)
             self._lows, self._highs = _halved(self._lows, np.fmin, np.nan), _halved(self._highs, np.fmax, np.nan)
 
-    def _note_not_finite(self, versions: Sequence[int], rows: Sequence[Mapping[str, Any]], is_bad: Array) -> None:
-        for name, column in self._columns.items():
-            if name not in self.first_not_finite:
-                for i in np.flatnonzero(is_bad[:, column]).tolist():
-                    if _is_number(rows[i].get(name)):
-                        self.first_not_finite[name] = versions[i]
-                        break
+    def _note_not_finite(self, versions: Sequence[int], columns: Mapping[str, Sequence[Any]], is_bad: Array) -> None:
+        for name in columns.keys() & self._columns.keys() - self.first_not_finite.keys():
+            for i in np.flatnonzero(is_bad[self._columns[name]]).tolist():
+                if _is_number(columns[name][i]):
+                    self.first_not_finite[name] = versions[i]
+                    break
+
+
+def columns_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Sequence[Any]]:
+    """Return the values of each name, None where a row has none."""
+    names = tuple(rows[0])
+    if all(tuple(row) == names for row in rows):
+        return dict(zip(names, zip(*(row.values() for row in rows), strict=True), strict=True))
+    every = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row.get(name) for row in rows] for name in every}
 
 
 class Counts:
@@ -135,9 +142,10 @@ class Counts:
     def add(self, version: int, counts: Iterable[tuple[int, float]]) -> None:
         while version // self._width >= NUM_BINS:
             self._halve()
-        row = self._counts.setdefault(version // self._width, [0.0] * (self.LARGEST + 1))
+        if (row := self._counts.get(version // self._width)) is None:
+            row = self._counts[version // self._width] = [0.0] * (self.LARGEST + 1)
         for number, count in counts:
-            row[min(max(number, 0), self.LARGEST)] += count
+            row[number if 0 <= number < self.LARGEST else self.LARGEST if number > 0 else 0] += count
 
     def forget_from(self, version: int) -> None:
         self._counts = {at: row for at, row in self._counts.items() if at < version // self._width}
@@ -215,15 +223,12 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, float) or (type(value) is int and abs(value) < _LARGEST)
 
 
-def _matrix(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Array:
-    """Return the numbers of each row [rows, names]; NaN for what is none."""
-    # One call for a whole row, where it has all of them; a name alone would not make a tuple.
-    get = itemgetter(*names, names[0])
+def _numbers(values: Sequence[Any]) -> Array:
+    """Return values as numbers; NaN for what is none."""
     try:
-        return np.array([get(row) for row in rows], dtype=np.float64)[:, : len(names)]
-    except (KeyError, TypeError, ValueError, OverflowError):
-        numbers = [[it if _is_number(it := row.get(name)) else None for name in names] for row in rows]
-        return np.array(numbers, dtype=np.float64)
+        return np.array(values, dtype=np.float64)
+    except (TypeError, ValueError, OverflowError):
+        return np.array([it if _is_number(it) else None for it in values], dtype=np.float64)
 
 
 def _halved(values: Array, join: np.ufunc, empty: float = 0) -> Array:

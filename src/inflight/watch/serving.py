@@ -28,7 +28,8 @@ FOLLOW_S = 0.5
 """How often files are looked at for new events; ``_TELL_S``: how often pages are told of them."""
 _TELL_S = 0.2
 _HEARTBEAT_S = 15.0
-_STEPS_AT_ONCE = 1000
+_STEPS_S = 1.5
+"""How long a page waits for all steps of a long run before it shows those that were read."""
 _ASSETS = {"index.html": "text/html; charset=utf-8", "page.css": "text/css; charset=utf-8"} | dict.fromkeys(
     ("kit.js", "source.js", "charts.js", "timeline.js", "rollouts.js", "fleet.js", "metrics.js", "page.js"),
     "text/javascript; charset=utf-8",
@@ -57,13 +58,15 @@ class Follower(threading.Thread):
     def __init__(self, run: RunModel) -> None:
         super().__init__(name=f"inflight-watch-{run.directory.name}", daemon=True)
         self.run_model = run
+        run.has_steps.clear()
         self._stop_it = threading.Event()
 
     def run(self) -> None:
         follower = EventFollower(self.run_model.directory)
         try:
             # Steps first: they have few bytes, and are most of what the page shows.
-            self.run_model.fold(follower.read_steps(), _STEPS_AT_ONCE)
+            self.run_model.fold(follower.read_steps())
+            self.run_model.has_steps.set()
             while not self._stop_it.is_set():
                 self.run_model.fold(follower.read())
                 self.run_model.is_read = True
@@ -71,6 +74,7 @@ class Follower(threading.Thread):
         except InflightError as error:
             self.run_model.unreadable = str(error)
         finally:
+            self.run_model.has_steps.set()
             follower.close()
 
     def stop(self) -> None:
@@ -102,7 +106,9 @@ def create_app(runs: Sequence[RunModel], token: str, closing: threading.Event | 
         return _json([{"name": views.run_name(names, path), "directory": str(path)} for path in names])
 
     def overview(request: Request) -> Response:
-        return _json(views.overview(run_of(request), request.query_params.get("names", "").split(",")))
+        run = run_of(request)
+        run.has_steps.wait(_STEPS_S)  # a page that draws meanwhile slows the reading down
+        return _json(views.overview(run, request.query_params.get("names", "").split(",")))
 
     def timeline(request: Request) -> Response:
         query = request.query_params

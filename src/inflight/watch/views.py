@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from inflight.errors import InvalidRequestError
-from inflight.watch.details import rollout_details
 from inflight.watch.model import RunModel
 
 _SPANS_AT_ONCE = 6000
@@ -30,6 +29,7 @@ def overview(run: RunModel, names: Sequence[str]) -> dict[str, Any]:
             "is_read": run.is_read,
             "unreadable": run.unreadable,
             "revision": run.revision,
+            "number": run.number,
             "version": run.version,
             "num_steps": _at(run.config, "run", "num_steps"),
             "began_at": run.began.get("began_at"),
@@ -100,6 +100,8 @@ def rollouts(run: RunModel, state: str, order: str, offset: int, limit: int) -> 
 
 def rollout(run: RunModel, number: int, *, with_tokens: bool = True) -> dict[str, Any]:
     """Return all that is known of an item. Raises `InvalidRequestError` if nothing is."""
+    from inflight.watch.details import rollout_details  # loads what reads tensors
+
     with run.lock:
         item = run.items.get(number)
         if item is None:

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from inflight.http.serving import bind, serve
+from inflight.http.listening import bind
+from inflight.http.serving import serve
 from inflight.http.tokens import read_token
 from tests.conformance.mutants import make
 

@@ -56,7 +56,7 @@ def add_parser(commands: Any) -> None:
 
 
 def _dialect(arguments: argparse.Namespace, _: Sequence[str]) -> int:
-    from inflight.http.serving import bind
+    from inflight.http.listening import bind
 
     has_updates = arguments.weight_update_group_init_method is not None
     if has_updates != (arguments.weight_update_group_world_size is not None):

@@ -142,7 +142,8 @@
     const silentSeconds = Date.now() / 1000 - (overview.began_at + overview.end_s);
     if (overview.is_read && overview.status === "running" && silentSeconds > SILENT_S) {
       element.className = "status interrupted";
-      element.textContent = `◌ no event for ${Watch.clock(silentSeconds, 1)}`;
+      const days = Math.floor(silentSeconds / 86400);
+      element.textContent = `◌ no event for ${days < 2 ? Watch.clock(silentSeconds, 1) : `${Watch.count(days)} days`}`;
       element.title = "The run is waiting for something, or was killed.";
     } else element.removeAttribute("title");
     if (overview.unreadable) complain(overview.unreadable);
@@ -158,16 +159,17 @@
     const healthy = overview.servers.filter((server) => server.state === "healthy").length;
     const known = overview.servers.filter((server) => server.state !== "left").length;
     const failures = Object.values(overview.num_failures).reduce((sum, it) => sum + it, 0);
+    const isShort = overview.end_s < 120;
     const facts = [
       ["Step", Watch.count(overview.version), overview.num_steps ? `of ${Watch.count(overview.num_steps)}` : ""],
-      ["Time", Watch.seconds(overview.end_s), ""],
+      ["Time", isShort ? Watch.seconds(overview.end_s) : Watch.clock(overview.end_s, 1), isShort ? "" : overview.end_s < 3600 ? "min:s" : "h:min:s"],
       ["Reward", Watch.number(last("reward")), "last step"],
       ["Sampled", Watch.number(last("completion_tokens_per_s")), "tokens/s"],
       ["Trained", Watch.number(last("trained_tokens_per_s")), "tokens/s"],
       ["Mean lag", Watch.number(last("lag_mean")), isNumber(last("lag_max")) ? `largest ${Watch.number(last("lag_max"))}` : "versions"],
       ["Sample size", Watch.percent(last("effective_sample_size")), "effective"],
       ["Servers", known ? `${healthy}/${known}` : "–", "healthy"],
-      ["Trained groups", share ? Watch.count(share.trained) : "–", share ? `${Watch.count(dropped)} dropped` : "trained"],
+      ["Trained groups", share ? Watch.count(share.trained) : "–", share ? `${Watch.count(dropped)} dropped` : ""],
       ["Failures", Watch.count(failures), ""],
     ];
     byId("facts").replaceChildren(...facts.map(([name, value, unit]) =>

@@ -4,7 +4,7 @@
 (() => {
   const { h, byId, isNumber } = Watch;
   const PAGE = 50, MOST_TOKENS = 5000;
-  const view = { run: 0, revision: -1, state: "", order: "newest", offset: 0, item: null, colouring: "version", detail: null };
+  const view = { run: 0, number: 0, revision: -1, state: "", order: "newest", offset: 0, item: null, colouring: "version", detail: null };
 
   const STATES = [["", "all"], ["trained", "trained"], ["waiting", "waiting for a step"], ["dropped", "dropped"], ["unfinished", "not finished"]];
   const ORDERS = [["newest", "newest first"], ["reward", "highest reward first"], ["length", "longest first"], ["age", "oldest versions first"]];
@@ -177,9 +177,10 @@
   Watch.rollouts = {
     open: (item) => open(item, true),
     update(run, overview) {
-      const isOther = run !== view.run;
+      const isOther = run !== view.run || overview.number !== view.number;
       if (isOther) {
         view.run = run;
+        view.number = overview.number;
         view.offset = 0;
         view.item = null;
         detail.replaceChildren(h("p", { class: "soft" }, "Choose a group to see its completions."));

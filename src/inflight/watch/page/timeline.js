@@ -128,7 +128,8 @@
     }
     drawMarks(pen, data, x, height, colour);
     drawChosen(pen, colour);
-    range.textContent = `${Watch.clock(Math.max(0, view.from), 0.1)} to ${Watch.clock(view.to, 0.1)} · ${Watch.seconds(view.to - view.from)}`;
+    const step = view.to - view.from > 600 ? 1 : 0.1;
+    range.textContent = `${Watch.clock(Math.max(0, view.from), step)} to ${Watch.clock(view.to, step)} · ${Watch.seconds(view.to - view.from)}`;
     follow.setAttribute("aria-pressed", String(view.isAll));
     drawLegend(lanes);
   }
@@ -395,7 +396,7 @@
     view,
     show: (from, to) => { view.isAll = false; show(from, to); },
     update(run, overview) {
-      const isOther = run !== view.run || view.overview === null;
+      const isOther = run !== view.run || view.overview === null || overview.number !== view.overview.number;
       const wasAtEnd = view.overview && view.to >= view.overview.end_s;
       const before = view.overview ? view.overview.end_s : 0;
       const isNew = isOther || overview.revision !== view.overview.revision;

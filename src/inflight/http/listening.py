@@ -1,0 +1,91 @@
+"""A listening socket, and an application served on it beside other work in the running event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from inflight.errors import ConfigError, InflightError
+
+_PARTING_S = 2
+"""How long answers that are on their way may take once the server ends."""
+
+
+def bind(
+    host: str, port: int, remedy: str = "choose another --port, or 0 for any", *, listens: bool = True
+) -> socket.socket:
+    """Return a listening socket, or with ``listens=False`` one to which nobody can connect; port 0 takes any free one.
+
+    Raises `ConfigError`, with the remedy, if the address cannot be used.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio disables Nagle's algorithm only on sockets with a named protocol; it would delay each answer by 40 ms.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        if listens:
+            listener.listen(2048)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        reason = error.strerror if isinstance(error, OSError) else "no such port"
+        raise ConfigError(f"cannot listen on {host}:{port}: {reason}; {remedy}") from error
+    return listener
+
+
+class InLoopServer:
+    """A uvicorn server in the running event loop, which leaves signals to others."""
+
+    def __init__(self, app: ASGIApp, listener: socket.socket) -> None:
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_keep_alive=60,
+            timeout_graceful_shutdown=_PARTING_S,
+            ws="none",
+        )
+        host, port = listener.getsockname()[:2]
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+        self._started = asyncio.Event()
+        self._server = _Uvicorn(config, self._started)
+        self._serving = asyncio.ensure_future(self._server.serve(sockets=[listener]))
+
+    async def started(self) -> str:
+        """Return the URL once it answers. Raises `InflightError` if it has ended."""
+        starting = asyncio.ensure_future(self._started.wait())
+        try:
+            await asyncio.wait({starting, self._serving}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            starting.cancel()
+        if self._serving.done():
+            raise InflightError(f"the server at {self.url} has ended")
+        return self.url
+
+    async def aclose(self) -> None:
+        """End it, with what it still answers."""
+        self._server.should_exit = True
+        await asyncio.gather(self._serving, return_exceptions=True)
+
+
+class _Uvicorn(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, started: asyncio.Event) -> None:
+        super().__init__(config)
+        self._is_started = started
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[Any] | None = None) -> None:
+        await super().startup(sockets)
+        self._is_started.set()
