@@ -12,7 +12,7 @@ from inflight.rollouts.board import Board, Item
 from inflight.rollouts.history import HistoryStore
 from inflight.rollouts.predictors import TailRecall, make_predictor, predicted
 from inflight.rollouts.rounds import Queues, Rounds
-from inflight.scheduling import Decision, Event, Returned, Scored
+from inflight.scheduling import Decision, Event, Returned, Scored, Withdrawn
 
 
 class SkewAware(Scheduler):
@@ -55,7 +55,8 @@ class SkewAware(Scheduler):
         if isinstance(event, Returned) and (item := self._board.items.get(event.item)) is not None:
             place = self._board.least_loaded(1)
             self._queues.put("" if place is None else place.name, item)
-        self._predicted = {item: length for item, length in self._predicted.items() if item in self._board.items}
+        if isinstance(event, Scored | Withdrawn):
+            self._predicted.pop(event.item, None)
 
     def num_wanted(self) -> int:
         return self._rounds.num_wanted()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from inflight.contracts import Scheduler
@@ -11,7 +12,7 @@ from inflight.rollouts.board import Board, Item
 from inflight.rollouts.history import HistoryStore
 from inflight.rollouts.predictors import TailRecall, make_predictor, predicted
 from inflight.rollouts.rounds import Queues, Rounds, carried_out, issue_in_order
-from inflight.scheduling import Abort, Decision, Event, Returned, Scored
+from inflight.scheduling import Abort, Decision, Event, Returned, Scored, Withdrawn
 
 
 class HistoPipe(Scheduler):
@@ -21,6 +22,10 @@ class HistoPipe(Scheduler):
     completions room; ``linear = False`` cuts into equal numbers instead. Odd rounds go from short to long over the
     endpoints and even ones from long to short, so that two rounds together take every endpoint equally long. Two rounds
     are open at a time: an endpoint that is done with one begins the next, so tokens are at most one round stale.
+
+    ``rank_groups``: so many rank groups of equal numbers, to each of which as many whole endpoints are given as make
+    the times of the groups grow linearly, as RhymeRL allocates workers. It takes several times as many endpoints as
+    groups to come near a line; cuts come nearer with any number.
 
     A completion that is ``outlier`` times as long as the longest prediction of its rank group is aborted once, and
     continued where there is most room, if its endpoint keeps what it has sampled. (RhymeRL recomputes it elsewhere too.
@@ -36,6 +41,7 @@ class HistoPipe(Scheduler):
         groups_per_round: int | None = None,
         predictor: str = "history",
         linear: bool = True,
+        rank_groups: int | None = None,
         alternate: bool = True,
         outlier: float = 2.0,
     ) -> None:
@@ -45,6 +51,7 @@ class HistoPipe(Scheduler):
         self._queues = Queues()
         self._predictor = make_predictor(predictor, history)
         self._linear = linear
+        self._rank_groups = rank_groups
         self._alternate = alternate
         self._outlier = outlier
         self._num_rounds = 0
@@ -64,11 +71,9 @@ class HistoPipe(Scheduler):
         self._rounds.tell(event)
         if isinstance(event, Returned) and event.item in self._board.items:
             self._homeless.append((event.item, event.completion))
-        gone = self._predicted.keys() - self._board.items.keys()
-        for item in gone:
-            del self._predicted[item], self._longest[item]
-        if gone:
-            self._migrated = {pair for pair in self._migrated if pair[0] not in gone}
+        if isinstance(event, Scored | Withdrawn) and event.item in self._predicted:
+            del self._predicted[event.item], self._longest[event.item]
+            self._migrated = {pair for pair in self._migrated if pair[0] != event.item}
 
     def num_wanted(self) -> int:
         return self._rounds.num_wanted()
@@ -96,15 +101,31 @@ class HistoPipe(Scheduler):
         if self._alternate and self._num_rounds % 2:
             places.reverse()
         self._num_rounds += 1
-        in_order = [lengths[item.index] for item in items]
-        room = self._board.capacity / len(places) / self._group_size
-        cut = linear_cuts(in_order, len(places), room) if self._linear else equal_cuts(len(items), len(places))
-        for name, start, end in zip(places, [0, *cut], [*cut, len(items)], strict=True):
-            for item in items[start:end]:
-                self._predicted[item.index] = lengths[item.index]
-                is_known = known[item.index] < math.inf
-                self._longest[item.index] = max(in_order[start:end]) if is_known else math.inf
+        for places_of_group, start, end in self._rank(places, [lengths[item.index] for item in items]):
+            members = items[start:end]
+            longest = max((lengths[item.index] for item in members), default=0.0)
+            work = dict.fromkeys(places_of_group, 0.0)
+            for item in members:
+                length = lengths[item.index]
+                self._predicted[item.index] = length
+                self._longest[item.index] = longest if known[item.index] < math.inf else math.inf
+                name = min(work, key=work.__getitem__)
+                work[name] += length
                 self._queues.put(name, item)
+
+    def _rank(self, places: Sequence[str], lengths: Sequence[float]) -> Iterator[tuple[Sequence[str], int, int]]:
+        """Yield each rank group of ascending lengths: its endpoints, and where it begins and ends."""
+        num_groups = min(self._rank_groups, len(places), len(lengths)) if self._rank_groups else len(places)
+        cut = equal_cuts(len(lengths), num_groups)
+        place_cut = equal_cuts(len(places), num_groups)
+        if self._linear and self._rank_groups:
+            works = [sum(lengths[start:end]) for start, end in itertools.pairwise([0, *cut, len(lengths)])]
+            place_cut = [*itertools.accumulate(whole_endpoints(works, len(places)))][:-1]
+        elif self._linear:
+            cut = linear_cuts(lengths, num_groups, self._board.capacity / len(places) / self._group_size)
+        bounds = zip([0, *cut], [*cut, len(lengths)], [0, *place_cut], [*place_cut, len(places)], strict=True)
+        for start, end, first, last in bounds:
+            yield places[first:last], start, end
 
     def _outliers(self, time_s: float) -> list[Decision]:
         """Abort the completions that outgrew their rank group, where something waits behind them."""
@@ -136,6 +157,27 @@ class HistoPipe(Scheduler):
 def equal_cuts(num_items: int, num_parts: int) -> list[int]:
     """Return where to cut a sequence into parts of about equal numbers."""
     return [round(num_items * part / num_parts) for part in range(1, num_parts)]
+
+
+def whole_endpoints(works: Sequence[float], num_endpoints: int) -> list[int]:
+    """Return how many endpoints each rank group gets, so that times of groups grow about linearly with their rank.
+
+    The line begins with the first group on one endpoint, and has the smallest slope, found by binary search, for which
+    there are enough endpoints (RhymeRL, section 5, its first tier). What rounding leaves goes to the slowest groups.
+    """
+
+    def numbers(slope: float) -> list[int]:
+        first = max(1.0, works[0])
+        return [max(1, round(work / (first * (1 + slope * rank)))) for rank, work in enumerate(works)]
+
+    low, high = 0.0, max(1.0, *works)  # a line so steep that each group gets one
+    for _ in range(60):
+        slope = (low + high) / 2
+        low, high = (low, slope) if sum(numbers(slope)) <= num_endpoints else (slope, high)
+    nums = numbers(high)
+    for _ in range(num_endpoints - sum(nums)):
+        nums[max(range(len(works)), key=lambda rank: works[rank] / nums[rank])] += 1
+    return nums
 
 
 def linear_cuts(lengths: Sequence[float], num_parts: int, room: float = 1.0) -> list[int]:
