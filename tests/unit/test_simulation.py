@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from inflight.planning import Endpoint, Outcome, Prompted, Setup, TokenTime, TrainerCost, simulate
 from inflight.rollouts import HistoryStore, MaxLag
 from inflight.rollouts.schedulers import SCHEDULERS, HistoPipe, LeastLoaded, OverProvision
+from inflight.rollouts.staleness import EtaGate
 
 GROUP_SIZE = 3
 
@@ -157,3 +158,25 @@ def test_over_provisioning_ends_the_wait_for_the_last_completion_and_loses_no_to
         )
 
     assert outcome(OverProvision).tokens_per_time > 1.5 * outcome(LeastLoaded).tokens_per_time
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_completions_that_end_together_may_make_others_too_old(seed: int) -> None:
+    """The first completes a step, and the gate of the next withdraws groups whose completions end at that moment."""
+    draw, history = random.Random(seed), HistoryStore()
+    lengths = [draw.choice((3, 3, 5, 40)) for _ in range(500)]
+    outcome = simulate(
+        Setup(
+            SCHEDULERS["least_loaded"](group_size=1, history=history),
+            history,
+            [Endpoint(f"endpoint-{i}", 16, TokenTime.roofline(1.0, 8)) for i in range(2)],
+            lambda item, _: Prompted((lengths[item % 500],), str(item)),
+            16,
+            20,
+            unit="groups",
+            staleness=EtaGate(1),
+            trainer=TrainerCost(1.0),
+        )
+    )
+    assert len(outcome.steps) == 20
+    assert max(outcome.group_lags) <= 1

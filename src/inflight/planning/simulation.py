@@ -257,13 +257,15 @@ class _Run:
     def _server_event(self, server: Server, stamp: int) -> None:
         if stamp != server.stamp:
             return
+        ended = []
         for job in self._touched(server).take_ended(at_least_one=True):
             item, i = job.key
             group = self.groups[item]
             request = group.requests[i]
             length = group.prompted.lengths[i] - group.num_tokens(i)
             request.ended[i] = continued(group.spans[i], server, job, length)
-            wait = group.prompted.waits[i] if group.prompted.waits else 0.0
+            ended.append((request, group.prompted.waits[i] if group.prompted.waits else 0.0))
+        for request, wait in ended:  # once all are noted: the end of one may let others be withdrawn
             if wait > 0.0:
                 self._at(self.now + wait, lambda request=request: self._one_ended(request))  # type: ignore[misc]
             else:
