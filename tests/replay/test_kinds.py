@@ -20,6 +20,7 @@ from tests.pictures import make_image_model
 from tests.run.runs import RunProcess
 from tests.run.test_lora import LORA
 from tests.run.test_router_replay import make_mixture
+from tests.servers import TOKEN, ServerProcess
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("forks")]
 
@@ -140,3 +141,46 @@ def recorded_run(kind: Kind, directory: Path) -> RunProcess:
     lives = read_manifest(run.directory / "record").earlier
     assert len(lives) == (kind.resumed_with is not None), "the case means nothing"
     return run
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        (Kind("lora", (*LORA, "--sampling.temperature", "0.7")), " 0 part from them"),
+        (Kind("router_replay", ("--train.router_replay", "true"), model=make_mixture), " 0 part from them"),
+        (Kind("resumed_at_another_temperature", (), resumed_with=("--sampling.temperature", "0.5")), " 0 part from"),
+        (Kind("images", PICTURES, model=_image_model), "which turns of environments do not"),
+        (Kind("turns", TURNS), "which turns of environments do not"),
+    ],
+    ids=lambda it: it.name if isinstance(it, Kind) else "",
+)
+def test_what_a_run_sampled_is_sampled_again_or_refused(
+    kind: Kind, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = recorded_run(kind, tmp_path)
+    server = ServerProcess(tmp_path / "model", tmp_path / "server")
+    try:
+        server.wait_until_ready()
+        status = main(["replay", str(run.directory), "--engine", server.url, "--groups", "4"])
+        captured = capsys.readouterr()
+        assert says in captured.out + captured.err
+        assert status == int("environments" in says)
+    finally:
+        server.kill()
+
+
+@pytest.mark.exhaustive
+def test_a_server_that_another_run_has_updated_is_refused(
+    tmp_path: Path, model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = ServerProcess(model_dir, tmp_path / "server")
+    try:
+        server.wait_until_ready()
+        words = ("--run.record", "true", "--run.num_steps", "3", "--servers.urls", f'["{server.url}"]')
+        run = RunProcess(tmp_path, model_dir, *words, environment={"INFLIGHT_TOKEN": TOKEN})
+        assert run.wait() == 0, run.output()
+        assert main(["replay", str(run.directory), "--engine", server.url, "--groups", "2"]) == 1
+        assert "serves version 3, which a run sent to it" in capsys.readouterr().err
+    finally:
+        server.kill()

@@ -95,7 +95,8 @@ def _import(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     manifest = write_imported(
         found, arguments.to, source=arguments.source, advantages=arguments.advantages, files=arguments.files
     )
-    print(f"wrote {len(arguments.files)} steps to {arguments.to}")
+    number = len(arguments.files)
+    print(f"wrote {number} step{'s' * (number != 1)} to {arguments.to}")
     for note in (*(f"it lacks {what}" for what in manifest.lacks), *manifest.notes):
         print(f"  {note}")
     return 0
