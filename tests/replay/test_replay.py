@@ -93,7 +93,10 @@ def test_two_ranks_are_bit_equal_and_another_layout_or_trainer_differs_by_roundi
         assert not report["is_bit_equal"]
         assert report["first_unequal"] == 1
         assert "which starts from the same weights" in told
-        assert report["weights"]["relative"] < 1e-3
+        if report["weights"] is None:  # only the gradient norm was summed in another order, and nothing is clipped
+            assert f"final weights: equal, with SHA-256 {report['recorded_final_sha256']}" in told
+        else:
+            assert report["weights"]["relative"] < 1e-3
 
 
 @pytest.mark.exhaustive

@@ -128,6 +128,8 @@ def _table(steps: Sequence[StepDifference]) -> str:
 
 
 def _of_weights(replayed: Replayed) -> list[str]:
+    if replayed.recorded_final is not None and replayed.recorded_final.sha256 == replayed.final.sha256:
+        return ["", f"final weights: equal, with SHA-256 {replayed.final.sha256}"]
     if replayed.weights is None:
         return []
     return [
