@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -91,6 +92,13 @@ def test_slimes_rollouts_become_steps(tmp_path: Path, capsys: pytest.CaptureFixt
         ({"loss_mask": [1]}, "loss_mask has 1 entries for 4 tokens"),
         ({"rollout_log_probs": [0.0]}, "rollout_log_probs has 1 entries for 4 tokens"),
         ({"multimodal_inputs": {"images": [1]}}, "has images"),
+        ({"loss_mask": 1}, "loss_mask is '1', not a list of 0 and 1"),
+        ({"rollout_log_probs": [0.0, None, 0.0, 0.0]}, "rollout_log_probs is '[0.0, None, 0.0, 0.0]', not a list of"),
+        ({"rollout_log_probs": [float("nan")] * 4}, "not a list of numbers"),
+        ({"reward": float("nan")}, "reward is 'nan', not a number"),
+        ({"group_index": [1]}, "group_index is '[1]', not a number"),
+        ({"tokens": torch.ones(7)}, "not a list of token ids"),
+        ({"tokens": [1, 2, 3, 4, 5, 6, 2**31]}, "not a list of token ids"),
     ],
 )
 def test_a_sample_of_slime_that_does_not_fit_is_named(
@@ -101,6 +109,66 @@ def test_a_sample_of_slime_that_does_not_fit_is_named(
     told = capsys.readouterr().err
     assert says in told
     assert "0.pt, sample 1" in told
+    assert not list((tmp_path / "record").iterdir())
+
+
+def test_samples_of_slimes_newer_releases_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Arrays and tensors in place of lists, fields that are not known here, and several samples per episode."""
+    newer = {
+        "prefix_cache_info": {"cached_tokens": 1, "total_prompt_tokens": 2},
+        "rollout_top_p_token_ids": np.arange(4, dtype=np.int32),
+        "rollout_routed_experts": np.zeros((6, 2, 2), np.int32),
+        "teacher_log_probs": None,
+        "weight_versions": None,
+        "session_id": "a\u2028b",
+    }
+    arrays = {
+        "tokens": np.arange(1, 8),
+        "rollout_log_probs": torch.full((4,), -0.5),
+        "reward": np.float64(0.5),
+        "loss_mask": np.array([1, 0, 1, 1], np.int8),
+    }
+    samples = (
+        slime_sample(**newer, rollout_id=7),
+        slime_sample(**newer, rollout_id=7),
+        slime_sample(**newer, rollout_id=8, **arrays, index=2),
+        slime_sample(**newer, rollout_id=9, remove_sample=True),
+        slime_sample(**newer, rollout_id=10, response_length=0, response="", status="aborted"),
+    )
+    file = slime_dump(tmp_path / "0.pt", 0, *samples)
+    assert main(["import", "slime", file, "--to", str(tmp_path / "record")]) == 0
+    told = capsys.readouterr().out
+    assert "the experts that computed its tokens (rollout_routed_experts) are left out (4 samples)" in told
+    assert "the response is empty: left out (1 samples)" in told
+    step = read_step(tmp_path / "record", 1)
+    rollouts = step.groups[0].rollouts
+    assert [it.episode for it in rollouts] == [7, 7, None, None]
+    assert (rollouts[2].prompt_token_ids, rollouts[2].completion_token_ids) == ([1, 2, 3], [4, 5, 6, 7])
+    assert (rollouts[2].reward, rollouts[2].behaviour_logprobs) == (0.5, [-0.5] * 4)
+    assert [sum(sample.loss_mask) for sample in step.samples] == [4, 4, 3]  # slime removed the last
+
+
+def test_nothing_is_left_of_an_import_that_fails_at_its_last_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [slime_dump(tmp_path / f"{i}.pt", i, slime_sample()) for i in range(2)]
+    bad = slime_dump(tmp_path / "2.pt", 2, slime_sample(reward=None))
+    to = tmp_path / "record"
+    assert main(["import", "slime", *files, bad, "--to", str(to)]) == 1
+    assert "2.pt, sample 0: reward is 'None'" in capsys.readouterr().err
+    assert main(["import", "slime", *files, "--to", str(to)]) == 0
+    assert versions_of(to) == [1, 2]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 0.999])
+def test_a_file_of_slime_that_is_cut_off_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], share: float
+) -> None:
+    path = Path(slime_dump(tmp_path / "0.pt", 0, slime_sample()))
+    content = path.read_bytes()
+    path.write_bytes(content[: int(share * len(content))])
+    assert main(["import", "slime", str(path), "--to", str(tmp_path / "record")]) == 1
+    assert "0.pt' is not a file that can be read" in capsys.readouterr().err
 
 
 class _Code:
@@ -154,18 +222,36 @@ def test_verls_texts_are_tokenised_again_and_flagged(
     assert "imported from verl and has no configuration" in capsys.readouterr().err
 
 
+def test_texts_may_have_any_character(tmp_path: Path, model_dir: Path) -> None:
+    """verl does not escape what is not ASCII; some of it ends a line, for those who go by Unicode."""
+    output = "a\u2028b\u0085c\x0bd é 🙂"
+    line = json.dumps({"input": "ask", "output": output, "score": 1, "step": 1}, ensure_ascii=False)
+    (tmp_path / "1.jsonl").write_text(line + "\n", encoding="utf-8")
+    to = tmp_path / "record"
+    words = ["import", "verl", str(tmp_path / "1.jsonl"), "--to", str(to), "--tokenizer", str(model_dir)]
+    assert main(words) == 0
+    (rollout,) = read_step(to, 1).groups[0].rollouts
+    assert bytes(rollout.completion_token_ids).decode() == output
+
+
 def test_a_dump_of_verl_that_cannot_be_read_is_named(
     tmp_path: Path, model_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "1.jsonl"
     for text, says in (
         ("", "is empty"),
-        ("[1]", "line 1 is not an object"),
+        ("[1]", "line 1: it is not an object"),
         ("{", "is not a rollout dump of verl"),
         ('{"input": "a", "output": "b", "score": 1}', "line 1: step is 'None', not a step's number"),
         ('{"input": "a", "output": "b", "score": "x", "step": 1}', "line 1: score is 'x', not a number"),
+        ('{"input": "a", "output": "b", "score": NaN, "step": 1}', "line 1: score is 'nan', not a number"),
+        ('{"input": "a", "output": "b", "score": 1, "step": 1, "uid": []}', "line 1: uid is '[]', not a name"),
+        ('{"input": "\\ud800", "output": "b", "score": 1, "step": 1}', r"line 1: '\ud800' is no character"),
+        ('{"input": "a", "output": "b", "score": 1, "step": 1}\n{"inp', "line 2: Unterminated string"),
+        ("[" * 100_000, "line 1: maximum recursion depth exceeded"),
+        (b"\xff\xfe{}", "'utf-8' codec can't decode"),
     ):
-        path.write_text(text)
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
         words = ["import", "verl", str(path), "--to", str(tmp_path / "record"), "--tokenizer", str(model_dir)]
         assert main(words) == 1
         assert says in capsys.readouterr().err

@@ -178,6 +178,8 @@ def test_a_step_whose_parts_do_not_fit_is_refused(record: Path) -> None:
 
 
 def test_a_missing_or_renamed_step_is_told(record: Path) -> None:
+    (record / "step-copy.safetensors").touch()
+    assert versions_of(record) == [1, 2, 3]
     (record / "step-000002.safetensors").rename(record / "step-000005.safetensors")
     with pytest.raises(ConfigError, match="has no step between versions 1 and 3"):
         list(read_steps(record))

@@ -264,7 +264,7 @@ class _Run:
             self.memory = MemoryTurns(self.servers, self.trainers.limits.publish_s)
         is_pulled = config.servers.updates == "pull"
         self.delivery: Delivery = PullDelivery(self.servers) if is_pulled else PushDelivery(self.servers, self.trainers)
-        self.recording = Recording(config, path) if config.run.record else None
+        self.recording = Recording(config, path, note) if config.run.record else None
         self.saving = Saving(self.trainers, path, config.run, self._state, version, self.journal.saved, self.recording)
 
     def _is_done(self) -> bool:

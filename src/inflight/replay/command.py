@@ -18,7 +18,7 @@ from inflight.http.tokens import TOKEN_VARIABLE
 from inflight.rollouts import AdvantageEstimator
 
 if TYPE_CHECKING:
-    from inflight.pipeline.config import RunConfig
+    from inflight.replay.training import Life
 
 
 def add_parser(commands: Any) -> None:
@@ -95,7 +95,8 @@ def _import(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     manifest = write_imported(
         found, arguments.to, source=arguments.source, advantages=arguments.advantages, files=arguments.files
     )
-    print(f"wrote {len(found.steps)} steps to {arguments.to}")
+    number = len(arguments.files)
+    print(f"wrote {number} step{'s' * (number != 1)} to {arguments.to}")
     for note in (*(f"it lacks {what}" for what in manifest.lacks), *manifest.notes):
         print(f"  {note}")
     return 0
@@ -103,8 +104,8 @@ def _import(arguments: argparse.Namespace, _: Sequence[str]) -> int:
 
 def _replay(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     from inflight.replay.report import as_json, described, first_beyond_rounding
-    from inflight.replay.training import replay_config, replay_training
-    from inflight.trace.records import read_manifest, record_of
+    from inflight.replay.training import replay_lives, replay_training
+    from inflight.trace.records import MANIFEST, RECORD, read_manifest, record_of
 
     for name in ("ranks", "steps", "groups"):
         if (value := getattr(arguments, name)) is not None and value < 1:
@@ -112,8 +113,13 @@ def _replay(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     record = record_of(arguments.record)
     manifest = read_manifest(record)
 
-    def make(directory: Path) -> RunConfig:
-        return replay_config(
+    if arguments.to is not None and any((arguments.to / name).exists() for name in (MANIFEST, RECORD, "config.json")):
+        raise ConfigError(f"{str(arguments.to)!r} is the directory of a run or a record: choose another with --to")
+    if arguments.json is not None and not arguments.json.parent.is_dir():
+        raise ConfigError(f"--json {str(arguments.json)!r} is in no directory: make {str(arguments.json.parent)!r}")
+
+    def make(directory: Path) -> list[Life]:
+        return replay_lives(
             manifest,
             directory,
             base=None if arguments.config is None else _toml(arguments.config),
@@ -135,17 +141,18 @@ def _replay(arguments: argparse.Namespace, _: Sequence[str]) -> int:
     )
     print(described(replayed))
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(as_json(replayed), indent=2) + "\n")
+        _write_json(arguments.json, as_json(replayed))
     return int(first_beyond_rounding(replayed) is not None)
 
 
-def _sample_again(arguments: argparse.Namespace, record: Path, config: RunConfig) -> int:
+def _sample_again(arguments: argparse.Namespace, record: Path, lives: Sequence[Life]) -> int:
     """Print where what an endpoint samples now parts from the record; return 1 if it does."""
     from inflight.checkpoints import load_tokenizer
     from inflight.engines.kinds import connect_endpoint
     from inflight.replay.report import described_sampling
     from inflight.replay.sampling import replay_sampling
 
+    config = next(it.config for it in lives if it.until is None or arguments.version < it.until)
     endpoint = connect_endpoint(arguments.engine, token=os.environ.get(TOKEN_VARIABLE))
     found = replay_sampling(
         record, config, endpoint, version=arguments.version, num_groups=arguments.groups, tolerance=arguments.tolerance
@@ -154,8 +161,15 @@ def _sample_again(arguments: argparse.Namespace, record: Path, config: RunConfig
     decode = (lambda token_ids: "") if tokenizer is None else tokenizer.decode
     print(described_sampling(found, arguments.tolerance, decode))
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps([asdict(it) for it in found], indent=2) + "\n")
+        _write_json(arguments.json, [asdict(it) for it in found])
     return int(any(it.parts_at is not None or it.parts_by_logprob_at is not None for it in found))
+
+
+def _write_json(path: Path, values: Any) -> None:
+    try:
+        path.write_text(json.dumps(values, indent=2) + "\n")
+    except OSError as error:
+        raise ConfigError(f"the report {str(path)!r} cannot be written: {error.strerror}") from error
 
 
 def _toml(path: Path) -> dict[str, Any]:

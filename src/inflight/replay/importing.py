@@ -6,8 +6,9 @@ can be looked at and sampled again, but not trained on.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from inflight.errors import ConfigError
 from inflight.pipeline.batches import make_batch
 from inflight.rollouts import AdvantageEstimator, MaxLag
-from inflight.trace.records import Manifest, RecordWriter, step_files
+from inflight.trace.records import MANIFEST, Manifest, RecordWriter, remove_steps, step_files
 from inflight.trace.steps import RecordedStep
 from inflight.types import Group, Rollout
 
@@ -26,29 +27,38 @@ _ANY_LAG = 1 << 40
 class Found:
     """What the files of a framework held."""
 
-    steps: list[list[Group]] = field(default_factory=list)
-    """The groups of each file, in order."""
+    steps: Iterator[list[Group]] = field(default_factory=lambda: iter(()))
+    """The groups of each file, in order; read as they are asked for, since one file may take gigabytes."""
     lacks: set[str] = field(default_factory=set)
     """As `inflight.trace.records.Manifest.lacks`."""
     assumed: Counter[str] = field(default_factory=Counter)
-    """What had to be assumed, with how many samples it concerns."""
+    """What had to be assumed, with how many samples it concerns. Known like ``lacks`` once all steps are read."""
 
 
 def write_imported(
     found: Found, directory: Path, *, source: str, advantages: AdvantageEstimator, files: Sequence[Path]
 ) -> Manifest:
-    """Write a record and return its manifest. Raises `ConfigError` if the directory holds one already."""
+    """Write a record and return its manifest.
+
+    Raises `ConfigError` if the directory holds one already, and what reading raises; no step is left then.
+    """
     if step_files(directory):
         raise ConfigError(f"{str(directory)!r} holds a record already: choose another directory with --to")
-    notes = [f"{what} ({number} samples)" for what, number in found.assumed.items()]
-    notes.append(f"advantages are {advantages}, by group of one prompt, since {source} does not store them")
-    notes.append("each file is one step: " + ", ".join(path.name for path in files))
-    manifest = Manifest(source=source, lacks=tuple(sorted(found.lacks)), notes=tuple(notes))
     writer = RecordWriter(directory)
-    writer.begin(manifest)
-    for version, groups in enumerate(found.steps):
-        batch = make_batch(groups, version, advantages, MaxLag(_ANY_LAG))
-        writer.write_step(RecordedStep(version, batch.groups, batch.samples))
+    writer.begin(Manifest(source=source))
+    try:
+        for version, groups in enumerate(found.steps):
+            batch = make_batch(groups, version, advantages, MaxLag(_ANY_LAG))
+            writer.write_step(RecordedStep(version, batch.groups, batch.samples))
+        notes = [f"{what} ({number} samples)" for what, number in found.assumed.items()]
+        notes.append(f"advantages are {advantages}, by group of one prompt, since {source} does not store them")
+        notes.append("each file is one step: " + ", ".join(path.name for path in files))
+        manifest = Manifest(source=source, lacks=tuple(sorted(found.lacks)), notes=tuple(notes))
+        writer.write_manifest(manifest)
+    except BaseException:
+        remove_steps(directory, 0)
+        (directory / MANIFEST).unlink(missing_ok=True)
+        raise
     return manifest
 
 
@@ -69,8 +79,18 @@ def field_of(values: Mapping[str, Any], name: str, is_valid: Callable[[Any], boo
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a stored value is a number, which true and false are not."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """Return whether a stored value is a finite number, which true and false are not."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def are_numbers(value: Any) -> bool:
+    """Return whether a stored value is a list of finite numbers."""
+    return isinstance(value, list) and all(map(is_number, value))
+
+
+def is_name(value: Any) -> bool:
+    """Return whether a stored value can tell groups apart."""
+    return isinstance(value, str | int)
 
 
 def are_ids(value: Any) -> bool:

@@ -55,7 +55,8 @@ def first_beyond_rounding(replayed: Replayed) -> int | None:
 
 def described(replayed: Replayed) -> str:
     """Return the report."""
-    what = f"{len(replayed.steps)} steps on {replayed.trainer} with {_ranks(replayed.num_ranks)}"
+    number = len(replayed.steps)
+    what = f"{number} step{'s' * (number != 1)} on {replayed.trainer} with {_ranks(replayed.num_ranks)}"
     if replayed.recorded_trainer is not None and replayed.recorded_ranks is not None:
         what += f"; recorded on {replayed.recorded_trainer} with {_ranks(replayed.recorded_ranks)}"
     lines = [what]
@@ -127,6 +128,8 @@ def _table(steps: Sequence[StepDifference]) -> str:
 
 
 def _of_weights(replayed: Replayed) -> list[str]:
+    if replayed.recorded_final is not None and replayed.recorded_final.sha256 == replayed.final.sha256:
+        return ["", f"final weights: equal, with SHA-256 {replayed.final.sha256}"]
     if replayed.weights is None:
         return []
     return [

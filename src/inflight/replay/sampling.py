@@ -57,20 +57,22 @@ async def sample_again(
 
     The seeds, prompts and settings are those of the run. Of a record in a run directory, the events tell which
     completions a request asked for; without them each group counts as one request. Completions that were continued
-    after an abort are left out. Raises `ConfigError` if nothing can be sampled again, or if the endpoint takes no
-    seeds.
+    after an abort are left out. Raises `ConfigError` if nothing can be sampled again, if the endpoint takes no seeds,
+    or if it serves another version that a run sent to it.
     """
     capabilities = await endpoint.capabilities()
     if not capabilities.seeds:
         raise ConfigError(f"{endpoint.name} takes no seeds: what it samples differs from call to call")
-    sampling = SamplingParams(
-        n=config.sampling.group_size, max_tokens=config.sampling.max_tokens, temperature=config.sampling.temperature
-    )
     found: list[Resampled] = []
     asked = _asked(record, config, version)
     for number, one in enumerate(itertools.islice(asked, num_groups)):
-        settings = sampling.model_copy(update={"n": len(one.numbers), "seed": one.seed})
         rollout = one.group.rollouts[one.numbers[0]]
+        settings = SamplingParams(
+            n=len(one.numbers),
+            max_tokens=config.sampling.max_tokens,
+            temperature=rollout.temperature,
+            seed=one.seed,
+        )
         request = GenerateRequest(
             request_id=f"replay-{one.group.item_index}-{number}",
             prompt_token_ids=tuple(rollout.prompt_token_ids),
@@ -78,11 +80,18 @@ async def sample_again(
             sampling=settings,
         )
         response = await endpoint.generate(fitted(request, capabilities))
+        served = {span.version for completion in response.completions for span in completion.version_spans}
+        if not served <= {0, version}:
+            raise ConfigError(
+                f"{endpoint.name} serves version {max(served)}, which a run sent to it, but version {version} is to be "
+                "sampled again: start a server on the weights of that version"
+            )
         for i, completion in zip(one.numbers, response.completions, strict=True):
             found.append(compared(one.group.item_index, i, one.group.rollouts[i], completion, tolerance))
     if not found:
         raise ConfigError(
-            f"no group of the record was sampled from version {version} alone, in requests that can be made again"
+            f"no completion of the record can be sampled again: each must come from version {version} alone, as a "
+            "whole and in one request, which turns of environments do not"
         )
     return found
 

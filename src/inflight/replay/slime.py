@@ -1,21 +1,24 @@
 """Reads slime's rollouts: the files of ``--save-debug-rollout-data``, one for each rollout.
 
 A file is what ``torch.save`` makes of ``{"rollout_id": int, "samples": [...]}``; a sample is the fields of slime's
-``Sample`` as a dict. Only plain values and tensors are read from it.
+``Sample`` as a dict (slime/utils/types.py). Only plain values, tensors and numpy's arrays are read from it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from inflight.errors import ConfigError
-from inflight.replay.importing import Found, are_ids, field_of, grouped, is_number
-from inflight.types import Rollout
+from inflight.replay.importing import Found, are_ids, are_numbers, field_of, grouped, is_name, is_number
+from inflight.types import Group, Rollout
 from inflight.wire import VersionSpan
 
 _FINISH = {"completed": "stop", "truncated": "length", "aborted": "abort", "failed": "abort"}
@@ -27,29 +30,53 @@ def read_slime(files: Sequence[Path], *, temperature: float, reward_key: str | N
     Versions are counted from the oldest one in the files. slime tells which versions a sample saw, but not where they
     changed: such a sample counts as sampled from the oldest one.
     """
-    dumps = sorted((_load(path) for path in files), key=lambda dump: int(dump["rollout_id"]))
     found = Found()
-    versions = [
-        _version(it) for dump in dumps for sample in dump["samples"] for it in sample.get("weight_versions", ())
-    ]
-    oldest = min((it for it in versions if it is not None), default=0)
+    versions: list[int] = []
+    numbered: list[tuple[int, Path]] = []
+    for path in files:
+        dump = _load(path)
+        numbered.append((dump["rollout_id"], path))
+        versions += [min(seen) for sample in dump["samples"] if (seen := _versions(sample))]
+    oldest = min(versions, default=0)
+    found.steps = _steps([path for _, path in sorted(numbered)], found, oldest, temperature, reward_key)
+    return found
+
+
+def _steps(
+    files: Sequence[Path], found: Found, oldest: int, temperature: float, reward_key: str | None
+) -> Iterator[list[Group]]:
     num_items = 0
-    for version, dump in enumerate(dumps):
+    for version, path in enumerate(files):
+        samples = _load(path)["samples"]
+        num_of_execution = Counter(it for sample in samples if type(it := sample.get("rollout_id")) is int)
         rollouts: list[tuple[Any, Rollout]] = []
-        for number, sample in enumerate(dump["samples"]):
-            where = f"{dump['path']}, sample {number}"
+        for number, sample in enumerate(samples):
+            where = f"{path}, sample {number}"
+            if sample.get("response_length") == 0:
+                found.assumed["the response is empty: left out"] += 1
+                continue
             rollout = _rollout_of(sample, where, found, version, oldest, temperature, reward_key)
-            key = sample.get("group_index")
+            if num_of_execution[sample.get("rollout_id")] > 1:  # slime's sub-agents and compacted contexts
+                rollout = replace(rollout, episode=sample["rollout_id"])
+            key = field_of(sample, "group_index", lambda it: it is None or is_name(it), "a number", where)
             rollouts.append(((*rollout.prompt_token_ids,) if key is None else key, rollout))
         groups = grouped(rollouts, num_items)
         num_items += len(groups)
-        found.steps.append(groups)
-    return found
+        yield groups
+
+
+def _numpys() -> list[Any]:
+    """Return what numpy's arrays and numbers are made of in a pickle, under the names of numpy 1 and 2."""
+    made_by = (getattr(np._core.multiarray, name) for name in ("_reconstruct", "scalar"))  # type: ignore[attr-defined]
+    named = [(it, f"numpy.{core}.multiarray.{it.__name__}") for it in made_by for core in ("core", "_core")]
+    numbers = [type(np.dtype(kind)) for kind in "?bBhHiIlLqQefd"]
+    return [*named, np.ndarray, np.dtype, *numbers]
 
 
 def _load(path: Path) -> dict[str, Any]:
     try:
-        dump = torch.load(path, map_location="cpu", weights_only=True)
+        with torch.serialization.safe_globals(_numpys()):
+            dump = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise ConfigError(f"{str(path)!r} cannot be read: {error.strerror}") from error
     except Exception as error:  # whatever torch raises on bytes that are no file of its own
@@ -59,13 +86,19 @@ def _load(path: Path) -> dict[str, Any]:
         ) from error
     if not (
         isinstance(dump, dict)
-        and isinstance(dump.get("rollout_id"), int)
+        and type(dump.get("rollout_id")) is int
         and isinstance(dump.get("samples"), list)
         and dump["samples"]
         and all(isinstance(sample, dict) for sample in dump["samples"])
     ):
         raise ConfigError(f"{str(path)!r} is not a rollout of slime: it has no rollout_id and list of samples")
-    return {**dump, "path": str(path)}
+    samples = [{name: _plain(value) for name, value in sample.items()} for sample in dump["samples"]]
+    return {"rollout_id": dump["rollout_id"], "samples": samples}
+
+
+def _plain(value: Any) -> Any:
+    """Return a tensor, or an array or number of numpy, as Python's values."""
+    return value.tolist() if isinstance(value, torch.Tensor | np.ndarray | np.generic) else value
 
 
 def _rollout_of(
@@ -82,16 +115,19 @@ def _rollout_of(
         sample, "response_length", lambda it: type(it) is int and 0 < it < len(token_ids), "less than all tokens", where
     )
     completion = token_ids[-num_tokens:]
-    mask = sample.get("loss_mask")
-    if mask is None or not any(mask):
-        mask = [1] * num_tokens
+    mask = field_of(sample, "loss_mask", lambda it: it is None or are_numbers(it), "a list of 0 and 1", where)
+    mask = [1] * num_tokens if mask is None else mask
     if len(mask) != num_tokens:
         raise ConfigError(f"{where}: loss_mask has {len(mask)} entries for {num_tokens} tokens")
     if sample.get("multimodal_inputs"):
         raise ConfigError(f"{where} has images, which slime does not store in a form that can be read back")
     if sample.get("remove_sample"):
-        found.assumed["slime left a sample out of the loss (remove_sample); here it is trained on"] += 1
-    logprobs = sample.get("rollout_log_probs")
+        mask = [0] * num_tokens  # as slime does
+    if sample.get("rollout_routed_experts") is not None:
+        found.assumed["the experts that computed its tokens (rollout_routed_experts) are left out"] += 1
+    logprobs = field_of(
+        sample, "rollout_log_probs", lambda it: it is None or are_numbers(it), "a list of numbers", where
+    )
     if logprobs is None:
         found.lacks.add("behaviour_logprobs")
         logprobs = [math.nan] * num_tokens
@@ -110,7 +146,7 @@ def _rollout_of(
 
 
 def _sampled_from(sample: Mapping[str, Any], found: Found, version: int, oldest: int) -> int:
-    versions = [it for it in map(_version, sample.get("weight_versions", ())) if it is not None]
+    versions = _versions(sample)
     if not versions:
         found.assumed["no weight version is stored: taken for that of the step"] += 1
         return version
@@ -121,22 +157,26 @@ def _sampled_from(sample: Mapping[str, Any], found: Found, version: int, oldest:
     return min(at, version)
 
 
-def _version(text: Any) -> int | None:
-    return int(text) if str(text).isdigit() else None
+def _versions(sample: Mapping[str, Any]) -> list[int]:
+    """Return the versions that a sample saw, as far as they are numbers."""
+    told = sample.get("weight_versions")
+    return [int(it) for it in told if str(it).isdecimal()] if isinstance(told, list) else []
 
 
 def _reward_of(sample: Mapping[str, Any], key: str | None, where: str) -> float:
-    reward = sample.get("reward")
+    reward: Any = sample.get("reward")
     if isinstance(reward, dict):
         if key is None:
-            raise ConfigError(f"{where}: its reward has several values, {sorted(reward)}: choose one with --reward-key")
-        reward = reward.get(key)
+            raise ConfigError(
+                f"{where}: its reward has several values, {sorted(map(str, reward))}: choose one with --reward-key"
+            )
+        reward = _plain(reward.get(key))
     if not is_number(reward):
         raise ConfigError(f"{where}: reward is {str(reward)[:80]!r}, not a number")
-    return float(reward)  # type: ignore[arg-type]
+    return float(reward)
 
 
-def _stretches(mask: Sequence[int]) -> list[tuple[int, int]]:
+def _stretches(mask: Sequence[float]) -> list[tuple[int, int]]:
     """Return where runs of ones begin and end."""
     borders = [i for i in range(len(mask) + 1) if bool(i and mask[i - 1]) != bool(i < len(mask) and mask[i])]
     return list(zip(borders[::2], borders[1::2], strict=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,19 @@ from inflight.pipeline.config import RunConfig
 from inflight.pipeline.recording import outcome_of, weights_of
 from inflight.pipeline.trainer_group import TrainerGroup
 from inflight.replay.differences import StepDifference, WeightDifference, step_difference, weight_difference
-from inflight.trace.records import Manifest, Weights, read_manifest, read_steps, versions_of
+from inflight.trace.records import Manifest, Weights, check_steps, read_manifest, read_step, versions_of
 from inflight.trace.steps import RecordedStep
+
+_STOP_S = 2.0
+"""How long trainer ranks may take to end after Ctrl-C: nothing of theirs is kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """How training is configured up to a version, at which the run was resumed; None: to the end."""
+
+    until: int | None
+    config: RunConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +85,10 @@ def replay_config(
     if num_ranks is not None:
         train["num_ranks"] = num_ranks
     train["trainer_options"] = {**train.get("trainer_options", {}), **(options or {})}
-    kept = {name: recorded["run"][name] for name in ("mode", "num_steps", "seed") if name in recorded["run"]}
+    kept = {name: value for name, value in recorded["run"].items() if name in _KEPT}
+    start = manifest.start
+    if model is None and start is not None and not Path(recorded["model"]["path"]).is_dir():
+        model = Path(start.path)  # a relative path starts from where the run was
     sampling = recorded.get("sampling", {})
     values = {
         **recorded,
@@ -84,8 +98,6 @@ def replay_config(
         "train": train,
         "model": {**recorded["model"], **({} if model is None else {"path": str(model)})},
     }
-    if values["run"].get("mode") == "conventional":
-        del values["run"]["mode"]  # it only says how sampling and training take turns
     try:
         return RunConfig.model_validate(values)
     except pydantic.ValidationError as error:
@@ -94,8 +106,24 @@ def replay_config(
         raise ConfigError(f"the configuration in the record is not valid here: {where}: {problem['msg']}") from error
 
 
-def check_record(record: Path, manifest: Manifest, config: RunConfig) -> None:
-    """Raise `ConfigError` if training cannot begin where the record begins."""
+_KEPT = {"num_steps", "seed", "start_timeout_s", "step_timeout_s", "save_timeout_s"}
+"""Of ``run``: what trains. The rest says where files go, and how sampling and training take turns."""
+
+
+def replay_lives(
+    manifest: Manifest, directory: Path, *, base: Mapping[str, Any] | None = None, **changes: Any
+) -> list[Life]:
+    """Return the lives of the recorded run, each configured by `replay_config`; ``base`` stands in for all of them."""
+    earlier = () if base is not None else manifest.earlier
+    lives = [Life(it.until, replay_config(manifest, directory, base=it.config, **changes)) for it in earlier]
+    return [*lives, Life(None, replay_config(manifest, directory, base=base, **changes))]
+
+
+def check_record(record: Path, manifest: Manifest, config: RunConfig, num_steps: int | None = None) -> None:
+    """Raise `ConfigError` if training cannot begin where the record begins, or the files of its steps are not whole.
+
+    ``num_steps`` of them are needed; None: all.
+    """
     if "behaviour_logprobs" in manifest.lacks:
         raise ConfigError(
             f"the record has no behaviour logprobs, because what {manifest.source} stored has none, and the loss is "
@@ -114,6 +142,7 @@ def check_record(record: Path, manifest: Manifest, config: RunConfig) -> None:
             f"the record {str(record)!r} ends with the step to version {versions[-1]}, but the run ended with version "
             f"{manifest.final_version}: the files of its last steps are missing"
         )
+    check_steps(record, versions[:num_steps])
     check_weights(config.model.path)
     found = weights_of(config.model.path)
     if manifest.start is not None and found.sha256 != manifest.start.sha256:
@@ -138,7 +167,7 @@ def check_tokens(step: RecordedStep, vocab_size: int) -> None:
 
 async def train_again(
     record: Path,
-    config: RunConfig,
+    lives: Sequence[Life],
     *,
     num_steps: int | None = None,
     note: Callable[[str], None],
@@ -146,34 +175,30 @@ async def train_again(
 ) -> Replayed:
     """Train the steps of a record again, and return how each differs from what was recorded.
 
-    Files go to ``run.directory``: ``logs``, and ``weights`` with the final checkpoint. Raises `ConfigError` for a
-    record that cannot be trained on, and what `TrainerGroup` raises.
+    As in the run, each of its lives begins with new ranks, from a checkpoint. Files go to ``run.directory``: ``logs``,
+    and ``weights`` with the final checkpoint. Raises `ConfigError` for a record that cannot be trained on, and what
+    `TrainerGroup` raises.
     """
-    manifest = read_manifest(record)
-    check_record(record, manifest, config)
-    directory, images = config.run.directory, load_image_processor(config.model.path)
-    max_tokens = config.train.max_tokens_per_micro_batch
-    (directory / "logs").mkdir(parents=True, exist_ok=True)
-    group = TrainerGroup(config, directory / "logs", secrets.token_urlsafe(24), note)
-    differences: list[StepDifference] = []
+    manifest, config = read_manifest(record), lives[-1].config
+    for life in lives:
+        check_record(record, manifest, life.config, num_steps)
+    directory = config.run.directory
     try:
-        await group.spawn()
-        await group.load_and_connect(None, "replay", None)
-        vocab_size = int(load_config(config.model.path).get_text_config().vocab_size)
-        for step in read_steps(record):
-            check_tokens(step, vocab_size)
-            frames = await asyncio.to_thread(
-                frames_of, step, max_tokens, group.num_shares, publish=None, images=images, returns_logprobs=True
-            )
-            answers = group.by_share(await group.train(frames))
-            logprobs = logprobs_of_samples(step.samples, max_tokens, [answer.logprobs for answer in answers])
-            differences.append(step_difference(step, outcome_of(answers), logprobs))
-            on_step(differences[-1])
-            if len(differences) == num_steps:
-                break
-        await group.save(directory / "weights")
-    finally:
-        await group.stop()
+        (directory / "logs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{str(directory)!r} cannot be made: {error.strerror}; choose another with --to") from error
+    versions = versions_of(record)[:num_steps]
+    differences: list[StepDifference] = []
+
+    def add(difference: StepDifference) -> None:
+        differences.append(difference)
+        on_step(difference)
+
+    for life in lives:
+        rest = [it for it in versions[len(differences) :] if life.until is None or it <= life.until]
+        if rest:
+            checkpoint = directory / "weights" if differences else None
+            await _train_life(record, life.config, rest, checkpoint, note, add)
     final = weights_of(directory / "weights")
     recorded_final = manifest.final if manifest.final_version == differences[-1].version else None
     return Replayed(
@@ -189,6 +214,41 @@ async def train_again(
     )
 
 
+async def _train_life(
+    record: Path,
+    config: RunConfig,
+    versions: Sequence[int],
+    checkpoint: Path | None,
+    note: Callable[[str], None],
+    on_step: Callable[[StepDifference], None],
+) -> None:
+    """Train the steps to ``versions`` on new ranks that begin with a checkpoint, if there is one, and save."""
+    directory, images = config.run.directory, load_image_processor(config.model.path)
+    max_tokens = config.train.max_tokens_per_micro_batch
+    vocab_size = int(load_config(config.model.path).get_text_config().vocab_size)
+    group = TrainerGroup(config, directory / "logs", secrets.token_urlsafe(24), note)
+    try:
+        await group.spawn()
+        await group.load_and_connect(None, "replay", checkpoint)
+        for version in versions:
+            step = await asyncio.to_thread(read_step, record, version)
+            check_tokens(step, vocab_size)
+            frames = await asyncio.to_thread(
+                frames_of, step, max_tokens, group.num_shares, publish=None, images=images, returns_logprobs=True
+            )
+            answers = group.by_share(await group.train(frames))
+            logprobs = logprobs_of_samples(step.samples, max_tokens, [answer.logprobs for answer in answers])
+            on_step(step_difference(step, outcome_of(answers), logprobs))
+        await group.save(directory / "weights")
+    except asyncio.CancelledError:
+        note("interrupted: the trainer ranks end, and nothing is kept")
+        for rank in group.ranks:
+            rank.stop_s = _STOP_S
+        raise
+    finally:
+        await group.stop()
+
+
 def _weight_difference(config: RunConfig, final: Weights, recorded: Weights | None) -> WeightDifference | None:
     if recorded is None or recorded.sha256 == final.sha256 or not Path(recorded.path).is_dir():
         return None
@@ -199,14 +259,14 @@ def _weight_difference(config: RunConfig, final: Weights, recorded: Weights | No
 
 def replay_training(
     record: Path,
-    make_config: Callable[[Path], RunConfig],
+    make_lives: Callable[[Path], Sequence[Life]],
     directory: Path | None,
     *,
     num_steps: int | None = None,
     note: Callable[[str], None],
     on_step: Callable[[StepDifference], None] = lambda step: None,
 ) -> Replayed:
-    """Train again with the configuration that ``make_config`` makes for a directory; None: one that is removed."""
+    """Train again with the lives that ``make_lives`` configures for a directory; None: one that is removed."""
     with tempfile.TemporaryDirectory(prefix="inflight-replay-") as temporary:
-        config = make_config(Path(temporary) if directory is None else directory)
-        return asyncio.run(train_again(record, config, num_steps=num_steps, note=note, on_step=on_step))
+        lives = make_lives(Path(temporary) if directory is None else directory)
+        return asyncio.run(train_again(record, lives, num_steps=num_steps, note=note, on_step=on_step))

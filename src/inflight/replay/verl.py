@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from inflight.checkpoints import load_tokenizer
 from inflight.errors import ConfigError
-from inflight.replay.importing import Found, field_of, grouped, is_number
-from inflight.types import Rollout
+from inflight.replay.importing import Found, field_of, grouped, is_name, is_number
+from inflight.types import Group, Rollout
 from inflight.wire import VersionSpan
 
 
@@ -25,13 +25,20 @@ def read_verl(files: Sequence[Path], *, tokenizer: Path, temperature: float) -> 
     if loaded is None:
         raise ConfigError(f"{str(tokenizer)!r} has no tokenizer: give the model directory of the run with --tokenizer")
     found = Found(lacks={"behaviour_logprobs", "token_ids"})
+    found.steps = _steps(sorted(files, key=_step_of), found, loaded, temperature)
+    return found
+
+
+def _steps(files: Sequence[Path], found: Found, tokenizer: Any, temperature: float) -> Iterator[list[Group]]:
     num_items = 0
-    for version, (_, rows) in enumerate(sorted((_read(path) for path in files), key=lambda read: read[0])):
+    for version, path in enumerate(files):
         rollouts: list[tuple[Any, Rollout]] = []
-        for where, row in rows:
+        num_rows = 0
+        for where, row in _rows(path):
+            num_rows += 1
             text = field_of(row, "input", lambda it: isinstance(it, str) and it != "", "a text", where)
             output = field_of(row, "output", lambda it: isinstance(it, str), "a text", where)
-            prompt, completion = (_tokens(loaded, it) for it in (text, output))
+            prompt, completion = (_tokens(tokenizer, it, where) for it in (text, output))
             if not completion:
                 found.assumed["the output is empty: left out"] += 1
                 continue
@@ -44,33 +51,41 @@ def read_verl(files: Sequence[Path], *, tokenizer: Path, temperature: float) -> 
                 reward=float(field_of(row, "score", is_number, "a number", where)),
                 temperature=temperature,
             )
-            rollouts.append((row.get("uid", text), rollout))
+            uid = field_of(row, "uid", is_name, "a name", where) if "uid" in row else text
+            rollouts.append((uid, rollout))
         groups = grouped(rollouts, num_items)
         num_items += len(groups)
-        found.steps.append(groups)
-        found.assumed["no weight version and no finish reason are stored: taken for on-policy and stop"] += len(rows)
-    return found
+        found.assumed["no weight version and no finish reason are stored: taken for on-policy and stop"] += num_rows
+        yield groups
 
 
-def _tokens(tokenizer: Any, text: str) -> list[int]:
+def _tokens(tokenizer: Any, text: str, where: str) -> list[int]:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON can write half of a character
+        raise ConfigError(f"{where}: {text[error.start]!r} is no character that can be tokenised") from error
     return [int(it) for it in tokenizer(text, add_special_tokens=False)["input_ids"]]
 
 
-def _read(path: Path) -> tuple[int, list[tuple[str, dict[str, Any]]]]:
-    """Return the step of a file, and where each of its rows stands."""
-    rows: list[tuple[str, dict[str, Any]]] = []
+def _step_of(path: Path) -> int:
+    """Return the step that a file's first row names."""
+    for where, row in _rows(path):
+        return int(field_of(row, "step", lambda it: type(it) is int, "a step's number", where))
+    raise ConfigError(f"{str(path)!r} is empty")
+
+
+def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield where each row of a file stands, and the row. Raises `ConfigError`."""
+    number = 0
     try:
-        for number, line in enumerate(path.read_text().splitlines(), 1):
-            if line.strip():
-                row = json.loads(line)
-                if not isinstance(row, dict):
-                    raise ValueError(f"line {number} is not an object")
-                rows.append((f"{path}, line {number}", row))
+        with path.open(encoding="utf-8") as lines:  # not splitlines: texts have other ends of lines than "\n"
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    row = json.loads(line)
+                    if not isinstance(row, dict):
+                        raise ValueError("it is not an object")
+                    yield f"{path}, line {number}", row
     except OSError as error:
         raise ConfigError(f"{str(path)!r} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"{str(path)!r} is not a rollout dump of verl: {error}") from error
-    if not rows:
-        raise ConfigError(f"{str(path)!r} is empty")
-    where, first = rows[0]
-    return int(field_of(first, "step", lambda it: type(it) is int, "a step's number", where)), rows
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{str(path)!r} is not a rollout dump of verl: line {number}: {error}") from error

@@ -7,6 +7,8 @@ describes every field. Nothing is pickled.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -37,6 +39,14 @@ class Weights(Kept):
     size_bytes: int
 
 
+class EarlierLife(Kept):
+    """How a run was configured until it was resumed."""
+
+    until: int
+    """The version that it was resumed at."""
+    config: dict[str, Any]
+
+
 class Manifest(Kept):
     """What holds for all steps of a record."""
 
@@ -46,7 +56,9 @@ class Manifest(Kept):
     source: str = "inflight"
     """The framework whose run it is."""
     config: dict[str, Any] | None = None
-    """The run's configuration as far as it was set; None: not known."""
+    """The run's configuration as far as it was set, the last one if it was resumed; None: not known."""
+    earlier: tuple[EarlierLife, ...] = ()
+    """Those before it, in order."""
     num_ranks: int | None = None
     start: Weights | None = None
     """The model directory that training began with."""
@@ -77,12 +89,13 @@ class RecordWriter:
         text = manifest.model_dump_json(indent=2) + "\n"
         self._replace(self.directory / MANIFEST, lambda partial: _write_text(partial, text))
 
-    def write_step(self, step: RecordedStep) -> None:
-        """Write a step; its file is there as a whole or not at all."""
+    def write_step(self, step: RecordedStep) -> Path:
+        """Write a step and return its file, which is there as a whole or not at all."""
         facts, arrays = taken_apart(step)
         metadata = {"format": "inflight record", _STEP: facts.model_dump_json()}
-        path = self.directory / f"step-{step.version + 1:06d}.safetensors"
+        path = _file_of(self.directory, step.version + 1)
         self._replace(path, lambda partial: save_file(arrays, partial, metadata))
+        return path
 
     def _replace(self, path: Path, write: Callable[[Path], None]) -> None:
         partial = path.with_suffix(".partial")
@@ -145,7 +158,8 @@ def read_manifest(directory: Path) -> Manifest:
 
 def step_files(directory: Path) -> list[Path]:
     """Return the files of a record's steps, in order."""
-    return sorted((path for path in directory.glob("step-*.safetensors")), key=_version_of)
+    found = (path for path in directory.glob("step-*.safetensors") if path.stem.removeprefix("step-").isdecimal())
+    return sorted(found, key=_version_of)
 
 
 def versions_of(directory: Path) -> list[int]:
@@ -153,26 +167,46 @@ def versions_of(directory: Path) -> list[int]:
     return [_version_of(path) for path in step_files(directory)]
 
 
-def read_steps(directory: Path) -> Iterator[RecordedStep]:
-    """Yield the steps of a record in order. Raises `ConfigError` for a file that cannot be read, and for a gap."""
-    before: int | None = None
-    for version in versions_of(directory):
-        if before is not None and version != before + 1:
+def check_steps(directory: Path, versions: Sequence[int]) -> None:
+    """Raise `ConfigError` for a gap between these versions, and for one whose file is missing or has lost its end."""
+    for before, version in itertools.pairwise(versions):
+        if version != before + 1:
             raise ConfigError(
                 f"the record {str(directory)!r} has no step between versions {before} and {version}: files are missing"
             )
-        before = version
+    for version in versions:
+        with _opened(directory, version):
+            pass
+
+
+def read_steps(directory: Path) -> Iterator[RecordedStep]:
+    """Yield the steps of a record in order. Raises `ConfigError` for a file that cannot be read, and for a gap."""
+    versions = versions_of(directory)
+    check_steps(directory, versions)
+    for version in versions:
         yield read_step(directory, version)
 
 
 def read_step(directory: Path, version: int) -> RecordedStep:
     """Return the step that made ``version``. Raises `ConfigError`, which names the file and what is wrong with it."""
-    path = directory / f"step-{version:06d}.safetensors"
+    with _opened(directory, version) as file:
+        facts = StoredStep.model_validate_json((file.metadata() or {})[_STEP])
+        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+        step = put_together(facts, arrays)
+    if step.version != version - 1:
+        raise ConfigError(
+            f"{str(_file_of(directory, version))!r} holds the step to version {step.version + 1}: it was renamed"
+        )
+    return step
+
+
+@contextlib.contextmanager
+def _opened(directory: Path, version: int) -> Iterator[Any]:
+    """Open the file of a step. Raises `ConfigError` if it cannot be opened, or what the body reads is damaged."""
+    path = _file_of(directory, version)
     try:
         with safe_open(path, framework="numpy") as file:
-            facts = StoredStep.model_validate_json((file.metadata() or {})[_STEP])
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-        step = put_together(facts, arrays)
+            yield file
     except FileNotFoundError as error:
         raise ConfigError(f"the record {str(directory)!r} has no step that made version {version}") from error
     except (OSError, SafetensorError, KeyError, IndexError, ValueError, TypeError) as error:
@@ -180,9 +214,6 @@ def read_step(directory: Path, version: int) -> RecordedStep:
             f"{str(path)!r} is not a step of a record, or is damaged: {_one_line(error)}. Copy it again, or remove it "
             "and all later ones"
         ) from error
-    if step.version != version - 1:
-        raise ConfigError(f"{str(path)!r} holds the step to version {step.version + 1}: it was renamed")
-    return step
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -254,6 +285,10 @@ def _told(
 
 def _write_text(path: Path, text: str) -> None:
     path.write_text(text)
+
+
+def _file_of(directory: Path, version: int) -> Path:
+    return directory / f"step-{version:06d}.safetensors"
 
 
 def _version_of(path: Path) -> int:
