@@ -13,13 +13,15 @@ def planner_table() -> str:
         return "Not measured yet: `python benchmarks/planner.py models/tiny`."
     rows = kept("planner")["rows"]
     lines = [
-        "| quickstart with | tokens/s: measured, predicted | age of completions | age of tokens |",
+        "| quickstart with | tokens/s: measured (each run), predicted | age of completions | age of tokens |",
         "|---|---|---|---|",
     ]
     for row in rows["runs"]:
         what = f"{row['name']}{' (calibration)' if row['is_calibration'] else ''}"
         cells = [_cell(row[key], form) for key, form in (("tokens_per_s", ",.0f"), ("age", ".2f"), ("lag", ".2f"))]
-        lines.append(f"| {what} | {' | '.join(cells)} |")
+        measured, predicted = cells[0].split(", ")
+        each = "; ".join(f"{value:,.0f}" for value in row["tokens_per_s"]["all"])
+        lines.append(f"| {what} | {measured} ({each}), {predicted} | {' | '.join(cells[1:])} |")
     shared = ", on a machine that other work shared" if rows["shared_machine"] else ""
     per_run = "1 run" if rows["rounds"] == 1 else f"{rows['rounds']} runs in turns"
     lines.append(f"\n{per_run} of each{shared}; load before the first {rows['load_before']:.1f}.")

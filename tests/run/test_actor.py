@@ -285,7 +285,7 @@ async def sampling(endpoint: HttpEndpoint, model: Path, version: int, outcome: A
         Completions(
             load_task("tests.run.tasks:count_letters", {}, 0),
             load_tokenizer(model),
-            SamplingParams(n=2, max_tokens=400),
+            SamplingParams(n=2, max_tokens=400, ignore_eos=True),
             4096,
             10.0,
         ),
