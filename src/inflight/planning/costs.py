@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from inflight.errors import ConfigError
@@ -99,7 +99,7 @@ class PublishCost:
 class Contention:
     """How much slower processes are that share the same cores.
 
-    What was not measured is taken from the nearest numbers; beyond the largest, times grow in proportion.
+    What was not measured is in proportion to the next larger number that was, or to the largest.
     """
 
     shared: Mapping[int, float] = field(default_factory=dict)
@@ -119,12 +119,10 @@ class Contention:
         return _nearest(self.publish, num_busy)
 
 
-def _nearest(factors: Mapping[int, float], num_busy: int) -> float:
-    if not factors or num_busy in factors:
-        return factors.get(num_busy, 1.0)
-    known: Sequence[int] = sorted(factors)
-    below, above = [n for n in known if n < num_busy], [n for n in known if n > num_busy]
-    if below and above:
-        low, high = below[-1], above[0]
-        return factors[low] + (factors[high] - factors[low]) * (num_busy - low) / (high - low)
-    return factors[below[-1] if below else above[0]] * (max(1, num_busy) / max(1, known[-1]) if below else 1.0)
+def _nearest(factors: Mapping[int, float], num: int) -> float:
+    """Return the factor for a number; one that was not measured is in proportion, as cores are shared fairly."""
+    if not factors or num in factors:
+        return factors.get(num, 1.0)
+    least = max((factor for known, factor in factors.items() if known < num), default=1.0)
+    nearest = min((known for known in factors if known > num), default=max(factors))
+    return max(least, factors[nearest] * max(1, num) / max(1, nearest))
