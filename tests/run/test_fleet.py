@@ -422,8 +422,9 @@ def test_a_run_that_is_resumed_takes_its_servers_over_and_the_old_trainer_is_sto
     """
     server = start_server(model_dir)
     words = ("--servers.urls", json.dumps([server.url]), "--run.num_steps", "100000")
+    words += ("--run.checkpoint_every_steps", "40")
     old = start_run(*words)
-    old.wait_for_steps(5)  # the last checkpoint is that of step 3
+    old.wait_for_steps(55)  # the last checkpoint is that of step 40, fifteen steps before
     asleep = [pid for name, pid in old.processes().items() if name == "controller" or name.startswith("trainer")]
     for pid in asleep:
         os.kill(pid, signal.SIGSTOP)
