@@ -246,7 +246,7 @@ def test_a_dump_of_verl_that_cannot_be_read_is_named(
         ('{"input": "a", "output": "b", "score": "x", "step": 1}', "line 1: score is 'x', not a number"),
         ('{"input": "a", "output": "b", "score": NaN, "step": 1}', "line 1: score is 'nan', not a number"),
         ('{"input": "a", "output": "b", "score": 1, "step": 1, "uid": []}', "line 1: uid is '[]', not a name"),
-        ('{"input": "\\ud800", "output": "b", "score": 1, "step": 1}', r"line 1: '\ud800' is no character"),
+        ('{"input": "\\ud800", "output": "b", "score": 1, "step": 1}', r"line 1: '\ud800' is not a character"),
         ('{"input": "a", "output": "b", "score": 1, "step": 1}\n{"inp', "line 2: Unterminated string"),
         ("[" * 100_000, "line 1: maximum recursion depth exceeded"),
         (b"\xff\xfe{}", "'utf-8' codec can't decode"),

@@ -40,10 +40,6 @@ class Job:
     is_running: bool = True
 
 
-Ahead = tuple[float, int, Job]
-"""Minus the tokens by which a completion is ahead of the clock, a serial number, and the completion."""
-
-
 @dataclass(slots=True, eq=False)
 class Server:
     """What runs on one endpoint at ``now``; all methods but `advance` and `next_end` are for that moment."""
@@ -67,8 +63,8 @@ class Server:
     jobs: dict[Key, Job] = field(default_factory=dict)
     is_open: bool = True
     _heap: list[tuple[float, int, Job]] = field(default_factory=list)
-    _longest: list[Ahead] = field(default_factory=list)
-    """The longest first; kept only if the context costs time."""
+    _longest: list[tuple[float, int, Job]] = field(default_factory=list)
+    """The longest first, by the clock at which each would have had no token; kept only if the context costs time."""
     _serial: itertools.count[int] = field(default_factory=itertools.count)
     _times: list[float] = field(init=False)
     """Time of a token by running completions."""

@@ -63,7 +63,7 @@ def _tokens(tokenizer: Any, text: str, where: str) -> list[int]:
     try:
         text.encode()
     except UnicodeEncodeError as error:  # JSON can write half of a character
-        raise ConfigError(f"{where}: {text[error.start]!r} is no character that can be tokenised") from error
+        raise ConfigError(f"{where}: {text[error.start]!r} is not a character that can be tokenised") from error
     return [int(it) for it in tokenizer(text, add_special_tokens=False)["input_ids"]]
 
 

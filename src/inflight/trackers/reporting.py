@@ -89,5 +89,5 @@ class _TrackerThread:
             self._note(f"tracker {self._name!r}: {self._tracker.begin(run)}")
             while (call := self._waiting.get()) is not None:
                 call()
-        except BaseException as error:  # whatever a tracker raises, even SystemExit, is no reason to end the run
+        except BaseException as error:  # whatever a tracker raises, even SystemExit, the run goes on
             self._note(f"tracker {self._name!r} failed, and gets no more steps: {type(error).__name__}: {error}")
