@@ -156,7 +156,7 @@ gpu:
 
 docs: $(STAMP)
 	$(BIN)/python -m inflight.http.openapi > docs/openapi.json
-	$(BIN)/python -m inflight.trace.schema > docs/events.schema.json
+	$(BIN)/python -m inflight.observe.trace.schema > docs/events.schema.json
 	$(BIN)/python -m benchmarks.render
 	$(BIN)/python -m tests.conformance.pages
 

@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 
 from engine import CAP, NUM_SLOTS, PROMPT_TOKENS
-from inflight.local.endpoint import LocalEndpoint
-from inflight.local.loading import load_endpoint
-from inflight.local.tiny import TinyShape, create_tiny_model, save_tiny_model
+from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.loading import load_endpoint
+from inflight.engines.embedded.tiny import TinyShape, create_tiny_model, save_tiny_model
 from inflight.wire import GenerateRequest, SamplingParams
 from results import write_results
 

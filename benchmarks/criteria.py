@@ -30,12 +30,12 @@ from torch.nn.utils.rnn import pad_sequence
 from inflight.losses import PRESETS, PolicyLoss, collate, metric_values, prepare
 from inflight.losses.aggregation import Budget, SegmentMean, TokenMean
 from inflight.losses.gates import Score
-from inflight.pipeline.batches import StepBatch, make_batch
 from inflight.planning import Endpoint, Prompted, Setup, TokenTime, TrainerCost, simulate
 from inflight.rollouts import HistoryStore, MaxLag, WaitingGroups
 from inflight.rollouts.composers import ConstantTokens
 from inflight.rollouts.schedulers import SCHEDULERS
 from inflight.rollouts.split import best_split
+from inflight.run.sampling.batches import StepBatch, make_batch
 from inflight.types import Group, Rollout
 from inflight.wire import VersionSpan
 from results import DIRECTORY, read_results, write_results

@@ -20,9 +20,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from inflight import ModuleWeights, WeightPublisher, grpo_loss, publish_weights
+from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.loading import load_endpoint
 from inflight.environments.transcripts import ChatTemplate
-from inflight.local.endpoint import LocalEndpoint
-from inflight.local.loading import load_endpoint
 from inflight.rollouts.drafts import DraftSource
 from inflight.rollouts.tasks import load_task
 from inflight.weights.transports.process_group import ProcessGroupSender

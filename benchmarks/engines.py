@@ -31,11 +31,11 @@ from tests.real_engines.servers import ENGINES, VERSIONS, python_of
 from tests.servers import TOKEN, ServerProcess
 
 from inflight.contracts import InferenceEndpoint
+from inflight.engines.embedded.tiny import byte_tokenizer
 from inflight.http.client import HttpEndpoint
-from inflight.local.tiny import byte_tokenizer
 from inflight.types import PublishReport, WeightBucket
-from inflight.weights.buckets import DEFAULT_BUCKET_BYTES
-from inflight.weights.publish import WeightPublisher, publish_weights
+from inflight.weights.encode.buckets import DEFAULT_BUCKET_BYTES
+from inflight.weights.send.publish import WeightPublisher, publish_weights
 from inflight.weights.transports.process_group import ProcessGroupSender
 from inflight.wire import BucketSpec, GenerateRequest, SamplingParams, TensorSpec
 from quickstart import run_quickstart

@@ -28,12 +28,12 @@ import torch
 import torch.nn.functional as F
 
 from inflight.contracts import Environment
+from inflight.engines.embedded.tiny import EOS, TinyShape, byte_tokenizer, create_tiny_model, save_tiny_model
 from inflight.environments.play_loop import PlayLoop
 from inflight.environments.playing import PlayingEpisode, play
 from inflight.environments.transcripts import ChatTemplate
-from inflight.local.tiny import EOS, TinyShape, byte_tokenizer, create_tiny_model, save_tiny_model
-from inflight.pipeline.config import load_config
 from inflight.rollouts.tasks import load_task
+from inflight.run.config import load_config
 from inflight.types import Rollout, TaskItem
 from inflight.wire import Completion, GenerateRequest, SamplingParams, VersionSpan
 from results import write_results

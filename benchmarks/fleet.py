@@ -196,7 +196,7 @@ def plot_fleet(rows: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    from inflight.pipeline.plots import smoothed
+    from inflight.run.record.plots import smoothed
 
     figure, axis = plt.subplots(figsize=(10, 4.5), layout="constrained")
     for name, colour in (("undisturbed", "#1f6feb"), ("disturbed", "#cf222e")):

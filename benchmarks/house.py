@@ -21,21 +21,21 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from inflight.local.loading import load_endpoint
-from inflight.local.tiny import TinyShape, create_tiny_model, save_tiny_model
-from inflight.weights.module import ModuleWeights
-from inflight.weights.publish import publish_weights
-from inflight.weights.publisher import WeightPublisher
+from inflight.engines.embedded.loading import load_endpoint
+from inflight.engines.embedded.tiny import TinyShape, create_tiny_model, save_tiny_model
+from inflight.weights.send.module import ModuleWeights
+from inflight.weights.send.publish import publish_weights
+from inflight.weights.send.publisher import WeightPublisher
 from inflight.weights.transports import make_sender
 from results import DIRECTORY, read_results, write_results
 
 ON_A_LOGPROBS_WAY = (
-    "inflight/local/",
+    "inflight/engines/embedded/",
     "inflight/http/",
     "inflight/wire.py",
     "inflight/types.py",
     "inflight/rollouts/",
-    "inflight/pipeline/",
+    "inflight/run/",
     "inflight/losses/",
     "inflight_fsdp/",
 )

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from inflight.observe.trace.files import read_steps
 from inflight.planning import Endpoint, PublishCost, Setup, TokenTime, TrainerCost, simulate
 from inflight.planning.calibration import calibrate
 from inflight.planning.candidates import candidate_of, predict
@@ -25,7 +26,6 @@ from inflight.planning.plan import PromptsSection
 from inflight.planning.traces import measured
 from inflight.rollouts import HistoryStore, MaxLag
 from inflight.rollouts.schedulers import SCHEDULERS
-from inflight.trace.files import read_steps
 from results import write_results
 
 ROOT = Path(__file__).parents[1]

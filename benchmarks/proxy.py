@@ -33,10 +33,10 @@ import httpx
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from inflight.engines.embedded.tiny import TinyShape, byte_tokenizer, create_tiny_model, save_tiny_model
 from inflight.environments.playing import PlayingEpisode
-from inflight.environments.proxy_server import ProxyServer
+from inflight.environments.proxy.run_server import ProxyServer
 from inflight.environments.transcripts import ChatTemplate
-from inflight.local.tiny import TinyShape, byte_tokenizer, create_tiny_model, save_tiny_model
 from inflight.wire import Completion, CompletionChunk, GenerateRequest, SamplingParams, VersionSpan
 from results import write_results
 

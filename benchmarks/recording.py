@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from inflight.trace.records import RECORD, RecordWriter, read_steps
+from inflight.observe.trace.records import RECORD, RecordWriter, read_steps
 from quickstart import quickstart_model
 from results import write_results
 

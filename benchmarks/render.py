@@ -15,7 +15,7 @@ import matplotlib.pyplot as plt
 from benchmarks.gpu.tables import page as gpu_page
 from benchmarks.results import DIRECTORY, read_results
 
-from inflight.pipeline.plots import smoothed
+from inflight.run.record.plots import smoothed
 
 DOCS = Path(__file__).parents[1] / "docs"
 IMAGES = DOCS / "images"

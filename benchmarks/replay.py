@@ -15,13 +15,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from inflight.extensions import load_installed
+from inflight.base.extensions import load_installed
 from inflight.losses import collate
-from inflight.pipeline.messages import Train
-from inflight.pipeline.trainer import planned
+from inflight.observe.trace.records import read_manifest, read_step, read_steps, record_of
 from inflight.replay.training import replay_config
 from inflight.rollouts import pack
-from inflight.trace.records import read_manifest, read_step, read_steps, record_of
+from inflight.run.ranks.messages import Train
+from inflight.run.ranks.rank import planned
 from results import write_results
 
 

@@ -15,10 +15,10 @@ import statistics
 import time
 from typing import Any
 
+from inflight.contracts.scheduling import Finished, Joined, Offered, Scored, StepWanted
 from inflight.planning import Endpoint, Outcome, Prompted, Setup, TokenTime, TrainerCost, simulate
 from inflight.rollouts import HistoryStore, MaxLag
 from inflight.rollouts.schedulers import SCHEDULERS
-from inflight.scheduling import Finished, Joined, Offered, Scored, StepWanted
 from results import write_results
 
 GROUP_SIZE = 8

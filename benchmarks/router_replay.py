@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from inflight.local.tiny import TinyShape, create_tiny_model, save_tiny_model, warm_start
+from inflight.engines.embedded.tiny import TinyShape, create_tiny_model, save_tiny_model, warm_start
 from inflight.rollouts.tasks import load_task
 from results import write_results
 

@@ -30,7 +30,7 @@ from benchmarks.quickstart import ROOT, quickstart_model
 from benchmarks.results import read_results, write_results
 from tests.launchers.clusters import RayCluster, python_path, ray_cluster
 
-from inflight.pipeline.plots import smoothed
+from inflight.run.record.plots import smoothed
 
 _POLL_S = 0.05
 _LIMIT_S = 3600.0

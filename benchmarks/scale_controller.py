@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from inflight.local.tiny import VOCAB_SIZE, TinyShape, create_tiny_model, save_tiny_model
+from inflight.engines.embedded.tiny import VOCAB_SIZE, TinyShape, create_tiny_model, save_tiny_model
 from results import DIRECTORY, read_results, write_results
 from simulated import SIGMA
 

@@ -28,16 +28,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from inflight.environments.proxy_server import ProxyServer
+from inflight.engines.embedded.tiny import VOCAB_SIZE, byte_tokenizer
+from inflight.environments.proxy.run_server import ProxyServer
 from inflight.http.client import HttpEndpoint
 from inflight.http.listening import bind
-from inflight.local.tiny import VOCAB_SIZE, byte_tokenizer
-from inflight.pipeline.batches import frames_of, make_batch
-from inflight.pipeline.config import RunConfig
-from inflight.pipeline.groups import work_of
-from inflight.pipeline.journal import Journal
-from inflight.pipeline.sampling import Sampling
 from inflight.rollouts import HistoryStore, Ledger, load_composer, load_scheduler, load_staleness
+from inflight.run.config import RunConfig
+from inflight.run.record.journal import Journal
+from inflight.run.sampling.batches import frames_of, make_batch
+from inflight.run.sampling.groups import work_of
+from inflight.run.sampling.sampling import Sampling
 from inflight.types import Group, Rollout
 from inflight.wire import Completion, GenerateRequest, GenerateResponse, SamplingParams, VersionSpan
 from results import DIRECTORY, read_results, write_results

@@ -27,14 +27,14 @@ from typing import Any
 import torch
 import uvicorn
 
+from inflight.base.transport_registry import receivable
 from inflight.contracts import InferenceEndpoint, Task, TrainerWorker
 from inflight.errors import UnsupportedError
 from inflight.http.listening import bind
 from inflight.http.server import create_app
-from inflight.transports import receivable
 from inflight.types import MicroBatch, StepResult, TaskItem, WeightBucket
-from inflight.weights.intakes import StagedIntake
-from inflight.weights.receiving import PausableEngine, ReceivingEndpoint, UpdateReceiver
+from inflight.weights.receive.bucket_sinks import StagedIntake
+from inflight.weights.receive.receiver import PausableEngine, ReceivingEndpoint, UpdateReceiver
 from inflight.weights.transports import make_receiver
 from inflight.wire import (
     BucketSpec,

@@ -25,12 +25,12 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from inflight.trace import events
-from inflight.trace.files import NUM_PARTS, PART_BYTES, STEPS, EventFollower
-from inflight.watch import views
-from inflight.watch.command import collect_rarely
-from inflight.watch.model import RunModel
-from inflight.watch.report import write_report
+from inflight.commands.watch import collect_rarely
+from inflight.observe.trace import events
+from inflight.observe.trace.files import NUM_PARTS, PART_BYTES, STEPS, EventFollower
+from inflight.observe.watch import views
+from inflight.observe.watch.model import RunModel
+from inflight.observe.watch.report import write_report
 from results import write_results
 
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")

@@ -33,8 +33,8 @@ from inflight.bench import limits
 from inflight.bench.server import BenchServer, make_model, serving
 from inflight.bench.weights import DEFAULT_TRANSPORTS, measure, sampling
 from inflight.bench.weights import table as table_of
-from inflight.weights.module import ModuleWeights
-from inflight.weights.publish import WeightPublisher, publish_weights
+from inflight.weights.send.module import ModuleWeights
+from inflight.weights.send.publish import WeightPublisher, publish_weights
 from inflight.weights.transports import make_sender
 
 SIZES = (64_000_000, 1_000_000_000)
@@ -77,7 +77,7 @@ def measure_small() -> dict[str, Any]:
 def _with_packing(num_tensors: int, size_bytes: int) -> list[float]:
     """Pack the tensors into one buffer, compute its checksum, and broadcast it."""
     from inflight.types import WeightBucket
-    from inflight.weights.packing import Packer, checksum, pack
+    from inflight.weights.encode.bucket_bytes import Packer, checksum, pack
     from inflight.wire import TensorSpec
 
     tensors = tuple(torch.ones(size_bytes, dtype=torch.uint8) for _ in range(num_tensors))

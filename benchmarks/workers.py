@@ -39,7 +39,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from inflight.contracts import TrainerWorker
 from inflight.types import MicroBatch
-from inflight.weights.buckets import DEFAULT_BUCKET_BYTES, plan_buckets
+from inflight.weights.encode.buckets import DEFAULT_BUCKET_BYTES, plan_buckets
 from inflight_fsdp import create_worker
 from quickstart import run_quickstart
 from results import read_results, write_results

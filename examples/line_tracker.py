@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from inflight.trackers import TrackedRun, Tracker
+from inflight.observe.trackers import TrackedRun, Tracker
 
 
 class LineTracker(Tracker):

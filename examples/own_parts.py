@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from inflight.contracts import BatchComposer, Scheduler, StalenessPolicy, Task
+from inflight.contracts.scheduling import Decision, Event, Issue
 from inflight.rollouts import HistoryStore
 from inflight.rollouts.board import Board
-from inflight.scheduling import Decision, Event, Issue
 from inflight.types import Group, TaskItem
 
 

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from inflight.contracts import Transport, WeightReceiver, WeightSender
 from inflight.errors import TransferError
-from inflight.weights.packing import pack, unpack
+from inflight.weights.encode.bucket_bytes import pack, unpack
 from inflight.wire import TransportSpec
 
 _STEP_S = 0.05  # how long a socket may block: then the deadline and `abort` are looked at

@@ -8,7 +8,7 @@ from typing import Literal
 from PIL import Image
 
 from inflight.contracts import Environment, Episode
-from inflight.images import image_url_of
+from inflight.model.images import image_url_of
 from inflight.types import TaskItem
 
 COLOURS = {"red": (220, 40, 40), "green": (40, 200, 60), "blue": (50, 70, 230), "yellow": (230, 220, 50)}

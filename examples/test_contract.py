@@ -10,7 +10,7 @@ from inflight.conformance import EndpointTarget, Kit, endpoint_checks
 
 @pytest.fixture(scope="module")
 def kit():
-    with Kit(EndpointTarget(factory="inflight.local.loading:load_endpoint")) as kit:
+    with Kit(EndpointTarget(factory="inflight.engines.embedded.loading:load_endpoint")) as kit:
         yield kit
 
 

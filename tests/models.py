@@ -36,7 +36,7 @@ def make_model(
         Qwen3MoeConfig,
     )
 
-    from inflight.local.tiny import byte_tokenizer
+    from inflight.engines.embedded.tiny import byte_tokenizer
 
     config_class: Any = {
         "llama": LlamaConfig,

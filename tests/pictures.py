@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from PIL import Image
 
-from inflight.images import ImageProcessor, image_url_of, load_image_processor
-from inflight.local.tiny_images import TinyImageShape, create_tiny_image_model, save_tiny_image_model
+from inflight.engines.embedded.tiny_images import TinyImageShape, create_tiny_image_model, save_tiny_image_model
+from inflight.model.images import ImageProcessor, image_url_of, load_image_processor
 from inflight.wire import Completion, GenerateRequest
 
 RED, BLUE = (220, 30, 30), (30, 40, 220)

@@ -97,7 +97,7 @@ _PATH = f"{ROOT / 'src'}{os.pathsep}{ROOT}"
 
 _PLAIN = {"inflight.conformance.doomed", "inflight.conformance.transport.peer", "torch.distributed.run"}
 """Programs that get an interpreter of their own: the kit stops its helpers with SIGSTOP."""
-_PROGRAMS = ("inflight.pipeline.trainer", "inflight.conformance.child", "tests.conformance.mutants.server")
+_PROGRAMS = ("inflight.run.ranks.rank", "inflight.conformance.child", "tests.conformance.mutants.server")
 """Modules that are imported here and run as programs."""
 _MODULES = (
     *_PROGRAMS,
@@ -105,11 +105,11 @@ _MODULES = (
     "inflight.conformance.endpoint.subject",
     "inflight.conformance.transport",
     "inflight.conformance.worker.subject",
-    "inflight.pipeline.run",
-    "inflight.pipeline.trainer",
-    "inflight.local.loading",
+    "inflight.run.run",
+    "inflight.run.ranks.rank",
+    "inflight.engines.embedded.loading",
     "inflight.http.serving",
-    "inflight.weights.following",
+    "inflight.weights.receive.following",
     "inflight.weights.transports.file_server",
     "inflight.weights.transports.shared_memory",
     "inflight_fsdp",

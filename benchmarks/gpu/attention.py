@@ -22,7 +22,7 @@ from benchmarks.gpu.settings import Settings
 from benchmarks.gpu.timing import Contender, in_turns
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from inflight.attention import SegmentPlan, segment_attention
+from inflight.model.attention import SegmentPlan, segment_attention
 
 OURS = "inflight"
 ONE_BY_ONE = "torch, one by one"

@@ -21,8 +21,8 @@ from benchmarks.gpu.settings import Settings
 from benchmarks.gpu.timing import in_words, spread
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from inflight.local.loading import load_endpoint
-from inflight.local.tiny import PAD
+from inflight.engines.embedded.loading import load_endpoint
+from inflight.engines.embedded.tiny import PAD
 from inflight.wire import GenerateRequest, SamplingParams
 
 ENGINE, GENERATE, COMPILED = "engine", "generate", "generate, static cache, compiled"

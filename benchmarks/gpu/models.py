@@ -9,10 +9,10 @@ import torch
 from benchmarks.gpu.settings import Settings
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
-from inflight.local.endpoint import LocalEndpoint
-from inflight.local.engine import Engine
-from inflight.local.slots import ATTENTION_NAME, register_slot_attention, token_bytes_of
-from inflight.local.tiny import EOS, PAD, VOCAB_SIZE, save_tiny_model
+from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.engine import Engine
+from inflight.engines.embedded.slots import ATTENTION_NAME, register_slot_attention, token_bytes_of
+from inflight.engines.embedded.tiny import EOS, PAD, VOCAB_SIZE, save_tiny_model
 
 MAX_MODEL_LEN = 4096
 NUM_SERVED = 8

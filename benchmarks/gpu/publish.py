@@ -24,13 +24,13 @@ from benchmarks.gpu.models import MAX_MODEL_LEN, NUM_SERVED, config_of_size, ran
 from benchmarks.gpu.settings import Settings
 from benchmarks.gpu.timing import in_words, seconds_of, spread
 
+from inflight.base.transport_registry import installed_transports
 from inflight.bench import limits
 from inflight.bench.server import BenchServer, serving
 from inflight.http.client import HttpEndpoint
-from inflight.transports import installed_transports
 from inflight.types import PublishReport
-from inflight.weights.module import ModuleWeights
-from inflight.weights.publish import WeightPublisher, publish_weights
+from inflight.weights.send.module import ModuleWeights
+from inflight.weights.send.publish import WeightPublisher, publish_weights
 from inflight.wire import GenerateRequest, SamplingParams
 
 SIZES = (1_000_000_000, 8_000_000_000, 16_000_000_000)

@@ -25,21 +25,21 @@ from inflight.contracts import (
     WeightSender,
     WeightSource,
 )
-from inflight.engines.kinds import connect_endpoint
 from inflight.http.client import HttpEndpoint
+from inflight.http.kinds import connect_endpoint
 from inflight.types import PublishReport
 from inflight.wire import GenerateRequest, GenerateResponse, SamplingParams
 
 if TYPE_CHECKING:
     from inflight.losses.plain import grpo_loss, reinforce_loss
     from inflight.rollouts.advantages import group_advantages
-    from inflight.weights.fleet import Fleet
-    from inflight.weights.following import follow
-    from inflight.weights.module import LoraWeights, ModuleWeights
-    from inflight.weights.outgoing import gather_only
-    from inflight.weights.publish import WeightPublisher, publish_weights
-    from inflight.weights.receiving import UpdateReceiver
-    from inflight.weights.storing import store_weights
+    from inflight.weights.receive.following import follow
+    from inflight.weights.receive.receiver import UpdateReceiver
+    from inflight.weights.send.fleet import Fleet
+    from inflight.weights.send.gathering import gather_only
+    from inflight.weights.send.module import LoraWeights, ModuleWeights
+    from inflight.weights.send.publish import WeightPublisher, publish_weights
+    from inflight.weights.send.storing import store_weights
 
 __version__ = "0.1.0"
 
@@ -83,18 +83,18 @@ __all__ = [
 ]
 
 _LOADED_ON_USE = {
-    "LoraWeights": "inflight.weights.module",
-    "Fleet": "inflight.weights.fleet",
-    "follow": "inflight.weights.following",
-    "ModuleWeights": "inflight.weights.module",
-    "UpdateReceiver": "inflight.weights.receiving",
-    "WeightPublisher": "inflight.weights.publish",
-    "gather_only": "inflight.weights.outgoing",
-    "publish_weights": "inflight.weights.publish",
+    "LoraWeights": "inflight.weights.send.module",
+    "Fleet": "inflight.weights.send.fleet",
+    "follow": "inflight.weights.receive.following",
+    "ModuleWeights": "inflight.weights.send.module",
+    "UpdateReceiver": "inflight.weights.receive.receiver",
+    "WeightPublisher": "inflight.weights.send.publish",
+    "gather_only": "inflight.weights.send.gathering",
+    "publish_weights": "inflight.weights.send.publish",
     "group_advantages": "inflight.rollouts.advantages",
     "grpo_loss": "inflight.losses.plain",
     "reinforce_loss": "inflight.losses.plain",
-    "store_weights": "inflight.weights.storing",
+    "store_weights": "inflight.weights.send.storing",
 }
 
 

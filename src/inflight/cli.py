@@ -13,20 +13,20 @@ from pathlib import Path
 from typing import Any
 
 from inflight import __version__
-from inflight.bench.command import add_parser as add_bench
-from inflight.bench.command import bytes_of
-from inflight.conformance.command import add_parser as add_check
+from inflight.commands.bench import add_parser as add_bench
+from inflight.commands.bench import bytes_of
+from inflight.commands.check import add_parser as add_check
+from inflight.commands.pipelinerl import add_parser as add_dialect
+from inflight.commands.plan import add_parser as add_plan
+from inflight.commands.proxy import add_parser as add_proxy
+from inflight.commands.relay import add_parser as add_relay
+from inflight.commands.replay import add_parser as add_replay
+from inflight.commands.trace import add_parser as add_trace
+from inflight.commands.watch import add_parser as add_watch
 from inflight.contracts import Environment, InferenceEndpoint, Task
-from inflight.dialects.pipelinerl.command import add_parser as add_dialect
-from inflight.environments.command import add_parser as add_proxy
 from inflight.errors import ConfigError, InflightError
-from inflight.exports.command import add_parser as add_trace
 from inflight.http.tokens import TOKEN_VARIABLE, read_token
 from inflight.launchers.launcher import ADDRESS_VARIABLE
-from inflight.planning.command import add_parser as add_plan
-from inflight.replay.command import add_parser as add_replay
-from inflight.watch.command import add_parser as add_watch
-from inflight.weights.relay_command import add_parser as add_relay
 
 _Follow = Callable[[InferenceEndpoint], Awaitable[None]]
 """Loads new versions from a store into an endpoint."""
@@ -338,7 +338,7 @@ def _follower(arguments: argparse.Namespace) -> _Follow | None:
         return None
     if not arguments.follow_run:
         raise ConfigError("--follow needs --follow-run, the run_id that the trainer stores under")
-    from inflight.weights.following import follow, store_spec
+    from inflight.weights.receive.following import follow, store_spec
 
     token = None if arguments.follow_token_file is None else read_token(arguments.follow_token_file)
     spec = store_spec(arguments.follow, arguments.follow_run, token)
@@ -351,10 +351,10 @@ def _serve_local(
     """Serve with the embedded engine, in this process."""
     import torch
 
+    from inflight.base.progress import say_what_is_logged
+    from inflight.engines.embedded.loading import load_endpoint
     from inflight.http.listening import bind
     from inflight.http.serving import serve
-    from inflight.local.loading import load_endpoint
-    from inflight.progress import say_what_is_logged
 
     if arguments.python is not None or arguments.engine_arg or arguments.engine_port or arguments.log is not None:
         raise ConfigError(
@@ -417,8 +417,8 @@ def _serve_factory(
 
 def _serve_engine(arguments: argparse.Namespace, serving: dict[str, Any], say_ready: Callable[[str], None]) -> None:
     """Serve with another engine, behind this process."""
-    from inflight.engines.kinds import EngineOptions, load_engine_kind
     from inflight.engines.serving import serve_engine
+    from inflight.http.kinds import EngineOptions, load_engine_kind
 
     kind = load_engine_kind(arguments.engine)
     if not (arguments.model / "config.json").is_file():
@@ -448,8 +448,8 @@ def _serve_engine(arguments: argparse.Namespace, serving: dict[str, Any], say_re
 
 
 def _tiny_model(arguments: argparse.Namespace, _: Sequence[str]) -> int:
-    from inflight.local.tiny import TinyShape, context_of, create_tiny_model, save_tiny_model, warm_start
-    from inflight.progress import ProgressLines
+    from inflight.base.progress import ProgressLines
+    from inflight.engines.embedded.tiny import TinyShape, context_of, create_tiny_model, save_tiny_model, warm_start
     from inflight.rollouts.tasks import load_task
 
     task = load_task(arguments.task, {}, arguments.seed)
@@ -479,13 +479,13 @@ def _tiny_model(arguments: argparse.Namespace, _: Sequence[str]) -> int:
 
 
 def _tiny_image_model(arguments: argparse.Namespace, task: Task | Environment) -> int:
-    from inflight.local.tiny_images import (
+    from inflight.base.progress import ProgressLines
+    from inflight.engines.embedded.tiny_images import (
         TinyImageShape,
         create_tiny_image_model,
         save_tiny_image_model,
         warm_start_on_images,
     )
-    from inflight.progress import ProgressLines
 
     context = arguments.max_model_len or 512
     shape = TinyImageShape(arguments.hidden_size, arguments.layers, arguments.heads, context)
@@ -512,7 +512,7 @@ def _say_written(path: Path, model: Any, num_steps: int, task: str) -> None:
 
 
 def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
-    from inflight.pipeline.config import load_config
+    from inflight.run.config import load_config
 
     if arguments.launcher is not None:
         overrides = [*overrides, "--run.launcher", arguments.launcher]
@@ -520,7 +520,7 @@ def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         return _dry_run(arguments, overrides)
     if arguments.json or arguments.devices is not None:
         raise ConfigError("--json and --devices apply only to --dry-run")
-    from inflight.pipeline.run import train
+    from inflight.run.run import train
 
     config = load_config(arguments.config, overrides)
     is_begun = arguments.resume_if_begun and (config.run.directory / "config.json").exists()
@@ -530,8 +530,8 @@ def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 def _launch(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print a manifest."""
     from inflight.launchers.emit import jobset, sbatch
-    from inflight.pipeline.config import load_config
-    from inflight.pipeline.manifests import plan_of
+    from inflight.run.config import load_config
+    from inflight.run.machines.manifests import plan_of
 
     plan = plan_of(load_config(arguments.config, overrides), arguments.config, overrides)
     if arguments.emit == "sbatch":
@@ -548,9 +548,9 @@ def _launch(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def _dry_run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print what a run would do; return 2 if it cannot work."""
-    from inflight.pipeline.config import load_config
-    from inflight.pipeline.devices import described_devices, devices_here
-    from inflight.pipeline.dry_run import described, plan_run
+    from inflight.run.config import load_config
+    from inflight.run.machines.devices import described_devices, devices_here
+    from inflight.run.machines.dry_run import described, plan_run
 
     try:
         config = load_config(arguments.config, overrides)

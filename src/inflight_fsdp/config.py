@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from inflight.errors import ConfigError
-from inflight.lora_settings import LoraSettings
+from inflight.model.lora_settings import LoraSettings
 
 Config = TypeVar("Config", bound="WorkerConfig")
 WireDtype = Literal["float64", "float32", "bfloat16", "float16"]

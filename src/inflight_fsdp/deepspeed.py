@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from inflight.checkpoints import stored_tensors
 from inflight.errors import ConfigError
+from inflight.model.checkpoints import stored_tensors
 from inflight.types import StepResult
 from inflight_fsdp.agreement import on_every_rank
 from inflight_fsdp.config import parse_config

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import nn
 
 from inflight.errors import UnsupportedError
-from inflight.images import takes_images
-from inflight.lora_settings import LoraSettings
-from inflight.weights.lora import PARTS, PREFIX
+from inflight.model.images import takes_images
+from inflight.model.lora_settings import LoraSettings
+from inflight.weights.encode.lora_tensors import PARTS, PREFIX
 from inflight_fsdp.layout import Layout, Sharding
 
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from inflight.contracts import MergingLoraSource, PartialWeightSource
 from inflight.types import StepResult
-from inflight.weights.base_weights import BaseWeights, merged
-from inflight.weights.lora import PARTS
-from inflight.weights.merged_lora import MergedLora
+from inflight.weights.encode.lora_tensors import PARTS
+from inflight.weights.receive.base_weights import BaseWeights, merged
+from inflight.weights.send.merged_lora import MergedLora
 from inflight.wire import LoraSpec
 from inflight_fsdp.checkpoint import TrainerState
 from inflight_fsdp.config import WorkerConfig

@@ -17,13 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from inflight.attention import heads_of, register_segment_attention
-from inflight.checkpoints import EXPERT_PARTS, empty_causal_lm, fitting_tensors, stored_shapes, stored_tensors
-from inflight.compiler import check_compiler
 from inflight.errors import ConfigError, UnsupportedError
-from inflight.images import takes_images
-from inflight.routing import REPLAYED, Routers, decoder_layers, replay_routing, routers_of
-from inflight.vision import blank_image, embedded, image_features
+from inflight.model.attention import heads_of, register_segment_attention
+from inflight.model.checkpoints import EXPERT_PARTS, empty_causal_lm, fitting_tensors, stored_shapes, stored_tensors
+from inflight.model.compiler import check_compiler
+from inflight.model.images import takes_images
+from inflight.model.routing import REPLAYED, Routers, decoder_layers, replay_routing, routers_of
+from inflight.model.vision import blank_image, embedded, image_features
 from inflight_fsdp.compiled import compile_layers
 from inflight_fsdp.config import WorkerConfig
 from inflight_fsdp.float8 import multiply_in_float8

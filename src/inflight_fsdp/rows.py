@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from inflight.attention import SegmentPlan
-from inflight.head_exchange import HeadExchange
 from inflight.losses.head import chunked_logprobs
+from inflight.model.attention import SegmentPlan
+from inflight.model.head_exchange import HeadExchange
 from inflight.types import FREE_EXPERT, MicroBatch
 from inflight_fsdp.config import RankLayout
 

@@ -23,8 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from inflight.attention import segment_kernel_in_words
-from inflight.checkpoints import max_model_len_of
+from inflight.base.transfer_time import with_transfer_s
 from inflight.contracts import (
     BackgroundSaver,
     ImageWorker,
@@ -40,7 +39,8 @@ from inflight.errors import (
     TrainerError,
     UnsupportedError,
 )
-from inflight.transfer_time import with_transfer_s
+from inflight.model.attention import segment_kernel_in_words
+from inflight.model.checkpoints import max_model_len_of
 from inflight.types import MicroBatch, StepResult, WeightBucket
 from inflight.wire import BucketSpec, TensorSpec
 from inflight_fsdp.background import BackgroundSave, copy_to_host, make_save_group

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from inflight.checkpoints import StoredTensor
+from inflight.model.checkpoints import StoredTensor
 from inflight_fsdp.layout import Box, ShardedTensor, Sharding
 
 

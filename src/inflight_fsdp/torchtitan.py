@@ -22,8 +22,8 @@ from torchtitan.distributed.utils import set_spmd_backend
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.tools.utils import set_default_dtype
 
-from inflight.checkpoints import fitting_tensors
-from inflight.compiler import check_compiler
+from inflight.model.checkpoints import fitting_tensors
+from inflight.model.compiler import check_compiler
 from inflight_fsdp.agreement import on_every_rank
 from inflight_fsdp.compiled import compile_layers
 from inflight_fsdp.config import parse_config

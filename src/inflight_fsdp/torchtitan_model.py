@@ -22,8 +22,8 @@ from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 
-from inflight.checkpoints import load_config
 from inflight.errors import ConfigError, UnsupportedError
+from inflight.model.checkpoints import load_config
 from inflight_fsdp.layout import Layout, Stored
 from inflight_fsdp.torchtitan_config import TorchTitanConfig
 from inflight_fsdp.torchtitan_modules import Experts, LogprobHead, Router, SegmentAttention

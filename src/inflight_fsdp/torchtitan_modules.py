@@ -21,7 +21,7 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import GroupedExperts, TokenChoiceTopKRouter
 from torchtitan.protocols.module import Module
 
-from inflight.attention import SegmentPlan, outside_of_graphs, segment_attention
+from inflight.model.attention import SegmentPlan, outside_of_graphs, segment_attention
 from inflight_fsdp.rows import HeadTargets, Row, summed_for_all
 
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from inflight.checkpoints import stored_tensors
+from inflight.model.checkpoints import stored_tensors
 from inflight_fsdp.agreement import on_every_rank
 from inflight_fsdp.config import WorkerConfig
 from inflight_fsdp.model import PolicyModel, empty_policy, layouts_of, load_weights, shard_policy

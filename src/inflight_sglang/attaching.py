@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from inflight.engines.checkpoint_specs import checkpoint_of, config_of
+from inflight.base.transport_registry import receivable
 from inflight.engines.routes import EngineRoutes
 from inflight.errors import ConfigError, ProtocolError
-from inflight.transports import receivable
+from inflight.model.checkpoint_specs import checkpoint_of, config_of
 from inflight.wire import Capabilities, InFlightPolicy, Manifest, TensorSpec
 from inflight_sglang import flags
 from inflight_sglang.flags import Problem, Updates

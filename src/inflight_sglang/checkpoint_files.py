@@ -17,10 +17,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from inflight.engines.calls import BackgroundCalls
+from inflight.base.threads import run_abandonable
+from inflight.engines.detached_calls import BackgroundCalls
 from inflight.errors import TransferError
-from inflight.weights.intakes import StagedIntake, WeightIntake
-from inflight.weights.threads import run_abandonable
+from inflight.weights.receive.bucket_sinks import StagedIntake, WeightIntake
 from inflight.weights.transports import make_receiver
 from inflight.weights.transports.private_directory import PrivateDirectory
 from inflight.wire import BucketSpec, BucketTransfer, TensorSpec, TransportSpec, UpdateRef, WeightUpdate
@@ -55,8 +55,8 @@ class CheckpointFiles:
 
     def write_more(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Store tensors that came in no bucket, after the last bucket; blocks. Raises `TransferError`."""
-        from inflight.weights.module import tensor_spec
-        from inflight.weights.packing import pack
+        from inflight.weights.encode.bucket_bytes import pack
+        from inflight.weights.send.module import tensor_spec
 
         specs = [tensor_spec(name, tensor, None) for name, tensor in named]
         self._write(len(self._update.buckets), specs, pack([tensor for _, tensor in named]), "what the update changes")

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from inflight.contracts import AbortingEndpoint, ReleasingEndpoint
 from inflight.engines.attached import AttachedEndpoint
-from inflight.engines.labels import ServedVersion
 from inflight.engines.requests import Asked
 from inflight.engines.routes import EngineRoutes, words_of
+from inflight.engines.version_labels import ServedVersion
 from inflight.errors import InvalidRequestError, TransferError, UpdateRefusedError
-from inflight.weights.intakes import WeightIntake
-from inflight.weights.receiving import ReceivingEndpoint, UpdateReceiver
-from inflight.weights.releasing import MemoryRelease
+from inflight.weights.receive.bucket_sinks import WeightIntake
+from inflight.weights.receive.receiver import ReceivingEndpoint, UpdateReceiver
+from inflight.weights.receive.releasing import MemoryRelease
 from inflight.wire import (
     Capabilities,
     ChatCompletionRequest,

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import get_args
 
 from inflight.contracts import InferenceEndpoint
-from inflight.engines.checkpoint_specs import config_number, config_of
-from inflight.engines.kinds import EngineKind, EngineOptions, GpuUse, has_gpu, integer_in, number_in
 from inflight.errors import ConfigError
+from inflight.http.kinds import EngineKind, EngineOptions, GpuUse, has_gpu, integer_in, number_in
+from inflight.model.checkpoint_specs import config_number, config_of
 from inflight.rollouts.drafts import DraftProvider
 from inflight.wire import DTYPE_SIZES
 from inflight_sglang import flags

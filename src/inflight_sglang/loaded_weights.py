@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from inflight.errors import UpdateRefusedError
-from inflight.weights.base_weights import AdaptedLoad, AdaptedWeights, BaseWeights, Named
-from inflight.weights.lora import changed_names
+from inflight.weights.encode.lora_tensors import changed_names
+from inflight.weights.receive.base_weights import AdaptedLoad, AdaptedWeights, BaseWeights, Named
 from inflight.wire import UpdateRef, WeightUpdate
 
 

@@ -13,11 +13,11 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from inflight.engines.calls import BackgroundCalls
+from inflight.base.threads import run_abandonable
+from inflight.engines.detached_calls import BackgroundCalls
 from inflight.engines.routes import EngineRoutes, words_of
 from inflight.errors import DeadlineError, ProtocolError, TransferError
-from inflight.weights.intakes import WeightIntake
-from inflight.weights.threads import run_abandonable
+from inflight.weights.receive.bucket_sinks import WeightIntake
 from inflight.wire import (
     BucketSpec,
     BucketTransfer,

@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 
-from inflight.engines.calls import quietly
+from inflight.engines.detached_calls import quietly
 from inflight.engines.routes import EngineRoutes
 from inflight.errors import InflightError, UpdateRefusedError
 from inflight.wire import InFlightPolicy

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from inflight.engines.labels import spans_of
 from inflight.engines.requests import Asked, check_fit, reading, unsampled
+from inflight.engines.version_labels import spans_of
 from inflight.errors import NonFiniteError, ProtocolError, UnsupportedError
 from inflight.wire import DTYPE_SIZES, Completion, GenerateRequest, GenerateResponse, SamplingParams, WeightUpdate
 

@@ -15,15 +15,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from pathlib import Path
 from typing import Any
 
-from inflight.engines.calls import BackgroundCalls, quietly
-from inflight.engines.labels import ServedVersion, label_of, parse_label, released_label, restored_label
+from inflight.base.transfer_time import MOVE_S
+from inflight.engines.detached_calls import BackgroundCalls, quietly
 from inflight.engines.requests import RequestGate
 from inflight.engines.routes import EngineRoutes, words_of
 from inflight.engines.timings import LastUpdate
+from inflight.engines.version_labels import ServedVersion, label_of, parse_label, released_label, restored_label
 from inflight.errors import BusyError, ProtocolError, TransferError, UpdateRefusedError
-from inflight.transfer_time import MOVE_S
-from inflight.weights.receiving import PausableEngine
-from inflight.weights.releasing import IDLE_S, ReleasableEngine
+from inflight.weights.receive.receiver import PausableEngine
+from inflight.weights.receive.releasing import IDLE_S, ReleasableEngine
 from inflight.wire import InFlightPolicy, TransportSpec, UpdateRef, UpdateTimings, WeightUpdate
 from inflight_sglang import pausing
 from inflight_sglang.checkpoint_files import CheckpointFiles

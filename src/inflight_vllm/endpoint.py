@@ -10,13 +10,13 @@ from typing import Any
 
 from inflight.contracts import AbortingEndpoint, DraftingEndpoint, ReleasingEndpoint
 from inflight.engines.attached import AttachedEndpoint
-from inflight.engines.checkpoint_specs import checkpoint_of
 from inflight.engines.requests import Asked
 from inflight.engines.routes import EngineRoutes, words_of
 from inflight.errors import ConfigError, InvalidRequestError, ProtocolError, UnauthorizedError, UnsupportedError
+from inflight.model.checkpoint_specs import checkpoint_of
 from inflight.rollouts.drafts import divided
-from inflight.weights.receiving import ReceivingEndpoint, UpdateReceiver
-from inflight.weights.releasing import MemoryRelease
+from inflight.weights.receive.receiver import ReceivingEndpoint, UpdateReceiver
+from inflight.weights.receive.releasing import MemoryRelease
 from inflight.wire import (
     Capabilities,
     ChatCompletionRequest,

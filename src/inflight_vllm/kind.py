@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from inflight.contracts import InferenceEndpoint
-from inflight.engines.kinds import EngineKind, EngineOptions, GpuUse, has_gpu, integer_in, number_in
+from inflight.http.kinds import EngineKind, EngineOptions, GpuUse, has_gpu, integer_in, number_in
 from inflight.rollouts.drafts import DraftProvider
 from inflight_vllm import flags
 from inflight_vllm.endpoint import VllmEndpoint

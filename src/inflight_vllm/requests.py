@@ -7,8 +7,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from inflight.engines.labels import spans_of
 from inflight.engines.requests import Asked, check_fit, reading, unsampled
+from inflight.engines.version_labels import spans_of
 from inflight.errors import InvalidRequestError, NonFiniteError, UnsupportedError
 from inflight.wire import (
     Capabilities,

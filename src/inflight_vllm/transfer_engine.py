@@ -25,13 +25,13 @@ from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+from inflight.base.transport_registry import receivable, spec_type
 from inflight.contracts import WeightReceiver
 from inflight.errors import UpdateRefusedError
-from inflight.transports import receivable, spec_type
-from inflight.weights.base_weights import AdaptedLoad, AdaptedWeights, BaseWeights, Named
-from inflight.weights.lora import changed_names, lora_difference
-from inflight.weights.staging import KeptWeights, Staging
-from inflight.weights.streams import beside
+from inflight.weights.encode.lora_tensors import changed_names, lora_difference
+from inflight.weights.encode.streams import beside
+from inflight.weights.receive.base_weights import AdaptedLoad, AdaptedWeights, BaseWeights, Named
+from inflight.weights.receive.staging import KeptWeights, Staging
 from inflight.weights.transports import make_receiver
 from inflight.wire import BucketTransfer, Manifest, WeightUpdate
 from inflight_vllm.drafting import record_history

@@ -12,11 +12,12 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from inflight.engines.calls import BackgroundCalls, quietly
-from inflight.engines.labels import label_of, parse_label, released_label, restored_label
+from inflight.base.transfer_time import MOVE_S
+from inflight.engines.detached_calls import BackgroundCalls, quietly
 from inflight.engines.requests import RequestGate
 from inflight.engines.routes import EngineRoutes
 from inflight.engines.timings import LastUpdate
+from inflight.engines.version_labels import label_of, parse_label, released_label, restored_label
 from inflight.errors import (
     BusyError,
     DeadlineError,
@@ -26,10 +27,9 @@ from inflight.errors import (
     TransferError,
     UpdateRefusedError,
 )
-from inflight.transfer_time import MOVE_S
-from inflight.weights.intakes import WeightIntake
-from inflight.weights.receiving import PausableEngine
-from inflight.weights.releasing import IDLE_S, ReleasableEngine
+from inflight.weights.receive.bucket_sinks import WeightIntake
+from inflight.weights.receive.receiver import PausableEngine
+from inflight.weights.receive.releasing import IDLE_S, ReleasableEngine
 from inflight.wire import (
     BucketSpec,
     BucketTransfer,

@@ -16,7 +16,7 @@ REWARD_TIMEOUT_S = 5.0
 STEP_TIMEOUT_S = 25.0
 START_TIMEOUT_S = 60.0
 STOP_S = 10.0
-"""What `inflight.pipeline.processes` grants a child to end."""
+"""What `inflight.run.machines.processes` grants a child to end."""
 
 
 @dataclass(frozen=True, slots=True)

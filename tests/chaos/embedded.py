@@ -16,15 +16,15 @@ from typing import Any, TypeVar
 import torch
 import xxhash
 
-from inflight.checkpoints import load_causal_lm
 from inflight.conformance.fleet.palette import CHECKPOINT, Palette, Shade, make_checkpoint
 from inflight.conformance.fleet.plan import INSIDE, Kind
 from inflight.conformance.fleet.servers import Call, Loop, Place, Server
 from inflight.contracts import InferenceEndpoint
+from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.engine import Engine
+from inflight.engines.embedded.slots import ATTENTION_NAME, register_slot_attention
 from inflight.errors import UnreachableError
-from inflight.local.endpoint import LocalEndpoint
-from inflight.local.engine import Engine
-from inflight.local.slots import ATTENTION_NAME, register_slot_attention
+from inflight.model.checkpoints import load_causal_lm
 from inflight.wire import TransportSpec, UpdateRef, WeightVersion
 
 T = TypeVar("T")

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from inflight.local.endpoint import LocalEndpoint
-from inflight.local.loading import load_endpoint
+from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.loading import load_endpoint
 
 
 def start(model: Path, fault: str) -> LocalEndpoint:

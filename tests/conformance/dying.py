@@ -11,8 +11,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from inflight.local.endpoint import LocalEndpoint
-from inflight.local.loading import load_endpoint
+from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.loading import load_endpoint
 
 
 class DyingEndpoint:

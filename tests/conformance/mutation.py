@@ -24,6 +24,8 @@ from inflight.conformance.verdicts import CheckOutcome
 from inflight.errors import ConfigError
 from tests.conformance import mutants, transport_mutants, worker_mutants
 
+EMBEDDED = "inflight.engines.embedded.loading:load_endpoint"
+
 RESULTS = Path(__file__).with_name("mutation.json")
 
 
@@ -72,7 +74,7 @@ def subjects() -> list[Subject]:
 
 def healthy_seconds() -> dict[str, float]:
     """Return what each check of endpoints takes on the embedded one."""
-    with Kit(EndpointTarget(factory="inflight.local.loading:load_endpoint", options={"drafts": "both"})) as kit:
+    with Kit(EndpointTarget(factory=EMBEDDED, options={"drafts": "both"})) as kit:
         return {check.id: kit.run(check).seconds for check in checks_of("endpoint")}
 
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from inflight.losses import PRESETS
-from inflight.trace.schema import markdown as event_tables
-from inflight.weights.session import TRANSITIONS, Event
+from inflight.observe.trace.schema import markdown as event_tables
+from inflight.weights.receive.states import TRANSITIONS, Event
 from inflight.wire import EndpointState
 from tests.campaigns.table import campaign_table
 from tests.conformance.backend_tables import backends_table

@@ -15,7 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from inflight.cli import main
-from inflight.conformance.command import add_parser, target_of
+from inflight.commands.check import add_parser, target_of
 from inflight.conformance.report.files import certificate_json
 from inflight.conformance.targets import EndpointTarget, TransportTarget, WorkerTarget
 from inflight.errors import ConfigError

@@ -13,9 +13,9 @@ from inflight.conformance.kit import Kit
 from inflight.conformance.targets import EndpointTarget
 from inflight.conformance.verdicts import CheckOutcome
 from inflight.contracts import InferenceEndpoint
+from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.loading import load_endpoint
 from inflight.errors import UnsupportedError
-from inflight.local.endpoint import LocalEndpoint
-from inflight.local.loading import load_endpoint
 from inflight.wire import Capabilities, ChatCompletion, ChatCompletionRequest, InFlightPolicy, WeightUpdate
 from tests.conformance.mutants.patches import declaring, drawing
 from tests.conformance.mutants.sampling import reporting_unscaled

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-import inflight.local.engine
-import inflight.weights.float8
+import inflight.engines.embedded.engine
+import inflight.weights.encode.float8
 from inflight.conformance.checks import Check
 from inflight.conformance.endpoint import CHECKS
 from inflight.conformance.endpoint.judged import JudgedEndpoint
@@ -34,9 +34,11 @@ from tests.weights.stored import share_host_memory
 from tests.weights.test_publisher_machine import DECLARED
 from tests.zygote import python
 
+EMBEDDED = "inflight.engines.embedded.loading:load_endpoint"
+
 pytestmark = pytest.mark.usefixtures("forks")
 PATCHED = (
-    *((inflight.local.engine, "sample"), (inflight.weights.float8, "decode_float8")),
+    *((inflight.engines.embedded.engine, "sample"), (inflight.weights.encode.float8, "decode_float8")),
     *((device_memory, "CudaMemory"), (IpcTransport, "needs_gpu")),
 )
 """What mutants change for a whole process."""
@@ -56,7 +58,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def kit() -> Iterator[Kit]:
-    with Kit(EndpointTarget(factory="inflight.local.loading:load_endpoint", options={"drafts": "both"})) as kit:
+    with Kit(EndpointTarget(factory=EMBEDDED, options={"drafts": "both"})) as kit:
         yield kit
 
 

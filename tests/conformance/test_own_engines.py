@@ -52,7 +52,7 @@ def test_an_installed_engine_is_started_and_served(tmp_path: Path, monkeypatch: 
 
 MODULE = """
 import contextlib, pathlib
-from inflight.local.loading import load_endpoint
+from inflight.engines.embedded.loading import load_endpoint
 
 def note(word):
     with pathlib.Path("notes").open("a") as notes:

@@ -37,7 +37,11 @@ def test_the_embedded_engine_agrees_with_the_fsdp_worker_and_the_figures_are_kep
     assert "They agree: no logprob differs by more than 0.0005." in capsys.readouterr().out
     (row,) = json.loads(file.read_text())["rows"]
     assert row["agrees"]
-    assert (row["engine"], row["trainer"], row["findings"]) == ("inflight.local", "inflight_fsdp:create_worker", [])
+    assert (row["engine"], row["trainer"], row["findings"]) == (
+        "inflight.engines.embedded",
+        "inflight_fsdp:create_worker",
+        [],
+    )
     measured = row["measured"]
     assert measured["same_weights"]["num_tokens"] == 4 * 96
     assert 0 <= measured["same_weights"]["k3"] < 1e-9

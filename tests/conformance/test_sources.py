@@ -36,7 +36,7 @@ def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("file", "changes"),
     [
         ("inflight/wire.py", {TARGET, COMMAND}),
-        ("inflight/local/tiny.py", {TARGET, COMMAND}),
+        ("inflight/engines/embedded/tiny.py", {TARGET, COMMAND}),
         ("inflight/conformance/judge.py", {TARGET, COMMAND}),
         ("inflight/weights/transports/arenas.py", {TARGET, COMMAND}),  # by its entry point
         ("inflight/http/client.py", {COMMAND}),
@@ -49,12 +49,12 @@ def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("inflight/conformance/worker/ranks.py", {TARGET}),
         ("inflight/losses/tiles.py", {TARGET}),
         ("inflight/rollouts/ledger.py", set()),
-        ("inflight/environments/proxy.py", set()),
-        ("inflight/weights/fleet.py", set()),
+        ("inflight/environments/proxy/app.py", set()),
+        ("inflight/weights/send/fleet.py", set()),
         ("inflight_fsdp/worker.py", {TARGET}),
         ("inflight_vllm/updates.py", {COMMAND}),
-        ("inflight/local/engine.py", set()),
-        ("inflight/pipeline/run.py", set()),
+        ("inflight/engines/embedded/engine.py", set()),
+        ("inflight/run/run.py", set()),
         ("inflight/conformance/report/page.py", set()),
     ],
 )

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from inflight.contracts import WeightReceiver, WeightSender
 from inflight.errors import TransferError
 from inflight.types import WeightBucket
-from inflight.weights.packing import pack
+from inflight.weights.encode.bucket_bytes import pack
 from inflight.weights.transports.installed import ProcessGroupTransport
 from inflight.wire import ProcessGroupSpec, TensorSpec, TransportSpec, UpdateRef
 

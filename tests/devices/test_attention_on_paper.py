@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 
-from inflight.attention import (
+from inflight.model.attention import (
     SegmentPlan,
     heads_of,
     kernel_in_words,

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from inflight.checkpoints import load_causal_lm
-from inflight.local.engine import Engine
-from inflight.local.sampler import sample
-from inflight.local.slots import ATTENTION_NAME, decode_kernel_in_words, register_slot_attention
+from inflight.engines.embedded.engine import Engine
+from inflight.engines.embedded.sampler import sample
+from inflight.engines.embedded.slots import ATTENTION_NAME, decode_kernel_in_words, register_slot_attention
+from inflight.model.checkpoints import load_causal_lm
 from inflight.wire import Completion, GenerateRequest, SamplingParams
 from tests.devices.gpu_on_paper import CUDA, move_parameters, on_cuda, paper_gpu
 from tests.engine.reference import TOLERANCE, make_request, random_prompt

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inflight.attention import SegmentPlan, segment_attention
 from inflight.errors import InvalidRequestError
 from inflight.losses import chunked_logprobs
+from inflight.model.attention import SegmentPlan, segment_attention
 from tests.devices.gpu_on_paper import CUDA, assert_values, on_cuda, paper_gpu
 
 MIXED = "device"

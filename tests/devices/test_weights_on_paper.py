@@ -7,9 +7,9 @@ import torch
 
 from inflight.errors import NonFiniteError
 from inflight.types import WeightBucket
-from inflight.weights.buckets import plan_buckets
-from inflight.weights.module import ModuleWeights
-from inflight.weights.packing import Packer, decode, encode, encoded_size, unpack
+from inflight.weights.encode.bucket_bytes import Packer, decode, encode, encoded_size, unpack
+from inflight.weights.encode.buckets import plan_buckets
+from inflight.weights.send.module import ModuleWeights
 from inflight.wire import TensorSpec
 from tests.devices.gpu_on_paper import CUDA, assert_values, move_parameters, on_cuda, paper_gpu
 

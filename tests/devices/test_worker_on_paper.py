@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
-from inflight.attention import register_segment_attention
-from inflight.checkpoints import load_causal_lm
 from inflight.errors import NonFiniteError
+from inflight.model.attention import register_segment_attention
+from inflight.model.checkpoints import load_causal_lm
 from inflight_fsdp import WorkerConfig, create_worker
 from inflight_fsdp.layout import Sharding
 from inflight_fsdp.model import PolicyModel, layouts_of

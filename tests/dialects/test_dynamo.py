@@ -13,12 +13,12 @@ from typing import Any
 import httpx
 import pytest
 
+from inflight.base.extensions import imported
 from inflight.dialects.dynamo import DYNAMO
 from inflight.errors import ConfigError, PoisonedError, PublishError, UnsupportedError
-from inflight.extensions import imported
 from inflight.types import EndpointOutcome
-from inflight.weights.publish import publish_weights
-from inflight.weights.publisher import WeightPublisher
+from inflight.weights.send.publish import publish_weights
+from inflight.weights.send.publisher import WeightPublisher
 from inflight.weights.transports import make_sender
 from inflight.wire import GenerateRequest, SamplingParams
 from tests.dialects.programs import Program, free_port

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
+from inflight.base.extensions import imported
 from inflight.contracts import InferenceEndpoint
 from inflight.dialects.pipelinerl.endpoint import PIPELINERL, PipelineRlEndpoint
 from inflight.errors import ConfigError, PoisonedError, PublishError, UnsupportedError
-from inflight.extensions import imported
 from inflight.types import EndpointOutcome
-from inflight.weights.publish import publish_weights
-from inflight.weights.publisher import WeightPublisher
+from inflight.weights.send.publish import publish_weights
+from inflight.weights.send.publisher import WeightPublisher
 from inflight.weights.transports import make_sender
 from inflight.wire import ChatCompletionRequest, ChatMessage, EndpointState, GenerateRequest, SamplingParams
 from tests.dialects.programs import Program, free_port

@@ -16,11 +16,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from inflight.checkpoints import load_causal_lm
-from inflight.local.decoding import Captured, Compiler, DecodeStep, Recorded
-from inflight.local.endpoint import LocalEndpoint
-from inflight.local.engine import Engine
-from inflight.local.slots import ATTENTION_NAME, register_slot_attention
+from inflight.engines.embedded.decoding import Captured, Compiler, DecodeStep, Recorded
+from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.engine import Engine
+from inflight.engines.embedded.slots import ATTENTION_NAME, register_slot_attention
+from inflight.model.checkpoints import load_causal_lm
 
 
 def as_it_is(step: DecodeStep) -> DecodeStep:
@@ -76,8 +76,8 @@ def endpoint_of(
 
 def make(path: Path) -> LocalEndpoint:
     """Return an endpoint with a recorded decode step, for the kit."""
-    from inflight.checkpoints import load_tokenizer
-    from inflight.local.chat import ChatFormat
+    from inflight.engines.embedded.chat import ChatFormat
+    from inflight.model.checkpoints import load_tokenizer
 
     register_slot_attention()
     model: Any = load_causal_lm(path, attention=ATTENTION_NAME)

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from inflight.local.endpoint import LocalEndpoint
-from inflight.local.loading import load_endpoint
+from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.loading import load_endpoint
 from inflight.types import WeightBucket
 from inflight.wire import BucketSpec, Completion, GenerateRequest, GenerateResponse, SamplingParams, TensorSpec
 

@@ -14,18 +14,18 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-import inflight.local.engine
+import inflight.engines.embedded.engine
 from inflight.conformance.endpoint import CHECKS
 from inflight.conformance.endpoint.judged import JudgedEndpoint
 from inflight.conformance.judge import judge
 from inflight.conformance.targets import EndpointTarget
 from inflight.conformance.verdicts import CheckOutcome
+from inflight.engines.embedded.decoding import Compiler, compiler_for, num_places, num_rows
+from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.loading import load_endpoint
+from inflight.engines.embedded.parameters import exchange
 from inflight.errors import ConfigError, NonFiniteError
-from inflight.local.decoding import Compiler, compiler_for, num_places, num_rows
-from inflight.local.endpoint import LocalEndpoint
-from inflight.local.loading import load_endpoint
-from inflight.local.parameters import exchange
-from inflight.weights.publish import WeightPublisher
+from inflight.weights.send.publish import WeightPublisher
 from inflight.weights.transports import make_sender
 from inflight.wire import Completion, GenerateRequest
 from tests.engine.recorded import as_it_is, endpoint_of, recording
@@ -156,7 +156,7 @@ def test_keys_and_values_stay_where_they_are_and_within_their_limit(model_dir: P
 
 def test_a_request_that_fails_leaves_the_others_as_they_are(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = completions(endpoint_of(model_dir, as_it_is, max_concurrent=6))
-    sample, num_calls = inflight.local.engine.sample, 0
+    sample, num_calls = inflight.engines.embedded.engine.sample, 0
 
     def faulty(logits: Any, params: Any, uniforms: Any) -> Any:
         nonlocal num_calls
@@ -165,7 +165,7 @@ def test_a_request_that_fails_leaves_the_others_as_they_are(model_dir: Path, mon
             raise ValueError("now and then")
         return sample(logits, params, uniforms)
 
-    monkeypatch.setattr(inflight.local.engine, "sample", faulty)
+    monkeypatch.setattr(inflight.engines.embedded.engine, "sample", faulty)
     endpoint = endpoint_of(model_dir, as_it_is, max_concurrent=6)
 
     async def run() -> list[Any]:
@@ -245,7 +245,7 @@ def test_a_captured_step_goes_on_with_old_weights_if_memory_is_exchanged(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The stand-in shows what the tests above are for."""
-    monkeypatch.setattr(inflight.local.engine, "overwrite", exchange)
+    monkeypatch.setattr(inflight.engines.embedded.engine, "overwrite", exchange)
     new = scaled(checkpoint(model_dir), 1.25)
     with publishing(model_dir, recording) as it:
         completions_of(it.start(make_request("first", random_prompt(9, 4), max_tokens=12)))
@@ -338,5 +338,5 @@ def test_a_compiled_engine_sees_each_update(tmp_path: Path, tied: bool) -> None:
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize("check", [case for case in IN_THIS_PROCESS if case.id in ("E-10", "U-20")], ids=str)
 def test_the_kit_finds_nothing_where_the_step_is_compiled(check: Any, tmp_path: Path) -> None:
-    target = EndpointTarget(factory="inflight.local.loading:load_endpoint", options={"compile": True})
+    target = EndpointTarget(factory="inflight.engines.embedded.loading:load_endpoint", options={"compile": True})
     assert_the_kit_finds_nothing(target, check, tmp_path)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.tiny import byte_tokenizer
 from inflight.errors import EndpointError, InflightError, InvalidRequestError
-from inflight.local.endpoint import LocalEndpoint
-from inflight.local.tiny import byte_tokenizer
 from inflight.wire import Completion, CompletionChunk, GenerateRequest
 from tests.engine.reference import (
     VOCAB_SIZE,

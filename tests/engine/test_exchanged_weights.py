@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from inflight.checkpoints import load_causal_lm
+from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.engine import Engine
+from inflight.engines.embedded.parameters import exchange, made_ready
+from inflight.engines.embedded.slots import ATTENTION_NAME, register_slot_attention
 from inflight.errors import PublishError
-from inflight.local.endpoint import LocalEndpoint
-from inflight.local.engine import Engine
-from inflight.local.parameters import exchange, made_ready
-from inflight.local.slots import ATTENTION_NAME, register_slot_attention
-from inflight.weights.memory import ReusedMemory, _Block
-from inflight.weights.publish import WeightPublisher, publish_weights
+from inflight.model.checkpoints import load_causal_lm
+from inflight.weights.encode.host_memory import ReusedMemory, _Block
+from inflight.weights.send.publish import WeightPublisher, publish_weights
 from inflight.weights.transports import make_sender
 from tests.models import make_model
 from tests.weights.lora import lora_of, merged_with

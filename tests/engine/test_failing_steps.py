@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-import inflight.local.engine
+import inflight.engines.embedded.engine
+from inflight.engines.embedded.endpoint import LocalEndpoint
 from inflight.errors import EndpointError, InvalidRequestError
-from inflight.local.endpoint import LocalEndpoint
 from inflight.wire import Completion, GenerateRequest
 from tests.engine.reference import (
     assert_close,
@@ -45,18 +45,18 @@ class FaultyModel(torch.nn.Module):
 
 
 def in_sampling(endpoint: LocalEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    sample = inflight.local.engine.sample
+    sample = inflight.engines.embedded.engine.sample
 
     def faulty(logits: Any, params: Any, uniforms: Any) -> Any:
         if any(p.temperature == POISON for p in params):
             raise ValueError("a processor that cannot do this")
         return sample(logits, params, uniforms)
 
-    monkeypatch.setattr(inflight.local.engine, "sample", faulty)
+    monkeypatch.setattr(inflight.engines.embedded.engine, "sample", faulty)
 
 
 def in_sampling_later(endpoint: LocalEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    sample = inflight.local.engine.sample
+    sample = inflight.engines.embedded.engine.sample
     num_calls = 0
 
     def faulty(logits: Any, params: Any, uniforms: Any) -> Any:
@@ -67,7 +67,7 @@ def in_sampling_later(endpoint: LocalEndpoint, monkeypatch: pytest.MonkeyPatch) 
                 raise ValueError("a processor that cannot do this")
         return sample(logits, params, uniforms)
 
-    monkeypatch.setattr(inflight.local.engine, "sample", faulty)
+    monkeypatch.setattr(inflight.engines.embedded.engine, "sample", faulty)
 
 
 def in_the_model(endpoint: LocalEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from inflight.engines.embedded.tiny_images import IMAGE
 from inflight.errors import InvalidRequestError, UnsupportedError
-from inflight.local.tiny_images import IMAGE
 from inflight.wire import (
     MAX_IMAGES_LENGTH,
     ChatCompletionRequest,

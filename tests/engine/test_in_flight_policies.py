@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from inflight.local.endpoint import LocalEndpoint
-from inflight.local.loading import load_endpoint
-from inflight.weights.publish import WeightPublisher, publish_weights
+from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.loading import load_endpoint
+from inflight.weights.send.publish import WeightPublisher, publish_weights
 from inflight.weights.transports.process_group import ProcessGroupSender
 from inflight.wire import Completion, GenerateRequest, GenerateResponse, InFlightPolicy
 from tests.engine.reference import (

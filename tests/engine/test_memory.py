@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inflight.engines.embedded.slots import Slot, SlotStore, token_bytes_of
 from inflight.errors import ConfigError, InvalidRequestError
-from inflight.local.slots import Slot, SlotStore, token_bytes_of
 from inflight.wire import Completion
 from tests.engine.reference import (
     assert_close,

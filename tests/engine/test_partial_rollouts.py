@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from inflight.local.endpoint import LocalEndpoint
+from inflight.engines.embedded.endpoint import LocalEndpoint
 from inflight.rollouts import continuation, joined
 from inflight.wire import AbortRequests, Completion, CompletionChunk, GenerateRequest
 from tests.engine.reference import (

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from inflight.engines.embedded.slots import Arena
 from inflight.errors import EndpointError, ReleasedError
-from inflight.local.slots import Arena
 from inflight.wire import EndpointState
 from tests.engine.reference import make_request, random_prompt, serving, wait_until
 from tests.engine.test_memory import held_bytes

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from inflight.checkpoints import stored_names
 from inflight.errors import UnsupportedError
+from inflight.model.checkpoints import stored_names
 from inflight.rollouts import continuation, joined
 from inflight.wire import Completion, GenerateRequest, InFlightPolicy, RoutedExperts
 from tests.engine.reference import (

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inflight.local.sampler import sample
+from inflight.engines.embedded.sampler import sample
 from inflight.wire import SamplingParams
 
 

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-import inflight.local.engine
+import inflight.engines.embedded.engine
+from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.loading import load_endpoint
+from inflight.engines.embedded.sampler import sample
 from inflight.errors import InvalidRequestError, UnsupportedError
-from inflight.local.endpoint import LocalEndpoint
-from inflight.local.loading import load_endpoint
-from inflight.local.sampler import sample
 from inflight.rollouts import continuation, joined
 from inflight.types import EngineStats
-from inflight.weights.publish import WeightPublisher, publish_weights
+from inflight.weights.send.publish import WeightPublisher, publish_weights
 from inflight.weights.transports.process_group import ProcessGroupSender
 from inflight.wire import Completion, DraftCounts, DraftHistory, GenerateRequest, PromptHistory, VersionSpan
 from tests.engine.reference import (
@@ -339,7 +339,7 @@ def test_a_failing_request_leaves_the_drafted_tokens_of_others_as_they_are(
             raise ValueError("a processor that cannot do this")
         return sample(logits, params, uniforms)
 
-    monkeypatch.setattr(inflight.local.engine, "sample", faulty)
+    monkeypatch.setattr(inflight.engines.embedded.engine, "sample", faulty)
     poisoned = make_request("poisoned", requests[0].prompt_token_ids, temperature=0.123, ignore_eos=True)
 
     async def run() -> tuple[Any, list[Any], EngineStats]:

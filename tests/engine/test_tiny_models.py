@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-import inflight.progress
+import inflight.base.progress
+from inflight.base.progress import ProgressLines
 from inflight.cli import main
+from inflight.engines.embedded.tiny import TinyShape, context_of, create_tiny_model, demonstration, warm_start
 from inflight.errors import ConfigError
-from inflight.local.tiny import TinyShape, context_of, create_tiny_model, demonstration, warm_start
-from inflight.progress import ProgressLines
 from inflight.rollouts.tasks import load_task
 from tests.zygote import python
 
@@ -76,7 +76,7 @@ def test_lines_come_every_few_seconds_with_the_time_that_is_left() -> None:
 def test_a_warm_start_prints_lines_where_nobody_looks_at_a_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(inflight.progress, "LINE_EVERY_S", 0.0)
+    monkeypatch.setattr(inflight.base.progress, "LINE_EVERY_S", 0.0)
     small = ["--steps", "4", "--hidden-size", "24", "--layers", "1", "--heads", "1"]
     assert main(["tiny-model", str(tmp_path / "model"), "--task", "word_sorting", *small]) == 0
     said = capsys.readouterr().out.splitlines()

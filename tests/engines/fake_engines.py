@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from inflight.contracts import InferenceEndpoint
-from inflight.engines.kinds import EngineOptions, GpuUse
 from inflight.http.client import HttpEndpoint
+from inflight.http.kinds import EngineOptions, GpuUse
 from inflight.http.tokens import TOKEN_VARIABLE
 
 ROOT = Path(__file__).parents[2]

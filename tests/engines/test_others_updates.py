@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import save_file
 
 from inflight.contracts import InferenceEndpoint
-from inflight.engines.calls import Attaching
-from inflight.engines.labels import began_under_another, label_of, parse_label
+from inflight.engines.detached_calls import Attaching
 from inflight.engines.timings import LastUpdate
+from inflight.engines.version_labels import began_under_another, label_of, parse_label
 from inflight.errors import ConfigError, InvalidRequestError, PoisonedError, TransferError, UnauthorizedError
-from inflight.weights.buckets import plan_buckets
+from inflight.weights.encode.buckets import plan_buckets
 from inflight.wire import (
     ChatCompletionRequest,
     ChatMessage,

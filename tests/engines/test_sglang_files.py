@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from inflight.errors import TransferError
-from inflight.weights.buckets import plan_buckets
-from inflight.weights.packing import pack
+from inflight.weights.encode.bucket_bytes import pack
+from inflight.weights.encode.buckets import plan_buckets
 from inflight.wire import InFlightPolicy, Manifest, WeightUpdate
 from inflight_sglang.checkpoint_files import CheckpointFiles
 from tests.weights.workers import PlainWorker

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from inflight.errors import UpdateRefusedError
-from inflight.weights.buckets import plan_buckets
-from inflight.weights.lora import lora_names
+from inflight.weights.encode.buckets import plan_buckets
+from inflight.weights.encode.lora_tensors import lora_names
 from inflight.wire import InFlightPolicy, Manifest, UpdateRef, WeightUpdate
 from inflight_sglang.loaded_weights import LoadedWeights
 from tests.weights.workers import LORA, PlainWorker

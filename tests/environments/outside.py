@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from inflight.environments.python_tool import PythonResult
+from inflight.environments.tools.python_tool import PythonResult
 
 NOBODY = 65534
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCONT)

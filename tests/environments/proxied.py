@@ -13,9 +13,9 @@ import openai
 
 from inflight.contracts import InferenceEndpoint
 from inflight.environments.playing import Generate, PlayingEpisode, Stream
-from inflight.environments.proxy_server import ProxyServer
+from inflight.environments.proxy.run_server import ProxyServer
 from inflight.environments.transcripts import ChatTemplate
-from inflight.pipeline.seats import Seat
+from inflight.run.sampling.seats import Seat
 from inflight.types import OBSERVED
 from inflight.wire import Completion, CompletionChunk, GenerateRequest, SamplingParams, VersionSpan
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from inflight.environments.again import Again
+from inflight.environments.adapters.retry import Again
 from inflight.environments.recording import PlayedEpisode
 from inflight.errors import TaskError
 from tests.environments.scripted import play_scripted, text_of

@@ -19,18 +19,18 @@ from typing import Any
 import httpx
 import pytest
 
-from inflight.checkpoints import load_tokenizer
-from inflight.environments.agent import AgentCommand
-from inflight.environments.episode_service import EpisodeService
+from inflight.environments.adapters.agent import AgentCommand
 from inflight.environments.play_loop import PlayLoop
 from inflight.environments.playing import play
-from inflight.environments.proxy_server import ProxyServer
+from inflight.environments.proxy.episode_service import EpisodeService
+from inflight.environments.proxy.run_server import ProxyServer
 from inflight.environments.recording import PlayedEpisode
 from inflight.environments.transcripts import ChatTemplate
 from inflight.errors import TaskError
 from inflight.http.client import HttpEndpoint
-from inflight.pipeline.config import load_config
+from inflight.model.checkpoints import load_tokenizer
 from inflight.rollouts import load_task
+from inflight.run.config import load_config
 from inflight.wire import SamplingParams
 from tests.environments.proxied import check_every_token_is_trained_once, episode_on
 from tests.servers import TOKEN, ServerProcess
@@ -96,7 +96,7 @@ def played(
     script, tasks = tmp_path / "agent.py", tmp_path / "tasks.jsonl"
     script.write_text(ASKS + ENDS[end])
     tasks.write_text(json.dumps({"question": "why?", **item}) + "\n")
-    name = "inflight.environments.agent:AgentCommand"
+    name = "inflight.environments.adapters.agent:AgentCommand"
     params = {"command": [sys.executable, str(script)], "tasks": str(tasks), "roles": roles}
     environment: Any = load_task(name, params, 0)
 
@@ -217,7 +217,7 @@ def is_running(pid: int) -> bool:
 )
 def test_parameters_of_an_agent_that_cannot_work_are_refused(params: dict[str, Any], words: str) -> None:
     with pytest.raises(TaskError, match=words):
-        load_task("inflight.environments.agent:AgentCommand", params, 0)
+        load_task("inflight.environments.adapters.agent:AgentCommand", params, 0)
 
 
 def test_items_come_from_a_function_too() -> None:

@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 
-from inflight.checkpoints import load_tokenizer
 from inflight.contracts import InferenceEndpoint
 from inflight.environments.play_loop import PlayLoop
 from inflight.environments.transcripts import ChatTemplate
 from inflight.errors import TaskError, UnreachableError
 from inflight.http.client import HttpEndpoint
-from inflight.pipeline.actor import Actor
-from inflight.pipeline.episodes import Episodes
-from inflight.pipeline.open_group import DroppedItem
-from inflight.pipeline.seats import Seat
-from inflight.pipeline.work import Order
+from inflight.model.checkpoints import load_tokenizer
 from inflight.rollouts import HistoryStore, Ledger
 from inflight.rollouts.schedulers import LeastLoaded
+from inflight.run.sampling.actor import Actor
+from inflight.run.sampling.episodes import Episodes
+from inflight.run.sampling.open_group import DroppedItem
+from inflight.run.sampling.seats import Seat
+from inflight.run.sampling.work import Order
 from inflight.types import OBSERVED, Group
 from inflight.wire import GenerateRequest, GenerateResponse, SamplingParams
 from tests.engine.reference import wait_until

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from inflight.environments.answers import Answers
+from inflight.engines.embedded.tiny import EOS
+from inflight.engines.embedded.tiny_images import IMAGE, TinyImageShape, create_tiny_image_model, tiny_processor
 from inflight.environments.playing import PlayingEpisode
+from inflight.environments.proxy.answers import Answers
+from inflight.environments.proxy.requests import ChatRequest, rendered_message
 from inflight.environments.recording import PlayedEpisode, Recording
-from inflight.environments.requests import ChatRequest, rendered_message
 from inflight.environments.transcripts import ChatTemplate
 from inflight.errors import InvalidRequestError, UnsupportedError
-from inflight.images import ImageProcessor
-from inflight.local.tiny import EOS
-from inflight.local.tiny_images import IMAGE, TinyImageShape, create_tiny_image_model, tiny_processor
+from inflight.model.images import ImageProcessor
 from inflight.types import Message
 from inflight.wire import Completion, GenerateRequest, PromptImage, SamplingParams, VersionSpan
 from tests.engine.reference import TOLERANCE, serving

@@ -9,8 +9,8 @@ from typing import Any
 
 import httpx
 
-from inflight.environments.openenv_trace import training_trace
-from inflight.environments.proxy_server import ProxyServer
+from inflight.environments.adapters.openenv_trace import training_trace
+from inflight.environments.proxy.run_server import ProxyServer
 from tests.environments.apart import need
 from tests.environments.scripted import scripted_episode
 from tests.environments.test_openenv_trace import played

@@ -7,7 +7,7 @@ import json
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
-from inflight.environments.openenv_trace import training_trace
+from inflight.environments.adapters.openenv_trace import training_trace
 from inflight.environments.recording import PlayedEpisode, Recording
 from inflight.wire import Completion, VersionSpan
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from inflight.contracts import Environment
-from inflight.images import decoded
-from inflight.local.tiny_images import picture_message
+from inflight.engines.embedded.tiny_images import picture_message
+from inflight.model.images import decoded
 from inflight.rollouts.tasks import load_task
 from tests.run.runs import RunProcess
 from tests.zygote import python

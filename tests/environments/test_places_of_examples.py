@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from inflight.contracts import Environment
-from inflight.pipeline.config import load_config
 from inflight.rollouts import load_task
+from inflight.run.config import load_config
 from tests.environments.apart import need
 
 ROOT = Path(__file__).parents[2]

@@ -16,12 +16,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inflight.checkpoints import load_tokenizer
-from inflight.environments.answers import Answers
-from inflight.environments.proxy_server import ProxyServer
-from inflight.environments.requests import ChatRequest
+from inflight.environments.proxy.answers import Answers
+from inflight.environments.proxy.requests import ChatRequest
+from inflight.environments.proxy.run_server import ProxyServer
 from inflight.environments.transcripts import ChatTemplate
 from inflight.http.client import HttpEndpoint
+from inflight.model.checkpoints import load_tokenizer
 from inflight.wire import CompletionChunk, GenerateRequest
 from tests.environments.proxied import (
     SETTINGS,

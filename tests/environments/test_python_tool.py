@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from inflight.environments.python_tool import PythonResult, PythonTool
+from inflight.environments.tools.python_tool import PythonResult, PythonTool
 from inflight.errors import ConfigError, TaskError
 from tests.environments.attempts import ATTEMPTS, Attempt
 from tests.environments.outside import Outside, outside

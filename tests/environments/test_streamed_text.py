@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from inflight.environments.tool_calls import before_calls, split_tool_calls
+from inflight.engines.embedded.tiny import byte_tokenizer
+from inflight.environments.tools.tool_calls import before_calls, split_tool_calls
 from inflight.environments.transcripts import ChatTemplate
 from inflight.http.chat import before_stop
 from inflight.http.streamed_text import StreamedText
-from inflight.local.tiny import byte_tokenizer
 from tests.environments.tokenizers import tokenizer
 
 MERGES, BYTES = ChatTemplate(tokenizer("qwen3")), ChatTemplate(byte_tokenizer())

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from inflight.checkpoints import load_tokenizer
 from inflight.environments.play_loop import PlayLoop
 from inflight.environments.playing import PlayingEpisode, play
 from inflight.environments.transcripts import ChatTemplate
 from inflight.errors import TaskError
 from inflight.http.client import HttpEndpoint
+from inflight.model.checkpoints import load_tokenizer
 from inflight.rollouts import load_task
 from inflight.wire import Completion, GenerateRequest, SamplingParams
 from tests.environments.apart import need
@@ -30,7 +30,7 @@ need("textarena")
 
 import textarena  # noqa: E402
 
-from inflight.environments.textarena import REFUSED, Game, TextArena, listed_moves  # noqa: E402
+from inflight.environments.adapters.textarena import REFUSED, Game, TextArena, listed_moves  # noqa: E402
 
 
 def first_listed(prompt: str) -> str:
@@ -135,7 +135,7 @@ def test_games_that_are_played_at_once_do_not_share_their_randomness() -> None:
 
 
 def test_a_game_whose_move_does_not_end_stops_the_others_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inflight.environments.textarena._WAIT_S", 0.2)
+    monkeypatch.setattr("inflight.environments.adapters.textarena._WAIT_S", 0.2)
     stuck, other = (Game("TicTacToe-v0", {}, 2, start_seed=seed) for seed in range(2))
     has_begun, is_released = threading.Event(), threading.Event()
 
@@ -196,7 +196,7 @@ def test_a_game_of_three_gives_each_player_its_reward() -> None:
 )
 def test_what_cannot_be_played_is_refused_before_the_run(params: dict[str, Any], words: str) -> None:
     with pytest.raises(TaskError, match=words):
-        load_task("inflight.environments.textarena:TextArena", params, 0)
+        load_task("inflight.environments.adapters.textarena:TextArena", params, 0)
 
 
 def test_the_games_refused_are_those_whose_source_downloads_words_or_asks_a_service() -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from inflight.engines.embedded.tiny import EOS, byte_tokenizer
 from inflight.environments.play_loop import PlayLoop
 from inflight.environments.playing import PlayingEpisode, play
 from inflight.environments.recording import PlayedEpisode
 from inflight.environments.transcripts import ChatTemplate
-from inflight.local.tiny import EOS, byte_tokenizer
 from inflight.rollouts.tasks import load_task
 from inflight.wire import Completion, GenerateRequest, SamplingParams, VersionSpan
 from tests.run.runs import RunProcess

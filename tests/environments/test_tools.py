@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from inflight.environments.adapters.trl import TrlEnvironment, tool_methods
 from inflight.environments.recording import PlayedEpisode
-from inflight.environments.trl import TrlEnvironment, tool_methods
 from inflight.errors import TaskError
 from inflight.rollouts import load_task
 from tests.environments.guessing import ROWS, Guessing
@@ -25,7 +25,7 @@ def call(name: str, **arguments: Any) -> str:
 def guessing(*said: str, index: int = 0, **params: Any) -> PlayedEpisode:
     turns = iter(said)
     environment = load_task(
-        "inflight.environments.trl:TrlEnvironment",
+        "inflight.environments.adapters.trl:TrlEnvironment",
         {"factory": f"{HERE}:Guessing", "prompts": f"{HERE}:ROWS"} | params,
         0,
     )

@@ -27,8 +27,8 @@ need("verifiers")
 import verifiers.v1 as vf  # noqa: E402
 from renderers import DefaultRendererConfig  # noqa: E402
 
-from inflight.environments.proxy_server import ProxyServer  # noqa: E402
-from inflight.environments.verifiers import VerifiersEnvironment  # noqa: E402
+from inflight.environments.adapters.verifiers import VerifiersEnvironment  # noqa: E402
+from inflight.environments.proxy.run_server import ProxyServer  # noqa: E402
 
 # Of the libraries that verifiers speaks to tools with.
 pytestmark = pytest.mark.filterwarnings("ignore:The 'initial' parameter is deprecated:DeprecationWarning")

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import sys
 
-from inflight.environments.python_tool import PythonTool
+from inflight.environments.tools.python_tool import PythonTool
 from inflight.errors import InflightError
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from inflight.trace import events
-from inflight.trace.files import EventWriter, begin_files, resume_files
+from inflight.observe.trace import events
+from inflight.observe.trace.files import EventWriter, begin_files, resume_files
 
 A, B = "http://127.0.0.1:8001", "http://127.0.0.1:8002"
 

@@ -19,8 +19,8 @@ from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
 from inflight.cli import main
 from inflight.errors import ConfigError
-from inflight.exports import otlp
-from inflight.exports.otlp import write_otlp
+from inflight.observe.exports import otlp
+from inflight.observe.exports.otlp import write_otlp
 from tests.exports.runs import A, whole_run
 
 _IDS = {"traceId", "spanId", "parentSpanId"}

@@ -17,8 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from inflight.cli import main
 from inflight.errors import ConfigError
-from inflight.exports.perfetto import _Tracks, write_perfetto
-from inflight.trace import events, files
+from inflight.observe.exports.perfetto import _Tracks, write_perfetto
+from inflight.observe.trace import events, files
 from tests.exports.runs import A, B, PaperRun, whole_run
 
 # The fields that the format requires of each phase that we write, as "Trace Event Format" (Google, 2016) names them.

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from inflight.exports.perfetto import write_perfetto
+from inflight.observe.exports.perfetto import write_perfetto
 from tests.exports.runs import PaperRun, whole_run
 from tests.exports.test_perfetto import counter, named
 from tests.exports.trace_processor import FOLDER, TraceProcessor

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from inflight.errors import ConfigError
-from inflight.exports.prometheus import MetricsServer, RunMetrics
+from inflight.observe.exports.prometheus import MetricsServer, RunMetrics
 from tests.exports.runs import whole_run
 from tests.run.runs import RunProcess
 

@@ -15,11 +15,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.loading import load_endpoint
 from inflight.http.routes import ROUTES, STATUS_OF_CODE, Route
 from inflight.http.server import create_app
-from inflight.local.endpoint import LocalEndpoint
-from inflight.local.loading import load_endpoint
-from inflight.weights.buckets import plan_buckets
+from inflight.weights.encode.buckets import plan_buckets
 from tests.http.test_bodies import AUTHORIZED, TOKEN, Call
 from tests.selection import first_of_each
 

@@ -18,8 +18,8 @@ from inflight.cli import main
 from inflight.errors import ConfigError
 from inflight.launchers.emit import jobset
 from inflight.launchers.plan import Gang, Plan
-from inflight.pipeline.config import load_config
-from inflight.pipeline.manifests import plan_of
+from inflight.run.config import load_config
+from inflight.run.machines.manifests import plan_of
 from tests.launchers.clusters import need_ray
 from tests.run.runs import CONFIG, ROOT
 

@@ -90,7 +90,7 @@ def test_ranks_and_servers_on_two_hosts_meet_and_train(hosts: Hosts, tmp_path: P
     )
     for rank in (0, 1):
         where = {"INFLIGHT_RUN": f"{here}:8101", "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
-        hosts.start(rank, f"rank-{rank}", "inflight.pipeline.trainer", **where)
+        hosts.start(rank, f"rank-{rank}", "inflight.run.ranks.rank", **where)
     for host in (0, 1):
         words = ("inflight", "serve", str(model_dir), "--port", "0", "--join", f"http://{here}:8100", "--threads", "1")
         hosts.start(host, f"server-{host}", *words)

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from inflight.losses import PRESETS, prepare
-from inflight.pipeline.batches import frames_of, make_batch
-from inflight.pipeline.channel import WorkerChannel
-from inflight.pipeline.messages import Train, micro_batches_of
-from inflight.pipeline.trainer import planned
 from inflight.rollouts import MaxLag
+from inflight.run.ranks.channel import WorkerChannel
+from inflight.run.ranks.messages import Train, micro_batches_of
+from inflight.run.ranks.rank import planned
+from inflight.run.sampling.batches import frames_of, make_batch
 from inflight.types import Group, Rollout
 from inflight.wire import VersionSpan
 from tests.losses.reference import LOSSES, Token

@@ -18,10 +18,10 @@ import torch
 
 from inflight.conformance.reference import ReferenceCheckpoint, chosen, distribution
 from inflight.contracts import DraftingEndpoint, InferenceEndpoint
-from inflight.engines.kinds import connect_endpoint
 from inflight.errors import UnsupportedError
+from inflight.http.kinds import connect_endpoint
 from inflight.rollouts import continuation
-from inflight.weights.publish import WeightPublisher
+from inflight.weights.send.publish import WeightPublisher
 from inflight.weights.transports.process_group import ProcessGroupSender
 from inflight.wire import Completion, DraftHistory, GenerateRequest, InFlightPolicy, PromptHistory, SamplingParams
 from tests.real_engines.servers import is_uniform, muted, publish, python_of, run

@@ -11,13 +11,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from inflight.contracts import Environment, Episode, InferenceEndpoint
+from inflight.engines.embedded.tiny import byte_tokenizer
 from inflight.environments.play_loop import PlayLoop
 from inflight.environments.playing import PlayingEpisode, play
-from inflight.environments.proxy_server import ProxyServer
+from inflight.environments.proxy.run_server import ProxyServer
 from inflight.environments.recording import PlayedEpisode
 from inflight.environments.transcripts import ChatTemplate
-from inflight.local.tiny import byte_tokenizer
-from inflight.pipeline.seats import Seat
+from inflight.run.sampling.seats import Seat
 from inflight.types import OBSERVED, TaskItem
 from inflight.wire import Completion, GenerateRequest, SamplingParams
 from tests.real_engines.servers import FINAL_NORM, RealEngine, publish, run

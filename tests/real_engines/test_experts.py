@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from inflight.checkpoints import load_causal_lm
 from inflight.conformance.models import make_tiny_model
 from inflight.errors import UnsupportedError
+from inflight.model.checkpoints import load_causal_lm
 from tests.real_engines.servers import ENGINES, publish, request, run, running
 
 TOLERANCE = 2e-3

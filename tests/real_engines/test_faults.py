@@ -18,12 +18,12 @@ from pathlib import Path
 import pytest
 
 from inflight.contracts import InferenceEndpoint
-from inflight.engines.kinds import EngineKind, EngineOptions, load_engine_kind
 from inflight.engines.launch import started
 from inflight.errors import ConfigError, EndpointError, PublishError
 from inflight.http.client import HttpEndpoint
+from inflight.http.kinds import EngineKind, EngineOptions, load_engine_kind
 from inflight.types import EndpointOutcome
-from inflight.weights.buckets import plan_buckets
+from inflight.weights.encode.buckets import plan_buckets
 from inflight.wire import EndpointState, WeightVersion
 from tests.real_engines.servers import (
     ENGINES,

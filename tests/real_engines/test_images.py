@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from inflight.contracts import InferenceEndpoint
+from inflight.engines.embedded.tiny_images import IMAGE
 from inflight.errors import InvalidRequestError
-from inflight.local.tiny_images import IMAGE
 from inflight.wire import ChatCompletionRequest, Completion, GenerateRequest, GenerateResponse, SamplingParams
 from tests.pictures import BLUE, RED, Reference, images_of, make_image_model, picture
 from tests.real_engines.servers import RealEngine, publish, run, running

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
-from inflight.local.tiny import byte_tokenizer
+from inflight.engines.embedded.tiny import byte_tokenizer
 from tests.real_engines.servers import ROOT, python_of
 
 PROGRAM = Path(__file__).parent / "loading_program.py"

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from inflight.conformance.endpoint.subject import TOLERANCES
 from inflight.conformance.reference import ReferenceCheckpoint, Weights, chosen, distribution
 from inflight.contracts import InferenceEndpoint
-from inflight.engines.kinds import connect_endpoint
+from inflight.http.kinds import connect_endpoint
 from inflight.wire import Completion, GenerateRequest, InFlightPolicy, SamplingParams
 from tests.real_engines.servers import RealEngine, python_of
 from tests.servers import TOKEN, ServerProcess

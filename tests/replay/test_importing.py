@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from inflight.cli import main
-from inflight.trace.records import item_details, read_manifest, read_step, versions_of
+from inflight.observe.trace.records import item_details, read_manifest, read_step, versions_of
 
 PROMPT = [5, 6, 7]
 

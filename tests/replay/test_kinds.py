@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from inflight.cli import main
-from inflight.trace.digests import weights_digest
-from inflight.trace.records import read_manifest, read_steps
+from inflight.observe.trace.digests import weights_digest
+from inflight.observe.trace.records import read_manifest, read_steps
 from inflight.types import Sample
 from tests.models import make_model
 from tests.pictures import make_image_model

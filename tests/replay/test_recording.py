@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from inflight.errors import CheckpointError
-from inflight.pipeline.batches import StepBatch
-from inflight.pipeline.config import RunConfig
-from inflight.pipeline.messages import Trained
-from inflight.pipeline.recording import Recording, earlier_lives
-from inflight.trace.records import EarlierLife, Manifest, read_manifest, versions_of
+from inflight.observe.trace.records import EarlierLife, Manifest, read_manifest, versions_of
+from inflight.run.config import RunConfig
+from inflight.run.ranks.messages import Trained
+from inflight.run.record.recording import Recording, earlier_lives
+from inflight.run.sampling.batches import StepBatch
 from tests.replay.test_records import example
 
 ANSWER = Trained(

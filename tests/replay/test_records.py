@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from inflight.errors import CheckpointError, ConfigError
-from inflight.trace.digests import weights_digest
-from inflight.trace.records import (
+from inflight.observe.trace.digests import weights_digest
+from inflight.observe.trace.records import (
     MANIFEST,
     Manifest,
     RecordWriter,
@@ -30,8 +30,8 @@ from inflight.trace.records import (
     remove_steps,
     versions_of,
 )
-from inflight.trace.steps import Outcome, RecordedStep, put_together, taken_apart
-from inflight.trace.text import pieces_of
+from inflight.observe.trace.steps import Outcome, RecordedStep, put_together, taken_apart
+from inflight.observe.trace.text import pieces_of
 from inflight.types import Group, Rollout, Sample, Turn
 from inflight.wire import PromptImage, RoutedExperts, VersionSpan
 

@@ -16,11 +16,7 @@ import pytest
 
 from inflight.cli import main
 from inflight.errors import ConfigError
-from inflight.replay.differences import LogprobDifference, StepDifference, step_difference
-from inflight.replay.report import described, first_beyond_rounding, first_unequal
-from inflight.replay.sampling import compared
-from inflight.replay.training import Replayed, check_record, check_tokens, replay_config, replay_lives
-from inflight.trace.records import (
+from inflight.observe.trace.records import (
     EarlierLife,
     Manifest,
     RecordWriter,
@@ -30,7 +26,11 @@ from inflight.trace.records import (
     record_of,
     versions_of,
 )
-from inflight.trace.steps import Outcome, RecordedStep
+from inflight.observe.trace.steps import Outcome, RecordedStep
+from inflight.replay.differences import LogprobDifference, StepDifference, step_difference
+from inflight.replay.report import described, first_beyond_rounding, first_unequal
+from inflight.replay.sampling import compared
+from inflight.replay.training import Replayed, check_record, check_tokens, replay_config, replay_lives
 from inflight.types import Group, Sample
 from inflight.wire import Completion, VersionSpan
 from tests.replay.test_importing import slime_dump, slime_sample

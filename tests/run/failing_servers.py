@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from inflight.local.endpoint import LocalEndpoint
-from inflight.local.loading import load_endpoint
+from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.loading import load_endpoint
 
 
 def without_memory_once(model: Path, *, name: str, **_: Any) -> LocalEndpoint:

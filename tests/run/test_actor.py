@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from inflight.checkpoints import load_tokenizer
 from inflight.errors import CheckpointError, DeadlineError, EndpointError, InflightError, TaskError
 from inflight.http.client import HttpEndpoint
-from inflight.pipeline.actor import Actor
-from inflight.pipeline.completions import Completions
-from inflight.pipeline.open_group import DroppedItem
+from inflight.model.checkpoints import load_tokenizer
 from inflight.rollouts import HistoryStore, Ledger, load_task
 from inflight.rollouts.schedulers import LeastLoaded
+from inflight.run.sampling.actor import Actor
+from inflight.run.sampling.completions import Completions
+from inflight.run.sampling.open_group import DroppedItem
 from inflight.types import Group
 from inflight.wire import AbortRequests, GenerateRequest, GenerateResponse, SamplingParams, WeightVersion
 from tests.servers import TOKEN, ServerProcess

@@ -12,11 +12,11 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from inflight.engines.embedded.loading import load_endpoint
 from inflight.http.client import HttpEndpoint
-from inflight.local.loading import load_endpoint
-from inflight.pipeline.config import RunConfig
-from inflight.pipeline.drafts import FinishedGroups
 from inflight.rollouts.drafts import divided
+from inflight.run.config import RunConfig
+from inflight.run.sampling.drafts import FinishedGroups
 from inflight.types import Group, Rollout
 from inflight.wire import Completion, DraftHistory, GenerateRequest, PromptHistory, SamplingParams
 from tests.servers import TOKEN, ServerProcess

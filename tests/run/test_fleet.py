@@ -15,17 +15,17 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from inflight.checkpoints import load_tokenizer
 from inflight.errors import ConfigError
 from inflight.http.client import HttpEndpoint
-from inflight.pipeline.actor import Actor
-from inflight.pipeline.completions import Completions
-from inflight.pipeline.config import load_config
-from inflight.pipeline.fleet import check_servers, declared
-from inflight.pipeline.messages import Members, Served
-from inflight.pipeline.trainer_group import TrainerGroup
+from inflight.model.checkpoints import load_tokenizer
 from inflight.rollouts import HistoryStore, Ledger, load_task
 from inflight.rollouts.schedulers import LeastLoaded
+from inflight.run.config import load_config
+from inflight.run.ranks.group import TrainerGroup
+from inflight.run.ranks.messages import Members, Served
+from inflight.run.sampling.actor import Actor
+from inflight.run.sampling.completions import Completions
+from inflight.run.servers.checks import check_servers, declared
 from inflight.types import Group
 from inflight.wire import Capabilities, SamplingParams, WeightVersion
 from tests.models import make_model

@@ -15,7 +15,7 @@ import pytest
 
 from inflight.errors import ConfigError
 from inflight.http.joining import RENEW_S
-from inflight.pipeline.joining import JoinDesk
+from inflight.run.servers.joining import JoinDesk
 from tests.run.runs import RunProcess
 from tests.servers import TOKEN, ServerProcess
 

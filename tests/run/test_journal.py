@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from inflight.pipeline.journal import Journal
+from inflight.observe.trace import events, files
+from inflight.observe.trace.files import read_events, read_lines
 from inflight.rollouts.slots import SlotSeconds
-from inflight.trace import events, files
-from inflight.trace.files import read_events, read_lines
+from inflight.run.record.journal import Journal
 from inflight.types import Group, Rollout
 from inflight.wire import DraftCounts, VersionSpan
 

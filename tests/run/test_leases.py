@@ -11,8 +11,8 @@ import pytest
 
 from inflight.errors import ConfigError
 from inflight.launchers import LocalLauncher
-from inflight.pipeline import run as runs_module
-from inflight.pipeline.config import load_config
+from inflight.run import run as runs_module
+from inflight.run.config import load_config
 from tests.run.runs import CONFIG, RunProcess, ends_within, is_alive
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("forks")]

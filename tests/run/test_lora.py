@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from inflight.errors import ConfigError
-from inflight.pipeline.config import load_config
-from inflight.pipeline.dry_run import plan_run
-from inflight.pipeline.fleet import _problem
+from inflight.run.config import load_config
+from inflight.run.machines.dry_run import plan_run
+from inflight.run.servers.checks import _problem
 from inflight.wire import Capabilities
 from tests.run.runs import CONFIG, RunProcess
 from tests.weights.test_publisher_machine import DECLARED

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from inflight.errors import TrainerError
-from inflight.pipeline.channel import RunChannel, WorkerChannel, encode
-from inflight.pipeline.config import load_config
-from inflight.pipeline.messages import (
+from inflight.run.config import load_config
+from inflight.run.ranks.channel import RunChannel, WorkerChannel, encode
+from inflight.run.ranks.messages import (
     Members,
     Message,
     Reply,

@@ -19,11 +19,11 @@ import torch.distributed as dist
 
 from inflight.errors import CheckpointError, TrainerError, UnreachableError, WorkerDiedError
 from inflight.losses import decode_metrics, metric_values
-from inflight.pipeline.channel import encode
-from inflight.pipeline.config import RunConfig, load_config
-from inflight.pipeline.messages import Members, Train, Trained, tensors_of
-from inflight.pipeline.trainer import blames_another_rank, collectives_backend
-from inflight.pipeline.trainer_group import TrainerGroup
+from inflight.run.config import RunConfig, load_config
+from inflight.run.ranks.channel import encode
+from inflight.run.ranks.group import TrainerGroup
+from inflight.run.ranks.messages import Members, Train, Trained, tensors_of
+from inflight.run.ranks.rank import blames_another_rank, collectives_backend
 from tests.run import failing_workers
 from tests.run.runs import CONFIG, RunProcess, ends_within
 from tests.selection import first_of_each

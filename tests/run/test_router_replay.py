@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from inflight.local.tiny import TinyShape, create_tiny_model, save_tiny_model
-from inflight.pipeline.config import RunConfig
-from inflight.pipeline.fleet import _problem
+from inflight.engines.embedded.tiny import TinyShape, create_tiny_model, save_tiny_model
+from inflight.run.config import RunConfig
+from inflight.run.servers.checks import _problem
 from tests.run.runs import RunProcess
 from tests.weights.test_publisher_machine import DECLARED
 

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from inflight.errors import ConfigError
-from inflight.pipeline.config import load_config
-from inflight.pipeline.run import train
-from inflight.pipeline.run_directory import RunDirectory, claim
+from inflight.run.config import load_config
+from inflight.run.record.run_directory import RunDirectory, claim
+from inflight.run.run import train
 from tests.run.runs import CONFIG, RunProcess, ends_within
 
 pytestmark = pytest.mark.timeout(300)
@@ -53,7 +53,7 @@ def checkpointed(path: Path, *versions: int) -> None:
 HOLDER = """
 import os, subprocess, sys, time
 from pathlib import Path
-from inflight.pipeline.run_directory import claim
+from inflight.run.record.run_directory import claim
 owned = claim(Path(sys.argv[1]), "{}", resume=False, note=print)
 child = subprocess.Popen(["sleep", "600"], pass_fds=(owned.lock,), start_new_session=True)
 print(child.pid, flush=True)
@@ -90,7 +90,7 @@ def test_a_second_run_in_a_directory_is_refused_and_told_whose_it_is(
 def test_what_a_killed_run_has_left_is_killed_before_the_next_one_begins(
     tmp_path: Path, owner: tuple[subprocess.Popen[str], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("inflight.pipeline.run_directory._ORPHANS_S", 0.5)
+    monkeypatch.setattr("inflight.run.record.run_directory._ORPHANS_S", 0.5)
     process, child = owner
     process.kill()
     process.wait()
@@ -105,7 +105,7 @@ def test_an_owner_that_is_being_killed_is_waited_for(
     tmp_path: Path, owner: tuple[subprocess.Popen[str], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the signal and the end of a process it still holds what it held."""
-    monkeypatch.setattr("inflight.pipeline.run_directory._ORPHANS_S", 0.5)
+    monkeypatch.setattr("inflight.run.record.run_directory._ORPHANS_S", 0.5)
     process, child = owner
     dying = threading.Timer(1.0, process.kill)
     dying.start()
@@ -117,7 +117,7 @@ def test_an_owner_that_is_being_killed_is_waited_for(
 def test_one_that_waits_for_the_lock_is_not_taken_for_what_a_killed_run_has_left(
     tmp_path: Path, owner: tuple[subprocess.Popen[str], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("inflight.pipeline.run_directory._ORPHANS_S", 0.5)
+    monkeypatch.setattr("inflight.run.record.run_directory._ORPHANS_S", 0.5)
     process, child = owner
     with (tmp_path / "run" / "lock").open() as lock:
         waiting = subprocess.Popen(["sleep", "600"], stdin=lock)

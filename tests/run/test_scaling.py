@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inflight.errors import ConfigError
-from inflight.pipeline.config import load_config
 from inflight.rollouts.scaling import ScaleRule
+from inflight.run.config import load_config
 from tests.run.runs import CONFIG, RunProcess
 
 pytestmark = pytest.mark.usefixtures("forks")

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from inflight.engines.embedded.tiny import byte_tokenizer
 from inflight.errors import TaskError
-from inflight.local.tiny import byte_tokenizer
-from inflight.pipeline.scoring import ScoringPool
+from inflight.run.sampling.scoring import ScoringPool
 
 ROOT = Path(__file__).parents[2]
 COMPLETIONS = [tuple(b"eeee"), tuple(b"none at all, but some"), ()]

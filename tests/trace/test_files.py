@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inflight.errors import CheckpointError, ConfigError
-from inflight.trace import events, files
-from inflight.trace.files import EventFollower, EventWriter, begin_files, read_events, read_steps, resume_files
+from inflight.observe.trace import events, files
+from inflight.observe.trace.files import EventFollower, EventWriter, begin_files, read_events, read_steps, resume_files
 
 ACTIONS = st.lists(
     st.one_of(

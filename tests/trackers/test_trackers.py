@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from inflight.errors import ConfigError
-from inflight.pipeline.config import load_config
-from inflight.trace import events
-from inflight.trackers import Reporting, TrackedRun, Tracker, load_trackers
-from inflight.trackers import reporting as reporting_module
-from inflight.trackers.tracker import numbers_of
+from inflight.observe.trace import events
+from inflight.observe.trackers import Reporting, TrackedRun, Tracker, load_trackers
+from inflight.observe.trackers import reporting as reporting_module
+from inflight.observe.trackers.tracker import numbers_of
+from inflight.run.config import load_config
 from tests.trackers.tracked import CONFIG, FAILURE, RUN_ID, loss_of
 from tests.zygote import python
 
@@ -230,7 +230,7 @@ def test_trackers_are_listed_on_the_command_line_and_in_the_file() -> None:
 
 def test_a_tracker_whose_package_is_missing_ends_the_run_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "trackio", None)
-    monkeypatch.delitem(sys.modules, "inflight.trackers.trackio", raising=False)
+    monkeypatch.delitem(sys.modules, "inflight.observe.trackers.trackio", raising=False)
     with pytest.raises(ConfigError, match=r"tracker 'trackio' cannot be loaded: .*; pip install 'inflight\[trackio\]'"):
         load_trackers(["trackio"], {})
 

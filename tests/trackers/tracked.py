@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from inflight.pipeline.journal import Journal
+from inflight.observe.trackers import Reporting, TrackedRun, load_trackers
 from inflight.rollouts.slots import SlotSeconds
-from inflight.trackers import Reporting, TrackedRun, load_trackers
+from inflight.run.record.journal import Journal
 from inflight.wire import DraftCounts
 
 CONFIG = {"run": {"num_steps": 5, "stop_at_reward": None}, "train": {"learning_rate": 0.25}}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inflight.weights.backoff import Backoff
+from inflight.base.backoff import Backoff
 
 
 def test_pauses_double_up_to_the_longest_and_begin_again_after_a_success() -> None:

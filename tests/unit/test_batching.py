@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inflight.errors import InvalidRequestError
-from inflight.pipeline.batches import make_batch
 from inflight.rollouts import MaxLag, TokenBudget, WaitingGroups
+from inflight.run.sampling.batches import make_batch
 from inflight.types import Group, Rollout
 from inflight.wire import VersionSpan
 

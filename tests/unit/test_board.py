@@ -6,9 +6,9 @@ import random
 
 import pytest
 
+from inflight.contracts.scheduling import Finished, Issue, Joined, Offered, Returned, Scored, Withdrawn
 from inflight.rollouts.board import Board
 from inflight.rollouts.slots import SlotAccount
-from inflight.scheduling import Finished, Issue, Joined, Offered, Returned, Scored, Withdrawn
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from inflight.checkpoints import check_weights
 from inflight.errors import ConfigError, UnsupportedError
+from inflight.model.checkpoints import check_weights
 from tests.models import TRAINED_FAMILIES, make_model
 
 NORM = "model.norm.weight"

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inflight.pipeline.batches import make_batch
 from inflight.rollouts import MaxLag, WaitingGroups, group_advantages, sample_pairs, shuffle_batch
 from inflight.rollouts.composers import COMPOSERS, ConstantTokens, ShuffledPairs, SolvableOnly, TokenBudget
+from inflight.run.sampling.batches import make_batch
 from inflight.types import Group, Rollout
 from inflight.wire import VersionSpan
 

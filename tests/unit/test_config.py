@@ -8,8 +8,8 @@ import pytest
 
 from inflight.errors import ConfigError, TaskError
 from inflight.losses import PRESETS, Kl, PolicyLoss, Score
-from inflight.pipeline.config import load_config
 from inflight.rollouts import load_task
+from inflight.run.config import load_config
 
 MINIMAL = '[run]\ndirectory = "runs/x"\n[model]\npath = "models/x"\n[task]\nname = "spell_backward"\n'
 

@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 
 from inflight.http.openapi import openapi_document
-from inflight.pipeline.config import load_config
+from inflight.observe.trace.schema import json_schema
 from inflight.planning.plan import load_plan
-from inflight.trace.schema import json_schema
+from inflight.run.config import load_config
 from tests.zygote import python
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 FOLDERS = ("examples", "tests/conformance/plain")
-RUN = (ROOT / "src" / "inflight" / "pipeline" / "run.py").read_text()
+RUN = (ROOT / "src" / "inflight" / "run" / "run.py").read_text()
 EXAMPLES = [RUN, *(path.read_text() for folder in FOLDERS for path in sorted((ROOT / folder).glob("*.py")))]
 
 
@@ -73,7 +73,7 @@ def test_links_in_the_docs_lead_somewhere(page: Path) -> None:
 
 def test_the_loop_in_the_design_is_that_of_the_run() -> None:
     (loop,) = re.findall(r"# The loop\n\n\n(.*?)\n\n\n# -", RUN, re.DOTALL)
-    assert loop + "\n" in blocks(ROOT / "docs" / "design.md", "python"), "quote it from pipeline/run.py"
+    assert loop + "\n" in blocks(ROOT / "docs" / "design.md", "python"), "quote it from run/run.py"
 
 
 def test_openapi_document_is_current() -> None:

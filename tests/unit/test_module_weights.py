@@ -12,8 +12,8 @@ from torch import nn
 from inflight import ModuleWeights, TrainerWorker, WeightSource, gather_only
 from inflight.contracts import PartialWeightSource
 from inflight.errors import ConfigError, UnsupportedError
-from inflight.weights.buckets import plan_buckets
-from inflight.weights.packing import Packer
+from inflight.weights.encode.bucket_bytes import Packer
+from inflight.weights.encode.buckets import plan_buckets
 from tests.models import FAMILIES, make_model
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from inflight.errors import ConfigError
-from inflight.pipeline.config import RunConfig, load_config
-from inflight.pipeline.devices import Device, described_devices, installed_devices, visible_devices
-from inflight.pipeline.placement import Placement, place
+from inflight.run.config import RunConfig, load_config
+from inflight.run.machines.devices import Device, described_devices, installed_devices, visible_devices
+from inflight.run.machines.placement import Placement, place
 from inflight_fsdp.devices import device_index
 
 MINIMAL = '[run]\ndirectory = "runs/x"\n[model]\npath = "models/x"\n[task]\nname = "spell_backward"\n'
@@ -222,7 +222,7 @@ def test_ranks_that_would_share_a_gpu_are_refused_before_nccl_does() -> None:
 
 
 def test_the_worker_is_told_where_to_compute(configured) -> None:
-    from inflight.pipeline.trainer import _worker_settings
+    from inflight.run.ranks.rank import _worker_settings
 
     assert "device" not in _worker_settings(configured())
     assert _worker_settings(configured("--train.device", "cpu"))["device"] == "cpu"

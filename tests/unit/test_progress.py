@@ -6,15 +6,15 @@ import time
 
 import pytest
 
-from inflight.pipeline import progress
-from inflight.pipeline.progress import Progress
+from inflight.run.record import console
+from inflight.run.record.console import Progress
 
 
 def test_what_is_waited_for_is_said_after_a_silence_and_with_its_length(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now = time.monotonic()
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    monkeypatch.setattr(console.time, "monotonic", lambda: now)
     shown = Progress(6)
     for _ in range(25):
         now += 1.0

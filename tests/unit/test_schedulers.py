@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
+from inflight.contracts.scheduling import Decision, Finished, Issue, Joined, Left, Offered, Returned
 from inflight.rollouts.schedulers import LeastLoaded
-from inflight.scheduling import Decision, Finished, Issue, Joined, Left, Offered, Returned
 
 
 def offered(item: int, group_size: int = 4) -> Offered:

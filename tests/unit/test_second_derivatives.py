@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from inflight.attention import SegmentPlan, _to_packed, _to_padded
 from inflight.errors import UnsupportedError
-from inflight.head_exchange import _exchanged
 from inflight.losses import KeptTokens, chunked_logprobs, chunked_logprobs_and_entropy, one_pass
+from inflight.model.attention import SegmentPlan, _to_packed, _to_padded
+from inflight.model.head_exchange import _exchanged
 from inflight_fsdp.pipeline import _FromLast, _Receive, _Send
 from inflight_fsdp.rows import summed_for_all
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from inflight.pipeline.config import load_config
-from inflight.pipeline.time_limits import TimeLimits, time_limits
+from inflight.run.config import load_config
+from inflight.run.machines.time_limits import TimeLimits, time_limits
 from tests.headers import LLAMA_70B, write_headers
 
 SETTINGS = '[run]\ndirectory = "runs/x"\n[task]\nname = "spell_backward"\n[model]\ndtype = "bfloat16"\npath = '

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from inflight import wire
-from inflight.weights.buckets import plan_buckets
+from inflight.weights.encode.buckets import plan_buckets
 from inflight.wire import (
     BucketSpec,
     Capabilities,

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from inflight.trace import events
-from inflight.trace.files import EventWriter
+from inflight.observe.trace import events
+from inflight.observe.trace.files import EventWriter
 
 SERVER, OTHER = "http://127.0.0.1:8001", "http://127.0.0.1:8002"
 FLAGS = (

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from inflight.trace.files import read_steps
+from inflight.observe.trace.files import read_steps
 from tests.watch.recorded import browser
 from tests.watch.test_page import Opened, watched
 

@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inflight.errors import ConfigError, InvalidRequestError
-from inflight.trace import events
-from inflight.trace.files import EventFollower, begin_files
-from inflight.watch import views
-from inflight.watch.lanes import Lane
-from inflight.watch.model import RunModel
-from inflight.watch.report import write_report
-from inflight.watch.series import NUM_BINS, StepTable, TimeBins
+from inflight.observe.trace import events
+from inflight.observe.trace.files import EventFollower, begin_files
+from inflight.observe.watch import views
+from inflight.observe.watch.lanes import Lane
+from inflight.observe.watch.model import RunModel
+from inflight.observe.watch.report import write_report
+from inflight.observe.watch.series import NUM_BINS, StepTable, TimeBins
 from tests.watch.recorded import OTHER, SERVER, WrittenRun
 
 

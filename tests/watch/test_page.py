@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from inflight.trace import events
-from inflight.trace.files import EventFollower, begin_files
-from inflight.watch.model import RunModel
-from inflight.watch.report import write_report
-from inflight.watch.serving import create_app, following
+from inflight.observe.trace import events
+from inflight.observe.trace.files import EventFollower, begin_files
+from inflight.observe.watch.model import RunModel
+from inflight.observe.watch.report import write_report
+from inflight.observe.watch.serving import create_app, following
 from tests.watch.recorded import OTHER, WrittenRun, browser
 from tests.watch.test_model import a_run, folded
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from inflight.pipeline.page import serve_page
-from inflight.trace.records import RECORD, Manifest, RecordWriter, Weights
-from inflight.trace.steps import Outcome, RecordedStep
+from inflight.observe.trace.records import RECORD, Manifest, RecordWriter, Weights
+from inflight.observe.trace.steps import Outcome, RecordedStep
+from inflight.observe.watch import views
+from inflight.observe.watch.details import rollout_details
+from inflight.run.record.page import serve_page
 from inflight.types import Group, Rollout, Sample
-from inflight.watch import views
-from inflight.watch.details import rollout_details
 from inflight.wire import VersionSpan
 from tests.watch.test_model import a_run, folded
 

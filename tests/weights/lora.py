@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from inflight.weights.lora import lora_names
+from inflight.weights.encode.lora_tensors import lora_names
 from inflight.wire import LoraSpec
 
 

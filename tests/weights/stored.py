@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from inflight.types import WeightBucket
-from inflight.weights.packing import encode, pack
+from inflight.weights.encode.bucket_bytes import encode, pack
 from inflight.weights.transports import device_memory
 from inflight.weights.transports.bucket_files import StoredUpdate
 from inflight.weights.transports.device_memory import HostMemory

@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 import torch
 
-from inflight.checkpoints import load_causal_lm
+from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.engine import Engine
+from inflight.engines.embedded.slots import ATTENTION_NAME, register_slot_attention
 from inflight.errors import PoisonedError, PublishError, UnreachableError, UpdateRefusedError
-from inflight.local.endpoint import LocalEndpoint
-from inflight.local.engine import Engine
-from inflight.local.slots import ATTENTION_NAME, register_slot_attention
+from inflight.model.checkpoints import load_causal_lm
 from inflight.types import EndpointOutcome
-from inflight.weights.publish import WeightPublisher, publish_weights
+from inflight.weights.send.publish import WeightPublisher, publish_weights
 from inflight.weights.transports.process_group import ProcessGroupSender
 from inflight.wire import BucketTransfer, EndpointState, GenerateResponse, UpdateRef
 from tests.selection import first_of_each

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from inflight.errors import UpdateRefusedError
-from inflight.weights.base_weights import BaseWeights
+from inflight.weights.receive.base_weights import BaseWeights
 
 
 def test_tensors_are_the_checkpoints_until_an_update_brings_others_and_lost_unless_it_kept_them(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inflight.types import WeightBucket
-from inflight.weights.buckets import manifest_difference, plan_buckets
-from inflight.weights.packing import Packer, pack, unpack
+from inflight.weights.encode.bucket_bytes import Packer, pack, unpack
+from inflight.weights.encode.buckets import manifest_difference, plan_buckets
 from inflight.wire import InFlightPolicy, Manifest, TensorSpec, WeightUpdate
 from tests.weights.workers import spec_of
 

@@ -17,14 +17,14 @@ from inflight.conformance.fleet.palette import CHECKPOINT, FROZEN, Shade
 from inflight.conformance.fleet.plan import INSIDE, OUTSIDE, SENDER, TRANSPORTS, Kind, Step, fault_plan, sites
 from inflight.conformance.fleet.proxy import TcpProxy
 from inflight.conformance.fleet.schedule import run_schedule
-from inflight.local.endpoint import LocalEndpoint
-from inflight.local.engine import Engine
-from inflight.local.sequences import Sequence
+from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.engine import Engine
+from inflight.engines.embedded.sequences import Sequence
 from inflight.types import PublishReport
-from inflight.weights.module import tensor_spec
-from inflight.weights.packing import decode, encode, pack, unpack
-from inflight.weights.session import UpdateSession
-from inflight.weights.staging import Staging
+from inflight.weights.encode.bucket_bytes import decode, encode, pack, unpack
+from inflight.weights.receive.staging import Staging
+from inflight.weights.receive.states import UpdateSession
+from inflight.weights.send.module import tensor_spec
 from inflight.wire import VersionSpan
 from tests.chaos import dying
 from tests.chaos.campaign import Campaign, results_of

@@ -14,11 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import TransferError
-from inflight.weights import outgoing
-from inflight.weights.device_checksum import sums64
-from inflight.weights.packing import Rounding, checksum, encode, pack
-from inflight.weights.publish import WeightPublisher, publish_weights
-from inflight.weights.publish_session import PublishSession
+from inflight.weights.encode.bucket_bytes import Rounding, checksum, encode, pack
+from inflight.weights.encode.device_checksum import sums64
+from inflight.weights.send import gathering as outgoing
+from inflight.weights.send.publish import WeightPublisher, publish_weights
+from inflight.weights.send.session import PublishSession
 from inflight.weights.transports import make_sender
 from inflight.weights.transports.process_group import ProcessGroupSender
 from inflight.wire import EndpointState

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inflight.errors import TransferError
-from inflight.weights.delta import (
+from inflight.weights.encode.bucket_bytes import pack
+from inflight.weights.encode.delta import (
     ElementRun,
     Patch,
     Snapshot,
@@ -25,7 +26,6 @@ from inflight.weights.delta import (
     find_changes,
     find_tensor_changes,
 )
-from inflight.weights.packing import pack
 from inflight.wire import TensorSpec
 from tests.weights.stored import make_buckets, make_update
 

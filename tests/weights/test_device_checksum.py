@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from inflight.errors import TransferError
-from inflight.weights import device_checksum
-from inflight.weights.device_checksum import checksum_as, sums64
-from inflight.weights.packing import checksum
+from inflight.weights.encode import device_checksum
+from inflight.weights.encode.bucket_bytes import checksum
+from inflight.weights.encode.device_checksum import checksum_as, sums64
 
 MODULUS = 1 << 64
 ROW, PRIME = 4096, 4099

@@ -21,7 +21,7 @@ from inflight.errors import (
 )
 from inflight.http.client import HttpEndpoint
 from inflight.types import EndpointOutcome, PublishReport
-from inflight.weights.publish import WeightPublisher, publish_weights
+from inflight.weights.send.publish import WeightPublisher, publish_weights
 from inflight.weights.transports.process_group import ProcessGroupSender
 from inflight.wire import BucketTransfer, ProcessGroupSpec, UpdateRef, WeightUpdate, WeightVersion
 from tests.selection import first_of_each

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from inflight.errors import ConfigError, TransferError
 from inflight.types import WeightBucket
-from inflight.weights.packing import checksum
+from inflight.weights.encode.bucket_bytes import checksum
 from inflight.weights.transports import make_sender
 from inflight.weights.transports.bucket_files import StoredUpdate
 from inflight.weights.transports.files import FileReceiver, FileSender

@@ -13,9 +13,9 @@ import pytest
 from inflight.errors import ConfigError, FencedError, PublishError
 from inflight.http.client import HttpEndpoint
 from inflight.types import EndpointOutcome
-from inflight.weights.bringing import ANSWER_S
-from inflight.weights.fleet import Fleet, MemberState, StateChange
-from inflight.weights.publisher import WeightPublisher
+from inflight.weights.send.endpoint_update import ANSWER_S
+from inflight.weights.send.fleet import Fleet, MemberState, StateChange
+from inflight.weights.send.publisher import WeightPublisher
 from inflight.weights.transports import make_sender
 from tests.servers import TOKEN, ServerProcess
 from tests.weights.workers import PlainWorker, assert_serves, checkpoint, weight_version

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inflight.errors import NonFiniteError, TransferError
-from inflight.weights.float8 import BLOCK, decode_float8, encode_float8, payload_size
+from inflight.weights.encode.float8 import BLOCK, decode_float8, encode_float8, payload_size
 
 torch.set_num_threads(1)
 

@@ -14,14 +14,14 @@ from typing import cast
 import pytest
 import torch
 
+from inflight.base.threads import run_abandonable
 from inflight.cli import main
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import ConfigError, TrainerError, TransferError
-from inflight.weights.following import StoredRun, follow
-from inflight.weights.packing import checksum
-from inflight.weights.staging import payload_spec
-from inflight.weights.storing import StoreReport, newest_incarnation, store_weights
-from inflight.weights.threads import run_abandonable
+from inflight.weights.encode.bucket_bytes import checksum
+from inflight.weights.receive.following import StoredRun, follow
+from inflight.weights.receive.staging import payload_spec
+from inflight.weights.send.storing import StoreReport, newest_incarnation, store_weights
 from inflight.weights.transports import make_receiver, make_sender
 from inflight.weights.transports.bucket_files import LEASE_S
 from inflight.weights.transports.files import FileSender
@@ -171,7 +171,7 @@ def test_what_to_follow_is_said_whole(
     ],
 )
 def test_a_place_that_cannot_be_followed_is_no_configuration(place: str, run_id: str, words: str) -> None:
-    from inflight.weights.following import store_spec
+    from inflight.weights.receive.following import store_spec
 
     with pytest.raises(ConfigError, match=rf"cannot be followed at .*{words}"):
         store_spec(place, run_id, "token")

@@ -17,7 +17,7 @@ import torch
 
 from inflight.errors import ConfigError, PublishError, TransferError
 from inflight.types import WeightBucket
-from inflight.weights.publish import WeightPublisher, publish_weights
+from inflight.weights.send.publish import WeightPublisher, publish_weights
 from inflight.weights.transports import arenas as arenas_module
 from inflight.weights.transports import device_memory, make_sender
 from inflight.weights.transports.arenas import ArenaReceiver, ArenaSender, keep_open

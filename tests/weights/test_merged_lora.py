@@ -10,8 +10,8 @@ import torch
 
 from inflight.contracts import MergingLoraSource, PartialWeightSource
 from inflight.errors import UnsupportedError
-from inflight.weights.base_weights import BaseWeights
-from inflight.weights.merged_lora import MergedLora
+from inflight.weights.receive.base_weights import BaseWeights
+from inflight.weights.send.merged_lora import MergedLora
 from tests.weights.lora import lora_of, merged_with
 from tests.weights.test_partial_updates import OneServer
 from tests.weights.workers import LORA, LoraWorker

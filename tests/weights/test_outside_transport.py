@@ -10,6 +10,7 @@ import pytest
 from examples.own_transport import TCP, TcpSender
 from transformers import AutoModelForCausalLM
 
+from inflight.base.transport_registry import find_transport, installed_transports
 from inflight.conformance.checks import Check
 from inflight.conformance.kit import Kit
 from inflight.conformance.targets import TransportTarget
@@ -17,9 +18,8 @@ from inflight.conformance.transport import CHECKS
 from inflight.conformance.transport.pair import open_pair
 from inflight.conformance.verdicts import CheckOutcome
 from inflight.errors import ConfigError
-from inflight.transports import find_transport, installed_transports
-from inflight.weights.module import ModuleWeights
-from inflight.weights.publish import WeightPublisher, publish_weights
+from inflight.weights.send.module import ModuleWeights
+from inflight.weights.send.publish import WeightPublisher, publish_weights
 from inflight.weights.transports import make_sender, named_transport
 from tests.selection import first_of_each
 from tests.servers import TOKEN, ServerProcess

@@ -13,18 +13,18 @@ import torch
 from pydantic import ValidationError
 
 from inflight import LoraWeights, ModuleWeights
-from inflight.checkpoints import load_causal_lm
 from inflight.contracts import LoraSource
+from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.engine import Engine
+from inflight.engines.embedded.slots import ATTENTION_NAME, register_slot_attention
 from inflight.errors import ConfigError, PublishError, UnsupportedError, UpdateRefusedError
-from inflight.local.endpoint import LocalEndpoint
-from inflight.local.engine import Engine
-from inflight.local.slots import ATTENTION_NAME, register_slot_attention
+from inflight.model.checkpoints import load_causal_lm
 from inflight.types import EndpointOutcome, PublishReport
-from inflight.weights.base_weights import AdaptedWeights, merged
-from inflight.weights.buckets import manifest_difference, plan_buckets
-from inflight.weights.lora import changed_names, lora_difference
-from inflight.weights.publish import WeightPublisher, publish_weights
-from inflight.weights.session import UpdateSession
+from inflight.weights.encode.buckets import manifest_difference, plan_buckets
+from inflight.weights.encode.lora_tensors import changed_names, lora_difference
+from inflight.weights.receive.base_weights import AdaptedWeights, merged
+from inflight.weights.receive.states import UpdateSession
+from inflight.weights.send.publish import WeightPublisher, publish_weights
 from inflight.weights.transports.process_group import ProcessGroupSender
 from inflight.wire import BucketTransfer, EndpointState, LoraSpec, Manifest
 from tests.weights.lora import adapted, lora_of, merged_with

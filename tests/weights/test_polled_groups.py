@@ -22,8 +22,8 @@ from inflight.conformance.transport import CHECKS
 from inflight.conformance.verdicts import CheckOutcome
 from inflight.errors import ConfigError, PublishError, TransferError
 from inflight.types import WeightBucket
-from inflight.weights.publish import WeightPublisher, publish_weights
-from inflight.weights.staging import payload_spec
+from inflight.weights.receive.staging import payload_spec
+from inflight.weights.send.publish import WeightPublisher, publish_weights
 from inflight.weights.transports import make_sender, process_group
 from inflight.weights.transports.groups import GroupKind, PolledGroup, new_gloo_group
 from inflight.weights.transports.nccl_group import QUIET, environment, new_nccl_group

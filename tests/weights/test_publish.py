@@ -28,9 +28,9 @@ from inflight.errors import (
 )
 from inflight.http.client import HttpEndpoint
 from inflight.types import EndpointOutcome, PublishReport
-from inflight.weights.buckets import plan_buckets
-from inflight.weights.outgoing import gather_only
-from inflight.weights.publish import WeightPublisher, publish_weights
+from inflight.weights.encode.buckets import plan_buckets
+from inflight.weights.send.gathering import gather_only
+from inflight.weights.send.publish import WeightPublisher, publish_weights
 from inflight.weights.transports.process_group import ProcessGroupSender
 from inflight.wire import (
     EndpointState,

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from inflight.errors import FencedError, InflightError, PoisonedError, TransferError, UpdateRefusedError
-from inflight.weights.buckets import plan_buckets
-from inflight.weights.delta import element_runs, encode_delta, find_changes
-from inflight.weights.intakes import StagedIntake
-from inflight.weights.packing import checksum, pack
-from inflight.weights.receiving import ReceivingEndpoint, UpdateReceiver
+from inflight.weights.encode.bucket_bytes import checksum, pack
+from inflight.weights.encode.buckets import plan_buckets
+from inflight.weights.encode.delta import element_runs, encode_delta, find_changes
+from inflight.weights.receive.bucket_sinks import StagedIntake
+from inflight.weights.receive.receiver import ReceivingEndpoint, UpdateReceiver
 from inflight.wire import (
     BucketTransfer,
     Capabilities,

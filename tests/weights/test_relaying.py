@@ -19,9 +19,9 @@ import torch
 from inflight.cli import main
 from inflight.errors import TransferError
 from inflight.types import WeightBucket
-from inflight.weights.packing import checksum
-from inflight.weights.relaying import relay
-from inflight.weights.storing import store_weights
+from inflight.weights.encode.bucket_bytes import checksum
+from inflight.weights.receive.relaying import relay
+from inflight.weights.send.storing import store_weights
 from inflight.weights.transports import make_sender
 from inflight.weights.transports.bucket_files import StoredUpdate
 from inflight.weights.transports.file_server import FileServer

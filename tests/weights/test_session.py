@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from inflight.errors import FencedError, PoisonedError, UpdateRefusedError
-from inflight.weights.buckets import plan_buckets
-from inflight.weights.session import UpdateSession
+from inflight.weights.encode.buckets import plan_buckets
+from inflight.weights.receive.states import UpdateSession
 from inflight.wire import BucketTransfer, EndpointState, InFlightPolicy, Manifest, TensorSpec, UpdateRef, WeightUpdate
 
 SPECS = tuple(TensorSpec(name=f"t{i}", dtype="float32", shape=(2,)) for i in range(3))

@@ -13,7 +13,7 @@ import torch
 from inflight.contracts import WeightReceiver, WeightSender
 from inflight.errors import TransferError
 from inflight.types import WeightBucket
-from inflight.weights.packing import unpack
+from inflight.weights.encode.bucket_bytes import unpack
 from inflight.weights.transports import make_receiver, make_sender
 from inflight.weights.transports.arenas import ArenaReceiver, ArenaSender
 from inflight.weights.transports.device_memory import HostMemory

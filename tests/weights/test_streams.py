@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from inflight.weights import streams
-from inflight.weights.streams import beside, finish, finish_all, queued_beside, recorded
+from inflight.weights.encode import streams
+from inflight.weights.encode.streams import beside, finish, finish_all, queued_beside, recorded
 
 GPU = torch.device("cuda", 0)
 

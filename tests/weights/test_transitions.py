@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from inflight.errors import BusyError, PoisonedError, UpdateRefusedError
-from inflight.weights.buckets import plan_buckets
-from inflight.weights.session import TRANSITIONS, Event, UpdateSession
+from inflight.weights.encode.buckets import plan_buckets
+from inflight.weights.receive.states import TRANSITIONS, Event, UpdateSession
 from inflight.wire import BucketTransfer, EndpointState, InFlightPolicy, Manifest, TensorSpec, UpdateRef, WeightUpdate
 
 SPECS = tuple(TensorSpec(name=f"t{i}", dtype="float32", shape=(2,)) for i in range(2))

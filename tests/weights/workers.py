@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from inflight.http.client import HttpEndpoint
 from inflight.types import WeightBucket
-from inflight.weights.buckets import plan_buckets
+from inflight.weights.encode.buckets import plan_buckets
 from inflight.wire import (
     BucketSpec,
     EndpointState,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from inflight.weights.buckets import plan_buckets
+from inflight.weights.encode.buckets import plan_buckets
 from inflight_fsdp import FsdpWorker, create_worker
 from tests.worker.worker_cases import accumulate, make_batch, settings
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from inflight.errors import ConfigError
-from inflight.weights.buckets import plan_buckets
+from inflight.weights.encode.buckets import plan_buckets
 from inflight_fsdp import FsdpWorker, create_worker
 from tests.models import make_model
 from tests.worker.worker_cases import accumulate, make_batch, part_of, saved_gradients, settings

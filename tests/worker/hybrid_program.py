@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from inflight.weights.buckets import plan_buckets
+from inflight.weights.encode.buckets import plan_buckets
 from inflight_fsdp import create_worker
 from tests.worker.rank_program import ADAM, error_of, three_steps
 from tests.worker.worker_cases import settings

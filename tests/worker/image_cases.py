@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from inflight.checkpoints import stored_names
-from inflight.local.tiny_images import IMAGE
+from inflight.engines.embedded.tiny_images import IMAGE
 from inflight.losses import collate
+from inflight.model.checkpoints import stored_names
 from inflight.types import MicroBatch, Rollout, Sample, Turn
 from inflight.wire import VersionSpan
 from tests.pictures import BLUE, RED, Reference, images_of, picture

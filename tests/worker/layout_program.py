@@ -21,9 +21,9 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 import inflight_fsdp
-from inflight.data_ranks import data_ranks_of
+from inflight.contracts.trainer import data_ranks_of
 from inflight.types import MicroBatch
-from inflight.weights.buckets import plan_buckets
+from inflight.weights.encode.buckets import plan_buckets
 from inflight_fsdp.sharded import ShardedWorker
 from tests.worker.worker_cases import accumulate, make_batch, part_of, policy_loss, settings
 

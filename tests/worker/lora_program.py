@@ -11,8 +11,8 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from inflight.types import MicroBatch
-from inflight.weights.buckets import plan_buckets
-from inflight.weights.outgoing import gather_only
+from inflight.weights.encode.buckets import plan_buckets
+from inflight.weights.send.gathering import gather_only
 from inflight_fsdp import FsdpLoraWorker, create_worker
 from tests.worker.worker_cases import accumulate, make_batch, part_of, settings
 

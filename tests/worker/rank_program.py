@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from inflight.errors import InflightError, PrecisionWarning
 from inflight.types import MicroBatch
-from inflight.weights.buckets import plan_buckets
+from inflight.weights.encode.buckets import plan_buckets
 from inflight_fsdp import FsdpWorker, create_worker
 from tests.worker.worker_cases import accumulate, file_bytes, make_batch, part_of, policy_loss, settings
 

@@ -25,8 +25,13 @@ from transformers import (
 )
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from inflight.attention import SegmentPlan, check_model_is_supported, register_segment_attention, segment_attention
 from inflight.errors import UnsupportedError
+from inflight.model.attention import (
+    SegmentPlan,
+    check_model_is_supported,
+    register_segment_attention,
+    segment_attention,
+)
 
 LENGTHS = [(5,), (3, 3, 3), (1, 1), (40, 3, 17, 1, 64, 33), (1, 129, 2, 100, 80)]
 

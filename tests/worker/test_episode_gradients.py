@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from inflight.losses import PRESETS, collate, prepare
-from inflight.pipeline.batches import make_batch
 from inflight.rollouts import MaxLag, pack
+from inflight.run.sampling.batches import make_batch
 from inflight.types import Group, Rollout, Turn
 from inflight.wire import VersionSpan
 from inflight_fsdp import create_worker

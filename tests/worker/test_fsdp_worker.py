@@ -30,7 +30,7 @@ from inflight.errors import (
     TrainerError,
     UnsupportedError,
 )
-from inflight.weights.buckets import plan_buckets
+from inflight.weights.encode.buckets import plan_buckets
 from inflight_fsdp import FsdpWorker, WorkerConfig, create_worker
 from inflight_fsdp.optimizer import as_sharded, learning_rate_at
 from tests.models import FAMILIES, TRAINED_FAMILIES, make_model

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from inflight.contracts import ImageWorker
 from inflight.errors import InvalidRequestError, UnsupportedError
 from inflight.losses import collate
-from inflight.pipeline.messages import micro_batches_of, tensors_of
-from inflight.weights.buckets import plan_buckets
+from inflight.run.ranks.messages import micro_batches_of, tensors_of
+from inflight.weights.encode.buckets import plan_buckets
 from inflight_fsdp import create_worker
 from tests.models import make_model
 from tests.pictures import make_image_model

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 
-from inflight.checkpoints import load_causal_lm
 from inflight.errors import CheckpointError, ConfigError, UnsupportedError
-from inflight.lora_settings import LoraSettings
-from inflight.weights.lora import PREFIX, lora_names
+from inflight.model.checkpoints import load_causal_lm
+from inflight.model.lora_settings import LoraSettings
+from inflight.weights.encode.lora_tensors import PREFIX, lora_names
 from inflight_fsdp import FsdpLoraWorker, create_worker
 from inflight_fsdp.config import parse_config
 from inflight_fsdp.torchtitan_config import TorchTitanConfig

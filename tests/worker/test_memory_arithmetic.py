@@ -15,12 +15,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from inflight.checkpoints import load_causal_lm, max_model_len_of
-from inflight.engines.kinds import GpuUse
-from inflight.local.slots import token_bytes_of
-from inflight.pipeline.config import RunConfig, load_config
-from inflight.pipeline.memory import activation_bytes, model_shape, server_terms, shard_elements, trainer_terms
-from inflight.pipeline.trainer import _worker_settings
+from inflight.engines.embedded.slots import token_bytes_of
+from inflight.http.kinds import GpuUse
+from inflight.model.checkpoints import load_causal_lm, max_model_len_of
+from inflight.run.config import RunConfig, load_config
+from inflight.run.machines.memory import activation_bytes, model_shape, server_terms, shard_elements, trainer_terms
+from inflight.run.ranks.rank import _worker_settings
 from inflight_fsdp import FsdpWorker, WorkerConfig, create_worker
 from inflight_fsdp.model import empty_policy
 from inflight_fsdp.rows import rows_of

@@ -13,7 +13,7 @@ from torchtitan.models.qwen3 import qwen3_configs
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from inflight.errors import CheckpointError, ConfigError, PrecisionWarning, TrainerError, UnsupportedError
-from inflight.weights.buckets import plan_buckets
+from inflight.weights.encode.buckets import plan_buckets
 from inflight_fsdp import create_worker as create_fsdp_worker
 from inflight_fsdp.config import parse_config
 from inflight_fsdp.torchtitan import create_worker

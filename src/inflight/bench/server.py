@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from inflight.engines.embedded.tiny import EOS, VOCAB_SIZE, save_tiny_model
 from inflight.errors import ConfigError
-from inflight.local.tiny import EOS, VOCAB_SIZE, save_tiny_model
 
 _START_S = 180.0
 _STOP_S = 20.0

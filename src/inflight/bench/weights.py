@@ -25,8 +25,8 @@ from inflight.bench.server import BenchServer, make_model, serving
 from inflight.errors import ConfigError, InflightError
 from inflight.http.client import HttpEndpoint
 from inflight.types import PublishReport
-from inflight.weights.module import ModuleWeights
-from inflight.weights.publish import WeightPublisher, publish_weights
+from inflight.weights.send.module import ModuleWeights
+from inflight.weights.send.publish import WeightPublisher, publish_weights
 from inflight.wire import GenerateRequest, SamplingParams
 
 TRANSPORTS = (

@@ -7,9 +7,9 @@ import math
 from pathlib import Path
 from typing import Any
 
+from inflight.base.extensions import check_reference, installed
 from inflight.conformance.targets import EndpointTarget, endpoint_target
 from inflight.errors import ConfigError
-from inflight.extensions import check_reference, installed
 from inflight.http.tokens import TOKEN_VARIABLE, read_token
 
 

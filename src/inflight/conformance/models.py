@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import torch
 
-from inflight.local.tiny import EOS, PAD, VOCAB_SIZE, byte_tokenizer
-from inflight.local.tiny_images import TinyImageShape, create_tiny_image_model, save_tiny_image_model
+from inflight.engines.embedded.tiny import EOS, PAD, VOCAB_SIZE, byte_tokenizer
+from inflight.engines.embedded.tiny_images import TinyImageShape, create_tiny_image_model, save_tiny_image_model
 
 
 def make_seeing_model(path: Path, *, seed: int = 0) -> Path:

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from inflight.checkpoints import load_causal_lm, load_config, load_tokenizer, max_model_len_of, stored_names
 from inflight.errors import ConfigError
-from inflight.images import load_image_processor
+from inflight.model.checkpoints import load_causal_lm, load_config, load_tokenizer, max_model_len_of, stored_names
+from inflight.model.images import load_image_processor
 from inflight.wire import ImageUrl, SamplingParams, VersionSpan
 
 

@@ -20,10 +20,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+from inflight.base.extensions import installed
 from inflight.conformance.report.files import read_certificate
 from inflight.conformance.verdicts import Certificate
 from inflight.errors import ConfigError
-from inflight.extensions import installed
 from inflight.wire import PROTOCOL_VERSION
 
 _INFLIGHT = Path(__file__).parents[1]

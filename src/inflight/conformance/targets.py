@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 
 from pydantic import Field
 
+from inflight.base.extensions import check_reference
 from inflight.errors import ConfigError
-from inflight.extensions import check_reference
 from inflight.wire import WireModel
 
 SERVER_GROUP = "server-group-"

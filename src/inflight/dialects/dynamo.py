@@ -20,17 +20,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from inflight.base.transport_registry import receivable
 from inflight.contracts import InferenceEndpoint
 from inflight.dialects.completions import ROUTE, body_of, completion_of
-from inflight.dialects.owned import OwnedEndpoint
-from inflight.dialects.told import options_of_query
-from inflight.engines.checkpoint_specs import checkpoint_of, config_number, config_of
-from inflight.engines.kinds import EngineKind, EngineOptions
-from inflight.engines.labels import ServedVersion, label_of, parse_label
+from inflight.dialects.single_owner import OwnedEndpoint
+from inflight.dialects.url_query import options_of_query
 from inflight.engines.requests import reading
 from inflight.engines.routes import EngineRoutes, words_of
+from inflight.engines.version_labels import ServedVersion, label_of, parse_label
 from inflight.errors import ConfigError, ProtocolError, UpdateRefusedError
-from inflight.transports import receivable
+from inflight.http.kinds import EngineKind, EngineOptions
+from inflight.model.checkpoint_specs import checkpoint_of, config_number, config_of
 from inflight.wire import (
     Capabilities,
     Completion,

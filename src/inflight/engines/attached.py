@@ -10,11 +10,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from inflight.engines.calls import Attaching, BackgroundCalls
-from inflight.engines.labels import ServedVersion, parse_label
+from inflight.engines.detached_calls import Attaching, BackgroundCalls
 from inflight.engines.requests import RequestGate
 from inflight.engines.routes import EngineRoutes
 from inflight.engines.timings import LastUpdate
+from inflight.engines.version_labels import ServedVersion, parse_label
 from inflight.errors import InflightError, UnsupportedError
 from inflight.http.chat import chat_completion_of, check_chat, generate_request_of
 from inflight.wire import (
@@ -30,8 +30,8 @@ from inflight.wire import (
 )
 
 if TYPE_CHECKING:
-    from inflight.weights.receiving import UpdateReceiver
-    from inflight.weights.releasing import MemoryRelease
+    from inflight.weights.receive.receiver import UpdateReceiver
+    from inflight.weights.receive.releasing import MemoryRelease
 
 
 class AttachedEndpoint(ABC):

@@ -13,9 +13,9 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from inflight.base.extensions import resolve
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import ConfigError
-from inflight.extensions import resolve
 
 
 def keyword_arguments(pairs: Sequence[str], flag: str) -> dict[str, Any]:

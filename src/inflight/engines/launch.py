@@ -21,10 +21,10 @@ from types import TracebackType
 from typing import NoReturn
 
 from inflight.engines import supervise
-from inflight.engines.kinds import EngineKind, EngineOptions
-from inflight.engines.parts import dead_part, vital_parts
+from inflight.engines.process_tree import dead_part, vital_parts
 from inflight.errors import ConfigError, EndpointError
 from inflight.http.connection import HttpConnection
+from inflight.http.kinds import EngineKind, EngineOptions
 from inflight.http.tokens import TOKEN_VARIABLE
 
 _HOST = "127.0.0.1"

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from inflight.engines.labels import began_under_another
+from inflight.engines.version_labels import began_under_another
 from inflight.errors import BusyError, InvalidRequestError, ProtocolError, UnsupportedError
 from inflight.wire import Completion, GenerateRequest
 

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from inflight.environments.tool_calls import split_tool_calls
+from inflight.environments.tools.tool_calls import split_tool_calls
 from inflight.errors import InvalidRequestError, UnsupportedError
-from inflight.images import ImageProcessor, as_parts, image_urls_of, refuse_images, text_of
+from inflight.model.images import ImageProcessor, as_parts, image_urls_of, refuse_images, text_of
 from inflight.types import Message, Tool, ToolCall
 from inflight.wire import PromptImage
 

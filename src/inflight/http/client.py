@@ -8,13 +8,13 @@ from typing import Any
 
 import pydantic
 
+from inflight.base.transfer_time import MOVE_S
 from inflight.contracts import AbortingEndpoint, DraftingEndpoint, ReleasingEndpoint, StreamingEndpoint
 from inflight.errors import InflightError, ProtocolError, error_from_code
 from inflight.http import routes
 from inflight.http.bodies import message_of
 from inflight.http.connection import MAX_RESPONSE_BYTES, HttpConnection
 from inflight.http.routes import Response, Route
-from inflight.transfer_time import MOVE_S
 from inflight.wire import (
     AbortRequests,
     BucketTransfer,

@@ -11,8 +11,8 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from inflight.base.transport_registry import installed_transports
 from inflight.http.routes import REFUSED_STATUSES, ROUTES, STATUS_OF_CODE, Route
-from inflight.transports import installed_transports
 from inflight.wire import PROTOCOL_VERSION, ErrorBody, TransportBody
 
 _REF = "#/components/schemas/{model}"

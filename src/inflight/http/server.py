@@ -20,6 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route as StarletteRoute
 
+from inflight.base.transport_registry import spec_type
 from inflight.contracts import InferenceEndpoint, StreamingEndpoint
 from inflight.errors import InflightError, InvalidRequestError, UnauthorizedError, UnsupportedError
 from inflight.http import routes
@@ -27,7 +28,6 @@ from inflight.http.bodies import message_of
 from inflight.http.openapi import openapi_document
 from inflight.http.receiving import content_of, refuse_length, unless_client_leaves
 from inflight.http.routes import STATUS_OF_CODE, Route
-from inflight.transports import spec_type
 from inflight.types import EngineStats
 from inflight.wire import (
     Acknowledgement,

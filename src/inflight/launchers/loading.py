@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from inflight.extensions import make
+from inflight.base.extensions import make
 from inflight.launchers.launcher import Launcher
 from inflight.launchers.local import LocalLauncher
 from inflight.launchers.outside import OutsideLauncher

@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from inflight.errors import ConfigError
+from inflight.observe.trace.files import read_events, read_steps
 from inflight.planning.applying import settings_of
 from inflight.planning.candidates import Candidate
 from inflight.planning.outcome import Steady
 from inflight.planning.plan import Plan
 from inflight.planning.search import Planned
 from inflight.planning.traces import measured
-from inflight.trace.files import read_events, read_steps
 
 
 def base_of(path: Path) -> Candidate:
     """Return the configuration of a run's file. Raises `ConfigError` if it lists its servers itself."""
-    from inflight.pipeline.config import load_config
+    from inflight.run.config import load_config
 
     config = load_config(path)
     servers = config.servers

@@ -17,16 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from inflight.contracts import StalenessPolicy
-from inflight.errors import InvalidRequestError
-from inflight.planning.groups import OpenGroup, Request, continued, num_kept_tokens, whole_groups
-from inflight.planning.outcome import Outcome
-from inflight.planning.servers import Server
-from inflight.planning.setup import Setup
-from inflight.planning.training import Batch, Trainer, batch_of
-from inflight.rollouts import TokenBudget, WaitingGroups, teaches
-from inflight.rollouts.admission import Admission
-from inflight.rollouts.batching import split_evenly
-from inflight.scheduling import (
+from inflight.contracts.scheduling import (
     Abort,
     Event,
     Finished,
@@ -42,6 +33,15 @@ from inflight.scheduling import (
     StepWanted,
     Withdrawn,
 )
+from inflight.errors import InvalidRequestError
+from inflight.planning.groups import OpenGroup, Request, continued, num_kept_tokens, whole_groups
+from inflight.planning.outcome import Outcome
+from inflight.planning.servers import Server
+from inflight.planning.setup import Setup
+from inflight.planning.training import Batch, Trainer, batch_of
+from inflight.rollouts import TokenBudget, WaitingGroups, teaches
+from inflight.rollouts.admission import Admission
+from inflight.rollouts.batching import split_evenly
 from inflight.types import Group
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from inflight.errors import ConfigError
-from inflight.trace.files import read_events, read_steps
+from inflight.observe.trace.files import read_events, read_steps
 
 
 @dataclass(frozen=True, slots=True)

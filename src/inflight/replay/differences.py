@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
-from inflight.checkpoints import stored_tensors
 from inflight.losses import Metrics, add_metrics, decode_metrics, metric_values
-from inflight.trace.steps import Outcome, RecordedStep
+from inflight.model.checkpoints import stored_tensors
+from inflight.observe.trace.steps import Outcome, RecordedStep
 
 ROUNDING = {"float32": 1e-4, "bfloat16": 5e-2}
 """By dtype of the computation, what sums in another order explain: relative for a gradient norm, absolute for a

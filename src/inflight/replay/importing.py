@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from inflight.errors import ConfigError
-from inflight.pipeline.batches import make_batch
+from inflight.observe.trace.records import MANIFEST, Manifest, RecordWriter, remove_steps, step_files
+from inflight.observe.trace.steps import RecordedStep
 from inflight.rollouts import AdvantageEstimator, MaxLag
-from inflight.trace.records import MANIFEST, Manifest, RecordWriter, remove_steps, step_files
-from inflight.trace.steps import RecordedStep
+from inflight.run.sampling.batches import make_batch
 from inflight.types import Group, Rollout
 
 _ANY_LAG = 1 << 40
@@ -30,7 +30,7 @@ class Found:
     steps: Iterator[list[Group]] = field(default_factory=lambda: iter(()))
     """The groups of each file, in order; read as they are asked for, since one file may take gigabytes."""
     lacks: set[str] = field(default_factory=set)
-    """As `inflight.trace.records.Manifest.lacks`."""
+    """As `inflight.observe.trace.records.Manifest.lacks`."""
     assumed: Counter[str] = field(default_factory=Counter)
     """What had to be assumed, with how many samples it concerns. Known like ``lacks`` once all steps are read."""
 

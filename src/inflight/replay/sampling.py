@@ -13,10 +13,10 @@ from pathlib import Path
 from inflight.contracts import InferenceEndpoint
 from inflight.environments.moving import fitted
 from inflight.errors import ConfigError
-from inflight.pipeline.actor import seed_of
-from inflight.pipeline.config import RunConfig
-from inflight.trace.files import EVENTS, read_events
-from inflight.trace.records import read_steps
+from inflight.observe.trace.files import EVENTS, read_events
+from inflight.observe.trace.records import read_steps
+from inflight.run.config import RunConfig
+from inflight.run.sampling.actor import seed_of
 from inflight.types import Group, Rollout
 from inflight.wire import Completion, GenerateRequest, SamplingParams
 

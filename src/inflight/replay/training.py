@@ -12,16 +12,16 @@ from typing import Any
 
 import pydantic
 
-from inflight.checkpoints import check_weights, load_config
 from inflight.errors import ConfigError
-from inflight.images import load_image_processor
-from inflight.pipeline.batches import frames_of, logprobs_of_samples
-from inflight.pipeline.config import RunConfig
-from inflight.pipeline.recording import outcome_of, weights_of
-from inflight.pipeline.trainer_group import TrainerGroup
+from inflight.model.checkpoints import check_weights, load_config
+from inflight.model.images import load_image_processor
+from inflight.observe.trace.records import Manifest, Weights, check_steps, read_manifest, read_step, versions_of
+from inflight.observe.trace.steps import RecordedStep
 from inflight.replay.differences import StepDifference, WeightDifference, step_difference, weight_difference
-from inflight.trace.records import Manifest, Weights, check_steps, read_manifest, read_step, versions_of
-from inflight.trace.steps import RecordedStep
+from inflight.run.config import RunConfig
+from inflight.run.ranks.group import TrainerGroup
+from inflight.run.record.recording import outcome_of, weights_of
+from inflight.run.sampling.batches import frames_of, logprobs_of_samples
 
 _STOP_S = 2.0
 """How long trainer ranks may take to end after Ctrl-C: nothing of theirs is kept."""

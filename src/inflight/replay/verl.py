@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from inflight.checkpoints import load_tokenizer
 from inflight.errors import ConfigError
+from inflight.model.checkpoints import load_tokenizer
 from inflight.replay.importing import Found, field_of, grouped, is_name, is_number
 from inflight.types import Group, Rollout
 from inflight.wire import VersionSpan

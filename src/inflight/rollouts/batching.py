@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from inflight.base.extensions import make
 from inflight.contracts import BatchComposer, StalenessPolicy
 from inflight.errors import InvalidRequestError
-from inflight.extensions import make
 from inflight.rollouts.composers import COMPOSERS
 from inflight.rollouts.staleness import num_trained_tokens
 from inflight.types import Group

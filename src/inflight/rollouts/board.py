@@ -6,7 +6,7 @@ import statistics
 from collections import deque
 from dataclasses import dataclass, field
 
-from inflight.scheduling import (
+from inflight.contracts.scheduling import (
     Abort,
     Decision,
     Event,

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from inflight.contracts.scheduling import Decision, Event, Issue, Offered, Scored, StepWanted, Withdrawn
 from inflight.rollouts.board import Board, Item
-from inflight.scheduling import Decision, Event, Issue, Offered, Scored, StepWanted, Withdrawn
 
 
 @dataclass(slots=True)

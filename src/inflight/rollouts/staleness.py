@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from inflight.base.extensions import make
 from inflight.contracts import StalenessPolicy
 from inflight.errors import TrainerError
-from inflight.extensions import make
 from inflight.types import OBSERVED, Group, Rollout
 
 

@@ -7,9 +7,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from inflight.base.extensions import installed, make
 from inflight.contracts import Environment, Task
 from inflight.errors import ConfigError, TaskError
-from inflight.extensions import installed, make
 from inflight.types import TaskItem
 
 _NUM_ITEMS = 2**31 - 1

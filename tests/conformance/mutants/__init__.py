@@ -12,7 +12,7 @@ from pathlib import Path
 
 from inflight.conformance.targets import EndpointTarget
 from inflight.contracts import InferenceEndpoint
-from inflight.local.loading import load_endpoint
+from inflight.engines.embedded.loading import load_endpoint
 from tests.conformance.mutants import (
     arrivals,
     caches,

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-import inflight.weights.float8
-from inflight.local.endpoint import LocalEndpoint
-from inflight.weights.base_weights import AdaptedLoad
-from inflight.weights.float8 import decode_float8, payload_size
-from inflight.weights.packing import pack, unpack
+import inflight.weights.encode.float8
+from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.weights.encode.bucket_bytes import pack, unpack
+from inflight.weights.encode.float8 import decode_float8, payload_size
+from inflight.weights.receive.base_weights import AdaptedLoad
 from inflight.weights.transports.arenas import ArenaReceiver
 from inflight.weights.transports.store import regular_file
 from inflight.wire import BucketTransfer, Manifest, TensorSpec, TransportSpec, UpdateRef, WeightUpdate
@@ -133,12 +133,12 @@ def halves_taken_for_float16(
 def without_scales(endpoint: LocalEndpoint) -> LocalEndpoint:
     def decode(payload: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         num_rows, num_columns = payload.numel() and (int(torch.Size(shape[:-1]).numel()), shape[-1])
-        num_scales = num_rows * -(-num_columns // inflight.weights.float8.BLOCK)
+        num_scales = num_rows * -(-num_columns // inflight.weights.encode.float8.BLOCK)
         changed = payload.clone()
         changed[payload_size(shape) - 4 * num_scales :].view(torch.float32).fill_(1.0)
         return decode_float8(changed, shape, dtype)
 
-    inflight.weights.float8.decode_float8 = decode
+    inflight.weights.encode.float8.decode_float8 = decode
     return endpoint
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from inflight.local.endpoint import LocalEndpoint
-from inflight.local.slots import StepPlan
+from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.slots import StepPlan
 from inflight.wire import InFlightPolicy
 from tests.conformance.mutants.mutant import Mutant
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from inflight.local.endpoint import LocalEndpoint
+from inflight.engines.embedded.endpoint import LocalEndpoint
 from inflight.wire import GenerateRequest, GenerateResponse, InFlightPolicy, UpdateRef, WeightVersion
 from tests.conformance.mutants.mutant import Mutant
 

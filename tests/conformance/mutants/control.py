@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from inflight.engines.embedded.endpoint import LocalEndpoint
 from inflight.errors import InvalidRequestError, UpdateRefusedError
-from inflight.local.endpoint import LocalEndpoint
 from inflight.wire import (
     EndpointState,
     GenerateRequest,

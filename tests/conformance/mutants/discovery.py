@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from inflight.engines.embedded.endpoint import LocalEndpoint
 from inflight.errors import InvalidRequestError, UnsupportedError
-from inflight.local.endpoint import LocalEndpoint
 from inflight.wire import GenerateRequest, GenerateResponse, InFlightPolicy, TransportSpec, WeightVersion
 from tests.conformance.mutants.mutant import Mutant
 from tests.conformance.mutants.patches import declaring

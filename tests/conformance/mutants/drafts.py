@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-import inflight.local.engine
-from inflight.local.endpoint import LocalEndpoint
-from inflight.local.sampler import sample
-from inflight.local.speculation import Drawn, num_accepted
+import inflight.engines.embedded.engine
+from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.sampler import sample
+from inflight.engines.embedded.speculation import Drawn, num_accepted
 from inflight.wire import SamplingParams
 from tests.conformance.mutants import patches
 from tests.conformance.mutants.mutant import Mutant
@@ -71,7 +71,7 @@ def drawing_again_after_a_rejection(endpoint: LocalEndpoint) -> LocalEndpoint:
         return kept
 
     speculation.verify = faulty
-    inflight.local.engine.sample = draw
+    inflight.engines.embedded.engine.sample = draw
     return endpoint
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from inflight.engines.embedded.endpoint import LocalEndpoint
 from inflight.errors import TransferError, UpdateRefusedError
-from inflight.local.endpoint import LocalEndpoint
 from inflight.wire import (
     BucketTransfer,
     EndpointState,

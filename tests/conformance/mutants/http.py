@@ -11,8 +11,8 @@ import pydantic
 from starlette.responses import PlainTextResponse, Response
 
 import inflight.http.server
+from inflight.engines.embedded.endpoint import LocalEndpoint
 from inflight.errors import InvalidRequestError, UnauthorizedError
-from inflight.local.endpoint import LocalEndpoint
 from inflight.wire import EndpointState, Health
 from tests.conformance.mutants.mutant import Mutant
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from inflight.local.endpoint import LocalEndpoint
+from inflight.engines.embedded.endpoint import LocalEndpoint
 from inflight.wire import GenerateRequest
 from tests.conformance.mutants.mutant import Mutant
 

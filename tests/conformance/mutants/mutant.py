@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from inflight.contracts import InferenceEndpoint
-from inflight.local.endpoint import LocalEndpoint
+from inflight.engines.embedded.endpoint import LocalEndpoint
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from inflight.local.endpoint import LocalEndpoint
+from inflight.engines.embedded.endpoint import LocalEndpoint
 from tests.conformance.mutants.mutant import Mutant
 
 

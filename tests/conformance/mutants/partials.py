@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.slots import StepPlan
 from inflight.errors import InvalidRequestError
-from inflight.local.endpoint import LocalEndpoint
-from inflight.local.slots import StepPlan
 from inflight.wire import AbortRequests
 from tests.conformance.mutants.caches import cached
 from tests.conformance.mutants.mutant import Mutant

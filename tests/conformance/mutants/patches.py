@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-import inflight.local.engine
-from inflight.local.endpoint import LocalEndpoint
-from inflight.local.sampler import sample
+import inflight.engines.embedded.engine
+from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.sampler import sample
 from inflight.wire import Completion, GenerateRequest, GenerateResponse, SamplingParams, WeightUpdate
 
 Drawn = tuple[list[int], list[float]]
@@ -74,7 +74,7 @@ def drawing(
     """Another sampler."""
 
     def infect(endpoint: LocalEndpoint) -> LocalEndpoint:
-        inflight.local.engine.sample = draw
+        inflight.engines.embedded.engine.sample = draw
         return endpoint
 
     return infect

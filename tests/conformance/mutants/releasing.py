@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from inflight.local.endpoint import LocalEndpoint
+from inflight.engines.embedded.endpoint import LocalEndpoint
 from inflight.wire import EndpointState, WeightUpdate, WeightVersion
 from tests.conformance.mutants.mutant import Mutant
 from tests.conformance.mutants.patches import declaring

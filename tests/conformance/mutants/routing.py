@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from inflight.local.endpoint import LocalEndpoint
-from inflight.local.sequences import Sequence
-from inflight.routing import Experts
+from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.sequences import Sequence
+from inflight.model.routing import Experts
 from tests.conformance.mutants.mutant import Mutant
 
 

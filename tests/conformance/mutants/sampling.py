@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from inflight.local.endpoint import LocalEndpoint
-from inflight.local.sampler import _filtered, sample
+from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.sampler import _filtered, sample
 from inflight.wire import SamplingParams
 from tests.conformance.mutants.mutant import Mutant
 from tests.conformance.mutants.patches import Drawn, drawing, drawing_with, numbering, sampling_with

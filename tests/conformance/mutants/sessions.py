@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from inflight.local.endpoint import LocalEndpoint
+from inflight.engines.embedded.endpoint import LocalEndpoint
 from inflight.wire import BucketTransfer, InFlightPolicy, TransportSpec, UpdateRef, WeightUpdate, WeightVersion
 from tests.conformance.mutants.control import end_what_is_open
 from tests.conformance.mutants.faults import applies_as_they_arrive

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
-from inflight.local.endpoint import LocalEndpoint
-from inflight.local.sampler import sample
+from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.sampler import sample
 from inflight.wire import (
     ChatCompletion,
     ChatCompletionChunk,

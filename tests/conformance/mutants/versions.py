@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from inflight.local.endpoint import LocalEndpoint
+from inflight.engines.embedded.endpoint import LocalEndpoint
 from inflight.wire import InFlightPolicy
 from tests.conformance.mutants.mutant import Mutant
 

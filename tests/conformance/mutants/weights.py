@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from inflight.local.endpoint import LocalEndpoint
-from inflight.weights.buckets import manifest_difference
+from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.weights.encode.buckets import manifest_difference
 from inflight.wire import Manifest, TensorSpec, WeightUpdate
 from tests.conformance.mutants.mutant import Mutant
 

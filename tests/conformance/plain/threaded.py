@@ -18,8 +18,8 @@ from transformers import (
 
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import InvalidRequestError, PoisonedError, UnsupportedError
-from inflight.weights.intakes import StagedIntake
-from inflight.weights.receiving import PausableEngine, ReceivingEndpoint, UpdateReceiver
+from inflight.weights.receive.bucket_sinks import StagedIntake
+from inflight.weights.receive.receiver import PausableEngine, ReceivingEndpoint, UpdateReceiver
 from inflight.weights.transports import make_receiver
 from inflight.wire import Capabilities, Completion, GenerateResponse, TensorSpec, VersionSpan
 

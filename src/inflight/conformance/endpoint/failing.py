@@ -1,7 +1,7 @@
 """An engine whose `apply` can be made to fail, between an endpoint's receiving half and its own engine.
 
-`inflight.weights.receiving.engine_between` puts it there while the kit makes the endpoint in its own process. It cannot
-reach endpoints in other processes, or endpoints that take weights without an `UpdateReceiver`.
+`inflight.weights.receive.receiver.engine_between` puts it there while the kit makes the endpoint in its own process.
+It cannot reach endpoints in other processes, or endpoints that take weights without an `UpdateReceiver`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Literal
 
-from inflight.weights.receiving import PausableEngine, engine_between
+from inflight.weights.receive.receiver import PausableEngine, engine_between
 from inflight.wire import WeightUpdate
 
 Failure = Literal["instead", "afterwards"]

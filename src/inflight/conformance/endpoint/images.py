@@ -13,7 +13,7 @@ from inflight.conformance.models import make_seeing_model
 from inflight.conformance.reference import ReferenceCheckpoint, Weights
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import ConfigError, InvalidRequestError, UnsupportedError
-from inflight.images import ImageProcessor, image_url_of
+from inflight.model.images import ImageProcessor, image_url_of
 from inflight.wire import Completion, GenerateRequest, PromptImage
 
 LEVEL = "tokens"

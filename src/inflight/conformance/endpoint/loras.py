@@ -8,7 +8,7 @@ from inflight.conformance.checks import check, look_at
 from inflight.conformance.endpoint.aftermath import require_old_weights
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.reference import Weights
-from inflight.weights.lora import lora_names
+from inflight.weights.encode.lora_tensors import lora_names
 from inflight.wire import LoraSpec
 
 LEVEL = "weights"

@@ -19,9 +19,9 @@ from pathlib import Path
 from inflight.conformance.targets import SERVER_GROUP, EndpointTarget
 from inflight.contracts import InferenceEndpoint
 from inflight.engines.factories import made_endpoint
-from inflight.engines.kinds import connect_endpoint
 from inflight.errors import ConfigError, DeadlineError, EndpointError, InflightError
 from inflight.http.client import HttpEndpoint
+from inflight.http.kinds import connect_endpoint
 
 _TIMEOUTS = {"control_timeout_s": 10.0, "generate_timeout_s": 60.0}
 

@@ -1,6 +1,6 @@
 """A publisher that takes one step at a time, so that checks can leave out, repeat or swap its messages.
 
-Trainers use `inflight.weights.publish`; this one does as little as the contract allows.
+Trainers use `inflight.weights.send.publish`; this one does as little as the contract allows.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any, Literal
 
 import torch
 
+from inflight.base.threads import run_abandonable
 from inflight.conformance.checks import skip
 from inflight.conformance.reference import Weights
 from inflight.contracts import InferenceEndpoint, WeightSender
 from inflight.types import WeightBucket
-from inflight.weights.buckets import plan_buckets
-from inflight.weights.delta import element_runs, encode_delta, find_changes
-from inflight.weights.module import tensor_spec
-from inflight.weights.outgoing import outgoing_bucket, transfer_of
-from inflight.weights.packing import pack
-from inflight.weights.threads import run_abandonable
+from inflight.weights.encode.bucket_bytes import pack
+from inflight.weights.encode.buckets import plan_buckets
+from inflight.weights.encode.delta import element_runs, encode_delta, find_changes
+from inflight.weights.send.gathering import outgoing_bucket, transfer_of
+from inflight.weights.send.module import tensor_spec
 from inflight.weights.transports import make_sender
 from inflight.wire import (
     BucketTransfer,

@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from inflight.checkpoints import load_causal_lm
 from inflight.conformance.checks import check, fail, look_at, require, skip
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.models import make_tiny_model
 from inflight.errors import ConfigError, UnsupportedError
+from inflight.model.checkpoints import load_causal_lm
 from inflight.wire import Completion, RoutedExperts
 
 LEVEL = "tokens"

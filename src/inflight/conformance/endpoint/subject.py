@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import torch
 
+from inflight.base.transport_registry import find_transport
 from inflight.conformance.checks import fail, require, skip
 from inflight.conformance.endpoint.failing import FailingEngine
 from inflight.conformance.endpoint.opening import Opened, opened
@@ -23,7 +24,6 @@ from inflight.conformance.reference import ReferenceCheckpoint, Weights
 from inflight.conformance.targets import EndpointTarget
 from inflight.contracts import AbortingEndpoint, InferenceEndpoint, ReleasingEndpoint, StreamingEndpoint
 from inflight.errors import InflightError, UpdateRefusedError
-from inflight.transports import find_transport
 from inflight.wire import (
     Capabilities,
     ChatCompletionRequest,

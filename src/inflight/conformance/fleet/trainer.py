@@ -22,11 +22,11 @@ from inflight.conformance.judge import Hung
 from inflight.contracts import PartialWeightSource
 from inflight.errors import FencedError, InflightError, PublishError
 from inflight.types import EndpointOutcome, PublishReport, WeightBucket
-from inflight.weights.bringing import answers, declared
-from inflight.weights.module import tensor_spec
-from inflight.weights.packing import Rounding
-from inflight.weights.publish import publish_weights
-from inflight.weights.publisher import WeightPublisher
+from inflight.weights.encode.bucket_bytes import Rounding
+from inflight.weights.send.endpoint_update import answers, declared
+from inflight.weights.send.module import tensor_spec
+from inflight.weights.send.publish import publish_weights
+from inflight.weights.send.publisher import WeightPublisher
 from inflight.weights.transports import make_sender
 from inflight.wire import DTYPE_SIZES, BucketSpec, InFlightPolicy, TensorSpec
 

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
+from inflight.base.extensions import resolve
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.parity.figures import Figures, figures_of
 from inflight.conformance.reference import Weights, chosen
 from inflight.contracts import TrainerWorker
-from inflight.extensions import resolve
 from inflight.losses.micro_batch import collate
 from inflight.types import MicroBatch, Rollout, Sample
-from inflight.weights.buckets import plan_buckets
+from inflight.weights.encode.buckets import plan_buckets
 from inflight.wire import Completion
 
 

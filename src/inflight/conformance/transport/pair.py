@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
+from inflight.base.extensions import installed, resolve
+from inflight.base.transport_registry import GROUP
 from inflight.conformance.targets import TransportTarget
 from inflight.contracts import Transport, WeightReceiver, WeightSender
 from inflight.errors import ConfigError
-from inflight.extensions import installed, resolve
-from inflight.transports import GROUP
 from inflight.weights.transports import named_transport
 from inflight.wire import TransportSpec
 

@@ -16,7 +16,7 @@ from inflight.conformance.transport.sockets import can_tell
 from inflight.contracts import WeightReceiver, WeightSender
 from inflight.errors import TransferError
 from inflight.types import WeightBucket
-from inflight.weights.module import tensor_spec
+from inflight.weights.send.module import tensor_spec
 from inflight.wire import ProcessGroupSpec, TensorSpec, TransportBody
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from inflight.conformance.worker.reference import ReferenceModel
 from inflight.conformance.worker.subject import WorkerSubject
 from inflight.contracts import TrainerWorker
 from inflight.types import MicroBatch
-from inflight.weights.buckets import plan_buckets
+from inflight.weights.encode.buckets import plan_buckets
 from inflight.wire import TensorSpec
 
 LEVEL = "gather"

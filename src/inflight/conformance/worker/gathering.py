@@ -10,7 +10,7 @@ import torch
 from inflight.conformance.checks import fail, skip
 from inflight.conformance.worker.subject import WorkerSubject
 from inflight.contracts import TrainerWorker
-from inflight.weights.buckets import plan_buckets
+from inflight.weights.encode.buckets import plan_buckets
 
 Weights = Mapping[str, torch.Tensor]
 

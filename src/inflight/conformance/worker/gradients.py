@@ -14,7 +14,7 @@ from inflight.conformance.worker.gathering import compare_changes, gathered
 from inflight.conformance.worker.reference import ReferenceModel
 from inflight.conformance.worker.subject import WorkerSubject
 from inflight.contracts import TrainerWorker
-from inflight.data_ranks import data_ranks_of
+from inflight.contracts.trainer import data_ranks_of
 
 LEVEL = "gradient"
 LENGTHS = (9, 4, 17, 1, 6, 23)

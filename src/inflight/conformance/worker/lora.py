@@ -15,8 +15,8 @@ from inflight.conformance.worker.reference import ReferenceModel
 from inflight.conformance.worker.subject import WorkerSubject
 from inflight.contracts import LoraSource, TrainerWorker
 from inflight.errors import ConfigError, UnsupportedError
-from inflight.lora_settings import LoraSettings
-from inflight.weights.lora import PARTS, PREFIX, lora_names
+from inflight.model.lora_settings import LoraSettings
+from inflight.weights.encode.lora_tensors import PARTS, PREFIX, lora_names
 from inflight.wire import LoraSpec
 
 LEVEL = "lora"

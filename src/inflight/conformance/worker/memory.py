@@ -12,7 +12,7 @@ import torch
 from inflight.conformance.checks import check, look_at, require, skip
 from inflight.conformance.worker.batches import make_batch
 from inflight.conformance.worker.subject import WorkerSubject
-from inflight.weights.buckets import plan_buckets
+from inflight.weights.encode.buckets import plan_buckets
 
 LEVEL = "gather"
 _MIB = 1024 * 1024

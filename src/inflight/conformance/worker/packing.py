@@ -16,7 +16,7 @@ from inflight.conformance.worker.reference import ReferenceModel
 from inflight.conformance.worker.subject import VOCAB_SIZE, WorkerSubject
 from inflight.contracts import ImageWorker
 from inflight.errors import ConfigError, UnsupportedError
-from inflight.images import image_url_of, load_image_processor
+from inflight.model.images import image_url_of, load_image_processor
 from inflight.types import MicroBatch
 
 LEVEL = "packing"

@@ -18,11 +18,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from inflight.checkpoints import load_causal_lm
 from inflight.conformance.checks import require
 from inflight.conformance.worker.batches import loss_of, segment_rows
+from inflight.model.checkpoints import load_causal_lm
 from inflight.types import FREE_EXPERT, MicroBatch
-from inflight.weights.lora import lora_names
+from inflight.weights.encode.lora_tensors import lora_names
 from inflight.wire import LoraSpec
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from inflight.base.extensions import resolve
 from inflight.conformance.checks import CheckSkipped, require, skip
 from inflight.conformance.judge import Hung
 from inflight.conformance.models import Family, make_seeing_model, make_tiny_model
@@ -28,8 +29,7 @@ from inflight.conformance.worker.ranks import Ranks
 from inflight.conformance.worker.thread import CheckThread
 from inflight.conformance.worker.tolerances import Tolerance, tolerance_of
 from inflight.contracts import TrainerWorker
-from inflight.data_ranks import DataRanks, data_ranks_of
-from inflight.extensions import resolve
+from inflight.contracts.trainer import DataRanks, data_ranks_of
 
 VOCAB_SIZE = 259
 """Odd, so that ranks cannot have equal numbers of rows."""

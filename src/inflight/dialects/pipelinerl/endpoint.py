@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from inflight.base.threads import run_abandonable
+from inflight.base.transport_registry import receivable
 from inflight.contracts import InferenceEndpoint
 from inflight.dialects.completions import ROUTE, body_of, completion_of, ids_of_tokens
-from inflight.dialects.owned import OwnedEndpoint
 from inflight.dialects.pipelinerl.messages import CHAT_ROUTE, UPDATE_ROUTE, update_request
-from inflight.dialects.told import options_of, options_of_query
-from inflight.engines.checkpoint_specs import checkpoint_of, config_of
-from inflight.engines.kinds import EngineKind, EngineOptions
+from inflight.dialects.single_owner import OwnedEndpoint
+from inflight.dialects.url_query import options_of, options_of_query
 from inflight.engines.requests import reading
 from inflight.engines.routes import EngineRoutes, words_of
 from inflight.errors import (
@@ -32,8 +32,8 @@ from inflight.errors import (
     UnsupportedError,
 )
 from inflight.http.chat import chat_completion_of, check_chat, generate_request_of
-from inflight.transports import receivable
-from inflight.weights.threads import run_abandonable
+from inflight.http.kinds import EngineKind, EngineOptions
+from inflight.model.checkpoint_specs import checkpoint_of, config_of
 from inflight.wire import (
     Capabilities,
     ChatCompletion,

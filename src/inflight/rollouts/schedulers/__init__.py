@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from inflight.base.extensions import make
 from inflight.contracts import Scheduler
-from inflight.extensions import make
 from inflight.rollouts.history import HistoryStore
 from inflight.rollouts.schedulers.dispatch import SkewAware
 from inflight.rollouts.schedulers.histopipe import HistoPipe

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from inflight.contracts import Scheduler
+from inflight.contracts.scheduling import Abort, Decision, Event, Returned, Scored, Withdrawn
 from inflight.rollouts.board import Board, Item
 from inflight.rollouts.history import HistoryStore
 from inflight.rollouts.predictors import TailRecall, make_predictor, predicted
 from inflight.rollouts.rounds import Queues, Rounds, carried_out, issue_in_order
-from inflight.scheduling import Abort, Decision, Event, Returned, Scored, Withdrawn
 
 
 class HistoPipe(Scheduler):

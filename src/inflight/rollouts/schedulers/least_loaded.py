@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from inflight.contracts import Scheduler
+from inflight.contracts.scheduling import Decision, Event, Issue
 from inflight.rollouts.board import Board
 from inflight.rollouts.history import HistoryStore
-from inflight.scheduling import Decision, Event, Issue
 
 
 class LeastLoaded(Scheduler):

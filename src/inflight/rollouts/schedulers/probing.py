@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from inflight.contracts import Scheduler
+from inflight.contracts.scheduling import Decision, Event, Finished, Scored, Withdrawn
 from inflight.rollouts.board import Board, Item
 from inflight.rollouts.history import HistoryStore
 from inflight.rollouts.predictors import TailRecall
 from inflight.rollouts.rounds import issue_in_order
-from inflight.scheduling import Decision, Event, Finished, Scored, Withdrawn
 
 
 class ProbeFirst(Scheduler):

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from inflight.contracts import Scheduler
+from inflight.contracts.scheduling import Abort, Decision, Event, Scored, StepReady, StepWanted
 from inflight.rollouts.board import Board
 from inflight.rollouts.history import HistoryStore
 from inflight.rollouts.rounds import Rounds, carried_out, issue_in_order, unissued
-from inflight.scheduling import Abort, Decision, Event, Scored, StepReady, StepWanted
 
 
 class OverProvision(Scheduler):

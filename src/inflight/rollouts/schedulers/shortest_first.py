@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from inflight.contracts import Scheduler
+from inflight.contracts.scheduling import Decision, Event, Offered, Scored, StepWanted, Withdrawn
 from inflight.rollouts.board import Board, Item
 from inflight.rollouts.history import HistoryStore
 from inflight.rollouts.predictors import make_predictor, predicted
 from inflight.rollouts.rounds import issue_in_order, unissued
-from inflight.scheduling import Decision, Event, Offered, Scored, StepWanted, Withdrawn
 
 
 class ShortestFirst(Scheduler):

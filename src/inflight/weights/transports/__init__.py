@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from inflight.base.extensions import imported
+from inflight.base.transport_registry import find_transport
 from inflight.contracts import Transport
 from inflight.errors import ConfigError
-from inflight.extensions import imported
-from inflight.transports import find_transport
 from inflight.wire import TransportName, TransportSpec
 
 if TYPE_CHECKING:

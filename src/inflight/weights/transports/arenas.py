@@ -30,8 +30,8 @@ import torch
 from inflight.contracts import SendsFromDevice, WeightSender
 from inflight.errors import TransferError
 from inflight.types import WeightBucket
-from inflight.weights.session import refuse_stray, transfer_failed
-from inflight.weights.streams import finish_all
+from inflight.weights.encode.streams import finish_all
+from inflight.weights.receive.states import refuse_stray, transfer_failed
 from inflight.weights.transports.bucket_records import PAGE, BucketRecord, aligned, await_record, write_record
 from inflight.weights.transports.private_directory import PrivateDirectory, memory_directory
 from inflight.weights.transports.store import Attempt, StoredReceiver, give_up, regular_file

@@ -28,8 +28,8 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from inflight.types import WeightBucket
-from inflight.weights.packing import checksum, on_host, pack
-from inflight.weights.session import refuse_stray, transfer_failed
+from inflight.weights.encode.bucket_bytes import checksum, on_host, pack
+from inflight.weights.receive.states import refuse_stray, transfer_failed
 from inflight.weights.transports.store import Attempt, bytes_of, run_name, session_name, write_all
 from inflight.wire import Encoding, TensorSpec, UpdateRef, WeightUpdate, WireModel
 

@@ -20,7 +20,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from inflight.errors import TransferError
-from inflight.weights.session import transfer_failed
+from inflight.weights.receive.states import transfer_failed
 from inflight.weights.transports.bucket_files import LATEST, LEASE_NAME, MANIFEST, SESSION_NAME, take_lease
 from inflight.weights.transports.store import regular_file
 

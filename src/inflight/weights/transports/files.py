@@ -13,8 +13,8 @@ import torch
 from inflight.contracts import WeightSender
 from inflight.errors import ConfigError, TransferError
 from inflight.types import WeightBucket
-from inflight.weights.memory import ReusedMemory
-from inflight.weights.session import transfer_failed
+from inflight.weights.encode.host_memory import ReusedMemory
+from inflight.weights.receive.states import transfer_failed
 from inflight.weights.transports.bucket_files import (
     LATEST,
     LENGTH_BYTES,

@@ -1,7 +1,7 @@
 """Groups of torch in which buckets are broadcast: how they are made, waited for and given up, by backend.
 
 Gloo cannot interrupt a pending operation: callers that give up a group abandon the operation (see
-`inflight.weights.threads`), and it ends by its own timeout. `inflight.weights.transports.nccl_group` says how NCCL
+`inflight.base.threads`), and it ends by its own timeout. `inflight.weights.transports.nccl_group` says how NCCL
 differs. Knows nothing of buckets.
 """
 
@@ -16,8 +16,8 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.distributed
 
-from inflight.weights.streams import queued_beside
-from inflight.weights.threads import started
+from inflight.base.threads import started
+from inflight.weights.encode.streams import queued_beside
 from inflight.weights.transports.nccl_group import new_nccl_group
 from inflight.weights.transports.rendezvous import timeout_of
 from inflight.weights.transports.store import GIVEN_UP

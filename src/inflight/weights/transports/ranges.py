@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from urllib.parse import quote, urlsplit
 
-from inflight.weights.backoff import Backoff
+from inflight.base.backoff import Backoff
 from inflight.weights.transports.store import Attempt
 
 _PART_BYTES = 16 << 20

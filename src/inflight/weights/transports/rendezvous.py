@@ -15,9 +15,9 @@ from typing import Any
 
 import torch.distributed
 
+from inflight.base.threads import run_unless
 from inflight.errors import TransferError
-from inflight.weights.session import transfer_failed
-from inflight.weights.threads import run_unless
+from inflight.weights.receive.states import transfer_failed
 from inflight.weights.transports.store import give_up
 from inflight.wire import ProcessGroupSpec
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from inflight.types import WeightBucket
-from inflight.weights.packing import pack
+from inflight.weights.encode.bucket_bytes import pack
 from inflight.weights.transports.arenas import ArenaMemory, ArenaSpec, Room
 from inflight.weights.transports.store import PIECE_BYTES, Attempt, bytes_of, write_all
 from inflight.wire import DirectorySpec

@@ -20,10 +20,10 @@ from urllib.parse import quote
 import torch
 from pydantic import ValidationError
 
+from inflight.base.threads import run_unless
 from inflight.contracts import WeightReceiver
 from inflight.errors import TransferError
-from inflight.weights.packing import unpack
-from inflight.weights.threads import run_unless
+from inflight.weights.encode.bucket_bytes import unpack
 from inflight.wire import TensorSpec, UpdateRef, WireModel
 
 GRACE_S = 0.5

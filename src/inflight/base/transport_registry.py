@@ -1,0 +1,56 @@
+"""How installed transports are found by name.
+
+Every transport, ours included, is an entry point of the group ``inflight.transports``. This module knows none of them.
+"""
+
+from __future__ import annotations
+
+from inflight.base.extensions import installed, load_installed
+from inflight.contracts import Transport
+from inflight.errors import ConfigError, UnsupportedError
+from inflight.wire import Capabilities, TransportSpec
+
+GROUP = "transports"
+
+
+def installed_transports() -> list[Transport]:
+    """Return the installed transports, by name. Raises `ConfigError` as `find_transport` does."""
+    return [find_transport(name) for name in sorted(installed(GROUP))]
+
+
+def receivable(*, on_gpu: bool) -> tuple[str, ...]:
+    """Return the names of the transports that a server declares, given whether its weights are on a GPU.
+
+    Raises `ConfigError` as `find_transport` does.
+    """
+    return tuple(transport.name for transport in installed_transports() if on_gpu or not transport.needs_gpu)
+
+
+def refusal(declared: Capabilities, name: str) -> str | None:
+    """Return why an endpoint does not take a transport, in words that follow "does not declare"; None if it does."""
+    lack = declared.lacks(transport=name)
+    if lack is None or name not in (found := installed(GROUP)) or not find_transport(name).needs_gpu:
+        return lack
+    if any(other in found and find_transport(other).needs_gpu for other in declared.transports):
+        return lack
+    return f"{lack}. {name} brings weights to a GPU, and this server's weights are on the CPU or arrive there"
+
+
+def find_transport(name: str) -> Transport:
+    """Return an installed transport. Raises `ConfigError` with the known names, or if it cannot be loaded."""
+    transport = load_installed("transport", GROUP, name)
+    if not isinstance(transport, Transport) or transport.name != name:
+        raise ConfigError(f"the entry point {name!r} of inflight.transports is not a Transport of that name")
+    return transport
+
+
+def spec_type(name: str) -> type[TransportSpec]:
+    """Return the type that parses a spec from another process for the transport of this name.
+
+    The name chooses among installed transports; nothing else is imported. Raises `UnsupportedError` with the known
+    names.
+    """
+    found = installed(GROUP)
+    if name not in found:
+        raise UnsupportedError(f"the {name} transport is not installed here; installed: {', '.join(sorted(found))}")
+    return find_transport(name).spec_type

@@ -1,0 +1,1 @@
+"""The commands of ``inflight``, one module each."""

@@ -1,0 +1,218 @@
+"""The command ``inflight check``: its arguments, and what they call. Loads the checks, and torch, only when run."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from inflight.base.extensions import check_reference
+from inflight.base.transport_registry import find_transport
+from inflight.commands.check_fleet import add_parser as add_fleet
+from inflight.commands.check_fleet import run_fleet
+from inflight.commands.parity import add_parser as add_parity
+from inflight.commands.parity import run_parity
+from inflight.conformance.arguments import add_endpoint_arguments, endpoint_of, worker_factory
+from inflight.conformance.checks import Check, select
+from inflight.conformance.compare import compare, comparison_text
+from inflight.conformance.expected import load_expected
+from inflight.conformance.report.files import REPORTS, check_writable, read_certificate, write_reports
+from inflight.conformance.targets import Target, TransportTarget, WorkerTarget
+from inflight.engines.factories import keyword_arguments
+from inflight.errors import ConfigError
+
+
+def add_parser(commands: Any) -> None:
+    """Add ``check`` to the commands of ``inflight``; ``commands`` is what ``add_subparsers`` returned."""
+    check = commands.add_parser(
+        "check",
+        help="check an endpoint, a worker, a transport or a fleet against the contract",
+        description="Check an implementation against the contract. Exit status: 0 it conforms, 1 it does not.",
+    )
+    check.add_argument(
+        "--compare",
+        nargs=2,
+        type=Path,
+        metavar=("OLD.json", "NEW.json"),
+        help="show what changed between two certificates instead; exit status 1 if a check regressed",
+    )
+    check.set_defaults(call=run)
+    kinds = check.add_subparsers(dest="kind", metavar="KIND")
+    shared = _shared_arguments()
+
+    endpoint = kinds.add_parser("endpoint", parents=[shared], help="an inference server, or an engine in a process")
+    add_endpoint_arguments(endpoint)
+
+    worker = kinds.add_parser("worker", parents=[shared], help="a trainer worker; under torchrun, on its ranks")
+    worker.add_argument(
+        "target", nargs="?", metavar="TARGET", help="module:factory, or an installed worker such as fsdp"
+    )
+    worker.add_argument("--ranks", type=int, metavar="N", help="ranks to start (default: 1)")
+    worker.add_argument(
+        "--ranks-option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="an option that only several ranks can have, such as tensor_parallel=2; may be repeated",
+    )
+    worker.add_argument("--experts", action="store_true", help="check with a mixture of experts")
+
+    transport = kinds.add_parser("transport", parents=[shared], help="a transport of weights")
+    transport.add_argument(
+        "target", nargs="?", metavar="TARGET", help="an installed transport such as gloo, or module:attribute"
+    )
+
+    add_fleet(kinds)
+    add_parity(kinds)
+
+
+def run(arguments: argparse.Namespace, _: Sequence[str]) -> int:
+    """Run ``inflight check``; returns the exit status."""
+    if arguments.compare:
+        if arguments.kind:
+            raise ConfigError(f"--compare runs no checks: leave out {arguments.kind!r}")
+        return _compare(*arguments.compare)
+    if not arguments.kind:
+        raise ConfigError("say what to check: inflight check endpoint, worker, transport, fleet or parity")
+    if arguments.kind in ("fleet", "parity"):
+        return run_fleet(arguments) if arguments.kind == "fleet" else run_parity(arguments)
+    return _list(arguments) if arguments.list else _check(arguments)
+
+
+def target_of(arguments: argparse.Namespace) -> Target:
+    """Return what these arguments ask to check. Raises `ConfigError`."""
+    options = keyword_arguments(arguments.option, "--option")
+    if arguments.kind == "endpoint":
+        return endpoint_of(arguments, options)
+    if arguments.target is None:
+        raise ConfigError(f"say which {arguments.kind} to check; see inflight check {arguments.kind} --help")
+    if arguments.kind == "worker":
+        return WorkerTarget(
+            factory=worker_factory(arguments.target),
+            num_ranks=_num_ranks(arguments.ranks),
+            options=options,
+            options_of_ranks=keyword_arguments(arguments.ranks_option, "--ranks-option"),
+            experts=arguments.experts,
+        )
+    if ":" in arguments.target:
+        check_reference(arguments.target)
+    else:
+        find_transport(arguments.target)
+    return TransportTarget(factory=arguments.target, options=options)
+
+
+def _shared_arguments() -> argparse.ArgumentParser:
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="for the factory, repeatable; VALUE is read as JSON if possible, else as a string",
+    )
+    shared.add_argument("--check", action="append", default=[], metavar="ID", help="only this check, repeatable")
+    shared.add_argument("--level", action="append", default=[], metavar="NAME", help="only this level, repeatable")
+    shared.add_argument("--list", action="store_true", help="list the checks without running them")
+    shared.add_argument(
+        "--expected-failures", type=Path, metavar="FILE", help='TOML with a line per check, as in E-12 = "reason"'
+    )
+    shared.add_argument(
+        "--deadline-scale",
+        type=float,
+        default=1.0,
+        metavar="FLOAT",
+        help="multiply every deadline by this, for slow machines",
+    )
+    for report in REPORTS:
+        shared.add_argument(f"--{report.name}", type=Path, metavar="FILE", help=f"write {report.what}")
+    return shared
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    checks = select(_load_checks(arguments.kind), arguments.check, arguments.level)
+
+    from inflight.conformance.report.terminal import open_console, print_list
+
+    print_list(open_console(), checks)
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    target = target_of(arguments)
+    scale = arguments.deadline_scale
+    if not (math.isfinite(scale) and scale > 0):
+        raise ConfigError(f"--deadline-scale must be a number above 0, not {scale}")
+    files = {report.name: file for report in REPORTS if (file := getattr(arguments, report.name)) is not None}
+    check_writable(files)
+    known = _load_checks(arguments.kind)
+    checks = select(known, arguments.check, arguments.level)
+    expected = load_expected(arguments.expected_failures, known) if arguments.expected_failures else {}
+
+    from inflight.conformance.kit import Kit
+    from inflight.conformance.report.terminal import open_console, print_certificate, progress
+    from inflight.conformance.suite import run_suite
+
+    console = open_console()
+    kit: Kit | TorchrunKit
+    if isinstance(target, WorkerTarget) and _torchrun_ranks() is not None:
+        from inflight.conformance.worker.torchrun import TorchrunKit
+
+        kit, is_shown = TorchrunKit(target, deadline_scale=scale), os.environ["RANK"] == "0"
+    else:
+        kit, is_shown = Kit(target, deadline_scale=scale), True
+    with kit, progress(console, checks) if is_shown else nullcontext(lambda verdict: None) as on_verdict:
+        certificate = run_suite(kit, checks, expected=expected, on_verdict=on_verdict)
+    status = 0
+    if is_shown:
+        print_certificate(console, certificate)
+        write_reports(certificate, files)
+        status = 0 if certificate.conforms else 1
+    if _torchrun_ranks() is not None:  # threads that wait in gloo would abort an interpreter that ends the usual way
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
+
+
+def _compare(old: Path, new: Path) -> int:
+    comparison = compare(read_certificate(old), read_certificate(new))
+    print(comparison_text(comparison), end="")
+    return 1 if comparison.is_worse else 0
+
+
+def _load_checks(kind: str) -> Sequence[Check]:
+    try:
+        import rich  # noqa: F401 - asked for here, so that nothing has run when it is missing
+
+        from inflight.conformance.child import checks_of
+
+        return checks_of(kind)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "inflight":
+            raise
+        raise ConfigError(f"{error.name} is not installed; pip install 'inflight[conformance]'") from error
+
+
+def _num_ranks(given: int | None) -> int:
+    launched = _torchrun_ranks()
+    if given is not None and given < 1:
+        raise ConfigError(f"--ranks must be at least 1, not {given}")
+    if given is not None and launched is not None and given != launched:
+        raise ConfigError(f"--ranks {given}, but torchrun started {launched}; leave --ranks out")
+    return given or launched or 1
+
+
+def _torchrun_ranks() -> int | None:
+    """Return the number of ranks that torchrun started, None if it did not start this process."""
+    text = os.environ.get("WORLD_SIZE")
+    if text is None or "RANK" not in os.environ:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"$WORLD_SIZE is {text!r}, not a number; unset it, or start with torchrun") from None

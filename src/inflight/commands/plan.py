@@ -1,0 +1,146 @@
+"""The command ``inflight plan``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from inflight.errors import ConfigError
+
+_LINE_EVERY_S = 10.0
+"""How often progress is told where the output is no terminal."""
+
+
+def add_parser(commands: Any) -> None:
+    """Add ``plan`` to the commands of ``inflight``."""
+    plan = commands.add_parser(
+        "plan",
+        help="simulate configurations of a run with its own policies, and print those that no other beats",
+        description="Costs come from PLAN.toml, from runs that were made (--from), or from both: what the plan leaves "
+        "out is measured.",
+    )
+    plan.add_argument("plan", type=Path, nargs="?", metavar="PLAN.toml")
+    plan.add_argument(
+        "--from", type=Path, action="append", default=[], dest="runs", metavar="RUN_DIR",
+        help="measure costs from the events of this run; several are measured together, and the first is the base",
+    )  # fmt: skip
+    plan.add_argument(
+        "--measure", type=Path, metavar="RUN.toml",
+        help="make a short run of each configuration on this machine, instead of simulating it",
+    )  # fmt: skip
+    plan.add_argument(
+        "--limit", type=float, default=600.0, metavar="SECONDS", help="of one run of --measure (default: %(default)g)"
+    )
+    plan.add_argument("--plot", type=Path, metavar="FILE.png", help="draw tokens per second against token age")
+    plan.add_argument("--json", type=Path, metavar="FILE", help="write every configuration and its figures")
+    plan.add_argument("--all", action="store_true", help="print every configuration, not only those that none beats")
+    plan.add_argument("--apply", type=Path, metavar="RUN.toml", help="write a copy of this file with the chosen one")
+    plan.add_argument("--choose", type=int, default=1, metavar="NUMBER", help="of the table (default: 1, the fastest)")
+    plan.add_argument("--output", type=Path, metavar="FILE", help="the copy (default: RUN.planned.toml)")
+    plan.set_defaults(call=_plan)
+
+
+def _plan(arguments: argparse.Namespace, _: Sequence[str]) -> int:
+    from inflight.planning.calibration import calibrate
+    from inflight.planning.candidates import candidate_of
+    from inflight.planning.plan import Plan, load_plan
+    from inflight.planning.search import candidates, costs_of, pareto, search
+    from inflight.planning.showing import as_json, draw, table
+
+    if arguments.plan is None and not arguments.runs and arguments.measure is None:
+        raise ConfigError("inflight plan needs PLAN.toml, --from RUN_DIR, or --measure RUN.toml")
+    plan = Plan() if arguments.plan is None else load_plan(arguments.plan)
+    if arguments.measure is not None:
+        found, costs = _measured(arguments, plan), None
+    else:
+        measured = calibrate(arguments.runs) if arguments.runs else None
+        if measured is not None and measured.is_of_one_load and plan.generation is None:
+            print(
+                "inflight: endpoints had about one load in what --from measured, so token times at other loads are a "
+                "guess: give --from another run too, such as one of the other mode and another scheduler",
+                file=sys.stderr,
+            )
+        costs = costs_of(plan, measured)
+        wanted = [*candidates(plan, candidate_of(arguments.runs[0]) if arguments.runs else None)]
+        found = search(costs, _some(wanted), plan.search.num_steps, _telling(len(wanted)))
+    best = pareto(found)
+    shown = sorted(found, key=lambda it: -it.steady.tokens_per_time) if arguments.all else best
+    print(f"{len(found)} configurations; {len(best)} are beaten by none in tokens per second and token age\n")
+    print(table(shown, [best.index(it) + 1 if it in best else 0 for it in shown]))
+    if costs is not None:
+        _print_parts(costs, best, found, plan.search.num_steps)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps([as_json(it) for it in found], indent=2) + "\n")
+    if arguments.plot is not None:
+        draw(found, best, arguments.plot)
+        print(f"\nplot: {arguments.plot}")
+    if arguments.apply is not None:
+        _apply(arguments, best)
+    return 0
+
+
+def _measured(arguments: argparse.Namespace, plan: Any) -> Any:
+    from inflight.planning.measuring import base_of, measure
+    from inflight.planning.search import candidates
+
+    if arguments.runs or plan.hardware is not None or plan.prompts is not None:
+        raise ConfigError("--measure makes runs on this machine: leave out --from, [hardware] and [prompts]")
+    wanted = _some([*candidates(plan, base_of(arguments.measure), knows_lengths=False)])
+    return measure(arguments.measure, wanted, plan, arguments.limit, _telling(len(wanted)))
+
+
+def _some(wanted: list[Any]) -> list[Any]:
+    if not wanted:
+        raise ConfigError("the plan searches nothing: give search.mode, and at least one value of each list")
+    return wanted
+
+
+def _telling(num: int) -> Callable[[int], None]:
+    """Return what shows how many configurations are done: at once on a terminal, else by a line from time to time."""
+    told_at = time.monotonic()
+
+    def tell(done: int) -> None:
+        nonlocal told_at
+        if not sys.stderr.isatty() and time.monotonic() - told_at > _LINE_EVERY_S:
+            told_at = time.monotonic()
+            print(f"inflight: {done} of {num} configurations", file=sys.stderr, flush=True)
+        if sys.stderr.isatty():
+            text = f"{done} of {num} configurations" if done < num else " " * 40
+            print(f"\r{text}\r", end="", file=sys.stderr, flush=True)
+
+    return tell
+
+
+def _print_parts(costs: Any, best: Sequence[Any], found: Sequence[Any], num_steps: int) -> None:
+    """Say where the speed-up of the fastest pipeline over the fastest conventional run of one step comes from."""
+    from inflight.planning.parts import parts_of
+
+    pipelines = [it for it in best if not it.candidate.conventional_steps]
+    plain = [it for it in found if it.candidate.conventional_steps == 1]
+    if not pipelines or not plain:
+        return
+    first, base = pipelines[0], max(plain, key=lambda it: it.steady.tokens_per_time)
+    parts = parts_of(costs, base.candidate, first.candidate, num_steps)
+    print(
+        f"\npipeline {best.index(first) + 1} is {parts.product:.2f} times as fast as conventional G=1 with "
+        f"{base.candidate.scheduler}: memory {parts.memory:.2f} x stragglers {parts.stragglers:.2f} x bubbles "
+        f"{parts.bubbles:.2f} x drafts {parts.drafts:.2f}"
+    )
+
+
+def _apply(arguments: argparse.Namespace, best: Sequence[Any]) -> None:
+    from inflight.planning.applying import apply
+    from inflight.run.config import load_config
+
+    if not 1 <= arguments.choose <= len(best):
+        raise ConfigError(f"--choose must be a number of the table, 1 to {len(best)}, not {arguments.choose}")
+    source = arguments.apply
+    target = arguments.output or source.with_name(f"{source.stem}.planned{source.suffix}")
+    settings = apply(best[arguments.choose - 1].candidate, source, target)
+    load_config(target)
+    print(f"\n{target}: " + ", ".join(f"{key} = {value}" for key, value in settings.items()))

@@ -1,0 +1,78 @@
+"""The contracts of inflight as Protocols, and nothing else.
+
+An endpoint is one inference server seen from outside; its methods are async. A worker is one trainer rank; its methods
+are sync and SPMD: every rank makes the same calls in the same order. Any endpoint and any worker that satisfy these
+Protocols and the requirements of docs/contract.md work together.
+"""
+
+from inflight.contracts.endpoint import (
+    AbortingEndpoint,
+    DraftingEndpoint,
+    InferenceEndpoint,
+    ReleasingEndpoint,
+    StreamingEndpoint,
+)
+from inflight.contracts.environment import (
+    Conversation,
+    Environment,
+    Episode,
+    Task,
+)
+from inflight.contracts.policies import (
+    BatchComposer,
+    LengthPredictor,
+    Scheduler,
+    StalenessPolicy,
+)
+from inflight.contracts.trainer import (
+    BackgroundSaver,
+    DataRanks,
+    ImageWorker,
+    LoraSource,
+    MergingLoraSource,
+    ModelParallelWorker,
+    PartialWeightSource,
+    ReplayingWorker,
+    TrainerWorker,
+    WeightSource,
+    data_ranks_of,
+)
+from inflight.contracts.transport import (
+    ReceivesAhead,
+    SendsFromDevice,
+    Transport,
+    WeightReceiver,
+    WeightSender,
+)
+
+__all__ = [
+    "AbortingEndpoint",
+    "BackgroundSaver",
+    "BatchComposer",
+    "Conversation",
+    "DataRanks",
+    "DraftingEndpoint",
+    "Environment",
+    "Episode",
+    "ImageWorker",
+    "InferenceEndpoint",
+    "LengthPredictor",
+    "LoraSource",
+    "MergingLoraSource",
+    "ModelParallelWorker",
+    "PartialWeightSource",
+    "ReceivesAhead",
+    "ReleasingEndpoint",
+    "ReplayingWorker",
+    "Scheduler",
+    "SendsFromDevice",
+    "StalenessPolicy",
+    "StreamingEndpoint",
+    "Task",
+    "TrainerWorker",
+    "Transport",
+    "WeightReceiver",
+    "WeightSender",
+    "WeightSource",
+    "data_ranks_of",
+]

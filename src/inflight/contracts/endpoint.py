@@ -1,0 +1,174 @@
+"""The Protocol of an inference endpoint, and of what endpoints may support in addition."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from inflight.wire import (
+    AbortRequests,
+    BucketTransfer,
+    Capabilities,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatCompletionRequest,
+    CompletionChunk,
+    DraftHistory,
+    GenerateRequest,
+    GenerateResponse,
+    TransportSpec,
+    UpdateRef,
+    WeightUpdate,
+    WeightVersion,
+)
+
+if TYPE_CHECKING:
+    pass
+
+
+@runtime_checkable
+class InferenceEndpoint(Protocol):
+    """The whole of what inflight asks of an inference server.
+
+    docs/contract.md has the table of its states. A failure after the first byte was applied leads to POISONED, where
+    `generate` raises `PoisonedError` until a complete update or a restart. Calls of an update whose session has a name
+    are idempotent. Every method may raise `UnreachableError`, `DeadlineError` or `ProtocolError`, after which the state
+    is unknown.
+    """
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Return the name of this endpoint in reports and errors: its URL, or a name that is unique in the process."""
+
+    @abstractmethod
+    async def capabilities(self) -> Capabilities:
+        """Return what this endpoint can do, which never changes during its life."""
+
+    @abstractmethod
+    async def init_process_group(self, spec: TransportSpec) -> None:
+        """Leave any earlier group and take weights as ``spec`` says; returns when all ranks have joined.
+
+        The sender joins concurrently. From now on the endpoint accepts updates only from the run that owns the group.
+        Raises `TransferError` if the group is not formed in ``spec.timeout_s``: the endpoint then belongs to no group
+        and serves as before. Raises `FencedError` if a later incarnation of the run's trainer has called.
+        """
+
+    @abstractmethod
+    async def request_weight_update(self, update: WeightUpdate) -> None:
+        """Accept an update and pause sampling as ``update.in_flight`` says; on return no token is being sampled.
+
+        If the update is staged, sampling goes on. Raises `UpdateRefusedError` if the manifest does not fit
+        the model, the version is not newer, the run does not own the group, another update is open, or the drain did
+        not end before ``update.deadline_s``: the old weights serve on and nothing may be sent.
+        """
+
+    @abstractmethod
+    async def receive_weights(self, bucket: BucketTransfer) -> None:
+        """Receive one bucket, while the sender sends it, and compare its checksum. Buckets come in order.
+
+        Raises `TransferError`, or `UpdateRefusedError` if no such update is open; `abort_weight_update` says what the
+        endpoint serves then.
+        """
+
+    @abstractmethod
+    async def commit_weight_update(self, ref: UpdateRef) -> WeightVersion:
+        """Switch to the new weights and resume: every later token is sampled from ``ref.version``.
+
+        A staged update pauses sampling here, as ``in_flight`` says. Raises `UpdateRefusedError` if buckets are missing,
+        or if a drain does not end in time: the update is then over and the old weights serve on. Raises `PoisonedError`
+        if applying the weights fails.
+        """
+
+    @abstractmethod
+    async def abort_weight_update(self, ref: UpdateRef) -> WeightVersion:
+        """End the update. If no byte was applied the old weights serve on (READY), otherwise POISONED.
+
+        Idempotent: without an open update it returns the present version.
+        """
+
+    @abstractmethod
+    async def generate(self, request: GenerateRequest) -> GenerateResponse:
+        """Return the completions of one prompt: token ids, behaviour logprobs, version spans, finish reason.
+
+        Raises `InvalidRequestError` if the prompt does not fit. Cancelling the call ends the request on the endpoint.
+        """
+
+    @abstractmethod
+    async def chat_completion(self, request: ChatCompletionRequest) -> ChatCompletion:
+        """Return a completion in the OpenAI format, with token ids, logprobs and version spans.
+
+        Raises `UnsupportedError` if chat is not declared.
+        """
+
+    @abstractmethod
+    async def weight_version(self) -> WeightVersion:
+        """Return which weights are served now, and the state."""
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Release what this object holds; a remote server goes on. Called last.
+
+        If a context manager made the endpoint, the manager exits after this call.
+        """
+
+
+@runtime_checkable
+class StreamingEndpoint(InferenceEndpoint, Protocol):
+    """An endpoint that declares ``streaming``."""
+
+    @abstractmethod
+    def generate_stream(self, request: GenerateRequest) -> AsyncIterator[CompletionChunk]:
+        """Yield tokens as they are sampled; the last chunk of each completion carries its finish reason."""
+
+    @abstractmethod
+    def chat_completion_stream(self, request: ChatCompletionRequest) -> AsyncIterator[ChatCompletionChunk]:
+        """Yield text as it is sampled, in the OpenAI format. Raises `UnsupportedError` if chat is not declared."""
+
+
+@runtime_checkable
+class AbortingEndpoint(InferenceEndpoint, Protocol):
+    """An endpoint that declares ``partial_rollouts``."""
+
+    @abstractmethod
+    async def abort_requests(self, requests: AbortRequests) -> None:
+        """End these requests: each `generate` returns what it has sampled so far.
+
+        Completions that had not finished get the finish reason ``abort``; without a token, they have no span. Ids that
+        are not running are ignored. Returns once no further token of these requests will be sampled, which an engine
+        may delay until the pause of an update ends.
+        """
+
+
+@runtime_checkable
+class ReleasingEndpoint(InferenceEndpoint, Protocol):
+    """An endpoint that declares ``releases_memory``. Both calls may be repeated, and then change nothing."""
+
+    @abstractmethod
+    async def release_memory(self) -> WeightVersion:
+        """Give up the memory of weights, keys and values; on return others may take it, and the state is RELEASED.
+
+        The endpoint keeps its weights elsewhere, under the same version, and forgets cached prefixes. Raises
+        `BusyError` if requests run or wait, or an update is open, and `PoisonedError` if the weights are torn: nothing
+        changed. After any other error the state may be RELEASED, and `restore_memory` leads out.
+        """
+
+    @abstractmethod
+    async def restore_memory(self) -> WeightVersion:
+        """Take the memory back; on return the same weights are served as before the release.
+
+        Raises `EndpointError` if the memory cannot be had: the state is still RELEASED.
+        """
+
+
+@runtime_checkable
+class DraftingEndpoint(InferenceEndpoint, Protocol):
+    """An endpoint that declares ``drafts``."""
+
+    @abstractmethod
+    async def record_history(self, history: DraftHistory) -> None:
+        """Remember finished completions; later requests with one of these prompts take their drafts from them.
+
+        Replaces what was remembered of those prompts. Raises `UnsupportedError` if drafts are not declared.
+        """

@@ -1,0 +1,107 @@
+"""The Protocols of tasks, environments and their episodes, which users write."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from inflight.types import Message, Reply, TaskItem, Tool
+
+if TYPE_CHECKING:
+    pass
+
+
+@runtime_checkable
+class Task(Protocol):
+    """Problems and how to score an answer, in one turn. Deterministic: item i is the same in every process."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Return the name for reports and errors."""
+
+    @abstractmethod
+    def item(self, index: int) -> TaskItem:
+        """Return problem ``index``, for any index from 0; a run trains in the order of indices."""
+
+    @abstractmethod
+    def score(self, item: TaskItem, completion: str) -> float:
+        """Return the reward of a completion's text. An exception stops the run as a `TaskError`."""
+
+
+class Conversation(Protocol):
+    """One token stream of an episode. Sampled tokens are kept as they are; only new text is tokenised."""
+
+    @abstractmethod
+    async def say(self, *messages: Message | str) -> Reply:
+        """Append messages and return what the model answers; a text is a message of the user.
+
+        Raises `ContextFullError` if the answer has no room, `InvalidRequestError` if the chat template refuses a
+        message: nothing was appended. Where an endpoint fails, the turn is sampled on another one.
+        """
+
+    @abstractmethod
+    async def observe(self, token_ids: Sequence[int]) -> Reply:
+        """Append tokens as they are and return what the model answers. Raises as `say`."""
+
+    @abstractmethod
+    def reward_turn(self, reward: float) -> None:
+        """Give the last turn a reward of its own, which counts if the run assigns credit by turn."""
+
+    @abstractmethod
+    def reward(self, reward: float) -> None:
+        """Give the conversations of this role another reward than the rest of the episode."""
+
+
+class Episode(Protocol):
+    """One play of an environment, as the environment sees it: who answers, and what is recorded."""
+
+    @property
+    @abstractmethod
+    def seed(self) -> int:
+        """Return a seed that differs between the episodes of a run, and is the same when one is played again."""
+
+    @abstractmethod
+    def conversation(self, *, system: str = "", tools: Sequence[Tool] = (), role: str = "") -> Conversation:
+        """Begin a conversation; an episode may have several, at the same time too.
+
+        ``tools`` are what the model may call; carrying it out is up to the environment. Conversations with different
+        roles are compared apart.
+        """
+
+    @abstractmethod
+    async def openai_url(self, role: str = "") -> str:
+        """Return a base URL for clients of OpenAI's API, whose calls become part of this episode.
+
+        It ends with ``/e/KEY/v1``, where KEY is a secret that stands for the episode and the role, and may also be sent
+        as the API key. Roles have URLs of their own, and what is posted there is the reward of that role. Raises
+        `UnsupportedError` where no proxy is served.
+        """
+
+    @property
+    @abstractmethod
+    def posted_reward(self) -> float | None:
+        """Return the reward that a client has posted for the episode, or the mean of its roles'; None if none has."""
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """Start states, and how an episode is played from one. `Task` is the short form for one prompt and one answer."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Return the name for reports and errors."""
+
+    @abstractmethod
+    def item(self, index: int) -> TaskItem:
+        """Return start state ``index``, for any index from 0. Deterministic: the same in every process."""
+
+    @abstractmethod
+    async def play(self, item: TaskItem, episode: Episode) -> float:
+        """Play one episode and return its reward.
+
+        Many plays run at once in one event loop: use threads or processes for what blocks. A play is cancelled if it
+        takes too long. An exception, or a reward that is not finite, costs this episode only.
+        """

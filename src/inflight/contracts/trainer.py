@@ -1,0 +1,221 @@
+"""The Protocols of a trainer worker and of the weights that it publishes."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+
+from inflight.types import MicroBatch, StepResult, WeightBucket
+from inflight.wire import (
+    BucketSpec,
+    LoraSpec,
+    TensorSpec,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+
+@runtime_checkable
+class WeightSource(Protocol):
+    """The whole of what a publish needs from a trainer rank. All ranks make the same calls in the same order."""
+
+    @property
+    @abstractmethod
+    def rank(self) -> int:
+        """Return this worker's rank, 0 <= rank < world_size. Rank 0 sends the weights."""
+
+    @property
+    @abstractmethod
+    def world_size(self) -> int:
+        """Return the number of ranks."""
+
+    @property
+    @abstractmethod
+    def version(self) -> int:
+        """Return the number of optimizer steps behind the present weights: the version a publish would carry."""
+
+    @abstractmethod
+    def parameter_specs(self) -> Sequence[TensorSpec]:
+        """Return checkpoint names, wire dtypes and full shapes in gather order. Never communicates."""
+
+    @abstractmethod
+    def gather_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
+        """Yield full tensors bucket by bucket, in the order of `parameter_specs`; collective: every rank exhausts it.
+
+        On rank 0 buckets hold tensors, on the others none. A yielded tensor is valid until the next one is asked for
+        and the one after it.
+        """
+
+
+@runtime_checkable
+class PartialWeightSource(WeightSource, Protocol):
+    """A source that leaves out tensors that training does not change; `parameter_specs` does not list them."""
+
+    @abstractmethod
+    def frozen_names(self) -> Sequence[str]:
+        """Return the names of the tensors that are left out, which are as in the checkpoint. Never communicates."""
+
+
+@runtime_checkable
+class LoraSource(WeightSource, Protocol):
+    """A source whose tensors are those of a LoRA, under the names that `LoraSpec` defines."""
+
+    @abstractmethod
+    def lora_spec(self) -> LoraSpec:
+        """Return how endpoints merge the LoRA. Never communicates."""
+
+
+@runtime_checkable
+class MergingLoraSource(LoraSource, Protocol):
+    """A source of a LoRA that can also merge it, for endpoints that declare partial updates but no LoRA."""
+
+    @abstractmethod
+    def merged(self, bucket_bytes: int) -> PartialWeightSource:
+        """Return the weights under the LoRA as a source; rank 0 only.
+
+        Its gathering makes the collective calls of this source's with buckets of ``bucket_bytes``, so that the other
+        ranks gather the LoRA, whichever of the two rank 0 publishes.
+        """
+
+
+@runtime_checkable
+class TrainerWorker(WeightSource, Protocol):
+    """The whole of what inflight asks of one trainer rank. All ranks make the same calls in the same order.
+
+    With several ranks, each is a process that has formed torch's default process group before it calls the factory.
+    ``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE`` are set, and no ``MASTER_ADDR`` is needed.
+    """
+
+    @abstractmethod
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        """Return trainer logprobs [T] of the packed targets: float32, differentiable, 0.0 where there is no target.
+
+        Natural log, at each token's own temperature, on the batch's device. Segments do not see each other. Float64
+        models return float64. Several forwards may come before their backwards, and the backwards in any order.
+        """
+
+    @abstractmethod
+    def backward(self, loss: torch.Tensor) -> None:
+        """Accumulate the gradient of a scalar: summed over ranks and micro-batches, never averaged.
+
+        Ranks without tokens pass a zero that depends on their parameters, as `forward` of any batch does.
+        """
+
+    @abstractmethod
+    def step(self) -> StepResult:
+        """Clip, update the parameters, advance the schedule, clear gradients; ``version`` grows by one.
+
+        Raises `NonFiniteError` on every rank if the gradient norm is not finite, or overflows: gradients are cleared,
+        and parameters, optimizer, schedule and version stay as they were. Raises `TrainerError` if there is no
+        gradient.
+        """
+
+    @abstractmethod
+    def save(self, path: Path) -> None:
+        """Write weights, optimizer, schedule and version, atomically; the directory is a loadable HF checkpoint too.
+
+        Raises `CheckpointError` on every rank; the earlier checkpoint at ``path`` is then still whole.
+        """
+
+    @abstractmethod
+    def load(self, path: Path) -> None:
+        """Read what `save` wrote, on any number of ranks, and drop the gradients of every `backward` before.
+
+        Raises `CheckpointError`, with nothing loaded.
+        """
+
+
+@runtime_checkable
+class ModelParallelWorker(TrainerWorker, Protocol):
+    """A `TrainerWorker` of which several ranks compute the same micro-batches together.
+
+    Ranks with the same ``data_parallel_rank`` get the same micro-batches. On each of them `forward` returns all
+    logprobs, and each computes the same loss and passes it to `backward`, which counts it once. A worker that is not a
+    `ModelParallelWorker` gives every rank micro-batches of its own; `data_ranks_of` is right for both.
+    """
+
+    @property
+    @abstractmethod
+    def data_parallel_rank(self) -> int:
+        """Return which share of the data this rank computes, 0 <= data_parallel_rank < data_parallel_size."""
+
+    @property
+    @abstractmethod
+    def data_parallel_size(self) -> int:
+        """Return the number of shares; each is computed by ``world_size / data_parallel_size`` ranks."""
+
+
+@runtime_checkable
+class ImageWorker(Protocol):
+    """A `TrainerWorker` that says whether its model takes images. One that does not say takes none."""
+
+    @property
+    @abstractmethod
+    def takes_images(self) -> bool:
+        """Return whether `TrainerWorker.forward` takes `MicroBatch.image_tensors`; if not, it refuses them.
+
+        Raises `UnsupportedError` then. A micro-batch without images may come beside others' with images.
+        """
+
+
+@runtime_checkable
+class ReplayingWorker(Protocol):
+    """A `TrainerWorker` that says whether it replays the experts of a rollout. One that does not say does not."""
+
+    @property
+    @abstractmethod
+    def replays_routing(self) -> bool:
+        """Return whether `TrainerWorker.forward` takes `MicroBatch.routed_experts_TLK`; if not, it refuses them.
+
+        Raises `UnsupportedError` then. The recorded experts take the place of those that the model's routers would
+        choose, weighted by what the routers, as they are now, give them. A micro-batch without a record may come beside
+        others' with one.
+        """
+
+
+@runtime_checkable
+class BackgroundSaver(Protocol):
+    """A `TrainerWorker` that can also save while it trains.
+
+    At most one save is under way. Meanwhile every method of `TrainerWorker` may be called; `save` and `load` wait for
+    it first.
+    """
+
+    @abstractmethod
+    def begin_save(self, path: Path) -> None:
+        """Begin to save the present state, as `TrainerWorker.save` does; collective.
+
+        Returns once the state is copied; later changes are not saved. Waits for an earlier save first. If that save
+        failed, its `CheckpointError` is raised on every rank and no new save begins.
+        """
+
+    @abstractmethod
+    def finish_save(self, timeout_s: float) -> None:
+        """Return once the save has written its path, or at once if there is none to finish. Not collective.
+
+        Raises `CheckpointError`, once, if the save failed: the earlier checkpoint at the path is still whole, and the
+        state of training is unaffected. Also raises `CheckpointError` if the save goes on after ``timeout_s`` seconds:
+        it is then still pending, and the call may be repeated.
+        """
+
+    @property
+    @abstractmethod
+    def save_pending(self) -> bool:
+        """Return whether a save is under way on this rank; False once it succeeded or failed. Never waits."""
+
+
+class DataRanks(NamedTuple):
+    """A rank's share of the data, counted from 0, and the number of shares."""
+
+    rank: int
+    size: int
+
+
+def data_ranks_of(worker: TrainerWorker) -> DataRanks:
+    """Return the share of a worker: that of its rank, unless several ranks compute a share together."""
+    if isinstance(worker, ModelParallelWorker):
+        return DataRanks(worker.data_parallel_rank, worker.data_parallel_size)
+    return DataRanks(worker.rank, worker.world_size)

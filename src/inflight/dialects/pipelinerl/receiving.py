@@ -1,0 +1,104 @@
+"""Weights that PipelineRL's trainer broadcasts, brought to endpoints of the contract.
+
+Each update is one publish: the endpoints accept the manifest or refuse it, every tensor is received whole and compared
+on its way, and they commit together. Knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from inflight.contracts import WeightSource
+from inflight.dialects.pipelinerl.group import WeightGroup
+from inflight.dialects.pipelinerl.messages import WeightUpdateRequest
+from inflight.errors import InvalidRequestError, TransferError
+from inflight.types import PublishReport, WeightBucket
+from inflight.weights.send.publish import publish_weights
+from inflight.weights.send.publisher import WeightPublisher
+from inflight.wire import BucketSpec, InFlightPolicy, TensorSpec
+
+
+class ArrivingWeights(WeightSource):
+    """The tensors of one update, in the order in which the trainer broadcasts them."""
+
+    rank = 0
+    world_size = 1
+
+    def __init__(self, group: WeightGroup, version: int, specs: Sequence[TensorSpec], timeout_s: float) -> None:
+        self._group = group
+        self._version = version
+        self._specs = specs
+        self._timeout_s = timeout_s
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    def parameter_specs(self) -> Sequence[TensorSpec]:
+        return self._specs
+
+    def gather_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
+        """Receives as it is exhausted, whether or not anybody wants the weights: the trainer sends them all the same.
+
+        Raises `TransferError`; the group is then given up.
+        """
+        for bucket in buckets:
+            specs = tuple(self._specs[bucket.start : bucket.stop])
+            yield WeightBucket(bucket.index, specs, tuple(self._received(spec) for spec in specs))
+
+    def _received(self, spec: TensorSpec) -> torch.Tensor:
+        what = f"receiving {spec.name}"
+        try:
+            tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+        except RuntimeError as error:
+            self._group.abort()
+            raise TransferError(f"{what} failed: no memory for {spec.size_bytes} bytes") from error
+        self._group.broadcast(tensor, self._timeout_s, what)
+        return tensor
+
+
+class ArrivingUpdates:
+    """The updates of one trainer, one at a time, published by ``publisher``.
+
+    ``timeout_s`` is how long the trainer may take from one tensor to the next, and the endpoints to take an update.
+    """
+
+    def __init__(
+        self, group: WeightGroup, publisher: WeightPublisher, in_flight: InFlightPolicy, timeout_s: float
+    ) -> None:
+        self._group = group
+        self._publisher = publisher
+        self._in_flight = in_flight
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether the group is formed, and the next broadcast the trainer's next."""
+        return self._group.is_formed
+
+    def join(self) -> None:
+        """Join the group; blocks until all ranks have come. Raises `TransferError`."""
+        self._group.join()
+
+    def receive(self, request: WeightUpdateRequest) -> PublishReport:
+        """Return once every endpoint serves the update. Blocks.
+
+        Raises `PublishError` if one does not, and what `publish_weights` raises. Its broadcasts were received all the
+        same, and the group is in step for the next update, unless `TransferError` says that it was given up.
+        """
+        with self._lock:
+            try:
+                specs = request.manifest().tensors
+            except InvalidRequestError:
+                self.out_of_step()
+                raise
+            weights = ArrivingWeights(self._group, request.version, specs, self._timeout_s)
+            return publish_weights(weights, self._publisher, in_flight=self._in_flight, deadline_s=self._timeout_s)
+
+    def out_of_step(self) -> None:
+        """Give the group up, because the trainer broadcasts what was not understood. Its broadcasts then fail."""
+        self._group.abort()

@@ -1,0 +1,178 @@
+"""An engine's server that one process owns: it alone updates the server, and every request goes through it.
+
+This is for servers whose answers do not say which weights sampled them. Requests wait here while weights change, and
+weights change when none of them runs, so that each completion is of one version, which this process knows. What arrives
+is staged in this process, and replaced in the server by one call of the adapter. Knows no engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from inflight.contracts import InferenceEndpoint
+from inflight.engines.detached_calls import Attaching
+from inflight.engines.requests import check_fit
+from inflight.engines.routes import EngineRoutes
+from inflight.engines.version_labels import ServedVersion
+from inflight.errors import InvalidRequestError, UnsupportedError
+from inflight.weights.receive.receiver import PausableEngine, ReceivingEndpoint, UpdateReceiver
+from inflight.wire import (
+    Capabilities,
+    ChatCompletion,
+    ChatCompletionRequest,
+    Completion,
+    GenerateRequest,
+    GenerateResponse,
+    TensorSpec,
+    UpdateTimings,
+    WeightUpdate,
+    WeightVersion,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+
+class OwnedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
+    """One server, asked over ``routes``. The only in-flight policy that it can declare is ``drain``.
+
+    An instance belongs to the event loop in which it is first used. A later instance, or one in another process, cannot
+    know what the server serves: put the contract's own server in front of one instance where several processes publish
+    or sample.
+    """
+
+    def __init__(self, routes: EngineRoutes) -> None:
+        self._routes = routes
+        self._attaching = Attaching(self._attached)
+        self._gate = asyncio.Event()
+        self._gate.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._running: set[str] = set()
+        self._num_running = 0
+        self._version = 0  # of the weights that sample
+        self._timings: UpdateTimings | None = None
+        # Set by the first call:
+        self._updates: UpdateReceiver
+        self._slots: asyncio.Semaphore
+
+    @property
+    def name(self) -> str:
+        return self._routes.url
+
+    @abstractmethod
+    async def _attach(self) -> tuple[Capabilities, Sequence[TensorSpec] | None]:
+        """Return what the server can do, and what its model can load if that is known. Raises `ConfigError`."""
+
+    @abstractmethod
+    async def _complete(self, request: GenerateRequest, index: int, version: int) -> Completion:
+        """Return one completion of the prompt, which ``version`` samples."""
+
+    @abstractmethod
+    async def _replace(self, update: WeightUpdate, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Replace the server's weights. If it raises anything, they count as torn."""
+
+    async def _attached(self) -> Capabilities:
+        from inflight.weights.receive.bucket_sinks import StagedIntake
+        from inflight.weights.transports import make_receiver
+
+        can, specs = await self._attach()
+        self._slots = asyncio.Semaphore(can.max_concurrent_sequences)
+        self._intake = StagedIntake(make_receiver)
+        self._updates = UpdateReceiver(self, self._intake, specs, can)
+        served = await self._served()
+        self._updates.session.found(served.version, served.run_id, torn=served.torn, session_id=served.session_id)
+        self._version = served.version
+        return can
+
+    async def _served(self) -> ServedVersion:
+        """Return what the server serves; of a server that cannot tell, the checkpoint that it was started from."""
+        return ServedVersion(0, None)
+
+    async def capabilities(self) -> Capabilities:
+        """Raises `ConfigError` if the server cannot be attached to."""
+        return await self._attaching.result()
+
+    async def receiver(self) -> UpdateReceiver:
+        await self.capabilities()
+        return self._updates
+
+    async def weight_version(self) -> WeightVersion:
+        return (await self.receiver()).weight_version(num_running=self._num_running, last_update=self._timings)
+
+    async def num_running(self) -> int:
+        return self._num_running
+
+    async def generate(self, request: GenerateRequest) -> GenerateResponse:
+        can = await self.capabilities()
+        check_fit(request, max_model_len=can.max_model_len, vocab_size=can.vocab_size)
+        if request.sampling.seed is not None and not can.seeds:
+            raise UnsupportedError(f"seed {request.sampling.seed}: {self.name} does not declare seeds")
+        if request.request_id in self._running:
+            raise InvalidRequestError(f"request id {request.request_id!r} is in use by a running request")
+        self._running.add(request.request_id)
+        calls: list[asyncio.Future[Completion]] = []
+        try:
+            calls = [asyncio.ensure_future(self._one(request, index)) for index in range(request.sampling.n)]
+            completions = await asyncio.gather(*calls)
+        finally:
+            for call in calls:
+                call.cancel()
+            self._running.discard(request.request_id)
+        return GenerateResponse(request_id=request.request_id, completions=tuple(completions))
+
+    async def _one(self, request: GenerateRequest, index: int) -> Completion:
+        async with self._sampling() as version:
+            return await self._complete(request, index, version)
+
+    @contextlib.asynccontextmanager
+    async def _sampling(self) -> AsyncIterator[int]:
+        """Hold the weights while the body samples one sequence; yields their version. Raises `PoisonedError`."""
+        self._updates.session.refuse_to_sample()
+        async with self._slots:
+            await self._gate.wait()
+            self._updates.session.refuse_to_sample()
+            self._num_running += 1
+            self._idle.clear()
+            try:
+                yield self._version
+            finally:
+                self._num_running -= 1
+                if self._num_running == 0:
+                    self._idle.set()
+
+    async def chat_completion(self, request: ChatCompletionRequest) -> ChatCompletion:
+        raise UnsupportedError(f"{self.name} does not declare chat")
+
+    async def pause(self, update: WeightUpdate) -> None:
+        self._gate.clear()
+        try:
+            await self._idle.wait()
+        except BaseException:
+            self._gate.set()
+            raise
+
+    async def apply(self, update: WeightUpdate) -> None:
+        started = time.monotonic()
+        await self._replace(update, dict(self._intake.take()))
+        seconds = time.monotonic() - started
+        self._timings = UpdateTimings(paused_s=seconds, load_s=seconds)
+        self._version = update.version
+        self._gate.set()
+
+    async def resume(self) -> None:
+        self._gate.set()
+
+    async def give_up(self) -> None:
+        """No request runs: the weights changed after a drain. Those that wait are refused."""
+        self._gate.set()
+
+    async def aclose(self) -> None:
+        if self._attaching.has_succeeded:
+            self._updates.close()
+        await self._routes.aclose()

@@ -1,0 +1,85 @@
+"""Chat with a tokenizer in this process: its template renders messages, and it decodes completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from inflight.errors import InvalidRequestError
+from inflight.http.chat import generate_request_of
+from inflight.http.streamed_text import StreamedText
+from inflight.model.images import ImageProcessor, as_parts, image_urls_of, text_of
+from inflight.wire import (
+    ChatChunkChoice,
+    ChatCompletionChunk,
+    ChatCompletionRequest,
+    ChatDelta,
+    CompletionChunk,
+    GenerateRequest,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFormat:
+    """A Hugging Face tokenizer that has a chat template. ``images`` is None if the model takes none."""
+
+    tokenizer: Any
+    images: ImageProcessor | None = None
+
+    def render(self, request: ChatCompletionRequest) -> GenerateRequest:
+        """Return the request with the messages as token ids. Raises `InvalidRequestError` if the template refuses."""
+        messages = [message.model_dump() for message in request.messages]
+        urls = image_urls_of(messages)
+        if self.images is None:
+            messages = [{**message, "content": text_of(message)} for message in messages]
+        else:
+            messages = [dict(as_parts(message)) for message in messages]
+        try:
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # templates may raise anything
+            raise InvalidRequestError(f"the chat template refused the messages: {error}") from error
+        token_ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if not urls:
+            return generate_request_of(request, token_ids)
+        assert self.images is not None
+        return generate_request_of(request, *self.images.placed(token_ids, urls))
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Return the tokens' text without special tokens."""
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def pieces(self, token_ids: Sequence[int]) -> list[str]:
+        return [self.tokenizer.decode([token_id]) for token_id in token_ids]
+
+
+class ChatChunkWriter:
+    """Turns the streamed tokens of one request into streamed text."""
+
+    def __init__(self, chat: ChatFormat, request: ChatCompletionRequest) -> None:
+        self._chat = chat
+        self._request = request
+        self._stop = request.sampling().stop
+        self._created = int(time.time())
+        self._texts: dict[int, StreamedText] = {}
+        self._num_written: dict[int, int] = {}
+
+    def write(self, chunk: CompletionChunk) -> ChatCompletionChunk:
+        first = chunk.index not in self._texts
+        text = self._texts.setdefault(chunk.index, StreamedText(self._chat.text, self._stop))
+        certain = text.add(chunk.token_ids)
+        num_written = self._num_written.get(chunk.index, 0)
+        written = (certain if chunk.finish_reason is None else text.whole())[num_written:]
+        self._num_written[chunk.index] = num_written + len(written)
+        choice = ChatChunkChoice(
+            index=chunk.index,
+            delta=ChatDelta(role="assistant" if first else None, content=written),
+            finish_reason=chunk.finish_reason,
+            token_ids=chunk.token_ids,
+            token_logprobs=chunk.logprobs,
+            version=chunk.version,
+        )
+        return ChatCompletionChunk(
+            id=chunk.request_id, created=self._created, model=self._request.model, choices=(choice,)
+        )

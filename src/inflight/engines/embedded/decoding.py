@@ -1,0 +1,198 @@
+"""The decode step as one function of tensors of few shapes, which a compiler may take: one token for each sequence.
+
+The step reads parameters, keys and values where they are, so their addresses must stay: an arena of a fixed size, and
+updates that are copied (`inflight.engines.embedded.parameters.overwrite`). Rows are padded to a few numbers, and
+positions that are attended to a few lengths.
+
+Shape suffixes: B rows of the arena, C positions that are attended, V vocabulary, and those of
+`inflight.engines.embedded.slots`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import FunctionType
+from typing import Any, cast
+
+import torch
+
+from inflight.engines.embedded.slots import Arena, AttentionPlan, DecodingRows, Slot, attend_rows
+from inflight.errors import ConfigError
+from inflight.weights.encode.streams import cuda
+
+DecodeStep = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""From token ids and positions [2, B], and the numbers 0 to C - 1 [C], to logits [B, V]."""
+Compiler = Callable[[DecodeStep], DecodeStep]
+Layers = tuple[torch.Tensor, ...]
+"""Keys or values [S, K, C, D] of each layer of an arena."""
+Recorded = tuple[Callable[[], None], torch.Tensor]
+"""What repeats a recorded step, and the tensor that it writes its result to."""
+
+_FEWEST_PLACES = 64
+_ROWS = 8
+"""Above this many rows, their number is a multiple of it."""
+
+
+class Decoder:
+    """Decodes the sequences of an arena of a fixed size with a compiled step.
+
+    Making one compiles the step, which takes a while, and raises `ConfigError` if the step cannot be compiled.
+    """
+
+    def __init__(self, model: Any, arena: Arena, compiler: Compiler) -> None:
+        self._arena = arena
+        self._device = arena.keys_LSKCD.device
+        self._num_rows = arena.num_slots
+        places_C = torch.arange(arena.capacity, device=self._device)
+        lengths = {num_places(length, arena.capacity) for length in range(1, arena.capacity + 1)}
+        self._places = {length: _of_any_size(places_C[:length]) for length in sorted(lengths)}
+        self._step = compiler(_decode_step(model, arena))
+        self._warm_up()
+
+    @torch.inference_mode()
+    def _warm_up(self) -> None:
+        try:
+            for length in {min(self._places), max(self._places)}:
+                self._step(self._inputs({}, num_rows(1, self._num_rows)), self._places[length])
+        except Exception as error:  # the compiler may raise anything
+            why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            raise ConfigError(f"the decode step of this model cannot be compiled ({why}); leave compile out") from error
+
+    def logits(self, token_ids: Mapping[Slot, int]) -> torch.Tensor:
+        """Store the keys and values of each slot's token, and return logits [B, V] in the order of ``token_ids``.
+
+        The next call may write to the memory of the result.
+        """
+        rows = [slot.row for slot in token_ids]
+        inputs_2B = self._inputs(token_ids, num_rows(max(rows) + 1, self._num_rows))
+        longest = max(slot.length for slot in token_ids) + 1
+        logits_BV = self._step(inputs_2B, self._places[num_places(longest, self._arena.capacity)])
+        if rows == list(range(len(rows))):
+            return logits_BV[: len(rows)]
+        return logits_BV[torch.tensor(rows, device=self._device)]
+
+    def _inputs(self, token_ids: Mapping[Slot, int], num_rows: int) -> torch.Tensor:
+        """Return token ids and positions [2, B].
+
+        Rows without a token write where nothing is read before it is written again: behind their sequence's positions,
+        or to the first position if they are free.
+        """
+        ids, positions = [0] * num_rows, [0] * num_rows
+        for slot in self._arena.owners:
+            if slot.row < num_rows:
+                ids[slot.row], positions[slot.row] = token_ids.get(slot, 0), slot.length
+        return _of_any_size(torch.tensor([ids, positions], device=self._device))
+
+
+def num_rows(num: int, most: int) -> int:
+    """Return how many rows a step for ``num`` rows computes, of ``most``."""
+    return min(most, max(2, 1 << (num - 1).bit_length()) if num <= _ROWS else -(-num // _ROWS) * _ROWS)
+
+
+def num_places(num: int, most: int) -> int:
+    """Return how many positions a step attends to whose longest sequence has ``num``, of ``most``."""
+    return min(most, max(_FEWEST_PLACES, 1 << (num - 1).bit_length()))
+
+
+def compiler_for(device: torch.device) -> Compiler:
+    """Return torch's compiler; on a GPU it is followed by capturing CUDA graphs."""
+    if device.type == "cuda":
+        return lambda step: Captured(_compiled(step), RecorderOnGpu(device))
+    return _compiled
+
+
+class Captured:
+    """A decode step that is recorded once for each pair of shapes, when it is first needed, and then repeated.
+
+    What is repeated reads and writes the memory that the step used while it was recorded.
+    """
+
+    def __init__(self, step: DecodeStep, record: Callable[[Callable[[], torch.Tensor]], Recorded]) -> None:
+        self._step = step
+        self._record = record
+        self._recorded: dict[tuple[int, int], tuple[torch.Tensor, Recorded]] = {}
+
+    def __call__(self, inputs_2B: torch.Tensor, places_C: torch.Tensor) -> torch.Tensor:
+        shapes = (inputs_2B.shape[1], places_C.shape[0])
+        if shapes not in self._recorded:
+            own_2B = _of_any_size(inputs_2B.clone())
+            self._recorded[shapes] = own_2B, self._record(lambda: self._step(own_2B, places_C))
+        own_2B, (repeat, logits_BV) = self._recorded[shapes]
+        own_2B.copy_(inputs_2B)
+        repeat()
+        return logits_BV
+
+
+class RecorderOnGpu:
+    """Records what a function does on a GPU as a CUDA graph. All graphs share their memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = cuda.graph_pool_handle()
+
+    def __call__(self, function: Callable[[], torch.Tensor]) -> Recorded:
+        """Return the graph's replay and its output. Calls ``function`` several times."""
+        apart = cuda.Stream(self._device)
+        apart.wait_stream(cuda.current_stream(self._device))
+        with cuda.stream(apart):
+            for _ in range(2):  # compilers and libraries choose their kernels and take their memory
+                function()
+        cuda.current_stream(self._device).wait_stream(apart)
+        graph = cuda.CUDAGraph()
+        # Only this thread is watched: another one receives weights meanwhile, and may allocate memory.
+        with cuda.graph(graph, pool=self._pool, stream=apart, capture_error_mode="thread_local"):
+            result = function()
+        return graph.replay, result
+
+
+class _WholeRows(AttentionPlan):
+    """Each row of the packed batch is the row of the same number in an arena."""
+
+    def __init__(self, keys: Layers, values: Layers, inputs_2B: torch.Tensor, places_C: torch.Tensor) -> None:
+        self._keys, self._values = keys, values
+        positions_B = inputs_2B[1]
+        num, longest = positions_B.shape[0], places_C.shape[0]
+        visible_B11C = (places_C <= positions_B[:, None])[:, None, None]
+        rows_B = torch.arange(num, device=positions_B.device)
+        self._rows = DecodingRows(0, num, longest, positions_B, rows_B, rows_B, None, visible_B11C, True)
+
+    def attend(
+        self,
+        layer: int,
+        query_1QTD: torch.Tensor,
+        key_1KTD: torch.Tensor,
+        value_1KTD: torch.Tensor,
+        scale: float | None,
+    ) -> torch.Tensor:
+        keys_SKCD, values_SKCD = self._keys[layer], self._values[layer]
+        return attend_rows(keys_SKCD, values_SKCD, self._rows, query_1QTD, key_1KTD, value_1KTD, scale)
+
+
+def _decode_step(model: Any, arena: Arena) -> DecodeStep:
+    base_model, head = model.base_model, model.get_output_embeddings()
+    keys, values = arena.keys_LSKCD.unbind(0), arena.values_LSKCD.unbind(0)
+
+    def step(inputs_2B: torch.Tensor, places_C: torch.Tensor) -> torch.Tensor:
+        output = base_model(
+            input_ids=inputs_2B[:1],
+            position_ids=inputs_2B[1:],
+            use_cache=False,
+            step_plan=_WholeRows(keys, values, inputs_2B, places_C),
+        )
+        logits_BV: torch.Tensor = head(output.last_hidden_state[0])
+        return logits_BV
+
+    return step
+
+
+def _compiled(step: DecodeStep) -> DecodeStep:
+    assert isinstance(step, FunctionType)
+    # Code of its own: torch keeps graphs, and limits their number, by the code that they were made of.
+    own = FunctionType(step.__code__.replace(), step.__globals__, step.__name__, step.__defaults__, step.__closure__)
+    return cast(DecodeStep, torch.compile(own, fullgraph=True))
+
+
+def _of_any_size(tensor: torch.Tensor) -> torch.Tensor:
+    """Tell torch's compiler that the last dimension varies."""
+    torch._dynamo.maybe_mark_dynamic(tensor, tensor.dim() - 1)
+    return tensor

@@ -1,0 +1,392 @@
+"""The embedded engine as an `InferenceEndpoint` in this process: the contract's reference implementation.
+
+It joins the engine (a thread) and the receiving half of updates. Only a commit changes the model, in the engine's
+thread, so any failure before it leaves the old weights serving.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from inflight.base.threads import run_abandonable
+from inflight.base.transport_registry import receivable
+from inflight.contracts import AbortingEndpoint, DraftingEndpoint, ReleasingEndpoint, StreamingEndpoint, WeightReceiver
+from inflight.engines.embedded.chat import ChatChunkWriter, ChatFormat
+from inflight.engines.embedded.engine import Engine
+from inflight.engines.embedded.parameters import HOST, made_ready
+from inflight.engines.embedded.sequences import Sequence
+from inflight.errors import EndpointError, InflightError, InvalidRequestError, NonFiniteError, UnsupportedError
+from inflight.http.chat import chat_completion_of, check_chat
+from inflight.model.images import ImageProcessor
+from inflight.types import EngineStats
+from inflight.weights.encode.streams import beside
+from inflight.weights.receive.base_weights import AdaptedLoad, AdaptedWeights, Named
+from inflight.weights.receive.bucket_sinks import StagedIntake
+from inflight.weights.receive.receiver import PausableEngine, ReceivingEndpoint, UpdateReceiver
+from inflight.weights.receive.releasing import MemoryRelease, ReleasableEngine
+from inflight.weights.send.module import tensor_spec
+from inflight.weights.transports import make_receiver
+from inflight.wire import (
+    AbortRequests,
+    Capabilities,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatCompletionRequest,
+    Completion,
+    CompletionChunk,
+    DraftHistory,
+    GenerateRequest,
+    GenerateResponse,
+    InFlightPolicy,
+    Manifest,
+    TransportSpec,
+    UpdateTimings,
+    WeightUpdate,
+    WeightVersion,
+)
+
+T = TypeVar("T")
+
+
+class LocalEndpoint(
+    ReceivingEndpoint,
+    StreamingEndpoint,
+    AbortingEndpoint,
+    ReleasingEndpoint,
+    DraftingEndpoint,
+    PausableEngine,
+    ReleasableEngine,
+):
+    """An endpoint around an `Engine`, which it starts and closes.
+
+    Belongs to the event loop that first uses it. ``chat`` is None if the model has no chat template, ``images`` if it
+    takes no images.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        model: Any,
+        *,
+        name: str,
+        chat: ChatFormat | None = None,
+        images: ImageProcessor | None = None,
+    ) -> None:
+        self._engine = engine
+        self._images = images
+        self._name = name
+        self._chat = chat
+        parameter = next(model.parameters())
+        stored = engine.stored.views(engine.parameters)
+        specs = tuple(tensor_spec(name, tensor, None) for name, tensor in stored.items())
+        self._device: Any = parameter.device
+        self._adapted = AdaptedWeights()
+        self._is_borrowed = False
+        """Whether weights arrive in memory that only lasts as long as the trainer's process."""
+        self._intake = StagedIntake(self._make_receiver, self._prepare)
+        self._manifest = Manifest(tensors=specs)
+        self._capabilities = self._declared(parameter)
+        self._updates = UpdateReceiver(self, self._intake, specs, self._capabilities)
+        self._memory = MemoryRelease(self, self._updates.session)
+        self._last_timings: UpdateTimings | None = None
+        engine.start()
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def stats(self) -> EngineStats:
+        return self._engine.stats()
+
+    async def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    def _declared(self, parameter: Any) -> Capabilities:
+        from inflight import __version__
+
+        return Capabilities(
+            engine="inflight.engines.embedded",
+            engine_version=__version__,
+            model=self._name,
+            vocab_size=self._engine.vocab_size,
+            max_model_len=self._engine.max_model_len,
+            dtype=str(parameter.dtype).removeprefix("torch."),
+            in_flight_policies=tuple(InFlightPolicy),
+            transports=receivable(on_gpu=parameter.is_cuda),
+            staging=True,
+            encodings=("bfloat16", "float8", "delta"),
+            partial_updates=True,
+            lora=True,
+            partial_rollouts=True,
+            version_binding="spans",
+            logprob_kind="processed",
+            num_ranks=1,
+            max_concurrent_sequences=self._engine.max_concurrent,
+            streaming=True,
+            chat=self._chat is not None,
+            releases_memory=not self._engine.keeps_addresses,
+            images=self._images is not None,
+            drafts=self._engine.speculation.takes_history,
+            draft_counts=self._engine.speculation.is_on,
+            routed_experts=self._engine.records_routing,
+            manifest_digest=self._manifest.digest(),
+        )
+
+    # ---------------------------------------------------------------------------------------------------- weights
+
+    async def receiver(self) -> UpdateReceiver:
+        return self._updates
+
+    async def weight_version(self) -> WeightVersion:
+        """Raises `EndpointError` if the engine has failed."""
+        if (failure := self._engine.failure) is not None:
+            raise failure
+        is_open = self._updates.session.update is not None
+        return self._updates.weight_version(
+            num_running=await self.num_running(),
+            last_update=self._last_timings if is_open else self._timings(),
+        )
+
+    def _timings(self) -> UpdateTimings | None:
+        """Return the timings of the last committed update, with its first token once that has been sampled."""
+        timings = self._last_timings
+        if timings is not None and timings.first_token_s is None:
+            timings = timings.model_copy(update={"first_token_s": self._engine.first_token_s})
+        return timings
+
+    async def pause(self, update: WeightUpdate) -> None:
+        self._last_timings = self._timings()
+        paused: Future[None] = _outcome()
+        try:
+            await self._in_engine(lambda: self._engine.pause(update.in_flight, lambda: paused.set_result(None)))
+            await asyncio.wrap_future(paused)
+        except asyncio.CancelledError:
+            self._engine.call(self._engine.resume)  # the engine runs this after the pause, which may not have begun yet
+            raise
+
+    def _make_receiver(self, spec: TransportSpec) -> WeightReceiver:
+        self._is_borrowed = spec.transport == "ipc"
+        return make_receiver(spec, self._device)
+
+    def _prepare(self, update: WeightUpdate, arrived: Named) -> tuple[AdaptedLoad, Named]:
+        """Return what the commit loads. Runs in the receiving thread, while tokens are sampled."""
+        parameters, stored, copies = self._engine.parameters, self._engine.stored, self._engine.keeps_addresses
+
+        def present(name: str) -> Any:
+            """Return a tensor of the model in memory that the commit does not write to."""
+            tensor = stored.view(name, parameters).detach()
+            return tensor.clone() if copies else tensor
+
+        with beside(self._device):
+            if self._is_borrowed:
+                arrived = [(name, tensor.clone()) for name, tensor in arrived]
+            load = self._adapted.prepare(update.manifest, arrived, present)
+            return load, made_ready(parameters, stored.joined(load.tensors, parameters.__getitem__))
+
+    async def apply(self, update: WeightUpdate) -> None:
+        load, ready = self._intake.prepared()
+
+        def apply() -> UpdateTimings:
+            started = time.monotonic()
+            self._engine.load(ready, update.version, update.in_flight)
+            self._adapted.loaded(load)
+            load_s = time.monotonic() - started
+            return UpdateTimings(load_s=load_s, paused_s=self._engine.resume())
+
+        self._last_timings = await self._in_engine(apply)
+        await asyncio.to_thread(self._engine.replaced.clear)
+
+    async def resume(self) -> None:
+        await self._in_engine(self._engine.resume)
+
+    async def give_up(self) -> None:
+        await self._in_engine(self._engine.cancel_all)
+
+    async def release_memory(self) -> WeightVersion:
+        await self._memory.release()
+        return await self.weight_version()
+
+    async def restore_memory(self) -> WeightVersion:
+        await self._memory.restore()
+        return await self.weight_version()
+
+    async def free_memory(self) -> None:
+        def free() -> None:
+            self._engine.free_memory()
+            self._adapted.move(HOST)
+
+        await self._in_engine(free)
+
+    async def take_memory(self) -> None:
+        """Raises `EndpointError` if the memory cannot be had."""
+
+        def take() -> None:
+            self._adapted.move(self._device)
+            self._engine.take_memory()
+
+        try:
+            await self._in_engine(take)
+        except RuntimeError as error:  # torch's error for too little memory is one
+            raise EndpointError(f"the memory could not be taken back, and is still released: {error}") from error
+
+    async def num_running(self) -> int:
+        """Return the number of running sequences, of which a request may have several."""
+        return self._engine.stats().num_running
+
+    async def _in_engine(self, command: Callable[[], T]) -> T:
+        """Return the result of ``command`` in the engine's thread; it runs even if the caller is cancelled."""
+        return await asyncio.shield(asyncio.wrap_future(self._engine.call(command)))
+
+    # ------------------------------------------------------------------------------------------------- generation
+
+    async def record_history(self, history: DraftHistory) -> None:
+        speculation = self._engine.speculation
+        if not speculation.takes_history:
+            raise UnsupportedError(f"{self._name} does not declare drafts; serve it with --drafts history or both")
+        largest = max(token for entry in history.entries for ids in (*entry.completions, (0,)) for token in ids)
+        if largest >= self._engine.vocab_size:
+            raise InvalidRequestError(
+                f"token id {largest} of the history is outside the vocabulary of {self._engine.vocab_size} tokens"
+            )
+        await self._in_engine(lambda: speculation.record(history))
+
+    async def generate(self, request: GenerateRequest) -> GenerateResponse:
+        """Cancelling the call ends the request between two token steps."""
+        self._updates.session.refuse_to_sample()
+        if request.routed_experts and not self._engine.records_routing:
+            raise UnsupportedError(
+                f"{self._name} does not declare routed_experts: its model has no routers that are known, or its decode "
+                "step is compiled"
+            )
+        finished: Future[list[Completion]] = _outcome()
+        tensors = await self._image_tensors(request)
+        admitted, submitted = self._engine.submit(
+            request, finished.set_result, finished.set_exception, image_tensors=tensors
+        )
+        try:
+            await asyncio.wrap_future(submitted)
+            completions = await asyncio.wrap_future(finished)
+        except asyncio.CancelledError:
+            self._engine.call(lambda: self._engine.cancel(admitted))
+            raise
+        for completion in completions:
+            self._refuse_non_finite(completion.logprobs)
+        return GenerateResponse.model_construct(request_id=request.request_id, completions=tuple(completions))
+
+    async def generate_stream(self, request: GenerateRequest) -> AsyncIterator[CompletionChunk]:
+        """Yields one chunk per step: one token, or several with drafts. Closing the iterator ends the request."""
+        self._updates.session.refuse_to_sample()
+        if request.routed_experts:
+            raise UnsupportedError("routed_experts cannot be streamed: ask for the whole completion")
+        loop = asyncio.get_running_loop()
+        chunks: asyncio.Queue[CompletionChunk | InflightError | None] = asyncio.Queue()
+        sent = [0] * request.sampling.n
+
+        def on_token(sequence: Sequence) -> None:
+            start = sent[sequence.index]
+            sent[sequence.index] = len(sequence.token_ids)
+            chunk = CompletionChunk.model_construct(
+                request_id=request.request_id,
+                index=sequence.index,
+                start=start,
+                token_ids=tuple(sequence.token_ids[start:]),
+                logprobs=tuple(sequence.logprobs[start:]),
+                version=sequence.spans[-1][0] if sequence.spans else self._updates.session.version,
+                finish_reason=sequence.finish_reason,
+            )
+            _call_in(loop, lambda: chunks.put_nowait(chunk))
+
+        tensors = await self._image_tensors(request)
+        admitted, submitted = self._engine.submit(
+            request,
+            lambda _: _call_in(loop, lambda: chunks.put_nowait(None)),
+            lambda error: _call_in(loop, lambda: chunks.put_nowait(error)),
+            on_token,
+            tensors,
+        )
+        try:
+            await asyncio.wrap_future(submitted)
+            while (chunk := await chunks.get()) is not None:
+                if isinstance(chunk, InflightError):
+                    raise chunk
+                self._refuse_non_finite(chunk.logprobs)
+                yield chunk
+        finally:
+            self._engine.call(lambda: self._engine.cancel(admitted))
+
+    async def _image_tensors(self, request: GenerateRequest) -> dict[str, Any] | None:
+        """Return what the vision tower takes of a request's images, None without images.
+
+        Raises `UnsupportedError` if the model takes none, `InvalidRequestError` if one cannot be decoded or is not
+        where the request says.
+        """
+        if not request.images:
+            return None
+        images = self._images
+        if images is None:
+            raise UnsupportedError(f"{self._name} does not declare images: its model has no vision tower")
+
+        def tensors() -> dict[str, Any]:
+            images.check(request.prompt_token_ids, request.images)
+            return images.tensors(image.url for image in request.images)
+
+        return await asyncio.to_thread(tensors)
+
+    async def abort_requests(self, requests: AbortRequests) -> None:
+        """Ends them between two token steps; a sequence that waits for a slot ends without a token."""
+        await self._in_engine(lambda: self._engine.abort(requests.request_ids))
+
+    async def chat_completion(self, request: ChatCompletionRequest) -> ChatCompletion:
+        generate_request = await asyncio.to_thread(self.chat_request, request)
+        response = await self.generate(generate_request)
+        chat, sampled = self._chat_format(), [completion.token_ids for completion in response.completions]
+        pieces = [chat.pieces(token_ids) for token_ids in sampled] if request.logprobs else []
+        return chat_completion_of(request, generate_request, response, [chat.text(ids) for ids in sampled], pieces)
+
+    async def chat_completion_stream(self, request: ChatCompletionRequest) -> AsyncIterator[ChatCompletionChunk]:
+        generate_request = await asyncio.to_thread(self.chat_request, request)
+        if request.logprobs:
+            raise InvalidRequestError("logprobs=true cannot be streamed; every chunk carries token_logprobs")
+        writer = ChatChunkWriter(self._chat_format(), request)
+        async for chunk in self.generate_stream(generate_request):
+            yield writer.write(chunk)
+
+    def chat_request(self, request: ChatCompletionRequest) -> GenerateRequest:
+        """Return the token request that a chat request is rendered to."""
+        images = self._images is not None
+        check_chat(request, model=self._name, offers_chat=self._chat is not None, images=images)
+        return self._chat_format().render(request)
+
+    def _refuse_non_finite(self, logprobs: Iterable[float]) -> None:
+        if not all(map(math.isfinite, logprobs)):
+            raise NonFiniteError(
+                "sampled logprobs are not finite: the weights served now "
+                f"(version {self._updates.session.version}) or before are broken; publish valid ones"
+            )
+
+    def _chat_format(self) -> ChatFormat:
+        assert self._chat is not None  # `check_chat` has refused the request otherwise
+        return self._chat
+
+    async def aclose(self) -> None:
+        """Abort all requests and end the engine."""
+        self._updates.close()
+        await run_abandonable(self._engine.close, "inflight-close")
+
+
+def _outcome() -> Future[Any]:
+    """Return a future for the engine's thread to settle; a caller that stops waiting does not cancel it."""
+    outcome: Future[Any] = Future()
+    outcome.set_running_or_notify_cancel()
+    return outcome
+
+
+def _call_in(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is waiting
+        loop.call_soon_threadsafe(call)

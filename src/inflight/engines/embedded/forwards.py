@@ -1,0 +1,94 @@
+"""The forwards of one step of the engine: a token for each running sequence, and whole prompts. Knows no requests.
+
+Shape suffixes: B rows of logits, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from inflight.engines.embedded.decoding import Decoder
+from inflight.engines.embedded.slots import Slot, SlotStore, StepPlan
+from inflight.model.vision import embedded
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Token ids that are computed into a slot."""
+
+    slot: Slot
+    token_ids: Sequence[int]
+    num_rows: int = 1
+    """Rows of logits after its last token, all alike: one for each sequence that begins with it."""
+    image_rows: Sequence[int] = ()
+    """Indices of its tokens that images fill."""
+    image_tensors: Mapping[str, torch.Tensor] | None = None
+    """What the vision tower takes of them; None without images."""
+
+
+class Forwards:
+    """Runs a model over the slots of a store. With a decoder, prompts have a forward of their own."""
+
+    def __init__(self, model: Any, store: SlotStore, device: torch.device, decoder: Decoder | None) -> None:
+        self._model = model
+        self._head = model.get_output_embeddings()
+        self._store = store
+        self._device = device
+        self._decoder = decoder
+
+    def logits(
+        self, running: Mapping[Slot, Sequence[int]], prompts: Sequence[Prompt]
+    ) -> tuple[list[Slot], torch.Tensor]:
+        """Store the keys and values of each slot's next tokens and of prompts; return slots and logits [B, V].
+
+        The next tokens are the last one that was sampled and, without a decoder, drafts after it. There is a row of
+        logits for each of them, in the order of the slots returned, and then those of the prompts. Lengths of slots
+        stay as they are.
+        """
+        if self._decoder is None or not running:
+            return self._packed(running, prompts)
+        decoded_BV = self._decoder.logits({slot: token_ids[0] for slot, token_ids in running.items()})
+        if not prompts:
+            return list(running), decoded_BV
+        _, prefilled_BV = self._packed({}, prompts)
+        return list(running), torch.cat([decoded_BV, prefilled_BV])
+
+    def _packed(
+        self, running: Mapping[Slot, Sequence[int]], prompts: Sequence[Prompt]
+    ) -> tuple[list[Slot], torch.Tensor]:
+        """Run everything as one packed row."""
+        ahead = {slot: len(token_ids) - 1 for slot, token_ids in running.items() if len(token_ids) > 1}
+        lengths = [len(it.token_ids) for it in prompts]
+        plan = StepPlan(self._store, [it.slot for it in prompts], lengths, self._device, running, ahead)
+        packed = [token for slot in plan.decoding_slots for token in running[slot]]
+        keep = list(range(len(packed)))
+        for prompt in prompts:
+            packed += prompt.token_ids
+            keep += [len(packed) - 1] * prompt.num_rows
+        hidden = self._model.base_model(
+            **self._inputs(packed, prompts),
+            position_ids=torch.tensor([plan.positions()], device=self._device),
+            use_cache=False,
+            step_plan=plan,
+        ).last_hidden_state[0]
+        if keep != list(range(len(packed))):
+            hidden = hidden[torch.tensor(keep, device=self._device)]
+        return plan.decoding_slots, self._head(hidden)
+
+    def _inputs(self, packed: Sequence[int], prompts: Sequence[Prompt]) -> dict[str, torch.Tensor]:
+        """Return the ids of packed tokens, of which the last are the prompts'; with images, their embeddings."""
+        token_ids_T = torch.tensor(packed, device=self._device)
+        with_images = [it.image_tensors for it in prompts if it.image_tensors is not None]
+        if not with_images:
+            return {"input_ids": token_ids_T[None]}
+        rows, start = [], len(packed) - sum(len(it.token_ids) for it in prompts)
+        for prompt in prompts:
+            rows += [start + row for row in prompt.image_rows]
+            start += len(prompt.token_ids)
+        tensors = {name: torch.cat([of[name] for of in with_images]) for name in with_images[0]}
+        rows_M = torch.tensor(rows, device=self._device)
+        return {"inputs_embeds": embedded(self._model, token_ids_T, rows_M, tensors)[None]}

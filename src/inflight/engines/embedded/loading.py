@@ -1,0 +1,114 @@
+"""From a model directory to a running embedded endpoint."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from inflight.engines.embedded.chat import ChatFormat
+from inflight.engines.embedded.decoding import compiler_for
+from inflight.engines.embedded.endpoint import LocalEndpoint
+from inflight.engines.embedded.engine import Engine
+from inflight.engines.embedded.slots import (
+    ATTENTION_NAME,
+    decode_kernel_in_words,
+    register_slot_attention,
+    token_bytes_of,
+)
+from inflight.errors import ConfigError
+from inflight.model.checkpoints import load_causal_lm, load_tokenizer, max_model_len_of
+from inflight.model.compiler import check_compiler
+from inflight.model.images import load_image_processor
+from inflight.rollouts.drafts import DraftProvider, DraftSource
+
+_LOG = logging.getLogger(__name__)
+
+
+def load_endpoint(
+    path: Path,
+    *,
+    name: str | None = None,
+    dtype: str | None = None,
+    device: str | None = None,
+    max_model_len: int | None = None,
+    max_concurrent: int = 64,
+    kv_cache_bytes: int | None = None,
+    compile: bool = False,
+    drafts: DraftSource | DraftProvider | None = None,
+) -> LocalEndpoint:
+    """Return an endpoint that serves the model in ``path``, its engine running.
+
+    ``dtype`` None keeps the stored dtype, ``device`` None takes a GPU if there is one, ``max_model_len`` None takes
+    what the model allows. Keys and values take at most ``kv_cache_bytes``; None allows ``max_concurrent`` sequences of
+    ``max_model_len``, or half of all memory if that is less. If that holds fewer tokens than the model allows, the
+    context is shortened. ``compile`` compiles the decode step before this returns, and captures CUDA graphs on a GPU.
+    Completions are drafted from ``drafts``, if given. Logs which attention kernel decodes. Raises `ConfigError` if the
+    directory cannot be served, or if both are asked for.
+    """
+    register_slot_attention()
+    chosen = _usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if compile and drafts is not None:
+        raise ConfigError("drafts and a compiled decode step exclude each other: leave one of them out")
+    if compile:
+        check_compiler(chosen, "compile")
+    model: Any = load_causal_lm(path, attention=ATTENTION_NAME, dtype=dtype, device=chosen)
+    tokenizer = load_tokenizer(path)
+    images = load_image_processor(path)
+    if compile and images is not None:
+        raise ConfigError("a compiled decode step is not supported for models with images: leave compile out")
+    allowed = max_model_len_of(model.config)
+    if max_model_len is not None and not 2 <= max_model_len <= allowed:
+        raise ConfigError(f"max_model_len {max_model_len} is outside of 2..{allowed}, which the model allows")
+    if max_concurrent < 1:
+        raise ConfigError(f"max_concurrent must be at least 1, not {max_concurrent}")
+    longest = max_model_len or allowed
+    config, own_dtype = model.config.get_text_config(), next(model.parameters()).dtype
+    sequence_bytes = longest * token_bytes_of(config, own_dtype)
+    if kv_cache_bytes is None:
+        kv_cache_bytes = min(max_concurrent * sequence_bytes, max(sequence_bytes, _memory_bytes(chosen) // 2))
+    elif kv_cache_bytes < (sequence_bytes if max_model_len else 2 * sequence_bytes // longest):
+        raise ConfigError(
+            f"kv_cache_bytes {kv_cache_bytes} does not hold one sequence of max_model_len {longest}, which takes "
+            f"{sequence_bytes} bytes of keys and values; allow more, or set a smaller max_model_len"
+        )
+    kernel = decode_kernel_in_words(config, own_dtype, chosen)
+    _LOG.info("attention while decoding in %s on %s: %s", str(own_dtype).removeprefix("torch."), chosen, kernel)
+    engine = Engine(
+        model,
+        max_model_len=longest,
+        max_concurrent=max_concurrent,
+        eos_token_ids=_eos_token_ids(model, tokenizer),
+        decode=None if tokenizer is None else lambda ids: str(tokenizer.decode(ids)),
+        kv_cache_bytes=kv_cache_bytes,
+        compiler=compiler_for(chosen) if compile else None,
+        drafts=DraftSource(drafts) if isinstance(drafts, str) else drafts,
+    )
+    chat = ChatFormat(tokenizer, images) if tokenizer is not None and tokenizer.chat_template else None
+    return LocalEndpoint(engine, model, name=name or path.resolve().name, chat=chat, images=images)
+
+
+def _memory_bytes(device: torch.device) -> int:
+    """Return the total memory of a host, or the free memory of a GPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _usable_device(name: str) -> torch.device:
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
+
+
+def _eos_token_ids(model: torch.nn.Module, tokenizer: object) -> list[int]:
+    """Return the ids that end a completion, from the generation config, else the config, else the tokenizer."""
+    for source in (getattr(model, "generation_config", None), model.config, tokenizer):
+        ids = getattr(source, "eos_token_id", None)
+        if ids is not None:
+            return list(ids) if isinstance(ids, list | tuple) else [int(ids)]
+    return []

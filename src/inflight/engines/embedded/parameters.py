@@ -1,0 +1,71 @@
+"""Other memory for the parameters of a model: made ready beside it, then exchanged or copied; or the host's.
+
+Knows nothing of updates and engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from inflight.weights.encode.streams import finish
+
+Parameters = Mapping[str, torch.nn.Parameter]
+
+HOST = torch.device("cpu")
+_ALIGNMENT_BYTES = 64
+"""What torch aligns its own memory to."""
+
+
+def made_ready(parameters: Parameters, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    """Return tensors in the dtype and layout of the parameters of these names, on their device.
+
+    A tensor that fits already is taken as it is: nothing may write to it from now on. The others are copied. Changes
+    nothing, and may run in any thread. Raises `ValueError` for a tensor of another shape.
+    """
+    return [(name, _fitted(tensor, parameters[name], name)) for name, tensor in tensors]
+
+
+def exchange(parameters: Parameters, ready: Iterable[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
+    """Make tensors that are ready the memory of the parameters of these names; return the memory before.
+
+    Copies nothing. Modules that share a parameter share its new memory. Freeing gigabytes takes a while, so the caller
+    lets the old memory go when sampling has resumed.
+    """
+    replaced = []
+    for name, tensor in ready:
+        replaced.append(parameters[name].data)
+        parameters[name].data = tensor
+    return replaced
+
+
+def move(parameters: Parameters, device: torch.device) -> None:
+    """Put the memory of every parameter on a device, in the same layout; those that are there already stay.
+
+    If it raises, some have moved; calling it again with either device goes on from there.
+    """
+    for parameter in parameters.values():
+        parameter.data = parameter.data.to(device)
+
+
+def overwrite(parameters: Parameters, ready: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Copy tensors that are ready into the memory of the parameters of these names, whose addresses stay.
+
+    On return the device has copied them, and their memory may be used for something else.
+    """
+    devices = set()
+    for name, tensor in ready:
+        parameters[name].data.copy_(tensor)
+        devices.add(tensor.device)
+    for device in devices:
+        finish(device)
+
+
+def _fitted(tensor: torch.Tensor, parameter: torch.nn.Parameter, name: str) -> torch.Tensor:
+    if tensor.shape != parameter.shape:
+        raise ValueError(f"{name} has the shape {tuple(parameter.shape)}, not {tuple(tensor.shape)}")
+    fitted = tensor.detach().to(parameter.device, parameter.dtype)
+    if fitted.stride() != parameter.stride() or fitted.data_ptr() % _ALIGNMENT_BYTES:
+        return torch.empty_like(parameter, requires_grad=False).copy_(fitted)
+    return fitted

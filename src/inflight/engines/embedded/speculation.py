@@ -1,0 +1,85 @@
+"""Drafts of running sequences and their verification, in the engine's thread.
+
+A step feeds a sequence its last token and its draft, and draws a token behind each of them as it would without a draft:
+from the same distribution, with the random number of that place in the completion. The tokens drawn are kept up to and
+including the first that differs from the draft. This is rejection sampling (arXiv:2211.17192, algorithm 1) for a draft
+distribution that is a point mass: a drafted token x is accepted with its probability p(x), and the token drawn instead
+has the distribution p without x, renormalised. Since the numbers belong to places, a seed decides the same tokens with
+any drafts. Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from inflight.engines.embedded.sequences import Sequence
+from inflight.rollouts.drafts import DraftSource
+from inflight.wire import DraftHistory
+
+
+class Drawn(NamedTuple):
+    """The tokens that one step brings a sequence, at least one, and their logprobs."""
+
+    sequence: Sequence
+    token_ids: list[int]
+    logprobs: list[float]
+
+
+class Speculation:
+    """The drafts of one engine from ``source`` (None: no drafts), and counts of their verification."""
+
+    def __init__(self, source: DraftSource | None) -> None:
+        self._source = source
+        self.num_drafted = self.num_accepted = self.num_verifications = 0
+
+    @property
+    def is_on(self) -> bool:
+        return self._source is not None
+
+    @property
+    def takes_history(self) -> bool:
+        return self._source is not None and self._source.takes_history
+
+    def record(self, history: DraftHistory) -> None:
+        assert self._source is not None
+        self._source.record(history)
+
+    def begin(self, sequence: Sequence) -> None:
+        if self._source is not None:
+            ids, num_continued = sequence.request.prompt_token_ids, sequence.request.num_continued
+            num_prompt = len(ids) - num_continued
+            sequence.drafter = self._source.drafter(ids[:num_prompt], ids[num_prompt:])
+
+    def propose(self, sequence: Sequence) -> int:
+        """Draft the next tokens of a running sequence; return how many. The token after them still fits."""
+        if sequence.drafter is None:
+            return 0
+        sequence.draft = sequence.drafter.draft(sequence.request.max_tokens - len(sequence.token_ids) - 1)
+        return len(sequence.draft)
+
+    def verify(self, sequences: Iterable[Sequence], token_ids: list[int], logprobs: list[float]) -> list[Drawn]:
+        """Return what each sequence keeps of the tokens drawn, which are one more for each than its draft has."""
+        if self._source is None:
+            return [Drawn(s, [token], [p]) for s, token, p in zip(sequences, token_ids, logprobs, strict=True)]
+        kept, start = [], 0
+        for sequence in sequences:
+            draft, stop = sequence.draft, start + len(sequence.draft) + 1
+            own = token_ids[start:stop]
+            num = num_accepted(draft, own)
+            if draft and sequence.drafter is not None:
+                sequence.drafter.verified(len(draft), num)
+                self.num_verifications += 1
+                self.num_drafted += len(draft)
+                self.num_accepted += num
+                sequence.num_verifications += 1
+                sequence.num_accepted += num
+                sequence.draft = []
+            kept.append(Drawn(sequence, own[: num + 1], logprobs[start : start + num + 1]))
+            start = stop
+        return kept
+
+
+def num_accepted(draft: list[int], token_ids: list[int]) -> int:
+    """Return how many tokens of a draft are as drawn, before the first that differs."""
+    return next((i for i, token in enumerate(draft) if token_ids[i] != token), len(draft))

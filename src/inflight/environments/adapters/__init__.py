@@ -1,0 +1,1 @@
+"""Environments and agents of other libraries."""

@@ -1,0 +1,184 @@
+"""Agents as commands: each episode is one run of a program that only knows an OpenAI URL.
+
+The program finds the URL and its key where clients of OpenAI look for them, in ``OPENAI_BASE_URL`` and
+``OPENAI_API_KEY``, and the item as JSON on standard input. It gives its reward by posting ``{"reward": 1.0}`` to
+``INFLIGHT_REWARD_URL``, or by printing that object as its last line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from inflight.base.extensions import resolve
+from inflight.contracts import Environment, Episode
+from inflight.errors import TaskError
+from inflight.types import TaskItem
+
+_SECRETS = ("INFLIGHT_TOKEN", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID")
+"""Variables that an agent does not inherit."""
+_PARTING_S = 5.0
+"""How long what is left of an agent's output may take once the agent has ended."""
+_POLL_S = 0.02
+_TAIL_BYTES = 300
+_MAX_LINE_BYTES = 64 * 1024
+
+
+class AgentCommand(Environment):
+    """Runs a command for each episode, in a process group of its own, and ends all of the group with the episode.
+
+    Each of ``roles`` has a URL of its own, which the item says under ``roles``, and may be given a reward of its own.
+    ``tasks`` is a file with one JSON object per line, or ``module:function`` that returns the object of an index; the
+    command is run in ``directory``. Raises `TaskError` if they cannot be used.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        command: Sequence[str],
+        tasks: str,
+        directory: str = ".",
+        name: str = "agent",
+        roles: Sequence[str] = (),
+    ) -> None:
+        if isinstance(command, str) or not command or not all(isinstance(word, str) for word in command):
+            raise TaskError(f"command must be a list of words, such as ['python', 'my_agent.py'], not {command!r}")
+        if isinstance(roles, str) or not all(isinstance(role, str) and role for role in roles):
+            raise TaskError(f"roles must be a list of names, such as ['white', 'black'], not {roles!r}")
+        if not Path(directory).is_dir():
+            raise TaskError(f"directory {directory!r} of the agent does not exist")
+        self._command = tuple(command)
+        self._directory = directory
+        self._name = name
+        self._roles = tuple(roles)
+        self._item_of = _items(tasks)
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def item(self, index: int) -> TaskItem:
+        data = self._item_of(index)
+        prompt = data.get("prompt", data.get("question", ""))
+        return TaskItem(index, prompt if isinstance(prompt, str) else json.dumps(prompt), metadata=data)
+
+    async def play(self, item: TaskItem, episode: Episode) -> float:
+        """Return the reward. Raises `TaskError` with the end of standard error if there is none."""
+        url = await episode.openai_url()
+        said, complained = bytearray(), bytearray()
+        urls = {"roles": {role: await episode.openai_url(role) for role in self._roles}} if self._roles else {}
+        given = json.dumps({"index": item.index, "seed": episode.seed, **item.metadata, **urls}) + "\n"
+        agent = await self._started(url)
+        assert agent.stdin is not None and agent.stdout is not None and agent.stderr is not None
+        reading = asyncio.gather(
+            _give(agent.stdin, given.encode()),
+            _keep_end(agent.stdout, said, _MAX_LINE_BYTES),
+            _keep_end(agent.stderr, complained, _TAIL_BYTES),
+        )
+        try:
+            status = await _ended(agent)
+        finally:
+            _end_group(agent.pid)
+            await _ended(agent)
+            await asyncio.wait({reading}, timeout=_PARTING_S)
+            if not reading.done():  # something outside of the group holds its output open
+                reading.cancel()
+                agent._transport.close()  # type: ignore[attr-defined]
+            await asyncio.gather(reading, return_exceptions=True)
+        return self._reward(episode.posted_reward, status, bytes(said), bytes(complained))
+
+    async def _started(self, url: str) -> asyncio.subprocess.Process:
+        key = url.removesuffix("/v1").rpartition("/")[2]
+        inherited = {name: value for name, value in os.environ.items() if name not in _SECRETS}
+        variables = {
+            "OPENAI_BASE_URL": url,
+            "OPENAI_API_BASE": url,
+            "OPENAI_API_KEY": key,
+            "INFLIGHT_REWARD_URL": f"{url.removesuffix('/v1')}/reward",
+            "NO_PROXY": ",".join(filter(None, (inherited.get("NO_PROXY"), "127.0.0.1"))),
+        }
+        try:
+            return await asyncio.create_subprocess_exec(
+                *self._command,
+                cwd=self._directory,
+                env=inherited | variables,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise TaskError(f"the agent {self._command[0]!r} cannot be started: {error.strerror or error}") from error
+
+    def _reward(self, posted: float | None, status: int, said: bytes, complained: bytes) -> float:
+        reward = posted if posted is not None else _last_reward(said)
+        if status == 0 and reward is not None:
+            return reward
+        problem = f"ended with status {status}" if status else "gave no reward: post one, or print it as the last line"
+        tail = complained.decode(errors="replace").strip()
+        raise TaskError(f"the agent {problem}" + (f"; standard error ends with: {tail}" if tail else ""))
+
+
+def _items(tasks: str) -> Callable[[int], Mapping[str, Any]]:
+    """Return what makes the object of an index; a file begins anew after its last line. Raises `TaskError`."""
+    if not isinstance(tasks, str):
+        raise TaskError(f"tasks must be a file of JSON lines, or module:function, not {tasks!r}")
+    if ":" in tasks and not Path(tasks).is_file():
+        made: Callable[[int], Mapping[str, Any]] = resolve(tasks)
+        return made
+    try:
+        lines = [line for line in Path(tasks).read_text().splitlines() if line.strip()]
+        objects = [json.loads(line) for line in lines]
+    except (OSError, ValueError) as error:
+        raise TaskError(f"tasks {tasks!r} cannot be read as JSON lines: {error}") from error
+    wrong = [number for number, value in enumerate(objects, 1) if not isinstance(value, dict)]
+    if wrong or not objects:
+        what = f"line {wrong[0]} is not an object" if wrong else "it is empty"
+        raise TaskError(f"tasks {tasks!r} must have one JSON object per line: {what}")
+    return lambda index: objects[index % len(objects)]
+
+
+async def _ended(agent: asyncio.subprocess.Process) -> int:
+    """Return the status of a process once it has ended, even if another process keeps its output open."""
+    while agent.returncode is None:  # noqa: ASYNC110 - asyncio has no event for it
+        await asyncio.sleep(_POLL_S)
+    return agent.returncode
+
+
+async def _give(stream: asyncio.StreamWriter, content: bytes) -> None:
+    """Write all of a program's input, unless it does not want it."""
+    with contextlib.suppress(ConnectionError):
+        stream.write(content)
+        await stream.drain()
+    stream.close()
+
+
+async def _keep_end(stream: asyncio.StreamReader, end: bytearray, size_bytes: int) -> None:
+    """Read a stream to its end, and keep the last bytes of it."""
+    while part := await stream.read(64 * 1024):
+        end += part
+        del end[:-size_bytes]
+
+
+def _last_reward(said: bytes) -> float | None:
+    """Return the reward in the last line, if it is an object that has one."""
+    lines = said.decode(errors="replace").strip().splitlines()
+    try:
+        value = json.loads(lines[-1]) if lines else None
+    except ValueError:
+        return None
+    reward = value.get("reward") if isinstance(value, dict) else None
+    is_number = isinstance(reward, int | float) and not isinstance(reward, bool) and math.isfinite(reward)
+    return float(reward) if is_number and reward is not None else None
+
+
+def _end_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)

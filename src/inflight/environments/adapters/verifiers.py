@@ -1,0 +1,88 @@
+"""Plays the tasks of a verifiers taskset, whose harness talks to the recording proxy of its episode.
+
+Written for verifiers 0.4. Its rollout runs in this process: verifiers' own client relays what the harness asks, and the
+proxy records it. verifiers then scores its trace, and the reward is that of the trace.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import verifiers.v1 as vf
+
+from inflight.contracts import Environment, Episode
+from inflight.environments.adapters import verifiers_harness
+from inflight.errors import TaskError
+from inflight.types import TaskItem
+
+_MODEL = "inflight"
+_HARNESS = "inflight_chat_loop"
+"""verifiers finds a harness by the name of a module without dots."""
+_NO_KEY = "INFLIGHT_HAS_NO_KEY"
+"""A variable that is not set: the URL of an episode contains its key."""
+_AGENT = {"harness": {"id": _HARNESS}, "runtime": {"type": "subprocess"}, "max_turns": 16}
+
+
+class VerifiersEnvironment(Environment):
+    """A taskset by the name that verifiers finds it under, such as ``gsm8k_v1``; item i is its i-th task.
+
+    ``taskset`` is the name, or a table of the taskset's options with its ``id``; ``agent`` and ``env`` are the tables
+    of those names in a configuration of verifiers. Unless ``agent`` says otherwise, `ChatLoop` plays, for at most 16
+    turns. With several agents (``env = { id = ... }``), the reward is the mean of those that are trained. After the
+    last task of a finite taskset comes the first. Order of tasks and randomness are the taskset's own.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        taskset: str | Mapping[str, Any],
+        agent: Mapping[str, Any] | None = None,
+        env: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Raise `TaskError` if the taskset is unknown, or verifiers refuses an option."""
+        del seed
+        sys.modules.setdefault(_HARNESS, verifiers_harness)
+        described = {"id": taskset} if isinstance(taskset, str) else dict(taskset)
+        self._name = str(described.get("id", ""))
+        options: dict[str, Any] = {"taskset": described, **(env or {})}
+        if "id" not in options or agent is not None:
+            options["agent"] = {**_AGENT, **(agent or {})}
+        try:
+            self._config = vf.resolve_env_config(options)
+            tasks = vf.load_environment(self._config).taskset
+        except Exception as error:  # tasksets are user code
+            raise TaskError(f"verifiers cannot load the taskset {self._name!r}: {error}") from error
+        self._is_finite = bool(tasks.bounded)
+        self._coming: Iterator[Any] = iter(tasks)
+        self._tasks: list[Any] = []
+
+    @property
+    def name(self) -> str:
+        return f"verifiers {self._name}"
+
+    def item(self, index: int) -> TaskItem:
+        self._tasks += itertools.islice(self._coming, max(0, index + 1 - len(self._tasks)))
+        if not self._tasks or (index >= len(self._tasks) and not self._is_finite):
+            raise TaskError(f"the taskset {self._name!r} has ended after {len(self._tasks)} tasks")
+        task = self._tasks[index % len(self._tasks)]
+        return TaskItem(index, task.data.prompt_text, metadata={"task": task})
+
+    async def play(self, item: TaskItem, episode: Episode) -> float:
+        client = vf.EvalClientConfig(base_url=await episode.openai_url(), api_key_var=_NO_KEY)
+        environment = vf.load_environment(self._config)  # what it serves belongs to this episode
+        async with environment.serving():
+            played = await environment.run_episode(item.metadata["task"], vf.ModelContext(_MODEL, client))
+        traces = [trace for trace in played.traces if trace.agent.trainable]
+        if not played.ok or not traces:
+            raise TaskError(f"verifiers: {_problem(played)}")
+        return float(sum(trace.reward for trace in traces) / len(traces))
+
+
+def _problem(played: Any) -> str:
+    errors = [*played.errors, *(trace.last_error for trace in played.traces)]
+    return (
+        "; ".join(f"{error.type}: {error.message}" for error in errors if error is not None) or "no agent was trained"
+    )

@@ -1,0 +1,1 @@
+"""The recording proxy, which agents reach by an OpenAI URL."""

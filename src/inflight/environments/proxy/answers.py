@@ -1,0 +1,227 @@
+"""Answers for clients of OpenAI's API, each a turn of one episode: histories of messages in, messages out.
+
+A request goes on in the conversation whose messages it begins with, and is otherwise the beginning of another one: an
+agent that edits or compacts its context goes on in a branch. What was sampled is never tokenised again. Knows nothing
+of HTTP.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Literal
+
+from inflight.environments.playing import PlayingEpisode
+from inflight.environments.proxy.histories import Histories, history_of, identity
+from inflight.environments.proxy.requests import (
+    ChatRequest,
+    CompletionRequest,
+    GenerateRequest,
+    Request,
+    RewardRequest,
+    rendered_message,
+)
+from inflight.environments.tools.tool_calls import before_calls, openai_tool_calls, split_tool_calls
+from inflight.environments.transcripts import Heard, Prompt
+from inflight.errors import InvalidRequestError
+from inflight.http.chat import before_stop
+from inflight.http.streamed_text import StreamedText
+from inflight.types import Message, ToolCall
+from inflight.wire import Completion, CompletionChunk, PromptImage, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the model said in one turn."""
+
+    id: str
+    """Names the turn within its episode."""
+    prompt_token_ids: tuple[int, ...]
+    completion: Completion
+    text: str
+    """Without special tokens and stop strings, and without the calls of tools if there are any."""
+    tool_calls: tuple[ToolCall, ...] = ()
+
+    @property
+    def finish_reason(self) -> Literal["stop", "length", "tool_calls"]:
+        if self.tool_calls:
+            return "tool_calls"
+        return "stop" if self.completion.finish_reason == "stop" else "length"
+
+    @property
+    def message(self) -> Message:
+        """The answer as a message of OpenAI's chat."""
+        if not self.tool_calls:
+            return {"role": "assistant", "content": self.text}
+        return {"role": "assistant", "content": self.text or None, "tool_calls": openai_tool_calls(self.tool_calls)}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of an answer, as it is streamed."""
+
+    id: str
+    text: str
+    """What is certain by now and was not in an earlier piece."""
+    chunk: CompletionChunk | None
+    """The tokens of this part; None: only the text was still missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A request, ready to be sampled."""
+
+    id: str
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    may_call: bool
+    note: Callable[[Answer, Heard], None]
+    """Remembers the conversation that an answer makes."""
+    images: tuple[PromptImage, ...] = ()
+
+
+class Answers:
+    """Answers the requests of one role of an episode, several at once too, and records them.
+
+    Every method raises `InvalidRequestError` if a request cannot be rendered, `ContextFullError` if it leaves no room,
+    and what the endpoint raises: the episode is then lost. Nothing is recorded of an answer that was not given whole.
+    """
+
+    def __init__(self, episode: PlayingEpisode, role: str = "") -> None:
+        self.episode = episode
+        self.role = role
+        self._histories = Histories()
+        self._texts: list[tuple[str, tuple[int, ...]]] = []
+        """Text and tokens after each answer to a plain text."""
+        self._turns: dict[str, int] = {}
+        """Number of each answer's turn, by its id."""
+        self._num_requests = itertools.count()
+        self._num_calls = itertools.count()
+
+    async def answer(self, request: Request) -> Answer:
+        """Return the answer to a request, once it is recorded."""
+        asked = self._asked(request)
+        number, completion = await self.episode.sample(asked.token_ids, self.role, asked.sampling, asked.images)
+        return self._answered(asked, number, completion)
+
+    async def stream(self, request: Request) -> AsyncGenerator[Piece | Answer, None]:
+        """Yield an answer in pieces as it is sampled; last the whole of it, which is recorded by then."""
+        asked = self._asked(request)
+        text = StreamedText(self.episode.template.plain, asked.sampling.stop)
+        sent = ""
+        sampling = self.episode.sample_stream(asked.token_ids, self.role, asked.sampling, asked.images)
+        async with aclosing(sampling) as stream:
+            async for one in stream:
+                if isinstance(one, CompletionChunk):
+                    certain = text.add(one.token_ids)
+                    certain = before_calls(certain) if asked.may_call else certain
+                    yield Piece(asked.id, certain[len(sent) :], one)
+                    sent = max(sent, certain, key=len)
+                else:
+                    answer = self._answered(asked, *one, sent)
+                    yield Piece(asked.id, answer.text[len(sent) :], None)
+                    yield answer
+
+    def overridden(self, request: Request) -> str:
+        """Return, in words, what a request says of how tokens are drawn and the episode's settings say otherwise."""
+        drawn = request.sampling_params if isinstance(request, GenerateRequest) else request
+        return ", ".join(drawn.overridden(self.episode.sampling))
+
+    def reward(self, request: RewardRequest) -> None:
+        """Give a reward to a turn, or to the role or else the episode.
+
+        Raises `InvalidRequestError` if the turn is unknown.
+        """
+        if request.turn is None and self.role:
+            self.episode.role_rewards[self.role] = request.reward
+        elif request.turn is None:
+            self.episode.whole_reward = request.reward
+        elif request.turn in self._turns:
+            self.episode.recording.reward(self._turns[request.turn], request.reward)
+        else:
+            raise InvalidRequestError(f"turn {request.turn!r} is not the id of an answer of this episode")
+
+    def _asked(self, request: Request) -> _Asked:
+        number = next(self._num_requests)
+        match request:
+            case ChatRequest():
+                history, prompt = self._prompt(request)
+                return _Asked(
+                    f"chatcmpl-{number}",
+                    prompt.token_ids,
+                    request.sampling(self.episode.sampling),
+                    request.may_call,
+                    lambda answer, heard: self._note_chat(history, prompt, answer, heard),
+                    prompt.images,
+                )
+            case CompletionRequest():
+                before, token_ids = self._text_and_tokens(request.one_prompt)
+                return _Asked(
+                    f"cmpl-{number}",
+                    token_ids,
+                    request.sampling(self.episode.sampling),
+                    False,
+                    lambda answer, heard: self._note_text(before, answer, heard),
+                )
+            case GenerateRequest():
+                asked = request.sampling_params
+                self.episode.template.check_known((*request.token_ids, *(asked.stop_token_ids or ())))
+                sampling = asked.sampling(self.episode.sampling)
+                return _Asked(f"gen-{number}", request.token_ids, sampling, False, lambda answer, heard: None)
+
+    def _answered(self, asked: _Asked, number: int, completion: Completion, sent: str = "") -> Answer:
+        """Return the answer that a recorded turn makes; it begins with the text that was sent already."""
+        heard = self.episode.template.heard(completion.token_ids, completion.finish_reason)
+        said = before_stop(heard.spoken, asked.sampling.stop)
+        text, calls = split_tool_calls(said) if asked.may_call else (said, ())
+        calls = tuple(ToolCall(f"call_{next(self._num_calls)}", call.name, call.arguments) for call in calls)
+        answer = Answer(asked.id, asked.token_ids, completion, text if text.startswith(sent) else sent, calls)
+        self._turns[asked.id] = number
+        asked.note(answer, heard)
+        return answer
+
+    # ----------------------------------------------------------------------------------------------------------- chat
+
+    def _prompt(self, request: ChatRequest) -> tuple[list[bytes], Prompt]:
+        """Return the history of a request, and what the model is asked to continue."""
+        messages = [rendered_message(message, number) for number, message in enumerate(request.messages)]
+        tools, template = request.tools or (), self.episode.template
+        history = history_of(messages, tools)
+        found = self._histories.find(history)
+        if found is None:
+            return history, template.opening(messages, tools)
+        transcript, num_known = found
+        return history, template.following(transcript, messages[num_known:])
+
+    def _note_chat(self, history: Sequence[bytes], prompt: Prompt, answer: Answer, heard: Heard) -> None:
+        self.episode.num_rewritten += prompt.rewritten is not None
+        completion = answer.completion
+        transcript = self.episode.template.transcript(prompt, completion.token_ids, completion.finish_reason, heard)
+        self._histories.add([*history, identity(answer.message)], transcript)
+
+    # ------------------------------------------------------------------------------------------------------ plain text
+
+    def _text_and_tokens(self, prompt: str | Sequence[int]) -> tuple[str | None, tuple[int, ...]]:
+        """Return a prompt as text, if it is one, and as tokens: those of the longest answer that it goes on from."""
+        template = self.episode.template
+        if not isinstance(prompt, str):
+            template.check_known(prompt)
+            if not prompt:
+                raise InvalidRequestError("prompt is empty: send a text or token ids")
+            return None, tuple(prompt)
+        known = [(text, token_ids) for text, token_ids in self._texts if prompt.startswith(text)]
+        text, token_ids = max(known, key=lambda one: len(one[0]), default=("", ()))
+        token_ids += template.encoded(prompt[len(text) :], is_start=not token_ids)
+        if not token_ids:
+            raise InvalidRequestError("prompt is empty: send a text or token ids")
+        return prompt, token_ids
+
+    def _note_text(self, before: str | None, answer: Answer, heard: Heard) -> None:
+        """Remember text and tokens, without the token that ended the answer: no client sends that back."""
+        if before is not None:
+            template, completion = self.episode.template, answer.completion
+            is_ended = template.is_ended(completion.token_ids, completion.finish_reason)
+            said = completion.token_ids[: completion.num_tokens - is_ended]
+            self._texts.append((before + heard.raw, answer.prompt_token_ids + said))

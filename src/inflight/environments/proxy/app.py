@@ -1,0 +1,330 @@
+"""The recording proxy as a Starlette application: an agent with OpenAI's URL in its hands plays an episode.
+
+Each episode has a secret key, in the path (``/e/KEY/v1/...``) or as the API key. Every error has OpenAI's shape. A
+client that disconnects ends its request, and nothing of it is recorded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from inflight.environments.playing import PlayingEpisode
+from inflight.environments.proxy.answers import Answer, Answers, Piece
+from inflight.environments.proxy.formats import answer_json, writer_of
+from inflight.environments.proxy.requests import ChatRequest, CompletionRequest, GenerateRequest, Request, RewardRequest
+from inflight.errors import (
+    EpisodeOverError,
+    InflightError,
+    InvalidRequestError,
+    UnauthorizedError,
+    UnsupportedError,
+)
+from inflight.http.bodies import message_of
+from inflight.http.receiving import content_of, unless_client_leaves
+from inflight.http.routes import MB, STATUS_OF_CODE, Size
+from inflight.wire import MAX_IMAGES_LENGTH
+
+T = TypeVar("T")
+Body = TypeVar("Body", bound=BaseModel)
+Handler = Callable[[HttpRequest, "ServedEpisode"], Awaitable[Response]]
+
+_BODY = Size(MB, 64, MAX_IMAGES_LENGTH)
+"""64 bytes of JSON make at least one token, except in runs of blanks."""
+_REWARD = Size(64 * 1024)
+_MAX_ERROR_CHARACTERS = 4000
+_OVERRIDDEN = "x-inflight-overridden"
+
+
+@dataclass(eq=False)
+class ServedEpisode:
+    """An episode that clients reach by its key."""
+
+    answers: Answers
+    model: str
+    """Name of the served model."""
+    running: set[asyncio.Task[Any]] = field(default_factory=set)
+    is_over: bool = False
+    last_used: float = field(default_factory=time.monotonic)
+    """When it was opened, or its last request came or ended."""
+
+    async def run(self, call: Coroutine[Any, Any, T]) -> T:
+        """Return what a call returns; raises `EpisodeOverError` if the episode ends before it does."""
+        task = asyncio.ensure_future(call)
+        self.running.add(task)
+        try:
+            await asyncio.wait({task})
+            if task.cancelled():
+                raise EpisodeOverError("the episode has ended")
+            return task.result()
+        finally:
+            task.cancel()
+            self.running.discard(task)
+            self.last_used = time.monotonic()
+
+    def end(self) -> None:
+        """End all requests that are being answered."""
+        self.is_over = True
+        for task in self.running:
+            task.cancel()
+
+
+class ServedEpisodes:
+    """The episodes that one proxy serves, by key."""
+
+    def __init__(self) -> None:
+        # By their digests, so that how long a look-up takes tells nothing about a key.
+        self._episodes: dict[bytes, ServedEpisode] = {}
+
+    def __len__(self) -> int:
+        return len(self._episodes)
+
+    def open(self, episode: PlayingEpisode, model: str, role: str = "") -> str:
+        """Serve an episode to one of its roles; returns the key."""
+        key = secrets.token_urlsafe(24)
+        self._episodes[_digest(key)] = ServedEpisode(Answers(episode, role), model)
+        return key
+
+    def find(self, key: str) -> ServedEpisode | None:
+        return self._episodes.get(_digest(key))
+
+    def close(self, key: str) -> None:
+        """Serve an episode no longer, and end its requests."""
+        served = self._episodes.pop(_digest(key), None)
+        if served is not None:
+            served.end()
+
+    def close_idle(self, since: float) -> list[ServedEpisode]:
+        """Close the episodes of which no role was used since a time of the monotonic clock, and return them."""
+        used = {one.answers.episode for one in self._episodes.values() if one.running or one.last_used >= since}
+        idle = [key for key, served in self._episodes.items() if served.answers.episode not in used]
+        closed = [self._episodes.pop(key) for key in idle]
+        for served in closed:
+            served.end()
+        return closed
+
+    @contextlib.contextmanager
+    def serving(self, episode: PlayingEpisode, model: str, role: str) -> Iterator[str]:
+        """Serve an episode to a role during the body, under the key that is returned."""
+        key = self.open(episode, model, role)
+        try:
+            yield key
+        finally:
+            self.close(key)
+
+
+def proxy_routes(episodes: ServedEpisodes, note: Callable[[str], None] | None = None) -> list[Route]:
+    """Return the routes that agents call. ``note`` is told once if a client asks for other sampling than the run's."""
+    has_noted = False
+
+    async def chat(request: HttpRequest, served: ServedEpisode) -> Response:
+        return await answered(request, served, await _body(request, served, ChatRequest))
+
+    async def complete(request: HttpRequest, served: ServedEpisode) -> Response:
+        return await answered(request, served, await _body(request, served, CompletionRequest))
+
+    async def generate(request: HttpRequest, served: ServedEpisode) -> Response:
+        return await answered(request, served, await _body(request, served, GenerateRequest))
+
+    async def answered(request: HttpRequest, served: ServedEpisode, body: Request) -> Response:
+        nonlocal has_noted
+        _refuse_if_over(served)
+        overridden = served.answers.overridden(body)
+        if overridden and note is not None and not has_noted:
+            has_noted = True
+            note(f"an agent asks for {overridden}: the sampling settings of the run hold, as training needs")
+        headers = {_OVERRIDDEN: overridden} if overridden else {}
+        try:
+            if body.stream:
+                return await _streamed(request, served, body, headers)
+            answer = await unless_client_leaves(request, served.run(served.answers.answer(body)))
+        except (InflightError, ClientDisconnect):
+            _refuse_if_over(served)
+            raise
+        pieces = served.answers.episode.template.pieces
+        return _json(answer_json(body, answer, body.model or served.model, pieces), headers=headers)
+
+    async def models(_: HttpRequest, served: ServedEpisode) -> Response:
+        card = {"id": served.model, "object": "model", "created": 0, "owned_by": "inflight"}
+        card["max_model_len"] = served.answers.episode.max_tokens
+        return _json({"object": "list", "data": [card]})
+
+    async def reward(request: HttpRequest, served: ServedEpisode) -> Response:
+        served.answers.reward(await body_message(RewardRequest, await content_of(request, _REWARD.fixed_bytes)))
+        return _json({"ok": True})
+
+    def mounted(path: str, method: str, handler: Handler) -> list[Route]:
+        async def handle(request: HttpRequest) -> Response:
+            return await handler(request, _served(request, episodes))
+
+        return [proxy_route(prefix + path, method, handle) for prefix in ("/e/{key}", "")]
+
+    return [
+        *mounted("/v1/chat/completions", "POST", chat),
+        *mounted("/v1/completions", "POST", complete),
+        *mounted("/inference/v1/generate", "POST", generate),
+        *mounted("/v1/models", "GET", models),
+        *mounted("/reward", "POST", reward),
+    ]
+
+
+def proxy_route(path: str, method: str, handler: Callable[[HttpRequest], Awaitable[Response]]) -> Route:
+    """Return a route whose errors have OpenAI's shape."""
+
+    async def handle(request: HttpRequest) -> Response:
+        try:
+            return await handler(request)
+        except InflightError as error:
+            return error_response(error)
+        except HTTPException as error:
+            return error_response(InvalidRequestError(_without_key(request, error.detail)), error.status_code)
+        except ClientDisconnect:
+            return Response(status_code=499)  # nobody reads it
+
+    return Route(path, handle, methods=[method])
+
+
+def proxy_app(routes: list[Route]) -> Starlette:
+    """Return an application of such routes."""
+    handlers: dict[Any, Any] = {Exception: _unexpected, HTTPException: _unknown}
+    app = Starlette(routes=routes, exception_handlers=handlers)
+    app.router.redirect_slashes = False
+    return app
+
+
+def error_response(error: InflightError, status: int | None = None) -> Response:
+    """Return an error in OpenAI's shape. Its clients would repeat some requests by themselves, and are told not to."""
+    code, message = error.code, str(error)[:_MAX_ERROR_CHARACTERS]
+    status = (
+        status or {"context_full": 400, "episode_over": 409, "busy": 429}.get(code) or STATUS_OF_CODE.get(code, 500)
+    )
+    code = {"context_full": "context_length_exceeded", "unauthorized": "invalid_api_key"}.get(code, code)
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    body = {"error": {"message": message, "type": kind, "param": None, "code": code}}
+    return _json(body, status, {"x-should-retry": "false"})
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
+
+
+def _served(request: HttpRequest, episodes: ServedEpisodes) -> ServedEpisode:
+    """Return the episode of a request. Raises `UnauthorizedError`."""
+    given = request.headers.get("authorization", "")
+    key = request.path_params.get("key") or given.removeprefix("Bearer ")
+    served = episodes.find(key)
+    if served is None:
+        what = "does not name an episode that is being played" if key else "is missing"
+        raise UnauthorizedError(f"the key {what}: use the base URL of the episode, or its key as the API key")
+    served.last_used = time.monotonic()
+    return served
+
+
+def _refuse_if_over(served: ServedEpisode) -> None:
+    """Raise `EpisodeOverError` if nothing that is sampled from now on would count."""
+    error = served.answers.episode.error
+    if error is not None:
+        raise EpisodeOverError(f"the episode is lost, since its endpoint failed: {error}") from error
+    if served.is_over:
+        raise EpisodeOverError("the episode has ended")
+
+
+async def _body(request: HttpRequest, served: ServedEpisode, kind: type[Body]) -> Body:
+    episode = served.answers.episode
+    size_bytes = _BODY.bytes_for(episode.max_tokens, images=episode.template.takes_images)
+    return await body_message(kind, await content_of(request, size_bytes))
+
+
+async def body_message(kind: type[Body], content: bytes) -> Body:
+    """Return the message in a body. Raises `InvalidRequestError`."""
+    try:
+        return await message_of(kind, content)
+    except ValueError as error:
+        raise InvalidRequestError(f"this request cannot be used: {error}") from error
+
+
+async def _streamed(request: HttpRequest, served: ServedEpisode, body: Request, headers: dict[str, str]) -> Response:
+    """Answer with server-sent events. What fails before the first one is raised here; a later error becomes one."""
+    parts: asyncio.Queue[Piece | Answer | BaseException] = asyncio.Queue()
+
+    async def sample() -> None:
+        try:
+            async with contextlib.aclosing(served.answers.stream(body)) as stream:
+                async for part in stream:
+                    parts.put_nowait(part)
+        except Exception as error:
+            parts.put_nowait(error)
+
+    async def run() -> None:
+        try:
+            await served.run(sample())
+        except EpisodeOverError as error:
+            parts.put_nowait(error)
+
+    running = asyncio.ensure_future(run())
+    try:
+        first = await unless_client_leaves(request, parts.get())
+        if isinstance(first, BaseException):
+            raise first
+    except BaseException:
+        running.cancel()
+        raise
+
+    async def lines() -> AsyncIterator[str]:
+        writer = writer_of(body, body.model or served.model, served.answers.episode.template.pieces)
+        has_streamed = False
+        part: Piece | Answer | BaseException = first
+        try:
+            while isinstance(part, Piece):
+                has_streamed |= part.chunk is not None
+                if (chunk := writer.piece(part)) is not None:
+                    yield _event(chunk)
+                part = await parts.get()
+            if isinstance(part, Answer):
+                for chunk in writer.end(part, has_streamed=has_streamed):
+                    yield _event(chunk)
+                yield "data: [DONE]\n\n"
+            else:
+                error = part if isinstance(part, InflightError) else InflightError(f"{type(part).__name__}: {part}")
+                yield f"data: {bytes(error_response(error).body).decode()}\n\n"
+        finally:
+            running.cancel()
+
+    return StreamingResponse(lines(), media_type="text/event-stream", headers=headers)
+
+
+def _event(chunk: dict[str, Any]) -> str:
+    return f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+def _json(value: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return JSONResponse(value, status_code=status, headers=headers)
+
+
+def _without_key(request: HttpRequest, message: str) -> str:
+    key = request.path_params.get("key")
+    return message.replace(key, "KEY") if key else message
+
+
+async def _unknown(request: HttpRequest, error: HTTPException) -> Response:
+    message = f"{request.method} is not served under this path: clients call /e/KEY/v1/chat/completions and the like"
+    return error_response(UnsupportedError(message), error.status_code)
+
+
+async def _unexpected(_: HttpRequest, error: Exception) -> Response:
+    return error_response(InflightError(f"the request failed: {type(error).__name__}: {error}"), 500)

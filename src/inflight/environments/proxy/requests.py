@@ -1,0 +1,274 @@
+"""What clients of the proxy send: OpenAI's chat and completions, vLLM's generate, and rewards.
+
+The settings of the run decide how tokens are drawn, since logprobs must be those of the distribution that is trained
+on. Fields that only change where or how a request is handled are accepted. Whatever would change the answer, and is
+not done here, is refused by its name. Knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+import pydantic
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from inflight.environments.proxy.histories import read_arguments
+from inflight.errors import InvalidRequestError
+from inflight.http.bodies import problems_of
+from inflight.types import Message
+from inflight.wire import ImageAddress, Items, SamplingParams, StopString, TokenCount, TokenId
+
+_DRAWN = ("temperature", "top_p", "top_k", "min_p", "seed")
+"""How tokens are drawn, which the run decides."""
+_IGNORED = frozenset(
+    (
+        "metadata",
+        "parallel_tool_calls",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+        # vLLM's
+        "cache_salt",
+        "priority",
+        "request_id",
+    )
+)
+"""Fields that change no answer."""
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("auto", "none"),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "modalities": (["text"],),
+    "n": (1,),
+    "presence_penalty": (0,),
+    "reasoning_effort": (),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+    "top_logprobs": (0,),
+    "verbosity": (),
+    "web_search_options": (),
+}
+"""Fields that are accepted with these values, which say the same as leaving them out."""
+
+
+class _Body(BaseModel):
+    """Base of every request. What is not listed here or above is refused, never ignored."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    _ignored: ClassVar[frozenset[str]] = _IGNORED
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_what_changes_nothing(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        for name, values in _NEUTRAL.items():
+            if name in data and name not in cls.model_fields and data[name] is not None and data[name] not in values:
+                allowed = "".join(f" {value!r} or" for value in values)
+                raise ValueError(f"{name} is not supported: {str(data[name])[:80]!r} given; send{allowed} nothing")
+        return {
+            name: value
+            for name, value in data.items()
+            if name in cls.model_fields or (name not in _NEUTRAL and name not in cls._ignored)
+        }
+
+
+class _Sampled(_Body):
+    """What every request for tokens may say."""
+
+    max_tokens: TokenCount | None = None
+    stop: StopString | Annotated[Items[StopString], Field(max_length=64)] | None = None
+    stop_token_ids: Annotated[Items[TokenId], Field(max_length=4096)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def sampling(self, settings: SamplingParams) -> SamplingParams:
+        """Return the settings of the run, with the request's ends of an answer; it cannot be longer than they say."""
+        longest = [limit for limit in (self._longest(), settings.max_tokens) if limit is not None]
+        update = {
+            "max_tokens": min(longest, default=None),
+            "stop": self.stops(),
+            "stop_token_ids": tuple(self.stop_token_ids or ()),
+        }
+        return settings.model_copy(update=update)
+
+    def _longest(self) -> int | None:
+        return self.max_tokens
+
+    def overridden(self, settings: SamplingParams) -> Iterator[str]:
+        """Yield what the request says of how tokens are drawn, and the run says otherwise."""
+        for name in _DRAWN:
+            asked, used = getattr(self, name), getattr(settings, name)
+            if asked is not None and asked != used and not (name == "top_k" and asked < 1 and used == 0):
+                yield f"{name}={asked:g} (the run has {'its own' if used is None else format(used, 'g')})"
+
+
+class StreamOptions(BaseModel):
+    """How an answer is streamed."""
+
+    include_usage: bool | None = None
+
+
+class _OpenAI(_Sampled):
+    model: str | None = Field(default=None, max_length=1024)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    """vLLM's: add what training needs to the answer, in the fields of `inflight.wire.ChatChoice`."""
+
+
+class ChatRequest(_OpenAI):
+    """Body of ``/v1/chat/completions``."""
+
+    messages: Items[dict[str, Any]] = Field(min_length=1)
+    tools: Items[dict[str, Any]] | None = None
+    tool_choice: Literal["auto", "none", "required"] | dict[str, Any] | None = None
+    """A call cannot be forced, since that would draw tokens from another distribution than the one trained on."""
+    max_completion_tokens: TokenCount | None = None
+    logprobs: bool | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.logprobs)
+
+    def _longest(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    def overridden(self, settings: SamplingParams) -> Iterator[str]:
+        yield from super().overridden(settings)
+        if self.tool_choice not in (None, "auto", "none"):
+            kind = self.tool_choice if isinstance(self.tool_choice, str) else "function"
+            yield f"tool_choice={kind} (no call is forced)"
+
+    @property
+    def may_call(self) -> bool:
+        """Whether calls of tools are wanted apart from the text."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+
+class CompletionRequest(_OpenAI):
+    """Body of ``/v1/completions``, with one prompt: a text or token ids."""
+
+    prompt: str | Items[TokenId] | Annotated[tuple[str | Items[TokenId]], Field(min_length=1, max_length=1)]
+    logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs is not None
+
+    @property
+    def one_prompt(self) -> str | Sequence[int]:
+        prompt = self.prompt
+        return prompt[0] if isinstance(prompt, tuple) and prompt and not isinstance(prompt[0], int) else prompt
+
+
+class GenerateSampling(_Sampled):
+    """``sampling_params`` of vLLM's generate."""
+
+    _ignored: ClassVar[frozenset[str]] = _IGNORED | {
+        "detokenize",
+        "include_stop_str_in_output",
+        "output_kind",
+        "routed_experts_prompt_start",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+    }
+
+    logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
+
+
+class GenerateRequest(_Body):
+    """Body of vLLM's ``/inference/v1/generate``: token ids in, token ids out."""
+
+    token_ids: Items[TokenId] = Field(min_length=1)
+    sampling_params: GenerateSampling
+    model: str | None = Field(default=None, max_length=1024)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    output_mode: Literal["tokens"] = "tokens"
+
+
+Request = ChatRequest | CompletionRequest | GenerateRequest
+
+Reward = Annotated[float, Field(strict=True)]
+"""A finite number, as a number: neither true nor "1"."""
+
+
+class RewardRequest(_Body):
+    """Body of ``/reward``. ``turn`` is the ``id`` of an answer; without it, the reward is the episode's."""
+
+    reward: Reward
+    turn: str | None = Field(default=None, max_length=256)
+
+
+def rendered_message(message: Mapping[str, Any], number: int) -> Message:
+    """Return a message as chat templates expect it: one text as its content, and arguments of calls as objects.
+
+    Raises `InvalidRequestError` that names what is wrong with message ``number``.
+    """
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise InvalidRequestError(f"messages.{number}.role is {role!r}, but must be a text such as 'user'")
+    kept = {name: value for name, value in message.items() if value is not None}
+    kept["role"] = "system" if role == "developer" else role
+    kept["content"] = _content_of(message.get("content"), f"messages.{number}.content")
+    calls = message.get("tool_calls")
+    kept.pop("tool_calls", None)
+    if calls:
+        kept["tool_calls"] = [_rendered_call(call, f"messages.{number}.tool_calls") for call in _listed(calls, number)]
+    return kept
+
+
+def _listed(calls: Any, number: int) -> Sequence[Any]:
+    if not isinstance(calls, list | tuple):
+        raise InvalidRequestError(f"messages.{number}.tool_calls is a {type(calls).__name__}, but must be a list")
+    return calls
+
+
+def _content_of(content: Any, where: str) -> str | list[dict[str, Any]]:
+    """Return one text, or parts if there is an image among them."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise InvalidRequestError(f"{where} is a {type(content).__name__}, but must be a text or a list of parts")
+    parts = [_part_of(part, f"{where}.{index}") for index, part in enumerate(content)]
+    return parts if any("text" not in part for part in parts) else "".join(part["text"] for part in parts)
+
+
+def _part_of(part: Any, where: str) -> dict[str, Any]:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "image_url":
+        try:
+            address = ImageAddress.model_validate({k: v for k, v in part["image_url"].items() if k != "detail"})
+        except (pydantic.ValidationError, KeyError, AttributeError) as error:
+            why = problems_of(error) if isinstance(error, pydantic.ValidationError) else f"it has no {error}"
+            raise InvalidRequestError(f"{where}.image_url cannot be used: {why}") from error
+        return {"type": kind, "image_url": {"url": address.url}}
+    text = part.get(kind) if isinstance(part, dict) and kind in ("text", "refusal") else None
+    if not isinstance(text, str):
+        raise InvalidRequestError(f"{where} has the type {str(kind)[:80]!r}: only text and image_url are supported")
+    return {"type": "text", "text": text}
+
+
+def _rendered_call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise InvalidRequestError(f"{where} holds {str(call)[:80]!r}: only calls of functions are supported")
+    return {**call, "function": {**function, "arguments": read_arguments(function.get("arguments", {}))}}

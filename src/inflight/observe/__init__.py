@@ -1,0 +1,1 @@
+"""What is seen of a run: traces, trackers, exports and the page."""

@@ -1,0 +1,106 @@
+"""When the events of a run happened, and what lies within them.
+
+Times of events leave out the time between a run's processes, and a process that resumes a killed run goes back to its
+last checkpoint. By the clock on the wall nothing overlaps that did not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from inflight.errors import ConfigError
+from inflight.observe.trace.files import event_files, read_events, read_steps
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """One process of a run. ``began_at`` is second 0 of its events, in seconds since 1970."""
+
+    began_at: float
+    version: int
+    """Trained versions when it began."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A sampled turn of an episode."""
+
+    number: int
+    """From 1, of all turns of the episode."""
+    start_s: float
+    end_s: float
+    num_tokens: int
+    spans: tuple[tuple[int, int, int], ...]
+    """Start, end and version of each stretch of it, over the indices of the episode's sampled tokens."""
+
+
+class Lives:
+    """Reads a run, and knows which of its processes wrote what."""
+
+    def __init__(self, directory: Path) -> None:
+        if not event_files(directory):
+            raise ConfigError(f"{str(directory)!r} holds no events of a run: name a run directory")
+        self._directory = directory
+        self._lives: list[Life] = []
+
+    def events(self) -> Iterator[tuple[float, Row]]:
+        """Yield every event but the steps, with its process's second 0 in seconds since 1970."""
+        for event in read_events(self._directory):
+            if event["kind"] == "began":
+                life = Life(event["began_at"], event["version"])
+                if not self._lives or self._lives[-1].began_at != life.began_at:
+                    self._lives.append(life)
+            if not self._lives:
+                raise ConfigError(
+                    f"the events in {str(self._directory)!r} begin with {event['kind']!r}, so when they were is not "
+                    "known: write a 'began' event first"
+                )
+            yield self._lives[-1].began_at, event
+
+    def steps(self) -> Iterator[tuple[float, Row]]:
+        """Yield every step likewise, once `events` is exhausted. Steps that a resumed run made again are left out."""
+        lives = iter(self._lives)
+        present, following = next(lives, None), next(lives, None)
+        for step in read_steps(self._directory):
+            while following is not None and step["version"] > following.version:
+                present, following = following, next(lives, None)
+            if present is not None:
+                yield present.began_at, step
+
+
+def turns_of(request: Row) -> list[Turn]:
+    """Return the turns that an episode had in a request, by their starts. Earlier ones were at other servers."""
+    turns = []
+    for part in request["parts"]:
+        first = 0
+        for number, (start_s, end_s, num_tokens) in enumerate(part.get("turns", ()), 1):
+            last = first + num_tokens
+            if end_s >= request["start_s"]:
+                spans = ((max(start, first), min(end, last), version) for start, end, version in part["spans"])
+                spans_of_turn = tuple(span for span in spans if span[0] < span[1])
+                turns.append(Turn(number, max(start_s, request["start_s"]), end_s, num_tokens, spans_of_turn))
+            first = last
+    return sorted(turns, key=lambda turn: turn.start_s)
+
+
+def publish_parts(publish: Row) -> dict[str, tuple[float, float]]:
+    """Return start and end of the parts of a publish that took time, in seconds of its process.
+
+    Only durations are measured. A publish gathers first and pauses last; the weights have arrived when it pauses, and
+    loading begins then.
+    """
+    start, end = publish["start_s"], publish["end_s"]
+    paused = end - publish["pause_s"]
+    places = {
+        "gather": (start, start + publish["gather_s"]),
+        "wire": (max(start, paused - publish["wire_s"]), paused),
+        "load": (paused, paused + publish["load_s"]),
+        "pause": (paused, end),
+        "first token": (end, end + (publish["first_token_s"] or 0.0)),
+    }
+    return {name: span for name, span in places.items() if span[1] > span[0]}

@@ -1,0 +1,160 @@
+"""Metrics of a run for Prometheus, kept up to date by its events, and the server that shows them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter as Tally
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, start_http_server
+
+from inflight.errors import ConfigError
+from inflight.observe.trace import events
+
+_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+_PARTS = ("gather_s", "wire_s", "load_s", "pause_s", "first_token_s", "total_s")
+_OF_STEPS = {
+    "reward": ("inflight_run_reward", "Mean reward of the rollouts finished since the step before"),
+    "lag_mean": ("inflight_run_lag_mean", "Mean lag of the trained tokens, in versions"),
+    "lag_max": ("inflight_run_lag_max", "Largest lag of a trained token"),
+    "effective_sample_size": ("inflight_run_effective_sample_size", "Of the step, as a share of its tokens"),
+    "mismatch_k3": ("inflight_run_mismatch_k3", "Divergence of trainer and servers at lag 0"),
+    "stale_k3": ("inflight_run_stale_k3", "Divergence that the lag adds"),
+    "gradient_norm": ("inflight_run_gradient_norm", "Before clipping"),
+    "completion_length": ("inflight_run_completion_length", "Mean tokens of the completions since the step before"),
+    "utilisation": ("inflight_run_utilisation", "Share of all slots that sampled"),
+    "bubble_share": ("inflight_run_bubble_share", "Share of the slots of servers that take work that stood free"),
+    "trained_tokens_per_s": ("inflight_run_trained_tokens_per_second", "Mean since the run began"),
+    "completion_tokens_per_s": ("inflight_run_completion_tokens_per_second", "Mean since the run began"),
+}
+"""Metrics of a step that are shown as they are."""
+
+
+class RunMetrics:
+    """Counts what a run does. Counters begin with this process."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(name, text, labels, registry=registry)
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(name, text, labels, registry=registry)
+
+        def histogram(name: str, text: str, *labels: str) -> Histogram:
+            return Histogram(name, text, labels, registry=registry, buckets=_SECONDS)
+
+        self._info = Info("inflight_run", "The run", registry=registry)
+        self._version = gauge("inflight_run_weight_version", "Trained versions so far")
+        self._of_steps = {key: gauge(name, text) for key, (name, text) in _OF_STEPS.items()}
+        for of_step in self._of_steps.values():
+            of_step.set(math.nan)  # nothing is known of them before the first step
+        self._steps = counter("inflight_run_steps", "Optimizer steps")
+        self._train = histogram("inflight_run_train_seconds", "Optimizer steps, without the publish")
+        self._trained_tokens = counter("inflight_run_trained_tokens", "Tokens of optimizer steps")
+        self._stale_tokens = counter("inflight_run_stale_tokens", "Tokens that were masked for their lag")
+        self._completions = counter("inflight_run_completions", "Rollouts of complete groups")
+        self._completion_tokens = counter("inflight_run_completion_tokens", "Sampled tokens of complete groups")
+        self._requests = counter("inflight_run_requests", "Requests to servers that ended", "endpoint", "outcome")
+        self._request_s = histogram("inflight_run_request_seconds", "Requests to servers", "endpoint")
+        self._groups = gauge("inflight_run_groups", "Groups being sampled, and complete ones that wait", "state")
+        self._items = counter("inflight_run_items", "Items that the ledger settled", "outcome")
+        self._outstanding = gauge("inflight_run_items_outstanding", "Items issued and not settled")
+        self._publishes = counter("inflight_run_publishes", "Publishes by what became of each server", "outcome")
+        self._publish_s = histogram("inflight_run_publish_seconds", "Parts of publishes", "part")
+        self._published_bytes = counter("inflight_run_published_bytes", "Bytes that were sent or stored")
+        self._servers = gauge("inflight_run_servers", "Servers by state", "state")
+        self._episodes = counter("inflight_run_failed_episodes", "Episodes that count for nothing", "reason")
+        self._failures = counter("inflight_run_failures", "What ended a life of the run")
+        self._is_fleet_told = False
+
+    def heard(self, event: events.Event) -> None:
+        """Count an event."""
+        match event:
+            case events.Began():
+                task = event.config.get("task", {}).get("name", "")
+                directory = event.config.get("run", {}).get("directory", "")
+                self._info.info({"inflight": event.inflight, "task": task, "directory": directory})
+                self._version.set(event.version)
+            case events.Request():
+                outcome = "ended" if event.error is None else "cancelled" if event.error == "cancelled" else "failed"
+                self._requests.labels(_address(event.endpoint), outcome).inc()
+                self._request_s.labels(_address(event.endpoint)).observe(event.end_s - event.start_s)
+            case events.Running():
+                self._groups.labels("running").set(event.num_groups)
+            case events.Group():
+                self._completions.inc(len(event.rewards))
+                self._completion_tokens.inc(sum(event.lengths))
+            case events.Drop():
+                self._items.labels(event.reason).inc()
+            case events.EpisodeFailed():
+                self._episodes.labels(event.reason).inc()
+            case events.Train():
+                self._version.set(event.version)
+                self._items.labels("trained").inc(len(event.items))
+                self._train.observe(event.end_s - event.start_s)
+            case events.Publish():
+                self._published(event)
+            case events.Fleet():
+                self._is_fleet_told = self._is_fleet_told or bool(event.states)
+                if event.states:
+                    self._tell_servers(Tally(event.states.values()))
+            case events.Step():
+                self._stepped(event.model_extra or {}, event)
+            case events.Failure():
+                self._failures.inc()
+
+    def _published(self, event: events.Publish) -> None:
+        for part in _PARTS:
+            if (seconds := getattr(event, part)) is not None:
+                self._publish_s.labels(part.removesuffix("_s")).observe(seconds)
+        self._published_bytes.inc(event.sent_bytes)
+        for outcome in event.outcomes.values():
+            self._publishes.labels(outcome).inc()
+        if not self._is_fleet_told:  # a fleet that never changed
+            self._tell_servers(Tally("healthy" if it == "applied" else "suspect" for it in event.outcomes.values()))
+
+    def _tell_servers(self, by_state: Mapping[str, int]) -> None:
+        self._servers.clear()
+        for state, number in by_state.items():
+            self._servers.labels(state).set(number)
+
+    def _stepped(self, facts: Mapping[str, Any], step: events.Step) -> None:
+        self._steps.inc()
+        for key, gauge in self._of_steps.items():
+            value = step.reward if key == "reward" else facts.get(key)
+            if value is not None:
+                gauge.set(value)
+        self._trained_tokens.inc(facts.get("num_step_tokens", 0))
+        self._stale_tokens.inc(facts.get("num_stale_tokens", 0))
+        self._groups.labels("waiting").set(facts.get("groups_waiting", 0))
+        self._outstanding.set(facts.get("ledger", {}).get("outstanding", 0))
+
+
+class MetricsServer:
+    """Serves ``/metrics`` on loopback in a thread, during its context. Port 0: any free one."""
+
+    def __init__(self, metrics: RunMetrics, port: int) -> None:
+        try:
+            self._server, self._thread = start_http_server(port, addr="127.0.0.1", registry=metrics.registry)
+        except (OSError, OverflowError) as error:
+            raise ConfigError(f"run.metrics_port {port} cannot be used: {error}; choose another one") from error
+        self.url = f"http://127.0.0.1:{self._server.server_port}/metrics"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(5.0)
+
+
+def _address(endpoint: str) -> str:
+    return urlsplit(endpoint).netloc or endpoint

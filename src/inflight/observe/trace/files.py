@@ -1,0 +1,395 @@
+"""The files of a run's events: ``events.jsonl`` and its older parts, and ``metrics.jsonl``, which has the steps.
+
+Lines are only appended. ``events.jsonl`` becomes ``events.1.jsonl``, ``events.2.jsonl`` and so on when it is full, the
+highest number being the newest, or ``events.1.jsonl.zst`` where parts are compressed; the oldest parts are removed.
+Steps are kept for good. A line that a killed process left incomplete is not read.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from io import BytesIO, FileIO
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from pydantic_core import from_json
+
+from inflight.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from inflight.observe.trace.events import Event
+
+PART_BYTES = 32 * 1024 * 1024
+NUM_PARTS = 8
+"""``events.jsonl`` is renamed at ``PART_BYTES``; ``NUM_PARTS`` files of events are kept, itself included."""
+_CHUNK_BYTES = 1 << 17
+_COMPRESS_S = 10.0
+"""How long the last file may take to be compressed once the run has ended."""
+
+EVENTS, STEPS = "events.jsonl", "metrics.jsonl"
+
+
+class EventWriter:
+    """Appends events to the files of a run directory. A full disk raises `CheckpointError` and leaves whole lines."""
+
+    def __init__(self, directory: Path, *, compresses: bool = False) -> None:
+        self._directory = directory
+        self._compresses = compresses
+        self._compressing: threading.Thread | None = None
+        self._events, self._steps = ((directory / name).open("ab", buffering=0) for name in (EVENTS, STEPS))
+
+    def write(self, event: Event) -> bool:
+        """Write an event; return whether the next one is the first of a new file."""
+        file = self._steps if event.kind == "step" else self._events
+        try:
+            _append(file, event.model_dump_json().encode() + b"\n")
+            if event.kind in ("step", "began") or file.tell() <= PART_BYTES:
+                return False
+            self._rotate()
+        except OSError as error:
+            raise CheckpointError(f"{file.name} cannot be written: {error.strerror}; is the disk full?") from error
+        return True
+
+    def close(self) -> None:
+        """Close the files, and wait a little for one that is being compressed."""
+        self._steps.close()
+        self._events.close()
+        if self._compressing is not None:
+            self._compressing.join(_COMPRESS_S)
+
+    def _rotate(self) -> None:
+        """Begin a new file of events, and remove the oldest if there are too many."""
+        parts = _parts(self._directory)
+        number = max(parts, default=0) + 1
+        parts[number] = self._directory / f"events.{number}.jsonl"
+        self._events.close()
+        (self._directory / EVENTS).rename(parts[number])
+        self._events = (self._directory / EVENTS).open("ab", buffering=0)
+        kept = sorted(parts)[-(NUM_PARTS - 1) :]
+        for removed in parts.keys() - set(kept):
+            parts[removed].unlink(missing_ok=True)
+        if self._compresses and (self._compressing is None or not self._compressing.is_alive()):
+            plain = [parts[it] for it in kept if parts[it].suffix == ".jsonl"]
+            self._compressing = threading.Thread(target=_compress, args=(plain,), name="inflight-compress", daemon=True)
+            self._compressing.start()
+
+
+def _append(file: FileIO, line: bytes) -> None:
+    """Write a whole line or nothing."""
+    begin = os.fstat(file.fileno()).st_size
+    try:
+        while line:
+            line = line[file.write(line) :]
+    except OSError:
+        file.truncate(begin)
+        raise
+
+
+def begin_files(directory: Path) -> None:
+    """Remove the events of an earlier run in the same directory."""
+    for path in (directory / STEPS, *event_files(directory), *_unfinished(directory)):
+        path.unlink(missing_ok=True)
+
+
+def resume_files(directory: Path, version: int) -> None:
+    """Remove what a killed process left incomplete, and steps after ``version``, which it has lost."""
+    for path in _unfinished(directory):
+        path.unlink()
+    _keep_lines(directory / STEPS, lambda row: row["version"] <= version)
+    if (directory / EVENTS).exists():
+        _cut_torn_line(directory / EVENTS)  # in place: who follows the file goes on reading it
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Reading
+
+
+def read_events(directory: Path, kinds: Collection[str] = ()) -> Iterator[dict[str, Any]]:
+    """Yield the events of a run without its steps, oldest first; only those of some ``kinds`` if any are given.
+
+    They are as written, and not validated. Raises `ConfigError` if a newer release of inflight wrote them, or if
+    another run replaces them meanwhile.
+    """
+    reader = _EventReader(directory)
+    try:
+        for event in reader.read():
+            if event.get("is_new_run"):
+                raise ConfigError(f"another run has begun in {directory} while its events were read: read them again")
+            if not kinds or event["kind"] in kinds:
+                yield event
+    finally:
+        reader.close()
+
+
+def read_steps(directory: Path) -> Iterator[dict[str, Any]]:
+    """Yield the steps of a run, in order."""
+    yield from read_lines(directory / STEPS)
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a file, without an incomplete last one; none if the file does not exist."""
+    if path.exists():
+        with _opened(path) as file:
+            yield from (from_json(line) for line in _lines_of(file))
+
+
+def check_schema(began: dict[str, Any], directory: Path) -> None:
+    """Raise `ConfigError` if events were written by a release whose fields have another meaning."""
+    from inflight.observe.trace.events import SCHEMA_VERSION
+
+    if (found := began["schema_version"]) > SCHEMA_VERSION:
+        raise ConfigError(
+            f"{directory} was written by inflight {began['inflight']} with schema {found} of events, and this release "
+            f"reads up to {SCHEMA_VERSION}: read it with that release or a newer one"
+        )
+
+
+class EventFollower:
+    """Reads what a run adds to its files, call by call, also while it runs in another process."""
+
+    def __init__(self, directory: Path) -> None:
+        self._events, self._steps = _EventReader(directory), _Tail(directory / STEPS)
+        self._life_of_steps: float | None = None
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """Yield the events since the call before, the steps after all others. Raises `ConfigError` as `read_events`.
+
+        A resumed run replaces its steps; all of them are yielded again then, and before them a `Began`, which says from
+        which version on earlier ones do not count. Events that a run removed before this call are left out. Where
+        another run has taken the place of the one that was read, its first `Began` has ``is_new_run`` set: nothing that
+        was yielded before belongs to it.
+        """
+        for event in self._events.read():
+            if event["kind"] == "began":
+                # Steps that were read before any event may be of a run that was replaced since.
+                if self._life_of_steps is None and self._steps.is_replaced():
+                    event["is_new_run"] = True
+                if event.get("is_new_run"):
+                    self._steps.reopen()
+            yield event
+        yield from self.read_steps()
+
+    def read_steps(self) -> Iterator[dict[str, Any]]:
+        """Yield the steps since the call before; those that a resumed run replaces again, from the first one."""
+        if self._steps.is_replaced():
+            if self._events.life == self._life_of_steps:
+                return  # the process that replaced them is about to write its `Began`
+            self._steps.reopen()
+        self._life_of_steps = self._events.life
+        yield from self._steps.read()
+
+    def close(self) -> None:
+        self._events.close()
+        self._steps.close()
+
+
+class _EventReader:
+    """Reads files of events one after the other, also while they are renamed, compressed and removed.
+
+    Files are told apart by the number that they have once they are full: of ``events.jsonl``, one more than the newest.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._number = 0
+        """Of the file that is read, or to be read next; 0: the oldest."""
+        self._tail: _Tail | None = None
+        self._is_lost = False
+        """Whether the file that was read last is no longer there: of a new run, or of one that was read too late."""
+        self.life: float | None = None
+        """When the process began whose events were read last."""
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """Yield all further events. Raises `ConfigError` if a newer release wrote them."""
+        while self._tail is not None or self._open():
+            assert self._tail is not None
+            # Asked first: what is read after that is all of it.
+            is_complete = self._tail.is_complete() or self._newest() >= self._number
+            for event in self._tail.read():
+                if event.get("kind") == "began":
+                    check_schema(event, self._directory)
+                    if self._is_lost and event["began_at"] != self.life:
+                        event["is_new_run"] = True
+                    self._is_lost, self.life = False, event["began_at"]
+                yield event
+            if not is_complete:
+                return
+            if self._is_kept():
+                self._number += 1
+            else:
+                self._lose()
+            self.close()
+
+    def _is_kept(self) -> bool:
+        """Return whether the directory still has the file that was read, under its number."""
+        assert self._tail is not None
+        plain = self._directory / f"events.{self._number}.jsonl"
+        return self._tail.is_at(plain) or self._tail.begins_like(plain.with_suffix(".jsonl.zst"))
+
+    def _lose(self) -> None:
+        """Go on with the oldest file that there is."""
+        self._is_lost, self._number = True, 0
+
+    def close(self) -> None:
+        if self._tail is not None:
+            self._tail.close()
+            self._tail = None
+
+    def _open(self) -> bool:
+        """Open the file to read next; return whether there is one."""
+        while True:
+            if numbers := [number for number in sorted(_parts(self._directory)) if number >= self._number]:
+                self._number = numbers[0]
+                plain = self._directory / f"events.{self._number}.jsonl"
+                for tail in (_Tail(plain), _Tail(plain.with_suffix(".jsonl.zst"))):
+                    if tail.open():
+                        self._tail = tail
+                        return True
+                continue  # it was removed meanwhile
+            tail = _Tail(self._directory / EVENTS)
+            is_there, number = tail.open(), self._newest() + 1
+            self._number = self._number or 1
+            if self._number == number:
+                self._tail = tail if is_there else None
+                return is_there
+            tail.close()  # it has taken the place of one that was full
+            if self._number > number:
+                self._lose()
+
+    def _newest(self) -> int:
+        return max(_parts(self._directory), default=0)
+
+
+class _Tail:
+    """Reads the complete lines that a file gains. An incomplete last one may be replaced."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: IO[bytes] | None = None
+        self._offset = 0
+        """Where the lines end that were yielded."""
+
+    def open(self) -> bool:
+        """Open the file; return whether it exists."""
+        try:
+            self._file = _opened(self._path)
+        except FileNotFoundError:
+            return False
+        if self._path.suffix == ".zst":
+            with self._file as compressed:
+                self._file = BytesIO(compressed.read())
+        return True
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        if self._file is None and not self.open():
+            return
+        assert self._file is not None
+        self._file.seek(self._offset)
+        for line in _lines_of(self._file):
+            self._offset += len(line) + 1
+            yield from_json(line)
+
+    def is_replaced(self) -> bool:
+        """Return whether the path names another file now; False between two files."""
+        return self._file is not None and self._path.exists() and not self.is_at(self._path)
+
+    def is_at(self, path: Path) -> bool:
+        """Return whether a path names the open file."""
+        assert self._file is not None
+        try:
+            return not isinstance(self._file, BytesIO) and path.stat().st_ino == os.fstat(self._file.fileno()).st_ino
+        except FileNotFoundError:
+            return False
+
+    def is_complete(self) -> bool:
+        """Return whether the file gains no more lines: it is compressed, or has no name any more."""
+        assert self._file is not None
+        return isinstance(self._file, BytesIO) or os.fstat(self._file.fileno()).st_nlink == 0
+
+    def begins_like(self, path: Path) -> bool:
+        """Return whether the file at a path has the same first line, as a compressed copy has."""
+        assert self._file is not None
+        self._file.seek(0)
+        try:
+            with _opened(path) as other:
+                return next(_lines_of(other), None) == next(_lines_of(self._file), None)
+        except FileNotFoundError:
+            return False
+
+    def reopen(self) -> None:
+        self.close()
+        self._file, self._offset = None, 0
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Files
+
+
+def event_files(directory: Path) -> list[Path]:
+    """Return the files of events, oldest first; of a part that is just being compressed, one of its two files."""
+    parts = _parts(directory)
+    older = [parts[number] for number in sorted(parts)]
+    present = directory / EVENTS
+    return [*older, present] if present.exists() else older
+
+
+def _parts(directory: Path) -> dict[int, Path]:
+    """Return the full files of events by number."""
+    found = sorted(directory.glob("events.*.jsonl*"))[::-1]
+    return {int(path.name.split(".")[1]): path for path in found if path.name.endswith((".jsonl", ".jsonl.zst"))}
+
+
+def _unfinished(directory: Path) -> list[Path]:
+    """Return what a process left that was killed while it compressed a file."""
+    return list(directory.glob("events.*.partial"))
+
+
+def _opened(path: Path) -> IO[bytes]:
+    if path.suffix != ".zst":
+        return path.open("rb")
+    import zstandard
+
+    return zstandard.open(path, "rb")  # type: ignore[no-any-return]
+
+
+def _lines_of(file: IO[bytes]) -> Iterator[bytes]:
+    rest = b""
+    while chunk := file.read(_CHUNK_BYTES):
+        *lines, rest = (rest + chunk).split(b"\n")
+        yield from lines
+
+
+def _keep_lines(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> None:
+    """Rewrite a file with only its complete rows for which ``is_kept`` is true."""
+    partial = path.with_suffix(".partial")
+    with partial.open("wb") as kept:
+        if path.exists():
+            with path.open("rb") as file:
+                kept.writelines(line + b"\n" for line in _lines_of(file) if is_kept(from_json(line)))
+    partial.replace(path)
+
+
+def _cut_torn_line(path: Path) -> None:
+    with path.open("rb+") as file:
+        file.truncate(sum(len(line) + 1 for line in _lines_of(file)))
+
+
+def _compress(paths: Sequence[Path]) -> None:
+    """Replace parts by their compressed form. One that was removed meanwhile, or a full disk, leaves it as it is."""
+    import zstandard
+
+    for path in paths:
+        target, partial = path.with_suffix(".jsonl.zst"), path.with_suffix(".partial")
+        try:
+            with path.open("rb") as file, partial.open("wb") as out:
+                zstandard.ZstdCompressor().copy_stream(file, out)
+            partial.rename(target)
+            path.unlink()
+        except OSError:
+            partial.unlink(missing_ok=True)

@@ -1,0 +1,302 @@
+"""The record of a run: what decided each optimizer step, in a format that other frameworks can read too.
+
+A directory with ``manifest.json`` and one safetensors file per step, ``step-000001.safetensors`` for the step that made
+version 1. The structure of a step is JSON in the metadata of its file, its tokens are flat arrays. docs/replay.md
+describes every field. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import pydantic
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from inflight import __version__
+from inflight.errors import CheckpointError, ConfigError
+from inflight.observe.trace.steps import Kept, RecordedStep, StoredStep, put_together, taken_apart
+from inflight.observe.trace.text import pieces_of
+from inflight.types import Rollout
+
+FORMAT_VERSION = 1
+"""Rises when a field changes its meaning or disappears; readers ignore fields that they do not know."""
+RECORD, MANIFEST = "record", "manifest.json"
+_STEP = "step"
+"""Key of a step's structure in the metadata of its file."""
+
+
+class Weights(Kept):
+    """Weights, told apart by `inflight.observe.trace.digests.weights_digest`."""
+
+    path: str
+    sha256: str
+    size_bytes: int
+
+
+class EarlierLife(Kept):
+    """How a run was configured until it was resumed."""
+
+    until: int
+    """The version that it was resumed at."""
+    config: dict[str, Any]
+
+
+class Manifest(Kept):
+    """What holds for all steps of a record."""
+
+    format: Literal["inflight record"] = "inflight record"
+    format_version: int = FORMAT_VERSION
+    inflight: str = __version__
+    source: str = "inflight"
+    """The framework whose run it is."""
+    config: dict[str, Any] | None = None
+    """The run's configuration as far as it was set, the last one if it was resumed; None: not known."""
+    earlier: tuple[EarlierLife, ...] = ()
+    """Those before it, in order."""
+    num_ranks: int | None = None
+    start: Weights | None = None
+    """The model directory that training began with."""
+    final: Weights | None = None
+    """The checkpoint after the last step; None: the run has not ended."""
+    final_version: int | None = None
+    lacks: tuple[str, ...] = ()
+    """What an import could not know: ``behaviour_logprobs``, ``token_ids`` (tokenised again from text)."""
+    notes: tuple[str, ...] = ()
+    """What an import had to assume."""
+
+
+class RecordWriter:
+    """Writes a record. A full disk raises `CheckpointError`, and leaves all earlier steps whole."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def begin(self, manifest: Manifest) -> None:
+        """Write the manifest, and make the directory if there is none."""
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"the record {str(self.directory)!r} cannot be made: {error.strerror}") from error
+        self.write_manifest(manifest)
+
+    def write_manifest(self, manifest: Manifest) -> None:
+        text = manifest.model_dump_json(indent=2) + "\n"
+        self._replace(self.directory / MANIFEST, lambda partial: _write_text(partial, text))
+
+    def write_step(self, step: RecordedStep) -> Path:
+        """Write a step and return its file, which is there as a whole or not at all."""
+        facts, arrays = taken_apart(step)
+        metadata = {"format": "inflight record", _STEP: facts.model_dump_json()}
+        path = _file_of(self.directory, step.version + 1)
+        self._replace(path, lambda partial: save_file(arrays, partial, metadata))
+        return path
+
+    def _replace(self, path: Path, write: Callable[[Path], None]) -> None:
+        partial = path.with_suffix(".partial")
+        try:
+            write(partial)
+            partial.replace(path)
+        except (OSError, SafetensorError) as error:
+            partial.unlink(missing_ok=True)
+            why = getattr(error, "strerror", None) or error
+            raise CheckpointError(
+                f"{str(path)!r} cannot be written: {why}; is the disk full? Free some space and continue with "
+                "--resume, or continue without run.record"
+            ) from error
+
+
+def remove_steps(directory: Path, version: int) -> None:
+    """Remove the steps of a record after ``version``, which a killed process made and a resumed one makes again.
+
+    Raises `CheckpointError` if it cannot.
+    """
+    try:
+        for path in [*directory.glob("*.partial"), *(it for it in step_files(directory) if _version_of(it) > version)]:
+            path.unlink()
+    except OSError as error:
+        raise CheckpointError(f"the record {str(directory)!r} cannot be changed: {error.strerror}") from error
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Reading
+
+
+def record_of(path: Path) -> Path:
+    """Return the record in a run directory, or the record itself. Raises `ConfigError` if there is none."""
+    for directory in (path / RECORD, path):
+        if (directory / MANIFEST).is_file():
+            return directory
+    raise ConfigError(
+        f"{str(path)!r} holds no record: give the directory of a run with run.record = true, or a directory with "
+        f"{MANIFEST}"
+    )
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Return the manifest of a record. Raises `ConfigError`."""
+    path = directory / MANIFEST
+    try:
+        values = json.loads(path.read_bytes())
+        if values["format"] == "inflight record" and values["format_version"] > FORMAT_VERSION:
+            raise ConfigError(
+                f"{str(directory)!r} was written by inflight {values['inflight']} in version "
+                f"{values['format_version']} of the format, and this release reads up to {FORMAT_VERSION}: use that "
+                "release or a newer one"
+            )
+        return Manifest.model_validate(values)
+    except OSError as error:
+        raise ConfigError(f"{str(path)!r} cannot be read: {error.strerror}") from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"{str(path)!r} is not the manifest of a record: {_one_line(error)}") from error
+
+
+def step_files(directory: Path) -> list[Path]:
+    """Return the files of a record's steps, in order."""
+    found = (path for path in directory.glob("step-*.safetensors") if path.stem.removeprefix("step-").isdecimal())
+    return sorted(found, key=_version_of)
+
+
+def versions_of(directory: Path) -> list[int]:
+    """Return the versions that the recorded steps made, in order."""
+    return [_version_of(path) for path in step_files(directory)]
+
+
+def check_steps(directory: Path, versions: Sequence[int]) -> None:
+    """Raise `ConfigError` for a gap between these versions, and for one whose file is missing or has lost its end."""
+    for before, version in itertools.pairwise(versions):
+        if version != before + 1:
+            raise ConfigError(
+                f"the record {str(directory)!r} has no step between versions {before} and {version}: files are missing"
+            )
+    for version in versions:
+        with _opened(directory, version):
+            pass
+
+
+def read_steps(directory: Path) -> Iterator[RecordedStep]:
+    """Yield the steps of a record in order. Raises `ConfigError` for a file that cannot be read, and for a gap."""
+    versions = versions_of(directory)
+    check_steps(directory, versions)
+    for version in versions:
+        yield read_step(directory, version)
+
+
+def read_step(directory: Path, version: int) -> RecordedStep:
+    """Return the step that made ``version``. Raises `ConfigError`, which names the file and what is wrong with it."""
+    with _opened(directory, version) as file:
+        facts = StoredStep.model_validate_json((file.metadata() or {})[_STEP])
+        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+        step = put_together(facts, arrays)
+    if step.version != version - 1:
+        raise ConfigError(
+            f"{str(_file_of(directory, version))!r} holds the step to version {step.version + 1}: it was renamed"
+        )
+    return step
+
+
+@contextlib.contextmanager
+def _opened(directory: Path, version: int) -> Iterator[Any]:
+    """Open the file of a step. Raises `ConfigError` if it cannot be opened, or what the body reads is damaged."""
+    path = _file_of(directory, version)
+    try:
+        with safe_open(path, framework="numpy") as file:
+            yield file
+    except FileNotFoundError as error:
+        raise ConfigError(f"the record {str(directory)!r} has no step that made version {version}") from error
+    except (OSError, SafetensorError, KeyError, IndexError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"{str(path)!r} is not a step of a record, or is damaged: {_one_line(error)}. Copy it again, or remove it "
+            "and all later ones"
+        ) from error
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# One item, for people
+
+
+def item_details(
+    directory: Path, version: int, item: int, decode: Callable[[Sequence[int]], str] | None = None
+) -> dict[str, Any]:
+    """Return one item of the step that made ``version``, as JSON values: every token with all that is known of it.
+
+    ``decode`` is a tokenizer's; with it each token has its ``pieces`` of text, which joined are the text. Values that
+    a token does not have are None: logprobs and versions of observations, advantages of rollouts that the step left
+    out. Raises `ConfigError` if the record has no such step or item.
+    """
+    step = read_step(directory, version)
+    numbers = [number for number, group in enumerate(step.groups) if group.item_index == item]
+    if not numbers:
+        items = [group.item_index for group in step.groups]
+        raise ConfigError(f"the step to version {version} was not made of item {item}: its items are {items[:20]}")
+    group = step.groups[numbers[0]]
+    samples = {id(sample.rollout): number for number, sample in enumerate(step.samples)}
+    rollouts = [_told(step, rollout, samples.get(id(rollout)), decode) for rollout in group.rollouts]
+    return {
+        "item": item,
+        "version": version,
+        "group": group.group_id,
+        "endpoint": group.endpoint,
+        "rollouts": rollouts,
+    }
+
+
+def _told(
+    step: RecordedStep, rollout: Rollout, number: int | None, decode: Callable[[Sequence[int]], str] | None
+) -> dict[str, Any]:
+    sample = None if number is None else step.samples[number]
+    versions = rollout.token_versions()
+    is_sampled = [version >= 0 for version in versions]
+    trained = None if step.trainer_logprobs is None or number is None else step.trainer_logprobs[number]
+    mask = None if sample is None else sample.loss_mask
+    prompt, completion = rollout.prompt_token_ids, rollout.completion_token_ids
+
+    def where(mask: Sequence[bool] | None, values: Sequence[float] | None) -> list[float | None] | None:
+        if mask is None or values is None:
+            return None
+        pairs = zip(mask, values, strict=True)
+        return [value if is_there and value == value else None for is_there, value in pairs]  # NaN: not known
+
+    return {
+        "reward": rollout.reward,
+        "finish_reason": rollout.finish_reason,
+        "temperature": rollout.temperature,
+        "role": rollout.role,
+        "episode": rollout.episode,
+        "turns": [[turn.start, turn.end, turn.reward] for turn in rollout.turns],
+        "num_images": len(rollout.images),
+        "prompt": {"token_ids": [*prompt], "pieces": None if decode is None else pieces_of(decode, prompt)},
+        "completion": {
+            "token_ids": [*completion],
+            "pieces": None if decode is None else pieces_of(decode, completion),
+            "versions": [version if is_there else None for is_there, version in zip(is_sampled, versions, strict=True)],
+            "behaviour_logprobs": where(is_sampled, rollout.behaviour_logprobs),
+            "trainer_logprobs": where(mask, trained),
+            "advantages": where(mask, None if sample is None else sample.advantages),
+            "loss_mask": None if mask is None else [*mask],
+        },
+    }
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text)
+
+
+def _file_of(directory: Path, version: int) -> Path:
+    return directory / f"step-{version:06d}.safetensors"
+
+
+def _version_of(path: Path) -> int:
+    return int(path.stem.removeprefix("step-"))
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, pydantic.ValidationError):
+        problem = error.errors(include_url=False, include_input=False)[0]
+        return f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
+    return " ".join(str(error).split())[:250]

@@ -1,0 +1,48 @@
+"""The tokens of rollouts, of runs that record them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from inflight.errors import ConfigError
+from inflight.observe.trace.records import MANIFEST, RECORD, item_details, read_manifest, step_files
+
+
+def rollout_details(directory: Path, version: int | None, item: int) -> list[dict[str, Any]] | None:
+    """Return the recorded rollouts of an item that was trained on for a version, with every token.
+
+    None if the run records nothing, or not this item: only those that were trained on are recorded.
+    """
+    record = directory / RECORD
+    if version is None or not (record / MANIFEST).exists():
+        return None
+    try:
+        if not step_files(record):
+            return None
+        found = item_details(record, version, item, _decoder(record))
+    except ConfigError:
+        return None  # a step that is not written yet, or that a resumed run made again
+    rollouts: list[dict[str, Any]] = found["rollouts"]
+    return rollouts
+
+
+def _decoder(record: Path) -> Callable[[Sequence[int]], str] | None:
+    """Return how the model of a record decodes tokens; None if its directory is gone."""
+    start = read_manifest(record).start
+    return None if start is None else _decoder_of(start.path)
+
+
+@functools.lru_cache(maxsize=8)
+def _decoder_of(model: str) -> Callable[[Sequence[int]], str] | None:
+    from inflight.model.checkpoints import load_tokenizer
+
+    try:
+        tokenizer = load_tokenizer(Path(model))
+    except ConfigError:
+        return None
+    if tokenizer is None:
+        return None
+    return lambda token_ids: str(tokenizer.decode(list(token_ids), skip_special_tokens=False))

@@ -1,0 +1,359 @@
+"""A run as its page shows it, folded from its events one by one. What it keeps is bounded, however long the run is."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from inflight.observe.watch.lanes import Lane
+from inflight.observe.watch.rollouts import Items, longest_part
+from inflight.observe.watch.series import Counts, StepTable, TimeBins, columns_of
+
+Event = Mapping[str, Any]
+
+_NUM_FAILURES = 500
+_NUM_MARKS = 2000
+_PARTS = ("gather_s", "wire_s", "load_s", "pause_s", "first_token_s")
+"""Of a publish; their order is that of the rows of its lane."""
+_SECTIONS = ("publish", "ledger", "littles_law")
+"""Dicts within a step whose numbers are series too."""
+_QUIET_REASONS = ("equal rewards", "stale", "filtered", "surplus")
+"""Reasons for a drop that are no failures."""
+
+
+class RunModel:
+    """What is known of one run. Safe for one thread that folds and others that ask."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.lock = threading.Lock()
+        self.revision = 0
+        """Changes whenever something was folded."""
+        self.has_steps = threading.Event()
+        """Unset while a follower reads the steps that the files held at first."""
+        self.has_steps.set()
+        self.is_read = False
+        """Whether all that the files held at first has been folded."""
+        self.unreadable = ""
+        """Why the files cannot be read, if they cannot."""
+        self.number = 0
+        """How many runs have taken the place of the first one in the directory."""
+        self._folds: dict[str, Callable[[Event], None]] = {
+            "began": self._began,
+            "request": self._request,
+            "running": self._running,
+            "group": self._group,
+            "drop": self._drop,
+            "episode failed": self._episode_failed,
+            "train": self._train,
+            "publish": self._publish,
+            "saved": lambda event: self._mark(event, "saved", f"checkpoint of version {event['version']}"),
+            "fleet": self._fleet,
+            "versions": self._versions,
+            "scale": lambda event: self._mark(event, "scale", f"{event['change']}: {', '.join(event['servers'])}"),
+            "released": self._memory,
+            "restored": self._memory,
+            "failure": self._failure,
+            "ended": self._ended,
+        }
+        self._forget_all()
+
+    def _forget_all(self) -> None:
+        """Begin with nothing folded."""
+        self.began: Event = {}
+        self.config: Mapping[str, Any] = {}
+        self.version = 0
+        self.end_s = 0.0
+        """Time of the newest event."""
+        self.status = "empty"
+        """``empty``, ``running``, ``finished``, ``interrupted`` or ``failed``."""
+        self.steps, self.ages, self.lags = StepTable(), Counts(), Counts()
+        self.ledger: Event = {}
+        self._last_ledger: dict[str, Any] = {}
+        """At the end, if the run has come to it."""
+        self.tokens, self.busy, self.training = TimeBins(), TimeBins(), TimeBins()
+        self.running = TimeBins()
+        self._num_running = (0.0, 0)
+        self.items = Items()
+        self.lanes: dict[str, Lane] = {}
+        self.servers: dict[str, dict[str, Any]] = {}
+        self.marks: deque[dict[str, Any]] = deque(maxlen=_NUM_MARKS)
+        self.failures: deque[dict[str, Any]] = deque(maxlen=_NUM_FAILURES)
+        self.num_failures: Counter[str] = Counter()
+
+    # ------------------------------------------------------------------------------------------------------- folding
+
+    def fold(self, events: Iterable[Event], at_once: int = 500) -> bool:
+        """Fold events and steps, as `EventFollower` yields them; return whether there were any.
+
+        Others may ask after each ``at_once`` events.
+        """
+        events, is_changed = iter(events), False
+        while chunk := list(islice(events, at_once)):
+            with self.lock:
+                steps: list[Event] = []
+                for event in chunk:
+                    if event["kind"] == "step":
+                        steps.append(event)
+                    elif fold := self._folds.get(event["kind"]):
+                        fold(event)
+                        self.end_s = max(self.end_s, event["end_s"])
+                self._fold_steps(steps)
+                self.revision += 1
+            is_changed = True
+        return is_changed
+
+    def _fold_steps(self, steps: Sequence[Event]) -> None:
+        """Fold steps; one whose version is not new replaces all from that version on."""
+        first = 0
+        last = self.steps.last
+        for i, step in enumerate(steps):
+            if step["version"] <= last:
+                self._add_steps(steps[first:i])
+                self.steps.forget_from(step["version"])
+                self.ages.forget_from(step["version"])
+                first = i
+            last = step["version"]
+        self._add_steps(steps[first:])
+
+    def _add_steps(self, steps: Sequence[Event]) -> None:
+        if not steps:
+            return
+        for step in steps:
+            if ages := step.get("completions_by_age"):
+                self.ages.add(step["version"], zip(map(int, ages), ages.values(), strict=True))
+        columns = columns_of(steps)
+        for section in _SECTIONS:
+            parts = columns_of([it if isinstance(it, dict) else {} for it in columns.pop(section, [{}])])
+            columns |= {f"{section}.{name}": values for name, values in parts.items()}
+        del columns["start_s"], columns["end_s"]
+        self.steps.add(columns.pop("version"), columns)
+        newest = steps[-1]
+        self.version = newest["version"]
+        self.ledger = self._last_ledger or newest.get("ledger") or {}
+        self.end_s = max(self.end_s, newest["end_s"])
+
+    def _began(self, event: Event) -> None:
+        if event.get("is_new_run"):
+            self._forget_all()
+            self.number += 1
+        is_again = bool(self.began) and abs(event["began_at"] - self.began["began_at"]) > 0.5
+        self.began = event
+        self.config = event.get("config") or self.config
+        self.version = max(self.version, event["version"]) if not is_again else event["version"]
+        self.status, self._last_ledger = "running", {}
+        if is_again:
+            self._forget_after(event["start_s"], event["version"])
+            self._mark(event, "resumed", f"resumed from version {event['version']}")
+
+    def _forget_after(self, time_s: float, version: int) -> None:
+        """Forget what an ended process did after the checkpoint from which the run went on."""
+        self.end_s = time_s
+        self.lags.forget_from(version + 1)
+        for lane in self.lanes.values():
+            lane.forget_after(time_s)
+        for bins in (self.tokens, self.busy, self.training, self.running):
+            bins.forget_after(time_s)
+        self._num_running = (time_s, 0)
+        self.items.forget_after(time_s, version)
+        self.marks = deque((mark for mark in self.marks if mark["time_s"] <= time_s), _NUM_MARKS)
+        for server in self.servers.values():  # those that the new process finds again are heard of again
+            self._go(server, time_s, "left")
+
+    def _request(self, event: Event) -> None:
+        start_s, end_s, name = event["start_s"], event["end_s"], event["endpoint"]
+        item = self.items.at(event["item"], start_s, end_s)
+        if item.state != "unfinished":  # issued again
+            item.state, item.reason, item.version, item.rewards, item.lengths = "unfinished", "", None, (), ()
+            item.parts = {}
+        segments = longest_part(event["parts"], item.parts)
+        num_tokens = 0
+        for part in event["parts"]:
+            before = item.parts.get(part["number"])
+            num_tokens += max(0, part["num_tokens"] - (before[0] if before else 0))
+            item.parts[part["number"]] = (part["num_tokens"], part["spans"], part["finish_reason"])
+            if turns := part.get("turns"):
+                item.turns[part["number"]] = turns
+        item.endpoints[name] = None
+        error = event["error"]
+        item.requests.append(
+            {
+                "start_s": start_s,
+                "end_s": end_s,
+                "endpoint": name,
+                "request_id": event["request_id"],
+                "numbers": list(event["numbers"]),
+                "num_tokens": num_tokens,
+                "error": error,
+            }
+        )
+        self._lane(f"server {name}", name, "server").add(
+            start_s, end_s, (event["item"], num_tokens, segments, _outcome(error), self._turns(event))
+        )
+        self.tokens.add(name, start_s, end_s, num_tokens)
+        self.busy.add(name, start_s, end_s, end_s - start_s)
+        server = self._heard_of(name, end_s)
+        server["num_requests"] += 1
+        server["num_tokens"] += num_tokens
+        server["last_s"] = end_s
+        if _outcome(error) == 1:
+            server["num_errors"] += 1
+            self._fail(event, "request lost", error, name)
+
+    @staticmethod
+    def _turns(event: Event) -> list[list[float]]:
+        """Return start and end of each turn that was sampled in a request."""
+        parts = [part["turns"] for part in event["parts"] if part.get("turns")]
+        return sorted([turn[0], turn[1]] for turns in parts for turn in turns if turn[1] >= event["start_s"])
+
+    def _running(self, event: Event) -> None:
+        since_s, num = self._num_running
+        if event["end_s"] > since_s:
+            self.running.add("running", since_s, event["end_s"], num * (event["end_s"] - since_s))
+        self._num_running = (event["end_s"], event["num_groups"])
+
+    def _group(self, event: Event) -> None:
+        item = self.items.at(event["item"], event["start_s"], event["end_s"])
+        item.state, item.oldest, item.newest = "waiting", event["oldest"], event["newest"]
+        item.rewards, item.lengths = event["rewards"], event["lengths"]
+
+    def _drop(self, event: Event) -> None:
+        item = self.items.at(event["item"], event["start_s"], event["end_s"])
+        item.state, item.reason = "dropped", event["reason"]
+        if event["what"]:
+            item.what.append(event["what"])
+        if event["reason"] not in _QUIET_REASONS:
+            self._fail(event, f"dropped: {event['reason']}", event["what"], f"item {event['item']}")
+
+    def _episode_failed(self, event: Event) -> None:
+        self.items.at(event["item"], event["start_s"], event["end_s"]).what.append(event["what"])
+        self._fail(event, f"episode: {event['reason']}", event["what"], f"item {event['item']}")
+
+    def _train(self, event: Event) -> None:
+        version = event["version"]
+        self.version = max(self.version, version)
+        for rank, (start_s, end_s) in enumerate(event["ranks"]):
+            self._lane(f"rank {rank}", f"trainer rank {rank}", "rank").add(start_s, end_s, version, 0)
+            self.training.add(f"rank {rank}", start_s, end_s, end_s - start_s)
+        for number in event["items"]:
+            item = self.items.at(number, event["start_s"], event["end_s"])
+            item.state, item.version = "trained", version
+            self.lags.add(
+                version,
+                (
+                    (version - 1 - of_token, end - start)
+                    for _, spans, _ in item.parts.values()
+                    for start, end, of_token in spans
+                ),
+            )
+
+    def _publish(self, event: Event) -> None:
+        lane = self._lane("publish", "publish", "publish")
+        end_s = event["end_s"]
+        resumed = end_s
+        begins = {
+            "gather_s": event["start_s"],
+            "wire_s": max(event["start_s"], end_s - event["pause_s"] - event["wire_s"]),
+            "pause_s": end_s - event["pause_s"],
+            "load_s": end_s - event["pause_s"],
+            "first_token_s": resumed,
+        }
+        for row, part in enumerate(_PARTS):
+            if (length := event[part]) is not None:
+                lane.add(begins[part], begins[part] + length, event["version"], row)
+        for name, outcome in event["outcomes"].items():
+            server = self._heard_of(name, end_s) if outcome == "applied" else self._server(name)
+            server["outcome"] = outcome
+            server["paused_s"] += event["paused_s"].get(name, 0.0)
+            if outcome == "applied":
+                server["version"] = event["version"]
+            else:
+                self._fail(event, "publish", f"version {event['version']}: {outcome}", name)
+
+    def _fleet(self, event: Event) -> None:
+        for name, before, after in event["changes"]:
+            self._change(event, name, after, before)
+        for name in event.get("left") or ():
+            self._change(event, name, "left", None)
+        for name, state in (event.get("states") or {}).items():
+            if self._server(name)["state"] != state:
+                self._change(event, name, state, None)
+
+    def _change(self, event: Event, name: str, state: str, before: str | None) -> None:
+        self._go(self._server(name), event["end_s"], state, before)
+        self._mark(event, "fleet", f"{name} {state}")
+        if state in ("suspect", "dead"):
+            self._fail(event, "server", state, name)
+
+    def _versions(self, event: Event) -> None:
+        for name, version in event["servers"].items():
+            self._server(name)["version"] = version
+
+    def _memory(self, event: Event) -> None:
+        for name in event["servers"]:
+            self._lane("memory", "memory turns", "memory").add(event["start_s"], event["end_s"], (event["kind"], name))
+
+    def _failure(self, event: Event) -> None:
+        self.status = "failed"
+        self._mark(event, "failure", event["what"])
+        self._fail(event, "run", event["what"], "")
+
+    def _ended(self, event: Event) -> None:
+        if self.status != "failed":
+            self.status = "interrupted" if event["is_interrupted"] else "finished"
+        self._last_ledger = event.get("ledger") or {}
+        self.ledger = self._last_ledger or self.ledger
+
+    # ----------------------------------------------------------------------------------------------------- its parts
+
+    def _lane(self, key: str, name: str, kind: str) -> Lane:
+        if key not in self.lanes:
+            self.lanes[key] = Lane(name, kind)
+        return self.lanes[key]
+
+    @staticmethod
+    def _go(server: dict[str, Any], time_s: float, state: str, before: str | None = None) -> None:
+        if not server["history"]:
+            server["history"].append((0.0, before or "healthy"))
+        server["history"].append((time_s, state))
+        server["state"] = state
+
+    def _heard_of(self, name: str, time_s: float) -> dict[str, Any]:
+        """Return a server that works; one of an ended process goes on then."""
+        server = self._server(name)
+        if server["state"] == "left":
+            self._go(server, time_s, "healthy")
+        return server
+
+    def _server(self, name: str) -> dict[str, Any]:
+        return self.servers.setdefault(
+            name,
+            {
+                "name": name,
+                "state": "healthy",
+                "version": None,
+                "num_requests": 0,
+                "num_errors": 0,
+                "num_tokens": 0,
+                "paused_s": 0.0,
+                "last_s": None,
+                "outcome": None,
+                "history": deque(maxlen=1000),
+            },
+        )
+
+    def _mark(self, event: Event, kind: str, what: str) -> None:
+        self.marks.append({"time_s": event["end_s"], "kind": kind, "what": what})
+
+    def _fail(self, event: Event, kind: str, what: str, where: str) -> None:
+        self.num_failures[kind] += 1
+        self.failures.append({"time_s": event["end_s"], "kind": kind, "what": what[:2000], "where": where})
+
+
+def _outcome(error: str | None) -> int:
+    """Return 0 for a request that was answered, 1 for one that was lost, 2 for one that the run cancelled."""
+    return 0 if error is None else 2 if error == "cancelled" else 1

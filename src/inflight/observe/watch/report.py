@@ -1,0 +1,98 @@
+"""The page of finished runs as one file, which holds its data and needs no network."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import to_json
+
+from inflight.errors import CheckpointError, ConfigError
+from inflight.observe.trace.files import EVENTS, STEPS, EventFollower
+from inflight.observe.watch import views
+from inflight.observe.watch.model import RunModel
+from inflight.observe.watch.serving import asset
+
+_WIDTH = 1200
+_TILE_FACTOR = 4
+"""Each level of the timeline divides the tiles of the one before in so many; the page counts on it."""
+_MAX_LEVELS = 6
+_TIMELINE_BYTES = 24 * 1024 * 1024
+_NUM_ITEMS, _NUM_DETAILS, _NUM_WITH_TOKENS = 2000, 400, 60
+
+
+def write_report(directories: Sequence[Path], output: Path) -> None:
+    """Write the page of some runs to a file. Raises `ConfigError`, or `CheckpointError` if it cannot be written."""
+    runs = []
+    for directory in directories:
+        if not any((directory / name).exists() for name in (EVENTS, STEPS)):
+            raise ConfigError(f"{str(directory)!r} holds no events of a run: give the run.directory of a run")
+        run = RunModel(directory)
+        follower = EventFollower(directory)
+        run.fold(follower.read())
+        follower.close()
+        run.is_read = True
+        runs.append(_embedded(run))
+    try:
+        output.write_text(_page(to_json({"runs": runs}, inf_nan_mode="null").decode()), encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"the report cannot be written to {output}: {error.strerror}") from error
+
+
+def _embedded(run: RunModel) -> dict[str, Any]:
+    listed = views.rollouts(run, "", "newest", 0, _NUM_ITEMS)
+    details = {}
+    for number, row in enumerate(listed["items"][:_NUM_DETAILS]):
+        details[row["item"]] = views.rollout(run, row["item"], with_tokens=number < _NUM_WITH_TOKENS)
+    return {
+        "overview": views.overview(run, run.steps.names),
+        "timeline": _levels(run),
+        "rollouts": listed,
+        "details": details,
+    }
+
+
+def _levels(run: RunModel) -> list[list[dict[str, Any]]]:
+    """Return the timeline at growing resolution, until all spans are there or the report would become too large."""
+    end_s = max(run.end_s, 0.1)
+    levels: list[list[dict[str, Any]]] = []
+    size = 0
+    for level in range(_MAX_LEVELS):
+        num = _TILE_FACTOR**level
+        tiles = [views.timeline(run, end_s * i / num, end_s * (i + 1) / num, _WIDTH) for i in range(num)]
+        size += len(to_json(tiles, inf_nan_mode="null"))
+        if levels and size > _TIMELINE_BYTES:
+            break
+        levels.append(tiles)
+        if not any("bins" in lane for tile in tiles for lane in tile["lanes"]):
+            break
+    return levels
+
+
+def _page(data: str) -> str:
+    """Return the page with its style, its scripts and data within it, and a policy that allows no others."""
+    hashes: dict[str, list[str]] = {"style": [], "script": []}
+
+    def embed(tag: str, name: str) -> str:
+        text = asset(name)
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        hashes[tag].append(f"'sha256-{digest}'")
+        return f"<{tag}>{text}</{tag}>"
+
+    page = asset("index.html")
+    page = re.sub(r'<link rel="stylesheet" href="page/([\w.]+)">', lambda found: embed("style", found[1]), page)
+    page = re.sub(r'<script src="page/([\w.]+)"></script>', lambda found: embed("script", found[1]), page)
+    policy = (
+        f"default-src 'none'; script-src {' '.join(hashes['script'])}; style-src {' '.join(hashes['style'])}; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
+    )
+    # No text of a run can end the element that holds it, nor begin another one.
+    safe = data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+    page = page.replace('<meta charset="utf-8">', f'<meta charset="utf-8">\n{head}', 1)
+    before, scripts, after = page.partition("</footer>")
+    return f'{before}{scripts}\n<script id="data" type="application/json">{safe}</script>{after}'

@@ -1,0 +1,161 @@
+"""Which server serves which version, and so which may be given work: versions are pushed, or servers pull them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from inflight.observe.trace import events
+from inflight.run.ranks.group import TrainerGroup
+from inflight.run.ranks.messages import Served
+from inflight.run.record.journal import Journal
+from inflight.run.sampling.seats import version_of
+from inflight.run.servers.servers import REAP_S, Servers, nobody_left
+from inflight.weights.send.fleet import MemberState
+from inflight.wire import EndpointState
+
+_ASK_AGAIN_S = 0.5
+"""How long to wait before servers are asked again."""
+_VERSION_S = 2.0
+"""How long a server that pulls may take to say which version it serves."""
+_SAMPLES = (EndpointState.READY, EndpointState.STAGING, EndpointState.PAUSED, EndpointState.UPDATING)
+_LEFT_OUT = (MemberState.SUSPECT, MemberState.DEAD)
+
+
+class Delivery(Protocol):
+    """What a run knows about the versions on its servers."""
+
+    serving: Mapping[str, int | None]
+    """Version that each server reported, None if it gave no answer; empty when versions are pushed."""
+
+    @abstractmethod
+    async def start(self, served: Served | None) -> None:
+        """Give work to the servers that have the first version."""
+
+    @abstractmethod
+    def published(self, served: Served | None) -> None:
+        """Record a publish, if there was one, and give work to the servers that it reached."""
+
+    @abstractmethod
+    async def watch(self) -> None:
+        """Give work to servers that come back. Raises `EndpointError` if none is left and none comes back in time."""
+
+
+@dataclass(eq=False)
+class PushDelivery(Delivery):
+    """Gives work only to the servers that the last publish reached."""
+
+    servers: Servers
+    trainers: TrainerGroup
+    serving: Mapping[str, int | None] = field(default_factory=dict)
+    told: set[str] = field(default_factory=set)
+    known: set[str] = field(default_factory=set)
+    """Names of the servers that took part from the start, or have held a version since."""
+
+    async def start(self, served: Served | None) -> None:
+        self.known = set() if served is None else {*served.states}
+        self.published(served)
+
+    def published(self, served: Served | None) -> None:
+        _note(served, self.servers.journal)
+        if served is None:
+            return
+        version = self.servers.journal.version
+        news = [text for text in served.lost if text not in self.told]
+        self.told.update(news)
+        for text in news:
+            self.servers.note(f"a server was left out: {text}")
+        came = sorted(change for change in served.changes if change.after is MemberState.HEALTHY)
+        restored = [name for name, before, _ in came if name in self.known and before in _LEFT_OUT]
+        joined = [name for name, _, _ in came if name not in self.known]
+        self.known = {*served.endpoints} | (self.known & served.states.keys())
+        for name in restored:
+            self.servers.note(f"{name} is back, at version {version}")
+        for name in joined:
+            self.servers.note(f"{name} has joined, at version {version}")
+        if any(change.before is not MemberState.JOINING for change in served.changes) or news:
+            self.servers.journal.fleet(
+                served.span,
+                restored=restored,
+                joined=joined,
+                removed=served.removed,
+                changes=served.changes,
+                states=served.states,
+                serving=served.endpoints,
+            )
+        self.servers.actor.serve(served.endpoints, version)
+        self.servers.served(served.endpoints)
+
+    async def watch(self) -> None:
+        """Whenever no server is left, publish again until one answers. (Otherwise each step's publish asks them.)"""
+        actor, timeout_s = self.servers.actor, self.servers.config.run.start_timeout_s
+        while True:
+            await actor.unserved.wait()
+            if self.servers.own:
+                await asyncio.sleep(REAP_S)  # if all processes have ended, the run ends; that shows a little later
+            self.servers.note(f"no inference server is left; waiting up to {timeout_s:g} s for one to come back")
+            deadline = time.monotonic() + timeout_s
+            while actor.unserved.is_set():
+                is_late = time.monotonic() > deadline
+                self.published((await self.trainers.publish(self.servers.members())).served)
+                if actor.unserved.is_set():
+                    if is_late:
+                        raise nobody_left(actor)
+                    await asyncio.sleep(_ASK_AGAIN_S)
+
+
+@dataclass(eq=False)
+class PullDelivery(Delivery):
+    """Servers load stored versions by themselves; those that report a version get work.
+
+    Any version may be sampled from, since tokens carry their versions.
+    """
+
+    servers: Servers
+    serving: Mapping[str, int | None] = field(default_factory=dict)
+
+    async def start(self, served: Served | None) -> None:
+        self.published(served)
+        await self._look()
+
+    def published(self, served: Served | None) -> None:
+        _note(served, self.servers.journal)
+
+    async def watch(self) -> None:
+        actor, last_seen = self.servers.actor, time.monotonic()
+        while True:
+            await asyncio.sleep(_ASK_AGAIN_S)
+            await self._look()
+            if not actor.unserved.is_set():
+                last_seen = time.monotonic()
+            elif time.monotonic() - last_seen > self.servers.config.run.start_timeout_s:
+                raise nobody_left(actor)
+
+    async def _look(self) -> None:
+        """Ask every server which version it serves, and give work to those that answer."""
+        endpoints = list(self.servers.taking_part)
+        answers = await asyncio.gather(*(version_of(endpoint, _VERSION_S) for endpoint in endpoints))
+        before = self.serving
+        self.serving = {
+            endpoint.name: answer.version if answer is not None and answer.state in _SAMPLES else None
+            for endpoint, answer in zip(endpoints, answers, strict=True)
+        }
+        for name, version in self.serving.items():
+            if version is not None and before.get(name, version) is None:
+                self.servers.note(f"{name} is back, at version {version}")
+            elif version is None and before.get(name) is not None:
+                self.servers.note(f"{name} does not answer or has incomplete weights: it gets no work")
+        if self.serving != before:
+            self.servers.journal.event(events.Versions, trainer=self.servers.journal.version, servers=self.serving)
+        self.servers.actor.serve([name for name, version in self.serving.items() if version is not None], 0)
+
+
+def _note(served: Served | None, journal: Journal) -> None:
+    if served is not None and served.facts is not None:
+        facts = served.facts.model_dump(exclude={"gb_per_s"})
+        journal.event(events.Publish, served.span, **facts)
+        journal.paused(served.facts.paused_s)

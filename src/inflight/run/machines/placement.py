@@ -1,0 +1,289 @@
+"""Which GPUs each trainer rank and each server of a run gets.
+
+Trainer ranks get one GPU each, then servers as many as their engine runs on, in order, unless the configuration names
+them. Pure: knows the configuration and a list of devices, and starts nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from inflight.errors import ConfigError
+from inflight.http.kinds import GpuUse, load_engine_kind
+from inflight.run.config import FleetMember, RunConfig
+from inflight.run.machines.devices import Device
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One process of a run, and its GPUs: none if it computes on the CPU, or there are none."""
+
+    name: str
+    role: Literal["trainer", "server"]
+    devices: tuple[Device, ...] = ()
+    num_gpus: int = 0
+    """GPUs that the launcher chooses, on whichever host it takes."""
+
+    @property
+    def has_gpu(self) -> bool:
+        return bool(self.devices or self.num_gpus)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables with which the process sees its devices only, as devices 0, 1 and so on."""
+        if not self.devices:
+            return {}
+        # Without the order, CUDA counts the fastest GPU first and nvidia-smi does not.
+        names = ",".join(device.cuda_name for device in self.devices)
+        return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": names}
+
+    def __str__(self) -> str:
+        if self.num_gpus:
+            return f"{self.name} on {self.num_gpus} GPU{'s' * (self.num_gpus > 1)} of the launcher's choice"
+        return f"{self.name} on GPU {', '.join(str(device.index) for device in self.devices)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Every process that a run starts."""
+
+    trainers: tuple[Place, ...]
+    servers: tuple[Place, ...]
+
+    def __iter__(self) -> Iterator[Place]:
+        yield from self.trainers
+        yield from self.servers
+
+    @property
+    def placed(self) -> tuple[Place, ...]:
+        """Processes with GPUs."""
+        return tuple(place for place in self if place.has_gpu)
+
+
+def place(config: RunConfig, devices: Sequence[Device]) -> Placement:
+    """Return where each process of a run goes on a machine with these devices.
+
+    Raises `ConfigError` if there are too few, or if processes would share a device that cannot be shared.
+    """
+    servers = config.servers
+    wanted = [_Wanted(f"trainer-{rank}", "trainer", 1, explicit) for rank, explicit in enumerate(_of_trainers(config))]
+    if not wants_gpu(_train_device(config)):
+        wanted = [_Wanted(it.name, it.role, 0) for it in wanted]
+    if devices and servers.scale is not None and wants_gpu(servers.device):
+        raise ConfigError(
+            "servers.scale starts servers on GPUs that a launcher chooses, and run.launcher 'local' chooses none: use "
+            "launcher 'ray', or set servers.device to 'cpu'"
+        )
+    if servers.device is not None and ":" in servers.device:
+        raise ConfigError(
+            f"servers.device {servers.device!r} names one GPU for all servers: write 'cuda', and the GPUs of each "
+            "server in servers.devices"
+        )
+    for member in servers.members:
+        if member.devices is not None and not wants_gpu(servers.device):
+            raise ConfigError(
+                f"servers.devices names GPUs, but the servers compute on {servers.device!r}: leave one out"
+            )
+        num_devices = gpu_use(member).num_gpus if devices and wants_gpu(servers.device) else 0
+        for explicit in _of_servers(member, num_devices):
+            index = len(wanted) - config.train.num_ranks
+            wanted.append(_Wanted(server_name(index, member.engine), "server", num_devices, explicit))
+    if not devices:
+        if told := [it.name for it in wanted if it.explicit]:
+            raise ConfigError(
+                f"the configuration names GPUs for {told[0]}, but this run sees none: nvidia-smi lists none, or "
+                "CUDA_VISIBLE_DEVICES hides them. Leave out train.devices and servers.devices"
+            )
+        wanted = [_Wanted(it.name, it.role, 0) for it in wanted]
+    places = _filled(wanted, devices, shares=servers.colocated)
+    _check_sharing(places, config)
+    if servers.release_memory:
+        _check_releases(places[config.train.num_ranks :], config)
+    num_ranks = config.train.num_ranks
+    return Placement(tuple(places[:num_ranks]), tuple(places[num_ranks:]))
+
+
+def place_extra(name: str, config: RunConfig, member: FleetMember, num_gpus: int | None) -> Place:
+    """Return where a server goes that is started while the run goes on; ``num_gpus`` as `Launcher` says."""
+    on_gpu = bool(num_gpus) and wants_gpu(config.servers.device)
+    return Place(name, "server", (), gpu_use(member).num_gpus if on_gpu else 0)
+
+
+def place_elsewhere(config: RunConfig, num_gpus: int) -> Placement:
+    """Return the processes of a run whose launcher finds hosts with GPUs for them; ``num_gpus`` is what all hosts have.
+
+    Raises `ConfigError` if they are too few, or if the configuration numbers GPUs, which only one host can.
+    """
+    servers = config.servers
+    if config.train.devices is not None or any(member.devices is not None for member in servers.members):
+        raise ConfigError(
+            "train.devices and servers.devices number the GPUs of one machine, but run.launcher "
+            f"{config.run.launcher!r} chooses among hosts: leave them out"
+        )
+    if servers.colocated:
+        raise ConfigError(
+            f"servers.colocated shares the GPUs of one machine, but run.launcher {config.run.launcher!r} gives each "
+            "process its own: leave it out"
+        )
+    on_gpu = bool(num_gpus) and wants_gpu(_train_device(config))
+    trainers = [Place(f"trainer-{rank}", "trainer", (), int(on_gpu)) for rank in range(config.train.num_ranks)]
+    members = [member for member in servers.members for _ in range(member.count)]
+    serves_on_gpu = bool(num_gpus) and wants_gpu(servers.device)
+    placed = [
+        Place(server_name(index, member.engine), "server", (), gpu_use(member).num_gpus if serves_on_gpu else 0)
+        for index, member in enumerate(members)
+    ]
+    if (needed := sum(place.num_gpus for place in (*trainers, *placed))) > num_gpus:
+        raise ConfigError(
+            f"the run needs {needed} GPUs, but the hosts of run.launcher {config.run.launcher!r} have {num_gpus}: add "
+            "hosts, lower train.num_ranks or servers.count, or set train.device or servers.device to 'cpu'"
+        )
+    return Placement(tuple(trainers), tuple(placed))
+
+
+def server_name(index: int, engine: str) -> str:
+    """Return the name of a server that a run starts."""
+    return f"server-{index}" if engine == "local" else f"server-{index}-{engine}"
+
+
+def gpu_use(member: FleetMember) -> GpuUse:
+    """Return what one server of a member takes of GPUs. Raises `ConfigError` for an unknown engine."""
+    if member.engine == "local":
+        return GpuUse(stages_on_gpu=True)
+    return load_engine_kind(member.engine).gpu_use(member.engine_arguments)
+
+
+def wants_gpu(device: str | None) -> bool:
+    """Return whether a process for this configured device computes on a GPU if there is one."""
+    return device is None or device.startswith("cuda")
+
+
+def uses_gpus(config: RunConfig) -> bool:
+    """Return whether any process that the run starts computes on a GPU if there is one."""
+    return wants_gpu(_train_device(config)) or (bool(config.servers.members) and wants_gpu(config.servers.device))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    name: str
+    role: Literal["trainer", "server"]
+    num_devices: int
+    explicit: tuple[int, ...] = ()
+    """Indices that the configuration names; empty: whichever are free."""
+
+
+def _train_device(config: RunConfig) -> str | None:
+    """Return the configured device of the trainers, None if they choose."""
+    device = config.train.trainer_options.get("device", config.train.device)
+    return None if device is None else str(device)
+
+
+def _of_trainers(config: RunConfig) -> list[tuple[int, ...]]:
+    """Return the configured devices of each rank."""
+    train = config.train
+    if train.devices is None:
+        return [()] * train.num_ranks
+    if not wants_gpu(_train_device(config)):
+        raise ConfigError(
+            f"train.devices names GPUs, but the trainers compute on {_train_device(config)!r}: leave one out"
+        )
+    if len(train.devices) != train.num_ranks:
+        raise ConfigError(
+            f"train.devices names {len(train.devices)} GPUs for {train.num_ranks} trainer ranks (train.num_ranks): "
+            "name one for each rank"
+        )
+    return [(index,) for index in train.devices]
+
+
+def _of_servers(member: FleetMember, num_devices: int) -> list[tuple[int, ...]]:
+    """Return the configured devices of each server of a member."""
+    given = member.devices
+    if given is None or not num_devices:
+        return [given or ()] * member.count
+    if len(given) != member.count * num_devices:
+        raise ConfigError(
+            f"devices {list(given)} of the {member.engine} servers names {len(given)} GPUs, but count {member.count} "
+            f"on {num_devices} each need {member.count * num_devices}"
+        )
+    return [given[i * num_devices : (i + 1) * num_devices] for i in range(member.count)]
+
+
+def _filled(wanted: Sequence[_Wanted], devices: Sequence[Device], *, shares: bool) -> list[Place]:
+    """Give each process its configured devices, or else those that are free, first come first served.
+
+    With ``shares`` servers take devices that no other server has, whether or not a trainer has them.
+    """
+    for it in wanted:
+        if unknown := [index for index in it.explicit if index >= len(devices)]:
+            raise ConfigError(
+                f"{it.name} is to get GPU {unknown[0]}, but the run sees {len(devices)}, numbered from 0: correct "
+                "train.devices or the servers' devices"
+            )
+    taken = {"trainer": {i for it in wanted if it.role == "trainer" for i in it.explicit}}
+    taken["server"] = {i for it in wanted if it.role == "server" for i in it.explicit}
+    places = []
+    for it in wanted:
+        others = taken[it.role] if shares else taken["trainer"] | taken["server"]
+        free = [device.index for device in devices if device.index not in others]
+        chosen = it.explicit if it.explicit and it.num_devices else tuple(free[: it.num_devices])
+        if len(chosen) < it.num_devices:
+            raise ConfigError(_too_few(wanted, len(devices), shares=shares))
+        taken[it.role] |= set(chosen)
+        places.append(Place(it.name, it.role, tuple(devices[index] for index in chosen)))
+    return places
+
+
+def _too_few(wanted: Sequence[_Wanted], num_devices: int, *, shares: bool) -> str:
+    ranks = sum(it.num_devices for it in wanted if it.role == "trainer")
+    on_servers = [it for it in wanted if it.role == "server" and it.num_devices]
+    servers = sum(it.num_devices for it in on_servers)
+    needed = max(ranks, servers) if shares else ranks + servers
+    parts = [f"{ranks} for trainer ranks"] if ranks else []
+    parts += [f"{it.num_devices} for {it.name}" for it in on_servers]
+    remedies = ["lower train.num_ranks, servers.count or the engines' tensor-parallel sizes"]
+    remedies += [] if shares else ["set servers.colocated = true to let servers share the trainers' GPUs"]
+    remedies += ["set train.device or servers.device to 'cpu'"]
+    return f"the run needs {needed} GPUs ({', '.join(parts)}) but sees {num_devices}: {', or '.join(remedies)}"
+
+
+def _check_releases(servers: Sequence[Place], config: RunConfig) -> None:
+    """Raise `ConfigError` if a server is to release its memory and computes on the CPU, where engines cannot."""
+    engines = [member.engine for member in config.servers.members for _ in range(member.count)]
+    for it, engine in zip(servers, engines, strict=True):
+        if engine != "local" and not it.devices:
+            raise ConfigError(
+                f"{it.name} computes on the CPU, but {engine} releases memory on a GPU only: leave out "
+                "servers.release_memory"
+            )
+
+
+def _check_sharing(places: Sequence[Place], config: RunConfig) -> None:
+    """Raise `ConfigError` if two processes share a device and must not."""
+    on: dict[int, list[Place]] = {}
+    for it in places:
+        for device in it.devices:
+            on.setdefault(device.index, []).append(it)
+    for index, sharing in on.items():
+        if len(sharing) < 2:
+            continue
+        names = " and ".join(it.name for it in sharing)
+        if len(set(sharing)) < len(sharing):
+            raise ConfigError(f"GPU {index} is named twice for {sharing[0].name}: name different GPUs")
+        if sum(it.role == "trainer" for it in sharing) > 1:
+            raise ConfigError(f"{names} share GPU {index}, which NCCL refuses: give each rank its own in train.devices")
+        if not config.servers.colocated:
+            raise ConfigError(
+                f"{names} share GPU {index}: name different GPUs, or set servers.colocated = true if both fit into "
+                "its memory at the same time"
+            )
+        in_weight_group = [it for it in sharing if it.role == "server" or it.name == "trainer-0"]
+        if config.servers.transport == "nccl" and len(in_weight_group) > 1:
+            raise ConfigError(
+                f"{names} share GPU {index}, but servers.transport 'nccl' cannot send from a GPU to itself: choose "
+                "another transport, such as 'shm'"
+            )

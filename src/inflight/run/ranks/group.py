@@ -1,0 +1,313 @@
+"""The trainer ranks as the run sees them: one group that it starts, feeds, tells to save, and stops."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from inflight.errors import InflightError, WorkerDiedError, error_from_code
+from inflight.launchers import Launcher, LocalLauncher
+from inflight.run.config import RunConfig
+from inflight.run.machines.placement import Place, place
+from inflight.run.machines.processes import NUM_LINES, STOP_S, Rank, start_ranks
+from inflight.run.machines.time_limits import TimeLimits, time_limits
+from inflight.run.ranks.channel import encode
+from inflight.run.ranks.messages import (
+    Doing,
+    Done,
+    Failed,
+    FinishSave,
+    Members,
+    Message,
+    Publish,
+    RankAnswer,
+    Ready,
+    Save,
+    Start,
+    Trained,
+)
+from inflight.weights.transports.private_directory import memory_directory, remove_left_behind
+
+A = TypeVar("A", bound=RankAnswer)
+T = TypeVar("T")
+
+_ANSWER_S = 10.0
+"""How long a rank may take to report that it gave up waiting."""
+_STOP_AFTER_FAILURE_S = 2.0
+"""How long ranks may take to end once one has failed: others may be waiting for it in a collective."""
+_GRACE_S = 2.0
+"""How long to wait for the cause after a rank reports that it lost another one."""
+_TOGETHER_S = 0.2
+"""How long to wait for other ranks that fail at the same time."""
+
+
+@dataclass(eq=False)
+class TrainerGroup:
+    """All ranks of one run. Every call asks all of them and raises the error of a rank that fails."""
+
+    config: RunConfig
+    logs: Path
+    token: str
+    on_note: Callable[[str], None]
+    """Called once with each different note of a rank."""
+    lock: int | None = None
+    """Inherited by the ranks' processes."""
+    places: Sequence[Place] = ()
+    """Name and GPUs of each rank; none: as `place` names them on a machine without GPUs."""
+    launcher: Launcher = field(default_factory=LocalLauncher)
+    ranks: Sequence[Rank] = ()
+    data_ranks: Sequence[int] = ()
+    """The share of each step's data that each rank computes, once the model is loaded."""
+
+    def __post_init__(self) -> None:
+        self._note_once = functools.cache(self.on_note)
+        self._asking = asyncio.Lock()
+
+    @functools.cached_property
+    def limits(self) -> TimeLimits:
+        """How long the ranks may take for what they are asked."""
+        return time_limits(self.config)
+
+    async def spawn(self) -> None:
+        """Start the processes, which load nothing yet."""
+        places = self.places or place(self.config, ()).trainers
+        self.ranks = await start_ranks(self.config, self.logs, self.token, self.lock, places, self.launcher)
+
+    @property
+    def num_shares(self) -> int:
+        """Shares of the data; each is computed by one rank, or by several together."""
+        return max(self.data_ranks) + 1
+
+    async def load_and_connect(self, members: Members | None, run_id: str, checkpoint: Path | None) -> Ready:
+        """Load the model or a checkpoint, connect to the servers if there are any, and bring them to these weights.
+
+        Returns rank 0's answer.
+        """
+        start = Start(
+            config=self.config,
+            run_id=run_id,
+            members=members,
+            checkpoint=checkpoint,
+            rendezvous=await self._met(),
+        )
+        timeout_s = self.config.run.start_timeout_s + self.limits.publish_s
+        answers = await self._ask([encode(start)] * len(self.ranks), Ready, timeout_s)
+        self.data_ranks = [answer.data_rank for answer in answers]
+        return answers[0]
+
+    async def _met(self) -> str:
+        """Wait until every rank has come; return where they meet."""
+        timeout_s = self.config.run.start_timeout_s
+        async with self._in_turn():
+            return (await _all_of(self.ranks, [_came(rank) for rank in self.ranks], timeout_s))[0]
+
+    async def train(self, frames: Sequence[bytes]) -> list[Trained]:
+        """Take one optimizer step on the frame of each share; return every rank's answer.
+
+        Of ranks that compute a share together, only the first answers with metrics and logprobs.
+        """
+        answers = await self._ask([frames[share] for share in self.data_ranks], Trained, self.limits.step_s)
+        firsts = {share: rank for rank, share in reversed(list(enumerate(self.data_ranks)))}
+        return [
+            answer if rank in firsts.values() else answer.model_copy(update={"metrics": {}, "logprobs": ()})
+            for rank, answer in enumerate(answers)
+        ]
+
+    def by_share(self, answers: Sequence[Trained]) -> list[Trained]:
+        """Return the answer of each share's first rank."""
+        return [answers[self.data_ranks.index(share)] for share in range(self.num_shares)]
+
+    async def publish(self, members: Members) -> Done:
+        """Publish the present version again, once the ranks are free; return rank 0's answer.
+
+        It asks every server that was left out, without waiting for its next turn.
+        """
+        request = Publish(members=members.model_copy(update={"ask_all": True}))
+        return (await self._ask_alike(request, self.limits.step_s))[0]
+
+    async def save(self, path: Path) -> list[Done]:
+        """Write a checkpoint of the workers; return every rank's answer.
+
+        If the run saves in the background, the workers wait for an earlier save, copy their state and start writing it.
+        """
+        waits_for_another = self.config.run.background_saves
+        return await self._ask_alike(Save(path=path), self.limits.save_s * (1 + waits_for_another))
+
+    async def finish_save(self) -> list[Done]:
+        """Wait until every rank has completed the pending save; return every rank's answer."""
+        return await self._ask_alike(FinishSave(), self.limits.save_s + _ANSWER_S)
+
+    async def watch(self) -> None:
+        """Wait for a rank to end, and for a request in progress. Raises `WorkerDiedError` with the end of its log."""
+        ends = {asyncio.ensure_future(rank.process.wait()): rank for rank in self.ranks}
+        try:
+            ended, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in ends:
+                task.cancel()
+        async with self._asking:
+            raise WorkerDiedError(ends[next(iter(ended))].how_it_ended())
+
+    async def stop(self) -> None:
+        """End the ranks' input, wait for them to end, and remove weights that a killed rank left behind."""
+        for rank in self.ranks:
+            rank.meeting.close()
+        await asyncio.gather(*(rank.stop() for rank in self.ranks))
+        for parent in {memory_directory(), Path(tempfile.gettempdir())}:
+            with contextlib.suppress(OSError):  # not worth an error at the end; the next run tries again
+                remove_left_behind(parent)
+
+    async def _ask_alike(self, request: Message, timeout_s: float) -> list[Done]:
+        return await self._ask([encode(request)] * len(self.ranks), Done, timeout_s)
+
+    @contextlib.asynccontextmanager
+    async def _in_turn(self) -> AsyncIterator[None]:
+        """Wait until no other question to the ranks is open."""
+        try:
+            async with self._asking:
+                yield
+        except InflightError:
+            for rank in self.ranks:
+                rank.stop_s = _STOP_AFTER_FAILURE_S
+            raise
+
+    async def _ask(self, frames: Sequence[bytes], kind: type[A], timeout_s: float) -> list[A]:
+        async with self._in_turn():
+            calls = [_ask_one(*it, kind) for it in zip(self.ranks, frames, strict=True)]
+            answers = await _all_of(self.ranks, calls, timeout_s)
+        for answer in answers:
+            for text in answer.notes:
+                self._note_once(text)
+        return answers
+
+
+# ------------------------------------------------------------------------------------------ one question to all ranks
+
+
+class _RankError(Exception):
+    def __init__(self, rank: Rank, error: InflightError, *, blames_another: bool = False) -> None:
+        super().__init__(str(error))
+        self.rank = rank
+        self.error = error
+        self.blames_another = blames_another
+
+
+async def _all_of(ranks: Sequence[Rank], calls: Iterable[Coroutine[Any, Any, T]], timeout_s: float) -> list[T]:
+    """Return the answer of every rank to its call.
+
+    The first rank that dies or answers with an error ends the wait for all. Raises `WorkerDiedError` with the end of a
+    dead rank's log, or a rank's error, with the rank's name unless all ranks say the same. A rank that only lost its
+    connection to another counts as the cause if no other cause shows within two seconds. Ranks must not be asked again
+    after a failure.
+    """
+    asking = [asyncio.ensure_future(call) for call in calls]
+    try:
+        async with asyncio.timeout(timeout_s):
+            await asyncio.wait(asking, return_when=asyncio.FIRST_EXCEPTION)
+        failures = await _failures(asking)
+    except TimeoutError as error:
+        waiting = [rank for rank, task in zip(ranks, asking, strict=True) if not task.done()]
+        silent = ", ".join(rank.during(rank.name) for rank in waiting)
+        raise WorkerDiedError(f"no answer within {timeout_s:g} s: {silent}") from error
+    finally:
+        for task in asking:
+            task.cancel()
+    if failures:
+        cause = min(failures, key=lambda failure: failure.blames_another)
+        raise _named(cause, failures, len(ranks)) from cause
+    return [task.result() for task in asking]
+
+
+async def _ask_one(rank: Rank, frame: bytes, kind: type[A]) -> A:
+    """Return the answer of one rank. Raises `_RankError`."""
+
+    async def answer() -> Message:
+        channel = await rank.channel()
+        await channel.send(frame)
+        while isinstance(reply := await channel.receive(), Doing):
+            rank.doing = reply.what
+        return reply
+
+    reply = await _unless_lost(rank, answer())
+    if isinstance(reply, Failed):
+        if reply.code is not None:
+            said = error_from_code(reply.code, reply.message)
+        else:
+            lines = "\n".join(f"    {line}" for line in reply.traceback.strip().splitlines()[-NUM_LINES:])
+            said = WorkerDiedError(rank.during(f"{rank.name} failed: {reply.message}\n{lines}"))
+        raise _RankError(rank, said, blames_another=reply.blames_another_rank)
+    assert isinstance(reply, kind)
+    rank.doing = ""
+    return reply
+
+
+async def _came(rank: Rank) -> str:
+    """Return where the others meet this rank. Raises `_RankError`."""
+    rendezvous = await _unless_lost(rank, rank.rendezvous())
+    rank.doing = ""
+    return rendezvous
+
+
+async def _unless_lost(rank: Rank, call: Coroutine[Any, Any, T]) -> T:
+    """Await a call to a rank; soon after its process has ended, give up. Raises `_RankError`.
+
+    A host that is lost does not close its connections.
+    """
+    calling = asyncio.ensure_future(call)
+    ending = asyncio.ensure_future(rank.process.wait())
+    try:
+        await asyncio.wait({calling, ending}, return_when=asyncio.FIRST_COMPLETED)
+        if not calling.done():
+            await asyncio.wait({calling}, timeout=_GRACE_S)  # what it said last may be on its way
+        if not calling.done():
+            raise WorkerDiedError(f"{rank.name} is gone")
+        return calling.result()
+    except WorkerDiedError as error:
+        raise _RankError(rank, WorkerDiedError(await _last_words(rank))) from error
+    except InflightError as error:
+        raise _RankError(rank, error) from error
+    finally:
+        calling.cancel()
+        ending.cancel()
+
+
+async def _last_words(rank: Rank) -> str:
+    try:
+        async with asyncio.timeout(STOP_S):
+            await rank.process.wait()
+    except TimeoutError:
+        return rank.during(f"{rank.name} closed its channel to the run but is still running")
+    return rank.how_it_ended()
+
+
+async def _failures(asking: Sequence[asyncio.Future[T]]) -> list[_RankError]:
+    """Return the failures of the ranks, waiting a short while for the cause to be among them."""
+    started = time.monotonic()
+    while True:
+        failures, waiting = [], [task for task in asking if not task.done()]
+        for task in asking:
+            try:
+                _ = task.done() and task.result()
+            except _RankError as failure:
+                failures.append(failure)
+        grace_s = _GRACE_S if all(failure.blames_another for failure in failures) else _TOGETHER_S
+        rest_s = started + grace_s - time.monotonic()
+        if not failures or not waiting or rest_s <= 0:
+            return failures
+        await asyncio.wait(waiting, timeout=rest_s, return_when=asyncio.FIRST_COMPLETED)
+
+
+def _named(cause: _RankError, failures: Sequence[_RankError], num_ranks: int) -> InflightError:
+    """Return the error of a rank with its name added, unless all ranks say the same or it already names one."""
+    text, name = str(cause.error), cause.rank.name
+    all_say_so = len(failures) == num_ranks and len({str(failure.error) for failure in failures}) == 1
+    if all_say_so or name in text or text.startswith("rank "):
+        return cause.error
+    return error_from_code(cause.error.code, f"{name}: {text}")

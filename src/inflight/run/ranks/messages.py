@@ -1,0 +1,267 @@
+"""The messages between the run and its trainer ranks.
+
+The run sends a request to every rank. A rank reports what it begins to do, any number of times, and then answers. The
+tensors of micro-batches travel beside the message, by name.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    InstanceOf,
+    PlainSerializer,
+    field_serializer,
+)
+
+from inflight.errors import TrainerError
+from inflight.run.config import RunConfig
+from inflight.types import MicroBatch
+from inflight.weights.send.fleet import MemberState, StateChange
+
+
+class Message(BaseModel):
+    """Base of every message: immutable, refuses unknown fields, keeps NaN and infinity."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Requests of the run
+
+
+class Members(Message):
+    """The servers that a publish is for, as far as they can be reached."""
+
+    urls: tuple[str, ...] = ()
+    ask_all: bool = False
+    """Whether the publish asks every server that was left out, without waiting for its next turn."""
+
+
+class Start(Message):
+    """Load the model, or a checkpoint, and bring the servers to its weights. Answered by `Ready`."""
+
+    type: Literal["start"] = "start"
+    config: RunConfig
+    run_id: str
+    members: Members | None
+    """None: nothing is ever published."""
+    checkpoint: Path | None
+    rendezvous: str
+    """``HOST:PORT`` of rank 0's store, in which the ranks meet; empty for a single rank."""
+
+    @field_serializer("config")
+    def _as_written(self, config: RunConfig) -> dict[str, Any]:
+        """Leave out unset fields: a section may refuse two fields together, even at their defaults."""
+        return config.model_dump(mode="json", exclude_unset=True)
+
+
+class Train(Message):
+    """Take one optimizer step on the micro-batches sent along. Answered by `Trained`."""
+
+    type: Literal["train"] = "train"
+    segment_lengths: tuple[tuple[int, ...], ...]
+    """For each micro-batch."""
+    num_groups: int
+    """In the step, over all of its data; ``num_sequences`` likewise."""
+    num_sequences: int
+    publish: Members | None
+    """None: the new version is not published."""
+    returns_logprobs: bool = False
+    """Whether the answer has the trainer logprobs."""
+
+
+class Publish(Message):
+    """Publish the present version again. Answered by `Done`."""
+
+    type: Literal["publish"] = "publish"
+    members: Members
+
+
+class Save(Message):
+    """Write a checkpoint, or start writing it if the run saves in the background. Answered by `Done`."""
+
+    type: Literal["save"] = "save"
+    path: Path
+
+
+class FinishSave(Message):
+    """Wait until the pending checkpoint is complete. Answered by `Done`."""
+
+    type: Literal["finish_save"] = "finish_save"
+
+
+Request = Annotated[Start | Train | Publish | Save | FinishSave, Field(discriminator="type")]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Replies of a rank
+
+
+class PublishFacts(Message):
+    """What a publish cost, as written to a row of metrics."""
+
+    version: int
+    size_bytes: int
+    sent_bytes: int
+    gb_per_s: float | None
+    gather_s: float
+    wire_s: float
+    total_s: float
+    pause_s: float = 0.0
+    load_s: float = 0.0
+    first_token_s: float | None = None
+    paused_s: dict[str, float] = {}
+    """Seconds that each endpoint was paused."""
+    outcomes: dict[str, str] = {}
+
+
+class Served(Message):
+    """What a publish did and which servers it reached; no server is named when servers pull."""
+
+    span: tuple[float, float]
+    """Start and end, in wall-clock seconds."""
+    facts: PublishFacts | None
+    """None if no server could be reached."""
+    lost: tuple[str, ...] = ()
+    """Messages for the user about servers that were left out."""
+    states: dict[str, MemberState] = {}
+    """State of every member, by endpoint name."""
+    changes: tuple[StateChange, ...] = ()
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """Names of the endpoints that hold the version."""
+        return tuple(name for name, state in self.states.items() if state is MemberState.HEALTHY)
+
+    @property
+    def removed(self) -> tuple[str, ...]:
+        return tuple(name for name in self.states if name not in self.endpoints)
+
+
+class Here(Message):
+    """The rank has met its run. Its first message."""
+
+    type: Literal["here"] = "here"
+    rendezvous: str = ""
+    """``HOST:PORT`` of the store that rank 0 hosts for the others."""
+
+
+class Doing(Message):
+    """What the rank begins to do; its answer follows."""
+
+    type: Literal["doing"] = "doing"
+    what: str
+
+
+class Failed(Message):
+    """The request raised an exception, and the rank ends."""
+
+    type: Literal["failed"] = "failed"
+    code: str | None
+    """Code of an `InflightError`; None for any other exception."""
+    message: str
+    traceback: str
+    blames_another_rank: bool
+
+
+def _encoded(values: npt.NDArray[np.float32]) -> str:
+    return base64.b64encode(values.astype("<f4").tobytes()).decode("ascii")
+
+
+def _decoded(value: Any) -> Any:
+    return np.frombuffer(base64.b64decode(value), "<f4") if isinstance(value, str) else value
+
+
+Floats = Annotated[
+    npt.NDArray[np.float32],
+    InstanceOf(),
+    BeforeValidator(_decoded),
+    PlainSerializer(_encoded, return_type=str),
+]
+"""A float32 array, in JSON as base64 of its bytes, little-endian."""
+
+
+class RankAnswer(Message):
+    """Base of the answers to a fulfilled request."""
+
+    version: int
+    served: Served | None = None
+    """Rank 0's account of a publish, if there was one; None on the other ranks."""
+    saved: int | None = None
+    """Version whose checkpoint this rank has completed since the last answer."""
+    notes: tuple[str, ...] = ()
+    """What the user should know since the last answer: warnings of lost precision, and what the worker logged."""
+
+
+class Done(RankAnswer):
+    """The request is fulfilled."""
+
+    type: Literal["done"] = "done"
+
+
+class Ready(RankAnswer):
+    """The model is loaded, and the servers are at its weights."""
+
+    type: Literal["ready"] = "ready"
+    data_rank: int
+    """The share of each step's data that the rank computes; several ranks may compute one together."""
+
+
+class Trained(RankAnswer):
+    """The optimizer step that makes ``version`` is done."""
+
+    type: Literal["trained"] = "trained"
+    gradient_norm: float
+    learning_rate: float
+    metrics: dict[str, list[float]]
+    """As `encode_metrics` returns them."""
+    span: tuple[float, float]
+    """Start and end of the training, without the publish."""
+    logprobs: tuple[Floats, ...] = ()
+    """Trainer logprobs [T] of each micro-batch before the step, 0.0 where there is no target; empty if not asked."""
+
+
+Reply = Annotated[Here | Doing | Failed | Done | Ready | Trained, Field(discriminator="type")]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Micro-batches
+
+_TENSORS = tuple(it.name for it in fields(MicroBatch) if it.name not in ("segment_lengths", "image_tensors"))
+
+
+def tensors_of(batches: Iterable[MicroBatch]) -> dict[str, torch.Tensor]:
+    """Return the tensors of micro-batches, named by index and field."""
+    named: dict[str, torch.Tensor | None] = {}
+    for i, batch in enumerate(batches):
+        named |= {f"{i}.{name}": getattr(batch, name) for name in _TENSORS}
+        named |= {f"{i}.image_tensors.{name}": tensor for name, tensor in batch.image_tensors.items()}
+    return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+
+def micro_batches_of(segment_lengths: Sequence[Sequence[int]], tensors: Mapping[str, torch.Tensor]) -> list[MicroBatch]:
+    """Return the micro-batches that `tensors_of` took apart. Raises `TrainerError` if the tensors do not fit."""
+    parts: list[dict[str, Any]] = [{"segment_lengths": tuple(lengths)} for lengths in segment_lengths]
+    try:
+        for key, tensor in tensors.items():
+            index, name, *of_images = key.split(".", 2)
+            part = parts[int(index)]
+            if of_images:
+                part.setdefault(name, {})[of_images[0]] = tensor
+            else:
+                part[name] = tensor
+        return [MicroBatch(**part) for part in parts]
+    except (IndexError, TypeError, ValueError) as error:
+        raise TrainerError(f"the tensors of a step do not form micro-batches: {error}") from error

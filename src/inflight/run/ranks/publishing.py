@@ -1,0 +1,139 @@
+"""How trainer rank 0 brings versions to servers: it pushes them to a fleet, or stores them for servers that pull.
+
+The other ranks only take part in gathering.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Protocol
+
+from inflight.contracts import TrainerWorker
+from inflight.errors import FencedError
+from inflight.launchers.launcher import ADDRESS_VARIABLE
+from inflight.run.config import ServersSection
+from inflight.run.ranks.messages import Members, PublishFacts, Served
+from inflight.types import PublishReport
+from inflight.weights.send.fleet import Fleet
+from inflight.weights.send.publisher import WeightPublisher
+from inflight.weights.send.storing import newest_incarnation, store_weights
+from inflight.weights.transports.files import FileSender
+
+
+class Publishing(Protocol):
+    """Brings the present version to servers; rank 0 calls it while the other ranks gather."""
+
+    @abstractmethod
+    def publish(self, worker: TrainerWorker, members: Members) -> Served:
+        """Publish the worker's present version."""
+
+    def close(self) -> None:
+        return
+
+
+class Push(Publishing):
+    """Publishes to the servers of the fleet that can be reached, and waits for them."""
+
+    def __init__(self, servers: ServersSection, urls: Sequence[str], run_id: str, deadline_s: float) -> None:
+        self._servers = servers
+        self._deadline_s = deadline_s
+        token = os.environ.get("INFLIGHT_TOKEN")
+        publisher = WeightPublisher.connect(
+            urls,
+            run_id=run_id,
+            token=token,
+            transport=servers.transport,
+            address=_own_address(servers),
+            directory=None if servers.directory is None else servers.directory.absolute(),
+            encoding=servers.encoding,
+            delta=servers.delta,
+            staged=servers.staged,
+            connect_timeout_s=deadline_s,
+        )
+        self._fleet = Fleet(publisher, quorum=servers.quorum, token=token)
+
+    def publish(self, worker: TrainerWorker, members: Members) -> Served:
+        started = time.time()
+        self._fleet.set_members(members.urls)
+        if members.ask_all:
+            self._fleet.ask_all()
+        report = self._fleet.publish(worker, in_flight=self._servers.in_flight, deadline_s=self._deadline_s)
+        return Served(
+            span=(started, time.time()),
+            facts=_facts(report) if self._fleet.healthy else None,
+            lost=self._fleet.notes,
+            states=dict(self._fleet.states),
+            changes=self._fleet.changes,
+        )
+
+    def close(self) -> None:
+        self._fleet.close()
+
+
+class Pull(Publishing):
+    """Stores each version without waiting for any server."""
+
+    def __init__(self, servers: ServersSection, run_id: str, deadline_s: float) -> None:
+        assert servers.directory is not None
+        self._directory = servers.directory.absolute()
+        self._servers = servers
+        self._deadline_s = deadline_s
+        self._run_id = run_id
+        self._store = FileSender(self._directory)
+        self._incarnation = newest_incarnation(self._directory, run_id) + 1
+
+    def publish(self, worker: TrainerWorker, members: Members) -> Served:
+        """Raises `FencedError` if a later incarnation has stored a version: servers then refuse those of this one."""
+        started = time.time()
+        newest = newest_incarnation(self._directory, self._run_id)
+        report = store_weights(
+            worker,
+            self._store,
+            run_id=self._run_id,
+            incarnation=self._incarnation,
+            encoding=self._servers.encoding,
+            deadline_s=self._deadline_s,
+        )
+        if newest > self._incarnation:  # raised only now that every rank has gathered
+            raise FencedError(
+                f"the trainer of run {self._run_id!r} was replaced: this is its incarnation {self._incarnation}, and "
+                f"incarnation {newest} has taken over. Stop this trainer"
+            )
+        ended = time.time()
+        facts = PublishFacts(
+            version=report.ref.version,
+            size_bytes=report.size_bytes,
+            sent_bytes=report.stored_bytes,
+            gb_per_s=_gb_per_s(report.stored_bytes, report.store_s),
+            gather_s=report.gather_s,
+            wire_s=report.store_s,
+            total_s=ended - started,
+        )
+        return Served(span=(started, ended), facts=facts)
+
+
+def _own_address(servers: ServersSection) -> str:
+    """Return this host's address as the servers see it: the configured one, or else the launcher's."""
+    if "address" in servers.model_fields_set:
+        return servers.address
+    return os.environ.get(ADDRESS_VARIABLE, servers.address)
+
+
+def _facts(report: PublishReport) -> PublishFacts:
+    return PublishFacts(
+        version=report.version,
+        size_bytes=report.size_bytes,
+        sent_bytes=report.sent_bytes,
+        gb_per_s=_gb_per_s(report.sent_bytes, report.spans.wire_s),
+        **asdict(report.spans),
+        paused_s={e.endpoint: e.timings.paused_s for e in report.endpoints if e.timings is not None},
+        outcomes={e.endpoint: str(e.outcome) for e in report.endpoints},
+    )
+
+
+def _gb_per_s(size_bytes: int, seconds: float) -> float | None:
+    return size_bytes / 1e9 / seconds if seconds > 0 else None

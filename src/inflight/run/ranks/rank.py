@@ -1,0 +1,361 @@
+"""One trainer rank in its own process: ``python -m inflight.run.ranks.rank``, with what it needs in its environment.
+
+It connects to the run, takes requests from it, drives a `TrainerWorker` through them, and answers. Every rank gets
+the same requests and makes the same calls. It reports what it begins to do, so that the run knows what a rank was doing
+when it died. It ends when the run does.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from inflight.base.extensions import load_installed, resolve
+from inflight.base.progress import say_what_is_logged
+from inflight.contracts import BackgroundSaver, ImageWorker, ReplayingWorker, TrainerWorker
+from inflight.contracts.trainer import data_ranks_of
+from inflight.errors import ConfigError, InflightError, NonFiniteError, PrecisionWarning, UnsupportedError
+from inflight.http.tokens import TOKEN_VARIABLE
+from inflight.launchers.launcher import ADDRESS_VARIABLE
+from inflight.losses import LossOutput, Metric, Metrics, Plan, PolicyLoss, add_metrics, encode_metrics, prepare
+from inflight.run.config import RunConfig
+from inflight.run.machines.lora_shapes import check_trains_lora
+from inflight.run.machines.time_limits import time_limits
+from inflight.run.ranks.channel import WorkerChannel
+from inflight.run.ranks.handshake import RUN_VARIABLE, meet_run, tell_collectives
+from inflight.run.ranks.messages import (
+    Doing,
+    Done,
+    Failed,
+    FinishSave,
+    Here,
+    Members,
+    Publish,
+    RankAnswer,
+    Ready,
+    Request,
+    Save,
+    Served,
+    Start,
+    Train,
+    Trained,
+    micro_batches_of,
+)
+from inflight.run.ranks.publishing import Publishing, Pull, Push
+from inflight.types import MicroBatch
+from inflight.weights.send.fleet import take_part
+from inflight.weights.send.gathering import gather_only
+from inflight.weights.transports.rendezvous import host_store
+
+_MEET_S = 300.0
+"""How long rank 0's store waits for what the other ranks put into it."""
+Dist: Any = dist  # its stubs leave out the stores
+_SAID_OF_OTHERS = ("gloo/transport", "NCCL")
+"""Words in the errors of collectives, which fail on every rank when one ends."""
+
+
+def collectives_backend(device: str) -> str:
+    """Return torch's backend for the collectives of ranks on ``cpu`` or ``cuda``.
+
+    It does not depend on the transport of weights. Ranks exchange counts in host memory even when they compute on GPUs.
+    """
+    return "cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo"
+
+
+def blames_another_rank(error: Exception) -> bool:
+    """Return whether an error only says that another rank is gone."""
+    return isinstance(error, dist.DistError) or any(words in str(error) for words in _SAID_OF_OTHERS)
+
+
+class TrainerRank:
+    """One rank with its model loaded and its servers connected. It calls ``begin`` with what it does next."""
+
+    def __init__(self, start: Start, begin: Callable[[str], None], hosted: Any) -> None:
+        config = start.config
+        self._begin = begin
+        torch.set_num_threads(config.train.threads)
+        settings = _worker_settings(config)
+        limits = time_limits(config)
+        if int(os.environ["WORLD_SIZE"]) > 1:
+            self._begin("forming the trainer's process group")
+            device = settings.get("device") or ("cuda" if torch.cuda.is_available() else "cpu")
+            timeout = timedelta(seconds=limits.collective_s)
+            host, _, port = start.rendezvous.rpartition(":")
+            dist.init_process_group(
+                collectives_backend(device),
+                store=hosted or Dist.TCPStore(host.strip("[]"), int(port), is_master=False, timeout=timeout),
+                rank=int(os.environ["RANK"]),
+                world_size=int(os.environ["WORLD_SIZE"]),
+                timeout=timeout,
+            )
+        self._begin("loading the model")
+        name = config.train.trainer
+        factory: Callable[[Mapping[str, object]], TrainerWorker] = (
+            resolve(name) if ":" in name else load_installed("worker", "workers", name, ("module:function",))
+        )
+        self._worker = factory(settings)
+        check_trains_lora(config.train, self._worker)
+        if config.train.router_replay and not (
+            isinstance(self._worker, ReplayingWorker) and self._worker.replays_routing
+        ):
+            raise ConfigError(
+                f"train.router_replay is true, but worker {name!r} does not replay the experts of this model: it must "
+                "be a mixture of experts, trained with the trainer 'fsdp' without compile"
+            )
+        self._saver: BackgroundSaver | None = None
+        if config.run.background_saves:
+            if not isinstance(self._worker, BackgroundSaver):
+                raise ConfigError(
+                    f"run.background_saves is true, but worker {name!r} cannot save in the background: it is not "
+                    "an inflight.BackgroundSaver"
+                )
+            self._saver = self._worker
+        self._saving: int | None = None
+        """Version that is being saved, until the run has been told that it is complete."""
+        self._save_timeout_s = limits.save_s
+        self._loss = config.loss.policy_loss()
+        self._reference = factory(settings) if "reference_logprobs" in self._loss.needs else None
+        if start.checkpoint is not None:
+            self._begin(f"loading {start.checkpoint}")
+            self._worker.load(start.checkpoint)
+        self._shares_memory = config.servers.release_memory
+        is_pulled = config.servers.updates == "pull"
+        self._gather = gather_only if is_pulled else take_part
+        """How the other ranks take part in rank 0's publish."""
+        self._publishing: Publishing | None = None
+        """On rank 0 only, and only if anything is published."""
+        if self._worker.rank or start.members is None:
+            return
+        if is_pulled:
+            self._publishing = Pull(config.servers, start.run_id, limits.publish_s)
+        else:
+            self._begin("connecting to the servers")
+            self._publishing = Push(config.servers, start.members.urls, start.run_id, limits.publish_s)
+
+    def close(self) -> None:
+        if self._publishing is not None:
+            self._publishing.close()
+
+    def answer(self, request: Request, tensors: Mapping[str, torch.Tensor]) -> RankAnswer:
+        """Fulfil a request of the run. After an error the rank must not be asked again."""
+        answer = self._answer(request, tensors)
+        if self._shares_memory:
+            torch.cuda.empty_cache()  # torch would keep what was freed for itself, and the servers take their turn
+        return answer
+
+    def _answer(self, request: Request, tensors: Mapping[str, torch.Tensor]) -> RankAnswer:
+        version = self._worker.version
+        match request:
+            case Start():  # the model is loaded already
+                data_rank = data_ranks_of(self._worker).rank
+                served = None if request.members is None else self._publish(request.members)
+                return Ready(version=version, served=served, data_rank=data_rank)
+            case Publish():
+                return Done(version=version, served=self._publish(request.members))
+            case Train():
+                return self._train(request, micro_batches_of(request.segment_lengths, tensors))
+            case Save():
+                return Done(version=version, saved=self._save(request.path))
+            case FinishSave():
+                return Done(version=version, saved=self._finish_save(self._save_timeout_s))
+
+    def _publish(self, members: Members) -> Served | None:
+        self._begin(f"publishing version {self._worker.version}")
+        if self._publishing is not None:
+            return self._publishing.publish(self._worker, members)
+        self._gather(self._worker)
+        return None
+
+    # --------------------------------------------------------------------------------------------- one optimizer step
+
+    def _train(self, request: Train, batches: Sequence[MicroBatch]) -> Trained:
+        """Run forward and backward over the micro-batches, take one optimizer step, and publish if asked."""
+        started = time.time()
+        number = f"step {self._worker.version + 1}"
+        self._begin(f"counting the targets of {number}")
+        if any(batch.image_rows_M is not None for batch in batches):
+            self._refuse_unless_images()
+        batches, plan = planned(self._worker, self._loss, batches, request)
+        metrics: Metrics = {}
+        logprobs: list[torch.Tensor] = []
+        for batch in batches:
+            output, logprobs_T = self._forward_backward(batch, plan, number)
+            metrics = add_metrics(metrics, output.metrics)
+            if request.returns_logprobs:
+                logprobs.append(logprobs_T.detach())
+        self._begin(f"running the optimizer for {number}")
+        result = self._worker.step()
+        if result.rounded_away is not None:
+            metrics = add_metrics(metrics, {"rounded_away": Metric(result.rounded_away, 1.0)})
+        trained = time.time()
+        return Trained(
+            version=result.version,
+            gradient_norm=result.gradient_norm,
+            learning_rate=result.learning_rate,
+            metrics=encode_metrics(metrics),
+            span=(started, trained),
+            logprobs=tuple(logprobs_T.float().cpu().numpy() for logprobs_T in logprobs),
+            served=None if request.publish is None else self._publish(request.publish),
+            saved=None if self._saver is None or self._saver.save_pending else self._finish_save(0.0),
+        )
+
+    def _refuse_unless_images(self) -> None:
+        if not (isinstance(self._worker, ImageWorker) and self._worker.takes_images):
+            raise UnsupportedError(
+                f"the rollouts have images, but {type(self._worker).__name__} does not declare images: train a model "
+                "that takes them with the trainer 'fsdp'"
+            )
+
+    def _forward_backward(self, batch: MicroBatch, plan: Plan, number: str) -> tuple[LossOutput, torch.Tensor]:
+        """Return the loss and the trainer logprobs of a micro-batch, once its gradient is accumulated."""
+        self._begin(f"running the forward of {number}")
+        if self._reference is not None:
+            with torch.no_grad():
+                batch = replace(batch, reference_logprobs_T=self._reference.forward(batch))
+        logprobs_T = self._worker.forward(batch)
+        output = self._loss(batch, logprobs_T, plan)
+        if not torch.isfinite(output.loss):
+            raise NonFiniteError(f"the loss of {number} is {output.loss.item()}; the last checkpoint is intact")
+        self._begin(f"running the backward of {number}")
+        self._worker.backward(output.loss)
+        return output, logprobs_T
+
+    # ------------------------------------------------------------------------------------------------------- saving
+
+    def _save(self, path: Path) -> int | None:
+        """Write a checkpoint, or start writing it once the previous one is complete; return the completed version."""
+        if self._saver is None:
+            self._begin(f"saving version {self._worker.version}")
+            self._worker.save(path)
+            return self._worker.version
+        ended = self._finish_save(self._save_timeout_s)
+        self._begin(f"copying version {self._worker.version}")
+        self._saver.begin_save(path)
+        self._saving = self._worker.version
+        return ended
+
+    def _finish_save(self, timeout_s: float) -> int | None:
+        """Wait until the pending save is complete; return its version, None if no save is pending."""
+        if self._saver is None or self._saving is None:
+            return None
+        self._begin(f"saving version {self._saving}")
+        self._saver.finish_save(timeout_s)
+        ended, self._saving = self._saving, None
+        return ended
+
+
+def planned(
+    worker: TrainerWorker, loss: PolicyLoss, batches: Sequence[MicroBatch], step: Train
+) -> tuple[Sequence[MicroBatch], Plan]:
+    """Return the micro-batches with everything the loss needs, and the plan of the whole step."""
+
+    def sum_over_ranks(numbers: torch.Tensor) -> torch.Tensor:
+        if worker.world_size > 1:
+            dist.all_reduce(numbers)
+            # Ranks that compute the same data count it all; in this order whole numbers stay whole.
+            numbers = numbers * data_ranks_of(worker).size / worker.world_size
+        return numbers
+
+    logprobs = None
+    if "first_forward" in loss.needs:
+        with torch.no_grad():
+            logprobs = [worker.forward(batch) for batch in batches]
+        batches = [
+            replace(batch, proximal_logprobs_T=logprobs_T) for batch, logprobs_T in zip(batches, logprobs, strict=True)
+        ]
+    plan = prepare(
+        loss,
+        batches,
+        trainer_logprobs=logprobs,
+        current_version=worker.version,
+        num_groups=step.num_groups,
+        num_sequences=step.num_sequences,
+        reduce=sum_over_ranks,
+    )
+    return batches, plan
+
+
+_OF_THE_OPTIMIZER = {
+    "master_dtype", "learning_rate", "weight_decay", "max_gradient_norm", "warmup_steps", "schedule",
+}  # fmt: skip
+
+
+def _worker_settings(config: RunConfig) -> dict[str, Any]:
+    return {
+        "model_path": str(config.model.path),
+        "dtype": config.model.dtype,
+        "wire_dtype": config.model.dtype,
+        "total_steps": config.run.num_steps,
+        **({} if config.train.device is None else {"device": config.train.device}),
+        **config.train.model_dump(include=_OF_THE_OPTIMIZER),
+        **({} if config.train.lora is None else {"lora": config.train.lora.model_dump()}),
+        **config.train.trainer_options,
+    }
+
+
+def answer_requests(channel: WorkerChannel, told: list[str], hosted: Any) -> None:
+    """Answer requests until the run ends. Each answer carries the notes in ``told``, which is then cleared.
+
+    ``hosted`` is the store that this rank hosts for the others, None on all but rank 0.
+
+    An error is reported to the run and ends the loop; anything but an `InflightError` is raised as well.
+    """
+    trainer: TrainerRank | None = None
+    try:
+        for request, tensors in channel.requests():
+            if trainer is None:
+                assert isinstance(request, Start), "the first request says what to load"
+                trainer = TrainerRank(request, lambda what: channel.send(Doing(what=what)), hosted)
+            answer = trainer.answer(request, tensors)
+            channel.send(answer.model_copy(update={"notes": tuple(told)}))
+            told.clear()
+    except Exception as error:
+        code = error.code if isinstance(error, InflightError) else None
+        message = f"{type(error).__name__}: {error}" if code is None else str(error)
+        blames = blames_another_rank(error)
+        channel.send(Failed(code=code, message=message, traceback=traceback.format_exc(), blames_another_rank=blames))
+        if code is None:
+            raise
+    finally:
+        if trainer is not None:
+            trainer.close()
+
+
+def main() -> None:
+    """Run one rank, which the environment describes. The rank ignores SIGINT; the run handles it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    told: list[str] = []
+    warnings.simplefilter("always", PrecisionWarning)
+    show = warnings.showwarning
+
+    def show_and_tell(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+        show(message, category, *where, **more)
+        if issubclass(category, PrecisionWarning):
+            told.append(str(message))
+
+    warnings.showwarning = show_and_tell
+    say_what_is_logged(told.append)
+    rank, address = int(os.environ["RANK"]), os.environ[ADDRESS_VARIABLE]
+    tell_collectives(address)
+    channel = WorkerChannel(meet_run(os.environ[RUN_VARIABLE], os.environ[TOKEN_VARIABLE], rank))
+    hosted, here = None, Here()
+    if rank == 0 and int(os.environ["WORLD_SIZE"]) > 1:
+        hosted, port = host_store(address, _MEET_S)
+        here = Here(rendezvous=f"[{address}]:{port}" if ":" in address else f"{address}:{port}")
+    channel.send(here)
+    answer_requests(channel, told, hosted)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What a run records: its journal, checkpoints, plots and progress."""

@@ -1,0 +1,243 @@
+"""What a run writes about itself: one row per step, events for the timeline, and the summary."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import platform
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from inflight import __version__
+from inflight.errors import CheckpointError
+from inflight.observe.trace import events
+from inflight.observe.trace.files import EventWriter, begin_files, resume_files
+from inflight.rollouts.slots import SlotSeconds
+from inflight.types import Group
+from inflight.wire import DraftCounts
+
+_WINDOW = 10
+"""Number of steps that the first and the last mean reward of the summary average over."""
+
+
+class _Counts(BaseModel):
+    """The counters that a resumed run continues from."""
+
+    elapsed_s: float = 0.0
+    num_samples: int = 0
+    num_trained_tokens: int = 0
+    num_completion_tokens: int = 0
+    paused_s: dict[str, float] = {}
+    """Seconds paused, by endpoint."""
+    lags: Counter[int] = Counter()
+    """Trained tokens by lag."""
+    ages: Counter[int] = Counter()
+    """Trained completions by the lag of their first token."""
+    slots: SlotSeconds = SlotSeconds()
+    drafted: DraftCounts = DraftCounts()
+    versions: Counter[int] = Counter()
+    """Completions by the number of versions that sampled them."""
+    lengths: Counter[int] = Counter()
+    rewards: list[float] = []
+    """Mean reward of each step."""
+
+
+class Journal:
+    """Writes the events of a run and ``summary.json``. Each of ``listeners`` is told every event that was written.
+
+    In a resumed run the counters continue from ``state``, as they were at ``version``; rows of later steps, which the
+    earlier process lost, are removed. A full disk raises `CheckpointError`.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        state: Mapping[str, Any] | None,
+        version: int = 0,
+        *,
+        config: Mapping[str, Any] | None = None,
+        compresses: bool = False,
+        listeners: Sequence[Callable[[events.Event], None]] = (),
+    ) -> None:
+        self._directory = directory
+        self._config = dict(config or {})
+        if state is None:
+            begin_files(directory)
+        else:
+            resume_files(directory, version)
+        self._files = EventWriter(directory, compresses=compresses)
+        self.version = version
+        """The last trained version."""
+        self._counts = _Counts.model_validate(state or {})
+        self._started = time.time() - self._counts.elapsed_s
+        self._rewards_since: list[float] = []
+        self._lengths_since: list[int] = []
+        """Lengths of the completions finished since the last step; rewards likewise."""
+        self._num_running = -1
+        self._listeners = listeners
+        self._begin_file()
+
+    def state(self) -> dict[str, Any]:
+        """Return the counters that a resumed run continues from."""
+        return self._counts.model_copy(update={"elapsed_s": self.elapsed_s()}).model_dump()
+
+    def elapsed_s(self) -> float:
+        """Return the seconds since the run began, without the time between its processes."""
+        return time.time() - self._started
+
+    def group_finished(self, group: Group) -> None:
+        counts = self._counts
+        counts.num_samples += len(group.rollouts)
+        for rollout in group.rollouts:
+            self._rewards_since.append(rollout.reward)
+            self._lengths_since.append(rollout.num_sampled_tokens)
+            counts.versions[len({span.version for span in rollout.version_spans})] += 1
+            counts.lengths[rollout.num_sampled_tokens] += 1
+            counts.num_completion_tokens += rollout.num_sampled_tokens
+
+    def event(self, of: type[events.Event], span: tuple[float, float] | None = None, /, **facts: Any) -> None:
+        """Write an event; ``span`` is its start and end in wall-clock seconds, None: now."""
+        start_s, end_s = map(self.since, span or (time.time(),) * 2)
+        # Unknown facts are refused here, where readers ignore them.
+        self._write(of.model_validate({"start_s": start_s, "end_s": end_s, **facts}, extra="forbid"))
+
+    def _write(self, event: events.Event) -> None:
+        begins_file = self._files.write(event)
+        for hear in self._listeners:
+            hear(event)
+        if begins_file:
+            self._begin_file()
+
+    def _begin_file(self) -> None:
+        self.event(
+            events.Began, version=self.version, began_at=self._started, inflight=__version__, config=self._config
+        )
+
+    def since(self, at: float) -> float:
+        """Return a wall-clock time in seconds since the run began."""
+        return at - self._started
+
+    def fleet(self, span: tuple[float, float] | None = None, **facts: Any) -> None:
+        """Write which servers came, went or changed state."""
+        self.event(events.Fleet, span, version=self.version, **facts)
+
+    def running(self, num_groups: int) -> None:
+        """Write for the timeline how many groups are running, if that has changed."""
+        if num_groups != self._num_running:
+            self._num_running = num_groups
+            self.event(events.Running, num_groups=num_groups)
+
+    def trained(self, version: int, ranks: Sequence[tuple[float, float]], items: Sequence[int] = ()) -> None:
+        """Write when each rank began and ended the step that made ``version``, and the items that it trained on."""
+        self.version = version
+        times = tuple((self.since(start), self.since(end)) for start, end in ranks)
+        self.event(events.Train, ranks[0], version=version, ranks=times, items=tuple(items))
+
+    def saved(self, version: int) -> None:
+        """Write that the checkpoint of a version is complete."""
+        self.event(events.Saved, version=version)
+
+    def paused(self, seconds: Mapping[str, float]) -> None:
+        for name, paused_s in seconds.items():
+            self._counts.paused_s[name] = self._counts.paused_s.get(name, 0.0) + paused_s
+
+    def _totals(self) -> dict[str, Any]:
+        """Return the totals so far; the paused share is averaged over the endpoints."""
+        counts, elapsed_s = self._counts, max(1e-9, self.elapsed_s())
+        return {
+            "num_samples": counts.num_samples,
+            "num_trained_tokens": counts.num_trained_tokens,
+            "trained_tokens_per_s": counts.num_trained_tokens / elapsed_s,
+            "completion_tokens_per_s": counts.num_completion_tokens / elapsed_s,
+            "paused_share": statistics.fmean(counts.paused_s.values()) / elapsed_s if counts.paused_s else 0.0,
+        }
+
+    def step(
+        self,
+        lags: Counter[int],
+        num_tokens: int,
+        facts: Mapping[str, Any],
+        ages: Sequence[int],
+        slots: SlotSeconds,
+        drafted: DraftCounts,
+    ) -> dict[str, Any]:
+        """Write the row of the last trained step and return it.
+
+        Rewards are those of the groups finished since the previous row, and so are ``slots`` and ``drafted``. ``lags``
+        counts trained tokens by their lag; ``ages`` has the lag of the first token of each trained completion.
+        """
+        rewards, lengths = self._rewards_since, self._lengths_since
+        self._rewards_since, self._lengths_since = [], []
+        self._counts.lags.update(lags)
+        self._counts.ages.update(ages)
+        self._counts.slots.add(slots)
+        self._counts.drafted += drafted
+        self._counts.num_trained_tokens += num_tokens
+        if rewards:
+            self._counts.rewards.append(statistics.fmean(rewards))
+        now = self.elapsed_s()
+        row = {
+            "version": self.version,
+            "time_s": now,
+            **self._totals(),
+            "reward": statistics.fmean(rewards) if rewards else None,
+            "completion_length": statistics.fmean(lengths) if lengths else None,
+            "lag_mean": sum(lag * num for lag, num in lags.items()) / lags.total() if lags else 0.0,
+            "lag_max": max(lags, default=0),
+            "completions_by_age": _sorted(Counter(ages)),
+            "utilisation": slots.utilisation,
+            "bubble_share": slots.bubble_share,
+            "num_verifications": drafted.num_verifications,
+            "accepted_per_verification": drafted.accepted_per_verification,
+            **facts,
+        }
+        self._write(events.Step.model_validate({"start_s": now, "end_s": now, **row}))
+        return row
+
+    def recent_reward(self) -> float | None:
+        """Return the mean reward over the last ten steps, None before the tenth."""
+        rewards = self._counts.rewards
+        return statistics.fmean(rewards[-_WINDOW:]) if len(rewards) >= _WINDOW else None
+
+    def summarize(self, facts: Mapping[str, Any]) -> dict[str, Any]:
+        """Write ``summary.json`` and return it."""
+        counts = self._counts
+        num_of_three = sum(number for num_versions, number in counts.versions.items() if num_versions >= 3)
+        window = min(_WINDOW, max(1, len(counts.rewards) // 2))
+        summary = {
+            **facts,
+            "elapsed_s": self.elapsed_s(),
+            **self._totals(),
+            "first_reward": statistics.fmean(counts.rewards[:window]) if counts.rewards else None,
+            "last_reward": statistics.fmean(counts.rewards[-window:]) if counts.rewards else None,
+            "completions_by_num_versions": _sorted(counts.versions),
+            "completions_with_three_or_more_versions": num_of_three,
+            "share_with_three_or_more_versions": num_of_three / max(1, counts.versions.total()),
+            "tokens_by_lag": _sorted(counts.lags),
+            "completions_by_age": _sorted(counts.ages),
+            "utilisation": counts.slots.utilisation,
+            "bubble_share": counts.slots.bubble_share,
+            "accepted_per_verification": counts.drafted.accepted_per_verification,
+            "completions_by_length": _sorted(counts.lengths),
+            "machine": {"platform": platform.platform(), "python": platform.python_version()},
+        }
+        try:
+            (self._directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        except OSError as error:
+            raise CheckpointError(f"summary.json cannot be written to {self._directory}: {error.strerror}") from error
+        return summary
+
+    def close(self) -> None:
+        """Close the files. A full disk loses the end of the last lines."""
+        with contextlib.suppress(OSError):  # a failed write was reported when it happened
+            self._files.close()
+
+
+def _sorted(counts: Counter[int]) -> dict[str, int]:
+    return {str(key): number for key, number in sorted(counts.items())}

@@ -1,0 +1,158 @@
+"""The directory of a run: which process owns it, and where a run in it begins.
+
+Ownership is an operating-system lock on the file ``lock``. The run's children inherit it, so that a resumed run never
+works beside processes of a killed one. Knows nothing of servers and trainers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import socket
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from inflight.errors import ConfigError
+from inflight.run.record.checkpoints import latest_checkpoint, remove_unfinished
+
+_ORPHANS_S = 20.0
+"""How long processes of a killed run may take to end by themselves."""
+_OWNER_S = 2.0
+"""How long an owner that was just killed may take to disappear."""
+_POLL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """A directory that this process owns until `release`, and where the run begins."""
+
+    path: Path
+    run_id: str
+    """The run's name for servers; restarts keep it, so that servers refuse a replaced trainer."""
+    lock: int
+    """File descriptor of the lock, for children to inherit."""
+    checkpoint: Path | None
+    """What workers load; None at the beginning of a run."""
+    state: Mapping[str, Any] | None
+    """The run's own state at the checkpoint."""
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def at_latest_checkpoint(self) -> RunDirectory:
+        """Return this directory, still owned, with the checkpoint from which a run begins again."""
+        checkpoint, state = latest_checkpoint(self.path)
+        remove_unfinished(self.path)
+        return replace(self, checkpoint=checkpoint, state=state)
+
+    def release(self) -> None:
+        """Give up the directory; surviving children still hold it."""
+        os.close(self.lock)
+
+
+def claim(path: Path, config_json: str, *, resume: bool, note: Callable[[str], None]) -> RunDirectory:
+    """Own a run directory: a new one or, with ``resume``, that of an ended run.
+
+    A run that ended before its first checkpoint starts over, with or without ``resume``. Remaining processes of a
+    killed run are killed if they do not end in time. Raises `ConfigError` if another process owns the directory, if it
+    holds a run and ``resume`` is false, or if it holds none and ``resume`` is true; nothing was changed then.
+    """
+    if resume and not (path / "config.json").exists():
+        raise ConfigError(f"{str(path)!r} holds no run to resume: start one without --resume")
+    try:
+        (path / "checkpoints").mkdir(parents=True, exist_ok=True)
+        (path / "logs").mkdir(exist_ok=True)
+        with contextlib.ExitStack() as undo:
+            lock = _own(path / "lock", note)
+            undo.callback(os.close, lock)
+            checkpoint, state = latest_checkpoint(path)
+            if checkpoint is not None and not resume:
+                raise ConfigError(
+                    f"{str(path)!r} already holds a run: continue it with --resume, "
+                    "or choose another directory with --run.directory"
+                )
+            if checkpoint is None:
+                if (path / "config.json").exists():
+                    note(f"the run in {path} ended before its first checkpoint: it starts over")
+                (path / "config.json").write_text(config_json + "\n")
+                (path / "run_id").write_text(f"{path.name}-{uuid.uuid4().hex[:8]}\n")
+            remove_unfinished(path)
+            run_id = (path / "run_id").read_text().strip()
+            undo.pop_all()
+    except OSError as error:
+        raise ConfigError(f"run directory {str(path)!r} cannot be used: {error.strerror}") from error
+    return RunDirectory(path, run_id, lock, checkpoint, state)
+
+
+def _own(path: Path, note: Callable[[str], None]) -> int:
+    """Return a descriptor that holds the lock. Raises `ConfigError`, which names the owner, if another run holds it."""
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    refuse_at = time.monotonic() + _OWNER_S
+    kill_at: float | None = None
+    try:
+        while not _try_lock(lock):
+            now = time.monotonic()
+            if orphans := _orphans(lock):
+                refuse_at = now + _OWNER_S
+                names = ", ".join(map(str, orphans))
+                if kill_at is None:
+                    kill_at = now + _ORPHANS_S
+                    note(f"waiting for processes of the previous run to end: {names}")
+                elif now > kill_at:
+                    kill_at = now + _ORPHANS_S
+                    note(f"killing processes of the previous run: {names}")
+                    for pid in orphans:
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(pid, signal.SIGKILL)
+            elif now > refuse_at:
+                raise ConfigError(
+                    f"{str(path.parent)!r} belongs to a run that has not ended ({os.pread(lock, 200, 0).decode()}): "
+                    "stop it first, or choose another directory with --run.directory"
+                )
+            time.sleep(_POLL_S)
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+    except BaseException:
+        os.close(lock)
+        raise
+    return lock
+
+
+def _try_lock(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _orphans(lock: int) -> list[int]:
+    """Return the processes that hold the lock of a run whose controller has ended; none if it is alive or unknown."""
+    words = os.pread(lock, 200, 0).decode().split()
+    if len(words) < 4 or words[3] != socket.gethostname():
+        return []
+    holders = _holders(lock)
+    return [] if int(words[1]) in holders else holders
+
+
+def _holders(lock: int) -> list[int]:
+    """Return the processes of this host that hold the lock, not those that only have the file open to wait for it."""
+    wanted = os.fstat(lock)
+    holders = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            for descriptor in (process / "fd").iterdir():
+                with contextlib.suppress(OSError):
+                    status = descriptor.stat()
+                    if (status.st_dev, status.st_ino) == (wanted.st_dev, wanted.st_ino):
+                        if "FLOCK" in (process / "fdinfo" / descriptor.name).read_text():
+                            holders.append(int(process.name))
+                        break
+    return holders

@@ -1,0 +1,72 @@
+"""Checkpoints during a run: the ranks' weights and the run's own state become the latest together.
+
+The ranks save before the next step, or in the background while they keep training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from inflight.run.config import RunSection
+from inflight.run.ranks.group import TrainerGroup
+from inflight.run.ranks.messages import RankAnswer
+from inflight.run.record.checkpoints import checkpoint_path, finish_checkpoint
+from inflight.run.record.recording import Recording
+
+
+@dataclass(slots=True)
+class _Begun:
+    """An incomplete checkpoint, and the run's own state at that version."""
+
+    state: dict[str, Any]
+    ended_on: set[int] = field(default_factory=set)
+    """Ranks that have completed it."""
+
+
+@dataclass(slots=True, eq=False)
+class Saving:
+    """Saves the steps made since version ``last``; ``state`` returns the run's own state."""
+
+    trainers: TrainerGroup
+    directory: Path
+    settings: RunSection
+    state: Callable[[], dict[str, Any]]
+    last: int
+    on_saved: Callable[[int], None] = lambda version: None
+    """Called with each version whose checkpoint is complete."""
+    recording: Recording | None = None
+    """Has written every step of a checkpoint before that begins."""
+    begun: dict[int, _Begun] = field(default_factory=dict)
+    """Incomplete checkpoints by version."""
+
+    async def save_if_due(self, version: int) -> None:
+        if version - self.last >= self.settings.checkpoint_every_steps:
+            await self._save(version)
+
+    async def finish(self, version: int) -> None:
+        """Save if any step was made since the last checkpoint, and wait until every checkpoint is complete."""
+        if version > self.last:
+            await self._save(version)
+        if self.begun:
+            self.note(await self.trainers.finish_save())
+
+    def note(self, answers: Sequence[RankAnswer]) -> None:
+        """Make each checkpoint the latest once every rank has completed it."""
+        for version, begun in list(self.begun.items()):
+            begun.ended_on |= {rank for rank, answer in enumerate(answers) if answer.saved == version}
+            if len(begun.ended_on) == len(answers):
+                finish_checkpoint(self.directory, version, begun.state, self.settings.keep_checkpoints)
+                del self.begun[version]
+                self.on_saved(version)
+
+    async def _save(self, version: int) -> None:
+        """Write a checkpoint, or start writing it; the ledger in it lists untrained work, which is issued again."""
+        if self.recording is not None:
+            await self.recording.written()
+        answers = await self.trainers.save(checkpoint_path(self.directory, version))
+        self.begun[version] = _Begun(self.state())
+        self.last = version
+        self.note(answers)

@@ -1,0 +1,130 @@
+"""Groups of completions of a task: its items, prompts as tokens, requests, and rewards. Tasks are users' code."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from inflight.base.threads import run_abandonable
+from inflight.contracts import Task
+from inflight.errors import InflightError, TaskError
+from inflight.rollouts import continuation, joined
+from inflight.run.sampling.scoring import ScoringPool
+from inflight.run.sampling.seats import Seat, request_of
+from inflight.run.sampling.work import Order, Sampled, ScoredGroup, Work
+from inflight.types import Rollout, TaskItem
+from inflight.wire import Completion, SamplingParams
+
+
+@dataclass(frozen=True)
+class Completions(Work):
+    """``tokenizer`` renders prompts (with its chat template, if any) and decodes; ``sampling.n`` make a group."""
+
+    task: Task
+    tokenizer: Any
+    sampling: SamplingParams
+    max_sequence_tokens: int
+    """An item whose prompt and completion together may have more tokens is not used."""
+    timeout_s: float
+    """Longest that the rewards of one group may take."""
+    pool: ScoringPool | None = None
+    """Processes that score; None: a thread for each group."""
+    routed_experts: bool = False
+    """Whether endpoints are asked which experts computed each token."""
+
+    is_one_request = True
+
+    @property
+    def name(self) -> str:
+        return self.task.name
+
+    @property
+    def size(self) -> int:
+        return self.sampling.n
+
+    def item(self, index: int) -> TaskItem:
+        try:
+            return self.task.item(index)
+        except Exception as error:  # tasks are user code
+            raise TaskError(f"task {self.task.name!r} failed to make item {index}: {error!r}") from error
+
+    def prompt_of(self, item: TaskItem) -> tuple[int, ...]:
+        if self.tokenizer.chat_template:
+            messages = [{"role": "user", "content": item.prompt}]
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return tuple(self.tokenizer(item.prompt)["input_ids"])
+
+    def too_long(self, prompt_token_ids: Sequence[int]) -> str | None:
+        max_tokens = self.sampling.max_tokens or 1
+        if len(prompt_token_ids) + max_tokens <= self.max_sequence_tokens:
+            return None
+        return (
+            f"its prompt of {len(prompt_token_ids)} tokens and a completion of {max_tokens} may "
+            f"exceed {self.max_sequence_tokens} tokens, which is all that a micro-batch holds: raise "
+            "train.max_tokens_per_micro_batch, or lower sampling.max_tokens"
+        )
+
+    async def sample(self, seat: Seat, order: Order) -> list[Sampled]:
+        sampling = self.sampling.model_copy(update={"n": len(order.numbers), "seed": order.seed})
+        request = request_of(order.request_id, order.prompt_token_ids, sampling, routed_experts=self.routed_experts)
+        if order.partial is None:
+            sampled = await seat.sample(request)
+        else:
+            (rest,) = await seat.sample(continuation(request, order.partial, order.request_id))
+            sampled = (joined(order.partial, rest),)
+        return [new.model_copy(update={"index": i}) for i, new in zip(order.numbers, sampled, strict=False)]
+
+    def is_enough(self, sampled: Sequence[Sampled | None]) -> bool:
+        return all(one is not None and one.is_whole for one in sampled)
+
+    async def score(self, item: TaskItem, prompt_token_ids: Sequence[int], sampled: Sequence[Sampled]) -> ScoredGroup:
+        completions = [one for one in sampled if isinstance(one, Completion)]
+        rewards = await self._rewards(item, completions)
+        token_ids = [completion.token_ids for completion in completions]
+        rollouts = [
+            Rollout(
+                prompt_token_ids=prompt_token_ids,
+                completion_token_ids=completion.token_ids,
+                behaviour_logprobs=completion.logprobs,
+                version_spans=completion.version_spans,
+                finish_reason=completion.finish_reason,
+                reward=reward,
+                temperature=self.sampling.temperature,
+                routed_experts=completion.routed_experts,
+            )
+            for completion, reward in zip(completions, rewards, strict=True)
+        ]
+        return ScoredGroup(rollouts, tuple(map(len, token_ids)), tuple(rewards), token_ids)
+
+    def parse(self, saved: Any) -> Completion:
+        return Completion.model_validate(saved)
+
+    async def _rewards(self, item: TaskItem, completions: Sequence[Completion]) -> list[float]:
+        """Score elsewhere, so that a slow reward function does not block the loop; `TaskError` if it hangs."""
+        try:
+            if self.pool is not None:
+                token_ids = [completion.token_ids for completion in completions]
+                return await self.pool.rewards(item.index, token_ids, self.timeout_s)
+            async with asyncio.timeout(self.timeout_s):
+                return await run_abandonable(lambda: self._scored(item, completions), "inflight-reward")
+        except TimeoutError as error:
+            raise TaskError(
+                f"the reward of task {self.task.name!r}, item {item.index}, took longer than {self.timeout_s:g} s"
+            ) from error
+        except InflightError:
+            raise
+        except Exception as error:  # rewards are user code
+            raise TaskError(f"the reward of task {self.task.name!r} raised on item {item.index}: {error!r}") from error
+
+    def _scored(self, item: TaskItem, completions: Sequence[Completion]) -> list[float]:
+        texts = [
+            self.tokenizer.decode(list(completion.token_ids), skip_special_tokens=True) for completion in completions
+        ]
+        return [float(self.task.score(item, text)) for text in texts]
+
+    async def aclose(self) -> None:
+        if self.pool is not None:
+            await self.pool.aclose()

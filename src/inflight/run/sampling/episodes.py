@@ -1,0 +1,180 @@
+"""Groups of episodes of an environment. Environments are users' code: what one does wrong costs its episode only."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from inflight.contracts import Environment, StreamingEndpoint
+from inflight.environments.moving import Moving, Place
+from inflight.environments.play_loop import PlayLoop
+from inflight.environments.playing import PlayingEpisode, Proxy, play
+from inflight.environments.recording import PlayedEpisode
+from inflight.environments.transcripts import ChatTemplate
+from inflight.errors import EndpointError, TaskError
+from inflight.run.sampling.seats import Seat, SlowRequest
+from inflight.run.sampling.work import Order, Sampled, ScoredGroup, Work
+from inflight.types import TaskItem
+from inflight.wire import Completion, GenerateRequest, SamplingParams
+
+_MIN_EPISODES = 2
+"""A group of fewer has nothing to compare."""
+
+
+@dataclass(eq=False)
+class _Played:
+    """An episode that is being played, at a seat or without one."""
+
+    moving: Moving
+    playing: PlayingEpisode
+    task: asyncio.Future[PlayedEpisode]
+    failed: asyncio.Future[None]
+    """Set to the error of the seat where it is, once that fails."""
+
+    async def at(self, seat: Seat) -> PlayedEpisode:
+        """Play on at a seat, and return the episode once it is over. Raises what the seat raises."""
+        self.failed = asyncio.get_running_loop().create_future()
+        self.moving.go_to(await _place(seat))
+        try:
+            ends: list[asyncio.Future[Any]] = [self.task, self.failed]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if not self.task.done():
+                self.failed.result()
+            return self.task.result()
+        finally:
+            self.moving.leave()
+            if not self.failed.cancel():
+                self.failed.exception()  # it was told, or the episode is over all the same
+
+    def fail(self, error: Exception) -> None:
+        if not self.failed.done():
+            self.failed.set_exception(error)
+
+
+async def _place(seat: Seat) -> Place:
+    async def generate(request: GenerateRequest) -> Completion:
+        (completion,) = await seat.sample(request)
+        return completion
+
+    streams = (await seat.capabilities()).streaming and isinstance(seat.endpoint, StreamingEndpoint)
+    return Place(generate, seat.stream if streams else None)
+
+
+@dataclass(frozen=True)
+class Episodes(Work):
+    """Plays ``size`` episodes of each item, of which ``num_needed`` that did not fail make a group."""
+
+    environment: Environment
+    template: ChatTemplate
+    sampling: SamplingParams
+    """Of every turn."""
+    num_needed: int
+    num_extra: int
+    """Episodes that are begun beyond those that are needed; the last to finish are given up."""
+    max_sequence_tokens: int
+    timeout_s: float
+    """Longest that an episode may take."""
+    proxy: Proxy | None = None
+    """Serves those that ask for a URL."""
+    routed_experts: bool = False
+    """Whether endpoints are asked which experts computed each token. Nothing is streamed then."""
+    loop: PlayLoop = field(default_factory=PlayLoop)
+    _played: dict[tuple[int, int], _Played] = field(default_factory=dict)
+    """Episodes that are not over, by item and number; those without a seat wait for one."""
+
+    is_one_request = False
+
+    @property
+    def name(self) -> str:
+        return self.environment.name
+
+    @property
+    def size(self) -> int:
+        return self.num_needed + self.num_extra
+
+    def item(self, index: int) -> TaskItem:
+        try:
+            return self.environment.item(index)
+        except Exception as error:  # environments are user code
+            raise TaskError(f"environment {self.name!r} failed to make item {index}: {error!r}") from error
+
+    def prompt_of(self, item: TaskItem) -> tuple[int, ...]:
+        """Return numbers that are the same for the same start state; what is said first is up to the environment."""
+        text = item.prompt or f"item {item.index}"
+        return tuple(hashlib.blake2b(text.encode(), digest_size=12).digest())
+
+    def too_long(self, prompt_token_ids: Sequence[int]) -> str | None:
+        return None
+
+    async def sample(self, seat: Seat, order: Order) -> list[Sampled]:
+        """Play an episode, or go on with one that has lost its seat. Raises as `Seat.sample`.
+
+        One that was over just when it lost its seat is kept for the next call.
+        """
+        key = (order.item.index, order.numbers[0])
+        played = self._played.get(key)
+        if played is None:
+            played = self._played[key] = await self._begun(seat, order)
+        sampled = await played.at(seat)
+        self._played.pop(key, None)
+        return [sampled]
+
+    async def _begun(self, seat: Seat, order: Order) -> _Played:
+        declared = await seat.capabilities()
+        streams = declared.streaming and isinstance(seat.endpoint, StreamingEndpoint)
+        moving = Moving((EndpointError, SlowRequest), lambda error: played.fail(error))
+        episode = PlayingEpisode(
+            order.request_id,
+            order.seed,
+            self.template,
+            moving.generate,
+            self.sampling,
+            max_tokens=min(self.max_sequence_tokens, declared.max_model_len),
+            proxy=self.proxy,
+            stream=moving.stream if streams and not self.routed_experts else None,
+            routed_experts=self.routed_experts,
+        )
+        task = asyncio.ensure_future(play(self.environment, order.item, episode, self.loop, self.timeout_s))
+        played = _Played(moving, episode, task, asyncio.get_running_loop().create_future())
+        return played
+
+    def first_version(self, index: int, number: int) -> int | None:
+        played = self._played.get((index, number))
+        calls = () if played is None else played.playing.recording.calls
+        return calls[0].completion.first_version if calls else None
+
+    def forget(self, index: int) -> None:
+        for key in [key for key in self._played if key[0] == index]:
+            self._played.pop(key).task.cancel()
+
+    def is_enough(self, sampled: Sequence[Sampled | None]) -> bool:
+        played = [one for one in sampled if isinstance(one, PlayedEpisode)]
+        return len(played) == self.size or sum(one.failure is None for one in played) >= self.num_needed
+
+    async def score(self, item: TaskItem, prompt_token_ids: Sequence[int], sampled: Sequence[Sampled]) -> ScoredGroup:
+        played = [one for one in sampled if isinstance(one, PlayedEpisode)]
+        good = [one for one in played if one.failure is None][: self.num_needed]
+        failures = [(one.failure_kind or "", one.failure) for one in played if one.failure is not None]
+        rollouts = [
+            rollout for number, one in enumerate(good) for rollout in one.rollouts(number, self.sampling.temperature)
+        ]
+        return ScoredGroup(
+            rollouts if len(good) >= _MIN_EPISODES else [],
+            tuple(one.num_tokens for one in good),
+            tuple(one.reward for one in good),
+            failures=failures,
+            num_rewritten=sum(one.num_rewritten for one in good),
+        )
+
+    async def aclose(self) -> None:
+        left = [played.task for played in self._played.values()]
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        await self.loop.aclose()
+
+    def parse(self, saved: Any) -> PlayedEpisode:
+        return PlayedEpisode.model_validate(saved)

@@ -1,0 +1,73 @@
+"""What a run samples, made from its configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from inflight.contracts import Environment, Task
+from inflight.environments.playing import Proxy
+from inflight.environments.transcripts import ChatTemplate
+from inflight.errors import ConfigError
+from inflight.model.images import ImageProcessor
+from inflight.run.config import RunConfig
+from inflight.run.sampling.completions import Completions
+from inflight.run.sampling.episodes import Episodes
+from inflight.run.sampling.scoring import ScoringPool
+from inflight.run.sampling.work import Work
+from inflight.wire import SamplingParams
+
+
+def work_of(
+    config: RunConfig, task: Task | Environment, tokenizer: Any, images: ImageProcessor | None, proxy: Proxy
+) -> Work:
+    """Return the groups of a task or environment. Raises `ConfigError` if settings of the other kind are given.
+
+    ``images`` is None if the model takes none. ``proxy`` serves the episodes that ask for a URL.
+    """
+    sampling = SamplingParams(
+        n=config.sampling.group_size,
+        temperature=config.sampling.temperature,
+        max_tokens=config.sampling.max_tokens,
+    )
+    max_tokens = config.train.max_tokens_per_micro_batch
+    if isinstance(task, Environment):
+        if config.task.reward_processes:
+            raise ConfigError(
+                f"task.reward_processes is for tasks, but {config.task.name!r} is an environment: leave it out"
+            )
+        return Episodes(
+            task,
+            ChatTemplate(tokenizer, images),
+            sampling,
+            num_needed=config.sampling.group_size,
+            num_extra=config.task.extra_episodes,
+            max_sequence_tokens=max_tokens,
+            timeout_s=config.task.episode_timeout_s,
+            proxy=proxy,
+            routed_experts=config.train.router_replay,
+        )
+    for name, is_set in (
+        ("task.extra_episodes", config.task.extra_episodes > 0),
+        ("rollouts.credit", config.rollouts.credit != "episode"),
+    ):
+        if is_set:
+            raise ConfigError(f"{name} is for environments, but {config.task.name!r} is a task: leave it out")
+    pool: ScoringPool | None = None
+    if config.task.reward_processes:
+        pool = ScoringPool(
+            config.task.reward_processes,
+            config.task.name,
+            config.task.params,
+            config.run.seed,
+            config.model.path,
+            config.run.start_timeout_s,
+        )
+    return Completions(
+        task,
+        tokenizer,
+        sampling,
+        max_tokens,
+        config.task.reward_timeout_s,
+        pool,
+        routed_experts=config.train.router_replay,
+    )

@@ -1,0 +1,1 @@
+"""The inference servers of a run: started, attached, joined, watched and scaled."""

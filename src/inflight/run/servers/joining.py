@@ -1,0 +1,98 @@
+"""Where servers from anywhere join a run, and leave it: one HTTP route, guarded by the run's token.
+
+A server says again and again that it is there; one that falls silent, or says that it leaves, is no longer listed.
+"""
+
+from __future__ import annotations
+
+import hmac
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pydantic import ValidationError
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from inflight.errors import ConfigError
+from inflight.http.joining import JOIN_PATH, RENEW_S, Joined, Joining
+from inflight.http.kinds import connect_endpoint
+from inflight.http.listening import InLoopServer, bind
+
+_SILENT_S = 4 * RENEW_S
+_MAX_BODY_BYTES = 4096
+
+
+@dataclass(slots=True)
+class _Guest:
+    url: str
+    renewed: float
+    has_said_goodbye: bool = False
+
+
+def host_and_port(at: str) -> tuple[str, int]:
+    """Return the parts of ``servers.join``. Raises `ConfigError` if it has others."""
+    host, _, port = at.rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError(f"servers.join {at!r} is not HOST:PORT, such as 10.0.0.1:8100")
+    return host.strip("[]"), int(port)
+
+
+class JoinDesk:
+    """Lists the servers that have joined. ``at`` is HOST:PORT; off loopback, hosts share a private network."""
+
+    def __init__(self, at: str, token: str, run_id: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._at = at
+        self._token = token
+        self._run_id = run_id
+        self._clock = clock
+        self._guests: dict[str, _Guest] = {}
+        self._server: InLoopServer | None = None
+
+    async def open(self) -> str:
+        """Listen, and return the URL. Raises `ConfigError` if the address cannot be used."""
+        listener = bind(*host_and_port(self._at), "choose another address for servers.join")
+        app = Starlette(routes=[Route(JOIN_PATH, self._answer, methods=["POST", "DELETE"])])
+        self._server = InLoopServer(app, listener)
+        return await self._server.started()
+
+    async def close(self) -> None:
+        if self._server is not None:
+            await self._server.aclose()
+
+    def listed(self) -> dict[str, str]:
+        """Return the URLs of the servers that are there, by endpoint name."""
+        now = self._clock()
+        return {
+            name: it.url
+            for name, it in self._guests.items()
+            if not it.has_said_goodbye and now - it.renewed < _SILENT_S
+        }
+
+    def hands_on(self, name: str) -> bool:
+        """Return whether a server that is no longer listed has said goodbye, and so can still hand on its requests."""
+        return name in self._guests and self._guests[name].has_said_goodbye
+
+    async def _answer(self, request: Request) -> Response:
+        given = request.headers.get("authorization", "")
+        if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
+            return _refusal(401, "the token is missing or wrong: set INFLIGHT_TOKEN to the run's")
+        body = b""
+        async for piece in request.stream():
+            body += piece
+            if len(body) > _MAX_BODY_BYTES:
+                return _refusal(413, f"the body is larger than {_MAX_BODY_BYTES} bytes")
+        try:
+            joining = Joining.model_validate_json(body)
+            name = connect_endpoint(joining.url).name
+        except (ValidationError, ConfigError) as error:
+            return _refusal(400, str(error).splitlines()[0])
+        leaves = request.method == "DELETE"
+        self._guests[name] = _Guest(joining.url, self._clock(), has_said_goodbye=leaves)
+        return JSONResponse(Joined(run_id=self._run_id).model_dump())
+
+
+def _refusal(status: int, why: str) -> JSONResponse:
+    return JSONResponse({"error": {"message": why}}, status_code=status)

@@ -1,0 +1,130 @@
+"""Servers that outlive their run for a while, and are taken over when it is resumed: ``servers.lease_s``.
+
+A server whose run is gone keeps its weights, its caches and its histories as long as somebody who knows its token calls
+within the lease. Works where processes can outlive the run, on this machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from inflight.contracts import InferenceEndpoint
+from inflight.errors import InflightError
+from inflight.http.kinds import connect_endpoint
+from inflight.launchers import Ended, Launched
+
+_BEAT_S = 0.5
+_ASK_S = 5.0
+_PATIENCE_S = 15.0
+"""A server that has not answered for so long has ended."""
+
+
+class LeasedServer(Launched):
+    """A server that an earlier life of this run started. Calling it renews its lease."""
+
+    def __init__(self, url: str, pid: int, endpoint: InferenceEndpoint) -> None:
+        self.url = url
+        self._pid = pid
+        self._endpoint = endpoint
+        self._ended: Ended | None = None
+        self._watching = asyncio.create_task(self._watch())
+
+    @property
+    def address(self) -> str:
+        return str(urlsplit(self.url).hostname)
+
+    @property
+    def ended(self) -> Ended | None:
+        return self._ended
+
+    async def wait(self) -> Ended:
+        return await asyncio.shield(self._watching)
+
+    async def ready(self) -> str | None:
+        return json.dumps({"url": self.url, "pid": self._pid})
+
+    def send_signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._pid, number)
+
+    async def stop(self, patience_s: float) -> None:
+        if self._ended is None:
+            self.send_signal(signal.SIGTERM)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(patience_s):
+                    await self._gone()
+            self.send_signal(signal.SIGKILL)
+            self._ended = Ended(None, cause="the run has stopped it")
+            self._watching.cancel()
+        await self._endpoint.aclose()
+
+    async def _gone(self) -> None:
+        while _is_alive(self._pid):  # noqa: ASYNC110 - it is no child, so nothing tells of its end
+            await asyncio.sleep(0.05)
+
+    async def _watch(self) -> Ended:
+        answered = time.monotonic()
+        while _is_alive(self._pid) and time.monotonic() - answered < _PATIENCE_S:
+            with contextlib.suppress(InflightError, TimeoutError):
+                async with asyncio.timeout(_ASK_S):
+                    await self._endpoint.weight_version()
+                answered = time.monotonic()
+            await asyncio.sleep(_BEAT_S)
+        self._ended = Ended(None, cause=f"an earlier life of this run had started it; {self.url} no longer answers")
+        return self._ended
+
+
+async def taken_over(ready_file: Path, token: str, run_id: str) -> LeasedServer | None:
+    """Return the server of an earlier life of the run that wrote the file, if it still serves the run's weights."""
+    said = _announced(ready_file)
+    if said is None:
+        return None
+    url, pid = said
+    endpoint = connect_endpoint(url, token=token)
+    with contextlib.suppress(InflightError, TimeoutError):
+        async with asyncio.timeout(_ASK_S):
+            if (await endpoint.weight_version()).run_id == run_id:
+                return LeasedServer(url, pid, endpoint)
+    await endpoint.aclose()
+    return None
+
+
+def _announced(ready_file: Path) -> tuple[str, int] | None:
+    """Return URL and process id of a server that wrote a ready file and is alive."""
+    try:
+        said = json.loads(ready_file.read_text())
+        url, pid = str(said["url"]), int(said["pid"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return (url, pid) if _is_alive(pid) else None
+
+
+def kept_token(directory: Path, token: str) -> str:
+    """Return the token that an earlier life of the run kept for its servers; keep this one if there is none.
+
+    Only the user can read the file.
+    """
+    path = directory / "token"
+    with contextlib.suppress(FileNotFoundError):
+        return path.read_text().strip()
+    number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(number, "w") as file:
+        file.write(token + "\n")
+    return token
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except ProcessLookupError:
+        return False
+    except OSError:  # there is no /proc
+        return True

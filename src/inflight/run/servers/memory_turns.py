@@ -1,0 +1,93 @@
+"""Whose turn it is to have the GPUs' memory: the servers' while they sample, the trainers' while they train.
+
+Knows nothing of steps. A server that does not give its memory up, or does not get it back, is left out like any other
+that fails, until a publish reaches it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from inflight.contracts import InferenceEndpoint, ReleasingEndpoint
+from inflight.errors import BusyError, InflightError, UnsupportedError
+from inflight.observe.trace import events
+from inflight.run.servers.servers import Servers
+
+_IDLE_S = 10.0
+"""How long a server may take to notice that its last callers have left."""
+_ASK_AGAIN_S = 0.1
+
+
+@dataclass(eq=False)
+class MemoryTurns:
+    """Asks every server to release or to restore its memory, all of them at once, each within ``timeout_s``."""
+
+    servers: Servers
+    timeout_s: float
+
+    async def to_trainers(self) -> None:
+        """Return once every server has released its memory or is left out. None is started until `to_servers`."""
+        self.servers.may_start.clear()
+        await self._ask_all("released", "release", _release, list(self.servers.taking_part))
+
+    async def to_servers(self) -> None:
+        """Return once every server has its memory again or is left out."""
+        await self._restore(list(self.servers.taking_part))
+
+    async def end(self) -> None:
+        """Return once servers that go on after the run have their memory again. The trainers have ended."""
+        if not self.servers.may_start.is_set():
+            own = {server.url for server in self.servers.own}
+            await self._restore([endpoint for endpoint, url in self.servers.taking_part.items() if url not in own])
+
+    async def _restore(self, endpoints: Sequence[InferenceEndpoint]) -> None:
+        await self._ask_all("restored", "restore", lambda endpoint: endpoint.restore_memory(), endpoints)
+        self.servers.may_start.set()
+
+    async def _ask_all(
+        self,
+        kind: str,
+        what: str,
+        ask: Callable[[ReleasingEndpoint], Awaitable[object]],
+        endpoints: Sequence[InferenceEndpoint],
+    ) -> None:
+        started = time.time()
+        problems = await asyncio.gather(*(self._ask(endpoint, ask) for endpoint in endpoints))
+        done = [endpoint.name for endpoint, why in zip(endpoints, problems, strict=True) if why is None]
+        self.servers.journal.event(events.MemoryTurn, (started, time.time()), kind=kind, servers=tuple(done))
+        for endpoint, why in zip(endpoints, problems, strict=True):
+            if why is not None and endpoint.name not in self.servers.actor.lost:
+                self.servers.note(f"{endpoint.name} did not {what} its memory and is left out: {why}")
+                self.servers.actor.lose(endpoint.name, f"it did not {what} its memory: {why}")
+
+    async def _ask(
+        self, endpoint: InferenceEndpoint, ask: Callable[[ReleasingEndpoint], Awaitable[object]]
+    ) -> str | None:
+        """Return why it did not do it, None if it did."""
+        try:
+            if not isinstance(endpoint, ReleasingEndpoint):
+                raise UnsupportedError(f"{type(endpoint).__name__} has no release_memory")
+            async with asyncio.timeout(self.timeout_s):
+                await ask(endpoint)
+        except TimeoutError:
+            return f"no answer within {self.timeout_s:g} s"
+        except InflightError as error:
+            return str(error).removeprefix(f"{endpoint.name}: ")
+        return None
+
+
+async def _release(endpoint: ReleasingEndpoint) -> None:
+    """Release an endpoint's memory. Requests whose callers have left may still run for a moment."""
+    deadline = time.monotonic() + _IDLE_S
+    while True:
+        try:
+            await endpoint.release_memory()
+        except BusyError:
+            if time.monotonic() > deadline:
+                raise
+            await asyncio.sleep(_ASK_AGAIN_S)
+        else:
+            return

@@ -1,0 +1,198 @@
+"""The bytes of a bucket, as they lie, as they travel, and their checksum. Knows no transport.
+
+Packed tensors lie one after another, row-major, without gaps. An encoding turns these bytes into fewer that travel, and
+back: ``bfloat16`` and ``float8`` round weights of wider dtypes. Shape and dtype alone decide which tensors are rounded:
+``bfloat16`` rounds float32 and float64, ``float8`` all but vectors (norms, biases). The others travel unchanged. The
+endpoint loads the rounded values in the manifest's dtype. ``delta`` needs a base, and so lives in
+`inflight.weights.encode.delta`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+import torch
+import xxhash
+
+from inflight.errors import TransferError
+from inflight.types import WeightBucket
+from inflight.weights.encode import float8
+from inflight.wire import DTYPE_SIZES, Encoding, TensorSpec
+
+Rounding = Literal["raw", "bfloat16", "float8"]
+_WIDE = ("float32", "float64")
+
+
+def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the bytes of the tensors one after another, uint8 [sum of sizes]; no copy if they already lie that way."""
+    joined = _joined([tensor for tensor in tensors if tensor.nbytes])
+    return torch.cat(_flats(tensors)) if joined is None else joined
+
+
+def pack_into(target: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Write the bytes of the tensors one after another to the beginning of ``target``, uint8: one copy."""
+    joined = _joined([tensor for tensor in tensors if tensor.nbytes])
+    start = 0
+    for flat in _flats(tensors) if joined is None else [joined]:
+        target[start : start + flat.numel()].copy_(flat)
+        start += flat.numel()
+
+
+def unpack(flat: torch.Tensor, specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
+    """Return the tensors that `pack` joined: views, except where a mix of dtypes misaligned one."""
+    tensors, offset = [], 0
+    for spec in specs:
+        dtype = getattr(torch, spec.dtype)
+        part = flat[offset : offset + spec.size_bytes]
+        if part.storage_offset() % dtype.itemsize:
+            part = part.clone()
+        tensors.append(part.view(dtype).reshape(spec.shape))
+        offset += spec.size_bytes
+    return tensors
+
+
+class Packer:
+    """Packs buckets before they are sent, alternating between two buffers: one is filled while the other travels.
+
+    The buffers stay, because pages that the system hands out anew cost more time than the copy itself.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: list[torch.Tensor | None] = [None, None]
+
+    def packed(self, bucket: WeightBucket) -> WeightBucket:
+        """Return the same bucket with its tensors in one buffer, valid until the second call after this one."""
+        size_bytes = sum(tensor.nbytes for tensor in bucket.tensors)
+        if _joined(bucket.tensors) is not None or not size_bytes:
+            return bucket
+        flat = self.room(bucket.index, size_bytes, bucket.tensors[0].device)[:size_bytes]
+        torch.cat(_flats(bucket.tensors), out=flat)
+        return replace(bucket, tensors=tuple(unpack(flat, bucket.specs)))
+
+    def room(self, index: int, size_bytes: int, device: torch.device) -> torch.Tensor:
+        """Return memory for a bucket, uint8 [at least size_bytes], valid until the second call after this one."""
+        buffer = self._buffers[index % 2]
+        if buffer is None or buffer.numel() < size_bytes or buffer.device != device:
+            buffer = self._buffers[index % 2] = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+        return buffer
+
+
+def _flats(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
+
+
+def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return the tensors' bytes as one view, None if they are not adjacent in one storage."""
+    if not tensors:
+        return None
+    if len(tensors) == 1:
+        return _flats(tensors)[0] if tensors[0].is_contiguous() else None
+    storage = tensors[0].untyped_storage()
+    end = start = tensors[0].data_ptr()
+    for tensor in tensors:
+        if tensor.data_ptr() != end or not tensor.is_contiguous():
+            return None
+        end += tensor.nbytes
+    if any(tensor.untyped_storage().data_ptr() != storage.data_ptr() for tensor in tensors):
+        return None
+    flat = torch.empty(0, dtype=torch.uint8, device=tensors[0].device)
+    return flat.set_(storage, start - storage.data_ptr(), (end - start,), (1,))
+
+
+def encode(tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec], rounding: Rounding) -> torch.Tensor:
+    """Return the bytes that travel, uint8 [N]; N is `encoded_size`. Raises `TrainerError` for non-finite weights."""
+    if rounding == "raw":
+        return pack(tensors)
+    parts = [_encoded(tensor, spec, rounding) for tensor, spec in zip(tensors, specs, strict=True)]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+
+
+def decode(encoding: Encoding, payload: torch.Tensor, specs: Sequence[TensorSpec]) -> torch.Tensor:
+    """Return the bytes of the tensors one after another, uint8; ``payload`` itself if nothing was encoded.
+
+    Raises `TransferError` if the payload is not as long as the specs say.
+    """
+    wanted = encoded_size(specs, encoding)
+    if payload.numel() != wanted:
+        raise TransferError(f"a bucket arrived as {payload.numel()} bytes of {encoding}, but its tensors take {wanted}")
+    if encoding == "raw":
+        return payload
+    flat = torch.empty(sum(spec.size_bytes for spec in specs), dtype=torch.uint8, device=payload.device)
+    source = target = 0
+    for spec in specs:
+        size_bytes = _encoded_size(spec, encoding)
+        part = payload[source : source + size_bytes]
+        flat[target : target + spec.size_bytes] = _decoded(part, spec, encoding)
+        source, target = source + size_bytes, target + spec.size_bytes
+    return flat
+
+
+def encoded_size(specs: Sequence[TensorSpec], encoding: Encoding) -> int:
+    """Return the number of bytes as which these tensors travel; the same on both sides."""
+    return sum(_encoded_size(spec, encoding) for spec in specs)
+
+
+def _applies(spec: TensorSpec, encoding: Encoding) -> bool:
+    if spec.num_elements == 0:
+        return False
+    if encoding == "bfloat16":
+        return spec.dtype in _WIDE
+    return encoding == "float8" and len(spec.shape) > 1 and DTYPE_SIZES[spec.dtype] > 1
+
+
+def _encoded_size(spec: TensorSpec, encoding: Encoding) -> int:
+    if not _applies(spec, encoding):
+        return spec.size_bytes
+    return 2 * spec.num_elements if encoding == "bfloat16" else float8.payload_size(spec.shape)
+
+
+def _encoded(tensor: torch.Tensor, spec: TensorSpec, rounding: Rounding) -> torch.Tensor:
+    if not _applies(spec, rounding):
+        return pack([tensor])
+    if rounding == "bfloat16":
+        return pack([tensor.to(torch.bfloat16)])
+    return float8.encode_float8(tensor, spec.name)
+
+
+def _decoded(payload: torch.Tensor, spec: TensorSpec, encoding: Encoding) -> torch.Tensor:
+    if not _applies(spec, encoding):
+        return payload
+    dtype = getattr(torch, spec.dtype)
+    if encoding == "bfloat16":
+        (values,) = unpack(payload, [spec.model_copy(update={"dtype": "bfloat16"})])
+    else:
+        values = float8.decode_float8(payload, spec.shape, dtype)
+    return pack([values.to(dtype)])
+
+
+def checksum(flat: torch.Tensor) -> str:
+    """Return the XXH3-128 of the bytes as 32 hexadecimal digits; uint8 [size], contiguous, on any device.
+
+    It detects damage on the way, and does not prove who sent the bytes. Does not copy bytes that are on the host, and
+    lets other threads run meanwhile. Raises `TransferError` for a tensor without bytes.
+    """
+    return xxhash.xxh3_128_hexdigest(on_host(flat).numpy().data)
+
+
+def on_host(flat: torch.Tensor) -> torch.Tensor:
+    """Return the bytes on the host, without a copy if they are there already.
+
+    Raises `TransferError` for a tensor without bytes, such as a tensor on the meta device or of a `FakeTensorMode`.
+    """
+    host = flat if flat.is_meta else flat.cpu()
+    if host.is_meta or type(host) is not torch.Tensor:
+        raise _unreadable(flat)
+    return host
+
+
+def require_bytes(flat: torch.Tensor) -> None:
+    """Raise `TransferError` for a tensor without bytes, as `on_host` does, without a copy."""
+    if flat.is_meta or type(flat) is not torch.Tensor:
+        raise _unreadable(flat)
+
+
+def _unreadable(flat: torch.Tensor) -> TransferError:
+    what = f"{type(flat).__name__} on {flat.device}"
+    return TransferError(f"a bucket's {flat.numel()} bytes cannot be read: a {what} holds no data; gather real tensors")

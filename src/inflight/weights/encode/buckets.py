@@ -1,0 +1,50 @@
+"""Buckets: whole tensors in manifest order, cut to a size. Knows nothing of how they travel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from inflight.weights.encode.lora_tensors import lora_difference
+from inflight.wire import BucketSpec, Manifest, TensorSpec
+
+DEFAULT_BUCKET_BYTES = 64 * 1024 * 1024
+
+
+def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> tuple[BucketSpec, ...]:
+    """Return buckets that cover the tensors in order, each at most ``bucket_bytes`` bytes or a single larger tensor."""
+    buckets: list[BucketSpec] = []
+    start, size_bytes = 0, 0
+    for i, spec in enumerate(specs):
+        if i > start and size_bytes + spec.size_bytes > bucket_bytes:
+            buckets.append(BucketSpec(index=len(buckets), start=start, stop=i, size_bytes=size_bytes))
+            start, size_bytes = i, 0
+        size_bytes += spec.size_bytes
+    if start < len(specs):
+        buckets.append(BucketSpec(index=len(buckets), start=start, stop=len(specs), size_bytes=size_bytes))
+    return tuple(buckets)
+
+
+def manifest_difference(expected: Sequence[TensorSpec], manifest: Manifest) -> str | None:
+    """Return why the expected tensors cannot be loaded from a manifest, None if they can.
+
+    The order may differ; names, shapes and dtypes may not. Frozen tensors are not sent, but must be known here too. A
+    LoRA must fit its modules. The text names up to five tensors of each kind.
+    """
+    if manifest.lora is not None:
+        return lora_difference({spec.name: spec.shape for spec in expected}, manifest)
+    mine = {spec.name: spec for spec in expected}
+    theirs = {spec.name: spec for spec in manifest.tensors}
+    named = {*theirs, *manifest.frozen}
+    problems = []
+    if missing := [name for name in mine if name not in named]:
+        problems.append(f"{len(missing)} tensors are missing: {missing[:5]}")
+    if extra := [name for name in (*theirs, *manifest.frozen) if name not in mine]:
+        problems.append(f"{len(extra)} tensors are unknown here: {extra[:5]}")
+    shared = [name for name in mine if name in theirs]
+    shapes = [f"{n} is {theirs[n].shape}, here {mine[n].shape}" for n in shared if mine[n].shape != theirs[n].shape]
+    if shapes:
+        problems.append(f"{len(shapes)} shapes differ: {'; '.join(shapes[:5])}")
+    dtypes = [f"{n} is {theirs[n].dtype}, here {mine[n].dtype}" for n in shared if mine[n].dtype != theirs[n].dtype]
+    if dtypes:
+        problems.append(f"{len(dtypes)} dtypes differ: {'; '.join(dtypes[:5])}")
+    return ". ".join(problems) or None

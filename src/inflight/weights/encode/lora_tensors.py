@@ -1,0 +1,72 @@
+"""LoRAs on the wire: the names of their tensors, and the weights of the model that they change.
+
+Names are those that PEFT saves: ``base_model.model.<module>.lora_A.weight`` [r, in] and ``...lora_B.weight`` [out, r]
+change ``<module>.weight`` [out, in]. Holds no tensors: `inflight.weights.receive.base_weights` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from inflight.wire import Manifest, TensorSpec
+
+PREFIX = "base_model.model."
+PARTS = _A, _B = ".lora_A.weight", ".lora_B.weight"
+"""How the names of A and B end."""
+
+
+def lora_names(module: str) -> tuple[str, str]:
+    """Return the names of A and B of the LoRA of one module."""
+    return f"{PREFIX}{module}{_A}", f"{PREFIX}{module}{_B}"
+
+
+def changed_names(manifest: Manifest) -> list[str]:
+    """Return the model's tensors that an update changes: those that it sends, or the weights under its LoRA."""
+    if manifest.lora is None:
+        return [tensor.name for tensor in manifest.tensors]
+    return [f"{module}.weight" for module in _modules(manifest)]
+
+
+def lora_difference(shapes: Mapping[str, Sequence[int]] | None, manifest: Manifest) -> str | None:
+    """Return why a LoRA cannot be merged into a model of these tensors, None if it can.
+
+    ``shapes`` is None if the model's tensors are not known. The text names up to five tensors of each kind.
+    """
+    lora = manifest.lora
+    assert lora is not None
+    sent = {tensor.name: tensor for tensor in manifest.tensors}
+    modules = _modules(manifest)
+    problems = []
+    pairs = {name for module in modules for name in lora_names(module)}
+    if alone := sorted(pairs.symmetric_difference(sent)):
+        problems.append(f"{len(alone)} tensors do not form pairs of {PREFIX}<module>{_A} and {_B}: {alone[:5]}")
+    whole = {m: (sent[a], sent[b]) for m in modules for a, b in [lora_names(m)] if a in sent and b in sent}
+    ranks = [
+        f"{module} has A of shape {a.shape} and B of shape {b.shape}"
+        for module, (a, b) in whole.items()
+        if len(a.shape) != 2 or len(b.shape) != 2 or not a.shape[0] == b.shape[1] == lora.rank
+    ]
+    if ranks:
+        problems.append(f"{len(ranks)} pairs do not have rank {lora.rank}: {'; '.join(ranks[:5])}")
+    if shapes is not None:
+        if unknown := [m for m in modules if f"{m}.weight" not in shapes]:
+            problems.append(f"{len(unknown)} modules are unknown here: {unknown[:5]}")
+        fitting = {m: pair for m, pair in whole.items() if f"{m}.weight" in shapes}
+        wrong = [
+            f"{module} is {_product(*pair)}, here {tuple(shapes[f'{module}.weight'])}"
+            for module, pair in fitting.items()
+            if not ranks and _product(*pair) != tuple(shapes[f"{module}.weight"])
+        ]
+        if wrong:
+            problems.append(f"{len(wrong)} products do not have the shapes of their weights: {'; '.join(wrong[:5])}")
+    return ". ".join(problems) or None
+
+
+def _modules(manifest: Manifest) -> list[str]:
+    """Return the modules that the tensors' names contain, in order, each once."""
+    names = [t.name.removeprefix(PREFIX) for t in manifest.tensors if t.name.startswith(PREFIX)]
+    return list(dict.fromkeys(n[: -len(_A)] for n in names if n.endswith((_A, _B))))
+
+
+def _product(a: TensorSpec, b: TensorSpec) -> tuple[int, int]:
+    return b.shape[0], a.shape[1]

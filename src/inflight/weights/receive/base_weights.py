@@ -1,0 +1,132 @@
+"""The weights that updates in part need besides what they send. Knows no engine.
+
+`BaseWeights` has those that an update left out, `AdaptedWeights` those under a LoRA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from inflight.errors import ConfigError, UpdateRefusedError
+from inflight.model.checkpoint_specs import tensor_specs_of
+from inflight.weights.encode.lora_tensors import changed_names, lora_names
+from inflight.wire import LoraSpec, Manifest
+
+Named = list[tuple[str, torch.Tensor]]
+
+
+class BaseWeights:
+    """The tensors that one engine has loaded over its life, by their checkpoint names.
+
+    Those that no update has sent are read from its checkpoint in ``directory``. Of the others, only those that an
+    update asked to keep are held here. ``dtype`` is the model's.
+    """
+
+    def __init__(self, directory: str, dtype: torch.dtype) -> None:
+        self._directory = Path(directory)
+        self._dtype = dtype
+        self._files: dict[str, Path] | None = None
+        self._brought: dict[str, torch.Tensor | None] = {}
+
+    def shapes(self) -> Mapping[str, Sequence[int]]:
+        """Return the shape of every tensor of the checkpoint. Raises `UpdateRefusedError` if it cannot be read."""
+        try:
+            return {spec.name: spec.shape for spec in tensor_specs_of(self._directory, "float32")}
+        except ConfigError as error:
+            raise UpdateRefusedError(f"a partial update needs the engine's checkpoint: {error}") from error
+
+    def require(self, names: Iterable[str]) -> None:
+        """Raise `UpdateRefusedError` unless `tensor` can return all of these."""
+        known = self._stored_in()
+        if lost := [name for name in names if self._brought.get(name, known.get(name)) is None]:
+            raise UpdateRefusedError(
+                f"send all weights first, with keep_base=True: loading this update needs {len(lost)} tensors that it "
+                f"leaves out, and earlier updates replaced them without keeping a base: {lost[:3]}"
+            )
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a tensor as last loaded, in the model's dtype, on the CPU or wherever it was kept."""
+        if name in self._brought:
+            kept = self._brought[name]
+            assert kept is not None  # the caller has asked `require`
+            return kept
+        with safe_open(self._stored_in()[name], framework="pt") as file:
+            stored: torch.Tensor = file.get_tensor(name)
+        return stored.to(self._dtype)
+
+    def loaded(self, tensors: Iterable[tuple[str, torch.Tensor]], *, keep: bool) -> None:
+        """Note the tensors that an update sent. With ``keep`` they stay in memory."""
+        self._brought |= {name: tensor if keep else None for name, tensor in tensors}
+
+    def _stored_in(self) -> Mapping[str, Path]:
+        if self._files is None:
+            self._files = {}
+            for path in sorted(self._directory.glob("*.safetensors")):
+                with safe_open(path, framework="pt") as file:
+                    self._files |= dict.fromkeys(file.keys(), path)
+        return self._files
+
+
+def merged(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, lora: LoraSpec) -> torch.Tensor:
+    """Return W0 + s B A in the dtype and on the device of W0, computed in float32 (float64 for a base in float64).
+
+    W0 is [out, in], A [r, in], B [out, r]; Hu et al. 2021 (arXiv 2106.09685), equation 3.
+    """
+    dtype = torch.promote_types(base.dtype, torch.float32)
+    a, b = a.to(base.device, dtype), b.to(base.device, dtype)
+    return (base.to(dtype) + lora.scale * (b @ a)).to(base.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedLoad:
+    """What an update means for the model: the tensors to load, and the base of those adapted afterwards."""
+
+    tensors: Named
+    base: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class AdaptedWeights:
+    """The base of the tensors that the current LoRA has changed: a LoRA is always merged into weights without any.
+
+    The base is the weights of the last update that was not a LoRA, or of the checkpoint. A LoRA replaces the LoRA
+    before; any other update removes it. Only `loaded` changes the base.
+    """
+
+    def __init__(self) -> None:
+        self._base: dict[str, torch.Tensor] = {}
+
+    @property
+    def names(self) -> Collection[str]:
+        """The model's tensors that the current LoRA has changed."""
+        return self._base.keys()
+
+    def prepare(self, manifest: Manifest, arrived: Named, present: Callable[[str], torch.Tensor]) -> AdaptedLoad:
+        """Return what to load for an update that has arrived. Changes nothing.
+
+        ``present`` returns a tensor of the model that no LoRA has changed, and that loading does not write to. If the
+        current LoRA has changed a tensor and this update does not, the tensor is loaded as it is without the LoRA.
+        """
+        base: dict[str, torch.Tensor] = {}
+        loads = arrived
+        if manifest.lora is not None:
+            sent: Mapping[str, torch.Tensor] = dict(arrived)
+            loads = []
+            for name in changed_names(manifest):
+                base[name] = self._base[name] if name in self._base else present(name)
+                a, b = (sent[part] for part in lora_names(name.removesuffix(".weight")))
+                loads.append((name, merged(base[name], a, b, manifest.lora)))
+        changed = {name for name, _ in loads}
+        return AdaptedLoad([*loads, *((n, t) for n, t in self._base.items() if n not in changed)], base)
+
+    def move(self, device: torch.device) -> None:
+        """Put the base on a device. If it raises, nothing has changed."""
+        self._base = {name: tensor.to(device) for name, tensor in self._base.items()}
+
+    def loaded(self, load: AdaptedLoad) -> None:
+        """Note that the model holds the prepared load."""
+        self._base = load.base

@@ -1,0 +1,233 @@
+"""Following: beside a server, bring it to the newest stored version of a run whenever there is a newer one.
+
+A follower makes the same contract calls as a publisher, so the endpoint sees no difference. It skips versions that were
+superseded while an update was under way. It leases what it reads, so that the trainer does not remove it meanwhile;
+even a slow follower makes progress. `inflight.weights.send.storing` is the other side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pydantic
+
+from inflight.base.backoff import Backoff
+from inflight.base.threads import run_abandonable
+from inflight.contracts import InferenceEndpoint
+from inflight.errors import ConfigError, InflightError, TransferError, UpdateAbortedError
+from inflight.types import EndpointOutcome, WeightBucket
+from inflight.weights.encode.bucket_bytes import checksum, pack
+from inflight.weights.receive.staging import payload_spec
+from inflight.weights.send.endpoint_update import bring, serves
+from inflight.weights.transports.bucket_files import LEASE_S, StoredUpdate
+from inflight.weights.transports.files import FileReceiver
+from inflight.weights.transports.pull import PullReceiver
+from inflight.wire import BucketTransfer, DirectorySpec, InFlightPolicy, PullSpec, UpdateRef
+
+FIRST_PAUSE_S = 0.5
+"""Pause between a first failure and the next try."""
+MAX_PAUSE_S = 30.0
+_JOIN_S = 60.0
+"""How long an endpoint may take to find what is stored."""
+_LEASE_SLACK_S = 5.0
+_RENEW_S = LEASE_S / 10
+
+
+def store_spec(place: str, run_id: str, token: str | None) -> DirectorySpec | PullSpec:
+    """Return where a run's versions are stored: a directory or a URL. Raises `ConfigError`."""
+    is_url = place.startswith(("http://", "https://"))
+    if is_url and token is None:
+        raise ConfigError(f"the store at {place} asks for a token; write it into a file and name that file")
+    try:
+        if is_url:
+            url = place.rstrip("/")
+            return PullSpec(run_id=run_id, transport="http", url=url, token=token or "", timeout_s=_JOIN_S)
+        directory = str(Path(place).absolute())
+        return DirectorySpec(run_id=run_id, transport="file", directory=directory, timeout_s=_JOIN_S)
+    except pydantic.ValidationError as error:
+        (where, why), *_ = ((problem["loc"], problem["msg"]) for problem in error.errors(include_url=False))
+        raise ConfigError(
+            f"run {run_id!r} cannot be followed at {place!r}: {'.'.join(map(str, where))}: {why}"
+        ) from error
+
+
+async def follow(
+    endpoint: InferenceEndpoint,
+    spec: DirectorySpec | PullSpec,
+    *,
+    in_flight: InFlightPolicy = InFlightPolicy.KEEP,
+    poll_s: float = 0.2,
+    deadline_s: float = 60.0,
+    note: Callable[[str], None],
+) -> NoReturn:
+    """Keep an endpoint at the newest stored version, until cancelled.
+
+    Each update has ``deadline_s`` seconds. A failed update leaves the endpoint as its contract says, and is tried again
+    after a pause. ``note`` is told of each failure, of a repeated one only once.
+    """
+
+    async def has(ref: UpdateRef) -> bool:
+        return serves(await endpoint.weight_version(), ref)
+
+    async def take(_: StoredRun, stored: StoredUpdate) -> None:
+        await _take(endpoint, spec, stored, in_flight, deadline_s)
+        note(f"serving version {stored.update.version} of run {spec.run_id!r}")
+
+    await take_each_newest(spec, has, take, poll_s=poll_s, deadline_s=deadline_s, note=note)
+
+
+async def take_each_newest(
+    spec: DirectorySpec | PullSpec,
+    has: Callable[[UpdateRef], Awaitable[bool]],
+    take: Callable[[StoredRun, StoredUpdate], Coroutine[Any, Any, None]],
+    *,
+    poll_s: float,
+    deadline_s: float,
+    note: Callable[[str], None],
+) -> NoReturn:
+    """Call ``take`` with each newest stored version that is not there yet by ``has``, until cancelled.
+
+    The version is leased meanwhile. Each has ``deadline_s`` seconds; what fails is noted and tried again after a pause.
+    """
+    source = StoredRun(spec)
+    told, backoff = "", Backoff(FIRST_PAUSE_S, MAX_PAUSE_S)
+    ref: UpdateRef | None = None
+    taken = failed = ref
+    try:
+        while True:
+            ref = None
+            try:
+                async with asyncio.timeout(deadline_s):
+                    ref = await source.latest(deadline_s)
+                    if ref is not None and ref != taken:
+                        if not await has(ref):
+                            ref = await source.lease_newest(ref, deadline_s)
+                            stored = await source.read_manifest(ref, deadline_s)
+                            await _while_held(source, ref, take(source, stored))
+                        taken = ref
+            except (TimeoutError, InflightError) as error:
+                why = str(error) or f"the newest version was not applied within {deadline_s:g} s"
+                if why != told:
+                    note(f"following run {spec.run_id!r}: {why}; trying again")
+                told = why
+                if ref != failed:
+                    backoff.reset()
+                failed = ref
+                await asyncio.sleep(backoff.next(time.monotonic()))
+            else:
+                told = ""
+                backoff.reset()
+                await asyncio.sleep(poll_s)
+    finally:
+        source.close()
+
+
+async def _while_held(source: StoredRun, ref: UpdateRef, taking: Coroutine[Any, Any, None]) -> None:
+    """Await ``taking`` while renewing the lease. Raises `TransferError` as soon as the version is removed."""
+
+    async def hold() -> None:
+        while True:
+            await asyncio.sleep(_RENEW_S)
+            await source.lease(ref)
+
+    calls = [asyncio.ensure_future(taking), asyncio.ensure_future(hold())]
+    try:
+        done, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+        for call in done:
+            call.result()
+    finally:
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+
+
+async def _take(
+    endpoint: InferenceEndpoint,
+    spec: DirectorySpec | PullSpec,
+    stored: StoredUpdate,
+    in_flight: InFlightPolicy,
+    deadline_s: float,
+) -> None:
+    """Bring an endpoint to a stored version. If a call raises, the update is ended and the error raised here."""
+    can = await endpoint.capabilities()
+    update = stored.update.model_copy(
+        update={
+            "staged": can.staging,
+            "in_flight": in_flight,
+            "deadline_s": deadline_s,
+            "lease_s": deadline_s + _LEASE_SLACK_S,
+        }
+    )
+    await endpoint.init_process_group(spec.model_copy(update={"incarnation": update.incarnation}))
+    report = await bring(endpoint, update, _transfers(stored, deadline_s), asyncio.timeout(deadline_s))
+    if report.outcome is not EndpointOutcome.APPLIED:
+        raise UpdateAbortedError(f"{report.endpoint} {report.outcome} version {update.version}: {report.detail}")
+
+
+async def _transfers(stored: StoredUpdate, timeout_s: float) -> AsyncGenerator[BucketTransfer, None]:
+    ref = stored.update.ref
+    for index, bucket in enumerate(stored.buckets):
+        yield BucketTransfer(
+            run_id=ref.run_id,
+            version=ref.version,
+            session_id=ref.session_id,
+            bucket_index=index,
+            encoding=bucket.encoding,
+            size_bytes=bucket.size_bytes,
+            checksum=bucket.checksum,
+            timeout_s=timeout_s,
+        )
+
+
+class StoredRun:
+    """What is stored of a run, in a directory or at a URL. No call blocks the event loop."""
+
+    def __init__(self, spec: DirectorySpec | PullSpec) -> None:
+        self._receiver = FileReceiver(spec) if isinstance(spec, DirectorySpec) else PullReceiver(spec)
+        self._lease = f"lease-{secrets.token_hex(8)}"
+
+    async def latest(self, timeout_s: float) -> UpdateRef | None:
+        """Return the newest completely stored version, None if there is none."""
+        return await run_abandonable(lambda: self._receiver.latest(timeout_s), "inflight-follow")
+
+    async def lease(self, ref: UpdateRef) -> None:
+        """Lease a version, ending the lease on the one before. Raises `TransferError` if the version is gone."""
+        await run_abandonable(lambda: self._receiver.lease(ref, self._lease, LEASE_S), "inflight-follow")
+
+    async def lease_newest(self, ref: UpdateRef, timeout_s: float) -> UpdateRef:
+        """Lease ``ref``, or the newest version if ``ref`` was removed meanwhile. Return what is leased."""
+        while True:
+            try:
+                await self.lease(ref)
+            except TransferError:
+                newest = await self.latest(timeout_s)
+                if newest is None or newest == ref:
+                    raise
+                ref = newest
+            else:
+                return ref
+
+    async def read_manifest(self, ref: UpdateRef, timeout_s: float) -> StoredUpdate:
+        """Return what is stored of a version. Raises `TransferError` if it was removed meanwhile."""
+        return await run_abandonable(lambda: self._receiver.read_manifest(ref, timeout_s), "inflight-follow")
+
+    def buckets(self, stored: StoredUpdate, deadline_s: float) -> Iterator[WeightBucket]:
+        """Yield what is stored of a version, compared with its checksums. Blocking. Raises `TransferError`."""
+        ref, deadline = stored.update.ref, time.monotonic() + deadline_s
+        self._receiver.begin(ref)
+        for announced, bucket in zip(stored.update.buckets, stored.buckets, strict=True):
+            specs = stored.update.manifest.tensors[announced.start : announced.stop]
+            if bucket.encoding != "raw":
+                specs = (payload_spec(bucket.size_bytes),)
+            tensors = tuple(self._receiver.receive(specs, max(0.001, deadline - time.monotonic())))
+            if checksum(pack(tensors)) != bucket.checksum:
+                raise TransferError(f"bucket {announced.index} of version {ref.version} does not match its checksum")
+            yield WeightBucket(announced.index, specs, tensors, bucket.encoding, bucket.checksum, ref)
+
+    def close(self) -> None:
+        self._receiver.abort()

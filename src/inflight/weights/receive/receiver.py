@@ -1,0 +1,403 @@
+"""The receiving half of an update, shared by every endpoint that takes weights by itself.
+
+It joins the state machine, the group that carries buckets, and the lease. Buckets arrive at a `WeightIntake`.
+`StagedIntake` keeps them here until the commit, so that any failure before it leaves the old weights serving; an
+adapter's intake lets its engine receive them. A `PausableEngine` pauses, loads and resumes: no engine is known here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from typing import Protocol
+
+from inflight.base.transport_registry import refusal
+from inflight.errors import PoisonedError, TransferError, UnsupportedError, UpdateAbortedError, UpdateRefusedError
+from inflight.weights.receive.bucket_sinks import WeightIntake
+from inflight.weights.receive.states import OpenUpdate, UpdateSession
+from inflight.wire import (
+    BucketTransfer,
+    Capabilities,
+    TensorSpec,
+    TransportSpec,
+    UpdateRef,
+    UpdateTimings,
+    WeightUpdate,
+    WeightVersion,
+)
+
+
+class PausableEngine(Protocol):
+    """What an `UpdateReceiver` asks of the engine whose weights change.
+
+    After `pause` has returned, exactly one of `apply`, `resume` and `give_up` follows; after an `apply` that raised,
+    `give_up` does. All are awaited in the receiver's event loop.
+    """
+
+    @abstractmethod
+    async def pause(self, update: WeightUpdate) -> None:
+        """Return once no token is being sampled, as ``update.in_flight`` says.
+
+        For a staged update an engine may return at once, if its `apply` pauses, loads and resumes by itself. Then a
+        pause that fails is an `apply` that fails.
+
+        If the update ends meanwhile, this is cancelled and nothing else is called: before ``CancelledError`` passes on,
+        make sampling go on as if this had never been called. A pause sent to another thread or process may still be on
+        its way there: send the undo after it, through the same queue. While the weights are torn, sampling is paused
+        already, and this returns at once.
+        """
+
+    @abstractmethod
+    async def apply(self, update: WeightUpdate) -> None:
+        """Switch to the weights that arrived and sample again, from ``update.version``.
+
+        They are the whole model but for ``update.manifest.frozen``, or the LoRA of ``update.manifest.lora``. The
+        version that labels tokens changes with them and in the same place: in the engine's thread if it has one, before
+        it samples the first token. `UpdateReceiver.session` says the new version only after this has returned, which is
+        too late for that label. If this raises anything, the weights count as torn.
+        """
+
+    @abstractmethod
+    async def resume(self) -> None:
+        """Sample again from the old weights: the update ended between `pause` and `apply`."""
+
+    @abstractmethod
+    async def give_up(self) -> None:
+        """End every request, running or waiting: the weights are torn.
+
+        Either `apply` raised, or part of an update had arrived in the model, or the update that was to mend torn
+        weights has ended early. Sampling stays paused until the `apply` of a complete update, which the receiver lets
+        through after a `pause`. Callers of the ended requests get `PoisonedError`, as new requests do from
+        `UpdateSession.refuse_to_sample`.
+        """
+
+    @abstractmethod
+    async def num_running(self) -> int:
+        """Return how many requests run. The refusal of a drain that does not end in time quotes this number."""
+
+
+engine_between: ContextVar[Callable[[PausableEngine], PausableEngine]] = ContextVar(
+    "engine_between", default=lambda it: it
+)
+"""Lets a check wrap the engine of each new receiver, so that a call on the engine can fail."""
+
+
+class _Open:
+    """What belongs to one update, from its request until it is over."""
+
+    def __init__(self, opened: OpenUpdate) -> None:
+        self._opened = opened
+        self.update = opened.update
+        self.pausing: asyncio.Future[None] | None = None
+        self.arriving: asyncio.Future[None] | None = None
+        self.committing: asyncio.Future[None] | None = None
+        self.lease: asyncio.TimerHandle | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self._opened.is_over
+
+    async def outlast(self, call: asyncio.Future[None], what: str) -> None:
+        """Wait for a call of this update. Raises `UpdateAbortedError` if the update ends first, else what it raises."""
+        await asyncio.wait([call])
+        if self.is_over:
+            raise UpdateAbortedError(f"the update to version {self.update.version} {what}")
+        call.result()
+
+    def stop_lease(self) -> None:
+        if self.lease is not None:
+            self.lease.cancel()
+
+
+class UpdateReceiver:
+    """Updates of one endpoint over its life. `ReceivingEndpoint` offers its methods under the names of the contract.
+
+    ``expected`` is what the engine can load (None: not known here, the engine refuses by itself). ``declared`` is what
+    the endpoint declares. An instance belongs to one event loop.
+    """
+
+    def __init__(
+        self,
+        engine: PausableEngine,
+        intake: WeightIntake,
+        expected: Sequence[TensorSpec] | None,
+        declared: Capabilities,
+    ) -> None:
+        self._engine = engine_between.get()(engine)
+        self._intake = intake
+        self._declared = declared
+        self._session = UpdateSession(expected)
+        self._session.joined()
+        self._joining: TransportSpec | None = None
+        self._open: _Open | None = None
+        self._applying: asyncio.Future[None] | None = None
+        self._ending: asyncio.Future[None] | None = None
+
+    @property
+    def session(self) -> UpdateSession:
+        """State, version and run. Read-only."""
+        return self._session
+
+    def weight_version(self, *, num_running: int, last_update: UpdateTimings | None) -> WeightVersion:
+        """Return the answer of `InferenceEndpoint.weight_version`; the arguments are what only the engine knows."""
+        session = self._session
+        return WeightVersion(
+            state=session.state,
+            version=session.version,
+            run_id=session.run_id,
+            session_id=session.session_id,
+            owner_run_id=session.owner,
+            incarnation=session.incarnation,
+            kept=self._intake.kept,
+            updating_to=None if session.update is None else session.update.version,
+            num_running=num_running,
+            last_update=last_update,
+        )
+
+    async def num_running(self) -> int:
+        return await self._engine.num_running()
+
+    async def join(self, spec: TransportSpec) -> None:
+        """Aborts an open update first."""
+        if lack := refusal(self._declared, spec.transport):
+            raise UnsupportedError(f"this endpoint does not declare {lack}")
+        self._session.fence(spec.run_id, spec.incarnation)
+        while True:  # another call may interleave
+            await self._applied()  # applying still needs the group
+            self._lose_group()
+            if self._open is None:
+                break
+            await self._end(self._open)
+        self._session.fence(spec.run_id, spec.incarnation)
+        self._joining = spec
+        await self._intake.join(spec)
+        if self._joining is not spec:
+            raise TransferError("another group was formed meanwhile")
+        self._session.group_formed(spec.run_id)
+
+    async def request(self, update: WeightUpdate) -> None:
+        if self._open is not None and self._session.is_open(update.ref):
+            if self._open.pausing is not None:
+                await self._open.outlast(self._open.pausing, "ended while this call was repeated")
+            return
+        self._refuse_undeclared(update)
+        opened = _Open(self._session.request(update))
+        try:
+            self._intake.begin(update)
+        except BaseException:
+            self._session.abort()
+            raise
+        self._open = opened
+        self._renew_lease(opened)
+        if not update.staged:
+            await self._pause(opened)
+
+    async def receive(self, bucket: BucketTransfer) -> None:
+        opened = self._open
+        if self._session.has_bucket(bucket):
+            return
+        if self._session.is_receiving(bucket) and opened is not None and opened.arriving is not None:
+            return await opened.outlast(opened.arriving, "ended while this call was repeated")
+        spec, tensors = self._session.begin_bucket(bucket)
+        assert opened is not None  # the session knows the bucket
+        self._renew_lease(opened)
+        opened.arriving = asyncio.get_running_loop().create_future()
+        try:
+            await self._intake.receive(bucket, spec, tensors)
+            if opened.is_over:
+                raise TransferError(
+                    f"the update to version {bucket.version} ended while bucket {spec.index} was arriving"
+                )
+            self._session.bucket_received()
+            self._renew_lease(opened)
+        except BaseException:
+            await self._end(opened)
+            raise
+        finally:
+            opened.arriving.set_result(None)
+
+    async def commit(self, ref: UpdateRef) -> None:
+        """Cancelling the call does not stop what it began."""
+        if self._session.is_served(ref):
+            return
+        opened = self._open
+        if opened is None or opened.committing is None or not self._session.is_open(ref):
+            opened = self._begin_commit(ref)
+        assert opened.committing is not None
+        await asyncio.shield(opened.committing)
+
+    async def abort(self, ref: UpdateRef) -> None:
+        """Waits for a commit that has begun to apply."""
+        self._session.never(ref)
+        opened = self._open
+        if opened is None:
+            return
+        update = opened.update
+        if ref != update.ref:
+            raise UpdateRefusedError(
+                f"the open update is version {update.version} of run {update.run_id!r}, not version {ref.version}"
+            )
+        await self._applied()
+        await self._end(opened)
+
+    def close(self) -> None:
+        """Leave the group and stop the lease. Does not end an open update."""
+        if self._open is not None:
+            self._open.stop_lease()
+        self._intake.leave()
+
+    def _refuse_undeclared(self, update: WeightUpdate) -> None:
+        """Raise if an update asks for something undeclared, or for a base that was not kept."""
+        if lack := self._declared.lacks(
+            in_flight=update.in_flight,
+            encodings=update.encodings,
+            partial_updates=bool(update.manifest.frozen),
+            lora=update.manifest.lora is not None,
+        ):
+            raise UnsupportedError(f"this endpoint does not declare {lack}")
+        if update.staged and not self._declared.staging:
+            raise UnsupportedError("this endpoint does not declare staging: it pauses sampling while an update arrives")
+        if update.base is not None and update.base != self._intake.kept:
+            kept = self._intake.kept
+            raise UpdateRefusedError(
+                f"update to version {update.version} refused: it is a delta to {_named(update.base)}, but this "
+                f"endpoint has kept {'nothing' if kept is None else _named(kept)}; send all weights"
+            )
+
+    async def _pause(self, opened: _Open) -> None:
+        """Pause sampling for an open update within its deadline. A failure ends the update."""
+        update = opened.update
+        opened.pausing = asyncio.ensure_future(self._engine.pause(update))
+        try:
+            async with asyncio.timeout(update.deadline_s):
+                await opened.outlast(opened.pausing, "was ended before sampling was paused")
+        except TimeoutError as error:
+            try:
+                num_running = await self._engine.num_running()
+            finally:
+                await self._end(opened)
+            raise UpdateRefusedError(
+                f"update to version {update.version} refused: {num_running} requests were still running after "
+                f"{update.deadline_s:g} s of {update.in_flight}"
+            ) from error
+        except BaseException:
+            await self._end(opened)
+            raise
+        self._renew_lease(opened)  # the publisher learns of the pause only now
+
+    def _begin_commit(self, ref: UpdateRef) -> _Open:
+        opened = self._open
+        if opened is not None and opened.pausing is not None and not opened.pausing.done():
+            raise UpdateRefusedError(f"version {ref.version} cannot be committed: sampling is not paused yet")
+        update = self._session.require_complete(ref).update
+        assert opened is not None  # it is complete
+        if update.staged:
+            self._session.pause(ref)
+            opened.committing = asyncio.ensure_future(self._pause_and_apply(opened))
+        else:  # begin at once, so that an abort finds it begun
+            opened.committing = self._begin_apply(opened)
+        opened.committing.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return opened
+
+    async def _pause_and_apply(self, opened: _Open) -> None:
+        """Pause sampling, which a staged update leaves to the commit, and apply the weights that arrived."""
+        await self._pause(opened)
+        await self._begin_apply(opened)
+
+    def _begin_apply(self, opened: _Open) -> asyncio.Future[None]:
+        """Begin to apply. From here on, only the end of applying ends the update."""
+        self._session.begin_apply(opened.update.ref)
+        opened.stop_lease()
+        self._applying = asyncio.ensure_future(self._apply(opened.update))
+        return self._applying
+
+    async def _apply(self, update: WeightUpdate) -> None:
+        """Apply the weights that arrived. Raises `PoisonedError` for any failure."""
+        try:
+            await self._engine.apply(update)
+        except Exception as error:  # after any error, the engine may hold a part of the update
+            self._session.abort()
+            self._open = None
+            problem = f"applying version {update.version} failed: {type(error).__name__}: {error}"
+            try:
+                await self._engine.give_up()
+            except Exception as lost:  # the weights are torn in any case
+                problem += f". Its requests could not be ended either: {lost}"
+            raise PoisonedError(problem) from error
+        self._session.committed()
+        self._open = None
+        self._intake.committed()
+
+    async def _applied(self) -> None:
+        """Return when no commit is under way. If none is, return without yielding, so that none can begin meanwhile."""
+        while self._applying is not None and not self._applying.done():
+            await asyncio.wait([self._applying])
+
+    async def _end(self, opened: _Open) -> None:
+        """End an update unless it is over: drop what arrived, and sample again if none of it is in the model."""
+        if opened.is_over:
+            return
+        opened.stop_lease()
+        was_torn = self._intake.has_applied
+        if self._session.has_begun:
+            self._lose_group()  # a receive may be pending on it
+        self._session.abort(torn=was_torn)
+        self._open = None
+        if (pausing := opened.pausing) is None:
+            return
+        if not pausing.done():
+            pausing.cancel()
+            await asyncio.wait([pausing])
+        was_paused = not pausing.cancelled() and pausing.exception() is None
+        if was_torn or (was_paused and self._session.is_torn):
+            await self._engine.give_up()
+        elif was_paused:
+            await self._engine.resume()
+
+    def _lose_group(self) -> None:
+        self._joining = None
+        self._session.group_lost()
+        self._intake.leave()
+
+    def _renew_lease(self, opened: _Open) -> None:
+        opened.stop_lease()
+
+        def end() -> None:
+            self._ending = asyncio.ensure_future(self._end(opened))
+
+        opened.lease = asyncio.get_running_loop().call_later(opened.update.lease_s, end)
+
+
+def _named(ref: UpdateRef) -> str:
+    return f"version {ref.version} of session {ref.session_id!r}"
+
+
+class ReceivingEndpoint(Protocol):
+    """The methods of an `InferenceEndpoint` that concern its weights, for endpoints with an `UpdateReceiver`."""
+
+    @abstractmethod
+    async def receiver(self) -> UpdateReceiver:
+        """Return this endpoint's receiver, always the same one. The first call may create it."""
+
+    async def weight_version(self) -> WeightVersion:
+        receiver = await self.receiver()
+        return receiver.weight_version(num_running=await receiver.num_running(), last_update=None)
+
+    async def init_process_group(self, spec: TransportSpec) -> None:
+        await (await self.receiver()).join(spec)
+
+    async def request_weight_update(self, update: WeightUpdate) -> None:
+        await (await self.receiver()).request(update)
+
+    async def receive_weights(self, bucket: BucketTransfer) -> None:
+        await (await self.receiver()).receive(bucket)
+
+    async def commit_weight_update(self, ref: UpdateRef) -> WeightVersion:
+        await (await self.receiver()).commit(ref)
+        return await self.weight_version()
+
+    async def abort_weight_update(self, ref: UpdateRef) -> WeightVersion:
+        await (await self.receiver()).abort(ref)
+        return await self.weight_version()

@@ -1,0 +1,83 @@
+"""Releasing one endpoint's memory and taking it back, one after the other, whoever asks. Knows no engine."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import abstractmethod
+from collections.abc import Coroutine
+from typing import Any, Protocol
+
+from inflight.errors import BusyError
+from inflight.weights.receive.states import UpdateSession
+from inflight.wire import EndpointState
+
+IDLE_S = 10.0
+"""How long the requests of an engine's other clients may take to end before a release is refused."""
+
+
+class ReleasableEngine(Protocol):
+    """What a `MemoryRelease` asks of the engine. Nothing is sampled and no update is open while it asks."""
+
+    @abstractmethod
+    async def free_memory(self) -> None:
+        """Give up the memory of weights, keys and values, and keep the weights elsewhere.
+
+        Raises `BusyError` if a request runs or waits in the engine, and then has changed nothing. After any other error
+        `take_memory` must be able to undo what was done.
+        """
+
+    @abstractmethod
+    async def take_memory(self) -> None:
+        """Take the memory back, so that the engine can sample. After an error it may be called again."""
+
+
+class MemoryRelease:
+    """Releases and restores the memory of the engine whose state is ``session``'s.
+
+    Cancelling a call does not stop what it began.
+    """
+
+    def __init__(self, engine: ReleasableEngine, session: UpdateSession) -> None:
+        self._engine = engine
+        self._session = session
+        self._turn = asyncio.Lock()
+
+    async def release(self) -> None:
+        """From the moment this is called requests and updates are refused. Raises as `ReleasingEndpoint` says."""
+        await _to_its_end(self._release())
+
+    async def restore(self) -> None:
+        await _to_its_end(self._restore())
+
+    async def _release(self) -> None:
+        async with self._turn:
+            if self._session.state is EndpointState.RELEASED:
+                return
+            self._session.begin_release()
+            try:
+                await self._engine.free_memory()
+            except BusyError:
+                self._session.restored()
+                raise
+            except BaseException:
+                self._session.released()
+                raise
+            self._session.released()
+
+    async def _restore(self) -> None:
+        async with self._turn:
+            if self._session.state is not EndpointState.RELEASED:
+                return
+            self._session.begin_restore()
+            try:
+                await self._engine.take_memory()
+            except BaseException:
+                self._session.released()
+                raise
+            self._session.restored()
+
+
+async def _to_its_end(call: Coroutine[Any, Any, None]) -> None:
+    task = asyncio.ensure_future(call)
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    await asyncio.shield(task)

@@ -1,0 +1,136 @@
+"""What has arrived of one update, held beside the model: received, compared, decoded, and ready to load.
+
+What has arrived is never written again: an engine may serve from it, and weights kept after the commit are the base of
+the next delta, which is patched into a copy. Knows nothing of endpoints and sessions.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from inflight.contracts import ReceivesAhead, WeightReceiver
+from inflight.errors import TransferError, UpdateRefusedError
+from inflight.weights.encode.bucket_bytes import decode, unpack
+from inflight.weights.encode.delta import decode_delta, element_runs
+from inflight.weights.encode.device_checksum import checksum_as
+from inflight.weights.encode.host_memory import ReusedMemory
+from inflight.weights.encode.streams import beside
+from inflight.wire import BucketSpec, BucketTransfer, TensorSpec, UpdateRef, WeightUpdate
+
+
+@dataclass(slots=True)
+class KeptWeights:
+    """The bytes of every bucket of a committed update; bucket i of the same plan is ``flats[i]``."""
+
+    ref: UpdateRef
+    buckets: tuple[BucketSpec, ...]
+    tensors: tuple[TensorSpec, ...]
+    flats: list[torch.Tensor]
+    memory: ReusedMemory
+
+
+class Staging:
+    """One update as it arrives. ``kept`` is its possible base, and changes while the update is open."""
+
+    def __init__(self, update: WeightUpdate, kept: KeptWeights | None) -> None:
+        self.update = update
+        is_base = kept is not None and update.base == kept.ref
+        same_plan = kept is not None and (update.buckets, update.manifest.tensors) == (kept.buckets, kept.tensors)
+        if is_base and not same_plan:
+            raise UpdateRefusedError(
+                f"version {update.version} is split into different buckets than its base; send all weights"
+            )
+        self._base = kept if is_base else None
+        self._memory = ReusedMemory() if kept is None else kept.memory
+        self._memory.begin()
+        self._flats: list[torch.Tensor] = []
+        self._lock = threading.Lock()
+        self._is_dropped = False
+
+    def receive(
+        self, receiver: WeightReceiver, transfer: BucketTransfer, bucket: BucketSpec, tensors: Sequence[TensorSpec]
+    ) -> None:
+        """Receive, compare and decode one bucket; blocks. Raises `TransferError`, and then stages nothing of it."""
+        size_bytes = bucket.size_bytes if transfer.size_bytes is None else transfer.size_bytes
+        if transfer.encoding == "raw" and size_bytes != bucket.size_bytes:
+            raise TransferError(f"bucket {bucket.index} has {bucket.size_bytes} bytes, but {size_bytes} were announced")
+        if size_bytes > bucket.size_bytes:
+            raise TransferError(
+                f"bucket {bucket.index} would travel as {size_bytes} bytes, more than its {bucket.size_bytes}"
+            )
+        (payload,) = receiver.receive((payload_spec(size_bytes),), transfer.timeout_s)
+        self._receive_ahead(receiver, bucket.index + 1, transfer.timeout_s)
+        with beside(payload.device):
+            if (
+                transfer.checksum is not None
+                and (found := checksum_as(transfer.checksum, payload)) != transfer.checksum
+            ):
+                raise TransferError(
+                    f"bucket {bucket.index} was damaged on its way: its checksum is {found}, but {transfer.checksum} "
+                    "was announced; none of it was loaded"
+                )
+            flat = self._decoded(transfer, bucket, tensors, payload)
+        with self._lock:
+            if self._is_dropped:
+                raise TransferError("the update ended meanwhile")
+            self._flats.append(flat)
+
+    def _receive_ahead(self, receiver: WeightReceiver, index: int, timeout_s: float) -> None:
+        """Let the next bucket travel while this one is compared, if its size is known before it is announced."""
+        update = self.update
+        if not isinstance(receiver, ReceivesAhead) or update.encodings or index == len(update.buckets):
+            return
+        # The publisher may take until the lease ends to go on.
+        receiver.receive_ahead((payload_spec(update.buckets[index].size_bytes),), update.lease_s + timeout_s)
+
+    def _decoded(
+        self, transfer: BucketTransfer, bucket: BucketSpec, tensors: Sequence[TensorSpec], payload: torch.Tensor
+    ) -> torch.Tensor:
+        if transfer.encoding == "delta":
+            assert self._base is not None  # the session refuses unannounced encodings
+            patch = decode_delta(payload.cpu(), element_runs(tensors))
+            flat = self._memory.take(bucket.size_bytes).copy_(self._base.flats[bucket.index])
+            patch.write(flat)
+            return flat
+        flat = decode(transfer.encoding, payload, tensors)
+        if self.update.keep and flat.is_cuda:
+            return flat.cpu()  # deltas are patched in on the CPU
+        return flat
+
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the tensors that have arrived, in manifest order, as views of what is staged."""
+        named = []
+        for bucket, flat in zip(self.update.buckets, self._flats, strict=False):
+            specs = self.update.manifest.tensors[bucket.start : bucket.stop]
+            named += [(spec.name, tensor) for spec, tensor in zip(specs, unpack(flat, specs), strict=True)]
+        return named
+
+    def flat(self, index: int) -> torch.Tensor:
+        """Return the bytes of a bucket that has arrived, as its tensors are loaded. Raises `TransferError`."""
+        with self._lock:
+            if self._is_dropped:
+                raise TransferError("the update ended meanwhile")
+            return self._flats[index]
+
+    def keep(self) -> KeptWeights | None:
+        """Return what was loaded as the base of a later delta, if the update asked for that."""
+        if not self.update.keep:
+            return None
+        return KeptWeights(
+            self.update.ref, self.update.buckets, self.update.manifest.tensors, self._flats, self._memory
+        )
+
+    def drop(self) -> None:
+        """Forget what arrived."""
+        with self._lock:
+            self._is_dropped = True
+            self._flats = []
+
+
+def payload_spec(size_bytes: int) -> TensorSpec:
+    """Return the spec of a whole bucket's bytes."""
+    return TensorSpec(name="payload", dtype="uint8", shape=(size_bytes,))

@@ -1,0 +1,449 @@
+"""The state machine of one endpoint's weights: which call is allowed when, and what a failure leaves behind.
+
+`TRANSITIONS` is the complete table; docs/contract.md shows the same one.
+
+Calls of a named session are idempotent: repeated calls have no effect, and calls of a session that is over are refused.
+Only the latest incarnation of a run's trainer may call.
+
+It holds no tensors, no clock and no lock: its owner calls it from one thread, does the work of each transition, and
+reports how the work ended.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from inflight.errors import (
+    BusyError,
+    FencedError,
+    PoisonedError,
+    ReleasedError,
+    TransferError,
+    UpdateRefusedError,
+)
+from inflight.types import WeightBucket
+from inflight.weights.encode.buckets import manifest_difference
+from inflight.weights.encode.lora_tensors import changed_names
+from inflight.wire import BucketSpec, BucketTransfer, EndpointState, TensorSpec, UpdateRef, WeightUpdate
+
+_NUM_REMEMBERED = 256
+"""How many ended sessions and runs' incarnations are remembered, against calls that arrive late."""
+_RELEASED = "the endpoint's memory is released: restore_memory takes it back"
+
+
+class Event(Enum):
+    """What changes the state of an endpoint; each value says what has happened."""
+
+    JOINED = "the endpoint has loaded its checkpoint"
+    REQUEST = "an update is accepted, and sampling is paused for it"
+    REQUEST_STAGED = "a staged update is accepted, and sampling goes on"
+    BUCKET = "a bucket of the update begins to arrive"
+    PAUSE = "the commit of a staged update pauses sampling"
+    APPLY = "all buckets have arrived, sampling is paused, and the weights are being applied"
+    COMMITTED = "the new weights are applied and served"
+    ENDED = "the update ends by an abort, a failure or its lease, and the old weights are whole"
+    RELEASE = "the memory of weights, keys and values is being released"
+    RESTORED = "the memory was taken back, or could not be released"
+    TORN = "the update ends in one of these ways, and the weights are torn, by it or by an update before it"
+    FOUND = "an engine that others may change says that its weights are whole"
+    FOUND_TORN = "an engine that others may change says that its weights are torn"
+    FOUND_RELEASED = "an engine that others may change says that its memory is released"
+
+
+TRANSITIONS: Mapping[tuple[EndpointState, Event], EndpointState] = {
+    (EndpointState.JOINING, Event.JOINED): EndpointState.READY,
+    (EndpointState.READY, Event.REQUEST): EndpointState.PAUSED,
+    (EndpointState.READY, Event.REQUEST_STAGED): EndpointState.STAGING,
+    (EndpointState.READY, Event.FOUND): EndpointState.READY,
+    (EndpointState.READY, Event.FOUND_TORN): EndpointState.POISONED,
+    (EndpointState.READY, Event.FOUND_RELEASED): EndpointState.RELEASED,
+    (EndpointState.READY, Event.RELEASE): EndpointState.RELEASED,
+    (EndpointState.RELEASED, Event.RESTORED): EndpointState.READY,
+    (EndpointState.RELEASED, Event.FOUND): EndpointState.READY,
+    (EndpointState.RELEASED, Event.FOUND_TORN): EndpointState.POISONED,
+    (EndpointState.RELEASED, Event.FOUND_RELEASED): EndpointState.RELEASED,
+    (EndpointState.STAGING, Event.BUCKET): EndpointState.STAGING,
+    (EndpointState.STAGING, Event.PAUSE): EndpointState.PAUSED,
+    (EndpointState.STAGING, Event.ENDED): EndpointState.READY,
+    (EndpointState.STAGING, Event.TORN): EndpointState.POISONED,
+    (EndpointState.PAUSED, Event.BUCKET): EndpointState.UPDATING,
+    (EndpointState.PAUSED, Event.APPLY): EndpointState.UPDATING,
+    (EndpointState.PAUSED, Event.ENDED): EndpointState.READY,
+    (EndpointState.PAUSED, Event.TORN): EndpointState.POISONED,
+    (EndpointState.UPDATING, Event.BUCKET): EndpointState.UPDATING,
+    (EndpointState.UPDATING, Event.APPLY): EndpointState.UPDATING,
+    (EndpointState.UPDATING, Event.COMMITTED): EndpointState.READY,
+    (EndpointState.UPDATING, Event.ENDED): EndpointState.READY,
+    (EndpointState.UPDATING, Event.TORN): EndpointState.POISONED,
+    (EndpointState.POISONED, Event.REQUEST): EndpointState.PAUSED,
+    (EndpointState.POISONED, Event.REQUEST_STAGED): EndpointState.STAGING,
+    (EndpointState.POISONED, Event.FOUND): EndpointState.READY,
+    (EndpointState.POISONED, Event.FOUND_TORN): EndpointState.POISONED,
+    (EndpointState.POISONED, Event.FOUND_RELEASED): EndpointState.RELEASED,
+}
+"""The state after each event. For a pair that is not listed, the call is refused or has no effect."""
+
+
+@dataclass(slots=True, eq=False)
+class OpenUpdate:
+    """What belongs to one update, from its request to its end."""
+
+    update: WeightUpdate
+    was_torn: bool
+    """Whether the weights were torn when the update was requested."""
+    num_received: int = 0
+    is_receiving: bool = False
+    is_applying: bool = False
+    is_over: bool = False
+
+
+class UpdateSession:
+    """Weights of one endpoint over its life. ``expected`` is what its model can load, None if that is not known here.
+
+    A method that refuses raises and changes nothing.
+    """
+
+    def __init__(self, expected: Sequence[TensorSpec] | None) -> None:
+        self._expected = None if expected is None else tuple(expected)
+        self._state = EndpointState.JOINING
+        self._run_id: str | None = None
+        self._served = UpdateRef(run_id="checkpoint", version=0)
+        self._served_incarnation = 0
+        self._group_run_id: str | None = None
+        self._owner: str | None = None
+        self._incarnations: dict[str, int] = {}
+        self._over: deque[UpdateRef] = deque(maxlen=_NUM_REMEMBERED)
+        self._torn_names: frozenset[str] | None = None
+        self._open: OpenUpdate | None = None
+        self._is_moving = False
+        """Whether memory is being released or taken back."""
+        self._num_changes = 0
+
+    @property
+    def state(self) -> EndpointState:
+        return self._state
+
+    @property
+    def version(self) -> int:
+        """Version served now; meaningless while POISONED."""
+        return self._served.version
+
+    @property
+    def run_id(self) -> str | None:
+        """Run of the served version; None for the checkpoint that the endpoint started from."""
+        return self._run_id
+
+    @property
+    def session_id(self) -> str:
+        """Session that sent the served version; empty if it had no name, or there was none."""
+        return self._served.session_id if self._served.run_id == self._run_id else ""
+
+    @property
+    def owner(self) -> str | None:
+        """Run whose updates are accepted, or were last."""
+        return self._owner
+
+    @property
+    def incarnation(self) -> int:
+        """Highest incarnation seen of the owner."""
+        return 0 if self._owner is None else self._incarnations.get(self._owner, 0)
+
+    @property
+    def update(self) -> WeightUpdate | None:
+        return None if self._open is None else self._open.update
+
+    @property
+    def num_changes(self) -> int:
+        """Number of ended updates, releases and restores.
+
+        If it grows while an engine is asked about its weights, the answer may be outdated.
+        """
+        return self._num_changes
+
+    def joined(self) -> None:
+        """Note that the endpoint holds version 0."""
+        self._take(Event.JOINED)
+
+    def found(
+        self, version: int, run_id: str | None, *, torn: bool, released: bool = False, session_id: str = ""
+    ) -> None:
+        """Adopt what an engine that others may change or restart says of its weights, unless an update is open."""
+        if self._open is not None or self._is_moving:
+            return
+        self._take(Event.FOUND_TORN if torn else Event.FOUND_RELEASED if released else Event.FOUND)
+        if (version, run_id, session_id) != (self.version, self._run_id, self.session_id):
+            self._served = UpdateRef(run_id=run_id or "checkpoint", version=version, session_id=session_id)
+            self._served_incarnation = 0 if run_id is None else self._incarnations.get(run_id, 0)
+        self._run_id = run_id
+        if not torn:
+            self._torn_names = None  # mended; later tears by others are not known here
+
+    def fence(self, run_id: str, incarnation: int) -> None:
+        """Raise `FencedError` if a later incarnation replaced this one; otherwise note the caller."""
+        highest = self._incarnations.get(run_id, 0)
+        if incarnation < highest:
+            raise FencedError(
+                f"the trainer of run {run_id!r} was replaced: this call comes from its incarnation {incarnation}, "
+                f"but incarnation {highest} has taken over. Stop this trainer"
+            )
+        self._owner = run_id
+        self._incarnations.pop(run_id, None)
+        self._incarnations[run_id] = incarnation  # moved to the end: the latest caller is forgotten last
+        if len(self._incarnations) > _NUM_REMEMBERED:
+            del self._incarnations[next(iter(self._incarnations))]
+
+    def group_formed(self, run_id: str) -> None:
+        """Accept only this run's updates from now on. The caller has aborted any open update."""
+        self._owner = run_id
+        self._group_run_id = run_id
+
+    def group_lost(self) -> None:
+        """Accept no update until a group is formed again."""
+        self._group_run_id = None
+
+    def request(self, update: WeightUpdate) -> OpenUpdate:
+        """Open an update. Raises `UpdateRefusedError`, and then changes nothing."""
+        if update.run_id == self._group_run_id:
+            self.fence(update.run_id, update.incarnation)
+        reason = self._reason_to_refuse(update)
+        if reason is not None:
+            raise UpdateRefusedError(f"update to version {update.version} refused: {reason}")
+        opened = OpenUpdate(update, was_torn=self.is_torn)
+        self._take(Event.REQUEST_STAGED if update.staged else Event.REQUEST)
+        self._open = opened
+        return opened
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a bucket of the open update was asked for."""
+        return self._open is not None and (self._open.is_receiving or self._open.num_received > 0)
+
+    def is_open(self, ref: UpdateRef) -> bool:
+        """Return whether the open update is this named session, in which case requesting it again is a repeat."""
+        return self._open is not None and bool(ref.session_id) and self._open.update.ref == ref
+
+    def is_served(self, ref: UpdateRef) -> bool:
+        """Return whether this named session's weights are served, in which case committing it again is a repeat."""
+        return bool(ref.session_id) and ref == self._served and self._state is EndpointState.READY
+
+    def has_bucket(self, transfer: BucketTransfer) -> bool:
+        """Return whether this bucket of a named session has arrived, in which case asking for it again is a repeat."""
+        opened = self._open if self.is_open(transfer.ref) else None
+        return opened is not None and transfer.bucket_index < opened.num_received
+
+    def is_receiving(self, transfer: BucketTransfer) -> bool:
+        """Return whether this bucket of a named session is arriving."""
+        opened = self._open if self.is_open(transfer.ref) else None
+        return opened is not None and opened.is_receiving and transfer.bucket_index == opened.num_received
+
+    def begin_bucket(self, transfer: BucketTransfer) -> tuple[BucketSpec, Sequence[TensorSpec]]:
+        """Return the bucket that begins to arrive, and its tensors. Buckets come in order, each once."""
+        opened = self._require_open(transfer.ref)
+        update = opened.update
+        if transfer.encoding not in ("raw", *update.encodings):
+            raise UpdateRefusedError(f"encoding {transfer.encoding} was not announced for version {update.version}")
+        if opened.is_receiving:
+            raise UpdateRefusedError(
+                f"bucket {opened.num_received} is still being received; offer one bucket at a time"
+            )
+        if transfer.bucket_index != opened.num_received:
+            raise UpdateRefusedError(
+                f"bucket {transfer.bucket_index} was offered, "
+                f"but bucket {opened.num_received} of {len(update.buckets)} is next"
+            )
+        if transfer.bucket_index >= len(update.buckets):
+            raise UpdateRefusedError(f"all {len(update.buckets)} buckets were received already")
+        self._take(Event.BUCKET)
+        opened.is_receiving = True
+        bucket = update.buckets[transfer.bucket_index]
+        return bucket, update.manifest.tensors[bucket.start : bucket.stop]
+
+    def bucket_received(self) -> None:
+        """Note that the last begun bucket has arrived whole."""
+        assert self._open is not None
+        assert self._open.is_receiving
+        self._open.is_receiving = False
+        self._open.num_received += 1
+
+    def require_complete(self, ref: UpdateRef) -> OpenUpdate:
+        """Return the open update if all of it has arrived. Raises `UpdateRefusedError`."""
+        opened = self._require_open(ref)
+        if opened.is_applying:
+            raise UpdateRefusedError(f"version {ref.version} is being applied already")
+        if opened.num_received != len(opened.update.buckets):
+            raise UpdateRefusedError(
+                f"version {ref.version} cannot be committed: "
+                f"only {opened.num_received} of {len(opened.update.buckets)} buckets have arrived"
+            )
+        return opened
+
+    def pause(self, ref: UpdateRef) -> None:
+        """Note that sampling is being paused for a staged update that has arrived completely."""
+        self.require_complete(ref)
+        self._take(Event.PAUSE, f"version {ref.version} is being committed already")
+
+    def begin_apply(self, ref: UpdateRef) -> None:
+        """Note that the update is being applied: from here on a failure poisons.
+
+        Raises if the update is not open or not complete. Afterwards the owner calls `committed` or `abort`.
+        """
+        opened = self.require_complete(ref)
+        self._take(Event.APPLY, f"version {ref.version} cannot be applied: sampling is not paused")
+        opened.is_applying = True
+
+    def committed(self) -> None:
+        """Note that every tensor was applied: the open update is now served."""
+        assert self._open is not None
+        assert self._open.is_applying
+        self._take(Event.COMMITTED)
+        opened = self._end()
+        self._served, self._served_incarnation = opened.update.ref, opened.update.incarnation
+        self._run_id = opened.update.run_id
+        self._torn_names = None
+
+    def abort(self, *, torn: bool = False) -> None:
+        """End the open update, if any. The old weights are whole if no byte was applied, torn otherwise.
+
+        ``torn`` says that an engine which applies bytes as they arrive did so before `begin_apply`.
+        """
+        if self._open is None:
+            self._num_changes += 1
+            return
+        has_applied = torn or self._open.is_applying
+        self._take(Event.TORN if has_applied or self._open.was_torn else Event.ENDED)
+        opened = self._end()
+        if has_applied:
+            self._torn_names = frozenset(changed_names(opened.update.manifest)) | (self._torn_names or frozenset())
+
+    def begin_release(self) -> None:
+        """Note that memory is being released. `released` or `restored` follows.
+
+        Raises `BusyError` if an update is open, `PoisonedError` if the weights are torn.
+        """
+        self._refuse_torn()
+        if self._open is not None:
+            raise BusyError(f"the update to version {self._open.update.version} is open: memory cannot be released now")
+        if self._state is not EndpointState.READY:
+            raise BusyError(f"the endpoint is {self._state}: memory cannot be released now")
+        self._take(Event.RELEASE)
+        self._is_moving = True
+
+    def begin_restore(self) -> None:
+        """Note that the memory is being taken back. `restored` follows, or `released` if it cannot be had."""
+        self._is_moving = True
+
+    def released(self) -> None:
+        """Note that the memory is released, or still is."""
+        self._is_moving = False
+        self._num_changes += 1
+
+    def restored(self) -> None:
+        """Note that the endpoint has its memory, whether it was taken back or could not be released."""
+        self._take(Event.RESTORED)
+        self._is_moving = False
+        self._num_changes += 1
+
+    def never(self, ref: UpdateRef) -> None:
+        """Refuse any request of this named session from now on: it was aborted, and a late request would reopen it."""
+        if ref.session_id:
+            self._over.append(ref)
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether there are no whole weights: an update failed while being applied, and none has replaced it since."""
+        return self._state is EndpointState.POISONED or (self._open is not None and self._open.was_torn)
+
+    def refuse_to_sample(self) -> None:
+        """Raise `PoisonedError` or `ReleasedError` if a request can be sampled neither now nor when a pause ends.
+
+        Applying an update to whole weights does not count: a request that arrives meanwhile waits.
+        """
+        self._refuse_torn()
+        if self._state is EndpointState.RELEASED:
+            raise ReleasedError(f"{_RELEASED}, and version {self.version} is served again")
+
+    def _refuse_torn(self) -> None:
+        if self.is_torn:
+            raise PoisonedError(
+                f"weights are torn: an update after version {self.version} failed while it was applied. "
+                "Publish a complete update, or restart the server"
+            )
+
+    def _take(self, event: Event, refusal: str | None = None) -> None:
+        """Change the state as the table says, or raise; ``refusal`` is for events that a caller may send too early."""
+        after = TRANSITIONS.get((self._state, event))
+        if after is None and refusal is not None:
+            raise UpdateRefusedError(refusal)
+        if after is None:
+            raise AssertionError(f"{event.name} cannot happen while {self._state.name}")
+        self._state = after
+
+    def _end(self) -> OpenUpdate:
+        opened, self._open = self._open, None
+        assert opened is not None
+        opened.is_over = True
+        self._over.append(opened.update.ref)
+        self._num_changes += 1
+        return opened
+
+    def _require_open(self, ref: UpdateRef) -> OpenUpdate:
+        if self._open is None:
+            raise UpdateRefusedError(f"no update is open here (asked for version {ref.version}); request one first")
+        update = self._open.update
+        if ref != update.ref:
+            attempt = "" if ref.session_id == update.session_id else f", session {ref.session_id or 'unnamed'!r}"
+            raise UpdateRefusedError(
+                f"the open update is version {update.version} of run {update.run_id!r}, "
+                f"not version {ref.version} of run {ref.run_id!r}{attempt}"
+            )
+        return self._open
+
+    def _reason_to_refuse(self, update: WeightUpdate) -> str | None:
+        if self._state is EndpointState.JOINING:
+            return "the endpoint is still joining"
+        if update.session_id and update.ref in self._over:
+            return f"its session {update.session_id!r} is over"
+        if self._state is EndpointState.RELEASED:
+            return _RELEASED
+        if self._open is not None:
+            return f"the update to version {self._open.update.version} is still open"
+        if self._group_run_id is None:
+            return "no weight group is formed; call init_process_group first"
+        if update.run_id != self._group_run_id:
+            return f"run {update.run_id!r} does not own the weight group; run {self._group_run_id!r} does"
+        is_older = (update.incarnation, update.version) < (self._served_incarnation, self.version)
+        if self._run_id == update.run_id and is_older:
+            return f"version {self.version} of this run is served already"
+        if self.is_torn and update.manifest.lora is not None:
+            return "weights are torn, and a LoRA needs whole weights as its base; send all of them"
+        if self.is_torn and not self._makes_whole(update):
+            return "weights are torn, and it leaves out tensors that the failed update changed; send all weights"
+        return None if self._expected is None else manifest_difference(self._expected, update.manifest)
+
+    def _makes_whole(self, update: WeightUpdate) -> bool:
+        """Return whether an update that may leave tensors out replaces every tensor that may be torn."""
+        if not update.manifest.frozen:
+            return True
+        sent = {tensor.name for tensor in update.manifest.tensors}
+        return self._torn_names is not None and self._torn_names <= sent
+
+
+def refuse_stray(bucket: WeightBucket, ref: UpdateRef | None) -> None:
+    """Raise `TransferError` if a bucket belongs to another update than the one being sent.
+
+    An abandoned call of the update before may arrive this late, when the group is already another one.
+    """
+    if bucket.ref is not None and bucket.ref != ref:
+        raise TransferError(
+            f"bucket {bucket.index} belongs to version {bucket.ref.version}, session {bucket.ref.session_id!r}, which "
+            "is over"
+        )
+
+
+def transfer_failed(cause: BaseException, what: str) -> TransferError:
+    """Return the `TransferError` for a lower-level error."""
+    text = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
+    return TransferError(f"{what} failed: {text}")

@@ -1,0 +1,1 @@
+"""The sending half of a weight update: gathering, encoding, publishing and storing."""

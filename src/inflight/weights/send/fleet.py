@@ -1,0 +1,375 @@
+"""The members of a fleet over many publishes: who gets each publish, who may get work, when to ask the others again.
+
+    JOINING -> HEALTHY            a publish was applied
+    HEALTHY -> SUSPECT            no answer in time: left out, and asked once more before the next publish. The first
+                                  question must be answered within two seconds, if enough others answer it
+    HEALTHY -> DEAD               gone, or a suspect that stays silent, or failed its only try to join, or its memory is
+                                  released
+    SUSPECT, DEAD -> JOINING      it answers again: the next publish is its try
+    HEALTHY -> JOINING            it missed a version, or its weights are torn: the next publish makes it whole
+
+Only a healthy member holds the version that was published last, and only a healthy member may be given work. A dead
+member becomes healthy only through an applied publish. This module knows publishers and workers by their contracts, no
+engine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from inflight.base.backoff import Backoff
+from inflight.contracts import InferenceEndpoint, WeightSource
+from inflight.errors import ConfigError, PublishError, UpdateError
+from inflight.http.kinds import connect_endpoint
+from inflight.types import EndpointOutcome, EndpointReport, PublishReport, PublishSpans
+from inflight.weights.encode.buckets import DEFAULT_BUCKET_BYTES
+from inflight.weights.send.endpoint_update import ANSWER_S, answers, declared
+from inflight.weights.send.gathering import gather_only
+from inflight.weights.send.publish import publish_weights
+from inflight.weights.send.publisher import WeightPublisher, close_all
+from inflight.wire import Capabilities, EndpointState, InFlightPolicy, WeightVersion
+
+_NUM_ATTEMPTS = 3
+"""After losing a member, which may leave others torn, the fleet reaches the present version by publishing again."""
+_FIRST_PAUSE_S = 1.0
+"""Pause before a dead member is asked again for the first time."""
+_MAX_PAUSE_S = 60.0
+_RELEASED = "has released its memory and takes no update until that is restored: left out of this publish"
+
+
+class MemberState(StrEnum):
+    """The state of one member of a fleet."""
+
+    HEALTHY = "healthy"
+    """It applied the last publish."""
+    SUSPECT = "suspect"
+    """It did not answer in time, and is asked once more before the next publish."""
+    DEAD = "dead"
+    """It is gone; it is asked from time to time."""
+    JOINING = "joining"
+    """It answers, or was never asked, and does not hold the last published version."""
+
+
+class StateChange(NamedTuple):
+    """A member whose state a publish changed; ``before`` is None for a new member."""
+
+    endpoint: str
+    before: MemberState | None
+    after: MemberState
+
+
+@dataclass(slots=True)
+class _Member:
+    """All that is known of one member."""
+
+    endpoint: InferenceEndpoint
+    url: str | None = None
+    """The URL that named it; None if it came connected."""
+    capabilities: Capabilities | None = None
+    """What it declared last; None until it has answered."""
+    state: MemberState = MemberState.JOINING
+    backoff: Backoff = field(default_factory=lambda: Backoff(_FIRST_PAUSE_S, _MAX_PAUSE_S))
+    is_on_trial: bool = False
+    """It joined for the running publish, and leaves again if that fails because of it."""
+    why: str = ""
+
+    @property
+    def takes_part(self) -> bool:
+        return self.capabilities is not None and self.state in (MemberState.HEALTHY, MemberState.JOINING)
+
+    def bury(self, why: str) -> None:
+        """Leave it out, and ask it again after a pause that grows each time."""
+        self.state, self.is_on_trial, self.why = MemberState.DEAD, False, why
+        self.backoff.next(time.monotonic())
+
+    def leave_out(self, outcome: EndpointOutcome, why: str) -> None:
+        """Leave it out until it answers again."""
+        if outcome is EndpointOutcome.TIMED_OUT and not self.is_on_trial:
+            self.state, self.why = MemberState.SUSPECT, why
+        else:
+            self.bury(why)
+
+
+class _Verdict(IntEnum):
+    """How one attempt to publish ended, as all ranks agree; the highest of any rank counts."""
+
+    DONE = 0
+    AGAIN = 1
+    TOO_FEW = 2
+    FAILED = 3
+
+
+class Fleet:
+    """The servers that are published to, and which of them are healthy. Rank 0 has one; other ranks call `take_part`.
+
+    It begins with the endpoints of ``publisher``, and owns ``publisher`` from now on. ``quorum`` is how many endpoints
+    have to hold each version; None means all that can be reached, and at least one. ``token`` is for endpoints named by
+    URL. Used from one thread at a time.
+    """
+
+    def __init__(self, publisher: WeightPublisher, *, quorum: int | None = None, token: str | None = None) -> None:
+        if quorum is not None and not quorum >= 1:
+            raise ConfigError(f"quorum must be at least 1, not {quorum}")
+        self._publisher = publisher
+        self._quorum = quorum
+        self._token = token
+        self._members = {e.name: _Member(e, capabilities=can) for e, can in publisher.endpoints.items()}
+        self._known = self.states
+        self._notes: list[str] = []
+        self._changes: tuple[StateChange, ...] = ()
+
+    @property
+    def states(self) -> Mapping[str, MemberState]:
+        """State of every member, by endpoint name."""
+        return {name: member.state for name, member in self._members.items()}
+
+    @property
+    def healthy(self) -> tuple[str, ...]:
+        """Names of the members that may be given work."""
+        return tuple(name for name, member in self._members.items() if member.state is MemberState.HEALTHY)
+
+    @property
+    def changes(self) -> tuple[StateChange, ...]:
+        """State changes of the last publish, and members that joined since the publish before."""
+        return self._changes
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a person should know of the last publish: failed attempts, and servers that do not fit."""
+        return tuple(self._notes)
+
+    def set_members(self, wanted: Iterable[InferenceEndpoint | str]) -> None:
+        """Set the members from now on: names or URLs, and connected endpoints.
+
+        A new member joins with the next publish that it answers. A member that is not named leaves: its requests go on,
+        and it gets no further publish. Raises `ConfigError` for an invalid URL, and then leaves the fleet unchanged.
+        """
+        known = {member.url or name: member for name, member in self._members.items()} | self._members
+        members: dict[str, _Member] = {}
+        for one in wanted:
+            if not isinstance(one, str):
+                old = self._members.get(one.name)
+                member = old if old is not None and old.endpoint is one else _Member(one)
+            elif one in known:
+                member = known[one]
+            else:
+                endpoint = connect_endpoint(one, token=self._token)
+                member = self._members.get(endpoint.name, _Member(endpoint))
+                member.url = one
+            members.setdefault(member.endpoint.name, member)
+        stay = [member.endpoint for member in members.values()]
+        gone = [member.endpoint for member in self._members.values() if member.endpoint not in stay]
+        self._members = members
+        if gone:
+            self._publisher.run(close_all, gone)
+
+    def ask_all(self) -> None:
+        """Make the next publish ask every member that was left out, whatever its pause."""
+        for member in self._members.values():
+            member.backoff.due_at = 0.0
+
+    def close(self) -> None:
+        """Close every connection, and the publisher; servers go on. Idempotent."""
+        self.set_members(())
+        self._publisher.close()
+
+    def publish(
+        self,
+        worker: WeightSource,
+        *,
+        in_flight: InFlightPolicy = InFlightPolicy.KEEP,
+        deadline_s: float = 60.0,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    ) -> PublishReport:
+        """Bring every reachable member to the worker's weights, leaving lost members out and letting returning ones in.
+
+        Rank 0 calls it while every other rank calls `take_part`. Returns the report of the last attempt. If fewer
+        members than the quorum can be reached, the report has not succeeded, no member is healthy, and the next publish
+        asks again.
+
+        Raises what `publish_weights` does, if publishing again would not help: `FencedError` says that this trainer was
+        replaced.
+        """
+        report: PublishReport | None = None
+        num_failed = 0
+        self._notes = []
+        self._invite(in_flight)
+        self._leave_some_out(deadline_s)
+        verdict = _agreed(worker, self._is_possible())
+        while verdict is _Verdict.AGAIN:
+            failure: Exception | None = None
+            endpoints = {m.endpoint: m.capabilities for m in self._members.values() if m.takes_part and m.capabilities}
+            had_group = self._publisher.group == endpoints.keys()
+            try:
+                report = publish_weights(
+                    worker,
+                    self._publisher,
+                    endpoints=endpoints,
+                    in_flight=in_flight,
+                    deadline_s=deadline_s,
+                    bucket_bytes=bucket_bytes,
+                    quorum=self._quorum,
+                )
+                self._judge(report, had_group=had_group)
+                verdict = _Verdict.DONE
+            except PublishError as error:
+                report, failure = error.report, error
+                num_failed += 1
+                self._notes.append(report.summary())
+                may_help = self._judge(report, had_group=had_group, may_fail=num_failed < _NUM_ATTEMPTS)
+                verdict = self._is_possible() if may_help else _Verdict.FAILED
+            except Exception as error:  # raised below, after telling the other ranks
+                verdict, failure = _Verdict.FAILED, error
+            verdict = _agreed(worker, verdict)
+            if verdict is _Verdict.FAILED:
+                self._note_changes()
+                raise failure or _failed_elsewhere()
+        if verdict is _Verdict.TOO_FEW:
+            for member in self._members.values():
+                member.state = MemberState.JOINING if member.state is MemberState.HEALTHY else member.state
+        self._note_changes()
+        return self._absent(worker) if report is None else report
+
+    def _is_possible(self) -> _Verdict:
+        num_left = sum(member.takes_part for member in self._members.values())
+        return _Verdict.AGAIN if num_left >= (self._quorum or 1) else _Verdict.TOO_FEW
+
+    def _judge(self, report: PublishReport, *, had_group: bool, may_fail: bool = True) -> bool:
+        """Note what became of every member. Return whether publishing again to the remaining members may succeed.
+
+        A restarted server refuses whatever is sent to its former group, so a refusal counts only after the group was
+        formed anew. A member on trial has one try, but a try that silent members spoilt does not count.
+        """
+        silent = {
+            e.endpoint
+            for e in report.endpoints
+            if e.outcome in (EndpointOutcome.TIMED_OUT, EndpointOutcome.UNREACHABLE)
+        }
+        is_anybody_gone = has_anybody_refused = False
+        for part in report.endpoints:
+            member = self._members[part.endpoint]
+            is_spoilt = part.outcome is EndpointOutcome.ABORTED and silent
+            if part.outcome is EndpointOutcome.APPLIED:
+                member.state, member.is_on_trial = MemberState.HEALTHY, False
+                member.backoff.reset()
+            elif part.endpoint in silent or (member.is_on_trial and not is_spoilt):
+                is_anybody_gone = True
+                member.leave_out(part.outcome, part.detail)
+            else:
+                member.state, member.why = MemberState.JOINING, part.detail
+                has_anybody_refused |= part.outcome is EndpointOutcome.REFUSED
+        return False if has_anybody_refused and not had_group else may_fail or is_anybody_gone
+
+    def _invite(self, in_flight: InFlightPolicy) -> None:
+        """Ask the members that take no part and whose pause is over. Those that answer are on trial."""
+        now = time.monotonic()
+        due = {n: m for n, m in self._members.items() if not m.takes_part and m.backoff.is_due(now)}
+        found: Mapping[str, tuple[Capabilities, WeightVersion] | BaseException] = self._publisher.run(
+            answers, {name: partial(declared, member.endpoint) for name, member in due.items()}
+        )
+        for name, member in due.items():
+            answer = found.get(name)
+            if answer is None:
+                member.bury(f"{name}: did not answer within {ANSWER_S:g} s")
+            elif isinstance(answer, BaseException):
+                member.bury(str(answer) or repr(answer))
+            elif problem := self._problem(member, *answer, in_flight):
+                member.bury(f"{name} {problem}")
+                self._notes.append(member.why)
+            else:
+                member.capabilities, member.state, member.is_on_trial = answer[0], MemberState.JOINING, True
+
+    def _problem(
+        self, member: _Member, can: Capabilities, serves: WeightVersion, in_flight: InFlightPolicy
+    ) -> str | None:
+        """Return why a member that answers cannot take part."""
+        if serves.state is EndpointState.RELEASED:
+            return _RELEASED
+        before = member.capabilities or can
+        if (can.dtype, can.vocab_size) != (before.dtype, before.vocab_size):
+            return (
+                f"came back with {can.model} in {can.dtype} with {can.vocab_size} tokens, "
+                f"but was {before.model} in {before.dtype} with {before.vocab_size}"
+            )
+        publisher = self._publisher
+        lack = can.lacks(in_flight=in_flight, transport=publisher.transport, encodings=publisher.encodings)
+        return None if lack is None else f"does not declare {lack}"
+
+    def _leave_some_out(self, deadline_s: float) -> None:
+        """Leave out members whose memory is released, and if enough others answer at once, those that do not.
+
+        They are asked again before the next publish.
+        """
+        present = {name: member for name, member in self._members.items() if member.takes_part}
+        calls = {name: member.endpoint.weight_version for name, member in present.items()}
+        found: Mapping[str, WeightVersion | BaseException] = self._publisher.run(
+            answers, calls, self._quorum or 1, deadline_s
+        )
+        for name, answer in found.items():
+            if isinstance(answer, WeightVersion) and answer.state is EndpointState.RELEASED:
+                present[name].bury(f"{name} {_RELEASED}")
+                self._notes.append(present[name].why)
+        for name in present.keys() - found.keys():
+            why = f"did not say within {ANSWER_S:g} s which version it serves: left out of this publish"
+            present[name].leave_out(EndpointOutcome.TIMED_OUT, why)
+            self._notes.append(f"{name} {why}")
+
+    def _note_changes(self) -> None:
+        before, self._known = self._known, self.states
+        changes = (StateChange(name, before.get(name), state) for name, state in self._known.items())
+        self._changes = tuple(change for change in changes if change.before is not change.after)
+
+    def _absent(self, worker: WeightSource) -> PublishReport:
+        parts = [
+            EndpointReport(
+                name,
+                EndpointOutcome.ABORTED if member.state is MemberState.JOINING else EndpointOutcome.UNREACHABLE,
+                None,
+                member.why or "fewer members can be reached than the quorum requires",
+            )
+            for name, member in self._members.items()
+        ]
+        spans = PublishSpans(gather_s=0.0, pause_s=0.0, wire_s=0.0, load_s=0.0, first_token_s=None, total_s=0.0)
+        return PublishReport(
+            self._publisher.run_id, worker.version, 0, tuple(parts), spans, num_needed=self._quorum or 1, sent_bytes=0
+        )
+
+
+def take_part(worker: WeightSource, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
+    """Gather for each attempt of rank 0's `Fleet.publish`. Every other rank calls it.
+
+    The ranks agree in torch's default process group. Raises what gathering raises, and `UpdateError` if the publish
+    failed on another rank.
+    """
+    verdict = _agreed(worker, _Verdict.DONE)
+    while verdict is _Verdict.AGAIN:
+        failure: Exception | None = None
+        try:
+            gather_only(worker, bucket_bytes)
+        except Exception as error:  # raised below, after telling the other ranks
+            failure = error
+        verdict = _agreed(worker, _Verdict.DONE if failure is None else _Verdict.FAILED)
+        if verdict is _Verdict.FAILED:
+            raise failure or _failed_elsewhere()
+
+
+def _failed_elsewhere() -> UpdateError:
+    return UpdateError("the publish failed on another rank, whose error says why")
+
+
+def _agreed(worker: WeightSource, verdict: _Verdict) -> _Verdict:
+    """Return the highest verdict of any rank, on every rank."""
+    if worker.world_size == 1:
+        return verdict
+    device = "cpu" if "cpu" in dist.get_backend_config() else "cuda"
+    agreed = torch.tensor(int(verdict), device=device)
+    dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
+    return _Verdict(int(agreed))

@@ -1,0 +1,275 @@
+"""The weights of a plain module, or its LoRA, as a source of publishes, for loops that have no `TrainerWorker`.
+
+Knows nothing of trainers, engines or how weights travel, one attribute of transformers, and what PEFT's layers look
+like without importing PEFT.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from inflight.contracts import LoraSource, PartialWeightSource
+from inflight.errors import ConfigError, UnsupportedError
+from inflight.types import WeightBucket
+from inflight.weights.encode.bucket_bytes import Packer, unpack
+from inflight.weights.encode.lora_tensors import PREFIX, lora_names
+from inflight.wire import DTYPE_SIZES, BucketSpec, LoraSpec, TensorSpec
+
+
+class ModuleWeights(PartialWeightSource):
+    """The weights of a module that every rank holds whole.
+
+    The owner sets ``version``, adding one after each optimizer step. No copy of the weights is kept; where weights are
+    cast, two buffers of one bucket stay. Names are
+    those that ``save_pretrained`` writes: wrappers of DDP, accelerate and torch.compile are looked through, and tied
+    weights appear once. Endpoints refuse the names of models whose checkpoints hold other tensors than their modules do
+    (transformers' mixtures of experts).
+
+    ``wire_dtype`` (a key of `DTYPE_SIZES`) is the dtype to which weights are cast on the way, such as the ``dtype`` of
+    an endpoint's capabilities; None leaves each as it is. Raises `ConfigError` for an unknown dtype.
+
+    ``skip_frozen`` leaves out what does not train: parameters that do not require gradients, and buffers. Endpoints
+    then have to declare ``partial_updates``. A parameter that was sent once is sent from then on, even if it is frozen
+    later.
+    """
+
+    version: int = 0
+    rank: int = 0
+    world_size: int = 1
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        *,
+        version: int = 0,
+        wire_dtype: str | None = None,
+        skip_frozen: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        check_wire_dtype(wire_dtype)
+        self.version = version
+        self.rank = rank
+        self.world_size = world_size
+        self._module = unwrapped(module)
+        self._wire_dtype = wire_dtype
+        self._packer = Packer()
+        self._skip_frozen = skip_frozen
+        self._trained: set[str] = set()
+
+    def parameter_specs(self) -> Sequence[TensorSpec]:
+        """Raises `UnsupportedError` for sharded or quantised weights.
+
+        Raises `ConfigError` if frozen weights are skipped and all are frozen.
+        """
+        sent = self._sent()
+        if not sent:
+            raise ConfigError(
+                "every parameter is frozen, so nothing would be sent; set requires_grad on what you train"
+            )
+        return [tensor_spec(name, tensor, self._wire_dtype) for name, tensor in sent.items()]
+
+    def frozen_names(self) -> Sequence[str]:
+        """Empty unless frozen ones are skipped."""
+        sent = self._sent()
+        return [name for name in named_tensors(self._module) if name not in sent]
+
+    def gather_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
+        """Never communicates. Weights that are not cast are the module's own."""
+        named = list(self._sent().items())
+        return gather_named(named, self._wire_dtype, buckets, self._packer, is_sender=self.rank == 0)
+
+    def _sent(self) -> dict[str, torch.Tensor]:
+        named = named_tensors(self._module)
+        if not self._skip_frozen:
+            return named
+        self._trained |= {name for name, tensor in named.items() if tensor.requires_grad}
+        return {name: tensor for name, tensor in named.items() if name in self._trained}
+
+
+def check_wire_dtype(wire_dtype: str | None) -> None:
+    """Raise `ConfigError` unless weights can travel in this dtype; None is each weight's own dtype."""
+    if wire_dtype is not None and wire_dtype not in DTYPE_SIZES:
+        raise ConfigError(f"wire_dtype must be one of {', '.join(DTYPE_SIZES)}, not {wire_dtype!r}")
+
+
+def tensor_spec(name: str, tensor: torch.Tensor, wire_dtype: str | None) -> TensorSpec:
+    """Return how a tensor travels. Raises `UnsupportedError` for a sharded or quantised tensor."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if isinstance(tensor, DTensor):
+        raise UnsupportedError(f"{name} is sharded; ModuleWeights takes whole modules, inflight_fsdp sharded ones")
+    if dtype not in DTYPE_SIZES:
+        raise UnsupportedError(f"{name} is {dtype}; weights travel as {', '.join(DTYPE_SIZES)}")
+    return TensorSpec.model_validate({"name": name, "dtype": wire_dtype or dtype, "shape": tuple(tensor.shape)})
+
+
+@torch.no_grad()
+def gather_named(
+    named: Sequence[tuple[str, torch.Tensor]],
+    wire_dtype: str | None,
+    buckets: Sequence[BucketSpec],
+    packer: Packer,
+    *,
+    is_sender: bool,
+) -> Iterator[WeightBucket]:
+    """Yield whole tensors bucket by bucket, as `WeightSource.gather_weights` does; only the sender's buckets hold any.
+
+    A bucket whose tensors all have their wire dtypes holds the module's own tensors. The others are cast into memory of
+    ``packer``, which the caller keeps from one gathering to the next.
+    """
+    size_bytes = max((bucket.size_bytes for bucket in buckets), default=0)
+    for bucket in buckets:
+        part = named[bucket.start : bucket.stop]
+        specs = tuple(tensor_spec(name, tensor, wire_dtype) for name, tensor in part)
+        if not is_sender:
+            yield WeightBucket(bucket.index, specs, ())
+            continue
+        if all(tensor.dtype == getattr(torch, spec.dtype) for (_, tensor), spec in zip(part, specs, strict=True)):
+            yield WeightBucket(bucket.index, specs, tuple(tensor.detach() for _, tensor in part))
+            continue
+        gathered = unpack(packer.room(bucket.index, size_bytes, part[0][1].device), specs)
+        for target, (_, tensor) in zip(gathered, part, strict=True):
+            target.copy_(tensor)
+        yield WeightBucket(bucket.index, specs, tuple(gathered))
+
+
+def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the module inside wrappers that prefix the names of its parameters."""
+    inner: Any = module
+    while True:
+        if isinstance(inner, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
+            inner = inner.module
+        elif isinstance(getattr(inner, "_orig_mod", None), torch.nn.Module):  # torch.compile
+            inner = inner._orig_mod
+        else:
+            return inner  # type: ignore[no-any-return]
+
+
+def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return parameters and persistent buffers by their checkpoint names, tied ones once."""
+    derived = getattr(module, "all_tied_weights_keys", {})  # of transformers: names that its checkpoints leave out
+    names: dict[int, str] = {}
+    state = {name: t for name, t in module.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
+    for name, tensor in state.items():
+        if id(tensor) not in names or names[id(tensor)] in derived:
+            names[id(tensor)] = name
+    return {name: tensor for name, tensor in state.items() if names[id(tensor)] == name}
+
+
+class LoraWeights(LoraSource):
+    """The LoRA of a module that every rank holds whole.
+
+    ``module`` is a PEFT model, or any module whose adapted layers have ``lora_A`` [r, in] and ``lora_B`` [out, r]:
+    parameters, linear layers without bias, or, as in PEFT, dicts of these by ``lora_name``. ``alpha`` and ``rslora``
+    determine the scale; None takes them from PEFT's config of the LoRA, where rslora defaults to False. The owner sets
+    ``version``, adding one after each optimizer step. ``wire_dtype`` as in `ModuleWeights`.
+
+    Endpoints add the LoRA to the weights of their last complete update, or of their checkpoint. Raises `ConfigError` if
+    the module has no such layers or ``alpha`` is not known. Raises `UnsupportedError` for ranks or scales that differ
+    between layers, for other parameters that train, and for LoRAs that are not a sum (DoRA, embeddings).
+    """
+
+    version: int = 0
+    rank: int = 0
+    world_size: int = 1
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        *,
+        alpha: float | None = None,
+        rslora: bool | None = None,
+        lora_name: str = "default",
+        version: int = 0,
+        wire_dtype: str | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        check_wire_dtype(wire_dtype)
+        self.version = version
+        self.rank = rank
+        self.world_size = world_size
+        self._module = unwrapped(module)
+        self._lora_name = lora_name
+        self._packer = Packer()
+        self._wire_dtype = wire_dtype
+        config = getattr(self._module, "peft_config", {}).get(lora_name)
+        alpha = getattr(config, "lora_alpha", None) if alpha is None else alpha
+        rslora = bool(getattr(config, "use_rslora", False)) if rslora is None else rslora
+        if alpha is None:
+            raise ConfigError("alpha is not known: the module has no peft_config; pass alpha, the scale's numerator")
+        pairs = self._pairs()
+        ranks = {int(a.shape[0]) for a, _ in pairs.values()} | {int(b.shape[1]) for _, b in pairs.values()}
+        if len(ranks) != 1:
+            raise UnsupportedError(f"the layers' LoRAs have different ranks {sorted(ranks)}; use one rank for all")
+        self._spec = LoraSpec(rank=ranks.pop(), alpha=float(alpha), rslora=rslora)
+        self._check_scales()
+        self._check_others(pairs)
+
+    def lora_spec(self) -> LoraSpec:
+        return self._spec
+
+    def parameter_specs(self) -> Sequence[TensorSpec]:
+        """Names are those that PEFT saves."""
+        return [tensor_spec(name, tensor, self._wire_dtype) for name, tensor in self._named()]
+
+    def gather_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
+        """Never communicates. The tensors of a bucket lie side by side in memory."""
+        return gather_named(self._named(), self._wire_dtype, buckets, self._packer, is_sender=self.rank == 0)
+
+    def _named(self) -> list[tuple[str, torch.Tensor]]:
+        pairs = self._pairs()
+        return [(name, t) for m, pair in pairs.items() for name, t in zip(lora_names(m), pair, strict=True)]
+
+    def _pairs(self) -> Mapping[str, tuple[torch.Tensor, torch.Tensor]]:
+        pairs = {}
+        for name, layer in self._layers():
+            a, b = (_matrix(name, getattr(layer, part), self._lora_name) for part in ("lora_A", "lora_B"))
+            if a is not None and b is not None:
+                pairs[name.removeprefix(PREFIX)] = (a, b)
+        if not pairs:
+            raise ConfigError(f"the module has no layer with lora_A and lora_B of the LoRA {self._lora_name!r}")
+        return pairs
+
+    def _layers(self) -> Iterator[tuple[str, Any]]:
+        for name, layer in self._module.named_modules():
+            if hasattr(layer, "lora_A") and hasattr(layer, "lora_B"):
+                yield name, layer
+
+    def _check_scales(self) -> None:
+        for name, layer in self._layers():
+            if self._lora_name in (getattr(layer, "lora_magnitude_vector", None) or {}):
+                raise UnsupportedError(
+                    f"{name} is adapted by DoRA, which is not a sum of weights; publish merged weights"
+                )
+            if self._lora_name in (getattr(layer, "lora_embedding_A", None) or {}):
+                raise UnsupportedError(f"{name} is an adapted embedding; publish merged weights")
+            scaling = getattr(layer, "scaling", None)
+            scale = scaling.get(self._lora_name) if isinstance(scaling, Mapping) else scaling
+            if isinstance(scale, float | int) and abs(scale - self._spec.scale) > 1e-6 * abs(self._spec.scale):
+                raise UnsupportedError(f"{name} is scaled by {scale}, but the LoRA by {self._spec.scale}")
+
+    def _check_others(self, pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
+        mine = {id(tensor) for pair in pairs.values() for tensor in pair}
+        others = [n for n, t in named_tensors(self._module).items() if t.requires_grad and id(t) not in mine]
+        if others:
+            raise UnsupportedError(
+                f"{len(others)} other parameters train, and publishing the LoRA would leave them out: {others[:5]}"
+            )
+
+
+def _matrix(name: str, part: Any, lora_name: str) -> torch.Tensor | None:
+    """Return the matrix of one half of a LoRA, None if the layer has none under that name."""
+    if isinstance(part, torch.nn.ModuleDict | torch.nn.ParameterDict):
+        if lora_name not in part:
+            return None
+        part = part[lora_name]
+    if part is None or isinstance(part, torch.Tensor):
+        return part
+    if getattr(part, "bias", None) is not None:
+        raise UnsupportedError(f"the LoRA of {name} has a bias, which is not a sum of weights; train it without one")
+    return part.weight  # type: ignore[no-any-return]

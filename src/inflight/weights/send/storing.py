@@ -1,0 +1,112 @@
+"""Storing: gather from the workers and store each version, without waiting for any server; servers fetch it.
+
+This module knows the Protocols only, no engine and no trainer; `inflight.weights.receive.following` is the other side.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from inflight.contracts import WeightSender, WeightSource
+from inflight.errors import ConfigError, DeadlineError
+from inflight.types import WeightBucket
+from inflight.weights.encode.bucket_bytes import Rounding
+from inflight.weights.encode.buckets import DEFAULT_BUCKET_BYTES, plan_buckets
+from inflight.weights.send.gathering import announcement, as_announced, exhaust, outgoing_bucket
+from inflight.weights.transports.files import FileReceiver
+from inflight.wire import DirectorySpec, TransportSpec, UpdateRef, WeightUpdate
+
+_READ_S = 60.0
+"""How long a file system may take to say what is stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreReport:
+    """What was stored, and what it cost. Servers find it at ``spec``."""
+
+    ref: UpdateRef
+    spec: TransportSpec
+    size_bytes: int
+    stored_bytes: int
+    gather_s: float
+    store_s: float
+
+
+def store_weights(
+    worker: WeightSource,
+    sender: WeightSender,
+    *,
+    run_id: str,
+    incarnation: int = 1,
+    encoding: Rounding = "raw",
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    deadline_s: float = 60.0,
+) -> StoreReport:
+    """Store the worker's present weights as the newest version of the run; return what was stored.
+
+    Rank 0 calls it, with a `FileSender` or `PullSender`, while every other rank calls `gather_only`. It waits for no
+    server: servers take the newest version when they are ready, see
+    `inflight.weights.receive.following`. ``incarnation`` counts the times a run's trainer was started: one more than
+    `newest_incarnation`.
+
+    Raises `TransferError` or `DeadlineError` if the version cannot be stored in time; the version before then stays the
+    newest. Whatever is raised, the collective gather was completed on every rank.
+    """
+    gathered = worker.gather_weights(plan_buckets(worker.parameter_specs(), bucket_bytes))
+    try:
+        if worker.rank != 0:
+            raise ConfigError(f"store_weights is for rank 0; rank {worker.rank} calls gather_only(worker)")
+        if sender.is_collective:
+            raise ConfigError(
+                "store_weights needs a sender that stores weights: make_sender('file') or make_sender('http')"
+            )
+        update = announcement(
+            worker,
+            run_id=run_id,
+            incarnation=incarnation,
+            bucket_bytes=bucket_bytes,
+            deadline_s=deadline_s,
+            encoding=encoding,
+        )
+        return _store(as_announced(gathered, update), sender, update, encoding, deadline_s)
+    finally:
+        exhaust(gathered)
+
+
+def newest_incarnation(directory: Path, run_id: str) -> int:
+    """Return the incarnation of a run's newest stored version in a directory; 0 if there is none."""
+    spec = DirectorySpec(run_id=run_id, transport="file", directory=str(directory.absolute()), timeout_s=_READ_S)
+    receiver = FileReceiver(spec)
+    ref = receiver.latest(_READ_S)
+    return 0 if ref is None else receiver.read_manifest(ref, _READ_S).update.incarnation
+
+
+def _store(
+    gathered: Iterator[WeightBucket], sender: WeightSender, update: WeightUpdate, encoding: Rounding, deadline_s: float
+) -> StoreReport:
+    deadline = time.monotonic() + deadline_s
+    (spec,) = sender.specs(update.run_id, [1], deadline_s)
+    sender.begin(update)
+    gather_s = store_s = 0.0
+    stored_bytes = 0
+    is_done = False
+    try:
+        started = time.monotonic()
+        for bucket in gathered:
+            sent = outgoing_bucket(bucket, update.ref, encoding=encoding)
+            gathered_at = time.monotonic()
+            gather_s += gathered_at - started
+            if gathered_at > deadline:
+                raise DeadlineError(f"version {update.version} was not stored within {deadline_s:g} s")
+            sender.send(sent, deadline - gathered_at)
+            started = time.monotonic()
+            store_s += started - gathered_at
+            stored_bytes += sum(part.size_bytes for part in sent.specs)
+        is_done = True
+    finally:
+        sender.end(is_done=is_done)
+    spec = spec.model_copy(update={"incarnation": update.incarnation})
+    return StoreReport(update.ref, spec, update.manifest.size_bytes, stored_bytes, gather_s, store_s)

@@ -1,0 +1,78 @@
+"""Fields that messages share: token ids, counts, names, durations, addresses."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from typing import Annotated, TypeVar
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field
+
+PROTOCOL_VERSION = 2
+"""Version of the contract between peers. It grows when a peer of the previous version would be misread."""
+
+
+T = TypeVar("T")
+
+
+Items = Annotated[tuple[T, ...], Field(fail_fast=True)]
+"""A sequence whose validation stops at its first bad element, so that a long one yields a single error."""
+
+
+Natural = Annotated[int, Field(ge=0, le=2**63 - 1)]
+"""A count, an index or a version: a non-negative signed 64-bit integer."""
+
+
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+
+
+TokenCount = Annotated[int, Field(ge=1, le=2**31 - 1)]
+
+
+Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
+"""Seed of a request: signed or unsigned, 64 bits."""
+
+
+Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
+"""How long something may take: at most a week, which every system clock and wait can count."""
+
+
+RequestId = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+RunId = Annotated[str, Field(min_length=1, max_length=1024)]
+
+
+def is_empty(value: object) -> bool:
+    """Return whether a message leaves a field out, for peers that do not know it."""
+    return not value
+
+
+def usable_host(host: str) -> str:
+    """Return ``host`` if it is an IP address or a host name in ASCII. Raises ``ValueError``."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        if len(host) > 253 or not all(re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,62}", it) for it in host.split(".")):
+            raise ValueError("it is neither an IP address nor a host name") from None
+    return host
+
+
+def usable_url(url: str) -> str:
+    """Return ``url`` if it names a host, and a port in range if it has one. Raises ``ValueError``."""
+    if not all("!" <= character <= "~" for character in url):
+        raise ValueError("it holds characters that no URL can carry; percent-encode them")
+    parts = urlsplit(url)
+    if parts.username is not None:
+        raise ValueError("it names a user; put the token in the token field")
+    if parts.port == 0:
+        raise ValueError("nothing can connect to port 0")
+    usable_host(parts.hostname or "")
+    return url
+
+
+class WireModel(BaseModel):
+    """Base of every message: immutable, strict about unknown keys, without infinities, with bounds on every number."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)

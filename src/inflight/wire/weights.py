@@ -1,0 +1,270 @@
+"""Messages of weight updates: manifests, buckets, sessions, versions and the state of an endpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections import Counter
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field, model_validator
+
+from inflight.wire.fields import Items, Natural, RunId, Seconds, WireModel
+
+DTYPE_SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+"""Wire dtypes of weights, with the size of one element in bytes."""
+
+
+TransportName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}$")]
+"""How weights travel: the name of an `inflight.contracts.Transport`, such as ``gloo``."""
+
+
+Encoding = Literal["raw", "bfloat16", "float8", "delta"]
+"""How the tensors of a bucket become bytes; see `inflight.weights.encode.bucket_bytes`."""
+
+
+class InFlightPolicy(StrEnum):
+    """What happens to running requests when weights change."""
+
+    KEEP = "keep"
+    """They pause, then go on with the keys and values that older weights computed."""
+    RECOMPUTE = "recompute"
+    """They pause, then their keys and values are computed again under the new weights."""
+    DRAIN = "drain"
+    """They finish under the old weights; nothing new starts until the new ones are live."""
+    ABORT = "abort"
+    """They end at once with the tokens they have, and finish reason ``abort``."""
+
+
+class EndpointState(StrEnum):
+    """States of an endpoint; `inflight.weights.receive.states` holds the transitions."""
+
+    JOINING = "joining"
+    READY = "ready"
+    STAGING = "staging"
+    """An update arrives while sampling goes on from the old weights."""
+    PAUSED = "paused"
+    UPDATING = "updating"
+    RELEASED = "released"
+    """Its memory is given up until it is restored; it keeps its weights, and neither samples nor takes updates."""
+    POISONED = "poisoned"
+
+
+class TensorSpec(WireModel):
+    """One tensor as it is loaded: checkpoint name, dtype (a key of `DTYPE_SIZES`), full unsharded shape.
+
+    ``uint8`` is for the bytes of a whole bucket, which a transport moves as one tensor.
+    """
+
+    name: str = Field(min_length=1, max_length=1024)
+    dtype: Literal["float64", "float32", "bfloat16", "float16", "uint8"]
+    shape: Items[Natural] = Field(max_length=64)
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the tensor on the wire."""
+        return self.num_elements * DTYPE_SIZES.get(self.dtype, 1)
+
+
+class LoraSpec(WireModel):
+    """A LoRA: each adapted weight is its base plus `scale` times B A.
+
+    The base is the weights of the endpoint's last update that was not a LoRA, or of the checkpoint it was started from.
+    The tensors of module M are named as PEFT saves them, ``base_model.model.M.lora_A.weight`` [rank, in] and
+    ``base_model.model.M.lora_B.weight`` [out, rank], and change ``M.weight`` [out, in].
+    """
+
+    rank: int = Field(ge=1, le=2**31 - 1)
+    alpha: float = Field(gt=0, le=1e6)
+    rslora: bool = False
+    """Whether the scale is divided by the square root of the rank (arXiv 2312.03732) instead of the rank."""
+
+    @property
+    def scale(self) -> float:
+        """The factor of the product of the two matrices."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+class Manifest(WireModel):
+    """Every tensor of one update, in the order in which they travel, and the tensors of the model that are left out."""
+
+    tensors: Items[TensorSpec] = Field(min_length=1)
+    lora: LoraSpec | None = None
+    """Set if the tensors are those of a LoRA, which replaces the LoRA before; None if they are the model's own."""
+    frozen: Items[Annotated[str, Field(max_length=1024)]] = ()
+    """Tensors of the model that are not sent, because they equal those of every server's starting checkpoint."""
+
+    @model_validator(mode="after")
+    def _lora_freezes_nothing(self) -> Manifest:
+        if self.lora is not None and self.frozen:
+            raise ValueError("a LoRA leaves every other tensor out: frozen must be empty")
+        return self
+
+    @model_validator(mode="after")
+    def _names_are_unique(self) -> Manifest:
+        names = [*(tensor.name for tensor in self.tensors), *self.frozen]
+        if len(set(names)) != len(names):
+            twice = sorted(name for name, count in Counter(names).items() if count > 1)
+            raise ValueError(f"tensor names appear twice in the manifest: {twice[:5]}")
+        return self
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(tensor.size_bytes for tensor in self.tensors)
+
+    def digest(self) -> str:
+        """SHA-256 over names, dtypes and shapes in order: equal digests mean equal layouts."""
+        text = json.dumps([[t.name, t.dtype, list(t.shape)] for t in self.tensors], separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+class BucketSpec(WireModel):
+    """Tensors ``start <= i < stop`` of the manifest, sent as one message of ``size_bytes`` bytes.
+
+    The bytes are the tensors in manifest order, row-major, without gaps.
+    """
+
+    index: Natural
+    start: Natural
+    stop: Natural
+    size_bytes: Natural
+
+
+class TransportSpec(WireModel):
+    """How weights reach one endpoint. Each transport adds what its receivers need to know.
+
+    ``incarnation`` counts the times a run's trainer was started: calls of a replaced incarnation are refused.
+    """
+
+    run_id: RunId
+    incarnation: Natural = 0
+    transport: TransportName
+    timeout_s: Seconds
+
+    @property
+    def group(self) -> str:
+        """The name by which an engine calls the group that it joined."""
+        return f"{self.transport} of {self.run_id}"
+
+
+class TransportBody(TransportSpec):
+    """Body of ``/init_process_group``: how weights reach this endpoint from now on.
+
+    Its other fields depend on the transport, whose `inflight.contracts.Transport.spec_type` defines them.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+
+class UpdateMessage(WireModel):
+    """What every message about an update begins with."""
+
+    run_id: RunId
+    version: Natural
+    session_id: str = Field(default="", max_length=64, pattern=r"^[A-Za-z0-9._-]*$")
+
+    @property
+    def ref(self) -> UpdateRef:
+        return UpdateRef(run_id=self.run_id, version=self.version, session_id=self.session_id)
+
+
+class UpdateRef(UpdateMessage):
+    """Names one update session: the version that it leads to, the run that owns it, and the attempt.
+
+    A ``session_id`` makes every call of the session idempotent: a call that is repeated, or comes late, does nothing.
+    Without a ``session_id``, only run and version tell updates apart.
+    """
+
+
+class WeightUpdate(UpdateMessage):
+    """Announces an update, before anything is sent. It is the only message that an endpoint may refuse.
+
+    ``deadline_s`` bounds the preparation on the endpoint (draining, for instance). ``lease_s`` is how long the endpoint
+    keeps the update open without hearing from the publisher. After that the endpoint ends the update by itself, with
+    the old weights if no byte was applied. ``staged`` says when sampling is paused: False on acceptance, True by the
+    commit, so that sampling goes on while buckets arrive. ``encodings`` lists those that may be used besides ``raw``.
+    ``delta`` is relative to the weights that ``base`` names, which the endpoint must have kept. ``keep`` asks the
+    endpoint to keep the weights of this update for a later delta.
+    """
+
+    incarnation: Natural = 0
+    manifest: Manifest
+    buckets: Items[BucketSpec] = Field(min_length=1)
+    in_flight: InFlightPolicy
+    staged: bool = False
+    encodings: Items[Encoding] = Field(default=(), max_length=64)
+    base: UpdateRef | None = None
+    keep: bool = False
+    deadline_s: Seconds
+    lease_s: Seconds
+
+    @model_validator(mode="after")
+    def _buckets_cover_the_manifest(self) -> WeightUpdate:
+        edges = [0, *(bucket.stop for bucket in self.buckets)]
+        if edges[-1] != len(self.manifest.tensors) or any(
+            bucket.index != i or bucket.start != edges[i] or bucket.stop <= bucket.start
+            for i, bucket in enumerate(self.buckets)
+        ):
+            raise ValueError("buckets must cover the manifest's tensors in order, without gap or overlap")
+        for bucket in self.buckets:
+            size_bytes = sum(t.size_bytes for t in self.manifest.tensors[bucket.start : bucket.stop])
+            if size_bytes != bucket.size_bytes:
+                raise ValueError(f"bucket {bucket.index} says {bucket.size_bytes} bytes; its tensors have {size_bytes}")
+        return self
+
+    @model_validator(mode="after")
+    def _delta_has_a_base(self) -> WeightUpdate:
+        if ("delta" in self.encodings) != (self.base is not None):
+            raise ValueError("encoding delta and a base come together or not at all")
+        return self
+
+
+class BucketTransfer(UpdateMessage):
+    """Asks the endpoint to receive one bucket now. The call is pending until the bucket has arrived and was compared.
+
+    ``size_bytes`` counts the bytes that travel, None for the bucket's own size (``raw``). ``checksum`` is their
+    XXH3-128 in hexadecimal digits, or ``sums64:`` and 32 hexadecimal digits for bytes that travel from GPU to GPU;
+    None for no comparison.
+    """
+
+    bucket_index: Natural
+    encoding: Encoding = "raw"
+    size_bytes: Natural | None = None
+    checksum: str | None = Field(default=None, pattern=r"^(sums64:)?[0-9a-f]{32}$")
+    timeout_s: Seconds
+
+
+class UpdateTimings(WireModel):
+    """What the last committed update cost on this endpoint, in seconds."""
+
+    paused_s: float = Field(ge=0)
+    """From the moment sampling stopped until it was allowed again."""
+    load_s: float = Field(ge=0)
+    """Applying the received tensors to the model."""
+    first_token_s: float | None = None
+    """From the end of the pause to the first token of the new version; None until one is sampled."""
+
+
+class WeightVersion(WireModel):
+    """Which weights an endpoint serves. ``run_id`` is None while it serves the checkpoint it was started from."""
+
+    state: EndpointState
+    version: Natural
+    run_id: str | None = None
+    session_id: str = ""
+    """Session that sent the served version; empty if it had no name, or is not remembered."""
+    owner_run_id: str | None = None
+    """Run whose updates are accepted, or were most recently."""
+    incarnation: Natural = 0
+    """Highest incarnation seen of that run."""
+    kept: UpdateRef | None = None
+    """Update whose weights were kept as the base of a delta."""
+    updating_to: Natural | None = None
+    num_running: Natural = 0
+    last_update: UpdateTimings | None = None
