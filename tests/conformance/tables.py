@@ -332,27 +332,35 @@ def preset_learning_table() -> str:
     return "\n".join(lines)
 
 
-def house_table() -> str:
-    """Return the size of the source and what passes through it, checkout by checkout."""
-    rows = kept("house")["rows"]
+def structure_table() -> str:
+    """Return the size of the source and what passes through it, before and after its packages were redrawn."""
+    rows = kept("structure")["rows"]
+
+    def count(name: str) -> Callable[[dict[str, Any]], object]:
+        return lambda row: len(row[name])
+
     figures: tuple[tuple[str, Callable[[dict[str, Any]], object]], ...] = (
         ("lines under src", lambda row: f"{row['lines']:,}"),
-        ("modules over 400 lines", lambda row: row["modules_over_400_lines"]),
+        ("modules", lambda row: row["modules"]),
+        ("packages and modules at the top of `inflight`", lambda row: row["top"]),
+        ("packages that import each other", count("mutual")),
+        ("modules over 400 lines", count("over_400")),
+        ("modules over 450 lines", count("over_450")),
         (
             "attributes of the largest class",
             lambda row: f"{row['largest_class_attributes']} (`{row['largest_class'].split(': ')[1]}`)",
         ),
-        ("files that a publish passes through", lambda row: len(row["publish_files"])),
-        ("files that a logprob passes through", lambda row: len(row["logprob_files"])),
+        ("classes with more than 18 attributes", count("classes_over_18")),
+        ("files that a publish passes through", count("publish_files")),
+        ("files that a logprob passes through", count("logprob_files")),
+        ("files that `servers.max_concurrent` passes through", count("max_concurrent_files")),
         (
             "seconds of `make test`",
             lambda row: "not measured" if row["test_seconds"] is None else f"{row['test_seconds']:,.0f}",
         ),
     )
-    lines = ["| | " + " | ".join(row["label"] for row in rows) + " |", "|---|" + "---|" * len(rows)]
-    return "\n".join(
-        [*lines, *(f"| {what} | " + " | ".join(str(of(row)) for row in rows) + " |" for what, of in figures)]
-    )
+    lines = [f"| | before ({rows['commit']}) | after |", "|---|---|---|"]
+    return "\n".join([*lines, *(f"| {what} | {of(rows['before'])} | {of(rows['after'])} |" for what, of in figures)])
 
 
 def beside_table() -> str:
@@ -432,7 +440,7 @@ TABLES = {
     "exceptions": exceptions_table,
     "parity": parity_table,
     "publish": publish_table,
-    "house": house_table,
+    "structure": structure_table,
     "beside": beside_table,
     "watch": watch_table,
 }
