@@ -50,7 +50,7 @@ def transitions_table() -> str:
 def tested_table() -> str:
     """Return one row for each certificate."""
     lines = [
-        "| engine | release | dtype | sentences that hold | not declared | expected failures | kit took | date |",
+        "| engine | release | dtype | requirements that hold | unsupported | expected failures | kit took | date |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for certificate in certificates():
@@ -85,7 +85,7 @@ def certified_table() -> str:
             certificate,
         )
     lines = [
-        "| engine or trainer | release | sentences of the contract that hold | not declared |",
+        "| engine or trainer | release | requirements of the contract that hold | unsupported |",
         "|---|---|---|---|",
     ]
     for name, (release, certificate) in rows.items():
@@ -105,11 +105,11 @@ def shared_by_ranks(certificate: dict[str, Any]) -> str:
 
 def exceptions_table() -> str:
     """Return what was skipped or failed as expected, with its reason."""
-    lines = ["| engine | id | sentence | why it is not held to it |", "|---|---|---|---|"]
+    lines = ["| engine | id | requirement | why it is not held to it |", "|---|---|---|---|"]
     for certificate in certificates():
         name = f"{certificate['implementation']} {certificate['implementation_version']}"
         lines += [
-            f"| {name} | {verdict['id']} | {verdict['sentence']} | {_one_line(verdict['message'])} |"
+            f"| {name} | {verdict['id']} | {verdict['requirement']} | {_one_line(verdict['message'])} |"
             for verdict in certificate["verdicts"]
             if verdict["outcome"] != "passed"
         ]
@@ -170,7 +170,7 @@ def learning_table() -> str:
 def trainers_table() -> str:
     """Return one row for each certificate of a worker."""
     lines = [
-        "| trainer | ranks | shared by ranks | sentences that hold | of several ranks, skipped | kit took | date |",
+        "| trainer | ranks | shared by ranks | requirements that hold | of several ranks, skipped | kit took | date |",
         "|---|---|---|---|---|---|---|",
     ]
     found = _certificates("worker")
