@@ -6,12 +6,12 @@ import argparse
 import json
 import os
 import sys
-import tomllib
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from inflight.base.toml import read_toml
 from inflight.engines.factories import keyword_arguments
 from inflight.errors import ConfigError
 from inflight.http.tokens import TOKEN_VARIABLE
@@ -122,7 +122,7 @@ def _replay(arguments: argparse.Namespace, _: Sequence[str]) -> int:
         return replay_lives(
             manifest,
             directory,
-            base=None if arguments.config is None else _toml(arguments.config),
+            base=None if arguments.config is None else read_toml(arguments.config, "configuration"),
             model=arguments.model,
             trainer=arguments.trainer,
             num_ranks=arguments.ranks,
@@ -170,13 +170,6 @@ def _write_json(path: Path, values: Any) -> None:
         path.write_text(json.dumps(values, indent=2) + "\n")
     except OSError as error:
         raise ConfigError(f"the report {str(path)!r} cannot be written: {error.strerror}") from error
-
-
-def _toml(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"configuration {str(path)!r} cannot be read: {error}") from error
 
 
 def _say(line: str) -> None:
