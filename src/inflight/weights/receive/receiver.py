@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from contextvars import ContextVar
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 from inflight.base.transport_registry import refusal
 from inflight.errors import PoisonedError, TransferError, UnsupportedError, UpdateAbortedError, UpdateRefusedError
@@ -78,12 +77,6 @@ class PausableEngine(Protocol):
         """Return how many requests run. The refusal of a drain that does not end in time quotes this number."""
 
 
-engine_between: ContextVar[Callable[[PausableEngine], PausableEngine]] = ContextVar(
-    "engine_between", default=lambda it: it
-)
-"""Lets a check wrap the engine of each new receiver, so that a call on the engine can fail."""
-
-
 class _Open:
     """What belongs to one update, from its request until it is over."""
 
@@ -125,7 +118,8 @@ class UpdateReceiver:
         expected: Sequence[TensorSpec] | None,
         declared: Capabilities,
     ) -> None:
-        self._engine = engine_between.get()(engine)
+        self.engine = engine
+        """What pauses, applies and resumes. It may be wrapped while no update is open."""
         self._intake = intake
         self._declared = declared
         self._session = UpdateSession(expected)
@@ -157,7 +151,7 @@ class UpdateReceiver:
         )
 
     async def num_running(self) -> int:
-        return await self._engine.num_running()
+        return await self.engine.num_running()
 
     async def join(self, spec: TransportSpec) -> None:
         """Aborts an open update first."""
@@ -269,13 +263,13 @@ class UpdateReceiver:
     async def _pause(self, opened: _Open) -> None:
         """Pause sampling for an open update within its deadline. A failure ends the update."""
         update = opened.update
-        opened.pausing = asyncio.ensure_future(self._engine.pause(update))
+        opened.pausing = asyncio.ensure_future(self.engine.pause(update))
         try:
             async with asyncio.timeout(update.deadline_s):
                 await opened.outlast(opened.pausing, "was ended before sampling was paused")
         except TimeoutError as error:
             try:
-                num_running = await self._engine.num_running()
+                num_running = await self.engine.num_running()
             finally:
                 await self._end(opened)
             raise UpdateRefusedError(
@@ -316,13 +310,13 @@ class UpdateReceiver:
     async def _apply(self, update: WeightUpdate) -> None:
         """Apply the weights that arrived. Raises `PoisonedError` for any failure."""
         try:
-            await self._engine.apply(update)
+            await self.engine.apply(update)
         except Exception as error:  # after any error, the engine may hold a part of the update
             self._session.abort()
             self._open = None
             problem = f"applying version {update.version} failed: {type(error).__name__}: {error}"
             try:
-                await self._engine.give_up()
+                await self.engine.give_up()
             except Exception as lost:  # the weights are torn in any case
                 problem += f". Its requests could not be ended either: {lost}"
             raise PoisonedError(problem) from error
@@ -352,9 +346,9 @@ class UpdateReceiver:
             await asyncio.wait([pausing])
         was_paused = not pausing.cancelled() and pausing.exception() is None
         if was_torn or (was_paused and self._session.is_torn):
-            await self._engine.give_up()
+            await self.engine.give_up()
         elif was_paused:
-            await self._engine.resume()
+            await self.engine.resume()
 
     def _lose_group(self) -> None:
         self._joining = None
@@ -374,6 +368,7 @@ def _named(ref: UpdateRef) -> str:
     return f"version {ref.version} of session {ref.session_id!r}"
 
 
+@runtime_checkable
 class ReceivingEndpoint(Protocol):
     """The methods of an `InferenceEndpoint` that concern its weights, for endpoints with an `UpdateReceiver`."""
 
