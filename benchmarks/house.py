@@ -24,8 +24,7 @@ from typing import Any
 from inflight.engines.embedded.loading import load_endpoint
 from inflight.engines.embedded.tiny import TinyShape, create_tiny_model, save_tiny_model
 from inflight.weights.send.module import ModuleWeights
-from inflight.weights.send.publish import publish_weights
-from inflight.weights.send.publisher import WeightPublisher
+from inflight.weights.send.publisher import WeightPublisher, publish_weights
 from inflight.weights.transports import make_sender
 from results import DIRECTORY, read_results, write_results
 

@@ -17,7 +17,7 @@ from inflight.base.threads import run_abandonable
 from inflight.engines.detached_calls import BackgroundCalls
 from inflight.engines.routes import EngineRoutes, words_of
 from inflight.errors import DeadlineError, ProtocolError, TransferError
-from inflight.weights.receive.bucket_sinks import WeightIntake
+from inflight.weights.receive.adapter import BucketSink
 from inflight.wire import (
     BucketSpec,
     BucketTransfer,
@@ -36,7 +36,7 @@ _NOTHING_LOADED = ("Failed to receive weights", "update_weights_from_distributed
 """How SGLang's refusals begin if no part of the bucket was loaded."""
 
 
-class NativeIntake(WeightIntake):
+class NativeSink(BucketSink):
     """Buckets arrive in SGLang's own group of ``num_ranks`` ranks; ``engine`` is told what they load."""
 
     def __init__(

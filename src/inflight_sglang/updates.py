@@ -22,7 +22,7 @@ from inflight.engines.routes import EngineRoutes, words_of
 from inflight.engines.timings import LastUpdate
 from inflight.engines.version_labels import ServedVersion, label_of, parse_label, released_label, restored_label
 from inflight.errors import BusyError, ProtocolError, TransferError, UpdateRefusedError
-from inflight.weights.receive.receiver import PausableEngine
+from inflight.weights.receive.adapter import PausableEngine
 from inflight.weights.receive.releasing import IDLE_S, ReleasableEngine
 from inflight.wire import InFlightPolicy, TransportSpec, UpdateRef, UpdateTimings, WeightUpdate
 from inflight_sglang import pausing

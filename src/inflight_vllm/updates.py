@@ -27,8 +27,7 @@ from inflight.errors import (
     TransferError,
     UpdateRefusedError,
 )
-from inflight.weights.receive.bucket_sinks import WeightIntake
-from inflight.weights.receive.receiver import PausableEngine
+from inflight.weights.receive.adapter import BucketSink, PausableEngine
 from inflight.weights.receive.releasing import IDLE_S, ReleasableEngine
 from inflight.wire import (
     BucketSpec,
@@ -57,7 +56,7 @@ _POLL_S = 0.01
 """Seconds between two status calls while tokens are sampled."""
 
 
-class VllmUpdates(PausableEngine, ReleasableEngine, WeightIntake):
+class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
     """The weights of one server. ``gate`` is closed while they change; ``probe`` samples one token."""
 
     def __init__(
@@ -85,7 +84,7 @@ class VllmUpdates(PausableEngine, ReleasableEngine, WeightIntake):
         self.has_replicas = False
         """Whether the server runs several engines (data parallel), which pause and resume together."""
 
-    # ------------------------------------------------------------------------------------------------ the intake
+    # ------------------------------------------------------------------------------------------------ the sink
 
     @property
     def has_applied(self) -> bool:

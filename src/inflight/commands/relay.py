@@ -83,7 +83,7 @@ def _relay(arguments: argparse.Namespace, _: Sequence[str]) -> int:
 @contextlib.contextmanager
 def _directory(given: Path | None) -> Iterator[Path]:
     """Yield the directory that is given, or one in this host's memory, which goes with this process."""
-    from inflight.weights.receive.states import transfer_failed
+    from inflight.errors import transfer_failed
     from inflight.weights.transports.private_directory import PrivateDirectory, memory_directory
 
     if given is not None:

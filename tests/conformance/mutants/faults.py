@@ -173,7 +173,7 @@ def applies_as_they_arrive(endpoint: LocalEndpoint) -> LocalEndpoint:
 
     async def receive(bucket: BucketTransfer) -> None:
         await LocalEndpoint.receive_weights(endpoint, bucket)
-        staged = faulty._intake.take()
+        staged = faulty._sink.take()
         await asyncio.wrap_future(faulty._engine.call(lambda: apply(staged)))
 
     faulty.receive_weights = receive

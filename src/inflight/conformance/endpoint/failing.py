@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import Literal
 
 from inflight.contracts import InferenceEndpoint
-from inflight.weights.receive.receiver import PausableEngine, ReceivingEndpoint
+from inflight.weights.receive.adapter import PausableEngine
+from inflight.weights.receive.receiver import ReceivingEndpoint
 from inflight.wire import WeightUpdate
 
 Failure = Literal["instead", "afterwards"]

@@ -23,8 +23,7 @@ import torch
 import torch.distributed
 
 from inflight.base.threads import run_unless
-from inflight.errors import ConfigError, TransferError
-from inflight.weights.receive.states import transfer_failed
+from inflight.errors import ConfigError, TransferError, transfer_failed
 from inflight.weights.transports.groups import GlooGroup, Group, new_gloo_group
 from inflight.weights.transports.rendezvous import GRACE_S, address_towards, timeout_of
 from inflight.weights.transports.store import GIVEN_UP, give_up

@@ -1,4 +1,4 @@
-"""Following: beside a server, bring it to the newest stored version of a run whenever there is a newer one.
+"""Following: beside a server, update it to the newest stored version of a run whenever there is a newer one.
 
 A follower makes the same contract calls as a publisher, so the endpoint sees no difference. It skips versions that were
 superseded while an update was under way. It leases what it reads, so that the trainer does not remove it meanwhile;
@@ -21,9 +21,8 @@ from inflight.base.threads import run_abandonable
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import ConfigError, InflightError, TransferError, UpdateAbortedError
 from inflight.types import EndpointOutcome, WeightBucket
-from inflight.weights.encode.bucket_bytes import checksum, pack
-from inflight.weights.receive.staging import payload_spec
-from inflight.weights.send.endpoint_update import bring, serves
+from inflight.weights.encode.bucket_bytes import checksum, pack, payload_spec
+from inflight.weights.send.endpoint_update import serves, update_endpoint
 from inflight.weights.transports.bucket_files import LEASE_S, StoredUpdate
 from inflight.weights.transports.files import FileReceiver
 from inflight.weights.transports.pull import PullReceiver
@@ -68,7 +67,7 @@ async def follow(
     """Keep an endpoint at the newest stored version, until cancelled.
 
     Each update has ``deadline_s`` seconds. A failed update leaves the endpoint as its contract says, and is tried again
-    after a pause. ``note`` is told of each failure, of a repeated one only once.
+    after a pause. ``note`` receives each failure, a repeated one only once.
     """
 
     async def has(ref: UpdateRef) -> bool:
@@ -153,7 +152,7 @@ async def _take(
     in_flight: InFlightPolicy,
     deadline_s: float,
 ) -> None:
-    """Bring an endpoint to a stored version. If a call raises, the update is ended and the error raised here."""
+    """Update an endpoint to a stored version. If a call raises, the update is aborted and the error raised here."""
     can = await endpoint.capabilities()
     update = stored.update.model_copy(
         update={
@@ -164,7 +163,7 @@ async def _take(
         }
     )
     await endpoint.init_process_group(spec.model_copy(update={"incarnation": update.incarnation}))
-    report = await bring(endpoint, update, _transfers(stored, deadline_s), asyncio.timeout(deadline_s))
+    report = await update_endpoint(endpoint, update, _transfers(stored, deadline_s), asyncio.timeout(deadline_s))
     if report.outcome is not EndpointOutcome.APPLIED:
         raise UpdateAbortedError(f"{report.endpoint} {report.outcome} version {update.version}: {report.detail}")
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed
 
 from inflight.base.threads import started
-from inflight.weights.encode.streams import queued_beside
+from inflight.weights.encode.transit import queued_beside
 from inflight.weights.transports.nccl_group import new_nccl_group
 from inflight.weights.transports.rendezvous import timeout_of
 from inflight.weights.transports.store import GIVEN_UP

@@ -16,8 +16,7 @@ from typing import Any
 import torch.distributed
 
 from inflight.base.threads import run_unless
-from inflight.errors import TransferError
-from inflight.weights.receive.states import transfer_failed
+from inflight.errors import TransferError, transfer_failed
 from inflight.weights.transports.store import give_up
 from inflight.wire import ProcessGroupSpec
 
