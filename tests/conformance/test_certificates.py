@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from inflight.base.json_files import check_writable
 from inflight.conformance.checks import Check
 from inflight.conformance.report.files import (
     REPORTS,
     badge_json,
     certificate_json,
-    check_writable,
     read_certificate,
     write_reports,
     write_whole,
