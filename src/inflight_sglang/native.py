@@ -30,7 +30,7 @@ from inflight.wire import (
 from inflight_sglang.updates import STUCK_S, SglangUpdates
 
 if TYPE_CHECKING:
-    from inflight.weights.transports.rendezvous import AnnouncedRanks
+    from inflight.weights.transports.groups import AnnouncedRanks
 
 _NOTHING_LOADED = ("Failed to receive weights", "update_weights_from_distributed must run between")
 """How SGLang's refusals begin if no part of the bucket was loaded."""
@@ -65,7 +65,7 @@ class NativeSink(BucketSink):
 
     async def join(self, spec: TransportSpec) -> None:
         """Clears what a dead publisher left behind first."""
-        from inflight.weights.transports.rendezvous import AnnouncedRanks
+        from inflight.weights.transports.groups import AnnouncedRanks
 
         assert isinstance(spec, ProcessGroupSpec)  # the only declared transport
         if spec.group_name in self._former:

@@ -56,7 +56,7 @@ from inflight.run.ranks.publishing import Publishing, Pull, Push
 from inflight.types import MicroBatch
 from inflight.weights.send.fleet import take_part
 from inflight.weights.send.gathering import gather_only
-from inflight.weights.transports.rendezvous import host_store
+from inflight.weights.transports.groups import host_store
 
 _MEET_S = 300.0
 """How long rank 0's store waits for what the other ranks put into it."""

@@ -94,7 +94,7 @@ async def take_each_newest(
     The version is leased meanwhile. Each has ``deadline_s`` seconds; what fails is noted and tried again after a pause.
     """
     source = StoredRun(spec)
-    told, backoff = "", Backoff(FIRST_PAUSE_S, MAX_PAUSE_S)
+    noted, backoff = "", Backoff(FIRST_PAUSE_S, MAX_PAUSE_S)
     ref: UpdateRef | None = None
     taken = failed = ref
     try:
@@ -111,15 +111,15 @@ async def take_each_newest(
                         taken = ref
             except (TimeoutError, InflightError) as error:
                 why = str(error) or f"the newest version was not applied within {deadline_s:g} s"
-                if why != told:
+                if why != noted:
                     note(f"following run {spec.run_id!r}: {why}; trying again")
-                told = why
+                noted = why
                 if ref != failed:
                     backoff.reset()
                 failed = ref
                 await asyncio.sleep(backoff.next(time.monotonic()))
             else:
-                told = ""
+                noted = ""
                 backoff.reset()
                 await asyncio.sleep(poll_s)
     finally:
@@ -134,15 +134,13 @@ async def _while_held(source: StoredRun, ref: UpdateRef, taking: Coroutine[Any, 
             await asyncio.sleep(_RENEW_S)
             await source.lease(ref)
 
-    calls = [asyncio.ensure_future(taking), asyncio.ensure_future(hold())]
     try:
-        done, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
-        for call in done:
-            call.result()
-    finally:
-        for call in calls:
-            call.cancel()
-        await asyncio.gather(*calls, return_exceptions=True)
+        async with asyncio.TaskGroup() as tasks:
+            holding = tasks.create_task(hold())
+            await taking
+            holding.cancel()
+    except BaseExceptionGroup as group:
+        raise group.exceptions[0] from group
 
 
 async def _take(

@@ -22,10 +22,13 @@ from inflight.types import WeightBucket
 from inflight.weights.encode.bucket_bytes import pack, unpack
 from inflight.weights.encode.buckets import refuse_stray
 from inflight.weights.encode.transit import ReusedMemory, queued_beside
-from inflight.weights.transports.groups import GLOO, NCCL, Group, GroupKind
-from inflight.weights.transports.rendezvous import (
+from inflight.weights.transports.groups import (
+    GLOO,
     GRACE_S,
     JOINING,
+    NCCL,
+    Group,
+    GroupKind,
     address_towards,
     announce_send,
     host_store,
