@@ -112,7 +112,7 @@ class SimulatedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
     async def resume(self) -> None:
         pass
 
-    async def give_up(self) -> None:
+    async def fail_requests(self) -> None:
         pass
 
     async def num_running(self) -> int:

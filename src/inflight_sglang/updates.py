@@ -162,7 +162,7 @@ class SglangUpdates(PausableEngine, ReleasableEngine):
         finally:
             self._gate.is_open.set()
 
-    async def give_up(self) -> None:
+    async def fail_requests(self) -> None:
         """The engine stays paused; its label tells every other client that its weights are torn.
 
         While the engine still waits for a bucket this goes on in the background: if nothing was loaded in the end, the

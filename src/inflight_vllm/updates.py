@@ -206,11 +206,11 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
         finally:
             self._gate.is_open.set()  # waiting requests learn by themselves that the server is gone
 
-    async def give_up(self) -> None:
+    async def fail_requests(self) -> None:
         """The engine stays paused; its label tells every other client that its weights are torn."""
-        await asyncio.shield(self._background.start(self._give_up()))
+        await asyncio.shield(self._background.start(self._fail_requests()))
 
-    async def _give_up(self) -> None:
+    async def _fail_requests(self) -> None:
         try:
             async with self._lock:
                 self._is_torn = True

@@ -235,7 +235,7 @@ def test_weights_torn_while_applied_are_told_so_even_if_the_requests_cannot_be_e
     async def no_answer() -> None:
         raise UnreachableError("the connection was closed", "local")
 
-    monkeypatch.setattr(local.endpoint, "give_up", no_answer)
+    monkeypatch.setattr(local.endpoint, "fail_requests", no_answer)
     with connected(local) as publisher:
         local.freeze()
         with pytest.raises(PublishError) as caught:

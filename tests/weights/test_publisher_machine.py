@@ -92,7 +92,7 @@ class RecordingEndpoint(ReceivingEndpoint):
     async def resume(self) -> None:
         self.is_paused = False
 
-    async def give_up(self) -> None:
+    async def fail_requests(self) -> None:
         self.is_paused = False
 
     async def num_running(self) -> int:

@@ -169,7 +169,7 @@ class OwnedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
     async def resume(self) -> None:
         self._gate.set()
 
-    async def give_up(self) -> None:
+    async def fail_requests(self) -> None:
         """No request runs: the weights changed after a drain. Those that wait are refused."""
         self._gate.set()
 

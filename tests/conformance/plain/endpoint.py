@@ -87,7 +87,7 @@ class PlainEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
     async def resume(self):
         self.slot.release()
 
-    async def give_up(self):
+    async def fail_requests(self):
         self.slot.release()
 
     async def aclose(self):

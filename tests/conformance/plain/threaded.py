@@ -168,7 +168,7 @@ class ThreadedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
     async def resume(self):
         await self.in_engine(self.sample_again)
 
-    async def give_up(self):
+    async def fail_requests(self):
         await self.in_engine(self.end_all)  # and is paused still: nothing samples from torn weights
 
     async def num_running(self):

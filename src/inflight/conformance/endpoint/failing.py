@@ -36,8 +36,8 @@ class FailingEngine(PausableEngine):
     async def resume(self) -> None:
         await self._engine.resume()
 
-    async def give_up(self) -> None:
-        await self._engine.give_up()
+    async def fail_requests(self) -> None:
+        await self._engine.fail_requests()
 
     async def num_running(self) -> int:
         return await self._engine.num_running()

@@ -206,7 +206,7 @@ class LocalEndpoint(
     async def resume(self) -> None:
         await self._in_engine(self._engine.resume)
 
-    async def give_up(self) -> None:
+    async def fail_requests(self) -> None:
         await self._in_engine(self._engine.cancel_all)
 
     async def release_memory(self) -> WeightVersion:

@@ -12,8 +12,8 @@ from inflight.wire import BucketSpec, BucketTransfer, TensorSpec, TransportSpec,
 class PausableEngine(Protocol):
     """What an `UpdateReceiver` asks of the engine whose weights change.
 
-    After `pause` has returned, exactly one of `apply`, `resume` and `give_up` follows; after an `apply` that raised,
-    `give_up` does. All are awaited in the receiver's event loop.
+    After `pause` has returned, exactly one of `apply`, `resume` and `fail_requests` follows; after an `apply` that
+    raised, `fail_requests` does. All are awaited in the receiver's event loop.
     """
 
     @abstractmethod
@@ -44,7 +44,7 @@ class PausableEngine(Protocol):
         """Sample again from the old weights: the update ended between `pause` and `apply`."""
 
     @abstractmethod
-    async def give_up(self) -> None:
+    async def fail_requests(self) -> None:
         """End every request, running or waiting: the weights are torn.
 
         Either `apply` raised, or part of an update had arrived in the model, or the update that was to mend torn

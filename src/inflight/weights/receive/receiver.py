@@ -267,7 +267,7 @@ class UpdateReceiver:
             self._open = None
             problem = f"applying version {update.version} failed: {type(error).__name__}: {error}"
             try:
-                await self.engine.give_up()
+                await self.engine.fail_requests()
             except Exception as lost:  # the weights are torn in any case
                 problem += f". Its requests could not be ended either: {lost}"
             raise PoisonedError(problem) from error
@@ -297,7 +297,7 @@ class UpdateReceiver:
             await asyncio.wait([pausing])
         was_paused = not pausing.cancelled() and pausing.exception() is None
         if was_torn or (was_paused and self._session.is_torn):
-            await self.engine.give_up()
+            await self.engine.fail_requests()
         elif was_paused:
             await self.engine.resume()
 
