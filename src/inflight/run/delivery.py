@@ -150,11 +150,13 @@ class PullDelivery(Delivery):
             elif version is None and before.get(name) is not None:
                 self.servers.note(f"{name} does not answer or has incomplete weights: it gets no work")
         if self.serving != before:
-            self.servers.journal.event(events.Versions, trainer=self.servers.journal.version, servers=self.serving)
+            self.servers.journal.event(
+                events.ServedVersions, trainer=self.servers.journal.version, servers=self.serving
+            )
         self.servers.actor.serve([name for name, version in self.serving.items() if version is not None], 0)
 
 
 def _record(published: PublishResult | None, journal: Journal) -> None:
     if published is not None and published.is_published:
-        journal.event(events.Publish, published.span, **published.event_fields())
+        journal.event(events.WeightsPublished, published.span, **published.event_fields())
         journal.paused(published.paused_s)

@@ -146,8 +146,8 @@ class PublishResult(Message):
         return tuple(name for name in self.states if name not in self.endpoints)
 
     def event_fields(self) -> dict[str, Any]:
-        """Return the fields of its `events.Publish`."""
-        return self.model_dump(include=set(events.Publish.model_fields))
+        """Return the fields of its `events.WeightsPublished`."""
+        return self.model_dump(include=set(events.WeightsPublished.model_fields))
 
     def metrics(self) -> dict[str, Any]:
         """Return what a row of metrics says of it."""
