@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Protocol
 
+from inflight.base.requirements import require
 from inflight.base.transport_registry import refusal
 from inflight.errors import PoisonedError, TransferError, UnsupportedError, UpdateAbortedError, UpdateRefusedError
 from inflight.weights.receive.bucket_sinks import WeightIntake
@@ -20,6 +21,7 @@ from inflight.weights.receive.states import OpenUpdate, UpdateSession
 from inflight.wire import (
     BucketTransfer,
     Capabilities,
+    Needs,
     TensorSpec,
     TransportSpec,
     UpdateRef,
@@ -123,11 +125,11 @@ class UpdateReceiver:
         engine: PausableEngine,
         intake: WeightIntake,
         expected: Sequence[TensorSpec] | None,
-        declared: Capabilities,
+        capabilities: Capabilities,
     ) -> None:
         self._engine = engine_between.get()(engine)
         self._intake = intake
-        self._declared = declared
+        self._capabilities = capabilities
         self._session = UpdateSession(expected)
         self._session.joined()
         self._joining: TransportSpec | None = None
@@ -161,8 +163,8 @@ class UpdateReceiver:
 
     async def join(self, spec: TransportSpec) -> None:
         """Aborts an open update first."""
-        if lack := refusal(self._declared, spec.transport):
-            raise UnsupportedError(f"this endpoint does not declare {lack}")
+        if lack := refusal(self._capabilities, spec.transport):
+            raise UnsupportedError(f"this endpoint does not support {lack}")
         self._session.fence(spec.run_id, spec.incarnation)
         while True:  # another call may interleave
             await self._applied()  # applying still needs the group
@@ -182,7 +184,7 @@ class UpdateReceiver:
             if self._open.pausing is not None:
                 await self._open.outlast(self._open.pausing, "ended while this call was repeated")
             return
-        self._refuse_undeclared(update)
+        self._refuse_unsupported(update)
         opened = _Open(self._session.request(update))
         try:
             self._intake.begin(update)
@@ -248,17 +250,9 @@ class UpdateReceiver:
             self._open.stop_lease()
         self._intake.leave()
 
-    def _refuse_undeclared(self, update: WeightUpdate) -> None:
-        """Raise if an update asks for something undeclared, or for a base that was not kept."""
-        if lack := self._declared.lacks(
-            in_flight=update.in_flight,
-            encodings=update.encodings,
-            partial_updates=bool(update.manifest.frozen),
-            lora=update.manifest.lora is not None,
-        ):
-            raise UnsupportedError(f"this endpoint does not declare {lack}")
-        if update.staged and not self._declared.staging:
-            raise UnsupportedError("this endpoint does not declare staging: it pauses sampling while an update arrives")
+    def _refuse_unsupported(self, update: WeightUpdate) -> None:
+        """Raise if an update asks for something unsupported, or for a base that was not kept."""
+        require(self._capabilities, Needs.of_update(update), "this endpoint")
         if update.base is not None and update.base != self._intake.kept:
             kept = self._intake.kept
             raise UpdateRefusedError(

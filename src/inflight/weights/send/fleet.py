@@ -35,7 +35,7 @@ from inflight.weights.send.endpoint_update import ANSWER_S, answers, declared
 from inflight.weights.send.gathering import gather_only
 from inflight.weights.send.publish import publish_weights
 from inflight.weights.send.publisher import WeightPublisher, close_all
-from inflight.wire import Capabilities, EndpointState, InFlightPolicy, WeightVersion
+from inflight.wire import Capabilities, EndpointState, InFlightPolicy, Needs, WeightVersion
 
 _NUM_ATTEMPTS = 3
 """After losing a member, which may leave others torn, the fleet reaches the present version by publishing again."""
@@ -300,8 +300,9 @@ class Fleet:
                 f"but was {before.model} in {before.dtype} with {before.vocab_size}"
             )
         publisher = self._publisher
-        lack = can.lacks(in_flight=in_flight, transport=publisher.transport, encodings=publisher.encodings)
-        return None if lack is None else f"does not declare {lack}"
+        needs = Needs(in_flight=in_flight, transport=publisher.transport, encodings=tuple(publisher.encodings))
+        missing = can.missing(needs)
+        return f"does not support {', '.join(missing.values())}" if missing else None
 
     def _leave_some_out(self, deadline_s: float) -> None:
         """Leave out members whose memory is released, and if enough others answer at once, those that do not.

@@ -6,16 +6,18 @@ This module knows the Protocols only, no engine and no trainer.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Literal
 
+from inflight.base.requirements import require
 from inflight.contracts import InferenceEndpoint, MergingLoraSource, WeightSource
-from inflight.errors import ConfigError, PublishError, UnsupportedError
+from inflight.errors import ConfigError, PublishError
 from inflight.types import PublishReport
 from inflight.weights.encode.buckets import DEFAULT_BUCKET_BYTES, plan_buckets
 from inflight.weights.send.gathering import announcement, as_announced, exhaust
 from inflight.weights.send.publisher import WeightPublisher
 from inflight.weights.send.session import publish
-from inflight.wire import Capabilities, InFlightPolicy
+from inflight.wire import Capabilities, InFlightPolicy, Needs
 
 __all__ = ["WeightPublisher", "publish_weights"]
 
@@ -78,14 +80,9 @@ def publish_weights(
             encoding=publisher.encoding,
             keep=keep_base,
         )
+        needs = replace(Needs.of_update(update), encodings=tuple(publisher.encodings), staging=False)
         for endpoint, can in endpoints.items():
-            if lack := can.lacks(
-                in_flight=update.in_flight,
-                encodings=publisher.encodings,
-                partial_updates=bool(update.manifest.frozen),
-                lora=update.manifest.lora is not None,
-            ):
-                raise UnsupportedError(f"{endpoint.name} does not declare {lack}")
+            require(can, needs, endpoint.name)
         num_needed = len(endpoints) if quorum is None else quorum
         report = publish(publisher, endpoints, update, as_announced(gathered, update), deadline_s, num_needed)
     finally:
