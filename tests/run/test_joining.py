@@ -94,7 +94,7 @@ def test_who_joins_is_listed_and_told_the_run() -> None:
     [
         (b'{"url": "http://10.0.0.7:8000"}', "wrong", 401, "the token is missing or wrong"),
         (b'{"url": "10.0.0.7"}', "right", 400, "is not an endpoint"),
-        (b'{"url": 7}', "right", 400, "validation error"),
+        (b'{"url": 7}', "right", 400, "url: Input should be a valid string (got 7)"),
         (b" " * 5000, "right", 413, "larger than 4096 bytes"),
     ],
 )

@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from inflight.weights.send.publish import WeightPublisher, publish_weights
+from inflight.weights.send.publisher import WeightPublisher, publish_weights
 from inflight.wire import BucketTransfer, EndpointState
 from tests.gates import wait_until
 from tests.servers import TOKEN

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import argparse
 import os
-import tomllib
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from inflight.base.json_files import check_writable, write_json
+from inflight.base.toml import read_toml
 from inflight.commands.shared import add_json_argument, print_progress, require_at_least
 from inflight.engines.factories import keyword_arguments
 from inflight.errors import ConfigError
 from inflight.http.tokens import TOKEN_VARIABLE
 
 if TYPE_CHECKING:
-    from inflight.replay.training import Life
+    from inflight.replay.training import Incarnation
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Train or sample again and print the report; returns 1 if something differs."""
     from inflight.observe.trace.records import MANIFEST, RECORD, read_manifest, record_of
     from inflight.replay.report import as_json, described, first_beyond_rounding
-    from inflight.replay.training import replay_lives, replay_training
+    from inflight.replay.training import replay_incarnations, replay_training
 
     require_at_least(arguments, ranks=1, steps=1, groups=1)
     record = record_of(arguments.record)
@@ -71,11 +71,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{str(arguments.to)!r} is the directory of a run or a record: choose another with --to")
     check_writable({"json": arguments.json})
 
-    def make(directory: Path) -> list[Life]:
-        return replay_lives(
+    def make(directory: Path) -> list[Incarnation]:
+        return replay_incarnations(
             manifest,
             directory,
-            base=None if arguments.config is None else _toml(arguments.config),
+            base=None if arguments.config is None else read_toml(arguments.config, "configuration"),
             model=arguments.model,
             trainer=arguments.trainer,
             num_ranks=arguments.ranks,
@@ -97,14 +97,14 @@ def run(arguments: argparse.Namespace) -> int:
     return int(first_beyond_rounding(replayed) is not None)
 
 
-def _sample_again(arguments: argparse.Namespace, record: Path, lives: Sequence[Life]) -> int:
+def _sample_again(arguments: argparse.Namespace, record: Path, incarnations: Sequence[Incarnation]) -> int:
     """Print where what an endpoint samples now parts from the record; return 1 if it does."""
     from inflight.http.kinds import connect_endpoint
     from inflight.model.checkpoints import load_tokenizer
     from inflight.replay.report import described_sampling
     from inflight.replay.sampling import replay_sampling
 
-    config = next(it.config for it in lives if it.until is None or arguments.version < it.until)
+    config = next(it.config for it in incarnations if it.until is None or arguments.version < it.until)
     endpoint = connect_endpoint(arguments.engine, token=os.environ.get(TOKEN_VARIABLE))
     found = replay_sampling(
         record, config, endpoint, version=arguments.version, num_groups=arguments.groups, tolerance=arguments.tolerance
@@ -114,10 +114,3 @@ def _sample_again(arguments: argparse.Namespace, record: Path, lives: Sequence[L
     print(described_sampling(found, arguments.tolerance, decode))
     write_json(arguments.json, [asdict(it) for it in found])
     return int(any(it.parts_at is not None or it.parts_by_logprob_at is not None for it in found))
-
-
-def _toml(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"configuration {str(path)!r} cannot be read: {error}") from error
