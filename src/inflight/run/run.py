@@ -27,7 +27,6 @@ from inflight.observe.trace.records import RECORD, remove_steps
 from inflight.observe.trackers import Reporting, TrackedRun, load_trackers
 from inflight.rollouts import EssGuard, HistoryStore, Ledger, load_composer, load_scheduler, load_staleness, load_task
 from inflight.run.config import RunConfig
-from inflight.run.delivery import Delivery, PullDelivery, PushDelivery
 from inflight.run.interrupt import Interrupt, Interrupted
 from inflight.run.machines.devices import devices_here
 from inflight.run.machines.lora_shapes import check_lora
@@ -51,6 +50,7 @@ from inflight.run.servers.checks import check_servers
 from inflight.run.servers.leases import kept_token
 from inflight.run.servers.memory_turns import MemoryTurns
 from inflight.run.servers.servers import Servers, nobody_left
+from inflight.run.updates import updates_of
 
 
 def train(config: RunConfig, *, resume: bool = False) -> int:
@@ -262,8 +262,7 @@ class _Run:
         self.memory: MemoryTurns | None = None
         if config.servers.release_memory:
             self.memory = MemoryTurns(self.servers, self.trainers.limits.publish_s)
-        is_pulled = config.servers.updates == "pull"
-        self.delivery: Delivery = PullDelivery(self.servers) if is_pulled else PushDelivery(self.servers, self.trainers)
+        self.delivery = updates_of(config).delivery(self.servers, self.trainers)
         self.recording = Recording(config, path, note) if config.run.record else None
         self.saving = Saving(self.trainers, path, config.run, self._state, version, self.journal.saved, self.recording)
 
