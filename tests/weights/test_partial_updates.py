@@ -254,7 +254,7 @@ def test_an_endpoint_without_loras_refuses_one_that_comes_all_the_same(fleet: On
     manifest = Manifest(tensors=tuple(spec_of(n, t) for n, t in lora.items()), lora=SPEC)
     update = announcement_of(PlainWorker(lora), "here", manifest=manifest)
     updates = fleet.endpoint._updates
-    updates._declared = updates._declared.model_copy(update={"lora": False})
+    updates._capabilities = updates._capabilities.model_copy(update={"lora": False})
     with pytest.raises(UnsupportedError, match="this endpoint does not declare lora"):
         fleet.publisher.run(fleet.endpoint.request_weight_update, update)
 

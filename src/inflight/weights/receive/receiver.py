@@ -58,8 +58,8 @@ class _Open:
 class UpdateReceiver:
     """Updates of one endpoint over its life. `ReceivingEndpoint` offers its methods under the names of the contract.
 
-    ``expected`` is what the engine can load (None: not known here, the engine refuses by itself). ``declared`` is what
-    the endpoint declares. An instance belongs to one event loop.
+    ``expected`` is what the engine can load (None: not known here, the engine refuses by itself). ``capabilities``
+    are the endpoint's. An instance belongs to one event loop.
     """
 
     def __init__(
@@ -67,12 +67,12 @@ class UpdateReceiver:
         engine: PausableEngine,
         sink: BucketSink,
         expected: Sequence[TensorSpec] | None,
-        declared: Capabilities,
+        capabilities: Capabilities,
     ) -> None:
         self.engine = engine
         """What pauses, applies and resumes. It may be wrapped while no update is open."""
         self._sink = sink
-        self._declared = declared
+        self._capabilities = capabilities
         self._session = UpdateSession(expected)
         self._session.joined()
         self._joining: TransportSpec | None = None
@@ -106,7 +106,7 @@ class UpdateReceiver:
 
     async def join(self, spec: TransportSpec) -> None:
         """Aborts an open update first."""
-        if lack := refusal(self._declared, spec.transport):
+        if lack := refusal(self._capabilities, spec.transport):
             raise UnsupportedError(f"this endpoint does not declare {lack}")
         self._session.fence(spec.run_id, spec.incarnation)
         while True:  # another call may interleave
@@ -127,7 +127,7 @@ class UpdateReceiver:
             if self._open.pausing is not None:
                 await self._open.outlast(self._open.pausing, "ended while this call was repeated")
             return
-        self._refuse_undeclared(update)
+        self._refuse_unsupported(update)
         opened = _Open(self._session.request(update))
         try:
             self._sink.begin(update)
@@ -193,16 +193,16 @@ class UpdateReceiver:
             self._open.stop_lease()
         self._sink.leave()
 
-    def _refuse_undeclared(self, update: WeightUpdate) -> None:
-        """Raise if an update asks for something undeclared, or for a base that was not kept."""
-        if lack := self._declared.lacks(
+    def _refuse_unsupported(self, update: WeightUpdate) -> None:
+        """Raise if an update asks for something unsupported, or for a base that was not kept."""
+        if lack := self._capabilities.lacks(
             in_flight=update.in_flight,
             encodings=update.encodings,
             partial_updates=bool(update.manifest.frozen),
             lora=update.manifest.lora is not None,
         ):
             raise UnsupportedError(f"this endpoint does not declare {lack}")
-        if update.staged and not self._declared.staging:
+        if update.staged and not self._capabilities.staging:
             raise UnsupportedError("this endpoint does not declare staging: it pauses sampling while an update arrives")
         if update.base is not None and update.base != self._sink.kept:
             kept = self._sink.kept

@@ -1,4 +1,4 @@
-"""Releasing one endpoint's memory and taking it back, one after the other, whoever asks. Knows no engine."""
+"""Releasing and restoring one endpoint's memory, one call at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ReleasableEngine(Protocol):
 
     @abstractmethod
     async def free_memory(self) -> None:
-        """Give up the memory of weights, keys and values, and keep the weights elsewhere.
+        """Release the memory of weights, keys and values, and keep the weights elsewhere.
 
         Raises `BusyError` if a request runs or waits in the engine, and then has changed nothing. After any other error
         `take_memory` must be able to undo what was done.

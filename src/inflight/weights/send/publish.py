@@ -37,7 +37,7 @@ CLOSED = (anyio.BrokenResourceError, anyio.ClosedResourceError)
 
 
 class Publish:
-    """One attempt to bring some endpoints to one update, of whom ``num_needed`` have to apply it.
+    """One attempt to update some endpoints, of which ``num_needed`` have to apply the update.
 
     The deadline begins when it is made. ``staged`` lets endpoints that support staging sample while weights arrive.
     """
