@@ -148,7 +148,8 @@ class Fleet:
         """Set the members from now on: names or URLs, and connected endpoints.
 
         A new member joins with the next publish that it answers. A member that is not named leaves: its requests
-        continue, and it gets no further publish. Raises `ConfigError` for an invalid URL, and then leaves the fleet unchanged.
+        continue, and it gets no further publish. Raises `ConfigError` for an invalid URL, and then leaves the fleet
+        unchanged.
         """
         known = {member.url or name: member for name, member in self._members.items()} | self._members
         members: dict[str, _Member] = {}
