@@ -73,7 +73,7 @@ class BackgroundCalls:
         return task
 
     async def aclose(self, wait_s: float) -> None:
-        """Wait up to ``wait_s`` seconds for the calls under way, then cancel the rest and wait for these as long again."""
+        """Wait up to ``wait_s`` seconds for the calls under way, then cancel the rest and wait as long for those."""
         if self._calls:
             _, late = await asyncio.wait(self._calls, timeout=wait_s)
             for task in late:

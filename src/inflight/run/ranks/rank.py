@@ -41,7 +41,7 @@ from inflight.run.ranks.messages import (
     FinishSave,
     Here,
     Members,
-    Publish,
+    PublishAgain,
     PublishResult,
     RankAnswer,
     Ready,
@@ -155,7 +155,7 @@ class TrainerRank:
                 data_rank = data_ranks_of(self._worker).rank
                 published = None if request.members is None else self._publish(request.members)
                 return Ready(version=version, published=published, data_rank=data_rank)
-            case Publish():
+            case PublishAgain():
                 return Done(version=version, published=self._publish(request.members))
             case Train():
                 return self._train(request, micro_batches_of(request.segment_lengths, tensors))
