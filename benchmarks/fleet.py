@@ -124,7 +124,7 @@ def _disturb(
 
     def is_back(url: str) -> bool:
         return process.poll() is not None or any(
-            url in event["memory_restored"] for event in _events(run, "fleet_changed")
+            url in event["restored"] for event in _events(run, "fleet_changed")
         )
 
     after(int(0.15 * num_steps), 2, "is listed")
