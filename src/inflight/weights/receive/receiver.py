@@ -12,6 +12,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
+from inflight.base.requirements import require
 from inflight.base.threads import BackgroundCalls
 from inflight.base.transport_registry import refusal
 from inflight.errors import PoisonedError, TransferError, UnsupportedError, UpdateAbortedError, UpdateRefusedError
@@ -20,6 +21,7 @@ from inflight.weights.receive.states import OpenUpdate, UpdateSession
 from inflight.wire import (
     BucketTransfer,
     Capabilities,
+    Needs,
     TensorSpec,
     TransportSpec,
     UpdateRef,
@@ -111,7 +113,7 @@ class UpdateReceiver:
     async def join(self, spec: TransportSpec) -> None:
         """Aborts an open update first."""
         if lack := refusal(self._capabilities, spec.transport):
-            raise UnsupportedError(f"this endpoint does not declare {lack}")
+            raise UnsupportedError(f"this endpoint does not support {lack}")
         self._session.fence(spec.run_id, spec.incarnation)
         while True:  # another call may interleave
             await self._applied()  # applying still needs the group
@@ -200,15 +202,7 @@ class UpdateReceiver:
 
     def _refuse_unsupported(self, update: WeightUpdate) -> None:
         """Raise if an update asks for something unsupported, or for a base that was not kept."""
-        if lack := self._capabilities.lacks(
-            in_flight=update.in_flight,
-            encodings=update.encodings,
-            partial_updates=bool(update.manifest.frozen),
-            lora=update.manifest.lora is not None,
-        ):
-            raise UnsupportedError(f"this endpoint does not declare {lack}")
-        if update.staged and not self._capabilities.staging:
-            raise UnsupportedError("this endpoint does not declare staging: it pauses sampling while an update arrives")
+        require(self._capabilities, Needs.of_update(update), "this endpoint")
         if update.base is not None and update.base != self._sink.kept:
             kept = self._sink.kept
             raise UpdateRefusedError(
