@@ -16,17 +16,23 @@ async def running(*calls: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 
     What fails while they end is a note of that exception, as `first_of` says.
     """
-    failures: ExceptionGroup | None = None
+    failures: Sequence[Exception] = ()
+    of_body: Exception | None = None
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(call) for call in calls]
-            yield
+            try:
+                yield
+            except Exception as error:
+                is_first = not any(task.done() and not task.cancelled() and task.exception() for task in tasks)
+                of_body = error if is_first else None
+                raise
             for task in tasks:
                 task.cancel()
     except ExceptionGroup as raised:
-        failures = raised
-    if failures is not None:
-        raise first_of(failures.exceptions)
+        failures = raised.exceptions
+    if failures:
+        raise first_of(sorted(failures, key=lambda failure: failure is not of_body))
 
 
 async def run_together(*calls: Coroutine[Any, Any, object]) -> None:
