@@ -24,7 +24,7 @@ from inflight.weights.encode.buckets import manifest_difference, plan_buckets
 from inflight.weights.encode.lora_tensors import changed_names, lora_difference
 from inflight.weights.receive.base_weights import AdaptedWeights, merged
 from inflight.weights.receive.states import UpdateSession
-from inflight.weights.send.publish import WeightPublisher, publish_weights
+from inflight.weights.send.publisher import WeightPublisher, publish_weights
 from inflight.weights.transports.process_group import ProcessGroupSender
 from inflight.wire import BucketTransfer, EndpointState, LoraSpec, Manifest
 from tests.weights.lora import adapted, lora_of, merged_with

@@ -20,7 +20,8 @@ from inflight.engines.requests import check_fit
 from inflight.engines.routes import EngineRoutes
 from inflight.engines.version_labels import ServedVersion
 from inflight.errors import InvalidRequestError, UnsupportedError
-from inflight.weights.receive.receiver import PausableEngine, ReceivingEndpoint, UpdateReceiver
+from inflight.weights.receive.adapter import PausableEngine
+from inflight.weights.receive.receiver import ReceivingEndpoint, UpdateReceiver
 from inflight.wire import (
     Capabilities,
     ChatCompletion,
@@ -78,13 +79,13 @@ class OwnedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
         """Replace the server's weights. If it raises anything, they count as torn."""
 
     async def _attached(self) -> Capabilities:
-        from inflight.weights.receive.bucket_sinks import StagedIntake
+        from inflight.weights.receive.staged_sink import StagedSink
         from inflight.weights.transports import make_receiver
 
         can, specs = await self._attach()
         self._slots = asyncio.Semaphore(can.max_concurrent_sequences)
-        self._intake = StagedIntake(make_receiver)
-        self._updates = UpdateReceiver(self, self._intake, specs, can)
+        self._sink = StagedSink(make_receiver)
+        self._updates = UpdateReceiver(self, self._sink, specs, can)
         served = await self._served()
         self._updates.session.found(served.version, served.run_id, torn=served.torn, session_id=served.session_id)
         self._version = served.version
@@ -159,7 +160,7 @@ class OwnedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
 
     async def apply(self, update: WeightUpdate) -> None:
         started = time.monotonic()
-        await self._replace(update, dict(self._intake.take()))
+        await self._replace(update, dict(self._sink.take()))
         seconds = time.monotonic() - started
         self._timings = UpdateTimings(paused_s=seconds, load_s=seconds)
         self._version = update.version
@@ -168,7 +169,7 @@ class OwnedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
     async def resume(self) -> None:
         self._gate.set()
 
-    async def give_up(self) -> None:
+    async def fail_requests(self) -> None:
         """No request runs: the weights changed after a drain. Those that wait are refused."""
         self._gate.set()
 

@@ -25,11 +25,12 @@ from inflight.errors import EndpointError, InflightError, InvalidRequestError, N
 from inflight.http.chat import chat_completion_of, check_chat
 from inflight.model.images import ImageProcessor
 from inflight.types import EngineStats
-from inflight.weights.encode.streams import beside
+from inflight.weights.encode.transit import beside
+from inflight.weights.receive.adapter import PausableEngine
 from inflight.weights.receive.base_weights import AdaptedLoad, AdaptedWeights, Named
-from inflight.weights.receive.bucket_sinks import StagedIntake
-from inflight.weights.receive.receiver import PausableEngine, ReceivingEndpoint, UpdateReceiver
+from inflight.weights.receive.receiver import ReceivingEndpoint, UpdateReceiver
 from inflight.weights.receive.releasing import MemoryRelease, ReleasableEngine
+from inflight.weights.receive.staged_sink import StagedSink
 from inflight.weights.send.module import tensor_spec
 from inflight.weights.transports import make_receiver
 from inflight.wire import (
@@ -89,10 +90,10 @@ class LocalEndpoint(
         self._adapted = AdaptedWeights()
         self._is_borrowed = False
         """Whether weights arrive in memory that only lasts as long as the trainer's process."""
-        self._intake = StagedIntake(self._make_receiver, self._prepare)
+        self._sink = StagedSink(self._make_receiver, self._prepare)
         self._manifest = Manifest(tensors=specs)
         self._capabilities = self._declared(parameter)
-        self._updates = UpdateReceiver(self, self._intake, specs, self._capabilities)
+        self._updates = UpdateReceiver(self, self._sink, specs, self._capabilities)
         self._memory = MemoryRelease(self, self._updates.session)
         self._last_timings: UpdateTimings | None = None
         engine.start()
@@ -190,7 +191,7 @@ class LocalEndpoint(
             return load, made_ready(parameters, stored.joined(load.tensors, parameters.__getitem__))
 
     async def apply(self, update: WeightUpdate) -> None:
-        load, ready = self._intake.prepared()
+        load, ready = self._sink.prepared()
 
         def apply() -> UpdateTimings:
             started = time.monotonic()
@@ -205,7 +206,7 @@ class LocalEndpoint(
     async def resume(self) -> None:
         await self._in_engine(self._engine.resume)
 
-    async def give_up(self) -> None:
+    async def fail_requests(self) -> None:
         await self._in_engine(self._engine.cancel_all)
 
     async def release_memory(self) -> WeightVersion:
