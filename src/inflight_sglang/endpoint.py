@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from inflight.base.requirements import require
 from inflight.contracts import AbortingEndpoint, ReleasingEndpoint
 from inflight.engines.attached import AttachedEndpoint
 from inflight.engines.requests import Asked
@@ -22,6 +23,7 @@ from inflight.wire import (
     EndpointState,
     GenerateRequest,
     GenerateResponse,
+    Needs,
     PromptImage,
     UpdateRef,
     WeightUpdate,
@@ -146,9 +148,9 @@ class SglangEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Rele
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
         """Cancelling the call ends the request in the server, which sees its connection close."""
-        await self.capabilities()
-        limits = self._attached.limits
+        can, limits = await self.capabilities(), self._attached.limits
         check_request(request, limits)
+        require(can, Needs.of_request(request), self.name)
 
         async def send(asked: Mapping[int, Asked]) -> list[Any]:
             body = body_of(request, limits, asked)

@@ -145,7 +145,7 @@ class Disturbed:
                     places.unmount(self._place / name)
         shutil.rmtree(self._place, ignore_errors=True)
 
-    # ------------------------------------------------------------------------------------------------- one incarnation
+    # -------------------------------------------------------------------------------------------------- one incarnation
 
     def _live(self, pending: list[Strike]) -> Incarnation:
         version, state = self._latest()

@@ -25,7 +25,7 @@ from inflight.run.ranks.group import TrainerGroup
 from inflight.run.ranks.messages import Members, PublishResult
 from inflight.run.sampling.actor import Actor
 from inflight.run.sampling.completions import Completions
-from inflight.run.servers.checks import check_servers, declared
+from inflight.run.servers.checks import check_endpoint, check_servers
 from inflight.types import Group
 from inflight.wire import Capabilities, SamplingParams, WeightVersion
 from tests.gates import StepGate, reserved_port
@@ -235,10 +235,10 @@ def test_a_server_that_serves_another_kind_of_model_is_named_with_what_to_change
 ) -> None:
     if what == "dtype":
         server = start_server(model_dir, "--dtype", "bfloat16")
-        expected = f"{server.url} serves tiny in bfloat16, but the run trains in float32: set model.dtype to bfloat16"
+        expected = f"{server.url} does not support dtype float32; it serves tiny in bfloat16: change model.dtype"
     else:
         server = start_server(make_model(tmp_path / "other", vocab_size=300))
-        expected = f"{server.url} serves tiny with a vocabulary of 300 tokens"
+        expected = f"{server.url} does not support a vocabulary of 258 tokens; it serves tiny with 300"
     run = start_run("--servers.urls", json.dumps([server.url]))
     assert run.wait(90) == 1
     assert expected in run.output()
@@ -538,13 +538,13 @@ def test_raw_logprobs_are_refused_at_any_temperature_but_one(
     async def ask() -> Capabilities:
         endpoint = RawEndpoint(shared_server.url)
         try:
-            return await declared(config, 258, endpoint)
+            return await check_endpoint(config, 258, endpoint)
         finally:
             await endpoint.aclose()
 
     config = load_config(config_file, ["--sampling.temperature", temperature])
     if is_refused:
-        with pytest.raises(ConfigError, match=r"declares raw logprobs.* sampling\.temperature is 0\.7"):
+        with pytest.raises(ConfigError, match=r"does not support processed logprobs.* set sampling\.temperature to 1"):
             asyncio.run(ask())
     else:
         assert asyncio.run(ask()).logprob_kind == "raw"

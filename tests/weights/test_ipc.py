@@ -375,7 +375,7 @@ def test_publishes_arrive_at_an_engine_and_one_that_fails_leaves_the_old_weights
 
 def test_an_engine_on_the_cpu_refuses_it_with_the_reason(model_dir: Path, tmp_path: Path) -> None:
     local = Local(model_dir)
-    reason = r"does not declare the ipc transport; .* this server's weights are on the CPU"
+    reason = r"does not support the ipc transport; .* this server's weights are on the CPU"
     with (
         pytest.raises(Exception, match=reason),
         WeightPublisher([local.endpoint], shared(tmp_path), run_id="here"),

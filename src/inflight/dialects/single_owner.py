@@ -14,6 +14,7 @@ from abc import abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from inflight.base.requirements import require
 from inflight.contracts import InferenceEndpoint
 from inflight.engines.detached_calls import Attaching
 from inflight.engines.requests import check_fit
@@ -29,6 +30,7 @@ from inflight.wire import (
     Completion,
     GenerateRequest,
     GenerateResponse,
+    Needs,
     TensorSpec,
     UpdateTimings,
     WeightUpdate,
@@ -111,9 +113,8 @@ class OwnedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
         can = await self.capabilities()
+        require(can, Needs.of_request(request), self.name)
         check_fit(request, max_model_len=can.max_model_len, vocab_size=can.vocab_size)
-        if request.sampling.seed is not None and not can.seeds:
-            raise UnsupportedError(f"seed {request.sampling.seed}: {self.name} does not declare seeds")
         if request.request_id in self._running:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use by a running request")
         self._running.add(request.request_id)
@@ -148,7 +149,7 @@ class OwnedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
                     self._idle.set()
 
     async def chat_completion(self, request: ChatCompletionRequest) -> ChatCompletion:
-        raise UnsupportedError(f"{self.name} does not declare chat")
+        raise UnsupportedError(f"{self.name} does not support chat")
 
     async def pause(self, update: WeightUpdate) -> None:
         self._gate.clear()

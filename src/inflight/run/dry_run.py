@@ -20,7 +20,7 @@ from inflight.run.machines.memory import ON_THE_GPU, Term, gib
 from inflight.run.machines.memory_check import KNOWN_WORKERS, DeviceUse, listed, totals
 from inflight.run.machines.placement import Place
 from inflight.run.preflight import Hosts, Prepared, hosts_of
-from inflight.run.servers.checks import declared
+from inflight.run.servers.checks import check_endpoint
 from inflight.weights.encode.bucket_bytes import encoded_size
 from inflight.weights.encode.buckets import plan_buckets
 from inflight.wire import TensorSpec
@@ -128,7 +128,7 @@ async def _ask(prepared: Prepared, url: str) -> PlannedProcess:
     endpoint = connect_endpoint(url, token=os.environ.get(TOKEN_VARIABLE), control_timeout_s=_ASK_S)
     try:
         async with asyncio.timeout(_ASK_S):
-            can = await declared(config, prepared.model.vocab_size, endpoint)
+            can = await check_endpoint(config, prepared.model.vocab_size, endpoint)
             limit = min(can.max_concurrent_sequences, config.servers.max_concurrent)
         address = f"{url} answers, and runs up to {limit} sequences"
     except (TimeoutError, InflightError) as error:

@@ -249,7 +249,7 @@ class LocalEndpoint(
     async def record_history(self, history: DraftHistory) -> None:
         speculation = self._engine.speculation
         if not speculation.takes_history:
-            raise UnsupportedError(f"{self._name} does not declare drafts; serve it with --drafts history or both")
+            raise UnsupportedError(f"{self._name} does not support drafts; serve it with --drafts history or both")
         largest = max(token for entry in history.entries for ids in (*entry.completions, (0,)) for token in ids)
         if largest >= self._engine.vocab_size:
             raise InvalidRequestError(
@@ -262,7 +262,7 @@ class LocalEndpoint(
         self._updates.session.refuse_to_sample()
         if request.routed_experts and not self._engine.records_routing:
             raise UnsupportedError(
-                f"{self._name} does not declare routed_experts: its model has no routers that are known, or its decode "
+                f"{self._name} does not support routed_experts: its model has no routers that are known, or its decode "
                 "step is compiled"
             )
         finished: Future[list[Completion]] = _outcome()
@@ -331,7 +331,7 @@ class LocalEndpoint(
             return None
         images = self._images
         if images is None:
-            raise UnsupportedError(f"{self._name} does not declare images: its model has no vision tower")
+            raise UnsupportedError(f"{self._name} does not support images: its model has no vision tower")
 
         def tensors() -> dict[str, Any]:
             images.check(request.prompt_token_ids, request.images)
@@ -360,8 +360,7 @@ class LocalEndpoint(
 
     def chat_request(self, request: ChatCompletionRequest) -> GenerateRequest:
         """Return the token request that a chat request is rendered to."""
-        images = self._images is not None
-        check_chat(request, model=self._name, offers_chat=self._chat is not None, images=images)
+        check_chat(request, self._capabilities)
         return self._chat_format().render(request)
 
     def _refuse_non_finite(self, logprobs: Iterable[float]) -> None:

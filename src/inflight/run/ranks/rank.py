@@ -213,7 +213,7 @@ class TrainerRank:
     def _refuse_unless_images(self) -> None:
         if not (isinstance(self._worker, ImageWorker) and self._worker.takes_images):
             raise UnsupportedError(
-                f"the rollouts have images, but {type(self._worker).__name__} does not declare images: train a model "
+                f"the rollouts have images, but {type(self._worker).__name__} does not support images: train a model "
                 "that takes them with the trainer 'fsdp'"
             )
 

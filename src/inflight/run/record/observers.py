@@ -41,7 +41,7 @@ class Observers:
     @property
     def listeners(self) -> Sequence[Callable[[Event], None]]:
         """What the journal calls with each event."""
-        return [self._reporting.heard] if self._metrics is None else [self._reporting.heard, self._metrics.heard]
+        return [self._reporting.report] if self._metrics is None else [self._reporting.report, self._metrics.count]
 
     def calls(self) -> Sequence[Coroutine[Any, Any, None]]:
         """Return calls that serve the page until cancelled, if the configuration asks for it."""

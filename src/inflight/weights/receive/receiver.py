@@ -12,6 +12,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
+from inflight.base.requirements import require
 from inflight.base.transport_registry import refusal
 from inflight.errors import PoisonedError, TransferError, UnsupportedError, UpdateAbortedError, UpdateRefusedError
 from inflight.weights.receive.adapter import BucketSink, PausableEngine
@@ -19,6 +20,7 @@ from inflight.weights.receive.states import OpenUpdate, UpdateSession
 from inflight.wire import (
     BucketTransfer,
     Capabilities,
+    Needs,
     TensorSpec,
     TransportSpec,
     UpdateRef,
@@ -67,12 +69,12 @@ class UpdateReceiver:
         engine: PausableEngine,
         sink: BucketSink,
         expected: Sequence[TensorSpec] | None,
-        declared: Capabilities,
+        capabilities: Capabilities,
     ) -> None:
         self.engine = engine
         """What pauses, applies and resumes. It may be wrapped while no update is open."""
         self._sink = sink
-        self._declared = declared
+        self._capabilities = capabilities
         self._session = UpdateSession(expected)
         self._session.joined()
         self._joining: TransportSpec | None = None
@@ -106,8 +108,8 @@ class UpdateReceiver:
 
     async def join(self, spec: TransportSpec) -> None:
         """Aborts an open update first."""
-        if lack := refusal(self._declared, spec.transport):
-            raise UnsupportedError(f"this endpoint does not declare {lack}")
+        if lack := refusal(self._capabilities, spec.transport):
+            raise UnsupportedError(f"this endpoint does not support {lack}")
         self._session.fence(spec.run_id, spec.incarnation)
         while True:  # another call may interleave
             await self._applied()  # applying still needs the group
@@ -127,7 +129,7 @@ class UpdateReceiver:
             if self._open.pausing is not None:
                 await self._open.outlast(self._open.pausing, "ended while this call was repeated")
             return
-        self._refuse_undeclared(update)
+        self._refuse_unsupported(update)
         opened = _Open(self._session.request(update))
         try:
             self._sink.begin(update)
@@ -193,17 +195,9 @@ class UpdateReceiver:
             self._open.stop_lease()
         self._sink.leave()
 
-    def _refuse_undeclared(self, update: WeightUpdate) -> None:
-        """Raise if an update asks for something undeclared, or for a base that was not kept."""
-        if lack := self._declared.lacks(
-            in_flight=update.in_flight,
-            encodings=update.encodings,
-            partial_updates=bool(update.manifest.frozen),
-            lora=update.manifest.lora is not None,
-        ):
-            raise UnsupportedError(f"this endpoint does not declare {lack}")
-        if update.staged and not self._declared.staging:
-            raise UnsupportedError("this endpoint does not declare staging: it pauses sampling while an update arrives")
+    def _refuse_unsupported(self, update: WeightUpdate) -> None:
+        """Raise if an update asks for something unsupported, or for a base that was not kept."""
+        require(self._capabilities, Needs.of_update(update), "this endpoint")
         if update.base is not None and update.base != self._sink.kept:
             kept = self._sink.kept
             raise UpdateRefusedError(

@@ -34,7 +34,7 @@ from inflight.weights.encode.buckets import DEFAULT_BUCKET_BYTES
 from inflight.weights.send.endpoint_update import ANSWER_S, query_endpoint, query_endpoints
 from inflight.weights.send.gathering import gather_only
 from inflight.weights.send.publisher import WeightPublisher, close_all, publish_weights
-from inflight.wire import Capabilities, EndpointState, InFlightPolicy, WeightVersion
+from inflight.wire import Capabilities, EndpointState, InFlightPolicy, Needs, WeightVersion
 
 _NUM_ATTEMPTS = 3
 """After losing a member, which may leave others torn, the fleet reaches the present version by publishing again."""
@@ -299,8 +299,9 @@ class Fleet:
                 f"but was {before.model} in {before.dtype} with {before.vocab_size}"
             )
         group = self._publisher.group
-        lack = can.lacks(in_flight=in_flight, transport=group.transport, encodings=group.encodings)
-        return None if lack is None else f"does not declare {lack}"
+        needs = Needs(in_flight=in_flight, transport=group.transport, encodings=tuple(group.encodings))
+        missing = can.missing(needs)
+        return f"does not support {', '.join(missing.values())}" if missing else None
 
     def _leave_some_out(self, deadline_s: float) -> None:
         """Leave out members whose memory is released, and if enough others answer at once, those that do not.

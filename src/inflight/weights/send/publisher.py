@@ -18,8 +18,9 @@ from typing import Any, Literal, TypeVar, get_args
 
 import anyio.from_thread
 
+from inflight.base.requirements import require
 from inflight.contracts import InferenceEndpoint, MergingLoraSource, WeightSender, WeightSource
-from inflight.errors import ConfigError, DeadlineError, PublishError, UnsupportedError
+from inflight.errors import ConfigError, DeadlineError, PublishError
 from inflight.http.kinds import connect_endpoint
 from inflight.types import PublishReport, WeightBucket
 from inflight.weights.encode.bucket_bytes import Rounding
@@ -29,7 +30,7 @@ from inflight.weights.send.gathering import announce_update, gather_rest, requir
 from inflight.weights.send.publish import CLOSED, Clock, Publish
 from inflight.weights.send.weight_group import WeightGroup
 from inflight.weights.transports import make_sender
-from inflight.wire import Capabilities, InFlightPolicy, TransportName, WeightUpdate
+from inflight.wire import Capabilities, InFlightPolicy, Needs, TransportName, WeightUpdate
 
 T = TypeVar("T")
 
@@ -282,14 +283,9 @@ def publish_weights(
             encoding=publisher.group.encoding,
             keep=keep_base,
         )
+        needs = replace(Needs.of_update(update), encodings=tuple(publisher.group.encodings), staging=False)
         for endpoint, can in endpoints.items():
-            if lack := can.lacks(
-                in_flight=update.in_flight,
-                encodings=publisher.group.encodings,
-                partial_updates=bool(update.manifest.frozen),
-                lora=update.manifest.lora is not None,
-            ):
-                raise UnsupportedError(f"{endpoint.name} does not declare {lack}")
+            require(can, needs, endpoint.name)
         num_needed = len(endpoints) if quorum is None else quorum
         checked = require_announced(gathered, update)
         report = publisher.publish(endpoints, update, checked, deadline_s=deadline_s, num_needed=num_needed)

@@ -81,7 +81,7 @@ class WeightGroup:
         for endpoint, spec in specs.items():
             if lack := refusal(endpoints[endpoint], spec.transport):
                 self.sender.abort()
-                raise UnsupportedError(f"{endpoint.name} does not declare {lack}")
+                raise UnsupportedError(f"{endpoint.name} does not support {lack}")
             self._transport = spec.transport
         form = self._form_together if self.sender.is_collective else self._form_each
         failures = await form(specs, timeout_s, num_needed)
