@@ -20,6 +20,7 @@ from typing import Any
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
+from inflight.base.tasks import first_of
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import ConfigError, FencedError, InflightError, UnsupportedError, UpdateAbortedError
 from inflight.types import EndpointOutcome, EndpointReport, PublishReport, PublishSpans, WeightBucket
@@ -115,8 +116,8 @@ class Publish:
             async with asyncio.TaskGroup() as tasks:
                 updates = [tasks.create_task(call) for call in self._calls()]
                 tasks.create_task(self._send())
-        except BaseExceptionGroup as group:
-            raise group.exceptions[0] from group
+        except ExceptionGroup as group:
+            raise first_of(group.exceptions) from group
         finally:
             self._close()
         reports = tuple(task.result() for task in updates)
@@ -272,8 +273,8 @@ class Publish:
                     await asyncio.wait([sending])  # endpoints read buckets once they are stored
                 for participant in self._participants.values():
                     tasks.create_task(offer(participant.feed))
-        except BaseExceptionGroup as group:
-            raise group.exceptions[0] from group
+        except ExceptionGroup as group:
+            raise first_of(group.exceptions) from group
 
     # ---------------------------------------------------------------------------------------------------- the report
 
