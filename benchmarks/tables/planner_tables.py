@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.conformance.kept import RESULTS, kept
+from benchmarks.tables.kept import RESULTS, kept
 
 
 def planner_table() -> str:

@@ -1,6 +1,6 @@
 """CPU time of the controller's parts, each by itself: for machines that others use too.
 
-    python benchmarks/scale_parts.py [--name after] [--only scheduling http ...]
+    python -m benchmarks.research.scale_parts [--name after] [--only scheduling http ...]
 
 - ``scheduling``: sampling, actor and scheduler with 64 endpoints in this process, each of which answers when told.
 - ``http``: `HttpEndpoint.generate` with 156 connections to one server, which is in another process.
@@ -28,6 +28,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.results import DIRECTORY, read_results, write_results
+from benchmarks.simulated import Parity, SimulatedEndpoint
+
 from inflight.engines.embedded.tiny import VOCAB_SIZE, byte_tokenizer
 from inflight.environments.proxy.run_server import ProxyServer
 from inflight.http.client import HttpEndpoint
@@ -40,8 +43,6 @@ from inflight.run.sampling.groups import work_of
 from inflight.run.sampling.sampling import Sampling
 from inflight.types import Group, Rollout
 from inflight.wire import Completion, GenerateRequest, GenerateResponse, SamplingParams, VersionSpan
-from results import DIRECTORY, read_results, write_results
-from simulated import Parity, SimulatedEndpoint
 
 GROUP_SIZE, MEAN_TOKENS, NUM_ENDPOINTS = 4, 225, 64
 RESULTS = "scale-parts"
@@ -79,7 +80,7 @@ def sampling(directory: Path) -> Sampling:
         {
             "run": {"directory": str(directory), "num_steps": 1},
             "model": {"path": str(directory)},
-            "task": {"name": "simulated:Parity"},
+            "task": {"name": "benchmarks.simulated:Parity"},
             "sampling": {"group_size": GROUP_SIZE, "max_tokens": 1024},
             "servers": {"urls": ["http://127.0.0.1:1"]},
             "rollouts": {"max_lag": 32},
@@ -168,7 +169,9 @@ async def answer_all_but_few(num_connections: int) -> None:
 
 async def http(num_connections: int, num_calls: int) -> dict[str, float]:
     with subprocess.Popen(
-        [sys.executable, __file__, "--serve", str(num_connections)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-m", "benchmarks.research.scale_parts", "--serve", str(num_connections)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     ) as server:
         assert server.stdin is not None
         assert server.stdout is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.conformance.kept import kept, kept_rows, milliseconds
+from benchmarks.tables.kept import kept, kept_rows, milliseconds
 
 
 def weights_spans_table() -> str:

@@ -1,6 +1,6 @@
 """What papers claim about speed, in simulated time, by the planner's simulation and the live policies.
 
-    python benchmarks/papers.py
+    python -m benchmarks.research.papers
 
 or ``--only`` some of them, which keeps the others. Inputs are those of the papers where they give them, else those of
 their supplements' simulations or ours, as docs/planner.md says. Writes ``results/papers.json``.
@@ -16,6 +16,8 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+
+from benchmarks.results import DIRECTORY, read_results, write_results
 
 from inflight.planning import Endpoint, Outcome, Prompted, Setup, TokenTime, TrainerCost, simulate
 from inflight.rollouts import HistoryStore, MaxLag
@@ -342,8 +344,6 @@ def report(name: str, row: Mapping[str, Any]) -> None:
 
 
 def main() -> None:
-    from results import DIRECTORY, read_results, write_results  # tests import this file, which is beside that one
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=PAPERS, default=list(PAPERS))
     for name in parser.parse_args().only:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from tests.conformance.kept import kept
+from benchmarks.tables.kept import kept
 
 _ORDER = ("controller", "server", "rank", "disk", "store", "reward")
 

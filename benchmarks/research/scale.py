@@ -1,8 +1,8 @@
 """What it costs to place a run with Ray, and what a lost host costs.
 
-``python -m benchmarks.scale`` writes ``benchmarks/results/scale.json``; ``--only`` does a part and keeps the others.
-The rounds of ``ray`` train the same run with launcher ``local`` and with ``ray``, in turns. ``curve`` learns on two
-hosts, undisturbed and with a host killed that has the trainer rank and one of two servers; it also plots
+``python -m benchmarks.research.scale`` writes ``benchmarks/results/scale.json``; ``--only`` does a part and keeps the
+others. The rounds of ``ray`` train the same run with launcher ``local`` and with ``ray``, in turns. ``curve`` learns
+on two hosts, undisturbed and with a host killed that has the trainer rank and one of two servers; it also plots
 ``docs/images/scale.png``.
 """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tests.conformance.kept import kept
+from benchmarks.tables.kept import kept
 
 _TOKENS = 4 * 225
 """Of one request."""

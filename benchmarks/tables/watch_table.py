@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from tests.conformance.kept import kept
+from benchmarks.tables.kept import kept
 
 ROUNDS = {
     "start_s": "from the command to the address that it prints",

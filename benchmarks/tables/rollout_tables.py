@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from tests.conformance.kept import kept
+from benchmarks.tables.kept import kept
 
 
 def drafts_table() -> str:
@@ -149,7 +149,7 @@ def criteria_table() -> str:
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 
 
-_BENCHMARK = "`python benchmarks/criteria.py`"
+_BENCHMARK = "`python -m benchmarks.research.criteria`"
 _DRAFTS = "`python benchmarks/drafts.py models/tiny`"
 _KIT = "`inflight check endpoint`"
 _SPANS = "twenty updates during a few completions; two colours of weights that every token betrays"

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tests.conformance.kept import ROOT
+from benchmarks.tables.kept import ROOT
 
 CERTIFICATES = ROOT / "docs" / "certificates"
 

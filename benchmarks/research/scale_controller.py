@@ -1,6 +1,6 @@
 """What one controller can do: 64 endpoints, 10,000 running requests, a million tokens per step.
 
-    python benchmarks/scale_controller.py [--name after] [--requests 10000] [--tokens-per-s 50000] ...
+    python -m benchmarks.research.scale_controller [--name after] [--requests 10000] [--tokens-per-s 50000] ...
 
 Runs `inflight train` as users do. Its servers are simulated (`simulated.py`), in a few processes, and speak the
 contract over HTTP; its trainer rank takes batches and publishes a small weight to all of them. What is measured is the
@@ -27,11 +27,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from inflight.engines.embedded.tiny import VOCAB_SIZE, TinyShape, create_tiny_model, save_tiny_model
-from results import DIRECTORY, read_results, write_results
-from simulated import SIGMA
+from benchmarks.results import DIRECTORY, read_results, write_results
+from benchmarks.simulated import SIGMA
 
-HERE = Path(__file__).parent
+from inflight.engines.embedded.tiny import VOCAB_SIZE, TinyShape, create_tiny_model, save_tiny_model
+
+ROOT = Path(__file__).parents[2]
 RESULTS = "scale-controller"
 CONFIG = """
 [run]
@@ -44,7 +45,7 @@ step_timeout_s = 3600
 path = "{model}"
 
 [task]
-name = "simulated:Parity"
+name = "benchmarks.simulated:Parity"
 params = {{ work = {work} }}
 {processes_of_rewards}
 
@@ -61,7 +62,7 @@ transport = "shm"
 max_lag = {max_lag}
 
 [train]
-trainer = "simulated:create_worker"
+trainer = "benchmarks.simulated:create_worker"
 tokens_per_worker = {tokens_per_step}
 max_tokens_per_micro_batch = 65536
 train_on_equal_rewards = true
@@ -88,7 +89,11 @@ def servers(settings: argparse.Namespace, directory: Path, token_s: float) -> It
                 "report": directory / f"waits-{i}.json",
             }
             process = subprocess.Popen(
-                [sys.executable, HERE / "simulated.py", *(f"--{name}={value}" for name, value in arguments.items())],
+                [
+                    sys.executable,
+                    ROOT / "benchmarks" / "simulated.py",
+                    *(f"--{name}={value}" for name, value in arguments.items()),
+                ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -158,7 +163,7 @@ def followed(settings: argparse.Namespace, run: subprocess.Popen[Any], rows: Pat
 
 def measured(settings: argparse.Namespace) -> dict[str, Any]:
     os.environ["INFLIGHT_TOKEN"] = secrets.token_urlsafe(16)
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     token_s = token_seconds(settings)
     with tempfile.TemporaryDirectory(prefix="scale-") as name:
         directory = Path(name)
@@ -212,7 +217,7 @@ def row_of(settings: argparse.Namespace, points: list[Any], waits: list[float]) 
     requests = samples / settings.group_size
     few = points[:: max(1, len(points) // 50)]
     return {
-        "command": "python benchmarks/scale_controller.py " + " ".join(sys.argv[1:]),
+        "command": "python -m benchmarks.research.scale_controller " + " ".join(sys.argv[1:]),
         "settings": {
             k: v for k, v in vars(settings).items() if isinstance(v, int | float) and not k.startswith("prof")
         },

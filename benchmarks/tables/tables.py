@@ -8,19 +8,20 @@ import tomllib
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks.tables.backend_tables import backends_table
+from benchmarks.tables.campaign_table import campaign_table
+from benchmarks.tables.kept import ROOT, kept, kept_rows, milliseconds
+from benchmarks.tables.planner_tables import PLANNER_TABLES
+from benchmarks.tables.replay_tables import REPLAY_TABLES
+from benchmarks.tables.rollout_tables import ROLLOUT_TABLES
+from benchmarks.tables.scale_tables import SCALE_TABLES
+from benchmarks.tables.watch_table import watch_table
+from benchmarks.tables.weight_tables import WEIGHT_TABLES
+
 from inflight.losses import PRESETS
 from inflight.observe.trace.schema import markdown as event_tables
 from inflight.weights.receive.states import TRANSITIONS, Event
 from inflight.wire import EndpointState
-from tests.campaigns.table import campaign_table
-from tests.conformance.backend_tables import backends_table
-from tests.conformance.kept import ROOT, kept, kept_rows, milliseconds
-from tests.conformance.planner_tables import PLANNER_TABLES
-from tests.conformance.replay_tables import REPLAY_TABLES
-from tests.conformance.rollout_tables import ROLLOUT_TABLES
-from tests.conformance.scale_tables import SCALE_TABLES
-from tests.conformance.watch_table import watch_table
-from tests.conformance.weight_tables import WEIGHT_TABLES
 
 CERTIFICATES = ROOT / "docs" / "certificates"
 

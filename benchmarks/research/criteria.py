@@ -1,6 +1,6 @@
 """What the seed papers claim of lag and of batches, on a language model of which hundreds of steps take seconds.
 
-    python benchmarks/criteria.py
+    python -m benchmarks.research.criteria
 
 or ``--only`` some of its parts, which keeps the others.
 
@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from benchmarks.results import DIRECTORY, read_results, write_results
 from torch.nn.utils.rnn import pad_sequence
 
 from inflight.losses import PRESETS, PolicyLoss, collate, metric_values, prepare
@@ -38,7 +39,6 @@ from inflight.rollouts.split import best_split
 from inflight.run.sampling.batches import StepBatch, make_batch
 from inflight.types import Group, Rollout
 from inflight.wire import VersionSpan
-from results import DIRECTORY, read_results, write_results
 
 VOCABULARY, HIDDEN, NUM_PROMPTS = 32, 64, 8
 GROUP_SIZE, GROUPS_PER_STEP = 8, 8

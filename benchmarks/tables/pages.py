@@ -1,4 +1,4 @@
-"""Fills in what pages of docs/ show of other files: ``python -m tests.conformance.pages`` writes them anew.
+"""Fills in what pages of docs/ show of other files: ``python -m benchmarks.tables.pages`` writes them anew.
 
 Sentences of the contract come from their checks, code from the files that the tests run, the table of mutants from
 mutation.json, tables of engines from kept certificates and benchmark results.
@@ -11,9 +11,10 @@ import re
 import textwrap
 from pathlib import Path
 
+from benchmarks.tables.mutant_table import mutant_table
+from benchmarks.tables.tables import TABLES
+
 from inflight.conformance.specification import filled_in
-from tests.conformance.mutation import markdown_table
-from tests.conformance.tables import TABLES
 
 ROOT = Path(__file__).parents[2]
 PAGES = (
@@ -59,7 +60,7 @@ def rendered(page: str) -> str:
 
     page = _SOURCE.sub(_quoted, _FILE.sub(shown, filled_in(page)))
     page = _TABLE.sub(lambda found: f"<!-- table: {found[1]} -->\n{TABLES[found[1]]()}\n<!-- end -->", page)
-    return _MUTANTS.sub(lambda _: f"<!-- mutants -->\n{markdown_table()}<!-- end -->", page)
+    return _MUTANTS.sub(lambda _: f"<!-- mutants -->\n{mutant_table()}<!-- end -->", page)
 
 
 def _quoted(found: re.Match[str]) -> str:
