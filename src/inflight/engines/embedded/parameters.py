@@ -9,7 +9,7 @@ import torch
 
 from inflight.engines.embedded.stored_parameters import StoredTensors
 from inflight.model.checkpoints import stored_names
-from inflight.weights.encode.streams import finish
+from inflight.weights.encode.transit import finish
 
 Parameters = Mapping[str, torch.nn.Parameter]
 
