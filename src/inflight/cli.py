@@ -225,7 +225,7 @@ def _add_serve(commands: Any) -> None:
         metavar="SECONDS",
         help="with --exit-with-stdin, go on as long as calls with the token come within this time of each other",
     )
-    joining = serve.add_argument_group("joining a run that has servers.join")
+    joining = serve.add_argument_group("joining a run that has servers.attach.join")
     joining.add_argument(
         "--join", metavar="URL", help=f"join the run that listens there; ${TOKEN_VARIABLE} is the run's"
     )

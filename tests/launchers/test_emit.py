@@ -192,8 +192,8 @@ def test_a_jobset_is_what_the_api_takes_and_every_process_finds_the_controller(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--servers.urls", '["http://a:1"]'], "leave out servers.urls"),
-        (["--servers.transport", "shm"], "need servers and trainers on one machine"),
+        (["--servers.attach.urls", '["http://a:1"]'], "leave out servers.attach.urls"),
+        (["--updates.transport", "shm"], "need servers and trainers on one machine"),
     ],
 )
 def test_what_only_one_machine_has_is_not_emitted(config_file: Path, words: list[str], says: str) -> None:

@@ -122,7 +122,7 @@ def test_a_server_that_finds_no_memory_to_restore_is_left_out_until_it_does(
             server.wait_until_ready()
         urls = json.dumps([server.url for server in servers])
         run = start_run(
-            *RELEASING, "--run.num_steps", "8", "--servers.urls", urls, environment={"INFLIGHT_TOKEN": TOKEN}
+            *RELEASING, "--run.num_steps", "8", "--servers.attach.urls", urls, environment={"INFLIGHT_TOKEN": TOKEN}
         )
         assert run.wait() == 0, run.output()
         assert f"{servers[0].url} did not restore its memory and is left out: the memory could not be" in run.output()
@@ -217,7 +217,7 @@ def test_a_new_run_never_overwrites_an_old_one(start_run: Callable[..., RunProce
 
 
 def test_killed_server_is_left_out_started_again_and_given_work_again(start_run: Callable[..., RunProcess]) -> None:
-    run = start_run("--servers.count", "2", "--run.num_steps", "100000", "--servers.publish_deadline_s", "20")
+    run = start_run("--servers.count", "2", "--run.num_steps", "100000", "--updates.deadline_s", "20")
     run.wait_for_steps(3)
     victim, survivor = run.servers()
     url = run.server_urls()[0]
@@ -236,7 +236,7 @@ def test_killed_server_is_left_out_started_again_and_given_work_again(start_run:
 
 @pytest.mark.exhaustive
 def test_the_last_server_is_started_again_and_the_run_goes_on(start_run: Callable[..., RunProcess]) -> None:
-    run = start_run("--run.num_steps", "100000", "--servers.publish_deadline_s", "20")
+    run = start_run("--run.num_steps", "100000", "--updates.deadline_s", "20")
     run.wait_for_steps(3)
     os.kill(run.servers()[0], signal.SIGTERM)  # a graceful end: it answers that its engine is closed
     run.wait_for_output("server-0 was restarted")
@@ -252,7 +252,7 @@ def test_a_server_that_cannot_be_started_again_is_given_up_and_the_run_says_whic
 ) -> None:
     model = tmp_path / "model"
     shutil.copytree(model_dir, model)
-    run = start_run("--run.num_steps", "100000", "--servers.publish_deadline_s", "20", model=model)
+    run = start_run("--run.num_steps", "100000", "--updates.deadline_s", "20", model=model)
     run.wait_for_steps(3)
     for weights in model.glob("*.safetensors"):  # checkpoints still need the tokenizer
         weights.unlink()
@@ -279,7 +279,7 @@ def test_weights_that_a_killed_trainer_rank_has_stored_are_removed_with_the_run(
     start_run: Callable[..., RunProcess], tmp_path: Path, transport: str
 ) -> None:
     run = start_run(
-        *("--run.num_steps", "100000", "--servers.transport", transport), environment={"TMPDIR": str(tmp_path)}
+        *("--run.num_steps", "100000", "--updates.transport", transport), environment={"TMPDIR": str(tmp_path)}
     )
     run.wait_for_steps(2)
     trainer = run.processes()["trainer-0"]
@@ -328,7 +328,7 @@ def test_server_of_another_model_is_refused_before_any_byte_is_sent(
 ) -> None:
     other = make_model(tmp_path / "other", hidden_size=48)
     server = start_server(other)
-    run = start_run("--servers.urls", json.dumps([server.url]), environment={"INFLIGHT_TOKEN": "test-token"})
+    run = start_run("--servers.attach.urls", json.dumps([server.url]), environment={"INFLIGHT_TOKEN": "test-token"})
     assert run.wait(90) == 1
     assert "shapes differ" in run.output()
 
@@ -391,7 +391,7 @@ def test_full_disk_ends_the_run_with_what_could_not_be_written(start_run: Callab
 def test_every_in_flight_policy_trains(start_run: Callable[..., RunProcess], policy: str) -> None:
     # So much may be outstanding that no server is ever idle: requests run whenever an update comes.
     settings = ("--sampling.max_tokens", "200", "--rollouts.max_lag", "1000")
-    run = start_run("--servers.in_flight", policy, "--run.num_steps", "4", *settings)
+    run = start_run("--updates.in_flight", policy, "--run.num_steps", "4", *settings)
     assert run.wait() == 0, run.output()
     rows, summary = run.rows(), run.summary()
     assert [row["publish"]["version"] for row in rows] == [1, 2, 3, 4]

@@ -44,7 +44,7 @@ def apply(candidate: Candidate, source: Path, target: Path) -> dict[str, Any]:
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"configuration {str(source)!r} cannot be read: {error}") from error
     servers = values.get("servers", {})
-    if any(servers.get(key) for key in ("fleet", "urls", "urls_file", "join")):
+    if servers.get("fleet") or servers.get("attach"):
         raise ConfigError(f"{source} lists its servers itself: a plan sets servers.count, and cannot be applied to it")
     settings = settings_of(candidate, values)
     for key, value in settings.items():

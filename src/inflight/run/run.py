@@ -168,9 +168,10 @@ class _Run:
         self.launcher: Launcher = (
             before.launcher if before else load_launcher(config.run.launcher, config.run.launcher_options)
         )
-        if self.launcher.port and not config.servers.others_may_come:
+        if self.launcher.port and not config.servers.attach.others_may_come:
             raise ConfigError(
-                f"launcher {config.run.launcher!r} starts no servers: set servers.join, where they come by themselves"
+                f"launcher {config.run.launcher!r} starts no servers: set servers.attach.join, where they come by "
+                "themselves"
             )
         if config.servers.lease_s and not self.launcher.can_outlive:
             raise ConfigError(
@@ -262,7 +263,7 @@ class _Run:
         self.memory: MemoryTurns | None = None
         if config.servers.release_memory:
             self.memory = MemoryTurns(self.servers, self.trainers.limits.publish_s)
-        is_pulled = config.servers.updates == "pull"
+        is_pulled = config.updates.mode == "pull"
         self.delivery: Delivery = PullDelivery(self.servers) if is_pulled else PushDelivery(self.servers, self.trainers)
         self.recording = Recording(config, path, note) if config.run.record else None
         self.saving = Saving(self.trainers, path, config.run, self._state, version, self.journal.saved, self.recording)

@@ -41,14 +41,14 @@ from inflight.wire import TensorSpec
 
 _ASK_S = 3.0
 _CONNECTS_BACK = ("gloo", "nccl", "http")
-"""Transports for which servers connect to ``servers.address``."""
+"""Transports for which servers connect to ``updates.address``."""
 _WITHIN_ONE_MACHINE = ("shm", "ipc")
 _TRAVELS = {
     "nccl": "broadcast from trainer-0's GPU to the servers' GPUs",
     "gloo": "broadcast over sockets from host memory",
     "ipc": "read by the servers from trainer-0's GPU memory",
     "shm": "stored once in this host's shared memory, where each server reads it",
-    "file": "stored once in servers.directory, where each server reads it",
+    "file": "stored once in updates.directory, where each server reads it",
     "http": "downloaded by each server from trainer-0",
 }
 
@@ -141,8 +141,7 @@ def _started(
     for rank, it in enumerate(trainers):
         what = f"{train.trainer} worker, rank {rank} of {num}"
         found.append(PlannedProcess(it.name, what, _indices(it), meets, memory.get(it.name, ())))
-    members = [member for member in config.servers.members for _ in range(member.count)]
-    for it, member in zip(servers, members, strict=True):
+    for it, member in zip(servers, config.servers.started, strict=True):
         where = "a free port of 127.0.0.1" if member.engine == "local" else "two free ports of 127.0.0.1"
         what = "embedded engine" if member.engine == "local" else f"{member.engine} behind inflight serve"
         found.append(PlannedProcess(it.name, what, _indices(it), where, memory.get(it.name, ())))
@@ -154,23 +153,24 @@ def _indices(it: Place) -> tuple[int, ...]:
 
 
 def _urls(config: RunConfig) -> tuple[str, ...]:
-    listed = None if config.servers.urls_file is None else read_server_list(config.servers.urls_file)[0]
-    return (*config.servers.urls, *(listed or {}).values())
+    attach = config.servers.attach
+    listed = None if attach.urls_file is None else read_server_list(attach.urls_file)[0]
+    return (*attach.urls, *(listed or {}).values())
 
 
 def _check_address(config: RunConfig, urls: Sequence[str]) -> None:
     """Raise `ConfigError` if weights cannot reach servers on other machines."""
-    servers = config.servers
-    if servers.transport in _WITHIN_ONE_MACHINE:
+    updates = config.updates
+    if updates.transport in _WITHIN_ONE_MACHINE:
         remedy = "choose 'gloo', 'nccl', 'http' or 'file'"
-    elif servers.transport in _CONNECTS_BACK and servers.address.startswith("127."):
-        remedy = "set servers.address to the address of this machine as the servers see it"
+    elif updates.transport in _CONNECTS_BACK and updates.address.startswith("127."):
+        remedy = "set updates.address to the address of this machine as the servers see it"
     else:
         return
     for url in urls:
         if not _is_here(urlsplit(url).hostname or ""):
             raise ConfigError(
-                f"{url} is on another machine, which servers.transport {servers.transport!r} at {servers.address} does "
+                f"{url} is on another machine, which updates.transport {updates.transport!r} at {updates.address} does "
                 f"not reach: {remedy}"
             )
 
@@ -207,22 +207,22 @@ async def _attached(config: RunConfig, urls: Sequence[str]) -> list[PlannedProce
 
 
 def _update(config: RunConfig) -> PlannedUpdate:
-    servers = config.servers
+    updates = config.updates
     dtype = str(config.train.trainer_options.get("wire_dtype") or config.model.dtype)
     specs = tensor_specs_of(config.model.path, dtype)
     if (lora := config.train.lora) is not None:
         shapes = lora_shapes(lora, config.model.path)
         specs = tuple(TensorSpec.model_validate({"name": n, "dtype": dtype, "shape": s}) for n, s in shapes.items())
-    travels = _TRAVELS.get(servers.transport, "by an installed transport")
-    if servers.transport not in ON_THE_GPU:
+    travels = _TRAVELS.get(updates.transport, "by an installed transport")
+    if updates.transport not in ON_THE_GPU:
         travels += "; copied from and to GPUs there"
     return PlannedUpdate(
         size_bytes=sum(spec.size_bytes for spec in specs),
-        sent_bytes=encoded_size(specs, "raw" if servers.delta else servers.encoding),
+        sent_bytes=encoded_size(specs, "raw" if updates.delta else updates.encoding),
         deadline_s=time_limits(config).publish_s,
         num_buckets=len(plan_buckets(specs)),
-        transport=servers.transport,
-        travels=f"only what changed, {travels}" if servers.delta else travels,
+        transport=updates.transport,
+        travels=f"only what changed, {travels}" if updates.delta else travels,
     )
 
 

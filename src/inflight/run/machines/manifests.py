@@ -7,7 +7,8 @@ from pathlib import Path
 
 from inflight.errors import ConfigError
 from inflight.launchers.plan import JOIN_PORT, MEET_PORT, Gang, Plan
-from inflight.run.config import FleetMember, RunConfig
+from inflight.run.config import RunConfig
+from inflight.run.fleet_config import FleetMember
 from inflight.run.machines.placement import gpu_use, wants_gpu
 
 
@@ -17,18 +18,18 @@ def plan_of(config: RunConfig, path: Path, overrides: Sequence[str] = ()) -> Pla
     Processes are given GPUs unless the configuration says ``cpu``. Raises `ConfigError` for what only one machine has.
     """
     servers, train = config.servers, config.train
-    if servers.urls or servers.others_may_come:
+    if servers.attach.urls or servers.attach.others_may_come:
         raise ConfigError(
-            "the emitted servers join the run by themselves: leave out servers.urls, servers.urls_file and servers.join"
+            "the emitted servers join the run by themselves: leave out servers.attach.urls, urls_file and join"
         )
-    if servers.colocated or servers.transport in ("shm", "ipc"):
+    if servers.colocated or config.updates.transport in ("shm", "ipc"):
         raise ConfigError(
             "servers.colocated and the transports 'shm' and 'ipc' need servers and trainers on one machine: leave them "
-            "out, and set servers.transport to 'gloo' or 'nccl'"
+            "out, and set updates.transport to 'gloo' or 'nccl'"
         )
     options = f"{{ port = {MEET_PORT} }}"
     controller = ["inflight", "train", str(path), "--launcher", "outside", "--run.launcher_options", options]
-    controller += ["--servers.join", f"0.0.0.0:{JOIN_PORT}", "--resume-if-begun", *overrides]
+    controller += ["--servers.attach.join", f"0.0.0.0:{JOIN_PORT}", "--resume-if-begun", *overrides]
     on_gpu = wants_gpu(train.trainer_options.get("device", train.device))
     ranks = Gang(
         "trainers",

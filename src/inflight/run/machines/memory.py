@@ -46,7 +46,8 @@ from typing import Literal, get_args
 from inflight.errors import ConfigError
 from inflight.http.kinds import GpuUse
 from inflight.model.checkpoint_specs import config_number, config_of, tensor_specs_of
-from inflight.run.config import FleetMember, RunConfig
+from inflight.run.config import RunConfig
+from inflight.run.fleet_config import FleetMember
 from inflight.run.machines.lora_shapes import lora_shapes
 from inflight.weights.encode.buckets import DEFAULT_BUCKET_BYTES
 from inflight.wire import DTYPE_SIZES
@@ -252,7 +253,7 @@ def server_terms(
     sequence = context * model.kv_bytes_per_token(dtype)
     others = []
     sampling: Phase | None = "sampling" if config.servers.release_memory else None
-    if use.stages_on_gpu and config.servers.transport in ON_THE_GPU:
+    if use.stages_on_gpu and config.updates.transport in ON_THE_GPU:
         remedy = "choose a transport through host memory, such as 'shm'"
         others.append(Term("staged update", size_bytes, remedy, sampling))
     if member.engine == "local":

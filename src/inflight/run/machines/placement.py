@@ -12,7 +12,8 @@ from typing import Literal
 
 from inflight.errors import ConfigError
 from inflight.http.kinds import GpuUse, load_engine_kind
-from inflight.run.config import FleetMember, RunConfig
+from inflight.run.config import RunConfig
+from inflight.run.fleet_config import FleetMember
 from inflight.run.machines.devices import Device
 
 
@@ -71,10 +72,10 @@ def place(config: RunConfig, devices: Sequence[Device]) -> Placement:
     wanted = [_Wanted(f"trainer-{rank}", "trainer", 1, explicit) for rank, explicit in enumerate(_of_trainers(config))]
     if not wants_gpu(_train_device(config)):
         wanted = [_Wanted(it.name, it.role, 0) for it in wanted]
-    if devices and servers.scale is not None and wants_gpu(servers.device):
+    if devices and servers.scaling is not None and wants_gpu(servers.device):
         raise ConfigError(
-            "servers.scale starts servers on GPUs that a launcher chooses, and run.launcher 'local' chooses none: use "
-            "launcher 'ray', or set servers.device to 'cpu'"
+            "servers.scaling starts servers on GPUs that a launcher chooses, and run.launcher 'local' chooses none: "
+            "use launcher 'ray', or set servers.device to 'cpu'"
         )
     if servers.device is not None and ":" in servers.device:
         raise ConfigError(
@@ -129,11 +130,10 @@ def place_elsewhere(config: RunConfig, num_gpus: int) -> Placement:
         )
     on_gpu = bool(num_gpus) and wants_gpu(_train_device(config))
     trainers = [Place(f"trainer-{rank}", "trainer", (), int(on_gpu)) for rank in range(config.train.num_ranks)]
-    members = [member for member in servers.members for _ in range(member.count)]
     serves_on_gpu = bool(num_gpus) and wants_gpu(servers.device)
     placed = [
         Place(server_name(index, member.engine), "server", (), gpu_use(member).num_gpus if serves_on_gpu else 0)
-        for index, member in enumerate(members)
+        for index, member in enumerate(servers.started)
     ]
     if (needed := sum(place.num_gpus for place in (*trainers, *placed))) > num_gpus:
         raise ConfigError(
@@ -253,7 +253,7 @@ def _too_few(wanted: Sequence[_Wanted], num_devices: int, *, shares: bool) -> st
 
 def _check_releases(servers: Sequence[Place], config: RunConfig) -> None:
     """Raise `ConfigError` if a server is to release its memory and computes on the CPU, where engines cannot."""
-    engines = [member.engine for member in config.servers.members for _ in range(member.count)]
+    engines = [member.engine for member in config.servers.started]
     for it, engine in zip(servers, engines, strict=True):
         if engine != "local" and not it.devices:
             raise ConfigError(
@@ -282,8 +282,8 @@ def _check_sharing(places: Sequence[Place], config: RunConfig) -> None:
                 "its memory at the same time"
             )
         in_weight_group = [it for it in sharing if it.role == "server" or it.name == "trainer-0"]
-        if config.servers.transport == "nccl" and len(in_weight_group) > 1:
+        if config.updates.transport == "nccl" and len(in_weight_group) > 1:
             raise ConfigError(
-                f"{names} share GPU {index}, but servers.transport 'nccl' cannot send from a GPU to itself: choose "
+                f"{names} share GPU {index}, but updates.transport 'nccl' cannot send from a GPU to itself: choose "
                 "another transport, such as 'shm'"
             )

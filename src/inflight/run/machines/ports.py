@@ -12,8 +12,8 @@ def check_ports(config: RunConfig, launcher: Launcher) -> None:
     """Raise `ConfigError` if an address at which the run is to listen is taken, or is none."""
     if (port := config.run.metrics_port) is not None:
         _check("127.0.0.1", port, "choose another run.metrics_port, or 0 for any")
-    if (at := config.servers.join) is not None:
-        _check(*host_and_port(at), "choose another address for servers.join")
+    if (at := config.servers.attach.join) is not None:
+        _check(*host_and_port(at), "choose another address for servers.attach.join")
     if port := launcher.port:
         _check(launcher.address, port, "choose another port in run.launcher_options")
 

@@ -18,7 +18,8 @@ from inflight.errors import ConfigError, WorkerDiedError
 from inflight.http.kinds import load_engine_kind
 from inflight.http.tokens import TOKEN_VARIABLE
 from inflight.launchers import Launched, Launcher, Program
-from inflight.run.config import FleetMember, RunConfig
+from inflight.run.config import RunConfig
+from inflight.run.fleet_config import FleetMember
 from inflight.run.machines.placement import Place
 from inflight.run.ranks.channel import RunChannel
 from inflight.run.ranks.handshake import RUN_VARIABLE, Meeting
@@ -147,7 +148,6 @@ async def start_servers(
 
     Raises `ConfigError` with the end of a server's log; no server is left running then.
     """
-    members = [member for member in config.servers.members for _ in range(member.count)]
     timeout_s = config.run.start_timeout_s
     servers: list[Server] = []
 
@@ -162,7 +162,7 @@ async def start_servers(
         servers.append(server)
         await _wait_until_ready(server)
 
-    starting = [asyncio.ensure_future(start(*it)) for it in zip(members, places, strict=True)]
+    starting = [asyncio.ensure_future(start(*it)) for it in zip(config.servers.started, places, strict=True)]
     try:
         async with asyncio.timeout(timeout_s):
             await asyncio.gather(*starting)
@@ -232,8 +232,8 @@ def _server_program(
         command += ["--device", config.servers.device]
     if member.compile:
         command.append("--compile")
-    if config.servers.updates == "pull":
-        command += ["--follow", str(config.servers.directory), "--follow-run", directory.run_id]
+    if config.updates.mode == "pull":
+        command += ["--follow", str(config.updates.directory), "--follow-run", directory.run_id]
     if config.servers.drafts != "off":
         command += ["--drafts", config.servers.drafts]
     if member.engine != "local":

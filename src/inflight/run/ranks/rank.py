@@ -130,7 +130,7 @@ class TrainerRank:
             self._begin(f"loading {start.checkpoint}")
             self._worker.load(start.checkpoint)
         self._shares_memory = config.servers.release_memory
-        is_pulled = config.servers.updates == "pull"
+        is_pulled = config.updates.mode == "pull"
         self._gather = gather_only if is_pulled else take_part
         """How the other ranks take part in rank 0's publish."""
         self._publishing: Publishing | None = None
@@ -138,10 +138,10 @@ class TrainerRank:
         if self._worker.rank or start.members is None:
             return
         if is_pulled:
-            self._publishing = Pull(config.servers, start.run_id, limits.publish_s)
+            self._publishing = Pull(config.updates, start.run_id, limits.publish_s)
         else:
             self._begin("connecting to the servers")
-            self._publishing = Push(config.servers, start.members.urls, start.run_id, limits.publish_s)
+            self._publishing = Push(config.updates, start.members.urls, start.run_id, limits.publish_s)
 
     def close(self) -> None:
         if self._publishing is not None:

@@ -255,7 +255,7 @@ class Sampling:
 
     def _drop_stale_running(self, version: int) -> None:
         """End groups that will be too old for the step that starts from ``version``, however they go on."""
-        if self._config.servers.updates == "push":  # of servers that pull, nobody knows with what a request begins
+        if self._config.updates.mode == "push":  # of servers that pull, nobody knows with what a request begins
             self.actor.drop_stale(lambda first_version: self._staleness.can_train(first_version, version))
 
     def _compose_if_ready(self) -> None:

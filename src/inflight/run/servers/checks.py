@@ -12,7 +12,8 @@ from typing import Any
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import ConfigError
 from inflight.http.kinds import connect_endpoint, load_engine_kind
-from inflight.run.config import RunConfig, ServersSection
+from inflight.run.config import RunConfig
+from inflight.run.fleet_config import ServersSection
 from inflight.wire import Capabilities
 
 _MAX_FILE_BYTES = 1 << 20
@@ -34,16 +35,12 @@ def check_servers(servers: ServersSection) -> None:
                 f"servers.python {str(member.python)!r} is not an interpreter; give the path of python in the "
                 f"virtual environment that has {member.engine}"
             )
-    names = [connect_endpoint(url).name for url in servers.urls]
+    names = [connect_endpoint(url).name for url in servers.attach.urls]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError(f"servers.urls lists {', '.join(twice)} more than once; list each server once")
-    num_servers = len(names) + sum(member.count for member in servers.members)
-    if not servers.others_may_come and servers.quorum is not None and servers.quorum > num_servers:
-        raise ConfigError(f"servers.quorum {servers.quorum} exceeds the number of servers, {num_servers}")
-    if servers.urls_file is not None and not servers.urls_file.is_file():
-        raise ConfigError(
-            f"servers.urls_file {str(servers.urls_file)!r} does not exist; create it with one URL per line"
-        )
+        raise ConfigError(f"servers.attach.urls lists {', '.join(twice)} more than once; list each server once")
+    file = servers.attach.urls_file
+    if file is not None and not file.is_file():
+        raise ConfigError(f"servers.attach.urls_file {str(file)!r} does not exist; create it with one URL per line")
 
 
 def read_server_list(path: Path) -> tuple[dict[str, str] | None, list[str]]:
@@ -55,7 +52,8 @@ def read_server_list(path: Path) -> tuple[dict[str, str] | None, list[str]]:
         with path.open("rb") as file:
             text = file.read(_MAX_FILE_BYTES).decode(errors="replace")
     except OSError as error:
-        return None, [f"servers.urls_file {str(path)!r} cannot be read: {error.strerror}; the fleet stays as it is"]
+        problem = f"servers.attach.urls_file {str(path)!r} cannot be read: {error.strerror}; the fleet is unchanged"
+        return None, [problem]
     listed: dict[str, str] = {}
     problems = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -77,15 +75,15 @@ async def declared(config: RunConfig, vocab_size: int, endpoint: InferenceEndpoi
 
 def _problem(config: RunConfig, vocab_size: int, can: Capabilities) -> str | None:
     """Return why an endpoint with these capabilities cannot take part and what to change; None if it can."""
-    servers, model = config.servers, config.model
+    updates, model = config.updates, config.model
     needs: tuple[tuple[str, dict[str, Any]], ...] = (
-        ("servers.in_flight", {"in_flight": servers.in_flight}),
-        ("servers.transport", {"transport": servers.transport}),
+        ("updates.in_flight", {"in_flight": updates.in_flight}),
+        ("updates.transport", {"transport": updates.transport}),
         (
-            "servers.delta" if servers.delta else "servers.encoding",
-            {"encodings": ["delta" if servers.delta else servers.encoding]},
+            "updates.delta" if updates.delta else "updates.encoding",
+            {"encodings": ["delta" if updates.delta else updates.encoding]},
         ),
-        ("servers.release_memory", {"releases_memory": servers.release_memory}),
+        ("servers.release_memory", {"releases_memory": config.servers.release_memory}),
         ("train.router_replay", {"routed_experts": config.train.router_replay}),
     )
     for setting, need in needs:
