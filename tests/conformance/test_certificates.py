@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from inflight.base.json_files import check_writable
 from inflight.conformance.checks import Check
 from inflight.conformance.report.files import (
     REPORTS,
     badge_json,
     certificate_json,
-    check_writable,
     read_certificate,
     write_reports,
     write_whole,
@@ -49,7 +49,7 @@ VERDICTS = st.builds(
     Verdict,
     id=TEXT,
     level=TEXT,
-    sentence=TEXT,
+    requirement=TEXT,
     outcome=st.sampled_from(CheckOutcome),
     seconds=st.floats(0, 1e6),
     message=TEXT,
@@ -323,7 +323,7 @@ def test_verdicts_are_printed_as_they_come(is_terminal: bool) -> None:
     with progress(console, checks) as on_verdict:
         on_verdict(PASSED)
         assert "E-01" in text.getvalue()
-        on_verdict(verdict("E-02", CheckOutcome.SKIPPED, message="not declared: " + "x" * 200))
+        on_verdict(verdict("E-02", CheckOutcome.SKIPPED, message="not supported: " + "x" * 200))
     lines = text.getvalue().splitlines()
     if is_terminal:
         assert "2 of 2" in text.getvalue() and "x" * 60 not in text.getvalue()

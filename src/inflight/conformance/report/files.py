@@ -60,20 +60,6 @@ REPORTS = (
 )
 
 
-def check_writable(files: Mapping[str, Path]) -> None:
-    """Raise `ConfigError` unless each of these files, by name of the report, can be written."""
-    for name, file in files.items():
-        where = f"--{name} {str(file)!r} cannot be written"
-        if not file.parent.is_dir():
-            raise ConfigError(f"{where}: its directory does not exist; make it first")
-        if file.is_dir():
-            raise ConfigError(f"{where}: it is a directory")
-        if not os.access(file.parent, os.W_OK):
-            raise ConfigError(f"{where}: its directory may not be written to")
-        if others := [other for other in files if other != name and files[other].absolute() == file.absolute()]:
-            raise ConfigError(f"{where}: --{others[0]} names the same file")
-
-
 def write_reports(certificate: Certificate, files: Mapping[str, Path]) -> None:
     """Write these reports, each as a whole or not at all. Raises `ConfigError`."""
     for report in REPORTS:
