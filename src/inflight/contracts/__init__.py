@@ -12,6 +12,14 @@ from inflight.contracts.endpoint import (
     ReleasingEndpoint,
     StreamingEndpoint,
 )
+from inflight.contracts.engine_kind import (
+    DEFAULT_MAX_CONCURRENT,
+    EMBEDDED,
+    DraftProvider,
+    EngineKind,
+    EngineOptions,
+    GpuUse,
+)
 from inflight.contracts.environment import (
     Conversation,
     Environment,
@@ -46,14 +54,20 @@ from inflight.contracts.transport import (
 )
 
 __all__ = [
+    "DEFAULT_MAX_CONCURRENT",
+    "EMBEDDED",
     "AbortingEndpoint",
     "BackgroundSaver",
     "BatchComposer",
     "Conversation",
     "DataRanks",
+    "DraftProvider",
     "DraftingEndpoint",
+    "EngineKind",
+    "EngineOptions",
     "Environment",
     "Episode",
+    "GpuUse",
     "ImageWorker",
     "InferenceEndpoint",
     "LengthPredictor",
