@@ -118,11 +118,11 @@ def test_a_certificate_is_read_as_it_was_written(tmp_path: Path) -> None:
     ("text", "complaint"),
     [
         (b"", "EOF"),
-        (b"{}", "kit_version: Field required"),
+        (b"{}", "key 'kit_version' is missing"),
         (b"\xff\xfe", "is not a certificate"),
         (b"[" * 100_000, "is not a certificate"),
         (certificate_json(EVERYTHING).replace('"hung"', '"maybe"').encode(), r"verdicts\.2\.outcome"),
-        (certificate_json(EVERYTHING).replace('"kind"', '"king"').encode(), "kind: Field required"),
+        (certificate_json(EVERYTHING).replace('"kind"', '"king"').encode(), "key 'kind' is missing"),
     ],
 )
 def test_what_is_no_certificate_is_refused_with_the_file(tmp_path: Path, text: bytes, complaint: str) -> None:

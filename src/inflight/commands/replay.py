@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import tomllib
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from inflight.base.json_files import check_writable, write_json
+from inflight.base.toml import read_toml
 from inflight.commands.shared import add_json_argument, print_progress, require_at_least
 from inflight.engines.factories import keyword_arguments
 from inflight.errors import ConfigError
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         return replay_lives(
             manifest,
             directory,
-            base=None if arguments.config is None else _toml(arguments.config),
+            base=None if arguments.config is None else read_toml(arguments.config, "configuration"),
             model=arguments.model,
             trainer=arguments.trainer,
             num_ranks=arguments.ranks,
@@ -114,10 +114,3 @@ def _sample_again(arguments: argparse.Namespace, record: Path, lives: Sequence[L
     print(described_sampling(found, arguments.tolerance, decode))
     write_json(arguments.json, [asdict(it) for it in found])
     return int(any(it.parts_at is not None or it.parts_by_logprob_at is not None for it in found))
-
-
-def _toml(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"configuration {str(path)!r} cannot be read: {error}") from error

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
-import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-import pydantic
 from pydantic import BeforeValidator, Field, NonNegativeInt, model_validator
 
-from inflight.base.toml import Section
+from inflight.base.toml import Section, load_settings
 from inflight.base.transport_registry import find_transport
 from inflight.errors import ConfigError
 from inflight.losses import Kl, PolicyLoss, preset
@@ -285,67 +282,5 @@ class RunConfig(Section):
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Return the configuration in a TOML file, with overrides such as ``["--train.learning_rate", "1e-4"]``.
-
-    Raises `ConfigError`, which names the key and the value, and for an unknown key the nearest known one. Relative
-    paths start from the current directory.
-    """
-    try:
-        values = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"configuration {str(path)!r} cannot be read: {error.strerror}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"configuration {str(path)!r} is not valid TOML: {error}") from error
-    for key, value in _pairs(overrides):
-        _set(values, key, value)
-    try:
-        return RunConfig.model_validate(values)
-    except pydantic.ValidationError as error:
-        raise ConfigError("; ".join(_explain(problem) for problem in error.errors(include_url=False))) from error
-
-
-def _pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
-    words = iter(overrides)
-    for flag in words:
-        if not flag.startswith("--"):
-            raise ConfigError(f"{flag!r} is not an override; write --section.field value")
-        key, has_value, value = flag[2:].partition("=")
-        found = value if has_value else next(words, None)
-        if found is None:
-            raise ConfigError(f"override {flag} has no value")
-        yield key, found
-
-
-def _set(values: dict[str, Any], key: str, text: str) -> None:
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text
-    *sections, name = key.split(".")
-    for section in sections:
-        values = values.setdefault(section, {})
-        if not isinstance(values, dict):
-            raise ConfigError(f"override --{key}: {section!r} is a value, not a section")
-    values[name] = value
-
-
-def _explain(problem: Any) -> str:
-    location = [str(part) for part in problem["loc"]]
-    key = ".".join(location)
-    if problem["type"] == "extra_forbidden":
-        known = _known_keys(location[:-1])
-        nearest = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.0)
-        prefix = "".join(f"{part}." for part in location[:-1])
-        return f"unknown key {key!r}; did you mean {prefix}{nearest[0]}?"
-    if problem["type"] == "missing":
-        return f"key {key!r} is missing"
-    return f"{key}: {problem['msg']} (got {problem['input']!r})" if key else str(problem["msg"])
-
-
-def _known_keys(sections: Sequence[str]) -> list[str]:
-    model: Any = RunConfig
-    for section in sections:
-        if not section.isdigit():  # not the index of a table in a list
-            annotation = model.model_fields[section].annotation
-            model = next(iter(get_args(annotation)), annotation)
-    return list(model.model_fields)
+    """Return the configuration in a TOML file, with overrides: see `load_settings`."""
+    return load_settings(RunConfig, path, "configuration", overrides)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pydantic
 
+from inflight.base.validation import describe_problems
 from inflight.conformance.report.junit import junit_xml
 from inflight.conformance.report.page import html_page
 from inflight.conformance.report.summary import score
@@ -85,9 +86,7 @@ def read_certificate(file: Path) -> Certificate:
     except OSError as error:
         raise ConfigError(f"certificate {str(file)!r} cannot be read: {error.strerror}") from error
     except pydantic.ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        what = f"{where}: {first['msg']}" if where else first["msg"]
         raise ConfigError(
-            f"{str(file)!r} is not a certificate of this kit: {what}; write one with inflight check ... --json FILE"
+            f"{str(file)!r} is not a certificate of this kit: {describe_problems(error)}; write one with "
+            "inflight check ... --json FILE"
         ) from error
