@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from inflight.contracts import InferenceEndpoint
+from inflight.contracts import EngineOptions, GpuUse, InferenceEndpoint
 from inflight.http.client import HttpEndpoint
-from inflight.http.kinds import EngineOptions, GpuUse
 from inflight.http.tokens import TOKEN_VARIABLE
 
 ROOT = Path(__file__).parents[2]

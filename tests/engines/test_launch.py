@@ -19,11 +19,11 @@ import httpx
 import pytest
 
 from inflight.cli import main
+from inflight.contracts import EngineOptions
 from inflight.engines import launch
 from inflight.engines.launch import EngineProcess, start_engine, started
 from inflight.errors import ConfigError, EndpointError
 from inflight.http.client import HttpEndpoint
-from inflight.http.kinds import EngineOptions
 from inflight.wire import GenerateRequest, SamplingParams
 from tests.engines.fake_engines import ENGINE_TOKEN, FAILING, SILENT, FakeKind, installed
 from tests.run.runs import RunProcess, ends_within, is_alive

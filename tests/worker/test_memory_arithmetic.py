@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from inflight.contracts import GpuUse
 from inflight.engines.embedded.slots import token_bytes_of
-from inflight.http.kinds import GpuUse
 from inflight.model.checkpoints import load_causal_lm, max_model_len_of
 from inflight.run.config import RunConfig, load_config
 from inflight.run.machines.memory import activation_bytes, model_shape, server_terms, shard_elements, trainer_terms

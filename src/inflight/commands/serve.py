@@ -255,8 +255,9 @@ def _serve_factory(
 
 def _serve_engine(arguments: argparse.Namespace, serving: dict[str, Any], say_ready: Callable[[str], None]) -> None:
     """Serve with another engine, behind this process."""
+    from inflight.contracts import EngineOptions
     from inflight.engines.serving import serve_engine
-    from inflight.http.kinds import EngineOptions, load_engine_kind
+    from inflight.http.kinds import load_engine_kind
 
     kind = load_engine_kind(arguments.engine)
     if not (arguments.model / "config.json").is_file():

@@ -11,12 +11,11 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from inflight.contracts import InferenceEndpoint
+from inflight.contracts import EngineKind, EngineOptions, InferenceEndpoint
 from inflight.engines.factories import made_endpoint
 from inflight.engines.launch import start_engine
 from inflight.errors import ConfigError
 from inflight.http.joining import JoinSettings
-from inflight.http.kinds import EngineKind, EngineOptions
 from inflight.http.listening import bind
 from inflight.http.serving import serve
 

@@ -258,10 +258,10 @@ class RunConfig(Section):
         if not servers.attach.others_may_come and updates.quorum is not None and updates.quorum > num_servers:
             raise ValueError(f"updates.quorum {updates.quorum} exceeds the number of servers, {num_servers}")
         if updates.mode == "pull":
-            if foreign := [member.engine for member in servers.members if member.engine != "local"]:
+            if foreign := [member.engine for member in servers.members if not member.kind.runs_in_process]:
                 raise ValueError(
                     f"updates.mode 'pull' needs servers that load stored versions, but {foreign[0]} does not: "
-                    "use engine 'local'"
+                    "use engine 'embedded'"
                 )
             if servers.release_memory:
                 raise ValueError(

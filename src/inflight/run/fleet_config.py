@@ -8,6 +8,7 @@ from typing import Literal, Self
 from pydantic import Field, NonNegativeInt, model_validator
 
 from inflight.base.toml import Section
+from inflight.contracts import DEFAULT_MAX_CONCURRENT, EMBEDDED, EngineKind
 from inflight.http.kinds import load_engine_kind
 
 _OF_ONE_KIND = ("engine", "count", "python", "engine_arguments", "devices", "compile", "place")
@@ -17,8 +18,8 @@ _OF_ONE_KIND = ("engine", "count", "python", "engine_arguments", "devices", "com
 class FleetMember(Section):
     """``count`` servers of one kind."""
 
-    engine: str = "local"
-    """``local``, the embedded engine, or another entry point in the group ``inflight.engines``."""
+    engine: str = EMBEDDED
+    """``embedded``, or another entry point in the group ``inflight.engines``."""
     count: int = Field(default=1, ge=1)
     python: Path | None = None
     """Interpreter of the engine's virtual environment. None: the present one."""
@@ -26,24 +27,25 @@ class FleetMember(Section):
     """Further arguments for the engine's own command line."""
     devices: tuple[NonNegativeInt, ...] | None = None
     """GPUs of these servers, one after the other: ``count`` times as many as each runs on. None: any that are free."""
-    max_concurrent: int = Field(default=64, ge=1)
+    max_concurrent: int = Field(default=DEFAULT_MAX_CONCURRENT, ge=1)
     compile: bool = False
-    """Compile the decode step of the embedded engine, and capture CUDA graphs on a GPU."""
+    """Compile the decode step, and capture CUDA graphs on a GPU, with an engine that takes this option."""
     place: str | None = None
     """Where these servers run, as the launcher names places: for ``ray``, a host's address or a custom resource of the
     hosts. None: anywhere."""
 
-    @model_validator(mode="after")
-    def _only_the_embedded_engine_compiles(self) -> Self:
-        if self.compile and self.engine != "local":
-            raise ValueError(f"compile applies to engine 'local', not to {self.engine!r}: use engine_arguments")
-        return self
+    @property
+    def kind(self) -> EngineKind:
+        """The kind of engine. Raises `ConfigError` if it is not installed."""
+        return load_engine_kind(self.engine)
 
     @model_validator(mode="after")
-    def _embedded_engine_takes_none(self) -> Self:
-        if self.engine == "local" and (self.python is not None or self.engine_arguments):
+    def _settings_apply_to_the_engine(self) -> Self:
+        if self.compile and not self.kind.compiles:
+            raise ValueError(f"compile does not apply to engine {self.engine!r}: use engine_arguments")
+        if (self.python is not None or self.engine_arguments) and self.kind.runs_in_process:
             raise ValueError(
-                "python and engine_arguments do not apply to engine 'local': set engine, or leave them out"
+                f"python and engine_arguments do not apply to engine {self.engine!r}: set engine, or leave them out"
             )
         return self
 
@@ -171,10 +173,10 @@ class ServersSection(FleetMember):
     @model_validator(mode="after")
     def _every_engine_can_draft(self) -> Self:
         if self.drafts != "off":
-            for engine in {member.engine for member in self.members} - {"local"}:
-                if (problem := load_engine_kind(engine).drafts_problem(self.drafts)) is not None:
+            for member in self.members:
+                if (problem := member.kind.drafts_problem(self.drafts)) is not None:
                     raise ValueError(
-                        f"servers.drafts is {self.drafts!r}, but a server has engine {engine!r}: {problem}"
+                        f"servers.drafts is {self.drafts!r}, but a server has engine {member.engine!r}: {problem}"
                     )
         if self.drafts != "off" and any(member.compile for member in self.members):
             raise ValueError("servers.drafts and servers.compile exclude each other: leave one of them out")

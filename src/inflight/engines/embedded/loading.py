@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from inflight.contracts import DEFAULT_MAX_CONCURRENT, DraftProvider
 from inflight.engines.embedded.chat import ChatFormat
 from inflight.engines.embedded.decoding import compiler_for
 from inflight.engines.embedded.endpoint import LocalEndpoint
@@ -23,7 +24,7 @@ from inflight.errors import ConfigError
 from inflight.model.checkpoints import load_causal_lm, load_tokenizer, max_model_len_of
 from inflight.model.compiler import check_compiler
 from inflight.model.images import load_image_processor
-from inflight.rollouts.drafts import DraftProvider, DraftSource
+from inflight.rollouts.drafts import DraftSource
 
 _LOG = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ def load_endpoint(
     dtype: str | None = None,
     device: str | None = None,
     max_model_len: int | None = None,
-    max_concurrent: int = 64,
+    max_concurrent: int | None = None,
     kv_cache_bytes: int | None = None,
     compile: bool = False,
     drafts: DraftSource | DraftProvider | None = None,
@@ -63,6 +64,8 @@ def load_endpoint(
     allowed = max_model_len_of(model.config)
     if max_model_len is not None and not 2 <= max_model_len <= allowed:
         raise ConfigError(f"max_model_len {max_model_len} is outside of 2..{allowed}, which the model allows")
+    if max_concurrent is None:
+        max_concurrent = DEFAULT_MAX_CONCURRENT
     if max_concurrent < 1:
         raise ConfigError(f"max_concurrent must be at least 1, not {max_concurrent}")
     longest = max_model_len or allowed

@@ -142,8 +142,8 @@ def _started(
         what = f"{train.trainer} worker, rank {rank} of {num}"
         found.append(PlannedProcess(it.name, what, _indices(it), meets, memory.get(it.name, ())))
     for it, member in zip(servers, config.servers.started, strict=True):
-        where = "a free port of 127.0.0.1" if member.engine == "local" else "two free ports of 127.0.0.1"
-        what = "embedded engine" if member.engine == "local" else f"{member.engine} behind inflight serve"
+        where = "a free port of 127.0.0.1" if member.kind.runs_in_process else "two free ports of 127.0.0.1"
+        what = f"{member.engine} engine" if member.kind.runs_in_process else f"{member.engine} behind inflight serve"
         found.append(PlannedProcess(it.name, what, _indices(it), where, memory.get(it.name, ())))
     return found
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from inflight.contracts import GpuUse
 from inflight.errors import ConfigError
-from inflight.http.kinds import GpuUse, load_engine_kind
 from inflight.run.config import RunConfig
 from inflight.run.fleet_config import FleetMember
 from inflight.run.machines.devices import Device
@@ -90,7 +90,7 @@ def place(config: RunConfig, devices: Sequence[Device]) -> Placement:
         num_devices = gpu_use(member).num_gpus if devices and wants_gpu(servers.device) else 0
         for explicit in _of_servers(member, num_devices):
             index = len(wanted) - config.train.num_ranks
-            wanted.append(_Wanted(server_name(index, member.engine), "server", num_devices, explicit))
+            wanted.append(_Wanted(server_name(index, member), "server", num_devices, explicit))
     if not devices:
         if told := [it.name for it in wanted if it.explicit]:
             raise ConfigError(
@@ -132,7 +132,7 @@ def place_elsewhere(config: RunConfig, num_gpus: int) -> Placement:
     trainers = [Place(f"trainer-{rank}", "trainer", (), int(on_gpu)) for rank in range(config.train.num_ranks)]
     serves_on_gpu = bool(num_gpus) and wants_gpu(servers.device)
     placed = [
-        Place(server_name(index, member.engine), "server", (), gpu_use(member).num_gpus if serves_on_gpu else 0)
+        Place(server_name(index, member), "server", (), gpu_use(member).num_gpus if serves_on_gpu else 0)
         for index, member in enumerate(servers.started)
     ]
     if (needed := sum(place.num_gpus for place in (*trainers, *placed))) > num_gpus:
@@ -143,16 +143,14 @@ def place_elsewhere(config: RunConfig, num_gpus: int) -> Placement:
     return Placement(tuple(trainers), tuple(placed))
 
 
-def server_name(index: int, engine: str) -> str:
-    """Return the name of a server that a run starts."""
-    return f"server-{index}" if engine == "local" else f"server-{index}-{engine}"
+def server_name(index: int, member: FleetMember) -> str:
+    """Return the name of a server that a run starts, with its engine unless that runs in the server's own process."""
+    return f"server-{index}" if member.kind.runs_in_process else f"server-{index}-{member.engine}"
 
 
 def gpu_use(member: FleetMember) -> GpuUse:
     """Return what one server of a member takes of GPUs. Raises `ConfigError` for an unknown engine."""
-    if member.engine == "local":
-        return GpuUse(stages_on_gpu=True)
-    return load_engine_kind(member.engine).gpu_use(member.engine_arguments)
+    return member.kind.gpu_use(member.engine_arguments)
 
 
 def wants_gpu(device: str | None) -> bool:
@@ -253,11 +251,10 @@ def _too_few(wanted: Sequence[_Wanted], num_devices: int, *, shares: bool) -> st
 
 def _check_releases(servers: Sequence[Place], config: RunConfig) -> None:
     """Raise `ConfigError` if a server is to release its memory and computes on the CPU, where engines cannot."""
-    engines = [member.engine for member in config.servers.started]
-    for it, engine in zip(servers, engines, strict=True):
-        if engine != "local" and not it.devices:
+    for it, member in zip(servers, config.servers.started, strict=True):
+        if member.kind.releases_memory == "on_gpu" and not it.devices:
             raise ConfigError(
-                f"{it.name} computes on the CPU, but {engine} releases memory on a GPU only: leave out "
+                f"{it.name} computes on the CPU, but {member.engine} releases memory on a GPU only: leave out "
                 "servers.release_memory"
             )
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import ConfigError
-from inflight.http.kinds import connect_endpoint, load_engine_kind
+from inflight.http.kinds import connect_endpoint
 from inflight.run.config import RunConfig
 from inflight.run.fleet_config import ServersSection
 from inflight.wire import Capabilities
@@ -23,13 +23,11 @@ _MAX_FILE_BYTES = 1 << 20
 def check_servers(servers: ServersSection) -> None:
     """Raise `ConfigError` for engines, interpreters and URLs that cannot be used. Starts and contacts nothing."""
     for member in servers.members:
-        if member.engine != "local":
-            kind = load_engine_kind(member.engine)
-            if servers.release_memory and not kind.release_arguments:
-                raise ConfigError(
-                    f"servers.release_memory needs engines that can release their memory, but {member.engine} cannot: "
-                    "leave it out"
-                )
+        if member.kind.releases_memory == "never" and servers.release_memory:
+            raise ConfigError(
+                f"servers.release_memory needs engines that can release their memory, but {member.engine} cannot: "
+                "leave it out"
+            )
         if member.python is not None and not (member.python.is_file() and os.access(member.python, os.X_OK)):
             raise ConfigError(
                 f"servers.python {str(member.python)!r} is not an interpreter; give the path of python in the "
