@@ -388,9 +388,9 @@ def test_an_engine_that_fails_to_start_ends_the_server_with_status_1(start: Call
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--engine", "toaster"], "unknown engine 'toaster'; known: local"),
+        (["--engine", "toaster"], "unknown engine 'toaster'; known: dynamo, embedded"),
         (
-            ["--engine", "local", "--python", "python"],
+            ["--engine", "embedded", "--python", "python"],
             "--python, --engine-arg, --engine-port and --log do not apply to the embedded",
         ),
         (["--engine", "vllm", "--start-timeout", "0"], "--start-timeout must be above 0"),
@@ -421,7 +421,7 @@ def test_a_missing_model_directory_is_named(capsys: pytest.CaptureFixture[str], 
 @pytest.mark.timeout(300)
 def test_a_run_trains_over_an_engine_and_an_embedded_server_and_ends_both(model_dir: Path, tmp_path: Path) -> None:
     environment = {"PYTHONPATH": installed(tmp_path / "installed")}
-    fleet = '[{ engine = "fake", engine_arguments = ["--max-concurrent", "8"] }, { engine = "local" }]'
+    fleet = '[{ engine = "fake", engine_arguments = ["--max-concurrent", "8"] }, { engine = "embedded" }]'
     run = RunProcess(tmp_path, model_dir, "--servers.fleet", fleet, "--run.num_steps", "3", environment=environment)
     assert run.wait() == 0, run.output()
     assert [row["version"] for row in run.rows()] == [1, 2, 3]

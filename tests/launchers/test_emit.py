@@ -39,7 +39,7 @@ def emitted(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
-FLEET = '[{ engine = "local", count = 3 }, { engine = "vllm", engine_arguments = ["--tensor-parallel-size", "2"] }]'
+FLEET = '[{ engine = "embedded", count = 3 }, { engine = "vllm", engine_arguments = ["--tensor-parallel-size", "2"] }]'
 
 
 def test_a_batch_job_has_a_part_for_the_controller_the_trainers_and_each_kind_of_server(

@@ -75,7 +75,7 @@ def started_again(server: ServerProcess, start: Start, model: Path) -> ServerPro
 
 
 def test_a_mixed_fleet_is_started_side_by_side_and_every_member_samples(start_run: Callable[..., RunProcess]) -> None:
-    fleet = '[{ engine = "local" }, { engine = "local", count = 2, max_concurrent = 8 }]'
+    fleet = '[{ engine = "embedded" }, { engine = "embedded", count = 2, max_concurrent = 8 }]'
     run = start_run("--servers.fleet", fleet, "--run.num_steps", "100000")
     run.wait_for_steps(1)
     run.wait_until(lambda: len({group["endpoint"] for group in run.events("group")}) == 3)
@@ -86,19 +86,19 @@ def test_a_mixed_fleet_is_started_side_by_side_and_every_member_samples(start_ru
     assert len(run.rows()[0]["publish"]["paused_s"]) == 3
     assert all(map(ends_within, pids))
     members = json.loads((run.directory / "config.json").read_text())["servers"]["fleet"]
-    assert [(member["engine"], member["count"]) for member in members] == [("local", 1), ("local", 2)]
+    assert [(member["engine"], member["count"]) for member in members] == [("embedded", 1), ("embedded", 2)]
 
 
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ({"servers.fleet": '[{ engine = "local" }]', "servers.count": "2"}, "servers.fleet replaces servers.count"),
+        ({"servers.fleet": '[{ engine = "embedded" }]', "servers.count": "2"}, "servers.fleet replaces servers.count"),
         (
-            {"servers.fleet": '[{ engine = "local" }]', "servers.engine": "vllm"},
+            {"servers.fleet": '[{ engine = "embedded" }]', "servers.engine": "vllm"},
             "servers.fleet replaces servers.engine",
         ),
         (
-            {"servers.fleet": '[{ engine = "local" }]', "servers.attach.urls": '["http://a:1"]'},
+            {"servers.fleet": '[{ engine = "embedded" }]', "servers.attach.urls": '["http://a:1"]'},
             "leave out servers.fleet or the urls",
         ),
         ({"servers.engine": "vllm", "servers.attach.urls": '["http://a:1"]'}, "leave out servers.engine or the urls"),
@@ -111,14 +111,14 @@ def test_a_mixed_fleet_is_started_side_by_side_and_every_member_samples(start_ru
             "servers.fleet.0.count: Input should be greater than or equal to 1 (got 0)",
         ),
         ({"servers.fleet": "[{ max_concurrent = 2 }]"}, "sampling.group_size 4 exceeds servers.max_concurrent 2"),
-        ({"servers.python": "/bin/python3"}, "python and engine_arguments do not apply to engine 'local'"),
+        ({"servers.python": "/bin/python3"}, "python and engine_arguments do not apply to engine 'embedded'"),
         (
             {"servers.fleet": '[{ engine_arguments = ["--x"] }]'},
-            "python and engine_arguments do not apply to engine 'local'",
+            "python and engine_arguments do not apply to engine 'embedded'",
         ),
-        ({"servers.engine": "vllm", "servers.compile": "true"}, "compile applies to engine 'local', not to 'vllm'"),
+        ({"servers.engine": "vllm", "servers.compile": "true"}, "compile does not apply to engine 'vllm'"),
         (
-            {"servers.fleet": '[{ engine = "local" }]', "servers.compile": "true"},
+            {"servers.fleet": '[{ engine = "embedded" }]', "servers.compile": "true"},
             "servers.fleet replaces servers.compile",
         ),
         ({"updates.transport": "file"}, "updates.transport 'file' needs updates.directory"),
@@ -165,9 +165,12 @@ def test_fields_that_contradict_one_another_are_refused(
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ({"servers.engine": "vlm"}, "unknown engine 'vlm'; known: local, "),
-        ({"servers.fleet": '[{ engine = "local" }, { engine = "vlm" }]'}, "unknown engine 'vlm'; known: local, "),
-        ({"servers.attach.urls": '["vlm+http://127.0.0.1:9"]'}, "unknown engine 'vlm'; known: local, "),
+        ({"servers.engine": "vlm"}, "unknown engine 'vlm'; known: dynamo, embedded"),
+        (
+            {"servers.fleet": '[{ engine = "embedded" }, { engine = "vlm" }]'},
+            "unknown engine 'vlm'; known: dynamo, embedded, ",
+        ),
+        ({"servers.attach.urls": '["vlm+http://127.0.0.1:9"]'}, "unknown engine 'vlm'; known: dynamo, embedded"),
         ({"servers.attach.urls": '["127.0.0.1:9"]'}, "'127.0.0.1:9' is not an endpoint; write http://HOST:PORT"),
         (
             {"servers.attach.urls": '["http://127.0.0.1:9", "http://127.0.0.1:9/"]'},
@@ -196,13 +199,13 @@ def test_servers_that_cannot_be_are_refused_before_anything_is_started(
 def test_an_unknown_engine_leaves_no_run_directory(start_run: Callable[..., RunProcess]) -> None:
     run = start_run("--servers.engine", "vlm")
     assert run.wait(60) == 1
-    assert "unknown engine 'vlm'; known: local, dynamo, pipelinerl, sglang, vllm" in run.output()
+    assert "unknown engine 'vlm'; known: dynamo, embedded, pipelinerl, sglang, vllm" in run.output()
     assert "Traceback" not in run.output()
     assert not run.directory.exists()
 
 
 def test_a_member_of_a_fleet_takes_the_sections_limit_unless_it_has_its_own(config_file: Path) -> None:
-    fleet = '[{ engine = "vllm", max_concurrent = 64 }, { engine = "local" }]'
+    fleet = '[{ engine = "vllm", max_concurrent = 64 }, { engine = "embedded" }]'
     members = load_config(config_file, ["--servers.fleet", fleet, "--servers.max_concurrent", "16"]).servers.members
     assert [member.max_concurrent for member in members] == [64, 16]
 
@@ -569,7 +572,7 @@ def test_the_fleet_in_the_quickstart_is_a_valid_one(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(CONFIG.split("[servers]")[0].format(directory="runs/x", model="models/x") + block)
     members = load_config(path).servers.members
-    assert [member.engine for member in members] == ["vllm", "sglang", "local"]
+    assert [member.engine for member in members] == ["vllm", "sglang", "embedded"]
     assert [member.max_concurrent for member in members] == [64, 64, 16]
 
 

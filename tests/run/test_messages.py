@@ -89,7 +89,7 @@ def test_tensors_that_make_no_micro_batch_are_refused(tensors: dict[str, torch.T
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("--servers.fleet", '[{ engine = "local" }, { engine = "local", count = 2, max_concurrent = 8 }]'),
+        ("--servers.fleet", '[{ engine = "embedded" }, { engine = "embedded", count = 2, max_concurrent = 8 }]'),
         ("--loss.policy", '{ gate = { kind = "ppo_clip" }, penalties = [{ kind = "kl", coefficient = 0.1 }] }'),
         ("--servers.attach.urls_file", "servers.txt", "--loss.preset", "grpo"),
     ],

@@ -7,6 +7,7 @@ Protocols and the requirements of docs/contract.md work together.
 
 from inflight.contracts.endpoint import (
     AbortingEndpoint,
+    CountingEndpoint,
     DraftingEndpoint,
     InferenceEndpoint,
     ReleasingEndpoint,
@@ -60,6 +61,7 @@ __all__ = [
     "BackgroundSaver",
     "BatchComposer",
     "Conversation",
+    "CountingEndpoint",
     "DataRanks",
     "DraftProvider",
     "DraftingEndpoint",

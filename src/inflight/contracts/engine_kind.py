@@ -6,7 +6,7 @@ Adapters register an `EngineKind` under the entry point group ``inflight.engines
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -95,9 +95,9 @@ class EngineKind(Protocol):
         return False
 
     @property
-    def compiles(self) -> bool:
-        """Return whether ``EngineOptions.compile`` applies."""
-        return False
+    def unsupported_options(self) -> Collection[str]:
+        """Return the fields of `EngineOptions` that do not apply."""
+        return ("kv_cache_bytes", "compile")
 
     @property
     def release_arguments(self) -> Sequence[str]:

@@ -126,6 +126,11 @@ def server_spec_of(arguments: argparse.Namespace) -> ServerSpec:
     return ServerSpec(**own, **{name: kinds[name](**values) for name, values in sections.items()})
 
 
+def flag_of(name: str) -> str:
+    """Return the flag of the option whose field has this name."""
+    return next(it.flag for it in _options() if it.name == name)
+
+
 @dataclass(frozen=True, slots=True)
 class _Option:
     """One option of the command: a field of `ServerSpec`, or of one of its sections."""

@@ -41,7 +41,7 @@ class FleetMember(Section):
 
     @model_validator(mode="after")
     def _settings_apply_to_the_engine(self) -> Self:
-        if self.compile and not self.kind.compiles:
+        if self.compile and "compile" in self.kind.unsupported_options:
             raise ValueError(f"compile does not apply to engine {self.engine!r}: use engine_arguments")
         if (self.python is not None or self.engine_arguments) and self.kind.runs_in_process:
             raise ValueError(

@@ -14,7 +14,7 @@ class EmbeddedKind(EngineKind):
 
     name = EMBEDDED
     runs_in_process = True
-    compiles = True
+    unsupported_options = ("arguments",)
     releases_memory = "anywhere"
 
     def drafts_problem(self, provider: DraftProvider) -> str | None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from inflight.errors import ConfigError
+from inflight.http.server_spec import JoinOptions, ListenOptions
 from inflight.launchers.plan import JOIN_PORT, MEET_PORT, Gang, Plan
 from inflight.run.config import RunConfig
 from inflight.run.fleet_config import FleetMember
 from inflight.run.machines.placement import gpu_use, wants_gpu
+from inflight.run.machines.server_specs import server_spec
 
 
 def plan_of(config: RunConfig, path: Path, overrides: Sequence[str] = ()) -> Plan:
@@ -46,13 +49,7 @@ def plan_of(config: RunConfig, path: Path, overrides: Sequence[str] = ()) -> Pla
 
 def _servers(config: RunConfig, index: int, member: FleetMember) -> Gang:
     servers = config.servers
-    command = ["inflight", "serve", str(config.model.path), "--port", "0", "--name", config.model.path.name]
-    command += ["--dtype", config.model.dtype, "--max-concurrent", str(member.max_concurrent)]
-    command += ["--threads", str(servers.threads), "--join", f"http://{{head}}:{JOIN_PORT}"]
-    if servers.device is not None:
-        command += ["--device", servers.device]
-    if member.engine != "local":
-        command += ["--engine", member.engine, *(f"--engine-arg={argument}" for argument in member.engine_arguments)]
-        command += [] if member.python is None else ["--python", str(member.python)]
+    joining = JoinOptions(f"http://{{head}}:{JOIN_PORT}")
+    spec = replace(server_spec(config, member), listen=ListenOptions(port=0), joining=joining)
     num_gpus = gpu_use(member).num_gpus if wants_gpu(servers.device) else 0
-    return Gang(f"servers-{index}", member.count, command, servers.threads, num_gpus)
+    return Gang(f"servers-{index}", member.count, ["inflight", "serve", *spec.to_argv()], servers.threads, num_gpus)

@@ -102,7 +102,7 @@ class Servers:
         if not servers.attach.urls and not running and not self.launcher.port:
             await asyncio.gather(*(server.stop() for server in self.own))
             self.own = await start_servers(self.config, directory, self.token, self.places, self.launcher)
-        limits = {server.url: server.max_concurrent for server in running or self.own}
+        limits = {server.url: server.num_slots for server in running or self.own}
         limits |= dict.fromkeys(servers.attach.urls, servers.max_concurrent)
         self.taking_part = {self._connect(url): url for url in limits}
         capabilities = await asyncio.gather(*map(self._declared, self.taking_part))
@@ -225,7 +225,7 @@ class Servers:
         for old in [old for old, url in self.taking_part.items() if url == before]:
             self.actor.retire(old.name, functools.partial(self._left, old.name))
         self.taking_part[endpoint] = server.url
-        self.actor.add(endpoint, server.max_concurrent, can)
+        self.actor.add(endpoint, server.num_slots, can)
 
     # ----------------------------------------------------------------------------------------- servers of the list
 
