@@ -62,7 +62,7 @@ def config_file(tmp_path: Path, model_dir: Path) -> Path:
 def replaced(run: RunProcess, server: ServerProcess, start: Start, model: Path) -> ServerProcess:
     """Kill a server and start a new one on its port, once the run has noticed."""
     server.kill()
-    run.wait_for_events("fleet", lambda event: server.url in event.get("removed", ()))
+    run.wait_for_events("fleet_changed", lambda event: server.url in event.get("removed", ()))
     return started_again(server, start, model)
 
 
@@ -261,7 +261,7 @@ def test_servers_that_pull_go_to_the_newest_version_by_themselves(
     run = start_run(*words, "--servers.count", "2", "--run.num_steps", "100000", *gate.settings)
 
     def all_serve(version: int) -> None:
-        run.wait_for_events("versions", lambda event: [*event["servers"].values()] == [version] * 2)
+        run.wait_for_events("served_versions", lambda event: [*event["servers"].values()] == [version] * 2)
 
     all_serve(3)
     gate.allow(5)
@@ -301,12 +301,12 @@ def test_a_server_replaced_on_its_port_gets_work_again_only_once_it_has_the_pres
     run = start_run("--servers.attach.urls", json.dumps([steady.url, fickle.url]), "--run.num_steps", "100000")
     run.wait_for_steps(2)
     replaced(run, fickle, start_server, model_dir)
-    (back,) = run.wait_for_events("fleet", lambda event: fickle.url in event["restored"])
+    (back,) = run.wait_for_events("fleet_changed", lambda event: fickle.url in event["memory_restored"])
     run.wait_for_events("group", lambda event: event["endpoint"] == fickle.url and event["oldest"] >= back["version"])
     run.interrupt()
     assert run.wait() == 130, run.output()
     assert f"{fickle.url} is back, at version {back['version']}" in run.output()
-    events = run.events("group", "fleet")
+    events = run.events("group", "fleet_changed")
     gone = next(i for i, event in enumerate(events) if fickle.url in event.get("removed", ()))
     groups = [event for event in events[gone:] if event.get("endpoint") == fickle.url]
     assert groups
@@ -327,17 +327,17 @@ def test_servers_join_leave_die_and_come_back_as_a_file_lists_them(
 
     third = start_server(model_dir)
     listed.write_text(f"{first.url}\n{second.url}\nnonsense\n{third.url}\n")
-    (joined,) = run.wait_for_events("fleet", lambda event: third.url in event["joined"])
+    (joined,) = run.wait_for_events("fleet_changed", lambda event: third.url in event["joined"])
     run.wait_for_events("group", lambda event: event["endpoint"] == third.url)
     assert f"{third.url} has joined, at version {joined['version']}" in run.output()
     assert "line 3 of" in run.output() and "'nonsense' is not an endpoint" in run.output()
 
     replaced(run, second, start_server, model_dir)
-    (back,) = run.wait_for_events("fleet", lambda event: second.url in event["restored"])
+    (back,) = run.wait_for_events("fleet_changed", lambda event: second.url in event["memory_restored"])
     assert second.url in back["serving"]
 
     listed.write_text(f"{second.url}\n{third.url}\n")
-    (left, *_) = run.wait_for_events("fleet", lambda event: first.url in event["left"])
+    (left, *_) = run.wait_for_events("fleet_changed", lambda event: first.url in event["left"])
 
     def asked_since() -> list[str]:  # what it was asked before it left may be answered after that
         return [request["endpoint"] for request in run.events("request") if request["start_s"] > left["end_s"]]
@@ -364,7 +364,7 @@ def test_a_run_whose_only_attached_server_comes_back_goes_on(
     run.wait_for_steps(len(run.rows()) + 2)
     run.interrupt()
     assert run.wait() == 130, run.output()
-    (back,) = run.events("fleet")[-1:]
+    (back,) = run.events("fleet_changed")[-1:]
     assert back["restored"] == [server.url]
 
 

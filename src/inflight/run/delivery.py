@@ -150,12 +150,14 @@ class PullDelivery(Delivery):
             elif version is None and before.get(name) is not None:
                 self.servers.note(f"{name} does not answer or has incomplete weights: it gets no work")
         if self.serving != before:
-            self.servers.journal.event(events.Versions, trainer=self.servers.journal.version, servers=self.serving)
+            self.servers.journal.event(
+                events.ServedVersions, trainer=self.servers.journal.version, servers=self.serving
+            )
         self.servers.actor.serve([name for name, version in self.serving.items() if version is not None], 0)
 
 
 def _note(served: Served | None, journal: Journal) -> None:
     if served is not None and served.facts is not None:
         facts = served.facts.model_dump(exclude={"gb_per_s"})
-        journal.event(events.Publish, served.span, **facts)
+        journal.event(events.WeightsPublished, served.span, **facts)
         journal.paused(served.facts.paused_s)

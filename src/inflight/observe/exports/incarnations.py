@@ -51,14 +51,14 @@ class Lives:
     def events(self) -> Iterator[tuple[float, Row]]:
         """Yield every event but the steps, with its process's second 0 in seconds since 1970."""
         for event in read_events(self._directory):
-            if event["kind"] == "began":
+            if event["kind"] == "run_started":
                 life = Life(event["began_at"], event["version"])
                 if not self._lives or self._lives[-1].began_at != life.began_at:
                     self._lives.append(life)
             if not self._lives:
                 raise ConfigError(
                     f"the events in {str(self._directory)!r} begin with {event['kind']!r}, so when they were is not "
-                    "known: write a 'began' event first"
+                    "known: write a 'run_started' event first"
                 )
             yield self._lives[-1].began_at, event
 

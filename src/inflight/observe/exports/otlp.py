@@ -146,7 +146,7 @@ class _Spans:
     def spans(self) -> Iterator[Span]:
         for began_at, event in self._lives.events():
             match event["kind"]:
-                case "began":
+                case "run_started":
                     if began_at != self._began_at:
                         yield from self._end_life()
                     self._began_at = began_at
@@ -154,7 +154,7 @@ class _Spans:
                     yield from self._request(event, began_at)
                 case "group":
                     self._group(event, began_at)
-                case "drop":
+                case "item_dropped":
                     yield from self._settle(event["item"], event["reason"])
                 case "train":
                     yield from self._end_step()

@@ -28,7 +28,7 @@ _COUNTERS = {
     "utilisation": "slot utilisation",
 }
 """Metrics of a step, and what they are called."""
-_INSTANTS = ("drop", "episode failed", "saved", "scale", "failure", "ended")
+_INSTANTS = ("item_dropped", "episode_failed", "checkpoint_saved", "fleet_scaled", "failure", "run_ended")
 """Kinds without a duration that are told on the run's own track."""
 
 
@@ -98,11 +98,11 @@ class _Trace:
             "request": self._request,
             "train": self._train,
             "publish": self._publish,
-            "versions": self._versions,
-            "running": self._running,
-            "fleet": self._fleet,
-            "released": self._memory_turn,
-            "restored": self._memory_turn,
+            "served_versions": self._versions,
+            "running_groups": self._running,
+            "fleet_changed": self._fleet,
+            "memory_released": self._memory_turn,
+            "memory_restored": self._memory_turn,
             **dict.fromkeys(_INSTANTS, self._instant),
         }
 

@@ -75,40 +75,40 @@ class RunMetrics:
     def heard(self, event: events.Event) -> None:
         """Count an event."""
         match event:
-            case events.Began():
+            case events.RunStarted():
                 task = event.config.get("task", {}).get("name", "")
                 directory = event.config.get("run", {}).get("directory", "")
                 self._info.info({"inflight": event.inflight, "task": task, "directory": directory})
                 self._version.set(event.version)
-            case events.Request():
+            case events.RequestEnded():
                 outcome = "ended" if event.error is None else "cancelled" if event.error == "cancelled" else "failed"
                 self._requests.labels(_address(event.endpoint), outcome).inc()
                 self._request_s.labels(_address(event.endpoint)).observe(event.end_s - event.start_s)
-            case events.Running():
+            case events.RunningGroups():
                 self._groups.labels("running").set(event.num_groups)
-            case events.Group():
+            case events.GroupFinished():
                 self._completions.inc(len(event.rewards))
                 self._completion_tokens.inc(sum(event.lengths))
-            case events.Drop():
+            case events.ItemDropped():
                 self._items.labels(event.reason).inc()
             case events.EpisodeFailed():
                 self._episodes.labels(event.reason).inc()
-            case events.Train():
+            case events.StepTrained():
                 self._version.set(event.version)
                 self._items.labels("trained").inc(len(event.items))
                 self._train.observe(event.end_s - event.start_s)
-            case events.Publish():
+            case events.WeightsPublished():
                 self._published(event)
-            case events.Fleet():
+            case events.FleetChanged():
                 self._is_fleet_told = self._is_fleet_told or bool(event.states)
                 if event.states:
                     self._tell_servers(Tally(event.states.values()))
-            case events.Step():
+            case events.StepCompleted():
                 self._stepped(event.model_extra or {}, event)
             case events.Failure():
                 self._failures.inc()
 
-    def _published(self, event: events.Publish) -> None:
+    def _published(self, event: events.WeightsPublished) -> None:
         for part in _PARTS:
             if (seconds := getattr(event, part)) is not None:
                 self._publish_s.labels(part.removesuffix("_s")).observe(seconds)
@@ -123,7 +123,7 @@ class RunMetrics:
         for state, number in by_state.items():
             self._servers.labels(state).set(number)
 
-    def _stepped(self, facts: Mapping[str, Any], step: events.Step) -> None:
+    def _stepped(self, facts: Mapping[str, Any], step: events.StepCompleted) -> None:
         self._steps.inc()
         for key, gauge in self._of_steps.items():
             value = step.reward if key == "reward" else facts.get(key)

@@ -45,7 +45,7 @@ class EventWriter:
         file = self._steps if event.kind == "step" else self._events
         try:
             _append(file, event.model_dump_json().encode() + b"\n")
-            if event.kind in ("step", "began") or file.tell() <= PART_BYTES:
+            if event.kind in ("step", "run_started") or file.tell() <= PART_BYTES:
                 return False
             self._rotate()
         except OSError as error:
@@ -162,7 +162,7 @@ class EventFollower:
         was yielded before belongs to it.
         """
         for event in self._events.read():
-            if event["kind"] == "began":
+            if event["kind"] == "run_started":
                 # Steps that were read before any event may be of a run that was replaced since.
                 if self._life_of_steps is None and self._steps.is_replaced():
                     event["is_new_run"] = True
@@ -208,7 +208,7 @@ class _EventReader:
             # Asked first: what is read after that is all of it.
             is_complete = self._tail.is_complete() or self._newest() >= self._number
             for event in self._tail.read():
-                if event.get("kind") == "began":
+                if event.get("kind") == "run_started":
                     check_schema(event, self._directory)
                     if self._is_lost and event["began_at"] != self.life:
                         event["is_new_run"] = True

@@ -38,7 +38,7 @@ class Reporting:
 
     def heard(self, event: events.Event) -> None:
         """Hand on a step; other events are not for trackers."""
-        if self._threads and isinstance(event, events.Step):
+        if self._threads and isinstance(event, events.StepCompleted):
             metrics = dict(numbers_of(event.model_dump(exclude=_NOT_METRICS)))
             for thread in self._threads:
                 thread.tell(event.version, metrics)

@@ -43,22 +43,26 @@ class RunModel:
         self.number = 0
         """How many runs have taken the place of the first one in the directory."""
         self._folds: dict[str, Callable[[Event], None]] = {
-            "began": self._began,
+            "run_started": self._began,
             "request": self._request,
-            "running": self._running,
+            "running_groups": self._running,
             "group": self._group,
-            "drop": self._drop,
-            "episode failed": self._episode_failed,
+            "item_dropped": self._drop,
+            "episode_failed": self._episode_failed,
             "train": self._train,
             "publish": self._publish,
-            "saved": lambda event: self._mark(event, "saved", f"checkpoint of version {event['version']}"),
-            "fleet": self._fleet,
-            "versions": self._versions,
-            "scale": lambda event: self._mark(event, "scale", f"{event['change']}: {', '.join(event['servers'])}"),
-            "released": self._memory,
-            "restored": self._memory,
+            "checkpoint_saved": lambda event: self._mark(
+                event, "checkpoint_saved", f"checkpoint of version {event['version']}"
+            ),
+            "fleet_changed": self._fleet,
+            "served_versions": self._versions,
+            "fleet_scaled": lambda event: self._mark(
+                event, "fleet_scaled", f"{event['change']}: {', '.join(event['servers'])}"
+            ),
+            "memory_released": self._memory,
+            "memory_restored": self._memory,
             "failure": self._failure,
-            "ended": self._ended,
+            "run_ended": self._ended,
         }
         self._forget_all()
 
@@ -295,7 +299,9 @@ class RunModel:
 
     def _memory(self, event: Event) -> None:
         for name in event["servers"]:
-            self._lane("memory", "memory turns", "memory").add(event["start_s"], event["end_s"], (event["kind"], name))
+            self._lane("memory", "memory turns", "memory").add(
+                event["start_s"], event["end_s"], (event["kind"].removeprefix("memory_"), name)
+            )
 
     def _failure(self, event: Event) -> None:
         self.status = "failed"

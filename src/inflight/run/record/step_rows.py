@@ -104,7 +104,7 @@ class Notes:
         if failure is not None:
             self.journal.event(events.Failure, what=failure)
         self.journal.event(
-            events.Ended, version=self.journal.version, is_interrupted=interrupted, ledger=self._ledger_counts()
+            events.RunEnded, version=self.journal.version, is_interrupted=interrupted, ledger=self._ledger_counts()
         )
         self.journal.close()
         plot_run(self.directory)
