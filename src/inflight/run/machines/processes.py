@@ -98,7 +98,7 @@ class Server(Process):
         await self.wait_until_ready(timeout_s)
 
     async def wait_until_ready(self, timeout_s: float) -> None:
-        """Return once it answers at ``url``. Raises `ConfigError` with the end of its log; the process has ended then."""
+        """Return once it answers at ``url``. Raises `ConfigError` with the end of its log; no process is left then."""
         try:
             async with asyncio.timeout(timeout_s):
                 await _ready(self)
