@@ -391,7 +391,7 @@ def test_an_engine_that_fails_to_start_ends_the_server_with_status_1(start: Call
         (["--engine", "toaster"], "unknown engine 'toaster'; known: dynamo, embedded"),
         (
             ["--engine", "embedded", "--python", "python"],
-            "--python, --engine-arg, --engine-port and --log do not apply to the embedded",
+            "but embedded runs in this one",
         ),
         (["--engine", "vllm", "--start-timeout", "0"], "--start-timeout must be above 0"),
         (["--engine", "vllm", "--threads", "0"], "--threads must be at least 1"),

@@ -79,6 +79,7 @@ def test_the_embedded_engine_takes_every_option_but_those_of_its_process() -> No
     parameters = dict(inspect.signature(load_endpoint).parameters)
     del parameters["path"]
     options = {it.name: it.default for it in dataclasses.fields(EngineOptions)}
+    options["max_concurrent"] = EngineOptions(Path("m")).num_slots
     assert {name: it.default for name, it in parameters.items()} == {
         name: default for name, default in options.items() if name not in ("model", "threads", "arguments")
     }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -59,6 +59,15 @@ class EngineOptions:
     arguments: tuple[str, ...] = option(
         "an argument for the engine's own command line; KEY=VALUE for a function", (), flag="engine-arg", metavar="=ARG"
     )
+
+    @property
+    def num_slots(self) -> int:
+        """Return how many sequences are decoded at a time."""
+        return DEFAULT_MAX_CONCURRENT if self.max_concurrent is None else self.max_concurrent
+
+    def with_defaults(self) -> EngineOptions:
+        """Return these options with a name and a number of sequences, which are not left to the engine."""
+        return replace(self, name=self.name or self.model.resolve().name, max_concurrent=self.num_slots)
 
 
 @dataclass(frozen=True, slots=True)

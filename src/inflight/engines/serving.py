@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from inflight.base.progress import say_what_is_logged
-from inflight.contracts import DEFAULT_MAX_CONCURRENT, CountingEndpoint, EngineKind, EngineOptions, InferenceEndpoint
+from inflight.contracts import CountingEndpoint, EngineKind, EngineOptions, InferenceEndpoint
 from inflight.engines.factories import keyword_arguments, made_endpoint
 from inflight.engines.launch import start_engine
 from inflight.errors import ConfigError
@@ -60,7 +60,7 @@ def run_server(spec: ServerSpec, host: str, token: str, *, note: Note, on_ready:
     elif kind.runs_in_process:
         say_what_is_logged(note)
         with bind(host, listen.port) as listener:
-            endpoint = kind.load(spec.options)
+            endpoint = kind.load(spec.options.with_defaults())
             asyncio.run(
                 serving(
                     endpoint,
@@ -119,12 +119,7 @@ def _serve_process(
     on_ready: Note,
 ) -> None:
     """Start an engine behind this process and serve it."""
-    options = dataclasses.replace(
-        spec.options,
-        name=spec.options.name or spec.options.model.resolve().name,
-        max_concurrent=spec.options.max_concurrent or DEFAULT_MAX_CONCURRENT,
-    )
-    process = spec.process
+    options, process = spec.options.with_defaults(), spec.process
     with start_engine(kind, options, python=process.python, port=process.engine_port, log=process.log) as engine:
         note(f"starting {kind.name} at {engine.url}; its output is in {engine.log}")
         endpoint = kind.connect(

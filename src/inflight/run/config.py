@@ -223,13 +223,10 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> RunConfig:
-        limits = [member.max_concurrent for member in self.servers.members]
-        if not limits or self.servers.attach.others_may_come:
-            limits.append(self.servers.max_concurrent)
-        if self.sampling.group_size > min(limits):
+        if self.sampling.group_size > self.servers.fewest_slots:
             raise ValueError(
                 f"sampling.group_size {self.sampling.group_size} exceeds servers.max_concurrent "
-                f"{min(limits)}: a group would never run as a whole"
+                f"{self.servers.fewest_slots}: a group would never run as a whole"
             )
         if self.sampling.max_tokens >= self.train.max_tokens_per_micro_batch:
             raise ValueError(

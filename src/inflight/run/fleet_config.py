@@ -140,9 +140,21 @@ class ServersSection(FleetMember):
         return tuple(member for member in self.members for _ in range(member.count))
 
     @property
-    def largest_max_concurrent(self) -> int:
+    def slots_of_attached(self) -> int:
+        """Most completions at a time on a server that the run attaches to."""
+        return self.max_concurrent
+
+    @property
+    def slots_of_joining(self) -> int:
         """Most completions at a time on a server that joins by itself."""
         return max(self.max_concurrent, 0 if self.scaling is None else self.scaling.server.max_concurrent)
+
+    @property
+    def fewest_slots(self) -> int:
+        """Completions at a time on the server that has the fewest slots."""
+        limits = [member.max_concurrent for member in self.members]
+        others = [self.max_concurrent] if not limits or self.attach.others_may_come else []
+        return min(limits + others)
 
     @model_validator(mode="after")
     def _chooses_once_what_to_start(self) -> Self:

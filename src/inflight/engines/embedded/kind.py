@@ -29,7 +29,7 @@ class EmbeddedKind(EngineKind):
 
         from inflight.engines.embedded.loading import load_endpoint
 
-        settings = dataclasses.asdict(options)
+        settings = dataclasses.asdict(options.with_defaults())
         threads, _ = settings.pop("threads"), settings.pop("arguments")
         if threads is not None:
             torch.set_num_threads(threads)

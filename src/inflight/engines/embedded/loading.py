@@ -36,7 +36,7 @@ def load_endpoint(
     dtype: str | None = None,
     device: str | None = None,
     max_model_len: int | None = None,
-    max_concurrent: int | None = None,
+    max_concurrent: int = DEFAULT_MAX_CONCURRENT,
     kv_cache_bytes: int | None = None,
     compile: bool = False,
     drafts: DraftSource | DraftProvider | None = None,
@@ -64,8 +64,6 @@ def load_endpoint(
     allowed = max_model_len_of(model.config)
     if max_model_len is not None and not 2 <= max_model_len <= allowed:
         raise ConfigError(f"max_model_len {max_model_len} is outside of 2..{allowed}, which the model allows")
-    if max_concurrent is None:
-        max_concurrent = DEFAULT_MAX_CONCURRENT
     if max_concurrent < 1:
         raise ConfigError(f"max_concurrent must be at least 1, not {max_concurrent}")
     longest = max_model_len or allowed

@@ -195,7 +195,7 @@ async def _attached(config: RunConfig, urls: Sequence[str]) -> list[PlannedProce
         try:
             async with asyncio.timeout(_ASK_S):
                 can = await declared(config, vocab_size, endpoint)
-                limit = min(can.max_concurrent_sequences, config.servers.max_concurrent)
+                limit = min(can.max_concurrent_sequences, config.servers.slots_of_attached)
             address = f"{url} answers, and runs up to {limit} sequences"
         except (TimeoutError, InflightError) as error:
             address = f"{url} cannot take part now: {str(error) or f'no answer within {_ASK_S:g} s'}"

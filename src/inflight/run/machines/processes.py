@@ -64,8 +64,6 @@ class Server(Process):
     spec: ServerSpec
     program: Program
     launcher: Launcher
-    num_slots: int
-    """Completions that it decodes at a time."""
     url: str = ""
     is_ready: bool = False
     """Since it was last started."""
@@ -222,7 +220,7 @@ async def _launched(
     if process is None:
         (process,) = await launcher.start([program], timeout_s)
     stop_s = STOP_S if member.kind.runs_in_process else _STOP_ENGINE_S
-    return Server(program.name, process, program.log, spec, program, launcher, member.max_concurrent, stop_s=stop_s)
+    return Server(program.name, process, program.log, spec, program, launcher, stop_s=stop_s)
 
 
 def _spec(config: RunConfig, member: FleetMember, directory: RunDirectory, name: str) -> ServerSpec:

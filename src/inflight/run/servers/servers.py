@@ -102,8 +102,8 @@ class Servers:
         if not servers.attach.urls and not running and not self.launcher.port:
             await asyncio.gather(*(server.stop() for server in self.own))
             self.own = await start_servers(self.config, directory, self.token, self.places, self.launcher)
-        limits = {server.url: server.num_slots for server in running or self.own}
-        limits |= dict.fromkeys(servers.attach.urls, servers.max_concurrent)
+        limits = {server.url: server.spec.options.num_slots for server in running or self.own}
+        limits |= dict.fromkeys(servers.attach.urls, servers.slots_of_attached)
         self.taking_part = {self._connect(url): url for url in limits}
         capabilities = await asyncio.gather(*map(self._declared, self.taking_part))
         for (endpoint, url), can in zip(self.taking_part.items(), capabilities, strict=True):
@@ -225,7 +225,7 @@ class Servers:
         for old in [old for old, url in self.taking_part.items() if url == before]:
             self.actor.retire(old.name, functools.partial(self._left, old.name))
         self.taking_part[endpoint] = server.url
-        self.actor.add(endpoint, server.num_slots, can)
+        self.actor.add(endpoint, server.spec.options.num_slots, can)
 
     # ----------------------------------------------------------------------------------------- servers of the list
 
@@ -303,7 +303,7 @@ class Servers:
             return None
         line.takes_part = self.has_somebody_come = True
         self.taking_part[endpoint] = line.url
-        self.actor.add(endpoint, min(can.max_concurrent_sequences, self.config.servers.largest_max_concurrent), can)
+        self.actor.add(endpoint, min(can.max_concurrent_sequences, self.config.servers.slots_of_joining), can)
         return endpoint.name
 
     def _left(self, name: str) -> None:
