@@ -22,10 +22,10 @@ from inflight.rollouts import HistoryStore, Ledger, load_task
 from inflight.rollouts.schedulers import LeastLoaded
 from inflight.run.config import load_config
 from inflight.run.ranks.group import TrainerGroup
-from inflight.run.ranks.messages import Members, Served
+from inflight.run.ranks.messages import Members, PublishResult
 from inflight.run.sampling.actor import Actor
 from inflight.run.sampling.completions import Completions
-from inflight.run.servers.checks import check_servers, declared
+from inflight.run.servers.checks import check_endpoint, check_servers
 from inflight.types import Group
 from inflight.wire import Capabilities, SamplingParams, WeightVersion
 from tests.gates import StepGate, reserved_port
@@ -282,10 +282,10 @@ def test_a_server_that_serves_another_kind_of_model_is_named_with_what_to_change
 ) -> None:
     if what == "dtype":
         server = start_server(model_dir, "--dtype", "bfloat16")
-        expected = f"{server.url} serves tiny in bfloat16, but the run trains in float32: set model.dtype to bfloat16"
+        expected = f"{server.url} does not support dtype float32; it serves tiny in bfloat16: change model.dtype"
     else:
         server = start_server(make_model(tmp_path / "other", vocab_size=300))
-        expected = f"{server.url} serves tiny with a vocabulary of 300 tokens"
+        expected = f"{server.url} does not support a vocabulary of 258 tokens; it serves tiny with 300"
     run = start_run("--servers.attach.urls", json.dumps([server.url]))
     assert run.wait(90) == 1
     assert expected in run.output()
@@ -382,10 +382,10 @@ def test_a_run_whose_attached_servers_stay_away_ends_with_how_each_was_lost(
     assert (run.directory / "summary.json").exists()
 
 
-async def publish(trainers: TrainerGroup, urls: Sequence[str]) -> Served:
-    served = (await trainers.publish(Members(urls=tuple(urls)))).served
-    assert served is not None
-    return served
+async def publish(trainers: TrainerGroup, urls: Sequence[str]) -> PublishResult:
+    published = (await trainers.publish(Members(urls=tuple(urls)))).published
+    assert published is not None
+    return published
 
 
 @pytest.mark.parametrize("num_ranks", first_of_each([2, 1], lambda _: "any"))
@@ -397,14 +397,14 @@ def test_a_server_restarted_between_two_publishes_is_in_the_next_one(
     steady, fickle = start_server(model_dir), start_server(model_dir, "--port", str(reserved_port()))
     urls = [steady.url, fickle.url]
 
-    async def conversation() -> tuple[Served, ...]:
+    async def conversation() -> tuple[PublishResult, ...]:
         overrides = ["--servers.attach.urls", json.dumps(urls), "--train.num_ranks", str(num_ranks)]
         config = load_config(config_file, overrides)
         logs = config_file.parent
         trainers = TrainerGroup(config, logs, TOKEN, print)
         await trainers.spawn()
         try:
-            first = (await trainers.load_and_connect(Members(urls=tuple(urls)), "restarts", None)).served
+            first = (await trainers.load_and_connect(Members(urls=tuple(urls)), "restarts", None)).published
             assert first is not None
             fresh = await asyncio.to_thread(started_again, fickle, start_server, model_dir)
             second = await publish(trainers, urls)
@@ -418,10 +418,10 @@ def test_a_server_restarted_between_two_publishes_is_in_the_next_one(
 
     first, second, third, fourth, fifth = asyncio.run(conversation())
     assert first.endpoints == second.endpoints == tuple(urls)
-    assert "no weight group is formed" in second.lost[0]
+    assert "no weight group is formed" in second.notes[0]
     assert third.endpoints == fourth.endpoints == (steady.url,)
     assert third.removed == fourth.removed == (fickle.url,)
-    assert fourth.lost == ()
+    assert fourth.notes == ()
     assert (fifth.endpoints, fifth.removed) == (tuple(urls), ())
     assert fifth.changes == ((fickle.url, "dead", "healthy"),)
 
@@ -434,7 +434,7 @@ def test_questions_to_the_ranks_wait_for_each_other(
     monkeypatch.setenv("INFLIGHT_TOKEN", TOKEN)
     urls = [start_server(model_dir).url]
 
-    async def conversation() -> list[Served]:
+    async def conversation() -> list[PublishResult]:
         config = load_config(
             config_file, ["--servers.attach.urls", json.dumps(urls), "--train.num_ranks", str(num_ranks)]
         )
@@ -457,7 +457,7 @@ def test_a_publish_without_anybody_to_reach_says_so_and_is_no_failure(
     monkeypatch.setenv("INFLIGHT_TOKEN", TOKEN)
     server = start_server(model_dir, "--port", str(reserved_port()))
 
-    async def conversation() -> tuple[Served, ...]:
+    async def conversation() -> tuple[PublishResult, ...]:
         config = load_config(config_file, ["--servers.attach.urls", json.dumps([server.url]), "--train.num_ranks", "2"])
         trainers = TrainerGroup(config, config_file.parent, TOKEN, print)
         await trainers.spawn()
@@ -473,8 +473,8 @@ def test_a_publish_without_anybody_to_reach_says_so_and_is_no_failure(
 
     first, second, stranger = asyncio.run(conversation())
     assert [answer.endpoints for answer in (first, second, stranger)] == [(), (), ()]
-    assert first.facts is None
-    assert "came back with tiny in float32 with 300 tokens, but was tiny in float32 with 258" in stranger.lost[0]
+    assert not first.is_published
+    assert "came back with tiny in float32 with 300 tokens, but was tiny in float32 with 258" in stranger.notes[0]
 
 
 def test_a_run_that_is_resumed_takes_its_servers_over_and_the_old_trainer_is_stopped(
@@ -589,13 +589,13 @@ def test_raw_logprobs_are_refused_at_any_temperature_but_one(
     async def ask() -> Capabilities:
         endpoint = RawEndpoint(shared_server.url)
         try:
-            return await declared(config, 258, endpoint)
+            return await check_endpoint(config, 258, endpoint)
         finally:
             await endpoint.aclose()
 
     config = load_config(config_file, ["--sampling.temperature", temperature])
     if is_refused:
-        with pytest.raises(ConfigError, match=r"declares raw logprobs.* sampling\.temperature is 0\.7"):
+        with pytest.raises(ConfigError, match=r"does not support processed logprobs.* set sampling\.temperature to 1"):
             asyncio.run(ask())
     else:
         assert asyncio.run(ask()).logprob_kind == "raw"

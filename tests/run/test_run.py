@@ -579,7 +579,7 @@ def killed_and_resumed(
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Kill a run with everything at a moment of chance, resume it for a few steps, and check its ledger.
 
-    Returns the rows of both lives, and the state of the checkpoint that it was resumed from.
+    Returns the rows of both incarnations, and the state of the checkpoint that it was resumed from.
     """
     settings = (*settings, "--run.checkpoint_every_steps", "2")
     fleet = ("--servers.count", "2", "--servers.max_concurrent", "16")
@@ -600,7 +600,7 @@ def killed_and_resumed(
     settled = after["num_trained"] + sum(after["num_dropped"].values())
     assert after["next_new"] == settled + len(after["unsettled"])
     assert after["num_trained"] > state["ledger"]["num_trained"]
-    # An item is finished at most once in each life of the run: what was saved of it is continued, not begun again.
+    # An item is finished at most once in each incarnation of the run: saved parts are continued, not sampled again.
     items = [event["item"] for event in resumed.events("group")]
     assert max(Counter(items).values()) <= 2
     return resumed.rows(), state

@@ -41,27 +41,29 @@ def small_files() -> Iterator[None]:
 class Run:
     """Writes as a run's journal does, and remembers what it wrote."""
 
-    def __init__(self, directory: Path, *, compresses: bool = False, life: int = 0) -> None:
+    def __init__(self, directory: Path, *, compresses: bool = False, incarnation: int = 0) -> None:
         self.directory = directory
         self.compresses = compresses
         self.written: list[int] = []
-        self.life = life
+        self.incarnation = incarnation
         self.version = 0
         self.steps: list[tuple[int, int]] = []
-        """Version, and the life that made it."""
+        """Version, and the incarnation that made it."""
         self.meanwhile: Callable[[], None] = lambda: None
         """What others do while it resumes."""
         begin_files(directory)
         self._begin()
 
     def _begin(self) -> None:
-        self.life += 1
+        self.incarnation += 1
         self.files = EventWriter(self.directory, compresses=self.compresses)
         self._began()
 
     def _began(self) -> None:
         self.files.write(
-            events.RunStarted(start_s=0, end_s=0, began_at=float(self.life), version=self.version, inflight="test")
+            events.RunStarted(
+                start_s=0, end_s=0, began_at=float(self.incarnation), version=self.version, inflight="test"
+            )
         )
 
     def write(self, num_events: int) -> None:
@@ -72,8 +74,15 @@ class Run:
 
     def step(self, _: int) -> None:
         self.version += 1
-        self.steps.append((self.version, self.life))
-        row = {"start_s": 0, "end_s": 0, "version": self.version, "time_s": 0, "reward": 0.5, "life": self.life}
+        self.steps.append((self.version, self.incarnation))
+        row = {
+            "start_s": 0,
+            "end_s": 0,
+            "version": self.version,
+            "time_s": 0,
+            "reward": 0.5,
+            "incarnation": self.incarnation,
+        }
         self.files.write(events.StepCompleted.model_validate(row))
 
     def kill(self, num_bytes: int) -> None:
@@ -105,7 +114,7 @@ class Reader:
         self.follower = EventFollower(directory)
         self.numbers: list[int] = []
         self.steps: dict[int, int] = {}
-        self.life = 0.0
+        self.incarnation = 0.0
         self.last = 0
         self.may_restart = False
 
@@ -120,17 +129,19 @@ class Reader:
             if event["kind"] == "running_groups":
                 self.numbers.append(event["num_groups"])
             elif event.get("is_new_run"):
-                assert event["began_at"] != self.life
-                self.numbers, self.steps, self.life, self.last = [], {}, event["began_at"], 0
-            elif event["kind"] == "run_started" and event["began_at"] != self.life:
-                self.life, self.may_restart = event["began_at"], True
-                self.steps = {version: life for version, life in self.steps.items() if version <= event["version"]}
+                assert event["began_at"] != self.incarnation
+                self.numbers, self.steps, self.incarnation, self.last = [], {}, event["began_at"], 0
+            elif event["kind"] == "run_started" and event["began_at"] != self.incarnation:
+                self.incarnation, self.may_restart = event["began_at"], True
+                self.steps = {
+                    version: incarnation for version, incarnation in self.steps.items() if version <= event["version"]
+                }
             elif event["kind"] == "step":
                 is_again = self.may_restart and event["version"] == 1
                 assert is_again or event["version"] == self.last + 1, "steps come again only after a Began"
                 self.may_restart = self.may_restart and not is_again
                 self.last = event["version"]
-                self.steps[event["version"]] = event["life"]
+                self.steps[event["version"]] = event["incarnation"]
 
 
 @settings(max_examples=150, deadline=None)
@@ -152,7 +163,7 @@ def test_a_follower_sees_each_event_once_and_in_order(actions: list[tuple[str, i
                 getattr(run, action)(number)
         run.files.close()
         assert [event["num_groups"] for event in read_events(run.directory, ["running_groups"])] == run.written
-        assert [(step["version"], step["life"]) for step in read_steps(run.directory)] == run.steps
+        assert [(step["version"], step["incarnation"]) for step in read_steps(run.directory)] == run.steps
         for reader in readers:
             reader.follower.close()
 
@@ -220,7 +231,7 @@ def test_a_follower_reads_a_new_run_in_the_directory_from_its_beginning(tmp_path
         assert reader.steps == {}
         run.step(1)
         reader.read()
-        assert reader.steps == {1: run.life}
+        assert reader.steps == {1: run.incarnation}
     run.files.close()
 
 

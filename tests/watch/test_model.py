@@ -166,7 +166,7 @@ def test_parts_of_events_that_are_full_and_compressed_are_read_too(tmp_path: Pat
     run = folded(tmp_path)
     spans = views.timeline(run, 0.0, 9.0, 100)["lanes"][0]["spans"]
     assert [facts[0] for _, _, _, facts in spans] == [0, 1, 2]
-    assert views.overview(run, [])["marks"] == [], "a new file is no new life"
+    assert views.overview(run, [])["marks"] == [], "a new file is no new incarnation"
 
 
 def test_what_is_not_a_number_is_left_out_and_told(tmp_path: Path) -> None:

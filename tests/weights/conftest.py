@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from inflight.weights.send.publish import WeightPublisher
+from inflight.weights.send.publisher import WeightPublisher
 from tests.models import make_model
 from tests.servers import TOKEN, ServerProcess
 

@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from inflight.weights.send.publish import WeightPublisher, publish_weights
+from inflight.weights.send.publisher import WeightPublisher, publish_weights
 from inflight.wire import BucketTransfer
 from tests.servers import TOKEN
 from tests.weights.workers import PlainWorker, announcement_of, checkpoint, silenced

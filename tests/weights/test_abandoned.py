@@ -23,7 +23,7 @@ from inflight.engines.embedded.slots import ATTENTION_NAME, register_slot_attent
 from inflight.errors import PoisonedError, PublishError, UnreachableError, UpdateRefusedError
 from inflight.model.checkpoints import load_causal_lm
 from inflight.types import EndpointOutcome
-from inflight.weights.send.publish import WeightPublisher, publish_weights
+from inflight.weights.send.publisher import WeightPublisher, publish_weights
 from inflight.weights.transports.process_group import ProcessGroupSender
 from inflight.wire import BucketTransfer, EndpointState, GenerateResponse, UpdateRef
 from tests.selection import first_of_each
@@ -235,7 +235,7 @@ def test_weights_torn_while_applied_are_told_so_even_if_the_requests_cannot_be_e
     async def no_answer() -> None:
         raise UnreachableError("the connection was closed", "local")
 
-    monkeypatch.setattr(local.endpoint, "give_up", no_answer)
+    monkeypatch.setattr(local.endpoint, "fail_requests", no_answer)
     with connected(local) as publisher:
         local.freeze()
         with pytest.raises(PublishError) as caught:
@@ -252,7 +252,7 @@ def test_requests_that_come_while_good_weights_are_applied_wait_and_are_not_refu
     with connected(local) as publisher:
         publish_weights(PlainWorker(local.tensors), publisher)
         update = announcement_of(PlainWorker(local.tensors, version=2), "here")
-        sender = publisher.sender
+        sender = publisher.group.sender
 
         async def conversation() -> None:
             from inflight.types import WeightBucket
@@ -309,7 +309,7 @@ def test_a_trainer_that_takes_over_while_weights_are_applied_takes_nothing_of_th
             await endpoint.request_weight_update(update)
             for bucket, filled in zip(update.buckets, worker.gather_weights(update.buckets), strict=True):
                 transfer = BucketTransfer(run_id="here", version=2, bucket_index=bucket.index, timeout_s=10)
-                sending = asyncio.to_thread(publisher.sender.send, filled, 10.0)
+                sending = asyncio.to_thread(publisher.group.sender.send, filled, 10.0)
                 await asyncio.gather(endpoint.receive_weights(transfer), sending)
 
         publisher.run(receive)

@@ -21,7 +21,7 @@ from inflight.errors import (
 )
 from inflight.http.client import HttpEndpoint
 from inflight.types import EndpointOutcome, PublishReport
-from inflight.weights.send.publish import WeightPublisher, publish_weights
+from inflight.weights.send.publisher import WeightPublisher, publish_weights
 from inflight.weights.transports.process_group import ProcessGroupSender
 from inflight.wire import BucketTransfer, ProcessGroupSpec, UpdateRef, WeightUpdate, WeightVersion
 from tests.selection import first_of_each
@@ -187,7 +187,7 @@ def test_a_group_that_a_hanging_server_never_joins_is_given_up_in_time(
     publisher, _ = fleet("never joins", survivor, sleeper)
     with publisher:
         publish(PlainWorker(tensors), publisher)
-        publisher.lose_group()
+        publisher.group.lose()
         sleeper.stop_in_place()
         try:
             started = time.monotonic()
@@ -282,7 +282,7 @@ def test_a_publisher_that_lost_all_its_servers_says_so(
             report = failed(PlainWorker(tensors, version=2), publisher, 10)
             assert [(e.outcome, e.serves) for e in report.endpoints] == [(EndpointOutcome.UNREACHABLE, None)]
         with pytest.raises(UnreachableError):
-            publisher.run(publisher.form_group, publisher.endpoints, 10.0, 1)
+            publisher.run(publisher.group.form, publisher.endpoints, publisher.incarnation, 10.0, 1)
         with pytest.raises(ConfigError, match="no endpoint is left"):
             publish(PlainWorker(tensors, version=2), publisher, without=server)
 

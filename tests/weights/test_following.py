@@ -18,9 +18,8 @@ from inflight.base.threads import run_abandonable
 from inflight.cli import main
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import ConfigError, TrainerError, TransferError
-from inflight.weights.encode.bucket_bytes import checksum
+from inflight.weights.encode.bucket_bytes import checksum, payload_spec
 from inflight.weights.receive.following import StoredRun, follow
-from inflight.weights.receive.staging import payload_spec
 from inflight.weights.send.storing import StoreReport, newest_incarnation, store_weights
 from inflight.weights.transports import make_receiver, make_sender
 from inflight.weights.transports.bucket_files import LEASE_S

@@ -17,7 +17,7 @@ import torch
 
 from inflight.errors import ConfigError, PublishError, TransferError
 from inflight.types import WeightBucket
-from inflight.weights.send.publish import WeightPublisher, publish_weights
+from inflight.weights.send.publisher import WeightPublisher, publish_weights
 from inflight.weights.transports import arenas as arenas_module
 from inflight.weights.transports import device_memory, make_sender
 from inflight.weights.transports.arenas import ArenaReceiver, ArenaSender, keep_open
@@ -368,14 +368,14 @@ def test_publishes_arrive_at_an_engine_and_one_that_fails_leaves_the_old_weights
         with pytest.raises(PublishError):
             publish_weights(broken, publisher, deadline_s=20)
         assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
-        assert publisher.transport == "ipc"
+        assert publisher.group.transport == "ipc"
     assert arenas_module._lent == []
     assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items()), "the publisher has left"
 
 
 def test_an_engine_on_the_cpu_refuses_it_with_the_reason(model_dir: Path, tmp_path: Path) -> None:
     local = Local(model_dir)
-    reason = r"does not declare the ipc transport; .* this server's weights are on the CPU"
+    reason = r"does not support the ipc transport; .* this server's weights are on the CPU"
     with (
         pytest.raises(Exception, match=reason),
         WeightPublisher([local.endpoint], shared(tmp_path), run_id="here"),

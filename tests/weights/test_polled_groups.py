@@ -22,8 +22,8 @@ from inflight.conformance.transport import CHECKS
 from inflight.conformance.verdicts import CheckOutcome
 from inflight.errors import ConfigError, PublishError, TransferError
 from inflight.types import WeightBucket
-from inflight.weights.receive.staging import payload_spec
-from inflight.weights.send.publish import WeightPublisher, publish_weights
+from inflight.weights.encode.bucket_bytes import payload_spec
+from inflight.weights.send.publisher import WeightPublisher, publish_weights
 from inflight.weights.transports import make_sender, process_group
 from inflight.weights.transports.groups import GroupKind, PolledGroup, new_gloo_group
 from inflight.weights.transports.nccl_group import QUIET, environment, new_nccl_group
@@ -244,7 +244,7 @@ def test_a_publish_compares_buckets_on_their_device_and_a_damaged_one_ends_it(
     monkeypatch.setattr(ProcessGroupSender, "send", watched)
     with WeightPublisher([local.endpoint], ProcessGroupSender(), run_id="here", connect_timeout_s=20) as publisher:
         for encoding in ("raw", "bfloat16"):
-            publisher.encoding = encoding  # type: ignore[assignment]
+            publisher.group.encoding = encoding  # type: ignore[assignment]
             report = publish_weights(PlainWorker(local.tensors, 1 + len(announced)), publisher, bucket_bytes=30_000)
             assert report is not None and report.applied_everywhere
         assert len(announced) > 4 and all(found is not None and found.startswith("sums64:") for found in announced)

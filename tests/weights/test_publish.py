@@ -30,7 +30,7 @@ from inflight.http.client import HttpEndpoint
 from inflight.types import EndpointOutcome, PublishReport
 from inflight.weights.encode.buckets import plan_buckets
 from inflight.weights.send.gathering import gather_only
-from inflight.weights.send.publish import WeightPublisher, publish_weights
+from inflight.weights.send.publisher import WeightPublisher, publish_weights
 from inflight.weights.transports.process_group import ProcessGroupSender
 from inflight.wire import (
     EndpointState,
@@ -480,7 +480,7 @@ def test_neither_side_gathers_threads_or_files_over_many_publishes_and_groups(
     for worker.version in range(1, 201):
         publish(worker, publisher, bucket_bytes=40_000)
     for _ in range(20):
-        publisher.lose_group()
+        publisher.group.lose()
         publish(worker, publisher)
     for pid, (threads, files) in zip(pids, start, strict=True):
         now = resources(pid)

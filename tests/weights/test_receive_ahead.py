@@ -15,8 +15,8 @@ import torch
 from inflight.errors import PublishError, TransferError
 from inflight.http.client import HttpEndpoint
 from inflight.types import EndpointOutcome, WeightBucket
-from inflight.weights.receive.staging import payload_spec
-from inflight.weights.send.publish import WeightPublisher, publish_weights
+from inflight.weights.encode.bucket_bytes import payload_spec
+from inflight.weights.send.publisher import WeightPublisher, publish_weights
 from inflight.weights.transports import make_receiver, make_sender
 from inflight.weights.transports.process_group import ProcessGroupReceiver, ProcessGroupSender
 from inflight.wire import BucketTransfer, TransportName

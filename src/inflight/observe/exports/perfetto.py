@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from inflight.errors import ConfigError
-from inflight.observe.exports.incarnations import Lives, Row, Turn, publish_parts, turns_of
+from inflight.observe.exports.incarnations import Incarnations, Row, Turn, publish_parts, turns_of
 
 _RUN, _TRAINER = "run", "trainer"
 _COUNTERS = {
@@ -37,7 +37,7 @@ def write_perfetto(directory: Path, out: Path) -> int:
 
     Raises `ConfigError` if the directory holds no run, or if the file cannot be written.
     """
-    trace = _Trace(Lives(directory))
+    trace = _Trace(Incarnations(directory))
     try:
         with out.open("w") as file:
             return _write_array(trace.rows(), file)
@@ -88,8 +88,8 @@ class _Tracks:
 class _Trace:
     """Turns events into rows of the format."""
 
-    def __init__(self, lives: Lives) -> None:
-        self._lives = lives
+    def __init__(self, incarnations: Incarnations) -> None:
+        self._incarnations = incarnations
         self._origin: float | None = None
         self._tracks: dict[tuple[str, str], _Tracks] = {}
         self._processes: dict[str, int] = {}
@@ -107,12 +107,12 @@ class _Trace:
         }
 
     def rows(self) -> Iterator[Row]:
-        for began_at, event in self._lives.events():
+        for began_at, event in self._incarnations.events():
             if self._origin is None:
                 self._origin = began_at
             if (of_kind := self._of_kind.get(event["kind"])) is not None:
                 yield from of_kind(event, began_at - self._origin)
-        for began_at, step in self._lives.steps():
+        for began_at, step in self._incarnations.steps():
             yield from self._step(step, began_at - (self._origin or 0.0))
 
     # ---------------------------------------------------------------------------------------------------------- kinds

@@ -69,7 +69,7 @@ class RunMetrics:
         self._published_bytes = counter("inflight_run_published_bytes", "Bytes that were sent or stored")
         self._servers = gauge("inflight_run_servers", "Servers by state", "state")
         self._episodes = counter("inflight_run_failed_episodes", "Episodes that count for nothing", "reason")
-        self._failures = counter("inflight_run_failures", "What ended a life of the run")
+        self._failures = counter("inflight_run_failures", "What ended an incarnation of the run")
         self._is_fleet_told = False
 
     def heard(self, event: events.Event) -> None:

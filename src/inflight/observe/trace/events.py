@@ -244,7 +244,7 @@ class MemoryMoved(Event):
 
 
 class Failure(Event):
-    """What ended the run, or a life of it that the run outlived."""
+    """What ended the run, or an incarnation of it that the run outlived."""
 
     kind: Literal["failure"] = "failure"
     what: str

@@ -109,13 +109,13 @@ class Seat:
         return completions
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[CompletionChunk, None]:
-        """Yield the tokens of one completion as they are sampled; for an endpoint that declares streaming.
+        """Yield the tokens of one completion as they are sampled; for an endpoint that supports streaming.
 
         Closing the iterator ends the request. Raises as `sample`.
         """
         version = self.version
         if not isinstance(self.endpoint, StreamingEndpoint):
-            raise UnsupportedError(f"{self.name} does not declare streaming")
+            raise UnsupportedError(f"{self.name} does not support streaming")
         async with self._judged():
             streamed = fitted(request, await self.capabilities()).model_copy(update={"stream": True})
             chunks: Any = self.endpoint.generate_stream(streamed)
