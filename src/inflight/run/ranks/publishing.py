@@ -16,6 +16,7 @@ from inflight.contracts import TrainerWorker
 from inflight.errors import FencedError
 from inflight.launchers.launcher import ADDRESS_VARIABLE
 from inflight.run.ranks.messages import Members, PublishResult
+from inflight.run.updates_config import UpdatesSection
 from inflight.weights.send.fleet import Fleet
 from inflight.weights.send.publisher import WeightPublisher
 from inflight.weights.send.storing import newest_incarnation, store_weights
@@ -59,7 +60,7 @@ class Push(Publishing):
         self._fleet.set_members(members.urls)
         if members.ask_all:
             self._fleet.ask_all()
-        report = self._fleet.publish(worker, in_flight=self._servers.in_flight, deadline_s=self._deadline_s)
+        report = self._fleet.publish(worker, in_flight=self._updates.in_flight, deadline_s=self._deadline_s)
         return PublishResult(
             span=(started, time.time()),
             is_published=bool(self._fleet.healthy),
@@ -121,6 +122,6 @@ class Pull(Publishing):
 
 def _own_address(updates: UpdatesSection) -> str:
     """Return this host's address as the servers see it: the configured one, or else the launcher's."""
-    if "address" in servers.model_fields_set:
+    if "address" in updates.model_fields_set:
         return updates.address
     return os.environ.get(ADDRESS_VARIABLE, updates.address)

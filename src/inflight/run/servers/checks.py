@@ -8,7 +8,8 @@ from pathlib import Path
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import ConfigError
 from inflight.http.kinds import connect_endpoint
-from inflight.run.config import RunConfig, ServersSection
+from inflight.run.config import RunConfig
+from inflight.run.fleet_config import ServersSection
 from inflight.wire import Capabilities, Needs
 
 _MAX_FILE_BYTES = 1 << 20
@@ -60,12 +61,12 @@ def read_server_list(path: Path) -> tuple[dict[str, str] | None, list[str]]:
 
 def needs_of(config: RunConfig, vocab_size: int) -> Needs:
     """Return what a run requires of each server."""
-    servers = config.servers
+    updates = config.updates
     return Needs(
         in_flight=updates.in_flight,
         transport=updates.transport,
         encodings=("delta" if updates.delta else updates.encoding,),
-        releases_memory=servers.release_memory,
+        releases_memory=config.servers.release_memory,
         routed_experts=config.train.router_replay,
         lora_or_merged=config.train.lora is not None,
         processed_logprobs=config.sampling.temperature != 1.0,
