@@ -57,7 +57,7 @@ def _incarnation(
 ) -> tuple[Journal, Reporting]:
     trackers = load_trackers([name], {name: options} if options else {})
     reporting = Reporting(trackers, TrackedRun(RUN_ID, directory, CONFIG, version), told.append)
-    return Journal(directory, state, version, listeners=[reporting.heard]), reporting
+    return Journal(directory, state, version, listeners=[reporting.report]), reporting
 
 
 def _step(journal: Journal, version: int, incarnation: int) -> None:

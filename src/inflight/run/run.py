@@ -230,7 +230,7 @@ class _Run:
             version,
             config=settings,
             compresses=config.run.compress_events,
-            listeners=[self.reporting.heard] if self.metrics is None else [self.reporting.heard, self.metrics.heard],
+            listeners=[self.reporting.report] if self.metrics is None else [self.reporting.report, self.metrics.count],
         )
         self.token: str = before.token if before else os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24)
         if config.servers.lease_s:

@@ -109,8 +109,8 @@ class Journal:
 
     def _write(self, event: events.Event) -> None:
         begins_file = self._files.write(event)
-        for hear in self._listeners:
-            hear(event)
+        for listener in self._listeners:
+            listener(event)
         if begins_file:
             self._begin_file()
 
