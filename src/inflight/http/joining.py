@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import ConfigError, EndpointError, InflightError
-from inflight.http.connection import HttpConnection
+from inflight.http.bounded_client import BoundedClient
 
 JOIN_PATH = "/v1/servers"
 RENEW_S = 2.0
@@ -56,7 +56,7 @@ class Membership:
     """A server's place in a run. It listens at ``url``."""
 
     def __init__(self, settings: JoinSettings, token: str, url: str) -> None:
-        self._run = HttpConnection(settings.run_url)
+        self._run = BoundedClient(settings.run_url)
         self._run_url = settings.run_url
         self._headers = {"authorization": f"Bearer {token}"}
         self._url = settings.own_url or url
@@ -91,7 +91,7 @@ class Membership:
 
     async def _say(self, method: str) -> bool:
         body = Joining(url=self._url).model_dump()
-        status, answer = await self._run.ask(method, JOIN_PATH, body, timeout_s=_ANSWER_S, headers=self._headers)
+        status, answer = await self._run.request_json(method, JOIN_PATH, body, timeout_s=_ANSWER_S, headers=self._headers)
         if status != 200:
             raise ConfigError(f"the run at {self._run_url} refused {self._url} with status {status}: {answer}")
         return True

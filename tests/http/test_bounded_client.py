@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from inflight.errors import UnreachableError
-from inflight.http.connection import HttpConnection
+from inflight.http.bounded_client import BoundedClient
 
 
 @pytest.mark.parametrize(("keeps_alive", "num_connections"), [(True, 1), (False, 3)])
@@ -25,10 +25,10 @@ def test_calls_share_a_connection_unless_each_is_to_have_its_own(keeps_alive: bo
 
         async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
-            connection = HttpConnection(f"http://127.0.0.1:{port}", keeps_alive=keeps_alive)
+            client = BoundedClient(f"http://127.0.0.1:{port}", keeps_alive=keeps_alive)
             for _ in range(3):
-                assert await connection.exchange("GET", "/", timeout_s=5) == (500, b"{}")
-            await connection.aclose()
+                assert await client.request("GET", "/", timeout_s=5) == (500, b"{}")
+            await client.aclose()
             await asyncio.gather(*[task for task in served if task is not None])
         assert len(served) == num_connections
 
@@ -48,10 +48,10 @@ def test_a_connection_that_the_server_has_closed_meanwhile_is_not_used_again() -
             writer.close()
 
         async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-            connection = HttpConnection(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/prefix/")
+            client = BoundedClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/prefix/")
             for _ in range(20):
-                assert await connection.exchange("GET", "/", timeout_s=5) == (200, b"{}")
-            await connection.aclose()
+                assert await client.request("GET", "/", timeout_s=5) == (200, b"{}")
+            await client.aclose()
         return num_connections
 
     assert asyncio.run(conversation()) == 20
@@ -72,13 +72,13 @@ def test_an_idle_connection_is_closed_after_a_while_and_the_next_call_opens_anot
             writer.close()
 
         async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-            connection = HttpConnection(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/prefix/")
+            client = BoundedClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/prefix/")
             for _ in range(2):
-                assert await connection.ask("GET", "/path", timeout_s=5) == (200, {})
+                assert await client.request_json("GET", "/path", timeout_s=5) == (200, {})
                 async with asyncio.timeout(10):
                     await closed.wait()
                 closed.clear()
-            await connection.aclose()
+            await client.aclose()
         return heard
 
     assert asyncio.run(conversation()) == [b"GET /prefix/path HTTP/1.1\r\n"] * 2
@@ -87,7 +87,7 @@ def test_an_idle_connection_is_closed_after_a_while_and_the_next_call_opens_anot
 @pytest.mark.parametrize("url", ["http://127.0.0.1:99999", "http://user:secret@127.0.0.1:1", "http://", "ftp://host"])
 def test_what_is_no_url_of_a_server_is_unreachable(url: str) -> None:
     async def call() -> None:
-        await HttpConnection(url).exchange("GET", "/", timeout_s=5)
+        await BoundedClient(url).request("GET", "/", timeout_s=5)
 
     with pytest.raises(UnreachableError, match="URL"):
         asyncio.run(call())
@@ -113,13 +113,13 @@ def test_calls_at_once_have_connections_of_their_own_which_later_calls_use_again
             writer.close()
 
         async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-            connection = HttpConnection(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-            calls = [asyncio.ensure_future(connection.exchange("GET", "/", timeout_s=5)) for _ in range(20)]
+            client = BoundedClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+            calls = [asyncio.ensure_future(client.request("GET", "/", timeout_s=5)) for _ in range(20)]
             assert await asyncio.gather(*calls) == [(200, b"{} ")] * len(calls)
-            again = await asyncio.gather(*(connection.exchange("GET", "/", timeout_s=5) for _ in calls))
+            again = await asyncio.gather(*(client.request("GET", "/", timeout_s=5) for _ in calls))
             assert again == [(200, b"{} ")] * len(calls)
             assert len(opened) == len(calls)
-            await connection.aclose()
+            await client.aclose()
             await asyncio.gather(*[task for task in opened if task is not None])
 
     asyncio.run(conversation())
