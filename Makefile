@@ -158,7 +158,7 @@ docs: $(STAMP)
 	$(BIN)/python -m inflight.http.openapi > docs/openapi.json
 	$(BIN)/python -m inflight.observe.trace.schema > docs/events.schema.json
 	$(BIN)/python -m benchmarks.render
-	$(BIN)/python -m tests.conformance.pages
+	$(BIN)/python -m benchmarks.tables.pages
 
 # Compiled below: pip does it on one core. Left out is what is large and hardly imported; Python compiles it when it is.
 INSTALL := $(BIN)/pip install --quiet --no-compile

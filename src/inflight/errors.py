@@ -2,7 +2,7 @@
 
     InflightError
     ├── ConfigError                  nothing was started, nothing was written
-    ├── UnsupportedError             the capability is not declared; nothing changed
+    ├── UnsupportedError             the capability is not supported; nothing changed
     ├── InvalidRequestError          this request was refused; the endpoint goes on as it was
     ├── EndpointError                (carries the endpoint's URL)
     │   ├── UnauthorizedError        the token was refused; nothing changed
@@ -50,7 +50,7 @@ class ConfigError(InflightError):
 
 
 class UnsupportedError(InflightError):
-    """The capability is not declared by this implementation; nothing changed."""
+    """The capability is not supported by this implementation; nothing changed."""
 
     code = "unsupported"
 
@@ -223,3 +223,9 @@ def error_from_code(code: str, message: str, endpoint: str = "") -> InflightErro
 
 def _all_kinds(root: type[InflightError]) -> list[type[InflightError]]:
     return [root, *(kind for child in root.__subclasses__() for kind in _all_kinds(child))]
+
+
+def transfer_failed(cause: BaseException, what: str) -> TransferError:
+    """Return the `TransferError` for a lower-level error."""
+    text = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
+    return TransferError(f"{what} failed: {text}")

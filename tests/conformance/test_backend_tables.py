@@ -7,9 +7,8 @@ import subprocess
 from typing import Any
 
 import pytest
-
-from tests.conformance.backend_tables import BACKENDS, certified_since
-from tests.conformance.kept import ROOT
+from benchmarks.tables.backend_tables import BACKENDS, certified_since
+from benchmarks.tables.kept import ROOT
 
 
 def certificate(release: str, day: str, *outcomes: str, problem: str = "") -> dict[str, Any]:

@@ -6,9 +6,9 @@ import json
 import subprocess
 
 import pytest
+from benchmarks.tables.pages import PAGES, ROOT, rendered
 
 from tests.conformance.mutation import RESULTS, subjects
-from tests.conformance.pages import PAGES, ROOT, rendered
 from tests.zygote import python
 
 

@@ -22,12 +22,13 @@ from inflight.rollouts import HistoryStore, Ledger, load_task
 from inflight.rollouts.schedulers import LeastLoaded
 from inflight.run.config import load_config
 from inflight.run.ranks.group import TrainerGroup
-from inflight.run.ranks.messages import Members, Served
+from inflight.run.ranks.messages import Members, PublishResult
 from inflight.run.sampling.actor import Actor
 from inflight.run.sampling.completions import Completions
-from inflight.run.servers.checks import check_servers, declared
+from inflight.run.servers.checks import check_endpoint, check_servers
 from inflight.types import Group
 from inflight.wire import Capabilities, SamplingParams, WeightVersion
+from tests.gates import StepGate, reserved_port
 from tests.models import make_model
 from tests.run.runs import CONFIG, ROOT, RunProcess, ends_within
 from tests.selection import first_of_each
@@ -61,7 +62,7 @@ def config_file(tmp_path: Path, model_dir: Path) -> Path:
 def replaced(run: RunProcess, server: ServerProcess, start: Start, model: Path) -> ServerProcess:
     """Kill a server and start a new one on its port, once the run has noticed."""
     server.kill()
-    run.wait_for_events("fleet", lambda event: server.url in event.get("removed", ()))
+    run.wait_for_events("fleet_changed", lambda event: server.url in event.get("removed", ()))
     return started_again(server, start, model)
 
 
@@ -75,13 +76,15 @@ def started_again(server: ServerProcess, start: Start, model: Path) -> ServerPro
 
 def test_a_mixed_fleet_is_started_side_by_side_and_every_member_samples(start_run: Callable[..., RunProcess]) -> None:
     fleet = '[{ engine = "local" }, { engine = "local", count = 2, max_concurrent = 8 }]'
-    run = start_run("--servers.fleet", fleet, "--run.num_steps", "4")
-    assert run.wait() == 0, run.output()
+    run = start_run("--servers.fleet", fleet, "--run.num_steps", "100000")
+    run.wait_for_steps(1)
+    run.wait_until(lambda: len({group["endpoint"] for group in run.events("group")}) == 3)
+    run.interrupt()
+    assert run.wait() == 130, run.output()
     pids = run.servers()
     assert len(pids) == 3
-    assert len(run.rows()[-1]["publish"]["paused_s"]) == 3
-    assert len({group["endpoint"] for group in run.events("group")}) == 3
-    assert all(ends_within(pid, 1.0) for pid in pids)
+    assert len(run.rows()[0]["publish"]["paused_s"]) == 3
+    assert all(map(ends_within, pids))
     members = json.loads((run.directory / "config.json").read_text())["servers"]["fleet"]
     assert [(member["engine"], member["count"]) for member in members] == [("local", 1), ("local", 2)]
 
@@ -207,15 +210,23 @@ def test_servers_that_pull_go_to_the_newest_version_by_themselves(
         "--servers.directory",
         str(tmp_path / "weights"),
     )
-    run = start_run(*words, "--servers.count", "2", "--run.num_steps", "8")
-    assert run.wait() == 0, run.output()
-    served = [version for event in run.events("versions") for version in event["servers"].values()]
-    assert max(served) > 0
+    gate = StepGate(tmp_path / "steps", 3)
+    run = start_run(*words, "--servers.count", "2", "--run.num_steps", "100000", *gate.settings)
+
+    def all_serve(version: int) -> None:
+        run.wait_for_events("served_versions", lambda event: [*event["servers"].values()] == [version] * 2)
+
+    all_serve(3)
+    gate.allow(5)
+    all_serve(5)
+    gate.open()
+    run.wait_for_events("group", lambda event: event["newest"] > 0)
+    run.interrupt()
+    assert run.wait() == 130, run.output()
     last = run.rows()[-1]
     assert len(last["serving"]) == 2
-    assert last["publish"]["version"] == 8
+    assert last["publish"]["version"] == last["version"] > 5
     assert last["publish"]["sent_bytes"] == last["publish"]["size_bytes"]
-    assert any(group["newest"] > 0 for group in run.events("group"))
 
 
 @pytest.mark.parametrize("what", ["dtype", "vocabulary"])
@@ -224,10 +235,10 @@ def test_a_server_that_serves_another_kind_of_model_is_named_with_what_to_change
 ) -> None:
     if what == "dtype":
         server = start_server(model_dir, "--dtype", "bfloat16")
-        expected = f"{server.url} serves tiny in bfloat16, but the run trains in float32: set model.dtype to bfloat16"
+        expected = f"{server.url} does not support dtype float32; it serves tiny in bfloat16: change model.dtype"
     else:
         server = start_server(make_model(tmp_path / "other", vocab_size=300))
-        expected = f"{server.url} serves tiny with a vocabulary of 300 tokens"
+        expected = f"{server.url} does not support a vocabulary of 258 tokens; it serves tiny with 300"
     run = start_run("--servers.urls", json.dumps([server.url]))
     assert run.wait(90) == 1
     assert expected in run.output()
@@ -239,16 +250,16 @@ def test_a_server_that_serves_another_kind_of_model_is_named_with_what_to_change
 def test_a_server_replaced_on_its_port_gets_work_again_only_once_it_has_the_present_weights(
     start_run: Callable[..., RunProcess], start_server: Start, model_dir: Path
 ) -> None:
-    steady, fickle = start_server(model_dir), start_server(model_dir)
+    steady, fickle = start_server(model_dir), start_server(model_dir, "--port", str(reserved_port()))
     run = start_run("--servers.urls", json.dumps([steady.url, fickle.url]), "--run.num_steps", "100000")
     run.wait_for_steps(2)
     replaced(run, fickle, start_server, model_dir)
-    (back,) = run.wait_for_events("fleet", lambda event: fickle.url in event["restored"])
+    (back,) = run.wait_for_events("fleet_changed", lambda event: fickle.url in event["memory_restored"])
     run.wait_for_events("group", lambda event: event["endpoint"] == fickle.url and event["oldest"] >= back["version"])
     run.interrupt()
     assert run.wait() == 130, run.output()
     assert f"{fickle.url} is back, at version {back['version']}" in run.output()
-    events = run.events("group", "fleet")
+    events = run.events("group", "fleet_changed")
     gone = next(i for i, event in enumerate(events) if fickle.url in event.get("removed", ()))
     groups = [event for event in events[gone:] if event.get("endpoint") == fickle.url]
     assert groups
@@ -260,28 +271,30 @@ def test_servers_join_leave_die_and_come_back_as_a_file_lists_them(
     start_run: Callable[..., RunProcess], start_server: Start, model_dir: Path, tmp_path: Path
 ) -> None:
     listed = tmp_path / "servers.txt"
-    first, second = start_server(model_dir), start_server(model_dir)
+    first, second = start_server(model_dir), start_server(model_dir, "--port", str(reserved_port()))
     listed.write_text(f"# the fleet\n{first.url}\n\n{second.url}  # same host\n")
     run = start_run("--servers.urls_file", str(listed), "--run.num_steps", "100000", "--servers.transport", "http")
     run.wait_for_steps(2)
 
     third = start_server(model_dir)
     listed.write_text(f"{first.url}\n{second.url}\nnonsense\n{third.url}\n")
-    (joined,) = run.wait_for_events("fleet", lambda event: third.url in event["joined"])
+    (joined,) = run.wait_for_events("fleet_changed", lambda event: third.url in event["joined"])
     run.wait_for_events("group", lambda event: event["endpoint"] == third.url)
     assert f"{third.url} has joined, at version {joined['version']}" in run.output()
     assert "line 3 of" in run.output() and "'nonsense' is not an endpoint" in run.output()
 
     replaced(run, second, start_server, model_dir)
-    (back,) = run.wait_for_events("fleet", lambda event: second.url in event["restored"])
+    (back,) = run.wait_for_events("fleet_changed", lambda event: second.url in event["memory_restored"])
     assert second.url in back["serving"]
 
     listed.write_text(f"{second.url}\n{third.url}\n")
-    run.wait_for_events("fleet", lambda event: first.url in event["left"])
-    num_groups = len(run.events("group"))
-    run.wait_until(lambda: len(run.events("group")) >= num_groups + 16)
-    # What it had sampled before it left may be scored after that.
-    assert first.url not in {group["endpoint"] for group in run.events("group")[num_groups + 8 :]}
+    (left, *_) = run.wait_for_events("fleet_changed", lambda event: first.url in event["left"])
+
+    def asked_since() -> list[str]:  # what it was asked before it left may be answered after that
+        return [request["endpoint"] for request in run.events("request") if request["start_s"] > left["end_s"]]
+
+    run.wait_until(lambda: len(asked_since()) >= 16)
+    assert first.url not in asked_since()
 
     run.interrupt()
     assert run.wait() == 130, run.output()
@@ -294,7 +307,7 @@ def test_servers_join_leave_die_and_come_back_as_a_file_lists_them(
 def test_a_run_whose_only_attached_server_comes_back_goes_on(
     start_run: Callable[..., RunProcess], start_server: Start, model_dir: Path
 ) -> None:
-    server = start_server(model_dir)
+    server = start_server(model_dir, "--port", str(reserved_port()))
     run = start_run("--servers.urls", json.dumps([server.url]), "--run.num_steps", "100000")
     run.wait_for_steps(2)
     replaced(run, server, start_server, model_dir)
@@ -302,7 +315,7 @@ def test_a_run_whose_only_attached_server_comes_back_goes_on(
     run.wait_for_steps(len(run.rows()) + 2)
     run.interrupt()
     assert run.wait() == 130, run.output()
-    (back,) = run.events("fleet")[-1:]
+    (back,) = run.events("fleet_changed")[-1:]
     assert back["restored"] == [server.url]
 
 
@@ -310,7 +323,7 @@ def test_a_run_whose_attached_servers_stay_away_ends_with_how_each_was_lost(
     start_run: Callable[..., RunProcess], start_server: Start, model_dir: Path
 ) -> None:
     server = start_server(model_dir)
-    limits = ("--run.num_steps", "100000", "--run.start_timeout_s", "3")
+    limits = ("--run.num_steps", "100000", "--run.start_timeout_s", "15")
     run = start_run("--servers.urls", json.dumps([server.url]), *limits)
     run.wait_for_steps(1)
     server.kill()
@@ -320,10 +333,10 @@ def test_a_run_whose_attached_servers_stay_away_ends_with_how_each_was_lost(
     assert (run.directory / "summary.json").exists()
 
 
-async def publish(trainers: TrainerGroup, urls: Sequence[str]) -> Served:
-    served = (await trainers.publish(Members(urls=tuple(urls)))).served
-    assert served is not None
-    return served
+async def publish(trainers: TrainerGroup, urls: Sequence[str]) -> PublishResult:
+    published = (await trainers.publish(Members(urls=tuple(urls)))).published
+    assert published is not None
+    return published
 
 
 @pytest.mark.parametrize("num_ranks", first_of_each([2, 1], lambda _: "any"))
@@ -332,17 +345,17 @@ def test_a_server_restarted_between_two_publishes_is_in_the_next_one(
 ) -> None:
     """It knows of no group: the publish is refused, the group formed anew, and the publish done again."""
     monkeypatch.setenv("INFLIGHT_TOKEN", TOKEN)
-    steady, fickle = start_server(model_dir), start_server(model_dir)
+    steady, fickle = start_server(model_dir), start_server(model_dir, "--port", str(reserved_port()))
     urls = [steady.url, fickle.url]
 
-    async def conversation() -> tuple[Served, ...]:
+    async def conversation() -> tuple[PublishResult, ...]:
         overrides = ["--servers.urls", json.dumps(urls), "--train.num_ranks", str(num_ranks)]
         config = load_config(config_file, overrides)
         logs = config_file.parent
         trainers = TrainerGroup(config, logs, TOKEN, print)
         await trainers.spawn()
         try:
-            first = (await trainers.load_and_connect(Members(urls=tuple(urls)), "restarts", None)).served
+            first = (await trainers.load_and_connect(Members(urls=tuple(urls)), "restarts", None)).published
             assert first is not None
             fresh = await asyncio.to_thread(started_again, fickle, start_server, model_dir)
             second = await publish(trainers, urls)
@@ -356,10 +369,10 @@ def test_a_server_restarted_between_two_publishes_is_in_the_next_one(
 
     first, second, third, fourth, fifth = asyncio.run(conversation())
     assert first.endpoints == second.endpoints == tuple(urls)
-    assert "no weight group is formed" in second.lost[0]
+    assert "no weight group is formed" in second.notes[0]
     assert third.endpoints == fourth.endpoints == (steady.url,)
     assert third.removed == fourth.removed == (fickle.url,)
-    assert fourth.lost == ()
+    assert fourth.notes == ()
     assert (fifth.endpoints, fifth.removed) == (tuple(urls), ())
     assert fifth.changes == ((fickle.url, "dead", "healthy"),)
 
@@ -372,7 +385,7 @@ def test_questions_to_the_ranks_wait_for_each_other(
     monkeypatch.setenv("INFLIGHT_TOKEN", TOKEN)
     urls = [start_server(model_dir).url]
 
-    async def conversation() -> list[Served]:
+    async def conversation() -> list[PublishResult]:
         config = load_config(config_file, ["--servers.urls", json.dumps(urls), "--train.num_ranks", str(num_ranks)])
         trainers = TrainerGroup(config, config_file.parent, TOKEN, print)
         await trainers.spawn()
@@ -391,9 +404,9 @@ def test_a_publish_without_anybody_to_reach_says_so_and_is_no_failure(
     config_file: Path, start_server: Start, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("INFLIGHT_TOKEN", TOKEN)
-    server = start_server(model_dir)
+    server = start_server(model_dir, "--port", str(reserved_port()))
 
-    async def conversation() -> tuple[Served, ...]:
+    async def conversation() -> tuple[PublishResult, ...]:
         config = load_config(config_file, ["--servers.urls", json.dumps([server.url]), "--train.num_ranks", "2"])
         trainers = TrainerGroup(config, config_file.parent, TOKEN, print)
         await trainers.spawn()
@@ -409,12 +422,12 @@ def test_a_publish_without_anybody_to_reach_says_so_and_is_no_failure(
 
     first, second, stranger = asyncio.run(conversation())
     assert [answer.endpoints for answer in (first, second, stranger)] == [(), (), ()]
-    assert first.facts is None
-    assert "came back with tiny in float32 with 300 tokens, but was tiny in float32 with 258" in stranger.lost[0]
+    assert not first.is_published
+    assert "came back with tiny in float32 with 300 tokens, but was tiny in float32 with 258" in stranger.notes[0]
 
 
 def test_a_run_that_is_resumed_takes_its_servers_over_and_the_old_trainer_is_stopped(
-    start_run: Callable[..., RunProcess], start_server: Start, model_dir: Path
+    start_run: Callable[..., RunProcess], start_server: Start, model_dir: Path, tmp_path: Path
 ) -> None:
     """The servers hold a later version than the checkpoint when the new trainer comes.
 
@@ -422,9 +435,10 @@ def test_a_run_that_is_resumed_takes_its_servers_over_and_the_old_trainer_is_sto
     """
     server = start_server(model_dir)
     words = ("--servers.urls", json.dumps([server.url]), "--run.num_steps", "100000")
-    words += ("--run.checkpoint_every_steps", "40")
-    old = start_run(*words)
-    old.wait_for_steps(55)  # the last checkpoint is that of step 40, fifteen steps before
+    words += ("--run.checkpoint_every_steps", "4")
+    old_gate, new_gate = StepGate(tmp_path / "old-steps", 7), StepGate(tmp_path / "new-steps", 5)
+    old = start_run(*words, *old_gate.settings)
+    old.wait_until(lambda: version_of(server).version == 7)  # the last checkpoint is that of step 4
     asleep = [pid for name, pid in old.processes().items() if name == "controller" or name.startswith("trainer")]
     for pid in asleep:
         os.kill(pid, signal.SIGSTOP)
@@ -432,17 +446,18 @@ def test_a_run_that_is_resumed_takes_its_servers_over_and_the_old_trainer_is_sto
         before = version_of(server)
         elsewhere = old.directory.with_name("copy")
         shutil.copytree(old.directory, elsewhere)
-        new = start_run(*words, "--resume", "--run.directory", str(elsewhere))
+        new = start_run(*words, *new_gate.settings, "--resume", "--run.directory", str(elsewhere))
         new.directory = elsewhere
-        new.wait_until(lambda: (now := version_of(server)).incarnation == 2 and now.version < before.version)
+        new.wait_until(lambda: (now := version_of(server)).incarnation == 2 and now.version == 5)
         assert version_of(server).run_id == before.run_id
-        new.wait_for_steps(len(new.rows()) + 1)
     finally:
         for pid in asleep:
             os.kill(pid, signal.SIGCONT)
-    assert old.wait(60) == 1, old.output()
+    old_gate.open()
+    assert old.wait() == 1, old.output()
     assert "incarnation 2 has taken over. Stop this trainer" in old.output()
     assert "Traceback" not in old.output()
+    new_gate.open()
     new.wait_for_steps(len(new.rows()) + 2)
     new.interrupt()
     assert new.wait() == 130, new.output()
@@ -523,13 +538,13 @@ def test_raw_logprobs_are_refused_at_any_temperature_but_one(
     async def ask() -> Capabilities:
         endpoint = RawEndpoint(shared_server.url)
         try:
-            return await declared(config, 258, endpoint)
+            return await check_endpoint(config, 258, endpoint)
         finally:
             await endpoint.aclose()
 
     config = load_config(config_file, ["--sampling.temperature", temperature])
     if is_refused:
-        with pytest.raises(ConfigError, match=r"declares raw logprobs.* sampling\.temperature is 0\.7"):
+        with pytest.raises(ConfigError, match=r"does not support processed logprobs.* set sampling\.temperature to 1"):
             asyncio.run(ask())
     else:
         assert asyncio.run(ask()).logprob_kind == "raw"

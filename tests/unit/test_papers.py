@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import math
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
+from benchmarks.research import papers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,22 +19,14 @@ from inflight.rollouts.schedulers.histopipe import whole_endpoints
 RANK_TIMES = [1000 * math.exp(4 * rank / 15) for rank in range(16)]
 
 
-@pytest.fixture(scope="module")
-def papers() -> Iterator[Any]:
-    """benchmarks/papers.py, which imports what is beside it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-        yield importlib.import_module("papers")
-
-
-def test_a_pipeline_trains_half_as_many_tokens_again_as_phases_of_the_same_largest_lag(papers: Any) -> None:
+def test_a_pipeline_trains_half_as_many_tokens_again_as_phases_of_the_same_largest_lag() -> None:
     """The paper's simulation gives 1.4 to 1.6x. A quarter of the devices divide more coarsely, so 0.1 more or less."""
     (row,) = papers.pipelinerl(costs=(0.008,), seeds=1, batch=256, devices=8)
     assert 1.3 < row["ratio"]["mean"] < 1.7
     assert row["lag_max"] <= 7
 
 
-def test_rank_groups_keep_endpoints_as_busy_as_in_rhymerls_setting(papers: Any) -> None:
+def test_rank_groups_keep_endpoints_as_busy_as_in_rhymerls_setting() -> None:
     """0.26, 0.52, 0.72 and 0.92 are exact but for the rounding of lengths."""
     plain, whole, cuts = papers.histopipe(num_paired=4)
     assert plain["single"] == pytest.approx(0.26, abs=0.01)
@@ -49,7 +38,7 @@ def test_rank_groups_keep_endpoints_as_busy_as_in_rhymerls_setting(papers: Any) 
     assert max(row["lag_max"] for row in (plain, whole, cuts)) == 1
 
 
-def test_dispatch_by_length_gains_what_streamrls_setting_gives_over_a_fixed_division(papers: Any) -> None:
+def test_dispatch_by_length_gains_what_streamrls_setting_gives_over_a_fixed_division() -> None:
     """1.06, 1.23 and 1.04 with 256 running; 1.26, 1.37 and 1.27 with 128. One seed of four instances is within 0.04 of
     five seeds of eight; the rest is what docs/planner.md says."""
     rows = papers.streamrl(instance_counts=(4,), seeds=1)
@@ -65,7 +54,7 @@ def test_dispatch_by_length_gains_what_streamrls_setting_gives_over_a_fixed_divi
     assert all(row["recall"] == pytest.approx(0.87, abs=0.005) for row in rows if "87 %" in row["name"])
 
 
-def test_areals_gate_loses_at_eta_0_and_gains_little_beyond_4(papers: Any) -> None:
+def test_areals_gate_loses_at_eta_0_and_gains_little_beyond_4() -> None:
     """It measured 1.49 to 2.77x at eta 4 and 8."""
     none, four, eight = papers.areal(etas=(0, 4, 8), seeds=1, batch=1024, devices=8)
     assert none["ratio"]["mean"] == pytest.approx(0.69, abs=0.05) and none["token_age"] == 0.0

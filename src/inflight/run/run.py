@@ -112,8 +112,8 @@ async def _train_last(run: _Run, batch: StepBatch) -> list[Trained]:
         return await _train(run, batch, publish=run.servers.members())
     first, *others = await _train(run, batch, publish=None)
     await run.memory.to_servers()
-    published = await run.trainers.publish(run.servers.members())
-    return [first.model_copy(update={"served": published.served}), *others]
+    again = await run.trainers.publish(run.servers.members())
+    return [first.model_copy(update={"published": again.published}), *others]
 
 
 async def _train(run: _Run, batch: StepBatch, *, publish: Members | None) -> list[Trained]:
@@ -146,7 +146,7 @@ def _note(run: _Run, batch: StepBatch, trained: Sequence[Trained]) -> None:
     items = [group.item_index for group in batch.groups]
     run.journal.trained(trained[0].version, [rank.span for rank in trained], items)
     run.saving.note(trained)
-    run.delivery.published(trained[0].served)
+    run.delivery.record(trained[0].published)
     row = run.notes.step(batch, trained, run.delivery.serving)
     run.sampling.stepped(run.journal.version, row.get("effective_sample_size"))
 
@@ -229,7 +229,7 @@ class _Run:
             version,
             config=settings,
             compresses=config.run.compress_events,
-            listeners=[self.reporting.heard] if self.metrics is None else [self.reporting.heard, self.metrics.heard],
+            listeners=[self.reporting.report] if self.metrics is None else [self.reporting.report, self.metrics.count],
         )
         self.token: str = before.token if before else os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24)
         if config.servers.lease_s:
@@ -353,7 +353,7 @@ class _Run:
             self.servers.members(), self.directory.run_id, self.directory.checkpoint
         )
         self.journal.version = started.version
-        await self.delivery.start(started.served)
+        await self.delivery.start(started.published)
         if self.sampling.actor.unserved.is_set():
             raise nobody_left(self.sampling.actor)
         self.notes.doing = ""

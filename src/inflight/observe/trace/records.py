@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from inflight import __version__
+from inflight.base.validation import describe_problems
 from inflight.errors import CheckpointError, ConfigError
 from inflight.observe.trace.steps import Kept, RecordedStep, StoredStep, put_together, taken_apart
 from inflight.observe.trace.text import pieces_of
@@ -39,7 +40,7 @@ class Weights(Kept):
     size_bytes: int
 
 
-class EarlierLife(Kept):
+class EarlierIncarnation(Kept):
     """How a run was configured until it was resumed."""
 
     until: int
@@ -57,7 +58,7 @@ class Manifest(Kept):
     """The framework whose run it is."""
     config: dict[str, Any] | None = None
     """The run's configuration as far as it was set, the last one if it was resumed; None: not known."""
-    earlier: tuple[EarlierLife, ...] = ()
+    earlier: tuple[EarlierIncarnation, ...] = ()
     """Those before it, in order."""
     num_ranks: int | None = None
     start: Weights | None = None
@@ -297,6 +298,5 @@ def _version_of(path: Path) -> int:
 
 def _one_line(error: Exception) -> str:
     if isinstance(error, pydantic.ValidationError):
-        problem = error.errors(include_url=False, include_input=False)[0]
-        return f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
+        return describe_problems(error)
     return " ".join(str(error).split())[:250]

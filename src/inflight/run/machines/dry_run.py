@@ -34,7 +34,7 @@ from inflight.run.machines.memory_check import (
 )
 from inflight.run.machines.placement import Place, place
 from inflight.run.machines.time_limits import time_limits
-from inflight.run.servers.checks import check_servers, declared, read_server_list
+from inflight.run.servers.checks import check_endpoint, check_servers, read_server_list
 from inflight.weights.encode.bucket_bytes import encoded_size
 from inflight.weights.encode.buckets import plan_buckets
 from inflight.wire import TensorSpec
@@ -194,7 +194,7 @@ async def _attached(config: RunConfig, urls: Sequence[str]) -> list[PlannedProce
         endpoint = connect_endpoint(url, token=os.environ.get("INFLIGHT_TOKEN"), control_timeout_s=_ASK_S)
         try:
             async with asyncio.timeout(_ASK_S):
-                can = await declared(config, vocab_size, endpoint)
+                can = await check_endpoint(config, vocab_size, endpoint)
                 limit = min(can.max_concurrent_sequences, config.servers.max_concurrent)
             address = f"{url} answers, and runs up to {limit} sequences"
         except (TimeoutError, InflightError) as error:

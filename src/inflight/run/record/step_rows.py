@@ -42,7 +42,7 @@ class Notes:
         for answer in answers:
             metrics = add_metrics(metrics, decode_metrics(answer.metrics))
         first = answers[0]
-        published = None if first.served is None else first.served.facts
+        published = first.published
         row = self.journal.step(
             batch.token_lags,
             batch.num_tokens,
@@ -55,7 +55,7 @@ class Notes:
                 "num_stale_tokens": batch.num_stale_tokens,
                 "groups_running": self.sampling.actor.num_running,
                 "groups_waiting": self.sampling.num_waiting,
-                "publish": None if published is None else published.model_dump(),
+                "publish": published.metrics() if published is not None and published.is_published else None,
                 **({"serving": serving} if serving else {}),
                 "resumed_tokens": self.sampling.actor.num_resumed_tokens,
                 "scheduler": self.sampling.actor.scheduler.metrics(),
@@ -104,7 +104,7 @@ class Notes:
         if failure is not None:
             self.journal.event(events.Failure, what=failure)
         self.journal.event(
-            events.Ended, version=self.journal.version, is_interrupted=interrupted, ledger=self._ledger_counts()
+            events.RunEnded, version=self.journal.version, is_interrupted=interrupted, ledger=self._ledger_counts()
         )
         self.journal.close()
         plot_run(self.directory)

@@ -277,7 +277,7 @@ class Sampling:
         versions = [span.version for rollout in group.rollouts for span in rollout.version_spans]
         oldest, newest = min(versions, default=None), max(versions, default=None)
         self._journal.event(
-            events.Group,
+            events.GroupFinished,
             endpoint=group.endpoint,
             item=group.item_index,
             oldest=oldest,
@@ -303,7 +303,7 @@ class Sampling:
         """Settle a finished group that no step will use; warn if that happens many times in a row."""
         self.ledger.drop(group.item_index, reason)
         self._leaves(group, is_trained=False)
-        self._journal.event(events.Drop, reason=reason, item=group.item_index)
+        self._journal.event(events.ItemDropped, reason=reason, item=group.item_index)
         self.actor.settled(group.item_index, is_trained=False)
         why = "The composer accepts none like the last one: see rollouts.composer."
         if reason == "stale":  # what is dropped for its rewards is meant to differ from what is trained on
@@ -350,7 +350,7 @@ class Sampling:
                 f"item {item.index} was dropped ({item.reason}): {item.what_happened}. The summary counts "
                 "all items of this kind"
             )
-        self._journal.event(events.Drop, reason=item.reason, item=item.index, what=item.what_happened)
+        self._journal.event(events.ItemDropped, reason=item.reason, item=item.index, what=item.what_happened)
         if item.first_version is not None:
             self.littles_law.left(item.first_version, is_trained=False)
         if item.reason == "stale":
@@ -363,7 +363,7 @@ class Sampling:
         since = self._journal.since
         parts = tuple(_part(number, one, since) for number, one in zip(order.numbers, sampled, strict=False))
         self._journal.event(
-            events.Request,
+            events.RequestEnded,
             (request.began_at, time.time()),
             endpoint=request.seat.name,
             item=order.item.index,

@@ -13,6 +13,7 @@ from typing import Any
 
 import pydantic
 
+from inflight.base.validation import describe_problems
 from inflight.contracts import AbortingEndpoint, InferenceEndpoint, StreamingEndpoint
 from inflight.environments.moving import fitted
 from inflight.errors import (
@@ -108,13 +109,13 @@ class Seat:
         return completions
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[CompletionChunk, None]:
-        """Yield the tokens of one completion as they are sampled; for an endpoint that declares streaming.
+        """Yield the tokens of one completion as they are sampled; for an endpoint that supports streaming.
 
         Closing the iterator ends the request. Raises as `sample`.
         """
         version = self.version
         if not isinstance(self.endpoint, StreamingEndpoint):
-            raise UnsupportedError(f"{self.name} does not declare streaming")
+            raise UnsupportedError(f"{self.name} does not support streaming")
         async with self._judged():
             streamed = fitted(request, await self.capabilities()).model_copy(update={"stream": True})
             chunks: Any = self.endpoint.generate_stream(streamed)
@@ -154,8 +155,7 @@ def request_of(
             routed_experts=routed_experts,
         )
     except pydantic.ValidationError as error:
-        problem = error.errors(include_url=False, include_input=False)[0]
-        raise UnusableItem(f"its prompt does not make a valid request: {problem['loc']}: {problem['msg']}") from error
+        raise UnusableItem(f"its prompt does not make a valid request: {describe_problems(error)}") from error
 
 
 def _check_versions(name: str, version: int | None, sampled: Collection[int]) -> None:

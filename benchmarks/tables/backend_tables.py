@@ -1,0 +1,124 @@
+"""The table of backends that PipelineRL's announcement and the papers name: what works, what is certified since when.
+
+Whether a backend is certified is read from the certificates. Only what no file says is written here.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.tables.kept import ROOT
+
+CERTIFICATES = ROOT / "docs" / "certificates"
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One row. ``files`` is the glob of its certificates, and ``entry`` its entry point: group and name."""
+
+    name: str
+    side: str
+    files: str = ""
+    entry: tuple[str, str] = ("", "")
+    why_not: str = ""
+    """Why it is not certified, or not possible here."""
+    has_run: bool = True
+    """Whether the adapter has run on the real thing, and not on a stand-in only."""
+
+
+BACKENDS = (
+    Backend("vLLM", "generation", "vllm-*.json", ("engines", "vllm")),
+    Backend("SGLang", "generation", "sglang-*.json", ("engines", "sglang")),
+    Backend(
+        "PipelineRL's servers",
+        "generation",
+        "pipelinerl-*.json",
+        ("engines", "pipelinerl"),
+        "they need GPUs, and their group of NCCL is not joined",
+        has_run=False,
+    ),
+    Backend(
+        "Nvidia Dynamo",
+        "generation",
+        "dynamo-*.json",
+        ("engines", "dynamo"),
+        "needs GPUs, and asks for a package that the index does not have",
+        has_run=False,
+    ),
+    Backend("TensorRT-LLM", "generation", why_not="needs CUDA, so nothing could be tested"),
+    Backend("FSDP2", "training", "fsdp-*.json", ("workers", "fsdp")),
+    Backend("TorchTitan", "training", "torchtitan-*.json", ("workers", "torchtitan")),
+    Backend("DeepSpeed", "training", "deepspeed-*.json", ("workers", "deepspeed")),
+    Backend("Fast-LLM", "training", why_not="not on PyPI, and needs flash-attn and Triton, so a GPU"),
+    Backend(
+        "Megatron-Core",
+        "training",
+        why_not="its forward asks for a CUDA device, so nothing could be tested on a CPU",
+    ),
+)
+
+
+def backends_table() -> str:
+    """Return one row for each backend."""
+    lines = ["| backend | side | state | how to name it | certified | why not |", "|---|---|---|---|---|---|"]
+    for backend in BACKENDS:
+        releases = certified_since(_certificates(backend.files)) if backend.files else {}
+        named = _how(*backend.entry)
+        state = _state(backend, bool(releases), bool(named))
+        since = "<br>".join(f"{release}: since {date}" for release, date in releases.items())
+        why = "" if releases else backend.why_not
+        lines.append(f"| {backend.name} | {backend.side} | {state} | {named} | {since} | {why} |")
+    return "\n".join(lines)
+
+
+def _state(backend: Backend, is_certified: bool, is_installed: bool) -> str:
+    if is_certified:
+        return "works, certified"
+    if is_installed:
+        return "works, not certified" if backend.has_run else "works on a stand-in, not certified"
+    return "no adapter yet" if backend.files else "not possible here"
+
+
+def certified_since(certificates: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the day of the first kept certificate of each release without a failure, newest release first.
+
+    A release of a trainer is that of the library that its certificate names.
+    """
+    found: dict[str, str] = {}
+    for certificate in certificates:
+        outcomes = {verdict["outcome"] for verdict in certificate["verdicts"]}
+        if certificate["problem"] or outcomes - {"passed", "skipped", "expected failure"}:
+            continue
+        release, day = _release(certificate), certificate["started_at"][:10]
+        found[release] = min(day, found.get(release, day))
+    return dict(sorted(found.items(), key=lambda item: _numbers(item[0]), reverse=True))
+
+
+def _release(certificate: Mapping[str, Any]) -> str:
+    if certificate["kind"] == "endpoint":
+        return str(certificate["implementation_version"])
+    environment = certificate["environment"]
+    for library in ("deepspeed", "torchtitan"):
+        if library in certificate["implementation"].lower():
+            return str(environment.get(library) or "release not named")
+    return f"torch {environment['torch'].split('+')[0]}"
+
+
+def _numbers(release: str) -> list[int]:
+    return [int(part) for part in release.split()[-1].split(".") if part.isdigit()]
+
+
+def _certificates(files: str) -> list[dict[str, Any]]:
+    return [json.loads(file.read_text()) for file in sorted(CERTIFICATES.glob(files))]
+
+
+def _how(group: str, name: str) -> str:
+    """Return what a user writes, if the entry point exists."""
+    entries = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    if name not in entries.get(f"inflight.{group}", {}):
+        return ""
+    return f"`{name}+http://`" if group == "engines" else f'`trainer = "{name}"`'

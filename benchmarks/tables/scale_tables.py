@@ -1,0 +1,71 @@
+"""The tables of docs/scale.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from benchmarks.tables.kept import kept
+
+_TOKENS = 4 * 225
+"""Of one request."""
+_ROWS = (
+    ("scheduling", "first_us_per_request", "scheduling, of the first 10,000 requests", "µs per request"),
+    ("scheduling", "then_us_per_request", "scheduling and scoring, with 10,000 running", "µs per request"),
+    ("http", "us_per_call", "HTTP, with 156 connections to the server", "µs per request"),
+    ("wire", "ns_per_token", "reading an answer: JSON, with every token checked", "ns per token"),
+    ("batch", "make_ns_per_token", "advantages, masks and lags of a step", "ns per token"),
+    ("batch", "frame_ns_per_token", "packing and encoding a step", "ns per token"),
+    ("batch", "send_ns_per_token", "sending a step to a rank over a socket", "ns per token"),
+)
+
+
+def controller_table() -> str:
+    """Return CPU time of each part in the two states of the source that were measured."""
+    rows = kept("scale-parts")["rows"]
+    lines = ["| part | before | now |", "|---|---|---|"]
+    for part, key, what, unit in _ROWS:
+        cells = [f"{rows[name][part][key]:,.0f} {unit}" for name in ("before", "after")]
+        lines.append(f"| {what} | {cells[0]} | {cells[1]} |")
+    sums = [_us_per_request(rows[name]) for name in ("before", "after")]
+    cells = [f"{us:,.0f} µs per request" for us in sums]
+    lines.append(f"| all of it but the first row | {cells[0]} | {cells[1]} |")
+    cells = [f"{1e6 * _TOKENS / us:,.0f}" for us in sums]
+    lines.append(f"| **tokens per second of one core, at most** | **{cells[0]}** | **{cells[1]}** |")
+    return "\n".join(lines)
+
+
+def _us_per_request(parts: Mapping[str, Mapping[str, float]]) -> float:
+    per_request = parts["scheduling"]["then_us_per_request"] + parts["http"]["us_per_call"]
+    return per_request + sum(_TOKENS * parts[part][key] / 1e3 for part, key, _, unit in _ROWS if unit == "ns per token")
+
+
+def killed_host_table() -> str:
+    """Return how two runs on two hosts learned, of which one lost a host."""
+    lines = ["| run | reward of the first ten steps | of the last ten | steps | servers that sampled | seconds |"]
+    lines.append("|---|---|---|---|---|---|")
+    for name, run in kept("scale")["rows"]["curve"].items():
+        known = [reward for reward in run["rewards"] if reward is not None]
+        first, last = (sum(part) / len(part) for part in (known[:10], known[-10:]))
+        what = name if run["killed_at"] is None else f"a host killed after step {run['killed_at']}"
+        lines.append(
+            f"| {what} | {first:.2f} | {last:.2f} | {len(run['rewards'])} | {run['endpoints']} | {run['run_s']:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def lost_host_table() -> str:
+    """Return how long a run takes to go on after it has lost a host."""
+    lost = kept("scale")["rows"]["lost"]
+    rows = (
+        ("the start of the run, to its first step", "start_s"),
+        ("a host with the rank is killed: to the next step after the last one", "ranks_s"),
+        ("a host with a server is killed: until another server runs", "server_s"),
+    )
+    return "\n".join(["| | seconds |", "|---|---|", *(f"| {what} | {lost[key]:.1f} |" for what, key in rows)])
+
+
+SCALE_TABLES = {
+    "controller": controller_table,
+    "killed_host": killed_host_table,
+    "lost_host": lost_host_table,
+}

@@ -1,0 +1,129 @@
+"""``inflight check parity``: its arguments, and the pairs that it measures."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from inflight.base.json_files import check_writable, write_json
+from inflight.commands.shared import add_deadline_scale, add_json_argument, print_progress, require_at_least
+from inflight.conformance.arguments import add_endpoint_arguments, endpoint_of
+from inflight.conformance.targets import EndpointTarget
+from inflight.engines.factories import keyword_arguments
+from inflight.errors import ConfigError
+
+_START_S = 120.0
+_MEASURE_S = 600.0
+"""For one pair in one dtype."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.description = (
+        "Give an endpoint and a worker the same weights and compare their logprobs. Where they differ, publish weights "
+        "with parts of the model switched off to find the cause. Exit status: 0 they agree, 1 not."
+    )
+    add_endpoint_arguments(parser)
+    parser.add_argument(
+        "--option", action="append", default=[], metavar="KEY=VALUE", help="for the endpoint's factory, repeatable"
+    )
+    parser.add_argument(
+        "--worker-option", action="append", default=[], metavar="KEY=VALUE", help="for the worker, repeatable"
+    )
+    parser.add_argument(
+        "--dtype",
+        action="append",
+        default=[],
+        metavar="DTYPE",
+        help='compare in this dtype, repeatable: the worker\'s option "dtype", and {dtype} in --serve COMMAND',
+    )
+    parser.add_argument("--updates", type=int, default=50, metavar="N", help="with the same weights (%(default)s)")
+    parser.add_argument("--prompts", type=int, default=8, metavar="N", help="default: %(default)s")
+    parser.add_argument("--tokens", type=int, default=96, metavar="N", help="sampled for each prompt (%(default)s)")
+    parser.add_argument(
+        "--bisect",
+        action=argparse.BooleanOptionalAction,
+        help="whether to switch parts of the model off (default: if the two sides differ)",
+    )
+    add_json_argument(parser)
+    add_deadline_scale(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure each pair and print it; returns 1 if one differs."""
+    targets = _targets(arguments)
+    require_at_least(arguments, updates=0, prompts=1, tokens=4)
+    check_writable({"json": arguments.json})
+
+    import torch
+
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the servers end with this process
+    rows = []
+    for dtype, target in targets:
+        rows.append(asyncio.run(_row(dtype, target, arguments)))
+        write_json(arguments.json, {"rows": rows})
+    return 0 if all(row["agrees"] for row in rows) else 1
+
+
+def _targets(arguments: argparse.Namespace) -> Sequence[tuple[str | None, EndpointTarget]]:
+    """Return the dtypes to compare in, each with its endpoint; None is the dtype that is served."""
+    options = keyword_arguments(arguments.option, "--option")
+    target = endpoint_of(arguments, options)
+    if target.url is not None and target.model is None:
+        raise ConfigError("say which checkpoint the URL serves: --model DIR; it is given to the worker too")
+    command = target.command
+    if not arguments.dtype:
+        if command is not None and "{dtype}" in command:
+            raise ConfigError("--serve COMMAND holds {dtype}: say which with --dtype, as in --dtype float32")
+        return [(None, target)]
+    if command is None or "{dtype}" not in command:
+        raise ConfigError("--dtype needs a server that is started in it: --serve COMMAND with {dtype} in it")
+    return [
+        (dtype, target.model_copy(update={"command": command.replace("{dtype}", dtype)})) for dtype in arguments.dtype
+    ]
+
+
+async def _row(dtype: str | None, target: EndpointTarget, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure one pair in one dtype, print it, and return it as JSON values."""
+    from inflight.conformance.endpoint.opening import opened
+    from inflight.conformance.endpoint.publishing import SteppedPublisher
+    from inflight.conformance.endpoint.subject import EndpointSubject
+    from inflight.conformance.parity.measuring import measure
+    from inflight.conformance.parity.pair import Pair
+    from inflight.conformance.parity.report import row_of, text_of
+
+    def tell(what: str) -> None:
+        print_progress(what if dtype is None else f"{dtype}: {what}")
+
+    worker_options = keyword_arguments(arguments.worker_option, "--worker-option")
+    worker_options |= {} if dtype is None else {"dtype": dtype}
+    scale, trainer = arguments.deadline_scale, target.worker or "transformers in float32"
+    with tempfile.TemporaryDirectory(prefix="inflight-parity-") as directory:
+        subject = EndpointSubject(target, Path(directory), _START_S * scale)
+        model = subject.reference.path
+        tell(f"waiting for {target.label}")
+        async with opened(target, model, subject.directory, _START_S * scale) as subject.opened:
+            declared = subject.capabilities = await subject.endpoint.capabilities()
+            version = (await subject.endpoint.weight_version()).version
+            subject.publisher = SteppedPublisher(subject.endpoint, declared, version)
+            subject.reference.cast(declared.dtype)
+            pair = Pair(subject, target.worker, worker_options, arguments.prompts, arguments.tokens)
+            with closing(pair):
+                try:
+                    async with asyncio.timeout(_MEASURE_S * scale):
+                        measured = await measure(pair, arguments.updates, bisect=arguments.bisect, tell=tell)
+                        if target.url is not None:
+                            await pair.bring(subject.reference.weights)
+                finally:
+                    subject.publisher.lose_group()
+    names = (declared.engine, declared.engine_version, trainer)
+    print(text_of(*names, measured), flush=True)
+    return row_of(*names, measured)

@@ -1,0 +1,126 @@
+"""The CUDA stream and the host memory for weights in transit, apart from those with which an engine samples.
+
+There is one stream for each device of a process. What arrives on it is handed over by the host: `beside` returns once
+the device is done, and waits for no other stream. On the CPU everything happens at once, and the functions of streams
+do nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+cuda: Any = torch.cuda  # its streams are not typed
+
+
+def recorded(device: torch.device) -> torch.cuda.Event | None:
+    """Return an event that comes after everything this thread has queued on a device; None on the CPU."""
+    if device.type != "cuda":
+        return None
+    event: torch.cuda.Event = cuda.current_stream(device).record_event()
+    return event
+
+
+def finish(device: torch.device) -> None:
+    """Return once everything that this thread has queued on a device is done."""
+    if (event := recorded(device)) is not None:
+        event.synchronize()
+
+
+def finish_all(device: torch.device) -> None:
+    """Return once everything that this process has queued on a device is done, on whatever stream."""
+    if device.type == "cuda":
+        cuda.synchronize(device)
+
+
+@contextlib.contextmanager
+def queued_beside(device: torch.device, after: torch.cuda.Event | None = None) -> Iterator[None]:
+    """Queue what follows on the stream for weights, after ``after``."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = _stream(device)
+    if after is not None:
+        stream.wait_event(after)
+    with cuda.stream(stream):
+        yield
+
+
+@contextlib.contextmanager
+def beside(device: torch.device, after: torch.cuda.Event | None = None) -> Iterator[None]:
+    """Do what follows on the stream for weights, after ``after``; on return the device has done it."""
+    with queued_beside(device, after):
+        yield
+        finish(device)
+
+
+@functools.cache
+def _stream(device: torch.device) -> Any:
+    return cuda.Stream(device)
+
+
+class ReusedMemory:
+    """Memory into which tensors are received, used again once nothing refers to the tensors in it.
+
+    Fresh pages from the system cost more time than the copy itself. If ``device`` is a GPU, the memory is
+    pinned, so that it is copied there at full speed. Any thread may call: one that was abandoned in an update that has
+    ended may still be receiving when the next update begins.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._pinned = device is not None and device.type == "cuda"
+        self._blocks: list[_Block] = []
+        self._lock = threading.Lock()
+
+    def take(self, size_bytes: int) -> torch.Tensor:
+        """Return memory that nothing refers to, uint8 [size_bytes] on the CPU."""
+        if size_bytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        with self._lock:
+            block = next((it for it in self._blocks if it.size_bytes == size_bytes and it.is_free), None)
+            if block is None:
+                block = _Block(size_bytes, self._pinned)
+                self._blocks.append(block)
+            return block.lend()
+
+    def begin(self) -> None:
+        """Call before each update. Returns to the system what the last two updates did not need.
+
+        An engine that serves from what arrived gives the memory of one update back when it commits the next.
+        """
+        with self._lock:
+            self._blocks = [block for block in self._blocks if block.is_needed()]
+
+
+class _Block:
+    """Memory lent to one tensor and its views at a time.
+
+    The tensor's storage holds a numpy array that is a view of the memory, and ends with it.
+    """
+
+    def __init__(self, size_bytes: int, pinned: bool) -> None:
+        self.size_bytes = size_bytes
+        self._memory = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pinned).numpy()  # aligned by torch
+        self._loan: Callable[[], object] = lambda: None
+        self._was_taken = self._was_needed = False
+
+    @property
+    def is_free(self) -> bool:
+        return self._loan() is None
+
+    def lend(self) -> torch.Tensor:
+        view = self._memory[:]
+        self._loan, self._was_taken = weakref.ref(view), True
+        return torch.from_numpy(view)
+
+    def is_needed(self) -> bool:
+        """Return whether it was taken since the last call, is referred to, or was so at the last call."""
+        before, self._was_needed = self._was_needed, self._was_taken or not self.is_free
+        self._was_taken = False
+        return before or self._was_needed
