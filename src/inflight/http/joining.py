@@ -91,7 +91,9 @@ class Membership:
 
     async def _say(self, method: str) -> bool:
         body = Joining(url=self._url).model_dump()
-        status, answer = await self._run.request_json(method, JOIN_PATH, body, timeout_s=_ANSWER_S, headers=self._headers)
+        status, answer = await self._run.request_json(
+            method, JOIN_PATH, body, timeout_s=_ANSWER_S, headers=self._headers
+        )
         if status != 200:
             raise ConfigError(f"the run at {self._run_url} refused {self._url} with status {status}: {answer}")
         return True
