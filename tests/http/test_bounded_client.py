@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ssl
+from collections.abc import AsyncIterator, Callable
 
+import httpx
 import pytest
 
-from inflight.errors import UnreachableError
+from inflight.base.tasks import cancel_and_wait
+from inflight.errors import DeadlineError, ProtocolError, UnreachableError
 from inflight.http.bounded_client import BoundedClient
+from inflight.http.transport import PlainTransport, tls_context
 
 
 @pytest.mark.parametrize(("keeps_alive", "num_connections"), [(True, 1), (False, 3)])
@@ -123,3 +129,168 @@ def test_calls_at_once_have_connections_of_their_own_which_later_calls_use_again
             await asyncio.gather(*[task for task in opened if task is not None])
 
     asyncio.run(conversation())
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Clients of httpx
+
+
+@contextlib.asynccontextmanager
+async def answering(*pieces: bytes) -> AsyncIterator[str]:
+    """A server that answers the first request of each connection with these bytes, and closes the connection."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            await reader.readuntil(b"\r\n\r\n")
+            for piece in pieces:
+                writer.write(piece)
+                await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+TRANSPORTS = pytest.mark.parametrize("transport", [PlainTransport, httpx.AsyncHTTPTransport])
+
+
+@TRANSPORTS
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (b"", UnreachableError),
+        (b"HTTP/1.1 200 OK\r\ncontent-le", UnreachableError),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n{", UnreachableError),
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n9\r\n{", UnreachableError),
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nno chunk\r\n", ProtocolError),
+        (b"SSH-2.0-OpenSSH_9.6\r\n\r\n", ProtocolError),
+    ],
+)
+def test_what_goes_wrong_is_the_same_error_over_the_transport_of_httpx(
+    transport: Callable[[], httpx.AsyncBaseTransport], answer: bytes, error: type[Exception]
+) -> None:
+    async def run() -> None:
+        async with answering(answer) as url, httpx.AsyncClient(transport=transport()) as http:
+            with pytest.raises(error) as raised:
+                await BoundedClient(url, client=http).request("GET", "/", timeout_s=10)
+            assert type(raised.value) is error
+
+    asyncio.run(run())
+
+
+@TRANSPORTS
+def test_a_given_client_adds_its_headers_stays_open_and_does_not_shorten_the_deadline(
+    transport: Callable[[], httpx.AsyncBaseTransport],
+) -> None:
+    async def run() -> None:
+        requests: list[bytes] = []
+        connections: list[asyncio.Task[None] | None] = []
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            connections.append(asyncio.current_task())
+            with contextlib.suppress(asyncio.IncompleteReadError):
+                while True:
+                    requests.append((await reader.readuntil(b"\r\n\r\n")).lower())
+                    if b"/never" in requests[-1]:
+                        continue
+                    await asyncio.sleep(0.2)
+                    writer.write(b"HTTP/1.1 200 ok\r\ncontent-length: 2\r\n\r\n{}")
+            writer.close()
+
+        async with (
+            await asyncio.start_server(answer, "127.0.0.1", 0) as server,
+            httpx.AsyncClient(transport=transport(), headers={"x-gateway": "key"}, timeout=0.01) as http,
+        ):
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            for _ in range(2):
+                client = BoundedClient(url, client=http)
+                assert await client.request("GET", "/", timeout_s=10, headers={"x-ours": "1"}) == (200, b"{}")
+                await client.aclose()
+            with pytest.raises(DeadlineError, match=r"within 0\.05 s"):
+                await BoundedClient(url, client=http).request("GET", "/never", timeout_s=0.05)
+            await http.aclose()
+            await asyncio.gather(*[task for task in connections if task is not None])
+        for request in requests[:2]:
+            assert b"x-gateway: key" in request
+            assert b"x-ours: 1" in request
+            assert b"accept-encoding: identity" in request
+
+    asyncio.run(run())
+
+
+def test_bytes_after_an_answer_are_not_read_as_the_answer_to_the_next_request() -> None:
+    async def run() -> None:
+        connections: list[asyncio.Task[None] | None] = []
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            connections.append(asyncio.current_task())
+            with contextlib.suppress(asyncio.IncompleteReadError):
+                await reader.readuntil(b"\r\n\r\n")
+                good = b"HTTP/1.1 200 ok\r\ncontent-length: 2\r\n\r\n{}"
+                writer.write(good + b"HTTP/1.1 403 no\r\ncontent-length: 0\r\n\r\n")
+                await reader.read()
+            writer.close()
+
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            client = BoundedClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+            for _ in range(3):
+                assert await client.request("GET", "/", timeout_s=5) == (200, b"{}")
+            await client.aclose()
+            await asyncio.gather(*[task for task in connections if task is not None])
+        assert len(connections) == 3
+
+    asyncio.run(run())
+
+
+def test_a_cancelled_call_has_closed_its_connection_and_leaves_the_others() -> None:
+    async def run() -> None:
+        arrived, closed = asyncio.Event(), asyncio.Event()
+        may_answer = asyncio.Event()
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            line = await reader.readline()
+            await reader.readuntil(b"\r\n\r\n")
+            if b"cancelled" in line:
+                arrived.set()
+                await reader.read()
+                closed.set()
+            else:
+                await may_answer.wait()
+                writer.write(b"HTTP/1.1 200 ok\r\ncontent-length: 2\r\n\r\n{}")
+            writer.close()
+
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server, asyncio.timeout(30):
+            client = BoundedClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+            other = asyncio.ensure_future(client.request("GET", "/other", timeout_s=30))
+            call = asyncio.ensure_future(client.request("GET", "/cancelled", timeout_s=30))
+            await arrived.wait()
+            await cancel_and_wait(call)
+            assert call.cancelled()
+            await closed.wait()
+            may_answer.set()
+            assert await other == (200, b"{}")
+            await client.aclose()
+
+    asyncio.run(run())
+
+
+def test_all_servers_with_tls_share_one_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[ssl.SSLContext] = []
+    create = ssl.create_default_context
+
+    def counting() -> ssl.SSLContext:
+        made.append(create())
+        return made[-1]
+
+    monkeypatch.setattr(ssl, "create_default_context", counting)
+    tls_context.cache_clear()
+
+    async def run() -> None:
+        for port in (1, 2, 3):
+            client = BoundedClient(f"https://127.0.0.1:{port}")
+            with pytest.raises(UnreachableError):
+                await client.request("GET", "/", timeout_s=5)
+            await client.aclose()
+
+    asyncio.run(run())
+    assert len(made) == 1

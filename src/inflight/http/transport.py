@@ -31,11 +31,11 @@ def make_transport(url: httpx.URL, *, keeps_alive: bool) -> httpx.AsyncBaseTrans
     if url.scheme != "https":
         return PlainTransport(max_idle)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=max_idle, keepalive_expiry=_IDLE_S)
-    return httpx.AsyncHTTPTransport(verify=_tls_context(), limits=limits, trust_env=False)
+    return httpx.AsyncHTTPTransport(verify=tls_context(), limits=limits, trust_env=False)
 
 
 @functools.cache
-def _tls_context() -> ssl.SSLContext:
+def tls_context() -> ssl.SSLContext:
     """Return the one context of this process, which trusts what the system trusts; making one takes 40 ms."""
     return ssl.create_default_context()
 
