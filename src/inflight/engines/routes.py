@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Coroutine, Mapping
 from typing import Any
 
+from inflight.base.tasks import cancel_and_wait
 from inflight.errors import (
     DeadlineError,
     EndpointError,
@@ -27,7 +28,7 @@ class EngineRoutes:
     """The routes of the server at ``url``. Every call ends within ``control_timeout_s``, unless it has its own timeout.
 
     A dead engine never answers some calls. So a call also ends when ``liveness_path``, as in `EngineKind`, answers that
-    the engine has died. ``keeps_alive`` as in `BoundedClient`.
+    the engine has died. ``keeps_alive`` is that of `BoundedClient`.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class EngineRoutes:
         await self._http.aclose()
 
     async def _while_alive(self, call: Answer, what: str, liveness_path: str) -> tuple[int, Any]:
-        asking = asyncio.ensure_future(call)
+        asking = asyncio.create_task(call)
         try:
             while not (await asyncio.wait({asking}, timeout=_LIVENESS_S))[0]:
                 with contextlib.suppress(DeadlineError, UnreachableError):
@@ -107,7 +108,7 @@ class EngineRoutes:
                         )
             return asking.result()
         finally:
-            asking.cancel()
+            await cancel_and_wait(asking)
 
 
 def words_of(answer: Any) -> str:

@@ -72,7 +72,7 @@ class Membership:
         while True:
             is_there = False
             with contextlib.suppress(EndpointError):
-                is_there = await self._say("POST")
+                is_there = await self._announce("POST")
             if is_there is not was_there:
                 self._note(f"joined the run at {self._run_url}" if is_there else f"no run answers at {self._run_url}")
             was_there = is_there
@@ -82,14 +82,16 @@ class Membership:
         """Say goodbye, and return once nothing runs on the endpoint any more, or the grace is over."""
         with contextlib.suppress(InflightError, TimeoutError):
             async with asyncio.timeout(self._grace_s):
-                if await self._say("DELETE"):
+                if await self._announce("DELETE"):
                     self._note("said goodbye to the run, which takes back what runs here")
                 await asyncio.sleep(_TAKEN_BACK_S)
                 while (await endpoint.weight_version()).num_running:  # noqa: ASYNC110 - another process runs it
                     await asyncio.sleep(_IDLE_POLL_S)
+
+    async def aclose(self) -> None:
         await self._run.aclose()
 
-    async def _say(self, method: str) -> bool:
+    async def _announce(self, method: str) -> bool:
         body = Joining(url=self._url).model_dump()
         status, answer = await self._run.request_json(
             method, JOIN_PATH, body, timeout_s=_ANSWER_S, headers=self._headers
